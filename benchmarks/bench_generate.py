@@ -1,14 +1,15 @@
 """What the wire takes from Generate: tokens/s through gRPC over those of the same engine in process.
 
-Sequences of 128 tokens are prefilled first, then 64 tokens drawn greedily behind each: as one Generate per sequence,
+Sequences of 128 tokens are prefilled first, then tokens are drawn greedily after each: as one Generate per sequence,
 all at once, and with one Generate of as many branches. The rate is that of the time in which all sequences are being
-continued: from the first token of the last one to the last token of the first that ends. Both sides run in turns within
-each round, and the ratio is taken by round. The median step of each side, as its frames tell it, shows what of a
-difference is not the wire: two processes never run the same step in the same time.
+continued: from the first token of the last one to the last token of the first that ends. In each round both sides are
+started, measured and ended one after the other, in another order each time, so that each has the machine alone; the
+ratio is taken by round. The median step of each side, as its frames report it, shows what part of a difference is not
+the wire: weights lie elsewhere in memory after each start, and the read rate of memory changes within minutes.
 
-    python benchmarks/bench_generate.py [FOLDER ...] [--rounds 5] [--tokens 64] [--wait-policy PASSIVE]
+    python benchmarks/bench_generate.py [FOLDER ...] [--rounds 6] [--tokens 256]
 
-Without a folder, the model that ships: its step is so short that it shows what all else costs.
+Without a folder, the bundled model: its step is so short that it shows what all else costs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import platform
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from child_server import server  # type: ignore[import-not-found]  # beside this
 from in_process import PRINCIPAL, Inbox, InProcess, append_job, in_process, load_executor  # type: ignore[import-not-found]
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
+from ferrule_server.model.config import read_config
 
 PROMPT_TOKENS = 128
 SIZES = (1, 16)
@@ -74,14 +77,12 @@ class Arrivals:
 def main() -> None:
     """Compare on each model, print a table and one JSON line per model."""
     args = _parse_arguments()
-    os.environ["OMP_WAIT_POLICY"] = args.wait_policy  # OpenMP reads it once, when torch is imported
     for folder in args.folders:
-        executor = load_executor(folder, kv_bytes=KV_BYTES, max_context=2048)
-        with (
-            in_process(executor) as engine,
-            server("--model", str(folder), "--kv-memory", f"{KV_BYTES >> 30}GiB") as target,
-        ):
-            rates = asyncio.run(_compare(engine, target, args.rounds, args.tokens))
+        rates: dict[str, Pair] = {}
+        sides = [_measure_in_process, _measure_grpc]
+        for round_ in range(args.rounds):
+            for measure in sides if round_ % 2 == 0 else reversed(sides):
+                measure(folder, round_, args.tokens, rates)
         report = {**_environment(args), "model": folder.name, "figures": _figures(rates)}
         _print_table(report)
         print(json.dumps(report), flush=True)
@@ -91,36 +92,51 @@ def _parse_arguments() -> argparse.Namespace:
     demo = Path(__file__).parents[1] / "server" / "ferrule_server" / "demo_model"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", type=Path, nargs="*", default=[demo])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--wait-policy", choices=("PASSIVE", "ACTIVE"), default="PASSIVE")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=256)
     return parser.parse_args()
 
 
-async def _compare(engine: InProcess, target: str, rounds: int, num_tokens: int) -> dict[str, Pair]:
-    """Tokens/s of each figure, in process and through gRPC, the first round left out."""
-    rates: dict[str, Pair] = {}
-    async with grpc.aio.insecure_channel(target) as channel:
-        stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-        for round_ in range(rounds + 1):
-            for size in SIZES:
-                for is_branching in (False, True) if size > 1 else (False,):
-                    name = f"{size} {'branches' if is_branching else 'sequences'}"
-                    prompts = _prompts(engine, size, round_, is_branching=is_branching)
-                    mine, my_step = await asyncio.to_thread(_run_in_process, engine, prompts, size, num_tokens)
-                    theirs, their_step = await _run_grpc(stub, prompts, size, num_tokens)
-                    sides = {"in process": mine, "gRPC": theirs, "step": my_step, "gRPC step": their_step}
-                    pair = rates.setdefault(name, {side: [] for side in sides})
-                    for side, value in sides.items():
-                        pair[side] += [value] if round_ else []  # the first round warms up
-    return rates
+def _measure_in_process(folder: Path, round_: int, num_tokens: int, rates: dict[str, Pair]) -> None:
+    """Add the rate and the step of each figure on an engine of this process."""
+    vocab_size = read_config(folder).vocab_size
+    with in_process(load_executor(folder, kv_bytes=KV_BYTES, max_context=2048)) as engine:
+        for name, size, prompts, is_warm in _samples(vocab_size, round_):
+            rate, step_ms = _run_in_process(engine, prompts, size, num_tokens)
+            if is_warm:
+                _add(rates, name, {"in process": rate, "step": step_ms})
 
 
-def _prompts(engine: InProcess, size: int, round_: int, *, is_branching: bool) -> list[list[int]]:
-    vocab_size = engine.engine.info.model.config.vocab_size
-    random = np.random.default_rng((round_, size, is_branching))
-    prompts: list[list[int]] = random.integers(0, vocab_size, (1 if is_branching else size, PROMPT_TOKENS)).tolist()
-    return prompts
+def _measure_grpc(folder: Path, round_: int, num_tokens: int, rates: dict[str, Pair]) -> None:
+    """Add the rate and the step of each figure on a server."""
+    vocab_size = read_config(folder).vocab_size
+
+    async def measure(target: str) -> None:
+        async with grpc.aio.insecure_channel(target) as channel:
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            for name, size, prompts, is_warm in _samples(vocab_size, round_):
+                rate, step_ms = await _run_grpc(stub, prompts, size, num_tokens)
+                if is_warm:
+                    _add(rates, name, {"gRPC": rate, "gRPC step": step_ms})
+
+    with server("--model", str(folder), "--kv-memory", f"{KV_BYTES >> 30}GiB") as target:
+        asyncio.run(measure(target))
+
+
+def _add(rates: dict[str, Pair], name: str, values: dict[str, float]) -> None:
+    for side, value in values.items():
+        rates.setdefault(name, {}).setdefault(side, []).append(value)
+
+
+def _samples(vocab_size: int, round_: int) -> Iterator[tuple[str, int, list[list[int]], bool]]:
+    """Yield name, sequences and prompts of each figure, twice: the first sample warms up."""
+    for is_warm in (False, True):
+        for size in SIZES:
+            for is_branching in (False, True) if size > 1 else (False,):
+                name = f"{size} {'branches' if is_branching else 'sequences'}"
+                random = np.random.default_rng((round_, size, is_branching, is_warm))
+                num_prompts = 1 if is_branching else size
+                yield name, size, random.integers(0, vocab_size, (num_prompts, PROMPT_TOKENS)).tolist(), is_warm
 
 
 def _run_in_process(engine: InProcess, prompts: list[list[int]], size: int, num_tokens: int) -> tuple[float, float]:
@@ -227,7 +243,7 @@ def _environment(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print_table(report: dict[str, Any]) -> None:
-    print(f"{report['model']}, commit {report['commit']}: tokens/s behind {PROMPT_TOKENS} tokens of context")
+    print(f"{report['model']}, commit {report['commit']}: tokens/s after {PROMPT_TOKENS} tokens of context")
     print(f"  {'':<14} {'in process':>22} {'gRPC':>22} {'ratio':>20} {'steps, ms':>14}")
     for name, row in report["figures"].items():
         cells = [

@@ -87,7 +87,8 @@ def dry_parts() -> list[Part]:
     found.append(_part("b", "correct", tiny, 300, cells=[(1, 40, 4, 1), (3, 40, 4, 1), (2, 33, 2, 4)]))
     found.append(_part("c", "decode", tiny, 300, cells=cells, rounds=2))
     found.append(_part("c", "profile", tiny, 300, cells=cells[:1]))
-    found.append(Part(f"wire:{tiny}:40", "c", "wire", tiny, 300, {"cells": cells, "rounds": 2}))
+    long: Cells = [(1, 40, 200), (3, 40, 200)]  # tokens of short steps come some at a time
+    found.append(Part(f"wire:{tiny}:40", "c", "wire", tiny, 300, {"cells": long, "rounds": 2}))
     found += [_against(peer, tiny, cells) for peer in ("static", "compiled", "graph")]
     found.append(_part("d", "batching", tiny, 300, cells=cells[1:], rounds=1))
     found.append(_part("d", "attention", tiny, 300))

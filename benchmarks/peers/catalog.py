@@ -113,6 +113,7 @@ PEERS = (
         variants=(
             Variant("bf16", 16, "flash attention off"),
             Variant("q8_0", 8, "flash attention off"),
+            Variant("q4_0", 4, "weights in int4 by groups of 32, the embedding too, flash attention off"),
         ),
         is_optional=True,
         note="built from source for this processor, about 15 minutes",

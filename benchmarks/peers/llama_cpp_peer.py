@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: its own C interface, flash attention off, weights in bfloat16 or 8 bits."""
+"""llama.cpp through llama-cpp-python: its own C interface, flash attention off, weights in bfloat16, 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _write_gguf(folder: Path, out: Path, variant: str) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    kind = gguf.GGMLQuantizationType.BF16 if variant == "bf16" else gguf.GGMLQuantizationType.Q8_0
+    kind = gguf.GGMLQuantizationType[variant.upper()]
     for name, values in read_tensors(folder / "model.safetensors"):
         if values.ndim == 1:
             writer.add_tensor(gguf_name(name), values)

@@ -235,17 +235,18 @@ def _make_engine(
         max_waiting_jobs=config.max_waiting_jobs,
         debug_top_tokens=config.logs_top_tokens,
     )
-    post = asyncio.get_running_loop().call_soon_threadsafe
+    loop = asyncio.get_running_loop()
 
     def on_failure() -> None:
-        post(fail)
+        loop.call_soon_threadsafe(fail)
 
     return Engine(
         executor,
         store,
         settings,
-        post,
+        loop.call_soon_threadsafe,
         on_failure,
+        later=loop.call_later,
         limits_of=state.limits_of,
         shares=state.shares,
         failpoints=failpoints,

@@ -195,9 +195,14 @@ class RunningServer:
             limits_of=self.access.limits_of,
             has_prefix_cache=self.has_prefix_cache,
         )
-        post = self.loop.call_soon_threadsafe
         self.engine = Engine(
-            self.executor, self.store, self.settings, post, limits_of=self.access.limits_of, shares=self.state.shares
+            self.executor,
+            self.store,
+            self.settings,
+            self.loop.call_soon_threadsafe,
+            later=self.loop.call_later,
+            limits_of=self.access.limits_of,
+            shares=self.state.shares,
         )
         self.engine.start()
         await self.server.start()

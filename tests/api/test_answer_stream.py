@@ -18,7 +18,7 @@ from ferrule_server.api.rpc.calls import CallEnded
 from ferrule_server.api.rpc.refusals import Refusals
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.security.principal import Caller, enter
-from ferrule_server.api.streams import answer_stream, writer
+from ferrule_server.api.streams import writer
 from ferrule_server.api.streams.answer_stream import AnswerStream
 from ferrule_server.api.streams.replies import GenerateReplies
 from ferrule_server.engine.jobs import (
@@ -166,7 +166,7 @@ def test_a_reader_that_keeps_up_gets_a_message_for_each_frame() -> None:
         assert call.stream in call.state.streams
         for token in (1, 2):
             call.engine.say(_frame(token))
-            await asyncio.sleep(3 * answer_stream._PAUSE_S)
+            await call.settles()
         call.engine.say(_frame(3, is_last=True))
         assert await call.reason() is None
         assert call.tokens == [[1], [2], [3]]
@@ -175,50 +175,6 @@ def test_a_reader_that_keeps_up_gets_a_message_for_each_frame() -> None:
         assert call.engine.resumed == []
         assert not call.state.streams
 
-    _play(scene)
-
-
-def test_frames_that_come_faster_than_messages_pay_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one is written at once, those of the pause behind it together, and the last one ends a pause."""
-
-    async def scene() -> None:
-        call = _Call()
-        await call.settles()
-        for token in (1, 2, 3):
-            call.engine.say(_frame(token))
-            await call.settles()
-        assert call.tokens == [[1]]
-        call.stream._end_pause()
-        await call.settles()
-        assert call.tokens == [[1], [2, 3]]
-        call.engine.say(_frame(4))
-        await call.settles()
-        call.engine.say(_frame(5, is_last=True))
-        assert await call.reason() is None
-        assert call.tokens == [[1], [2, 3], [4, 5]]
-
-    monkeypatch.setattr(answer_stream, "_PAUSE_S", 3600.0)
-    _play(scene)
-
-
-def test_a_full_window_ends_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the engine would wait for a writer that waits for the engine."""
-
-    async def scene() -> None:
-        call = _Call(window_bytes=3 * _ROW_BYTES)
-        await call.settles()
-        for token in (1, 2, 3):
-            call.engine.say(_frame(token))
-            await call.settles()
-        assert call.tokens == [[1]]
-        call.engine.say(_frame(4))
-        await call.settles()
-        assert call.tokens == [[1], [2, 3, 4]]
-        assert call.engine.resumed == [call.job]
-        call.engine.say(_frame(5, is_last=True))
-        assert await call.reason() is None
-
-    monkeypatch.setattr(answer_stream, "_PAUSE_S", 3600.0)
     _play(scene)
 
 

@@ -280,7 +280,7 @@ def _named(ours: Ours) -> Ours:
 
 def test_three_ways_through_a_server(shipped_target: str) -> None:
     """Each gives as many tokens as there were steps, in order, and can be timed again."""
-    rows = list(wire._through(shipped_target, CONFIG, [(1, 20, 40), (3, 20, 40)], TASK))
+    rows = list(wire._through(shipped_target, CONFIG, [(1, 20, 400), (3, 20, 400)], TASK))
     ways = ["Generate, branches", "Generate, calls", "StreamDecode"]
     assert [row["arm"] for row in rows] == ways * 2
     assert {row["status"] for row in rows} == {"ok"}

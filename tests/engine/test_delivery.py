@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 
+import pytest
+
+from ferrule_server.engine.bridge import delivery as module
 from ferrule_server.engine.bridge.delivery import _LOOP_SLICE, Delivery
 from ferrule_server.engine.bridge.gate import Finished, Gate
-from ferrule_server.engine.jobs import GenerateFrame, ListResult, StepTiming, WarmupJob
+from ferrule_server.engine.jobs import GenerateFrame, GenerateJob, ListResult, StepTiming, WarmupJob
+from ferrule_server.errors import Draining
 from tests.engine.harness import Pending
 from tests.engine.streams import Stream, generate
 
@@ -96,3 +101,139 @@ def test_nobody_waits_for_the_slices_of_others() -> None:
     loop.run()
     assert flood.num_flushes == 1
     assert not delivery._chain_of
+
+
+class Call:
+    """A Generate whose first frame has been delivered, so that a pause has begun."""
+
+    def __init__(self, delivery: Delivery, loop: Loop, gate: Gate) -> None:
+        self.delivery, self.loop, self.stream = delivery, loop, Stream()
+        self.job: GenerateJob = generate(None, 1)
+        assert gate.admit([(self.job, self.stream)])[1] == []
+        self.say()
+        loop.run()
+
+    def say(self, *others: Finished, is_last: bool = False) -> GenerateFrame:
+        """Hand over a frame as of a step of its own, after outcomes of others."""
+        frame = GenerateFrame((), StepTiming(), is_last=is_last)
+        self.delivery.finished = [*others, (self.job, self.stream, frame)]
+        self.delivery.hand_over()
+        return frame
+
+
+class Pauses:
+    """Calls that the event loop is to make later."""
+
+    def __init__(self) -> None:
+        self.delays: list[float] = []
+        self.calls: deque[Callable[[], None]] = deque()
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Keep a call."""
+        self.delays.append(delay_s)
+        self.calls.append(call)
+
+    def end(self) -> None:
+        """End the pause in progress."""
+        self.calls.popleft()()
+
+
+class Paused:
+    """A delivery with pauses, and Generates in one of them."""
+
+    def __init__(self, num_calls: int = 1) -> None:
+        self.loop, self.pauses, self.gate = Loop(), Pauses(), Gate(10)
+        self.delivery = Delivery(self.loop.posted.append, self.gate, self.pauses.later)
+        self.calls = [Call(self.delivery, self.loop, self.gate) for _ in range(num_calls)]
+
+
+def test_frames_gather_during_a_pause_without_waking_the_loop() -> None:
+    """The first frame is delivered at once; its pause gathers the next ones, which begin another pause together."""
+    paused = Paused(2)
+    frames = [[call.say() for call in paused.calls] for _ in range(3)]
+    assert not paused.loop.posted
+    assert [len(call.stream.outcomes) for call in paused.calls] == [1, 1]
+    paused.pauses.end()
+    for index, call in enumerate(paused.calls):
+        assert call.stream.outcomes[1:] == [each[index] for each in frames]
+        assert call.stream.num_flushes == 2
+    assert len(paused.pauses.calls) == 1
+
+
+def test_a_pause_without_frames_is_the_last_one() -> None:
+    """The next frame is delivered at once again."""
+    paused = Paused()
+    paused.pauses.end()
+    assert not paused.pauses.calls
+    (call,) = paused.calls
+    call.say()
+    paused.loop.run()
+    assert len(call.stream.outcomes) == 2
+
+
+def test_the_last_frame_ends_the_wait_of_those_before_it() -> None:
+    """All in their order; so does the error that ends the call."""
+    paused = Paused(2)
+    ended, failed = paused.calls
+    frames = [ended.say(), ended.say(is_last=True)]
+    paused.loop.run()
+    assert ended.stream.outcomes[1:] == frames
+    frame, error = failed.say(), Draining()
+    paused.delivery.finished = [(failed.job, failed.stream, error)]
+    paused.delivery.hand_over()
+    paused.loop.run()
+    assert failed.stream.outcomes[1:] == [frame, error]
+    assert paused.gate.num_jobs == 0
+
+
+def test_a_frame_that_fills_the_window_does_not_wait() -> None:
+    """Its reader must take it before the engine continues."""
+    paused = Paused()
+    (call,) = paused.calls
+    call.say()
+    call.job.window.sent_bytes = call.job.window.limit_bytes
+    call.say()
+    paused.loop.run()
+    assert len(call.stream.outcomes) == 3
+
+
+def test_other_outcomes_never_wait_and_leave_frames_to_the_pause() -> None:
+    """A client with a loop of its own gets its token at once, and does not cost others a message for each of theirs."""
+    paused = Paused()
+    (call,) = paused.calls
+    ((job, own, outcome),) = many(1)
+    call.say((job, own, outcome))
+    assert isinstance(own, Pending)
+    paused.loop.run()
+    assert own.is_done
+    assert len(call.stream.outcomes) == 1
+    paused.pauses.end()
+    assert len(call.stream.outcomes) == 2
+
+
+def test_a_frame_that_crosses_while_a_pause_ends_is_delivered() -> None:
+    """The engine read that there is a pause and the event loop that nothing came, one just before the other."""
+    paused = Paused()
+    (call,) = paused.calls
+    handed_over = paused.delivery.hand_over
+
+    def end_first() -> None:
+        paused.pauses.end()
+        handed_over()
+
+    paused.delivery.hand_over = end_first  # type: ignore[method-assign]
+    call.say()
+    paused.loop.run()
+    assert len(call.stream.outcomes) == 2
+
+
+def test_pauses_are_longer_the_more_the_event_loop_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the messages of many calls take a bounded share of its time; within limits."""
+    worked_s = iter((0.0, 0.001, 0.0011, 9.0))
+    monkeypatch.setattr(time, "thread_time", lambda: next(worked_s))
+    paused = Paused()
+    for _ in range(3):
+        paused.calls[0].say()
+        paused.pauses.end()
+    shortest, longest = module._SHORTEST_PAUSE_S, module._LONGEST_PAUSE_S
+    assert paused.pauses.delays == pytest.approx([shortest, 0.001 * module._PAUSE_SHARE, shortest, longest])

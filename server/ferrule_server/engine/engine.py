@@ -31,7 +31,7 @@ from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.endings import Endings
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.records import ReplayRecords
-from ferrule_server.engine.bridge.delivery import Delivery
+from ferrule_server.engine.bridge.delivery import Delivery, Later
 from ferrule_server.engine.bridge.gate import Finished, Gate
 from ferrule_server.engine.bridge.inbox import Inbox
 from ferrule_server.engine.failpoints import Failpoints
@@ -97,6 +97,8 @@ class Engine:
         store: Owned by the engine from now on.
         settings: Limits.
         post: Runs a callable on the event loop's thread, such as ``loop.call_soon_threadsafe``.
+        later: Runs a callable on that thread after some seconds, such as ``loop.call_later``; None: frames of a
+            Generate never wait for others.
         on_failure: Called once, on the engine thread, when the engine cannot continue, such as after a lost device.
         limits_of: The quotas of a principal.
         shares: Counts the work for each principal; None: the counts are not read.
@@ -111,6 +113,7 @@ class Engine:
         post: Callable[[Callable[[], None]], object],
         on_failure: Callable[[], None] = lambda: None,
         *,
+        later: Later | None = None,
         limits_of: LimitsOf = unlimited,
         shares: Shares | None = None,
         failpoints: Failpoints | None = None,
@@ -164,7 +167,7 @@ class Engine:
             self._records.forget, self._stepper.forget, self._creations.note_ended, self._drivers.note_ended
         )
         self._gate = Gate(settings.max_waiting_jobs, limits_of)
-        self._delivery = Delivery(post, self._gate)
+        self._delivery = Delivery(post, self._gate, later)
         viewer = Viewer(store, self._gate, self.counters.own, self._lanes.num_pending, self.snapshot)
         self._host = Host(caches, self._endings, viewer)
         self._is_stopping = False

@@ -7,17 +7,11 @@
 The engine may run ahead of the client by the window of the job. ``Window.sent_bytes`` counts delivered rows,
 ``Window.taken_bytes`` counts rows that gRPC has taken. gRPC itself buffers a few MiB before a write has to wait. A
 client that stops reading parks its own call and nothing else.
-
-A message costs about as much as a step of a small model, whatever it holds. So a short pause follows each message, and
-what is delivered meanwhile is merged; the last frame ends the pause, and so does a full window. A step of a large model
-takes longer than the pause.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from typing import Final
 
 from google.protobuf.message import Message
 
@@ -25,13 +19,11 @@ from ferrule_server.api.rpc.calls import Context, cancel
 from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.rpc.status import fault_of
-from ferrule_server.api.streams.replies import Frame, Replies, Reply
+from ferrule_server.api.streams.replies import Frame, Replies
 from ferrule_server.api.streams.writer import Writer
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.jobs import Job, Outcome, StreamJob
 from ferrule_server.errors import FerruleError
-
-_PAUSE_S: Final = 0.004
 
 
 class AnswerStream:
@@ -67,7 +59,6 @@ class AnswerStream:
         self.caller = self._writer.caller
         self._call = current_call()
         self._is_over = False
-        self._is_pausing = False
         self._failure: FerruleError | None = None
 
     async def run(self) -> None:
@@ -88,33 +79,17 @@ class AnswerStream:
     def messages(self) -> Iterator[Message | None]:
         """Yield the replies, then raise the error of the job if it failed."""
         while True:
-            reply = None if self._gathers else self._replies.next()
+            reply = self._replies.next()
             if reply is not None:
                 self.caller.check()
                 yield reply.message
                 self._take(reply.num_rows)
-                self._pause(reply)
             elif not self._is_over:
                 yield None
             elif self._failure is not None:
                 raise self._failure
             else:
                 return
-
-    @property
-    def _gathers(self) -> bool:
-        """Whether frames are not to be written yet: there is a pause, and more can come."""
-        return self._is_pausing and not self._is_over and self._job.window.is_open
-
-    def _pause(self, reply: Reply) -> None:
-        """Let frames gather after a message, if they can be merged."""
-        if not self._is_over and not reply.is_full:
-            self._is_pausing = True
-            asyncio.get_running_loop().call_later(_PAUSE_S, self._end_pause)
-
-    def _end_pause(self) -> None:
-        self._is_pausing = False
-        self._writer.has_news.set()
 
     def abandon(self) -> None:
         """Cancel the job unless it is over: it stops within a step."""
@@ -143,10 +118,9 @@ class AnswerStream:
             self.end(fault_of(failure, self._rpc))
 
     def flush(self) -> None:
-        """Wake the writer, if it is not to wait for more."""
+        """Wake the writer."""
         self._replies.refusals.log(is_last=self._is_over)
-        if not self._gathers:
-            self._writer.has_news.set()
+        self._writer.has_news.set()
 
     # ---- client side ------------------------------------------------------------------------------------------------
 

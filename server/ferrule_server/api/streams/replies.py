@@ -1,7 +1,7 @@
 """Replies of Generate and Forward: from frames of the engine to messages.
 
-While a write is in flight, and for a short time after it, frames of Generate wait here and are merged: the rows of a
-branch become one output with many rows and the newest of its handles. Frames of Forward become a message each.
+Frames of Generate that are delivered together, or while a write is in flight, are merged: the rows of a branch become
+one output with many rows and the newest of its handles. Frames of Forward become a message each.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ Frame = GenerateFrame | ForwardFrame
 
 
 class Reply(NamedTuple):
-    """A message to write, the number of the engine's rows in it, and whether no later frame could have joined them."""
+    """A message to write, and the number of the engine's rows in it."""
 
     message: Message
     num_rows: int
-    is_full: bool
 
 
 class Replies(Protocol):
@@ -106,7 +105,7 @@ class GenerateReplies:
         branches, num_rows = self._take(response.timing)
         for frames in branches.values():
             self._fill(response.outputs.add(), frames)
-        return Reply(response, num_rows, is_full=bool(self._waiting))
+        return Reply(response, num_rows)
 
     def _take(self, timing: types_pb2.Timing) -> tuple[dict[int, list[BranchFrame]], int]:
         """Take the frames that fit into one message, by branch, and add up the times of their steps."""
@@ -201,7 +200,7 @@ class ForwardReplies:
             tensor.dtype = types_pb2.DATA_TYPE_FLOAT32
             tensor.shape.append(len(pooled))
             tensor.data = encoded(pooled, types_pb2.DATA_TYPE_FLOAT32)
-        return Reply(response, len(frame.rows), is_full=True)
+        return Reply(response, len(frame.rows))
 
 
 def _add_timing(timing: types_pb2.Timing, measured: StepTiming, *, is_first: bool) -> None:

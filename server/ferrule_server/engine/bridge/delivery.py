@@ -1,19 +1,42 @@
-"""Delivery: finished jobs cross to the event loop once per step, and there go to their sinks."""
+"""Delivery: finished jobs cross to the event loop, and there go to their sinks.
+
+Most cross as soon as their step is done, with one call on the loop::
+
+    engine thread   finished -- hand_over --> crossing -- post --> arrive --> sinks    event loop
+                                                                     |          ^
+                                        frames of Generate          held --> end of the pause
+
+Waking the event loop and writing a message cost about as much as a step of a small model, whatever the message holds.
+So a pause follows each delivery of frames of Generate. Frames that come during the pause are delivered together at its
+end, and those of one call become one message. A step of a large model takes longer than the pause, so its frames do not
+wait. The first and the last frame of a call do not wait, nor does a frame that fills the window of its reader, nor any
+other outcome.
+"""
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 
 from ferrule_server.engine.bridge.gate import Finished, Gate
-from ferrule_server.engine.jobs import Sink
+from ferrule_server.engine.jobs import GenerateFrame, GenerateJob, Sink
 
 _LOOP_SLICE: Final = 64
 """Outcomes delivered before other work gets its turn on the event loop: a millisecond or two."""
+_CALLS_AT_ONCE: Final = 2
+"""Calls of Generate that get their frames of a pause before other work gets its turn."""
+_SHORTEST_PAUSE_S: Final = 0.004
+_LONGEST_PAUSE_S: Final = 0.032
+_PAUSE_SHARE: Final = 16.0
+"""A pause lasts this many times as long as the event loop's thread worked since the last one, within these limits."""
 
 _Chain = deque[list[Finished]]
+Later = Callable[[float, Callable[[], None]], object]
+"""Runs a callable on the event loop's thread after some seconds; called on that thread only."""
 
 
 class Delivery:
@@ -24,30 +47,44 @@ class Delivery:
     for other sinks do not wait.
 
     Invariant: each sink gets its outcomes in the order in which they were handed over; ``_chain_of`` has the sinks, by
-    id, of each chain that is not fully delivered.
+    id, of each chain that is not fully delivered; while ``_crossing`` or ``_held`` is not empty, there is a pause or a
+    posted call that will take it.
 
     Args:
         post: Runs a callable on the event loop's thread.
         gate: Notified of each outcome of a job that it admitted.
+        later: Ends pauses; None: there are none, and everything crosses at once.
 
     Attributes:
         finished: Outcomes for the next :meth:`hand_over`; appended to by the engine thread only.
     """
 
-    def __init__(self, post: Callable[[Callable[[], None]], object], gate: Gate) -> None:
+    def __init__(self, post: Callable[[Callable[[], None]], object], gate: Gate, later: Later | None = None) -> None:
         self._post = post
         self._gate = gate
+        self._later = later
         self.finished: list[Finished] = []
+        self._crossing: deque[list[Finished]] = deque()
+        self._held: list[Finished] = []
         self._chain_of: dict[int, _Chain] = {}
+        self._is_pausing = False
+        self._worked_s = 0.0
 
     def hand_over(self) -> None:
-        """Deliver all finished jobs with one call on the event loop; engine thread only."""
+        """Deliver all finished jobs with one call on the event loop, or at the end of a pause; engine thread only.
+
+        The outcomes are added before ``_is_pausing`` is read. At the end of a pause it is cleared before ``_crossing``
+        is read. So at least one of the two threads sees the change of the other.
+        """
         finished, self.finished = self.finished, []
-        self._post(partial(self._arrive, finished))
+        self._crossing.append(finished)
+        if not (self._is_pausing and all(map(_can_wait, finished))):
+            self._post(self._arrive)
 
     def deliver(self, finished: list[Finished]) -> None:
         """Deliver outcomes of jobs that the gate admitted; any thread."""
-        self._post(partial(self._arrive, finished))
+        self._crossing.append(finished)
+        self._post(self._arrive)
 
     def refuse(self, refused: list[Finished]) -> None:
         """Deliver the errors of jobs that the gate refused; any thread."""
@@ -55,9 +92,51 @@ class Delivery:
 
     # ---- on the event loop ------------------------------------------------------------------------------------------
 
-    def _arrive(self, finished: list[Finished]) -> None:
-        self._gate.finish(finished)
-        self._line_up(finished)
+    def _arrive(self) -> None:
+        """Deliver what has crossed; during a pause, frames of Generate are held unless one of them cannot wait."""
+        finished: list[Finished] = []
+        while self._crossing:
+            finished += self._crossing.popleft()
+        frames = [each for each in finished if isinstance(each[0], GenerateJob)]
+        if len(frames) < len(finished):
+            others = [each for each in finished if not isinstance(each[0], GenerateJob)] if frames else finished
+            self._gate.finish(others)
+            self._line_up(others)
+        if self._is_pausing and all(map(_can_wait, frames)):
+            self._held += frames
+        elif self._held or frames:
+            frames, self._held = self._held + frames, []
+            self._gate.finish(frames)
+            self._line_up_by_call(frames)
+            self._begin_pause(frames)
+
+    def _begin_pause(self, frames: list[Finished]) -> None:
+        """Let the frames that follow these gather for a while, if any follow."""
+        if self._later is not None and not self._is_pausing and any(map(_can_wait, frames)):
+            self._is_pausing = True
+            self._later(self._pause_s(), self._end_pause)
+
+    def _pause_s(self) -> float:
+        """Return how long the next pause lasts, by the work of this thread since the last one began."""
+        worked_s = time.thread_time()
+        used_s, self._worked_s = worked_s - self._worked_s, worked_s
+        return min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * used_s), _LONGEST_PAUSE_S)
+
+    def _end_pause(self) -> None:
+        self._is_pausing = False
+        self._arrive()
+
+    def _line_up_by_call(self, frames: list[Finished]) -> None:
+        """Deliver frames some calls at a time: each call then writes a message, and other work gets its turn."""
+        of_sink: dict[int, list[Finished]] = {}
+        for each in self._extend_chains(frames) if self._chain_of else frames:
+            of_sink.setdefault(id(each[1]), []).append(each)
+        calls = iter(of_sink.values())
+        groups = [[*itertools.chain(call, *itertools.islice(calls, _CALLS_AT_ONCE - 1))] for call in calls]
+        if groups:
+            chain: _Chain = deque(groups)
+            self._chain_of.update((sink_id, chain) for sink_id in of_sink)
+            self._next_slice(chain, 0, {})
 
     def _line_up(self, finished: list[Finished]) -> None:
         """Deliver outcomes at once, except those of sinks that still wait for earlier ones: these come after them."""
@@ -116,3 +195,12 @@ class Delivery:
         if stop >= len(finished):
             for sink in touched.values():
                 sink.flush()
+
+
+def _can_wait(finished: Finished) -> bool:
+    """Return whether an outcome can cross a little later: its reader has the first frame, and the engine continues."""
+    job, _, outcome = finished
+    if type(outcome) is not GenerateFrame or outcome.is_last:
+        return False
+    assert isinstance(job, GenerateJob)
+    return job.has_begun and job.window.is_open

@@ -1,7 +1,9 @@
-"""How many threads a step uses while other processes keep cores busy.
+"""How many threads a step uses while other processes, or the server itself, keep cores busy.
 
 A thread that has lost its core comes back after some milliseconds, and the others wait for it at the next barrier.
-Steps that take less than that are faster with a thread fewer. What a step computes does not depend on its threads.
+Steps that take less than that may be faster with a thread fewer. Long waits only raise the question. What decides is a
+trial: if steps with fewer threads are not faster than recent steps of as many rows with all of them, all threads return
+at once. What a step computes does not depend on its threads.
 """
 
 from __future__ import annotations
@@ -21,10 +23,21 @@ _CALM: Final = 0.25
 _FIRST_PAUSE_S: Final = 0.02
 _LONGEST_PAUSE_S: Final = 0.64
 _CALM_STEPS: Final = 50
+_MEMORY_STEPS: Final = 16
+_MEMORY_S: Final = 0.1
+"""The usual time of steps with some number of rows is that of so many of them, or of the last of so many seconds."""
+_TRIAL_STEPS: Final = 8
+_TRIAL_S: Final = 0.06
+"""A trial ends after so many steps, or earlier after so much time; it has two steps at least."""
+_GAIN: Final = 0.95
+"""A trial succeeds if its steps take at most this share of the usual time."""
+_FIRST_REST_S: Final = 0.25
+_LONGEST_REST_S: Final = 8.0
+"""After a failed trial there is none for a while: first this, then twice as long each time, up to the limit."""
 
 
 class ThreadCount:
-    """Counts threads for the next step: all of them, or fewer for a while after steps in which threads waited long.
+    """Counts threads for the next step: all of them, or fewer for a while if that is faster.
 
     Args:
         most: All threads.
@@ -36,6 +49,10 @@ class ThreadCount:
         self._until = 0.0
         self._crowding = 0.0
         self._num_calm = 0
+        self._usual_s: dict[int, float] = {}  # of steps with all threads, by rows
+        self._trial: _Trial | None = None
+        self._rest_s = _FIRST_REST_S
+        self._rests_until = 0.0
 
     def at(self, now: float) -> int:
         """Return the threads of a step that begins now, in seconds of any clock that never goes back."""
@@ -43,11 +60,28 @@ class ThreadCount:
             self._count = self._most
         return self._count
 
-    def add(self, now: float, seconds: float, waited_share: float) -> None:
-        """Learn from a step that ended now: how long it took, and the long waits of all threads as a share of it."""
-        if self._count == 1 or seconds > _SHORT_S:
+    def add(self, now: float, num_rows: int, seconds: float, waited_share: float) -> None:
+        """Learn from a step that ended now.
+
+        Args:
+            now: On the same clock.
+            num_rows: Of the step.
+            seconds: How long it took.
+            waited_share: The long waits of all its threads together, as a share of that.
+        """
+        if self._most == 1 or seconds > _SHORT_S:
             return
-        waited_share /= self._count - 1  # at the barrier of a thread that is late, all others wait
+        if self._count == self._most:
+            usual_s = self._usual_s.get(num_rows, seconds)
+            weight = min(1.0, max(1 / _MEMORY_STEPS, seconds / _MEMORY_S))
+            self._usual_s[num_rows] = usual_s + weight * (seconds - usual_s)
+        elif self._has_failed(num_rows, seconds):
+            self._end_trial(now)
+            return
+        if self._count > 1:
+            self._add_wait(now, seconds, waited_share / (self._count - 1))  # for a late thread all others wait
+
+    def _add_wait(self, now: float, seconds: float, waited_share: float) -> None:
         if waited_share < _WAIT_SHARE or waited_share * seconds < _LEAST_WAIT_S:
             if self._count < self._most:
                 return  # that it is calm with fewer threads does not say that the core is free again
@@ -60,6 +94,50 @@ class ThreadCount:
         self._crowding += 1
         if self._crowding >= _ENOUGH:
             self._crowding = _ENOUGH - 1
-            self._count -= 1
-            self._until = now + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            if now >= self._rests_until:
+                self._begin_trial(now, seconds)
+
+    def _begin_trial(self, now: float, step_s: float) -> None:
+        self._count -= 1
+        self._trial = self._trial or _Trial()  # a pause may be too short for a whole trial
+        self._until = now + max(self._pause_s, 3 * step_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+    def _has_failed(self, num_rows: int, seconds: float) -> bool:
+        """Return whether the trial has ended with this step and fewer threads were not faster."""
+        trial, usual_s = self._trial, self._usual_s.get(num_rows)
+        if trial is None or usual_s is None:
+            return False
+        if not trial.add(seconds, usual_s):
+            return False
+        self._trial = None
+        if trial.share > _GAIN:
+            return True
+        self._rest_s = _FIRST_REST_S
+        return False
+
+    def _end_trial(self, now: float) -> None:
+        """Return to all threads; the next trial must wait."""
+        self._until, self._pause_s = now, _FIRST_PAUSE_S
+        self._rests_until = now + self._rest_s
+        self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
+
+
+class _Trial:
+    """Compares steps with fewer threads with the usual time of such steps."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._taken_s = self._usual_s = 0.0
+
+    def add(self, seconds: float, usual_s: float) -> bool:
+        """Add a step; return whether there are enough."""
+        self._num_steps += 1
+        self._taken_s += seconds
+        self._usual_s += usual_s
+        return self._num_steps >= _TRIAL_STEPS or (self._num_steps > 1 and self._taken_s >= _TRIAL_S)
+
+    @property
+    def share(self) -> float:
+        """How long the steps took, as a share of the usual time."""
+        return self._taken_s / self._usual_s

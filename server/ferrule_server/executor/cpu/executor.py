@@ -215,17 +215,17 @@ class NumbaCpuExecutor:
             part = slice(begin, begin + memory.max_outputs)
             memory.set_outputs(batch.output_rows[part], is_head_only=begin > 0)
             ask(memory, batch.output_specs[part])
-            self._run_step()
+            self._run_step(0 if begin else batch.num_rows)
             rows += read_outputs(memory, positions[part], batch.output_specs[part], batch.histories[part])
         return rows
 
-    def _run_step(self) -> None:
-        """Run the step that lies in memory, with as many threads as have cores of their own."""
+    def _run_step(self, num_rows: int) -> None:
+        """Run the step that lies in memory, with as many threads as are fastest; 0 rows: only outputs of the last."""
         begin = time.monotonic()
         self._memory.set_threads(self._threads.at(begin))
         waited_share = self._workers.run_step()
         end = time.monotonic()
-        self._threads.add(end, end - begin, waited_share)
+        self._threads.add(end, num_rows, end - begin, waited_share)
 
     def _run_in_parts(self, batch: StepBatch) -> list[RowOutput]:
         """Run a step with more rows than there is memory for; the parts of a sequence in order."""

@@ -5,7 +5,7 @@
 Each caller continues random prompts of 128 tokens by ``--tokens`` tokens, one call after the other. Measured meanwhile:
 tokens/s, messages/s, the share of the time in which a step runs, the processor time of the event loop's thread, of the
 busiest other thread (the engine, which computes too), of all others (which compute) and of the callers, in cores, and
-health checks by a process of their own, 50 times a second. A row without callers shows what an idle server uses.
+health checks by a process of their own, 50 times a second. The last row is an idle server, without health checks.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ async def _measure(
         await asyncio.sleep(0.1)
     before, begin, client_before = _threads_s(pid), time.perf_counter(), time.process_time()
     tokens, messages, run_ns = tally.tokens, tally.messages, tally.run_ns
-    p50, p99 = await _health(target, args.seconds)
+    p50, p99 = await _health(target, args.seconds) if size else await asyncio.sleep(args.seconds, (0.0, 0.0))
     elapsed, client_s = time.perf_counter() - begin, time.process_time() - client_before
     used = {thread: value - before.get(thread, 0.0) for thread, value in _threads_s(pid).items()}
     tokens, messages, run_ns = tally.tokens - tokens, tally.messages - messages, tally.run_ns - run_ns

@@ -44,6 +44,7 @@ sequences the limit is arithmetic, and the share falls.
 """
 
 _LOAD_S = 900.0
+_SERVER_OPTIONS = ("weights", "activations", "threads")
 _LOOPBACK = ("127.", "localhost", "[::1]", "unix:")
 
 
@@ -51,6 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("--model", metavar="MODEL", help="demo (default), a folder, or org/name on the hub")
     parser.add_argument("--weights", choices=("float", "int8", "int4"), help="as of ferrule serve")
+    parser.add_argument("--activations", choices=("int16", "int8"), help="as of ferrule serve")
     parser.add_argument("--threads", type=number(int, 1, 256), metavar="N", help="as of ferrule serve")
     parser.add_argument(
         "--seconds", type=number(float, 0.1, 600), default=6.0, metavar="S", help="time for each figure (6)"
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         CommandError: The server did not start, or options exclude each other.
         ExecutorError: A call failed.
     """
-    own = [f"--{name}" for name in ("model", "weights", "threads") if getattr(args, name) is not None]
+    own = [f"--{name}" for name in ("model", *_SERVER_OPTIONS) if getattr(args, name) is not None]
     if args.target is not None and own:
         raise CommandError(f"{own[0]} is for a server of our own, not for --target", "USED_WRONGLY", exit_code=2)
     err = Console(stderr=True)
@@ -103,7 +105,7 @@ def _client(args: argparse.Namespace, err: Console) -> Iterator[Client]:
             yield client
         return
     arguments = ["--model", args.model or "demo", "--log-level", "info"]
-    for name in ("weights", "threads"):
+    for name in _SERVER_OPTIONS:
         if (value := getattr(args, name)) is not None:
             arguments += [f"--{name}", str(value)]
     with ServerProcess(arguments) as server:

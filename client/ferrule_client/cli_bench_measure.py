@@ -6,7 +6,7 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ferrule_client.client import Client
 from ferrule_client.policy import no_output
 from ferrule_client.types import Capabilities, ModelInfo
 
-__all__ = ["SIZES", "Figure", "Run", "measure", "read_rate"]
+__all__ = ["SIZES", "Figure", "Run", "measure", "rate_of", "read_rate"]
 
 SIZES = (1, 4, 16, 32)
 """Sequences that are decoded together."""
@@ -26,6 +26,8 @@ _SAMPLES = 3
 _WARM_STEPS = 4
 _LEAST_STEPS = 4
 _MOST_STEPS = 4096
+_MESSAGE_GAP_S = 0.0005
+"""Tokens of one message come sooner after each other than this."""
 _PROBE_BYTES = 128 << 20
 _PROBE_PASSES = 2
 
@@ -203,16 +205,30 @@ def _prefill(client: Client, prompt: list[int]) -> float:
 
 def _decode(client: Client, prompt: list[int], size: int, steps: int, seconds: float) -> float:
     """Return the tokens per second of some sequences that are drawn together."""
-    num_warm, num_seen, begin, now = size * _WARM_STEPS, 0, 0.0, 0.0
+    times: list[float] = []
     tokens = client.generate(
         prompt, steps, n=size, temperature=0.0, ignore_eos=True, reuse_prefix=False, publish_prefix=False
     )
+    num_warm = size * _WARM_STEPS
     with tokens:
         for _ in tokens:
-            num_seen += 1
-            now = time.perf_counter()
-            if num_seen == num_warm:
-                begin = now
-            elif num_seen > num_warm + size * _LEAST_STEPS and now - begin > seconds:
+            times.append(time.perf_counter())
+            if len(times) > num_warm + size * _LEAST_STEPS and times[-1] - times[num_warm] > seconds:
                 break
-    return (num_seen - num_warm) / (now - begin)
+    return rate_of(times, num_warm)
+
+
+def rate_of(times: Sequence[float], num_warm: int) -> float:
+    """Return tokens per second, from the end of one message to the end of another.
+
+    Tokens that come in one message have the same time, about, so a message is counted with the time before it.
+
+    Args:
+        times: When each token came, in seconds, ascending.
+        num_warm: Tokens that are left out, at least.
+    """
+    at = np.asarray(times)
+    ends = np.flatnonzero(np.diff(at) > _MESSAGE_GAP_S)
+    ends = ends[ends >= num_warm - 1]
+    first, last = (ends[0], ends[-1]) if len(ends) > 1 else (num_warm - 1, len(at) - 1)
+    return float((last - first) / (at[last] - at[first]))

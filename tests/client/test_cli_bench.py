@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ferrule_client import Client, cli
-from ferrule_client.cli_bench_measure import Figure, read_rate
+from ferrule_client.cli_bench_measure import Figure, rate_of, read_rate
 
 
 def run(*arguments: str) -> int:
@@ -41,7 +41,7 @@ def test_a_server_that_runs_is_measured_and_left_as_it_was(
 
 def test_a_server_of_its_own_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
     """With the model that ships; the table names every figure."""
-    assert run("bench", "--seconds", "0.1", "--weights", "int8", "--threads", "1") == 0
+    assert run("bench", "--seconds", "0.1", "--weights", "int8", "--activations", "int8", "--threads", "1") == 0
     text = capsys.readouterr().out
     assert text.startswith("demo: int8, ")
     for word in ("memory reads", "first token", "prefill", "decode 32", "of memory", "%"):
@@ -67,3 +67,16 @@ def test_the_share_is_of_what_a_step_must_read() -> None:
         assert figure.share(40e9) == pytest.approx(0.5)
     assert Figure("prefill", "tokens/s", (20.0,)).share(40e9) is None
     assert 1e8 < read_rate() < 1e13
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 30])
+def test_tokens_that_come_together_are_counted_with_the_time_before_them(num_tokens: int) -> None:
+    """Whatever number of tokens a message has, and wherever among them the measurement begins."""
+    times = [0.03 * message + 1e-5 * token for message in range(20) for token in range(num_tokens)]
+    for num_warm in range(1, 2 * num_tokens + 1):
+        assert rate_of(times, num_warm) == pytest.approx(num_tokens / 0.03)
+
+
+def test_a_single_message_has_a_rate_too() -> None:
+    """By the times of its tokens."""
+    assert rate_of([1.0, 1.0001, 1.0002, 1.0003], 1) == pytest.approx(10_000, rel=1e-3)

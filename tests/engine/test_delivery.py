@@ -160,6 +160,22 @@ def test_frames_gather_during_a_pause_without_waking_the_loop() -> None:
     assert len(paused.pauses.calls) == 1
 
 
+def test_many_calls_get_their_frames_one_after_the_other() -> None:
+    """Other work on the event loop gets its turn in between; a frame that cannot wait still follows those before it."""
+    paused = Paused(5)
+    frames = [call.say() for call in paused.calls]
+    paused.pauses.end()
+    assert [len(call.stream.outcomes) for call in paused.calls] == [2, 2, 1, 1, 1]
+    last = paused.calls[4].say(is_last=True)
+    paused.loop.run()
+    assert len(paused.calls[4].stream.outcomes) == 1
+    while paused.pauses.calls:
+        paused.pauses.end()
+    assert [call.stream.outcomes[1] for call in paused.calls] == frames
+    assert paused.calls[4].stream.outcomes[2] is last
+    assert not paused.delivery._chain_of
+
+
 def test_a_pause_without_frames_is_the_last_one() -> None:
     """The next frame is delivered at once again."""
     paused = Paused()

@@ -28,15 +28,22 @@ from ferrule_server.engine.jobs import GenerateFrame, GenerateJob, Sink
 _LOOP_SLICE: Final = 64
 """Outcomes delivered before other work gets its turn on the event loop: a millisecond or two."""
 _CALLS_AT_ONCE: Final = 2
-"""Calls of Generate that get their frames of a pause before other work gets its turn."""
+_BETWEEN_CALLS_S: Final = 0.001
+"""So many calls of Generate get their frames of a pause together; the next ones get theirs so much later, so that short
+requests of others do not wait until messages are written to all of them."""
 _SHORTEST_PAUSE_S: Final = 0.004
 _LONGEST_PAUSE_S: Final = 0.032
 _PAUSE_SHARE: Final = 16.0
 """A pause lasts this many times as long as the event loop's thread worked since the last one, within these limits."""
 
-_Chain = deque[list[Finished]]
 Later = Callable[[float, Callable[[], None]], object]
 """Runs a callable on the event loop's thread after some seconds; called on that thread only."""
+
+
+class _Chain(deque[list[Finished]]):
+    """Lists that are delivered one after the other, with a pause in between or only turns of other work."""
+
+    pause_s = 0.0
 
 
 class Delivery:
@@ -134,7 +141,8 @@ class Delivery:
         calls = iter(of_sink.values())
         groups = [[*itertools.chain(call, *itertools.islice(calls, _CALLS_AT_ONCE - 1))] for call in calls]
         if groups:
-            chain: _Chain = deque(groups)
+            chain = _Chain(groups)
+            chain.pause_s = _BETWEEN_CALLS_S
             self._chain_of.update((sink_id, chain) for sink_id in of_sink)
             self._next_slice(chain, 0, {})
 
@@ -145,7 +153,7 @@ class Delivery:
         if len(finished) <= _LOOP_SLICE:
             self._deliver_slice(finished, 0, {})
             return
-        chain: _Chain = deque([finished])
+        chain = _Chain([finished])
         self._chain_of.update((id(sink), chain) for _, sink, _ in finished)
         self._next_slice(chain, 0, {})
 
@@ -180,7 +188,9 @@ class Delivery:
 
     def _end_first(self, chain: _Chain) -> None:
         chain.popleft()
-        if chain:
+        if chain and chain.pause_s and self._later is not None:
+            self._later(chain.pause_s, lambda: self._next_slice(chain, 0, {}))
+        elif chain:
             self._post(lambda: self._next_slice(chain, 0, {}))
         else:
             self._chain_of = {sink_id: each for sink_id, each in self._chain_of.items() if each is not chain}

@@ -180,7 +180,7 @@ BUDGET: dict[str, int] = {
     "api/web": 505,
     "engine": 1010,
     "engine/appends": 1140,
-    "engine/bridge": 410,
+    "engine/bridge": 420,
     "engine/generation": 670,
     "engine/metrics": 265,
     "engine/steps": 1010,

@@ -142,7 +142,7 @@ class Paused:
     """A delivery with pauses, and Generates in one of them."""
 
     def __init__(self, num_calls: int = 1) -> None:
-        self.loop, self.pauses, self.gate = Loop(), Pauses(), Gate(10)
+        self.loop, self.pauses, self.gate = Loop(), Pauses(), Gate(1000)
         self.delivery = Delivery(self.loop.posted.append, self.gate, self.pauses.later)
         self.calls = [Call(self.delivery, self.loop, self.gate) for _ in range(num_calls)]
 
@@ -163,6 +163,7 @@ def test_frames_gather_during_a_pause_without_waking_the_loop() -> None:
 def test_many_calls_get_their_frames_one_after_the_other() -> None:
     """Other work on the event loop gets its turn in between; a frame that cannot wait still follows those before it."""
     paused = Paused(5)
+    paused.delivery._last_pause_s = 0.006
     frames = [call.say() for call in paused.calls]
     paused.pauses.end()
     assert [len(call.stream.outcomes) for call in paused.calls] == [2, 2, 1, 1, 1]
@@ -174,6 +175,19 @@ def test_many_calls_get_their_frames_one_after_the_other() -> None:
     assert [call.stream.outcomes[1] for call in paused.calls] == frames
     assert paused.calls[4].stream.outcomes[2] is last
     assert not paused.delivery._chain_of
+
+
+def test_all_calls_have_their_frames_before_the_next_pause_ends() -> None:
+    """However many there are: more of them get theirs at once."""
+    paused = Paused(100)
+    paused.delivery._last_pause_s = pause_s = 0.010
+    for call in paused.calls:
+        call.say()
+    paused.pauses.end()
+    del paused.pauses.delays[:]
+    while len(paused.calls[-1].stream.outcomes) < 2:
+        paused.pauses.end()
+    assert sum(delay for delay in paused.pauses.delays if delay < module._SHORTEST_PAUSE_S) < pause_s
 
 
 def test_a_pause_without_frames_is_the_last_one() -> None:

@@ -29,8 +29,8 @@ _LOOP_SLICE: Final = 64
 """Outcomes delivered before other work gets its turn on the event loop: a millisecond or two."""
 _CALLS_AT_ONCE: Final = 2
 _BETWEEN_CALLS_S: Final = 0.001
-"""So many calls of Generate get their frames of a pause together; the next ones get theirs so much later, so that short
-requests of others do not wait until messages are written to all of them."""
+"""So many calls of Generate get their frames together, and the next ones so much later: short requests of others do not
+wait until messages are written to all of them. With many calls it is more at once, so that half a pause is enough."""
 _SHORTEST_PAUSE_S: Final = 0.004
 _LONGEST_PAUSE_S: Final = 0.032
 _PAUSE_SHARE: Final = 16.0
@@ -76,6 +76,7 @@ class Delivery:
         self._chain_of: dict[int, _Chain] = {}
         self._is_pausing = False
         self._worked_s = 0.0
+        self._last_pause_s = _SHORTEST_PAUSE_S
 
     def hand_over(self) -> None:
         """Deliver all finished jobs with one call on the event loop, or at the end of a pause; engine thread only.
@@ -121,7 +122,8 @@ class Delivery:
         """Let the frames that follow these gather for a while, if any follow."""
         if self._later is not None and not self._is_pausing and any(map(_can_wait, frames)):
             self._is_pausing = True
-            self._later(self._pause_s(), self._end_pause)
+            self._last_pause_s = self._pause_s()
+            self._later(self._last_pause_s, self._end_pause)
 
     def _pause_s(self) -> float:
         """Return how long the next pause lasts, by the work of this thread since the last one began."""
@@ -138,8 +140,10 @@ class Delivery:
         of_sink: dict[int, list[Finished]] = {}
         for each in self._extend_chains(frames) if self._chain_of else frames:
             of_sink.setdefault(id(each[1]), []).append(each)
+        most_groups = max(1, round(0.5 * self._last_pause_s / _BETWEEN_CALLS_S))
+        num_at_once = max(_CALLS_AT_ONCE, -(-len(of_sink) // most_groups))
         calls = iter(of_sink.values())
-        groups = [[*itertools.chain(call, *itertools.islice(calls, _CALLS_AT_ONCE - 1))] for call in calls]
+        groups = [[*itertools.chain(call, *itertools.islice(calls, num_at_once - 1))] for call in calls]
         if groups:
             chain = _Chain(groups)
             chain.pause_s = _BETWEEN_CALLS_S

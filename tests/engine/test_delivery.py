@@ -259,11 +259,45 @@ def test_a_frame_that_crosses_while_a_pause_ends_is_delivered() -> None:
 
 def test_pauses_are_longer_the_more_the_event_loop_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the messages of many calls take a bounded share of its time; within limits."""
-    worked_s = iter((0.0, 0.001, 0.0011, 9.0))
+    worked_s = iter((0.0, 0.001, 0.0011, 9.0, 18.0))
     monkeypatch.setattr(time, "thread_time", lambda: next(worked_s))
     paused = Paused()
-    for _ in range(3):
-        paused.calls[0].say()
+    (call,) = paused.calls
+    for num_frames in (2, 2, 2, 1):
+        for _ in range(num_frames):
+            call.say()
         paused.pauses.end()
     shortest, longest = module._SHORTEST_PAUSE_S, module._LONGEST_PAUSE_S
-    assert paused.pauses.delays == pytest.approx([shortest, 0.001 * module._PAUSE_SHARE, shortest, longest])
+    wanted = [shortest, 0.001 * module._PAUSE_SHARE, shortest, longest, shortest]  # the last one merged nothing
+    assert paused.pauses.delays == pytest.approx(wanted)
+
+
+def test_a_call_that_cannot_wait_leaves_others_to_the_pause() -> None:
+    """A new caller gets its first frame at once, and costs the others no message."""
+    paused = Paused(3)
+    for call in paused.calls:
+        call.say()
+    new = Call(paused.delivery, paused.loop, paused.gate)
+    paused.loop.run()
+    assert len(new.stream.outcomes) == 1
+    assert [len(call.stream.outcomes) for call in paused.calls] == [1, 1, 1]
+    last = paused.calls[1].say(is_last=True)
+    paused.loop.run()
+    assert [len(call.stream.outcomes) for call in paused.calls] == [1, 3, 1]
+    assert paused.calls[1].stream.outcomes[-1] is last
+    paused.pauses.end()
+    assert [len(call.stream.outcomes) for call in paused.calls] == [2, 3, 2]
+
+
+def test_a_call_that_has_its_frames_does_not_wait_for_those_of_others() -> None:
+    """Its last frame comes at once, while others still wait for their turn."""
+    paused = Paused(5)
+    paused.delivery._last_pause_s = 0.006
+    for call in paused.calls:
+        call.say()
+    paused.pauses.end()
+    first = paused.calls[0]
+    last = first.say(is_last=True)
+    paused.loop.run()
+    assert first.stream.outcomes[-1] is last
+    assert len(paused.calls[4].stream.outcomes) == 1

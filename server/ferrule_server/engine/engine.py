@@ -361,7 +361,7 @@ class Engine:
             _LOG.info("lease expired handle_id=%s", handle_id)
 
     def _turn(self) -> None:
-        """Let streams continue, then deliver all finished jobs with one call on the event loop."""
+        """Let streams continue, then hand over all finished jobs."""
         if self._drivers.active:
             self._drivers.turn()
         if self._delivery.finished:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
@@ -99,3 +100,16 @@ def test_long_steps_keep_their_threads() -> None:
     for step in range(10):
         threads.add(step, 1, 0.5, 0.4)
         assert threads.at(step) == 2
+
+
+@pytest.mark.parametrize(("alone_s", "rows"), [(0.115, [16]), (0.12, [16]), (0.09, range(10**6))])
+def test_a_trial_that_is_much_slower_or_cannot_be_judged_ends(alone_s: float, rows: Sequence[int]) -> None:
+    """Its steps may be long, or of numbers of rows that have not been seen with all threads."""
+    threads, now, alone = ThreadCount(2), 0.0, 0.0
+    for step in range(1000):
+        count = threads.at(now)
+        seconds = 0.063 if count == 2 else alone_s
+        now += seconds
+        alone += seconds if count == 1 else 0.0
+        threads.add(now, rows[step % len(rows)], seconds, 0.3 if count == 2 else 0.0)
+    assert alone < 0.1 * now

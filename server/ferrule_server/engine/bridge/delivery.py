@@ -8,9 +8,9 @@ Most cross as soon as their step is done, with one call on the loop::
 
 Waking the event loop and writing a message cost about as much as a step of a small model, whatever the message holds.
 So a pause follows each delivery of frames of Generate. Frames that come during the pause are delivered together at its
-end, and those of one call become one message. A step of a large model takes longer than the pause, so its frames do not
-wait. The first and the last frame of a call do not wait, nor does a frame that fills the window of its reader, nor any
-other outcome.
+end, and those of one call become one message. The pause is short unless frames of several steps were delivered at its
+end, so those of a large model hardly wait. The first and the last frame of a call do not wait, nor does a frame that
+fills the window of its reader, nor any other outcome.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _LOOP_SLICE: Final = 64
 _CALLS_AT_ONCE: Final = 2
 _BETWEEN_CALLS_S: Final = 0.001
 """So many calls of Generate get their frames together, and the next ones so much later: short requests of others do not
-wait until messages are written to all of them. With many calls it is more at once, so that half a pause is enough."""
+wait until messages are written to all of them. With many calls the groups are larger: half a pause serves them."""
 _SHORTEST_PAUSE_S: Final = 0.004
 _LONGEST_PAUSE_S: Final = 0.032
 _PAUSE_SHARE: Final = 16.0
-"""A pause lasts this many times as long as the event loop's thread worked since the last one, within these limits."""
+"""A pause lasts this many times as long as the event loop's thread worked since the last one began, within these limits;
+it is the shortest if no call had frames of several steps."""
 
 Later = Callable[[float, Callable[[], None]], object]
 """Runs a callable on the event loop's thread after some seconds; called on that thread only."""
@@ -53,9 +54,9 @@ class Delivery:
     the same sinks meanwhile form a chain after them; otherwise frames of a stream would overtake each other. Outcomes
     for other sinks do not wait.
 
-    Invariant: each sink gets its outcomes in the order in which they were handed over; ``_chain_of`` has the sinks, by
-    id, of each chain that is not fully delivered; while ``_crossing`` or ``_held`` is not empty, there is a pause or a
-    posted call that will take it.
+    Invariant: each sink gets the outcomes of a kind of job in the order in which they were handed over; ``_chain_of``
+    has the sinks, by id, of each chain that is not fully delivered; while ``_crossing`` or ``_held`` is not empty, there
+    is a pause or a posted call that will take it.
 
     Args:
         post: Runs a callable on the event loop's thread.
@@ -101,7 +102,7 @@ class Delivery:
     # ---- on the event loop ------------------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
-        """Deliver what has crossed; during a pause, frames of Generate are held unless one of them cannot wait."""
+        """Deliver what has crossed; during a pause, frames of Generate are held unless their call cannot wait."""
         finished: list[Finished] = []
         while self._crossing:
             finished += self._crossing.popleft()
@@ -110,33 +111,43 @@ class Delivery:
             others = [each for each in finished if not isinstance(each[0], GenerateJob)] if frames else finished
             self._gate.finish(others)
             self._line_up(others)
-        if self._is_pausing and all(map(_can_wait, frames)):
-            self._held += frames
-        elif self._held or frames:
-            frames, self._held = self._held + frames, []
-            self._gate.finish(frames)
-            self._line_up_by_call(frames)
-            self._begin_pause(frames)
-
-    def _begin_pause(self, frames: list[Finished]) -> None:
-        """Let the frames that follow these gather for a while, if any follow."""
-        if self._later is not None and not self._is_pausing and any(map(_can_wait, frames)):
+        self._held += frames
+        urgent = self._take_urgent(frames)
+        if self._is_pausing or not (self._held or urgent):
+            return
+        frames, self._held = self._held, []
+        self._gate.finish(frames)
+        num_calls = self._line_up_by_call(frames)
+        if self._later is not None and any(map(_can_wait, urgent + frames)):
             self._is_pausing = True
-            self._last_pause_s = self._pause_s()
+            self._last_pause_s = self._pause_s(has_merged=len(frames) >= 2 * num_calls > 0)
             self._later(self._last_pause_s, self._end_pause)
 
-    def _pause_s(self) -> float:
-        """Return how long the next pause lasts, by the work of this thread since the last one began."""
+    def _take_urgent(self, frames: list[Finished]) -> list[Finished]:
+        """Deliver and return the held frames of calls that cannot wait, which is judged by the new ones."""
+        sinks = {
+            id(sink) for (_, sink, _), can_wait in zip(frames, map(_can_wait, frames), strict=True) if not can_wait
+        }
+        if not sinks:
+            return []
+        urgent = [each for each in self._held if id(each[1]) in sinks]
+        self._held = [each for each in self._held if id(each[1]) not in sinks]
+        self._gate.finish(urgent)
+        self._line_up(urgent)
+        return urgent
+
+    def _pause_s(self, *, has_merged: bool) -> float:
+        """Return how long the next pause lasts: by the work of this thread since the last one if that merged frames."""
         worked_s = time.thread_time()
         used_s, self._worked_s = worked_s - self._worked_s, worked_s
-        return min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * used_s), _LONGEST_PAUSE_S)
+        return min(max(_SHORTEST_PAUSE_S, _PAUSE_SHARE * used_s), _LONGEST_PAUSE_S) if has_merged else _SHORTEST_PAUSE_S
 
     def _end_pause(self) -> None:
         self._is_pausing = False
         self._arrive()
 
-    def _line_up_by_call(self, frames: list[Finished]) -> None:
-        """Deliver frames some calls at a time: each call then writes a message, and other work gets its turn."""
+    def _line_up_by_call(self, frames: list[Finished]) -> int:
+        """Deliver frames some calls at a time, each of which then writes a message; return the number of calls."""
         of_sink: dict[int, list[Finished]] = {}
         for each in self._extend_chains(frames) if self._chain_of else frames:
             of_sink.setdefault(id(each[1]), []).append(each)
@@ -149,6 +160,7 @@ class Delivery:
             chain.pause_s = _BETWEEN_CALLS_S
             self._chain_of.update((sink_id, chain) for sink_id in of_sink)
             self._next_slice(chain, 0, {})
+        return len(of_sink)
 
     def _line_up(self, finished: list[Finished]) -> None:
         """Deliver outcomes at once, except those of sinks that still wait for earlier ones: these come after them."""
@@ -191,8 +203,11 @@ class Delivery:
                 self._end_first(chain)
 
     def _end_first(self, chain: _Chain) -> None:
-        chain.popleft()
+        delivered = chain.popleft()
         if chain and chain.pause_s and self._later is not None:
+            following = {id(sink) for finished in chain for _, sink, _ in finished}
+            for sink_id in {id(sink) for _, sink, _ in delivered} - following:
+                self._chain_of.pop(sink_id, None)  # what comes next for it need not wait for others
             self._later(chain.pause_s, lambda: self._next_slice(chain, 0, {}))
         elif chain:
             self._post(lambda: self._next_slice(chain, 0, {}))

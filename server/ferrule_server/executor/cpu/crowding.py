@@ -28,7 +28,11 @@ _MEMORY_S: Final = 0.1
 """The usual time of steps with some number of rows is that of so many of them, or of the last of so many seconds."""
 _TRIAL_STEPS: Final = 8
 _TRIAL_S: Final = 0.06
-"""A trial ends after so many steps, or earlier after so much time; it has two steps at least."""
+_LONGEST_TRIAL_S: Final = 0.2
+"""A trial ends after so many steps that can be compared, or earlier after so much time; it has two of them at least. It
+fails if it takes longest without them."""
+_STALE_S: Final = 1.0
+"""An unfinished trial is forgotten after so long without a pause."""
 _GAIN: Final = 0.95
 """A trial succeeds if its steps take at most this share of the usual time."""
 _FIRST_REST_S: Final = 0.25
@@ -69,7 +73,7 @@ class ThreadCount:
             seconds: How long it took.
             waited_share: The long waits of all its threads together, as a share of that.
         """
-        if self._most == 1 or seconds > _SHORT_S:
+        if self._most == 1 or (self._count == self._most and seconds > _SHORT_S):
             return
         if self._count == self._most:
             usual_s = self._usual_s.get(num_rows, seconds)
@@ -78,7 +82,7 @@ class ThreadCount:
         elif self._has_failed(num_rows, seconds):
             self._end_trial(now)
             return
-        if self._count > 1:
+        if self._count > 1 and seconds <= _SHORT_S:
             self._add_wait(now, seconds, waited_share / (self._count - 1))  # for a late thread all others wait
 
     def _add_wait(self, now: float, seconds: float, waited_share: float) -> None:
@@ -99,16 +103,15 @@ class ThreadCount:
 
     def _begin_trial(self, now: float, step_s: float) -> None:
         self._count -= 1
-        self._trial = self._trial or _Trial()  # a pause may be too short for a whole trial
+        if self._trial is None or now > self._until + _STALE_S:
+            self._trial = _Trial()  # else the last pause was too short for a whole trial
         self._until = now + max(self._pause_s, 3 * step_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def _has_failed(self, num_rows: int, seconds: float) -> bool:
         """Return whether the trial has ended with this step and fewer threads were not faster."""
-        trial, usual_s = self._trial, self._usual_s.get(num_rows)
-        if trial is None or usual_s is None:
-            return False
-        if not trial.add(seconds, usual_s):
+        trial = self._trial
+        if trial is None or not trial.add(seconds, self._usual_s.get(num_rows)):
             return False
         self._trial = None
         if trial.share > _GAIN:
@@ -128,10 +131,13 @@ class _Trial:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._taken_s = self._usual_s = 0.0
+        self._taken_s = self._usual_s = self._unknown_s = 0.0
 
-    def add(self, seconds: float, usual_s: float) -> bool:
-        """Add a step; return whether there are enough."""
+    def add(self, seconds: float, usual_s: float | None) -> bool:
+        """Add a step, and None if its usual time is unknown; return whether the trial is over."""
+        if usual_s is None:
+            self._unknown_s += seconds
+            return self._unknown_s >= _LONGEST_TRIAL_S
         self._num_steps += 1
         self._taken_s += seconds
         self._usual_s += usual_s
@@ -139,5 +145,5 @@ class _Trial:
 
     @property
     def share(self) -> float:
-        """How long the steps took, as a share of the usual time."""
-        return self._taken_s / self._usual_s
+        """How long the steps took, as a share of the usual time; 1 if that is unknown."""
+        return self._taken_s / self._usual_s if self._usual_s else 1.0

@@ -6,6 +6,7 @@ for whatever reason, aborts the step, so that nobody waits for it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -68,8 +69,8 @@ class Workers:
             thread.join()
 
     def _help(self, number: int) -> None:
-        _be_nice()
         try:
+            _be_nice()
             self._run(self._sync.address, number)
         except BaseException:  # noqa: BLE001 - the other threads must not wait for this one, whatever ended it
             _log.exception("event=step_thread_failed thread=%d", number)
@@ -80,7 +81,9 @@ class Workers:
 def _be_nice() -> None:
     """Let other threads take the core of this one sooner: short work, such as that of the event loop, waits less.
 
-    On Linux a thread has a niceness of its own, and it counts among threads of one control group or session only.
+    On Linux a thread has a niceness of its own. The scheduler compares it only with threads of the same control group
+    (or of the same session, with autogroups). Where a sandbox refuses the call, nothing changes.
     """
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
+    with contextlib.suppress(OSError):
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)

@@ -34,8 +34,8 @@ wait until messages are written to all of them. With many calls the groups are l
 _SHORTEST_PAUSE_S: Final = 0.004
 _LONGEST_PAUSE_S: Final = 0.032
 _PAUSE_SHARE: Final = 16.0
-"""A pause lasts this many times as long as the event loop's thread worked since the last one began, within these limits;
-it is the shortest if no call had frames of several steps."""
+"""A pause lasts this many times as long as the event loop's thread worked since the last one began, within these
+limits; it is the shortest if no call had frames of several steps."""
 
 Later = Callable[[float, Callable[[], None]], object]
 """Runs a callable on the event loop's thread after some seconds; called on that thread only."""
@@ -55,8 +55,8 @@ class Delivery:
     for other sinks do not wait.
 
     Invariant: each sink gets the outcomes of a kind of job in the order in which they were handed over; ``_chain_of``
-    has the sinks, by id, of each chain that is not fully delivered; while ``_crossing`` or ``_held`` is not empty, there
-    is a pause or a posted call that will take it.
+    has the sinks, by id, of each chain that is not fully delivered; while ``_crossing`` or ``_held`` is not empty,
+    there is a pause or a posted call that will take it.
 
     Args:
         post: Runs a callable on the event loop's thread.

@@ -26,7 +26,7 @@ from tests.chaos.sequential_model import FAIL, REWIND
 from tests.chaos.side_by_side import run_side_by_side
 
 MIN_CUTS = 1000
-BYTES_PER_CUT = 900.0
+BYTES_PER_CUT = 500.0
 
 
 @dataclass

@@ -20,7 +20,7 @@ __all__ = ["StepAborted", "Workers"]
 
 _log = logging.getLogger(__name__)
 
-_NICENESS: Final = 10
+_NICENESS: Final = 5
 
 
 class StepAborted(Exception):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
+import queue
+import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from ferrule_server.executor.base import DeviceLost, KvLost
 from ferrule_server.executor.cpu.cores import count_cores, usable_cores
-from ferrule_server.executor.cpu.workers import StepAborted, Workers
+from ferrule_server.executor.cpu.workers import _NICENESS, StepAborted, Workers
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.weights import load_model
 from tests.executor.cpu.models import lose_a_thread, running, write_tiny
@@ -110,3 +114,24 @@ def test_threads_are_the_physical_cores_that_may_be_used(tmp_path: Path) -> None
     assert count_cores({0, 1, 2, 4}, tmp_path, quota) == 1
     assert count_cores({7, 8}, tmp_path / "nowhere", tmp_path / "nothing") == 2
     assert usable_cores() >= 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no niceness of their own")
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_only_threads_that_compute_alone_are_nice(is_refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's thread does other work too. A sandbox that refuses the call ends no thread."""
+    if is_refused:
+        monkeypatch.setattr(os, "nice", Mock(side_effect=PermissionError))
+    found: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def run(_: int, thread: int) -> int:
+        if thread:
+            found.put(os.getpriority(os.PRIO_PROCESS, 0))
+        return 1
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    workers = Workers(run, 3, 1)
+    wanted = before if is_refused else min(19, before + _NICENESS)
+    assert [found.get(timeout=10) for _ in range(2)] == [wanted] * 2
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+    workers.close()

@@ -125,9 +125,7 @@ class Delivery:
 
     def _take_urgent(self, frames: list[Finished]) -> list[Finished]:
         """Deliver and return the held frames of calls that cannot wait, which is judged by the new ones."""
-        sinks = {
-            id(sink) for (_, sink, _), can_wait in zip(frames, map(_can_wait, frames), strict=True) if not can_wait
-        }
+        sinks = {id(each[1]) for each in frames if not _can_wait(each)}
         if not sinks:
             return []
         urgent = [each for each in self._held if id(each[1]) in sinks]

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from threading import Thread, get_native_id
+from threading import Thread
 from typing import Final
 
 from ferrule_server.kernels.cpu.sync import SyncBlock
@@ -81,9 +81,10 @@ class Workers:
 def _be_nice() -> None:
     """Let other threads take the core of this one sooner: short work, such as that of the event loop, waits less.
 
-    On Linux a thread has a niceness of its own. The scheduler compares it only with threads of the same control group
-    (or of the same session, with autogroups). Where a sandbox refuses the call, nothing changes.
+    On Linux a thread has a niceness of its own; elsewhere this would be that of the process. The scheduler compares it
+    only with threads of the same control group (or of the same session, with autogroups). Where a sandbox refuses the
+    call, nothing changes.
     """
     with contextlib.suppress(OSError):
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
+            os.nice(_NICENESS)

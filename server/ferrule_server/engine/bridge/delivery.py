@@ -86,14 +86,18 @@ class Delivery:
         is read. So at least one of the two threads sees the change of the other.
         """
         finished, self.finished = self.finished, []
-        self._crossing.append(finished)
-        if not (self._is_pausing and all(map(_can_wait, finished))):
-            self._post(self._arrive)
+        self.deliver(finished)
 
     def deliver(self, finished: list[Finished]) -> None:
         """Deliver outcomes of jobs that the gate admitted; any thread."""
-        self._crossing.append(finished)
-        self._post(self._arrive)
+        frames = [each for each in finished if isinstance(each[0], GenerateJob)]
+        others = [each for each in finished if not isinstance(each[0], GenerateJob)] if frames else finished
+        if others:
+            self._post(partial(self._arrive_at_once, others))
+        if frames:
+            self._crossing.append(frames)
+            if not (self._is_pausing and all(map(_can_wait, frames))):
+                self._post(self._arrive)
 
     def refuse(self, refused: list[Finished]) -> None:
         """Deliver the errors of jobs that the gate refused; any thread."""
@@ -101,16 +105,15 @@ class Delivery:
 
     # ---- on the event loop ------------------------------------------------------------------------------------------
 
+    def _arrive_at_once(self, finished: list[Finished]) -> None:
+        self._gate.finish(finished)
+        self._line_up(finished)
+
     def _arrive(self) -> None:
-        """Deliver what has crossed; during a pause, frames of Generate are held unless their call cannot wait."""
-        finished: list[Finished] = []
+        """Deliver the frames of Generate that have crossed; in a pause they are held unless their call cannot wait."""
+        frames: list[Finished] = []
         while self._crossing:
-            finished += self._crossing.popleft()
-        frames = [each for each in finished if isinstance(each[0], GenerateJob)]
-        if len(frames) < len(finished):
-            others = [each for each in finished if not isinstance(each[0], GenerateJob)] if frames else finished
-            self._gate.finish(others)
-            self._line_up(others)
+            frames += self._crossing.popleft()
         self._held += frames
         urgent = self._take_urgent(frames)
         if self._is_pausing or not (self._held or urgent):
@@ -130,8 +133,7 @@ class Delivery:
             return []
         urgent = [each for each in self._held if id(each[1]) in sinks]
         self._held = [each for each in self._held if id(each[1]) not in sinks]
-        self._gate.finish(urgent)
-        self._line_up(urgent)
+        self._arrive_at_once(urgent)
         return urgent
 
     def _pause_s(self, *, has_merged: bool) -> float:

@@ -31,7 +31,7 @@ test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
 test-kernels: $(VENV)/.ok ## the long campaign of the GPU kernels; needs no GPU
 	@FERRULE_ALL_KERNELS=1 $(BIN)/python -m pytest -q --timeout=1800 -m "not gpu" tests/kernels/cuda tests/gpu
 
-test-gpu: $(VENV)/.ok ## kernels on a GPU: numerics, replays, bandwidth, sweep; without one, up to the driver (3 minutes)
+test-gpu: $(VENV)/.ok ## kernels on a GPU: numerics, replays, bandwidth; without one, up to the driver (3 minutes)
 	@$(BIN)/python tools/gpu/run.py
 
 test-chaos: $(VENV)/.ok ## break things on purpose for about an hour; figures as JSON lines

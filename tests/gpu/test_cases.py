@@ -95,7 +95,7 @@ def _of(op: str) -> list[Case]:
     return cases.cases_of(op, SHAPE)
 
 
-@pytest.mark.parametrize("op", ["copy_blocks", "embed", "move_slots"])
+@pytest.mark.parametrize("op", ["copy_blocks", "embed"])
 def test_cases_expect_what_their_kernels_do(op: str) -> None:
     """The short ones, all of them."""
     for case in _of(op):
@@ -103,7 +103,7 @@ def test_cases_expect_what_their_kernels_do(op: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", [op for op in run.OPS if op not in ("copy_blocks", "embed", "move_slots")])
+@pytest.mark.parametrize("op", [op for op in run.OPS if op not in ("copy_blocks", "embed")])
 def test_long_cases_expect_what_their_kernels_do(op: str) -> None:
     """The others."""
     for case in _of(op):
@@ -112,7 +112,7 @@ def test_long_cases_expect_what_their_kernels_do(op: str) -> None:
 
 def test_checks_notice_a_wrong_result() -> None:
     """A case whose kernel has not run is not right by accident."""
-    for op in ("gemv", "add_norm", "copy_blocks", "embed", "head", "move_slots", "top_k"):
+    for op in ("gemv", "add_norm", "copy_blocks", "embed", "head", "top_k"):
         case = _of(op)[0]
         instance = case.build(GPU, 0)
         assert instance.check(instance.expect()) > 1, case.name
@@ -140,7 +140,7 @@ class SimulatedGpu:
         """Nothing is left to wait for."""
 
 
-@pytest.mark.parametrize("task", ["kernels", pytest.param("sweep", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("task", ["kernels"])
 def test_worker_checks_replays_and_times(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphs that are the functions they are captured from, and a clock that says 10 us."""
     monkeypatch.setattr(worker, "_gpu", lambda task: SimulatedGpu())
@@ -172,7 +172,7 @@ def test_every_op_of_the_catalog_is_run() -> None:
 
 
 def test_kernels_of_a_run_are_known_beforehand() -> None:
-    """A bundle for another machine lacks none: cases, variants and probes."""
+    """A bundle for another machine lacks none: cases and probes."""
     specs = worker.every_spec(["gemv", "copy_blocks"], SHAPE)
     names = {spec.kernel.__name__ for spec in specs}
     assert names == {"gemv", "copy_blocks", "read_range", "read_blocks"}

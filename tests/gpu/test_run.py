@@ -159,23 +159,6 @@ def test_budgets_stay_below_ten_minutes() -> None:
     assert set(run.BUDGETS_S) == set(run.STAGES)
 
 
-def test_winners_are_the_fastest_right_ones() -> None:
-    """Per case, with what the default takes; a wrong or unmeasured variant is none."""
-    rows = [
-        {"case": "a", "status": "ok", "us": 3.0, "spec": ["default"], "is_default": True},
-        {"case": "a", "status": "ok", "us": 2.0, "spec": ["better"], "is_default": False},
-        {"case": "a", "status": "WRONG", "us": 1.0, "spec": ["wrong"], "is_default": False},
-        {"case": "b", "status": "ok", "us": 5.0, "spec": ["default"], "is_default": True},
-        {"case": "c", "status": "stopped at the driver", "spec": ["dry"], "is_default": True},
-    ]
-    chosen = run.winners(rows, "sm_90a", "Qwen3-8B")
-    assert (chosen["architecture"], chosen["shape"]) == ("sm_90a", "Qwen3-8B")
-    assert chosen["winners"] == {
-        "a": {"kernels": ["better"], "us": 2.0, "default_us": 3.0},
-        "b": {"kernels": ["default"], "us": 5.0, "default_us": 5.0},
-    }
-
-
 def test_device_memory_behaves_as_the_simulators(tmp_path: Path) -> None:
     """Addresses, offsets, parts and copies; here on the CPU."""
     memory = DeviceMemory(Gpu(tmp_path, dry_architecture="sm_90a"))

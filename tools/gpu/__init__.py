@@ -1,4 +1,4 @@
-"""The program that tries the kernels on a GPU: numerics, replays, bandwidth, a sweep of variants (``make test-gpu``).
+"""The program that tries the kernels on a GPU: numerics, replays, bandwidth (``make test-gpu``).
 
 run.py              the program: stages, each in a process of its own, and the report
 worker.py           what such a process runs

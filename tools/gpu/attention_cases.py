@@ -24,7 +24,7 @@ _NAMES = ("GROUP", "ROWS", "HEAD_DIM", "TILE", "WARPS", "MAX_NEW_TOKENS", "SPLIT
 
 
 def cases_of(op: str, shape: ModelShape, specs: Sequence[KernelSpec] | None) -> list[Case]:
-    """Return decode at several batches for the first kernel of the op, one batch for variants."""
+    """Return decode at several batches for the first kernel of the op, one batch for others."""
     module = attention if op == "attention" else attention_mma
     if specs:
         return [_case(shape, spec, 8) for spec in specs]

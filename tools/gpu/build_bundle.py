@@ -1,4 +1,4 @@
-"""Writes the bundle that a run on another machine needs: kernels of a model, their variants, probes, those of tests."""
+"""Writes the bundle that a run on another machine needs: kernels of a model, probes, those of tests."""
 
 from __future__ import annotations
 

@@ -14,13 +14,11 @@ from ferrule_server.kernels import reference
 from ferrule_server.kernels.cuda import (
     add_norm,
     argmax,
-    block_transfer,
     copy_blocks,
     embed,
     gemm,
     gemv,
     head,
-    move_slots,
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from tools.gpu.gpu import Call, Gpu
@@ -272,13 +270,12 @@ def argmax_case(shape: ModelShape, spec: KernelSpec) -> Case:
         return Instance(
             [Call(spec, given, min(num_rows * slices, _wave(gpu, spec)))],
             [tokens],
-            lambda: reference.best_tokens(logits, is_masked=constants["MASKED"]),
+            lambda: reference.best_tokens(logits, is_masked=False),
             lambda expected: unequal(tokens, expected.int()),
             lambda: logits.argmax(-1),
         )
 
-    kind = " masked" if constants["MASKED"] else ""
-    return Case(f"argmax rows={num_rows}{kind}", [spec], 4 * num_rows * vocab, build)
+    return Case(f"argmax rows={num_rows}", [spec], 4 * num_rows * vocab, build)
 
 
 def embed_case(shape: ModelShape, spec: KernelSpec) -> Case:
@@ -388,80 +385,6 @@ def copy_blocks_case(shape: ModelShape, spec: KernelSpec, num_pairs: int) -> Cas
     )
 
 
-def transfer_case(shape: ModelShape, spec: KernelSpec, num_blocks: int) -> Case:
-    """Return the export or import of some blocks."""
-    constants: dict[str, Any] = dict(spec.constants)
-    state: dict[str, Any] = {}
-    layer_bytes = 2 * shape.num_kv_heads * BLOCK_SIZE * shape.head_dim * 2
-    direction = constants["DIRECTION"]
-
-    def build(gpu: Gpu, index: int) -> Instance:
-        pool = _pool(gpu, shape, state)
-        chosen = _blocks(pool, state).roll(-num_blocks * index)[:num_blocks].to(gpu.torch_device)
-        buffer = random_bf16(gpu, (len(chosen), *pool.shape[1:]), index + 9)
-        given = {**_strides(pool), "block_ids": chosen.int(), "buffer": buffer, "num_blocks": len(chosen)}
-        given["part_bytes"] = layer_bytes // constants["PARTS"]
-        grid = block_transfer.num_ctas_needed(spec, len(chosen), shape.num_layers, gpu.num_sms)
-        gather = direction == "gather"
-        return Instance(
-            [Call(spec, given, grid)],
-            [buffer],
-            lambda: None,
-            lambda _: unequal(pool[chosen], buffer),
-            lambda: torch.index_select(pool, 0, chosen) if gather else pool.index_copy_(0, chosen, buffer),
-            lambda: _put(buffer, torch.zeros_like(buffer)) if gather else _clear(pool, chosen),
-            lambda: [pool.index_select(0, chosen)],
-        )
-
-    num_bytes = 2 * num_blocks * shape.num_layers * layer_bytes
-    return Case(f"transfer_blocks {direction} n={num_blocks}", [spec], num_bytes, build, most_instances=4, state=state)
-
-
-def move_slots_case(shape: ModelShape, specs: Sequence[KernelSpec], num_pairs: int) -> Case:
-    """Return the move of some slots, by one kernel or by gather and scatter."""
-    state: dict[str, Any] = {}
-    planes = 2 * shape.num_kv_heads
-
-    def build(gpu: Gpu, index: int) -> Instance:
-        pool = _pool(gpu, shape, state)
-        slots = _blocks(pool, state).roll(-8 * index)
-        slots = (slots.unsqueeze(1) * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[: 2 * num_pairs].view(2, -1).T
-        count = len(slots)
-        pairs = slots.contiguous().to(gpu.torch_device, torch.int32)
-        source, target = slots.to(gpu.torch_device).unbind(1)
-        given = {**_strides(pool), "pairs": pairs, "num_pairs": count, "num_planes": planes}
-        given["staging"] = random_bf16(gpu, (count, shape.num_layers, planes, shape.head_dim), 3)
-        if len(specs) == 1:
-            grid = move_slots.num_ctas_needed(specs[0], shape.num_layers, planes, gpu.num_sms)
-        else:
-            grid = move_slots.stage_ctas_needed(specs[0], count, shape.num_layers, gpu.num_sms)
-
-        def moved(which: Tensor) -> Tensor:
-            return pool[which // BLOCK_SIZE, :, :, :, which % BLOCK_SIZE]
-
-        blank = torch.zeros_like(moved(source))
-
-        def clear() -> None:
-            pool[target // BLOCK_SIZE, :, :, :, target % BLOCK_SIZE] = blank
-
-        def torch_op() -> None:
-            pool[target // BLOCK_SIZE, :, :, :, target % BLOCK_SIZE] = moved(source)
-
-        return Instance(
-            [Call(spec, given, grid) for spec in specs],
-            [],
-            lambda: moved(source),
-            lambda expected: unequal(moved(target), expected),
-            torch_op,
-            clear,
-            lambda: [moved(target)],
-        )
-
-    num_bytes = 2 * num_pairs * shape.num_layers * planes * shape.head_dim * 2
-    kind = "few" if len(specs) == 1 else "staged"
-    return Case(f"move_slots {kind} pairs={num_pairs}", list(specs), num_bytes, build, most_instances=16, state=state)
-
-
 def _wave(gpu: Gpu, spec: KernelSpec) -> int:
     return gpu.num_sms * spec.ctas_per_sm
 
@@ -486,15 +409,6 @@ def _gemm_cases(shape: ModelShape, specs: Sequence[KernelSpec] | None) -> Iterat
                 yield gemm_case(shape, role, spec)
 
 
-def _move_slots_cases(shape: ModelShape, specs: Sequence[KernelSpec] | None) -> Iterator[Case]:
-    for spec in specs or move_slots.specs(shape):
-        if spec.kernel is move_slots.move_slots:
-            yield move_slots_case(shape, [spec], 32)
-    if not specs:
-        staged = [move_slots.stage_spec(shape, direction) for direction in ("gather", "scatter")]
-        yield move_slots_case(shape, staged, 256)
-
-
 def _copy_blocks_cases(shape: ModelShape, specs: Sequence[KernelSpec] | None) -> Iterator[Case]:
     for spec in specs or copy_blocks.specs(shape):
         for num_pairs in (1, 64):
@@ -513,8 +427,6 @@ def cases_of(op: str, shape: ModelShape, specs: Sequence[KernelSpec] | None = No
         "embed": lambda: (embed_case(shape, spec) for spec in specs or embed.specs(shape)),
         "add_norm": lambda: (add_norm_case(shape, spec) for spec in specs or add_norm.specs(shape)),
         "copy_blocks": lambda: _copy_blocks_cases(shape, specs),
-        "block_transfer": lambda: (transfer_case(shape, it, 64) for it in specs or block_transfer.specs(shape)),
-        "move_slots": lambda: _move_slots_cases(shape, specs),
     }
     if op == "layer":
         return layer_cases.cases_of(shape)

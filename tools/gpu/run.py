@@ -11,7 +11,6 @@ context costs its own result only:
     kernels    each at the sizes of the model against torch; 1 000 replays of a graph, bit for bit; then time,
                bandwidth, share of the ceiling, and the same op in torch; a bar that is missed is said, and no failure
     layout     KV in blocks of all layers against a pool per layer, 8 and 100 GiB
-    sweep      the variants of each kernel; the winners in the form that is committed
     numerics   the tests of layer 1, on the GPU in place of the simulator (needs pytest, and a bundle, because
                their kernels take longer to compile than the rest of the run takes)
     executor   the tests of the executor that need a GPU: streams, copies and graphs of torch, what torch selects
@@ -56,8 +55,6 @@ OPS = (
     "top_k",
     "sample",
     "copy_blocks",
-    "move_slots",
-    "block_transfer",
     "layer",
 )
 """Modules of kernels; ``layer`` is the chain of five that a layer is, in one graph."""
@@ -66,7 +63,6 @@ BUDGETS_S = {
     "ceiling": 25,
     "kernels": 160,
     "layout": 35,
-    "sweep": 85,
     "numerics": 85,
     "executor": 30,
     "tools": 50,
@@ -210,7 +206,7 @@ def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespa
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"With an empty cache, the kernels of one model take {BUILD_TIME} to compile;\n"
-        "those of the sweep and of the tests come on top of that.",
+        "those of the tests come on top of that.",
     )
     parser.add_argument("--shape", choices=list(MODEL_SHAPES), help="the model; Qwen3-8B, in a dry run Qwen3-0.6B")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), metavar="OP")
@@ -367,7 +363,7 @@ def launching_tests() -> list[str]:
 
 def _test_files(run: Run) -> list[str]:
     """Return what is tested: a dry run, which compiles each kernel, takes the modules of its ops."""
-    few = {f"test_{op}" for op in (run.ops if len(run.ops) < len(OPS) else ("copy_blocks", "move_slots"))}
+    few = {f"test_{op}" for op in (run.ops if len(run.ops) < len(OPS) else ("copy_blocks",))}
     return [name for name in launching_tests() if not run.dry or name in few]
 
 
@@ -397,32 +393,12 @@ STAGES: dict[str, Callable[[Run], None]] = {
     "kernels": _each_op("kernels", 50),
     "layout": _layout,
     "numerics": _numerics,
-    "sweep": _each_op("sweep", 60),
     "tools": _tools,
 }
 
 
-def winners(results: Sequence[Result], architecture: str, shape: str) -> Result:
-    """Return the fastest right variant of each case, in the form that is committed per (architecture, shape)."""
-    best: dict[str, Result] = {}
-    defaults: dict[str, float] = {}
-    for result in results:
-        if result.get("status") != "ok" or "us" not in result:
-            continue
-        name = result["case"]
-        if result["is_default"]:
-            defaults[name] = min(result["us"], defaults.get(name, result["us"]))
-        if name not in best or result["us"] < best[name]["us"]:
-            best[name] = result
-    chosen = {
-        name: {"kernels": result["spec"], "us": result["us"], "default_us": defaults.get(name)}
-        for name, result in sorted(best.items())
-    }
-    return {"architecture": architecture, "shape": shape, "winners": chosen}
-
-
 def _write(run: Run, device: Result) -> None:
-    """Write all results, and the winners of a sweep beside them; say what failed."""
+    """Write all results; say what failed."""
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -435,12 +411,6 @@ def _write(run: Run, device: Result) -> None:
     }
     run.output.mkdir(parents=True, exist_ok=True)
     (run.output / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    if run.results.get("sweep") and not run.dry:
-        chosen = winners(run.results["sweep"], device["architecture"], run.task["shape"])
-        chosen["device"] = device["device"]
-        (run.output / f"{device['architecture']}-{run.task['shape']}.json").write_text(
-            json.dumps(chosen, indent=1) + "\n"
-        )
     for failure in run.failures:
         print(f"FAILED {failure}")
     outcome = f"{len(run.failures)} failures" if run.failures else "nothing failed"

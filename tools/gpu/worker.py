@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
-from ferrule_server.kernels.cuda.toolchain import catalog
 from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError
 from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError
 from ferrule_server.kernels.cuda.toolchain.sources import source_key
 from tools.gpu import layout, measure
-from tools.gpu.cases import Case, cases_of
+from tools.gpu.cases import cases_of
 from tools.gpu.gpu import Call, Gpu
 from tools.gpu.probes import CEILINGS, read_blocks_spec
 
@@ -43,27 +42,12 @@ def main() -> None:
         raise SystemExit(3) from error
 
 
-def specs_of(op: str, shape: ModelShape) -> tuple[list[KernelSpec], list[KernelSpec]]:
-    """Return what an op needs for a model, and its variants."""
-    found = next(it for it in catalog.OPS if it.name == op)
-    return found.specs(shape), found.variants(shape)
-
-
 def every_spec(ops: Sequence[str], shape: ModelShape) -> list[KernelSpec]:
     """Return all kernels that a run launches for some ops, probes included."""
     specs = [*CEILINGS, read_blocks_spec()]
     for op in ops:
         specs += [spec for case in cases_of(op, shape) for spec in case.specs]
-        specs += [spec for case in variant_cases(op, shape) for spec in case.specs]
     return list(dict.fromkeys(specs))
-
-
-def variant_cases(op: str, shape: ModelShape) -> list[Case]:
-    """Return one case for each variant of an op and each role it can play."""
-    if op == "layer":
-        return []
-    variants = list(dict.fromkeys(specs_of(op, shape)[1]))
-    return cases_of(op, shape, variants) if variants else []
 
 
 def _gpu(task: Result) -> Gpu:
@@ -127,35 +111,6 @@ def _brief(task: Result) -> Iterator[Result]:
         case.state.clear()
 
 
-def _sweep(task: Result) -> Iterator[Result]:
-    """Yield every kernel that can play a role, default first, right ones with their time."""
-    gpu, shape = _gpu(task), MODEL_SHAPES[task["shape"]]
-    variants = variant_cases(task["op"], shape)
-    roles = {case.name for case in variants}
-    default = [case for case in cases_of(task["op"], shape) if case.name in roles]
-    for case, is_default in [*((case, True) for case in default), *((case, False) for case in variants)]:
-        described = {"spec": [_described(spec) for spec in case.specs], "is_default": is_default}
-        if gpu.is_dry:
-            yield {**measure.dry_run(gpu, case), **described}
-            case.state.clear()
-            continue
-        checked = measure.check(gpu, case)
-        case.state.clear()
-        if checked["status"] != "ok":
-            yield {**checked, **described}
-            continue
-        yield {**measure.time_case(gpu, case, with_torch=False), **described, "status": "ok"}
-
-
-def _described(spec: KernelSpec) -> Result:
-    return {
-        "kernel": spec.kernel.__name__,
-        "constants": dict(spec.constants),
-        "num_threads": spec.num_threads,
-        "ctas_per_sm": spec.ctas_per_sm,
-    }
-
-
 def _ceiling(task: Result) -> Iterator[Result]:
     """Yield what each reader reads per second, of more than any cache holds."""
     gpu = _gpu(task)
@@ -188,7 +143,6 @@ TASKS: dict[str, Callable[[Result], Iterator[Result]]] = {
     "device": _device,
     "kernels": _kernels,
     "layout": _layout,
-    "sweep": _sweep,
 }
 
 if __name__ == "__main__":

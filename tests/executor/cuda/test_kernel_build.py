@@ -15,12 +15,12 @@ from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import shape_of, specs_needed
 from ferrule_server.executor.cuda.parts import part_of
-from ferrule_server.kernels.cuda import block_transfer, copy_blocks
+from ferrule_server.kernels.cuda import copy_blocks, embed
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
 from tests.executor.cuda.tiny_model import tiny_config
 
-SPECS = [copy_blocks.spec(), block_transfer.spec("gather")]
+SPECS = [copy_blocks.spec(), embed.spec()]
 TIMEOUT_S = 10.0
 
 

@@ -55,7 +55,7 @@ def test_what_steps_need_is_shipped(name: str) -> None:
     assert {"gemv", "head", "attention"}.isdisjoint(spec.kernel.__name__ for spec in needed[True])
     constants = [dict(spec.constants) for spec in needed[False]]
     assert not any(one.get("INT8") or one.get("TREE") for one in constants)
-    movers = {op.name for op in OPS} & {"copy_blocks", "move_slots", "block_transfer"}
+    movers = {op.name for op in OPS} & {"copy_blocks"}
     assert [spec.name for spec in needed[False] if _module(spec) in movers] == [copy_blocks.spec().name]
 
 
@@ -85,7 +85,7 @@ def test_no_step_asks_for_more_than_was_said(kind: str, is_deterministic: bool) 
         )
         if isinstance(launch, FakeLaunch)
     }
-    behind = {"argmax", "log_sum_exp", "sample", "select_count", "select_mass", "shape_logits", "top_k"}
+    behind = {"log_sum_exp", "sample", "select_count", "select_mass", "shape_logits", "top_k"}
     assert {_module(spec) for spec in specs if spec.name not in used} == behind | {"copy_blocks"}
 
 

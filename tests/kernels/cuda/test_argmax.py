@@ -16,7 +16,6 @@ from ferrule_server.kernels.cuda.argmax import (
     shared_bytes,
     spec,
     specs,
-    variants,
 )
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Specialised
@@ -28,7 +27,6 @@ from tools.cuda_simulator import Launch, Memory
 def _argmax(
     logits: Tensor,
     *,
-    is_masked: bool,
     grid: int,
     warps: int = 1,
     slice_size: int = 128,
@@ -38,7 +36,7 @@ def _argmax(
 ) -> list[int]:
     """Run the argmax several times on one state and return what all runs gave."""
     num_rows, vocab_size = logits.shape
-    constants = dict(spec(MASKED=is_masked, WARPS=warps, SLICE=slice_size).constants)
+    constants = dict(spec(WARPS=warps, SLICE=slice_size).constants)
     memory = Memory()
     names = ("logits", "tokens", "partials", "tickets")
     memory.put("logits", logits.numpy(), mutable=True, offset=offset)
@@ -71,14 +69,13 @@ def test_argmax_is_the_definition(num_rows: int, vocab_size: int, grid: int, war
     torch.manual_seed(vocab_size)
     logits = torch.randint(-2, 3, (num_rows, vocab_size)).float() * 0.5
     logits[:, -1] += 0.5
-    found = _argmax(logits, is_masked=False, grid=grid, warps=warps, slice_size=slice_size, offset=16)
+    found = _argmax(logits, grid=grid, warps=warps, slice_size=slice_size, offset=16)
     assert found == reference.best_tokens(logits, is_masked=False).tolist()
     assert found == best_ids(logits.numpy())
 
 
-@pytest.mark.parametrize("is_masked", [False, True])
-def test_argmax_of_what_is_not_finite(is_masked: bool) -> None:
-    """NaN of either sign and infinities anywhere; -inf is a forbidden token where there are masks."""
+def test_argmax_of_what_is_not_finite() -> None:
+    """NaN of either sign and infinities anywhere."""
     inf, nan = float("inf"), float("nan")
     logits = torch.randn(9, 131)
     logits[0, 130], logits[1, 0], logits[2, 64], logits[3, 129] = nan, -nan, inf, -inf
@@ -89,20 +86,19 @@ def test_argmax_of_what_is_not_finite(is_masked: bool) -> None:
     logits[6, 100] = nan
     logits[7] = torch.where(torch.arange(131) % 2 == 0, 0.0, -0.0)
     logits[8] = -logits[8].abs() * 1e-42
-    found = _argmax(logits, is_masked=is_masked, grid=3)
-    assert found == reference.best_tokens(logits, is_masked=is_masked).tolist()
+    found = _argmax(logits, grid=3)
+    assert found == reference.best_tokens(logits, is_masked=False).tolist()
     assert found[7] == 0
-    if not is_masked:
-        assert found == best_ids(logits.numpy())
+    assert found == best_ids(logits.numpy())
 
 
 def test_argmax_needs_all_of_its_synchronisation() -> None:
     """Two warps, two CTAs and several slices each: every barrier and fence is needed."""
     logits = torch.randn(2, 3 * 256 - 5)
-    constants = dict(spec(MASKED=True, WARPS=2, SLICE=256).constants)
+    constants = dict(spec(WARPS=2, SLICE=256).constants)
 
     def simulate(mutant: Specialised) -> None:
-        found = _argmax(logits, is_masked=True, grid=2, warps=2, slice_size=256, seeds=1, specialised=mutant)
+        found = _argmax(logits, grid=2, warps=2, slice_size=256, seeds=1, specialised=mutant)
         assert found == logits.argmax(1).tolist()
 
     found = [mutation.name for mutation in check_mutants(argmax, constants, simulate)]
@@ -111,16 +107,15 @@ def test_argmax_needs_all_of_its_synchronisation() -> None:
 
 def test_a_ticket_that_does_not_wrap_is_found() -> None:
     """The next run would give no token."""
-    constants = dict(spec(MASKED=False, WARPS=1, SLICE=128).constants)
+    constants = dict(spec(WARPS=1, SLICE=128).constants)
     with pytest.raises(AssertionError, match="tickets must be 0"):
-        _argmax(torch.randn(2, 300), is_masked=False, grid=2, specialised=without_wrapping(argmax, constants))
+        _argmax(torch.randn(2, 300), grid=2, specialised=without_wrapping(argmax, constants))
 
 
 def test_launches_of_models() -> None:
-    """With masks and without; a CTA per row and slice finds work; vocabularies have few slices."""
+    """A CTA per row and slice finds work; vocabularies have few slices."""
     for shape in MODEL_SHAPES.values():
-        assert [dict(one.constants)["MASKED"] for one in specs(shape)] == [False, True]
-        assert len(variants(shape)) == 2
+        assert len(specs(shape)) == 1
         assert num_ctas_needed(3, shape.vocab_size) <= 3 * 64
     assert num_ctas_needed(3, 4097) == 6
     assert partial_bytes(3, 4097) == 48

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ferrule_server.kernels.cuda.copy_blocks import copy_blocks, num_ctas_needed, spec, specs, variants
+from ferrule_server.kernels.cuda.copy_blocks import copy_blocks, num_ctas_needed, spec, specs
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
@@ -97,7 +97,7 @@ def test_block_addresses_hold_beyond_8_gib() -> None:
 def test_plan_never_asks_for_more_than_half_a_gpu_nor_for_idle_ctas() -> None:
     """The next kernel of the chain starts beside this one."""
     for shape in MODEL_SHAPES.values():
-        for made in (*specs(shape), *variants(shape)):
+        for made in specs(shape):
             assert made.ctas_per_sm * made.num_threads <= 1024
             assert made.shared_bytes == 0
     assert num_ctas_needed(spec(parts=4), num_pairs=1, num_layers=28, num_sms=132) == 112

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ferrule_server.kernels import reference
-from ferrule_server.kernels.cuda.embed import embed, spec, specs, variants
+from ferrule_server.kernels.cuda.embed import embed, spec, specs
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Specialised
 from tests.kernels.cuda.mutation import check_mutants
@@ -129,4 +129,3 @@ def test_needs_its_wait() -> None:
 def test_one_kernel_serves_all_models() -> None:
     """Sizes are runtime values."""
     assert len({one.name for shape in MODEL_SHAPES.values() for one in specs(shape)}) == 1
-    assert len({one.name for shape in MODEL_SHAPES.values() for one in variants(shape)}) == 2

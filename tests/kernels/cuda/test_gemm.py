@@ -227,7 +227,7 @@ def test_no_synchronisation_is_superfluous(sizes: dict[str, Constant]) -> None:
 def test_shared_memory_leaves_half_a_multiprocessor_free() -> None:
     """Every kernel of every model fits in half of 228 KiB, with the 1 KiB that each CTA costs."""
     for shape in MODEL_SHAPES.values():
-        for spec in gemm.specs(shape) + gemm.variants(shape):
+        for spec in gemm.specs(shape):
             assert spec.ctas_per_sm * (spec.shared_bytes + 1024) <= 114 * 1024, spec.name
 
 

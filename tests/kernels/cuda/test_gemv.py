@@ -19,7 +19,6 @@ from ferrule_server.kernels.cuda.gemv import (
     shared_bytes,
     spec,
     specs,
-    variants,
 )
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
@@ -370,11 +369,10 @@ def test_int8_weights_are_not_converted(architecture: str) -> None:
 
 
 def test_specs_of_a_model_are_unique() -> None:
-    """Two to a model would be compiled twice; the sweep has all epilogues."""
+    """Two to a model would be compiled twice."""
     shape = MODEL_SHAPES["Qwen3-1.7B"]
     names = [one.name for one in specs(shape)]
     assert len(names) == len(set(names)) == 12
-    assert {dict(one.constants)["EPILOGUE"] for one in variants(shape)} == {"store", "residual", "swiglu"}
 
 
 @pytest.mark.parametrize("has_attention_bias", [False, True])

@@ -206,7 +206,7 @@ def test_greedy_decoding_feeds_the_argmax_of_the_logits_of_the_head() -> None:
     names = ("logits", "again", "slices", "tickets")
     second = Launch(
         argmax.argmax,
-        dict(argmax.spec(MASKED=False, WARPS=1, SLICE=128).constants),
+        dict(argmax.spec(WARPS=1, SLICE=128).constants),
         (*map(memory.address, names), 2, 131),
         grid=3,
         num_threads=32,

@@ -284,7 +284,7 @@ def _large_chain(chain: Chain, num_rows: int) -> None:
     chain.gemm("normed", "head", "logits", num_rows=VOCAB, size=HIDDEN, epilogue="logits")
     a = chain._a
     chain.launch(
-        argmax.spec(MASKED=False, WARPS=2, SLICE=512),
+        argmax.spec(WARPS=2, SLICE=512),
         *(a["logits"], a["tokens"], a["head_partials"], a["head_ticket"], num_rows, VOCAB),
     )
 

@@ -189,7 +189,7 @@ def norm_spec(shape: ModelShape, *, has_delta: bool) -> KernelSpec:
 
 def argmax_spec() -> KernelSpec:
     """Return the search for the best token of rows of logits."""
-    return argmax.spec(MASKED=False)
+    return argmax.spec()
 
 
 def attention_spec(shape: ModelShape, block_size: int, *, is_decode: bool, is_deterministic: bool) -> KernelSpec:

@@ -23,7 +23,7 @@ sample.py        one draw per row; logit_rows.py: what all of these share
 
 The KV pool:
 
-copy_blocks.py   whole blocks within the pool; move_slots.py: single slots; block_transfer.py: export and import
+copy_blocks.py   whole blocks within the pool
 
 The language of kernels:
 

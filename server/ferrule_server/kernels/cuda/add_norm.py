@@ -32,7 +32,7 @@ from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 from ferrule_server.kernels.cuda.vectors import load_vector, normalise, prefetch_norm
 
-__all__ = ["add_norm", "chunks_per_thread", "shared_bytes", "spec", "specs", "variants"]
+__all__ = ["add_norm", "chunks_per_thread", "shared_bytes", "spec", "specs"]
 
 
 def add_norm(
@@ -133,8 +133,3 @@ def spec(size: int, *, ADD: bool, WARPS: int = 8) -> KernelSpec:
 def specs(shape: ModelShape) -> list[KernelSpec]:
     """Return what a model needs: with and without a delta."""
     return [spec(shape.hidden_size, ADD=has_delta) for has_delta in (False, True)]
-
-
-def variants(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a sweep on a GPU tries: fewer threads per row."""
-    return [spec(shape.hidden_size, ADD=False, WARPS=warps) for warps in (2, 4)]

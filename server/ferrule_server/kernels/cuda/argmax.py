@@ -36,7 +36,6 @@ from ferrule_server.kernels.cuda.intrinsics import (
 from ferrule_server.kernels.cuda.logit_rows import (
     DEFAULT_SLICE,
     DEFAULT_WARPS,
-    NEGATIVE_INFINITY,
     load_slice,
     num_slices,
 )
@@ -44,7 +43,7 @@ from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 from ferrule_server.kernels.cuda.ticket import arrive
 
-__all__ = ["argmax", "num_ctas_needed", "partial_bytes", "shared_bytes", "spec", "specs", "variants"]
+__all__ = ["argmax", "num_ctas_needed", "partial_bytes", "shared_bytes", "spec", "specs"]
 
 
 def argmax(
@@ -57,7 +56,6 @@ def argmax(
     *,
     WARPS: int,
     SLICE: int,
-    MASKED: bool,
 ) -> None:
     """Find the best token of rows of logits.
 
@@ -75,7 +73,6 @@ def argmax(
         vocab_size: Logits per row, below 2^20.
         WARPS: Per CTA.
         SLICE: Tokens that a CTA looks at at a time, a multiple of 128 * WARPS.
-        MASKED: -inf stands for a token that is not allowed, and is no error; -1 where no token is allowed.
     """
     assert SLICE % (128 * WARPS) == 0
     lane = i32(thread_id() & 31)
@@ -97,8 +94,6 @@ def argmax(
             for i in unrolled(4):
                 token = i32(part * SLICE + (thread_id() + 32 * WARPS * g) * 4 + i)
                 key = key_of(words[g][i], token)
-                if MASKED:
-                    key = 0 if words[g][i] == NEGATIVE_INFINITY else key
                 if token < vocab_size:
                     best = max_key(best, key)
         best = warp_max_key(best, COUNT=1)
@@ -135,9 +130,9 @@ def partial_bytes(num_rows: int, vocab_size: int, *, SLICE: int = DEFAULT_SLICE)
     return num_rows * -(-vocab_size // SLICE) * 8
 
 
-def spec(*, MASKED: bool, WARPS: int = DEFAULT_WARPS, SLICE: int = DEFAULT_SLICE) -> KernelSpec:
+def spec(*, WARPS: int = DEFAULT_WARPS, SLICE: int = DEFAULT_SLICE) -> KernelSpec:
     """Return the kernel; the keywords are its constants."""
-    constants: dict[str, Constant] = {"MASKED": MASKED, "SLICE": SLICE, "WARPS": WARPS}
+    constants: dict[str, Constant] = {"SLICE": SLICE, "WARPS": WARPS}
     return KernelSpec(
         kernel=argmax,
         constants=tuple(sorted(constants.items())),
@@ -149,12 +144,6 @@ def spec(*, MASKED: bool, WARPS: int = DEFAULT_WARPS, SLICE: int = DEFAULT_SLICE
 
 
 def specs(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a model needs: with masks and without."""
+    """Return what a model needs."""
     num_slices(shape.vocab_size)
-    return [spec(MASKED=is_masked) for is_masked in (False, True)]
-
-
-def variants(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a sweep on a GPU tries: smaller slices."""
-    num_slices(shape.vocab_size, 2048)
-    return [spec(MASKED=False, SLICE=2048), spec(MASKED=False, SLICE=2048, WARPS=4)]
+    return [spec()]

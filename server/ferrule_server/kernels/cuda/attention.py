@@ -59,7 +59,7 @@ from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unr
 from ferrule_server.kernels.cuda.ticket import arrive
 from ferrule_server.kernels.cuda.work_list import MAX_NEW, SEGMENT, SPLIT
 
-__all__ = ["attention", "shared_bytes", "spec", "specs", "variants"]
+__all__ = ["attention", "shared_bytes", "spec", "specs"]
 
 PADDED = {1: 1, 2: 2, 3: 4, 4: 4}
 """Query rows as the kernel counts them, R: a power of two."""
@@ -439,24 +439,3 @@ def specs(shape: ModelShape) -> list[KernelSpec]:
         for rows in range(1, 4 // shape.group + 1)
         if rows == 1 or shape.group * rows in PADDED
     ]
-
-
-def variants(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a sweep on a GPU tries: warps, CTAs per multiprocessor, block sizes, halved tiles."""
-    found = []
-    more = ((8, 1, 16, 2), (4, 2, 16, 2)) if shape.group <= 2 else ((4, 1, 16, 2),)  # what needs no spills
-    sizes = ((4, 1, 32, 1), (4, 1, 64, 1), *more)
-    for warps, ctas, block_size, part in sizes:
-        found.append(
-            spec(
-                GROUP=shape.group,
-                ROWS=1,
-                HEAD_DIM=shape.head_dim,
-                QK_NORM=shape.has_qk_norm,
-                BLOCK_SIZE=block_size,
-                TILE=2048 // shape.head_dim // part,
-                WARPS=warps,
-                ctas_per_sm=ctas,
-            )
-        )
-    return found

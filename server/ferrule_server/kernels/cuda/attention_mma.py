@@ -81,7 +81,7 @@ from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unr
 from ferrule_server.kernels.cuda.ticket import arrive
 from ferrule_server.kernels.cuda.work_list import SEGMENT, SPLIT
 
-__all__ = ["ROWS", "attention_mma", "shared_bytes", "spec", "specs", "variants"]
+__all__ = ["ROWS", "attention_mma", "shared_bytes", "spec", "specs"]
 
 
 def attention_mma(
@@ -347,9 +347,3 @@ def spec(
 def specs(shape: ModelShape) -> list[KernelSpec]:
     """Return what a model needs: causal rows and trees."""
     return [spec(shape, TREE=is_tree) for is_tree in (False, True)]
-
-
-def variants(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a sweep on a GPU tries: fewer warps, other block sizes."""
-    few = [spec(shape, TREE=False, WARPS=2)]
-    return [*few, *(spec(shape, TREE=False, BLOCK_SIZE=size) for size in (32, 64))]

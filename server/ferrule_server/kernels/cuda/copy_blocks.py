@@ -26,7 +26,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 
-__all__ = ["copy_blocks", "copy_range", "num_ctas_needed", "num_parts", "spec", "specs", "variants"]
+__all__ = ["copy_blocks", "copy_range", "num_ctas_needed", "num_parts", "spec", "specs"]
 
 
 def copy_blocks(
@@ -116,11 +116,6 @@ def spec(*, parts: int = 4, unroll: int = 4, num_threads: int = 256) -> KernelSp
 def specs(shape: ModelShape) -> list[KernelSpec]:  # noqa: ARG001  (every shape takes the same)
     """Return what a model of this shape needs."""
     return [spec()]
-
-
-def variants(shape: ModelShape) -> list[KernelSpec]:  # noqa: ARG001  (likewise)
-    """Return what is worth measuring."""
-    return [spec(parts=parts, unroll=unroll) for parts in (1, 2, 4, 8) for unroll in (4, 8)]
 
 
 def num_ctas_needed(made: KernelSpec, num_pairs: int, num_layers: int, num_sms: int) -> int:

@@ -25,7 +25,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 
-__all__ = ["embed", "spec", "specs", "variants"]
+__all__ = ["embed", "spec", "specs"]
 
 
 def embed(
@@ -103,8 +103,3 @@ def spec(*, X: int = 4, WARPS: int = 4) -> KernelSpec:
 def specs(shape: ModelShape) -> list[KernelSpec]:  # noqa: ARG001  (one for all)
     """Return what a model needs: one kernel, which copies 4096 values at a time."""
     return [spec()]
-
-
-def variants(shape: ModelShape) -> list[KernelSpec]:  # noqa: ARG001  (one for all)
-    """Return what a sweep on a GPU tries: fewer and more threads per row."""
-    return [spec(X=8, WARPS=2), spec(X=2, WARPS=8)]

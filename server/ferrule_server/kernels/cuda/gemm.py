@@ -80,7 +80,6 @@ __all__ = [
     "spec",
     "specs",
     "tiles_for",
-    "variants",
 ]
 
 SLAB = 32
@@ -581,34 +580,4 @@ def specs(shape: ModelShape) -> list[KernelSpec]:
         spec(num_rows, TILES=tiles, EPILOGUE=epilogue, BIAS=has_bias)
         for num_rows, epilogue, has_bias in sorted(linears)
         for tiles in TILES_BUILT
-    ]
-
-
-def variants(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a sweep on a GPU tries besides, for the projection and the feed-forward part.
-
-    All with 4 warps along K, so that the winners can be mixed: loads in flight, tile of K, buffers, rows per CTA, two
-    smaller CTAs per multiprocessor.
-    """
-    names = ("ROW_TILES", "ROW_WARPS", "SLABS", "DEPTH", "STAGES")
-    sizes = (
-        (1, (1, 2, 2, 2, 2)),
-        (1, (1, 2, 4, 1, 2)),
-        (1, (1, 2, 2, 2, 3)),
-        (1, (1, 1, 2, 4, 2)),
-        (1, (1, 1, 4, 2, 2)),
-        (1, (2, 1, 2, 2, 2)),
-        (2, (1, 1, 2, 2, 2)),
-    )
-    return [
-        spec(
-            num_rows,
-            TILES=tiles,
-            EPILOGUE=epilogue,
-            ctas_per_sm=ctas_per_sm,
-            sizes={"K_WARPS": 4, **dict(zip(names, chosen, strict=True))},
-        )
-        for num_rows, epilogue in ((shape.hidden_size, "residual"), (shape.intermediate_size, "swiglu"))
-        for tiles in (1, 2, 4)
-        for ctas_per_sm, chosen in sizes
     ]

@@ -64,7 +64,6 @@ __all__ = [
     "shared_bytes",
     "spec",
     "specs",
-    "variants",
 ]
 
 VALUES = {False: 8, True: 16}
@@ -393,35 +392,6 @@ PLANS = {
     (2, 2): ((1, 4, 8), (2, 2, 8), (1, 2, 12)),
 }
 """R, U and WARPS by M and parts, best first; all keep eight loads of every lane in flight, or 24 KiB per CTA."""
-
-
-def variants(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a sweep on a GPU tries: rows per warp, chunks in flight, warps per CTA, CTAs per multiprocessor."""
-    found = []
-    for is_int8, (size, is_normed, epilogue) in itertools.product(
-        (False, True),
-        (
-            (shape.hidden_size, True, "store"),
-            (shape.intermediate_size, False, "residual"),
-            (shape.hidden_size, True, "swiglu"),
-        ),
-    ):
-        parts = PARTS[epilogue]
-        found += [
-            spec(
-                size,
-                M=1,
-                NORM=is_normed,
-                EPILOGUE=epilogue,
-                INT8=is_int8,
-                R=rows,
-                U=chunks,
-                WARPS=warps,
-                ctas_per_sm=ctas,
-            )
-            for rows, chunks, warps, ctas in (*((*tiles, 1) for tiles in PLANS[1, parts]), *SWEEP[parts])
-        ]
-    return found
 
 
 SWEEP = {

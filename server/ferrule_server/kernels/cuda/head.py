@@ -55,7 +55,7 @@ from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unr
 from ferrule_server.kernels.cuda.ticket import arrive
 from ferrule_server.kernels.cuda.vectors import prefetch_norm, stage_vectors, vector_stride
 
-__all__ = ["head", "num_ctas_needed", "partial_bytes", "shared_bytes", "spec", "specs", "variants"]
+__all__ = ["head", "num_ctas_needed", "partial_bytes", "shared_bytes", "spec", "specs"]
 
 
 def head(
@@ -214,12 +214,3 @@ def specs(shape: ModelShape) -> list[KernelSpec]:
         rows, chunks, warps = plan(shape.vocab_size, shape.hidden_size, m=1, parts=1, is_int8=is_int8)
         found += [spec(shape.hidden_size, M=m, INT8=is_int8, R=rows, U=chunks, WARPS=warps) for m in (1, 2)]
     return found
-
-
-def variants(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a sweep on a GPU tries: rows per warp, chunks in flight, warps per CTA, CTAs per multiprocessor."""
-    sizes = ((1, 8, 8, 1), (2, 4, 8, 1), (4, 4, 8, 1), (4, 2, 8, 1), (2, 4, 4, 2), (2, 4, 12, 1))
-    return [
-        spec(shape.hidden_size, M=1, R=rows, U=chunks, WARPS=warps, ctas_per_sm=ctas)
-        for rows, chunks, warps, ctas in sizes
-    ]

@@ -48,7 +48,7 @@ from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 from ferrule_server.kernels.cuda.ticket import arrive
 
-__all__ = ["RECORD_BYTES", "log_sum_exp", "shared_bytes", "specs", "variants"]
+__all__ = ["RECORD_BYTES", "log_sum_exp", "shared_bytes", "specs"]
 
 RECORD_BYTES = 16
 LOWEST = -3.4028234663852886e38
@@ -228,11 +228,6 @@ def combine(num_slices: I32) -> tuple[F32, F32, F32, F32]:
 def specs(shape: ModelShape) -> list[KernelSpec]:
     """Return the kernels a model of this shape needs."""
     return [_spec(shape, DEFAULT_SLICE)]
-
-
-def variants(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a sweep on a GPU tries: the size of slices, which changes the last bits of the sums."""
-    return [_spec(shape, size) for size in (1024, 2048, 4096)]
 
 
 def _spec(shape: ModelShape, slice_size: int) -> KernelSpec:

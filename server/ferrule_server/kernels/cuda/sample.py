@@ -117,7 +117,6 @@ __all__ = [
     "passed_by",
     "philox",
     "specs",
-    "variants",
 ]
 
 INVERSE_ONE = 1.8189894035458565e-12
@@ -407,11 +406,6 @@ def pack_records(
 def specs(shape: ModelShape) -> list[KernelSpec]:
     """Return the kernels a model of this shape needs, in the order of their launches."""
     return _specs(shape, DEFAULT_SLICE)
-
-
-def variants(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a sweep on a GPU tries: the size of slices, which changes no result."""
-    return [spec for size in (1024, 2048, 4096) for spec in _specs(shape, size)]
 
 
 def _specs(shape: ModelShape, slice_size: int) -> list[KernelSpec]:

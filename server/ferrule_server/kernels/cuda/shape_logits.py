@@ -59,7 +59,6 @@ __all__ = [
     "pack_record",
     "shape_logits",
     "specs",
-    "variants",
 ]
 
 RECORD_BYTES = 32
@@ -259,11 +258,6 @@ def pack_record(shaping: Penalties, row: int, mask: int, entries: Sequence[int])
 def specs(shape: ModelShape) -> list[KernelSpec]:
     """Return the kernels a model of this shape needs."""
     return [_spec(DEFAULT_SLICE)] if shape.vocab_size else []
-
-
-def variants(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a sweep on a GPU tries: the size of slices."""
-    return [_spec(size) for size in (1024, 2048, 4096)] if shape.vocab_size else []
 
 
 def _spec(slice_size: int) -> KernelSpec:

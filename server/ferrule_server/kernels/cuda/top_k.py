@@ -66,7 +66,6 @@ __all__ = [
     "gather_top_k",
     "pack_records",
     "specs",
-    "variants",
 ]
 
 LARGEST_K = 1024
@@ -298,11 +297,6 @@ def pack_records(rows: Sequence[int], ks: Sequence[int]) -> npt.NDArray[np.int32
 def specs(shape: ModelShape) -> list[KernelSpec]:
     """Return the kernels a model of this shape needs, in the order of their launches."""
     return _specs(shape, DEFAULT_SLICE)
-
-
-def variants(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a sweep on a GPU tries: the size of slices, which changes no result."""
-    return [spec for size in (1024, 2048, 4096) for spec in _specs(shape, size)]
 
 
 def _specs(shape: ModelShape, slice_size: int) -> list[KernelSpec]:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from ferrule_server.kernels.cuda import attention, attention_mma, move_slots
+from ferrule_server.kernels.cuda import attention, attention_mma
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from ferrule_server.kernels.cuda.toolchain import addressing, machine_code, sass
 from ferrule_server.kernels.cuda.toolchain.catalog import shipped_kernels
@@ -73,7 +73,6 @@ def other_blocks() -> list[KernelSpec]:
     """Return a kernel of each op that depends on the block size, for sizes other than the default."""
     shape = MODEL_SHAPES["Qwen3-0.6B"]
     chosen = [*attention.specs(shape)[:1], *attention_mma.specs(MODEL_SHAPES["Llama-3.2-1B"])[:1]]
-    chosen += move_slots.specs(shape)[:2]
     return [
         replace(spec, constants=tuple(sorted({**dict(spec.constants), "BLOCK_SIZE": block_size}.items())))
         for block_size in (32, 64)

@@ -14,15 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.kernels.cuda import embed, gemv
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
-from ferrule_server.kernels.cuda.specialise import KernelError
-from ferrule_server.kernels.cuda.toolchain import catalog, report
-from ferrule_server.kernels.cuda.toolchain.catalog import OPS, Op, kernels_of, merged, shipped_kernels, variants_of
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, ModelShape
+from ferrule_server.kernels.cuda.toolchain import catalog
+from ferrule_server.kernels.cuda.toolchain.catalog import OPS, Op, kernels_of, shipped_kernels
 from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, toolkit
 from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.toolchain.machine_code import RULES, Made, make_all
-from ferrule_server.kernels.cuda.toolchain.report import BEGIN, END, table, written_into
+from ferrule_server.kernels.cuda.toolchain.machine_code import Made, make_all
+from ferrule_server.kernels.cuda.toolchain.report import BEGIN, END, table
 from tests.kernels.cuda.toolchain import records
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "kernels.md").read_text()
@@ -110,7 +108,7 @@ def test_every_module_with_kernels_is_in_the_catalog() -> None:
 def test_specs_are_of_the_kernels_they_name(op: Op, shape: ModelShape) -> None:
     """Every constant has a value, sorted by name, and the sizes are possible."""
     assert op.specs(shape)
-    for spec in op.specs(shape) + op.variants(shape):
+    for spec in op.specs(shape):
         constants = [it for it in inspect.signature(spec.kernel).parameters.values() if it.kind is it.KEYWORD_ONLY]
         assert [name for name, _ in spec.constants] == sorted(it.name for it in constants), spec.name
         assert spec.num_threads % 32 == 0
@@ -125,86 +123,3 @@ def test_shipped_kernels_are_those_of_all_shapes() -> None:
     assert set(names) == {spec.name for shape in MODEL_SHAPES.values() for spec in kernels_of(shape)}
     largest = {spec.name: spec.shared_bytes for spec in SHIPPED}
     assert all(spec.shared_bytes <= largest[spec.name] for shape in MODEL_SHAPES.values() for spec in kernels_of(shape))
-
-
-def test_variants_are_more_than_what_ships() -> None:
-    """There is something to choose from."""
-    names = [spec.name for spec in variants_of(SHAPE)]
-    assert len(names) == len(set(names))
-    assert set(names) - {spec.name for spec in SHIPPED}
-
-
-def test_one_kernel_for_two_sizes_gets_the_larger_shared_memory() -> None:
-    """And stays where it first appeared."""
-    first, second = gemv.specs(SHAPE)[:2]
-    smaller = replace(first, shared_bytes=first.shared_bytes - 16)
-    assert merged([smaller, second, first]) == [first, second]
-
-
-def test_one_kernel_with_two_promises_is_refused() -> None:
-    """One of them would go unchecked."""
-    spec = gemv.specs(SHAPE)[0]
-    with pytest.raises(KernelError, match=r"gemv\[.*\] is wanted twice with different num_threads and prefetches"):
-        merged([spec, replace(spec, num_threads=64, prefetches=not spec.prefetches)])
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.__name__)
-def test_kernels_say_what_they_take(kernel: object) -> None:
-    """The docstring has the launch shape and one entry per parameter and constant."""
-    text = inspect.getdoc(kernel) or ""
-    assert "Launch:" in text
-    described = set(re.findall(r"^    (\w+(?:, \w+)*):", text, re.M))
-    names = {name for line in described for name in line.split(", ")}
-    assert names == set(inspect.signature(kernel).parameters)  # type: ignore[arg-type]
-
-
-def test_page_lists_every_op_and_every_rule() -> None:
-    """In the order of the code, and nothing that is gone."""
-    assert tuple(re.findall(r"^\| `(\w+)` \|", PAGE, re.M)) == tuple(op.name for op in OPS)
-    assert re.findall(r"^\* \*\*([\w ]+)\*\*: ", PAGE, re.M) == list(RULES)
-
-
-def test_report_writes_the_page(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """With what is wrong on stderr, one line each, and 1 at the end."""
-    right = embed.specs(SHAPE)[0]
-    monkeypatch.setattr(report, "shipped_kernels", lambda: [right, replace(right, has_mma=True)])
-    page = tmp_path / "page.md"
-    page.write_text(f"{BEGIN}\n{END}\n")
-    with pytest.raises(SystemExit, match="1"):
-        report.main(["--write", str(page), "--cache", str(tmp_path / "cache")])
-    assert "### embed\n" in page.read_text()
-    assert len(re.findall(r"^embed\[.*\] sm_\w+: tensor cores: ", capsys.readouterr().err, re.M)) == 2
-
-
-def test_report_refuses_a_page_without_markers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In one line, before anything is compiled; as a page that is not there."""
-    monkeypatch.setattr(report, "make_all", None)
-    page = tmp_path / "page.md"
-    page.write_text("nothing\n")
-    with pytest.raises(SystemExit, match=r"^error: the page has no line"):
-        report.main(["--write", str(page), "--cache", str(tmp_path / "cache")])
-    with pytest.raises(SystemExit, match=r"^error: .*none"):
-        report.main(["--write", str(tmp_path / "none"), "--cache", str(tmp_path / "cache")])
-    page.write_text(f"{BEGIN}\n{END}\n")
-    with pytest.raises(SystemExit, match=r"^error: .*page.md"):
-        report.main(["--write", str(page), "--cache", str(page / "cache")])
-
-
-def test_table_goes_between_the_markers() -> None:
-    """And nothing else of the page changes."""
-    page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    assert written_into(page, "new") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
-    assert written_into(written_into(page, "new"), "new") == written_into(page, "new")
-
-
-def test_a_page_without_markers_is_refused() -> None:
-    """The message names them."""
-    with pytest.raises(ValueError, match="generated"):
-        written_into("a page", "new")
-
-
-def test_a_spec_is_named_by_kernel_and_constants() -> None:
-    """Readable in a test's name and in the table."""
-    assert KernelSpec(gemv.gemv, (("M", 1), ("R", 2)), num_threads=32, shared_bytes=0).name == "gemv[M=1,R=2]"

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ferrule_server.kernels.cuda import block_transfer, copy_blocks, move_slots
+from ferrule_server.kernels.cuda import argmax, copy_blocks, embed
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from ferrule_server.kernels.cuda.toolchain import build as cubins
 from ferrule_server.kernels.cuda.toolchain import catalog, sources
@@ -31,7 +31,7 @@ from ferrule_server.kernels.cuda.toolchain.sources import parameters, source_fil
 
 ROOT = Path(__file__).parents[4]
 SPEC = copy_blocks.spec()
-OTHER = block_transfer.spec("gather")
+OTHER = embed.spec()
 
 
 class Compiler:
@@ -133,7 +133,7 @@ def test_key_follows_every_source_and_constant(monkeypatch: pytest.MonkeyPatch) 
     assert "ferrule_server.kernels.cuda.copy_blocks" in source_files(OTHER.kernel), (
         "its device function comes from there"
     )
-    assert "ferrule_server.kernels.cuda.move_slots" not in files
+    assert "ferrule_server.kernels.cuda.argmax" not in files
     keys = {
         source_key(spec, architecture)
         for spec in (
@@ -194,8 +194,8 @@ def test_bundle_serves_without_the_toolkit(compiler: Compiler, tmp_path: Path, m
     found = load_all([SPEC, OTHER], "sm_80", cache=CubinCache(tmp_path / "cache"), bundle=bundle)
     assert found == {spec: replace(cubin, ptx="") for spec, cubin in made.items()}
     assert compiler.jobs == []
-    lacking = move_slots.spec(MODEL_SHAPES["Qwen3-8B"])
-    with pytest.raises(CompileError, match=r"1 kernels are in no bundle, the first is move_slots.*not installed"):
+    lacking = argmax.spec()
+    with pytest.raises(CompileError, match=r"1 kernels are in no bundle, the first is argmax.*not installed"):
         load_all([SPEC, lacking], "sm_80", bundle=bundle)
     with pytest.raises(CompileError, match="for sm_90a"):
         build([(SPEC, "sm_80"), (SPEC, "sm_90a")], bundle=bundle)
@@ -271,9 +271,9 @@ def test_command_line_builds_lists_verifies_and_prunes(
     with pytest.raises(SystemExit, match=r"error: .* lacks \d+ of the \d+ kernels .*, and \d+ more$"):
         main(["verify", str(bundle), "--shape", "Qwen3-8B"])
     with pytest.raises(SystemExit, match=r"error: .* lacks \d+ of the \d+ kernels"):
-        main(["verify", str(bundle), *shape, "--variants"])
-    main(["build", "--architecture", "sm_80", *shape, "--variants", "--workers", "1", *cache, "--output", str(bundle)])
-    main(["verify", str(bundle), *shape, "--variants"])
+        main(["verify", str(bundle), *shape])
+    main(["build", "--architecture", "sm_80", *shape, "--workers", "1", *cache, "--output", str(bundle)])
+    main(["verify", str(bundle), *shape])
     main(["prune", "--days", "0", *cache])
     assert "kernels deleted" in capsys.readouterr().err
     assert CubinCache(tmp_path / "cache").entries() == {}
@@ -291,7 +291,7 @@ def test_verify_says_what_is_of_other_sources(
     write_bundle(bundle, "sm_80", "numba=1", keyed(made, "sm_80"))
     main(["verify", str(bundle)])
     real = sources._file_hash
-    monkeypatch.setattr(sources, "_file_hash", lambda path: real(path) + "x" * (path.stem == "block_transfer"))
+    monkeypatch.setattr(sources, "_file_hash", lambda path: real(path) + "x" * (path.stem == "embed"))
     with pytest.raises(SystemExit, match=rf"error: .*: 1 of 2 kernels are of other sources: {re.escape(OTHER.name)}$"):
         main(["verify", str(bundle)])
 
@@ -454,7 +454,7 @@ def test_one_process_per_core_that_may_be_used(compiler: Compiler, monkeypatch: 
     monkeypatch.setattr(cubins, "ProcessPoolExecutor", Pool)
     monkeypatch.setattr(cubins, "usable_cpus", lambda: 2)
     Pool.made.clear()
-    load_all([SPEC, OTHER, block_transfer.spec("scatter")], "sm_90a")
+    load_all([SPEC, OTHER, embed.spec(X=2)], "sm_90a")
     assert (Pool.made, len(compiler.jobs)) == ([2], 3)
 
 

@@ -10,14 +10,12 @@ from ferrule_server.kernels.cuda import (
     argmax,
     attention,
     attention_mma,
-    block_transfer,
     copy_blocks,
     embed,
     gemm,
     gemv,
     head,
     log_sum_exp,
-    move_slots,
     sample,
     shape_logits,
     top_k,
@@ -25,7 +23,7 @@ from ferrule_server.kernels.cuda import (
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import KernelError
 
-__all__ = ["OPS", "Op", "kernels_of", "merged", "shipped_kernels", "variants_of"]
+__all__ = ["OPS", "Op", "kernels_of", "merged", "shipped_kernels"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +33,26 @@ class Op:
     Attributes:
         name: Of the module.
         specs: What a model of some shape needs of it.
-        variants: What a sweep on a GPU tries; nothing where there is nothing to choose.
     """
 
     name: str
     specs: Callable[[ModelShape], list[KernelSpec]]
-    variants: Callable[[ModelShape], list[KernelSpec]]
 
 
 OPS: tuple[Op, ...] = (
-    Op("embed", embed.specs, embed.variants),
-    Op("gemv", gemv.specs, gemv.variants),
-    Op("gemm", gemm.specs, gemm.variants),
-    Op("add_norm", add_norm.specs, add_norm.variants),
-    Op("attention", attention.specs, attention.variants),
-    Op("attention_mma", attention_mma.specs, attention_mma.variants),
-    Op("head", head.specs, head.variants),
-    Op("argmax", argmax.specs, argmax.variants),
-    Op("shape_logits", shape_logits.specs, shape_logits.variants),
-    Op("log_sum_exp", log_sum_exp.specs, log_sum_exp.variants),
-    Op("top_k", top_k.specs, top_k.variants),
-    Op("sample", sample.specs, sample.variants),
-    Op("copy_blocks", copy_blocks.specs, copy_blocks.variants),
-    Op("move_slots", move_slots.specs, move_slots.variants),
-    Op("block_transfer", block_transfer.specs, block_transfer.variants),
+    Op("embed", embed.specs),
+    Op("gemv", gemv.specs),
+    Op("gemm", gemm.specs),
+    Op("add_norm", add_norm.specs),
+    Op("attention", attention.specs),
+    Op("attention_mma", attention_mma.specs),
+    Op("head", head.specs),
+    Op("argmax", argmax.specs),
+    Op("shape_logits", shape_logits.specs),
+    Op("log_sum_exp", log_sum_exp.specs),
+    Op("top_k", top_k.specs),
+    Op("sample", sample.specs),
+    Op("copy_blocks", copy_blocks.specs),
 )
 """All of them, in the order in which a step runs them."""
 
@@ -70,15 +64,6 @@ def kernels_of(shape: ModelShape) -> list[KernelSpec]:
         KernelError: Different things are promised of one kernel.
     """
     return merged(spec for op in OPS for spec in op.specs(shape))
-
-
-def variants_of(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a sweep on a GPU tries for a model of this shape, each once, op by op; some it needs anyway.
-
-    Raises:
-        KernelError: Different things are promised of one kernel.
-    """
-    return merged(spec for op in OPS for spec in op.variants(shape))
 
 
 def shipped_kernels() -> list[KernelSpec]:

@@ -70,7 +70,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="MODEL",
         help=f"whose kernels: {', '.join(MODEL_SHAPES)} (default: {_ALL})",
     )
-    build.add_argument("--variants", action="store_true", help="also those that are there to be measured")
     build.add_argument("--output", type=Path, help="of the bundle")
     build.add_argument("--workers", type=_workers, help="processes; one per core unless said otherwise")
     build.set_defaults(run=_build)
@@ -87,7 +86,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="MODEL",
         help=f"also require all kernels of these models: {', '.join(MODEL_SHAPES)} or {_ALL}",
     )
-    verify.add_argument("--variants", action="store_true", help="also those that are there to be measured")
     verify.set_defaults(run=_verify)
     prune = commands.add_parser("prune", help="delete what has not been used for so long")
     prune.add_argument("--days", type=_days, default=30.0)
@@ -142,8 +140,6 @@ def _specs(args: argparse.Namespace) -> list[KernelSpec]:
     found: dict[KernelSpec, None] = {}
     for name in names:
         found.update(dict.fromkeys(catalog.kernels_of(MODEL_SHAPES[name])))
-        if args.variants:
-            found.update(dict.fromkeys(catalog.variants_of(MODEL_SHAPES[name])))
     return list(found)
 
 
@@ -175,8 +171,6 @@ def _verify(args: argparse.Namespace) -> None:
         raise BundleError(
             f"{bundle.path}: {len(stale)} of {len(bundle.records)} kernels are of other sources: {_some(stale)}"
         )
-    if args.variants and not args.shape:
-        args.shape = [_ALL]
     wanted = _specs(args)
     missing = [spec.name for spec in wanted if source_key(spec, bundle.architecture) not in bundle.records]
     if missing:
@@ -189,7 +183,7 @@ def _verify(args: argparse.Namespace) -> None:
 def _of_other_sources(bundle: Bundle) -> list[str]:
     """Return the names in a bundle that these sources have too, under another key; probes and the like have none."""
     shapes = MODEL_SHAPES.values()
-    known = {spec.name: spec for shape in shapes for spec in (*catalog.kernels_of(shape), *catalog.variants_of(shape))}
+    known = {spec.name: spec for shape in shapes for spec in catalog.kernels_of(shape)}
     return [
         record["spec"]
         for key, record in bundle.records.items()

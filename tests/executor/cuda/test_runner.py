@@ -17,7 +17,7 @@ from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec, Shap
 from ferrule_server.executor.cuda.choice_inputs import DrawMemo, fill_choices
 from ferrule_server.executor.cuda.choices import OutputKind, kind_of, masks_of
 from ferrule_server.executor.cuda.gpu import GpuError
-from ferrule_server.executor.cuda.graphs import GraphKey
+from ferrule_server.executor.cuda.graphs import NODE_BYTES, GraphKey
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
 from tests.executor.cuda.toy_runner import GREEDY, Toy, next_tokens, rows_of
 
@@ -53,7 +53,7 @@ def test_a_graph_replays_what_was_launched() -> None:
         1,
         (1,),
     )
-    assert runner.graph_bytes == 1 << 20
+    assert runner.graph_bytes == 7 * NODE_BYTES
 
 
 @pytest.mark.parametrize(("num_rows", "bucket"), [(1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 20)])

@@ -18,13 +18,11 @@ GRAPHS: Final = "graphs"
 
 NODE_BYTES: Final = 64 << 10
 """Of the GPU's memory for one captured launch: an estimate on the safe side. No graph of ours was measured yet; others
-report 6 to 28 MiB for graphs of some 300 to 500 launches."""
+report 6 to 28 MiB for graphs of some 300 to 500 launches. The driver allocates at the first replay, so that what is
+free around a capture does not tell."""
 
 FIRST_GRAPH_BYTES: Final = 32 << 20
 """What comes with the first graph besides, or now and then with another: the pool that all of them share."""
-
-_OUTLIER: Final = 4
-"""A graph counts for so many times its estimate at most: what was measured beyond that somebody else has taken."""
 
 _MOST_TIMES: Final = 4
 """Graphs take so many times what is planned for them at most, and beyond the plan only what nobody needs."""
@@ -34,12 +32,6 @@ _SPARE_BYTES: Final = 1 << 30
 
 _LEAST_FREE_BYTES: Final = 256 << 20
 """With less than that free nothing is captured, planned or not: it would fail, and torch might next."""
-
-_REPLACE_AFTER: Final = 8
-"""Launches of a key that a stale graph makes room for."""
-
-_STALE_AFTER: Final = 512
-"""Steps without a replay of it that make a graph stale: keys that are all in use do not drive each other out."""
 
 _LOOK_AGAIN_AFTER: Final = 64
 """Launches of a key without room, until memory is looked at again."""
@@ -69,21 +61,11 @@ class GraphKey:
 
 @dataclass(slots=True)
 class _Launched:
-    """A key that has no graph: its operations, how often they were launched, when last, and whether it will get one."""
+    """A key that has no graph: its operations, how often they were launched, and whether its capture has failed."""
 
     operations: Sequence[Operation]
     num: int = 0
-    used_at: int = 0
     has_failed: bool = False
-
-
-@dataclass(slots=True)
-class _Captured:
-    """A key's graph, what it takes, and when it was replayed last."""
-
-    graph: Graph
-    num_bytes: int
-    used_at: int
 
 
 class GraphStore:
@@ -91,15 +73,15 @@ class GraphStore:
 
     Only what was launched before is captured, which is the promise :meth:`Gpu.capture` asks for: kernels are loaded
     and torch has its workspaces by then. Graphs take the memory that is planned for them, then what nobody needs, in
-    bounds; where that ends, one that was not replayed for long makes room for a key that is launched again and again.
-    What cannot be captured is launched for ever, which takes the host longer and gives the same bits.
+    bounds; where that ends, and where a capture fails, a key is launched for ever, which takes the host longer and
+    gives the same bits.
 
-    Invariant: a key is captured or launched or was never put; ``taken_bytes`` is what the graphs that exist took from
-    the memory, as far as that can be told.
+    Invariant: a key is captured or launched or was never put; ``taken_bytes`` is the estimate for the graphs that
+    exist.
 
     Args:
         gpu: What runs them.
-        operations_of: Returns the operations of a key, prepared; asked again where its graph made room for another.
+        operations_of: Returns the operations of a key, prepared; asked once for each.
         memory_bytes: What is planned for graphs.
         is_enabled: Capture graphs at all.
 
@@ -119,9 +101,8 @@ class GraphStore:
         self._gpu = gpu
         self._operations_of = operations_of
         self._memory_bytes = memory_bytes
-        self._captured: dict[GraphKey, _Captured] = {}
+        self._captured: dict[GraphKey, tuple[Graph, int]] = {}
         self._launched: dict[GraphKey, _Launched] = {}
-        self._num_puts = 0
         self._num_failures = 0 if is_enabled else _MOST_FAILURES
         self._is_full = self._has_warned = False
         self.taken_bytes = 0
@@ -136,9 +117,9 @@ class GraphStore:
         """Whether a key has its graph, or will get none for now."""
         if key in self._captured:
             return True
-        if key in self._launched or self._is_full or self._num_failures >= _MOST_FAILURES:
-            return key not in self._wanted()
-        return False
+        launched = self._launched.get(key)
+        is_refused = launched is not None and launched.has_failed
+        return is_refused or self._is_full or self._num_failures >= _MOST_FAILURES
 
     def put(self, key: GraphKey) -> bool:
         """Put the operations of a key into the stream and return whether that was one replay.
@@ -147,19 +128,16 @@ class GraphStore:
             Refused: The replay or a kernel was refused; part of the operations may be in the stream.
             GpuError: The operations cannot be prepared.
         """
-        self._num_puts += 1
-        captured = self._captured.get(key)
-        if captured is not None:
-            self._replay(captured.graph)
-            captured.used_at = self._num_puts
+        if key in self._captured:
+            self._replay(self._captured[key][0])
             return True
         launched = self._launched.get(key)
         if launched is None:
             launched = self._launched[key] = _Launched(self._prepared(key))
         self._gpu.launch(launched.operations)
-        launched.num, launched.used_at = launched.num + 1, self._num_puts
+        launched.num += 1
         if self._is_full and launched.num % _LOOK_AGAIN_AFTER == 0:
-            self._is_full = not self._has_room(self._gpu.free_bytes())
+            self._is_full = not self._has_room()
         self._count()
         return False
 
@@ -172,7 +150,7 @@ class GraphStore:
             GpuError: The stream works no more, not only the capture.
         """
         if self._wanted():
-            self._is_full = not self._has_room(self._gpu.free_bytes())
+            self._is_full = not self._has_room()
         wanted = self._wanted()
         if wanted:
             self._capture(max(wanted, key=lambda key: self._launched[key].num))
@@ -208,7 +186,7 @@ class GraphStore:
         refused: GpuError | None = None
         while self._captured:
             try:
-                self._captured.popitem()[1].graph.close()
+                self._release(next(reversed(self._captured)))
             except GpuError as error:
                 refused = error
         self._launched.clear()
@@ -234,24 +212,14 @@ class GraphStore:
             raise GpuError(f"the kernels of a step of {key.num_rows} rows cannot be launched: {error}") from error
 
     def _wanted(self) -> list[GraphKey]:
-        """Return the keys to be captured: where there is no room, those in use that a stale graph may make way for."""
-        if self._num_failures >= _MOST_FAILURES:
+        """Return the keys to be captured."""
+        if self._is_full or self._num_failures >= _MOST_FAILURES:
             return []
-        if not self._is_full:
-            return [key for key, launched in self._launched.items() if not launched.has_failed]
-        if not self._captured or not self._is_stale(min(each.used_at for each in self._captured.values())):
-            return []
-        return [
-            key
-            for key, launched in self._launched.items()
-            if launched.num >= _REPLACE_AFTER and not launched.has_failed and not self._is_stale(launched.used_at)
-        ]
+        return [key for key, launched in self._launched.items() if not launched.has_failed]
 
-    def _is_stale(self, used_at: int) -> bool:
-        return self._num_puts - used_at >= _STALE_AFTER
-
-    def _has_room(self, free_bytes: int) -> bool:
-        """Return whether another graph may be captured with so much free."""
+    def _has_room(self) -> bool:
+        """Return whether another graph may be captured."""
+        free_bytes = self._gpu.free_bytes()
         if self.taken_bytes < self._memory_bytes:
             return free_bytes >= _LEAST_FREE_BYTES
         return free_bytes >= _SPARE_BYTES and self.taken_bytes < _MOST_TIMES * self._memory_bytes
@@ -259,12 +227,12 @@ class GraphStore:
     def _count(self) -> None:
         """Note how many are wanted, and say once that others will not be captured."""
         self.num_wanted = len(self._wanted())
-        if not self._is_full or self._has_warned or len(self._launched) == self.num_wanted:
+        if not self._is_full or self._has_warned or not self._launched:
             return
         self._has_warned = True
         _log.warning(
             "event=no_room_for_graphs num=%d bytes=%d planned=%d free=%d further sizes of steps are launched kernel by "
-            "kernel, or replace graphs that are not used; a lower --kv-memory or --gpu-memory-fraction gives room",
+            "kernel; a lower --kv-memory or --gpu-memory-fraction gives room",
             len(self._captured),
             self.taken_bytes,
             self._memory_bytes,
@@ -272,10 +240,7 @@ class GraphStore:
         )
 
     def _capture(self, key: GraphKey) -> None:
-        if self._is_full:
-            self._make_way()
         begun, operations = time.monotonic(), self._launched[key].operations
-        free_bytes = self._gpu.free_bytes()
         try:
             graph = self._gpu.capture(operations)
         except GpuLost:
@@ -284,20 +249,12 @@ class GraphStore:
             self._note_failure(key, error)
             return
         self._num_failures = 0
-        left_bytes = self._gpu.free_bytes()
-        most = FIRST_GRAPH_BYTES + _OUTLIER * NODE_BYTES * len(operations)
-        num_bytes = min(max(0, free_bytes - left_bytes), most)
-        self._captured[key] = _Captured(graph, num_bytes, self._num_puts)
+        self._captured[key] = graph, NODE_BYTES * len(operations)
         del self._launched[key]
-        self.taken_bytes += num_bytes
-        self._is_full = not self._has_room(left_bytes)
-        _log.debug(
-            "event=graph_captured key=%s launches=%d bytes=%d ms=%.1f",
-            key,
-            len(operations),
-            num_bytes,
-            1e3 * (time.monotonic() - begun),
-        )
+        self.taken_bytes += NODE_BYTES * len(operations)
+        self._is_full = not self._has_room()
+        took_ms = 1e3 * (time.monotonic() - begun)
+        _log.debug("event=graph_captured key=%s launches=%d ms=%.1f", key, len(operations), took_ms)
 
     def _note_failure(self, key: GraphKey, error: Exception) -> None:
         """Never capture a key again, or nothing at all after some in a row; the stream must have survived.
@@ -312,14 +269,7 @@ class GraphStore:
         _log.warning("event=graph_not_captured key=%s reason=%r %s", key, reason, then, exc_info=error)
         self._gpu.synchronize()
 
-    def _make_way(self) -> None:
-        """Give the graph back that was not replayed for longest, once nothing in the stream can be of it."""
-        key = min(self._captured, key=lambda key: self._captured[key].used_at)
-        self._gpu.synchronize()
-        self._release(key)
-        _log.debug("event=graph_replaced key=%s", key)
-
     def _release(self, key: GraphKey) -> None:
-        captured = self._captured.pop(key)
-        self.taken_bytes -= captured.num_bytes
-        captured.graph.close()
+        graph, num_bytes = self._captured.pop(key)
+        self.taken_bytes -= num_bytes
+        graph.close()

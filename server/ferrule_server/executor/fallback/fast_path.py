@@ -43,7 +43,7 @@ class Runner(Protocol):
 
     @property
     def graph_bytes(self) -> int:
-        """Bytes of memory that graphs use."""
+        """Bytes of memory that graphs use, by estimate."""
         ...
 
     def can_run(self, batch: StepBatch) -> bool:
@@ -273,7 +273,7 @@ def sentence(error: Exception) -> str:
 
 
 def _memory_with(plan: MemoryPlan | None, runner: Runner | None) -> MemoryPlan | None:
-    """Return the plan with the memory that graphs actually use."""
+    """Return the plan with the memory that the graphs there are use."""
     if plan is None or runner is None:
         return plan
     taken = runner.graph_bytes

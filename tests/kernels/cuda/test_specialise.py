@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from ferrule_server.kernels.cuda import intrinsics as ptx
 from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address, device, load_f32, load_i32, store_f32, store_i32
 from ferrule_server.kernels.cuda.specialise import KernelError, i32, registers, specialise, unrolled
 
 STEP = 3
+this = sys.modules[__name__]
 table = (1, 2)
 
 
@@ -49,6 +52,24 @@ def test_loops_are_written_out_and_registers_become_variables() -> None:
     assert re.findall(r"(kept\w+) = ", code) == ["kept__0__0", "kept__0__2", "kept__1__0", "kept__1__2"]
     assert "kept__1__0 + 3" in code
     assert result(copy_rows, 0, 50, ROWS=2, COLUMNS=3) == {50: 103, 51: 106}
+
+
+@device
+def doubled(value: F32) -> F32:
+    """A function to be written out."""
+    return value + value
+
+
+def names_of_modules(x: Address) -> None:
+    """The same call by both kinds of names."""
+    ptx.store_f32(x, this.doubled(ptx.load_f32(x)))
+    store_f32(x + 1, doubled(load_f32(x)))
+
+
+def test_names_of_modules_are_what_they_stand_for() -> None:
+    """An intrinsic and a function, by the name of their module."""
+    assert result(names_of_modules, 8) == {8: 216, 9: 216}
+    assert "ptx" not in text(names_of_modules)
 
 
 def loop_of_zero(x: Address, *, TIMES: int) -> None:  # noqa: N803
@@ -251,7 +272,7 @@ def wrong(x: Address, n: I32, *, HOW: str) -> None:  # noqa: N803
         ("outside", r"index \(2,\) is outside registers\(2,\)"),
         ("rank", r"index \(0, 0\) is outside registers\(2,\)"),
         ("call", "print is neither an intrinsic nor marked @device"),
-        ("method", "cannot call n.bit_length"),
+        ("method", "n.bit_length is neither an intrinsic nor marked @device"),
         ("name", "missing is neither a local name nor a compile-time constant"),
         ("module", "table is neither a local name nor a compile-time constant"),
         ("constant", "HOW is a compile-time constant"),

@@ -8,8 +8,8 @@ The language of a kernel (see docs/kernels.md, "How a kernel is written"):
 * ``registers(*shape, init=x)`` declares an array of variables; its indices must be constants once loops are unrolled.
   ``init`` may be left out for values that are not numbers (tuples).
 * ``if`` on a constant keeps one branch; ``assert`` on a constant is checked now.
-* A call of a function marked ``@device`` is written out in place. It may have one ``return``, as its last statement,
-  and may change register arrays it is given.
+* Intrinsics and functions are called by their names or as ``module.name``. A call of a function marked ``@device`` is
+  written out in place; it may have one ``return``, as its last statement, and may change register arrays it is given.
 * Integers are 64 bits wide and signed; ``i32(x)`` and ``u32(x)`` promise that a value fits 32 bits, which is what makes
   index arithmetic cheap (the simulator checks the promise). Floats are float32.
 
@@ -374,10 +374,8 @@ class _Writer:
         return _at(node, ast.IfExp(written, self._write_plain(node.body, scope), self._write_plain(node.orelse, scope)))
 
     def _call(self, node: ast.Call, scope: _Scope, before: list[ast.stmt]) -> ast.expr:
-        if not isinstance(node.func, ast.Name):
-            raise self._error(node, f"cannot call {ast.unparse(node.func)}")
-        name = node.func.id
-        callee = scope.function.__globals__.get(name)
+        name = ast.unparse(node.func)
+        callee = _called(node.func, scope.function.__globals__)
         if callee is not None and getattr(callee, "__ferrule_device__", False):
             return self._inline(node, callee, scope, before)
         called = getattr(callee, "__name__", name)
@@ -482,6 +480,16 @@ def _evaluate(node: ast.expr, scope: _Scope) -> Any:
     values = {part.id: _look_up(part.id, scope) for part in ast.walk(node) if isinstance(part, ast.Name)}
     code = compile(ast.fix_missing_locations(ast.Expression(body=node)), "<constant>", "eval")
     return eval(code, {"__builtins__": {}}, values)  # noqa: S307  (our own kernels)
+
+
+def _called(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Return what a name, or a name of a module, stands for; None where it is not known."""
+    match node:
+        case ast.Name(id=name):
+            return names.get(name)
+        case ast.Attribute(value=ast.Name(id=module), attr=name):
+            return getattr(names.get(module), name, None)
+    return None
 
 
 def _look_up(name: str, scope: _Scope) -> Any:

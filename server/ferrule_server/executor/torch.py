@@ -15,6 +15,7 @@ from ferrule_server.executor.block_pool import BlockPool, bytes_per_block
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
 from ferrule_server.model.attention import GroupedAttention, PlainAttention, StepArrays, StepAttention
 from ferrule_server.model.decoder import Decoder
+from ferrule_server.model.flash_attention import FlashAttention, can_attend, has_trailing_rows
 from ferrule_server.model.weights import LoadedModel, ModelWeights
 
 __all__ = ["TorchExecutor", "check_settings", "describe"]
@@ -77,6 +78,7 @@ class TorchExecutor:
             activation_bytes_per_row=self._decoder.activation_bytes_per_row(),
         )
         self.blocks = BlockPool(self._info, model.torch_dtype)
+        self._has_flash = not is_plain and can_attend(self.pool)
 
     @staticmethod
     def min_kv_bytes(model: LoadedModel, block_size: int = 16) -> int:
@@ -161,7 +163,8 @@ class TorchExecutor:
         step = StepArrays(batch.positions, batch.slot_mapping, batch.cu_seqlens_q, batch.kv_lens, batch.block_tables)
         if self._is_plain:
             return PlainAttention(self.pool, step)
-        return GroupedAttention(self.pool, step, self._info.model.config.num_heads)
+        make = FlashAttention if self._has_flash and has_trailing_rows(step) else GroupedAttention
+        return make(self.pool, step, self._info.model.config.num_heads)
 
     def _index(self, values: Int32Array) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

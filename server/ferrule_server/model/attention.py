@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrule_server.kernels import reference
+from ferrule_server.model.pool_shape import KvWriter, PoolShape, index_tensor
 
 __all__ = ["GroupedAttention", "PlainAttention", "StepArrays", "StepAttention"]
 
@@ -110,19 +111,15 @@ class GroupedAttention:
     """
 
     def __init__(self, pool: Tensor, step: StepArrays, num_heads: int) -> None:
-        _, num_layers, _, num_kv_heads, block_size, head_dim = pool.shape
-        self._shape = _Shape(num_layers, num_heads, num_kv_heads, block_size, head_dim)
-        self._slots = pool.view(-1, head_dim)
-        self._pieces = pool.view(-1, block_size * head_dim)
-        written = np.flatnonzero(step.slot_mapping >= 0)
-        self._written = None if len(written) == len(step.slot_mapping) else _index(written, pool)
-        self._slot_rows = _index(self._shape.slot_rows(step.slot_mapping[written]), pool)
+        self._pool = pool
+        self._shape = PoolShape.of(pool, num_heads)
+        self._writer = KvWriter(pool, self._shape, step.slot_mapping)
         self._groups = [_Group(self._shape, step, seqs, pool) for seqs in _group_seqs(step, self._shape)]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See :class:`StepAttention`."""
-        self._append(layer, key, value)
-        pieces = self._pieces[layer * 2 * self._shape.num_kv_heads :]
+        self._writer.write(layer, key, value)
+        pieces = self._shape.layer_pieces(self._pool, layer)
         if len(self._groups) == 1:
             return self._groups[0].attend(query, pieces).reshape(query.shape[0], -1)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -130,44 +127,8 @@ class GroupedAttention:
             out[group.rows] = group.attend(query[group.rows], pieces)
         return out.flatten(1)
 
-    def _append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        kv = torch.stack((key, value), dim=1)
-        if self._written is not None:
-            kv = kv[self._written]
-        shape = self._shape
-        layer_slots = self._slots[layer * 2 * shape.num_kv_heads * shape.block_size :]
-        layer_slots.index_copy_(0, self._slot_rows, kv.view(-1, shape.head_dim))
 
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """The pool as a matrix. A *piece* is K or V of one head in one block: ``block_size`` slots of ``head_dim``."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    block_size: int
-    head_dim: int
-
-    @property
-    def num_queries_per_kv(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    def slot_rows(self, slots: Int32Array) -> Int64Array:
-        """Return the rows of layer 0 in the pool viewed as [-1, head_dim], flat [slots, 2, num_kv_heads]."""
-        blocks, offsets = np.divmod(slots.astype(np.int64), self.block_size)
-        heads = np.arange(2 * self.num_kv_heads, dtype=np.int64) * self.block_size
-        first = blocks * (self.num_layers * 2 * self.num_kv_heads * self.block_size) + offsets
-        return (first[:, None] + heads).reshape(-1)
-
-    def pieces(self, block_tables: Int32Array) -> Int64Array:
-        """Return the pieces of layer 0, flat [2, seqs, num_kv_heads, blocks], in the order of the gathered copy."""
-        first = block_tables.astype(np.int64) * (self.num_layers * 2 * self.num_kv_heads)
-        heads = np.arange(2 * self.num_kv_heads, dtype=np.int64).reshape(2, 1, self.num_kv_heads, 1)
-        return (first[None, :, None, :] + heads).reshape(-1)
-
-
-def _group_seqs(step: StepArrays, shape: _Shape) -> Iterator[Int64Array]:
+def _group_seqs(step: StepArrays, shape: PoolShape) -> Iterator[Int64Array]:
     """Yield sequences to attend together: they have as many rows and similar lengths. A long chunk is alone."""
     num_rows = np.diff(step.cu_seqlens_q)
     order = np.lexsort((-step.kv_lens, num_rows))
@@ -178,7 +139,7 @@ def _group_seqs(step: StepArrays, shape: _Shape) -> Iterator[Int64Array]:
             begin = end
 
 
-def _fits(step: StepArrays, shape: _Shape, num_rows: Int32Array, longest: int, candidate: int) -> bool:
+def _fits(step: StepArrays, shape: PoolShape, num_rows: Int32Array, longest: int, candidate: int) -> bool:
     is_alike = num_rows[longest] == num_rows[candidate]
     is_short = num_rows[longest] * shape.num_queries_per_kv <= _MAX_GROUPED_ROWS
     blocks, own_blocks = (-(-int(step.kv_lens[seq]) // shape.block_size) for seq in (longest, candidate))
@@ -192,7 +153,7 @@ class _Group:
         rows: The rows of the step; a slice if they are consecutive.
     """
 
-    def __init__(self, shape: _Shape, step: StepArrays, seqs: Int64Array, pool: Tensor) -> None:
+    def __init__(self, shape: PoolShape, step: StepArrays, seqs: Int64Array, pool: Tensor) -> None:
         begins, ends = step.cu_seqlens_q[seqs], step.cu_seqlens_q[seqs + 1]
         kv_lens = step.kv_lens[seqs]
         num_blocks = -(-int(kv_lens.max()) // shape.block_size)
@@ -201,10 +162,12 @@ class _Group:
         self._length = num_blocks * shape.block_size
         rows = (begins[:, None] + np.arange(self._q_len)).reshape(-1)
         is_consecutive = int(rows[-1] - rows[0]) == len(rows) - 1
-        self.rows = slice(int(rows[0]), int(rows[-1]) + 1) if is_consecutive else _index(rows, pool)
-        self._pieces = _index(shape.pieces(_own_blocks(step.block_tables[seqs, :num_blocks], kv_lens, shape)), pool)
+        self.rows = slice(int(rows[0]), int(rows[-1]) + 1) if is_consecutive else index_tensor(rows, pool)
+        self._pieces = index_tensor(
+            shape.pieces(_own_blocks(step.block_tables[seqs, :num_blocks], kv_lens, shape)), pool
+        )
         is_stale = np.arange(self._length) >= kv_lens[:, None]
-        self._stale = _index(np.flatnonzero(_spread(is_stale, shape.num_kv_heads)), pool)
+        self._stale = index_tensor(np.flatnonzero(_spread(is_stale, shape.num_kv_heads)), pool)
         self._is_chunk = self._q_len * shape.num_queries_per_kv > _MAX_GROUPED_ROWS
         self._begin = int(step.positions[rows[0]])
         self._mask = self._future_mask(pool) if self._is_chunk else self._make_mask(step.positions[rows], pool)
@@ -312,7 +275,7 @@ def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor)
     return torch.bmm(weights.view_as(high), value).view(*leading, *query.shape[-2:])
 
 
-def _own_blocks(block_tables: Int32Array, kv_lens: Int32Array, shape: _Shape) -> Int32Array:
+def _own_blocks(block_tables: Int32Array, kv_lens: Int32Array, shape: PoolShape) -> Int32Array:
     """Return the block tables, in which the first block of each sequence replaces the padding."""
     is_used = np.arange(block_tables.shape[1]) * shape.block_size < kv_lens[:, None]
     return np.where(is_used, block_tables, block_tables[:, :1])
@@ -321,7 +284,3 @@ def _own_blocks(block_tables: Int32Array, kv_lens: Int32Array, shape: _Shape) ->
 def _spread(is_stale: npt.NDArray[np.bool_], num_kv_heads: int) -> npt.NDArray[np.bool_]:
     """Return [2, num_seqs, num_kv_heads, length] for [num_seqs, length], in the order of the gathered slots."""
     return np.broadcast_to(is_stale[None, :, None, :], (2, len(is_stale), num_kv_heads, is_stale.shape[1]))
-
-
-def _index(values: npt.NDArray[np.integer], pool: Tensor) -> Tensor:
-    return torch.from_numpy(values.astype(np.int64)).to(pool.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ferrule_server.kernels import reference
@@ -12,10 +13,13 @@ from ferrule_server.model.activations import LiveBytes
 from ferrule_server.model.attention import StepAttention
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.linear import (
+    AddLinear,
     Embed,
     Linear,
     MakeLinear,
+    adding,
     can_pack,
+    fused_adding,
     packed_linear,
     plain_embedding,
     plain_linear,
@@ -26,10 +30,15 @@ from ferrule_server.model.weights import LayerWeights, ModelWeights
 
 __all__ = ["Decoder"]
 
-# Rows that pass the linear layers at a time: enough to be fast, few enough to bound the memory of activations.
+# Where each operation is a launch that costs the host more than the device: few large operations run there, whose
+# rounding may differ.
+_LAUNCHING_DEVICE = "cuda"
+# Rows that pass the linear layers at a time: enough to be fast, few enough to bound the memory of activations. The plan
+# of a GPU's memory covers all rows of a step.
 _TILE_ROWS = 512
 # Rows normalised and rotated at a time: bounds their float32 copies, but leaves each thread enough work.
 _ROTATED_ROWS = 256
+_ALL_ROWS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +48,10 @@ class _Layer:
     input_norm: Tensor
     qkv: Linear
     qk_norm: Tensor | None
-    attention_out: Linear
+    attention_out: AddLinear
     post_attention_norm: Tensor
     gate_up: Linear
-    down: Linear
+    down: AddLinear
 
 
 class _NoAttention:
@@ -67,6 +76,8 @@ class Decoder:
         self, config: ModelConfig, weights: ModelWeights, *, device: torch.device, is_plain: bool = False
     ) -> None:
         self._config = config
+        self._is_fused = device.type == _LAUNCHING_DEVICE and not is_plain
+        self._tile_rows, self._rotated_rows = (_ALL_ROWS,) * 2 if self._is_fused else (_TILE_ROWS, _ROTATED_ROWS)
         self._frequencies = inverse_frequencies(config).to(device)
         self._final_norm = weights.final_norm.to(device)
         make: MakeLinear = plain_linear if is_plain or not can_pack(self._final_norm.unsqueeze(0)) else packed_linear
@@ -78,7 +89,7 @@ class Decoder:
             layer = _moved(weights.layers.pop(0), device)
             if self._plain is not None:
                 self._plain.layers.append(replace(layer))
-            self._layers.append(_prepare_layer(config, layer, make))
+            self._layers.append(_prepare_layer(config, layer, make, is_fused=self._is_fused))
 
     @property
     def plain_weights(self) -> ModelWeights | None:
@@ -101,7 +112,7 @@ class Decoder:
         rotation = _rotation(positions, self._frequencies)
         for index in range(len(self._layers)):
             self._run_layer(index, hidden, rotation, attention)
-        return reference.rms_norm(hidden.index_select(0, output_rows), self._final_norm, self._config.norm_eps)
+        return self._norm(hidden.index_select(0, output_rows), self._final_norm)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states.
@@ -132,24 +143,22 @@ class Decoder:
         layer = self._layers[index]
         query, key, value = self._project(layer, hidden, rotation)
         attended = attention.attend(index, query, key, value)
-        for tile in _tiles(len(hidden), _TILE_ROWS):
+        for tile in _tiles(len(hidden), self._tile_rows):
             self._feed_forward(layer, hidden[tile], attended[tile])
 
     def _project(self, layer: _Layer, hidden: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value [rows, heads, head_dim]; query and key are normalised and rotated."""
         config = self._config
-        parts = [
-            layer.qkv(reference.rms_norm(hidden[tile], layer.input_norm, config.norm_eps))
-            for tile in _tiles(len(hidden), _TILE_ROWS)
-        ]
+        tiles = _tiles(len(hidden), self._tile_rows)
+        parts = [layer.qkv(self._norm(hidden[tile], layer.input_norm)) for tile in tiles]
         qkv = parts[0] if len(parts) == 1 else torch.cat(parts)
         heads = qkv.view(len(qkv), -1, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
         rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
-        if len(heads) <= _ROTATED_ROWS:
+        if len(heads) <= self._rotated_rows:
             rotated = self._rotate(layer, rotated, rotation)
         else:
-            for tile in _tiles(len(heads), _ROTATED_ROWS):
+            for tile in _tiles(len(heads), self._rotated_rows):
                 rotated[tile] = self._rotate(layer, rotated[tile], rotation[:, tile])
         return rotated[:, : config.num_heads], rotated[:, config.num_heads :], value
 
@@ -160,16 +169,27 @@ class Decoder:
         """
         wide = heads.float()
         if layer.qk_norm is not None:
-            scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.norm_eps)
-            wide = (wide * scale).mul_(layer.qk_norm)
+            wide = self._scaled(wide).mul_(layer.qk_norm)
         swapped = torch.roll(wide, wide.shape[-1] // 2, -1)
         return torch.addcmul(wide * rotation[0], swapped, rotation[1]).to(heads.dtype)
 
+    def _scaled(self, wide: Tensor) -> Tensor:
+        """Return float32 heads scaled to mean square 1."""
+        if self._is_fused:
+            return F.rms_norm(wide, wide.shape[-1:], eps=self._config.norm_eps)
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._config.norm_eps)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return what ``reference.rms_norm`` does; if fused, rounded once, after the multiplication."""
+        if self._is_fused:
+            return F.rms_norm(x, weight.shape, weight, self._config.norm_eps)
+        return reference.rms_norm(x, weight, self._config.norm_eps)
+
     def _feed_forward(self, layer: _Layer, hidden: Tensor, attended: Tensor) -> None:
         """Add the output of attention to ``hidden`` in place, then that of the feed-forward part."""
-        hidden += layer.attention_out(attended)
-        normed = reference.rms_norm(hidden, layer.post_attention_norm, self._config.norm_eps)
-        hidden += layer.down(reference.swiglu(layer.gate_up(normed)))
+        layer.attention_out(hidden, attended)
+        normed = self._norm(hidden, layer.post_attention_norm)
+        layer.down(hidden, reference.swiglu(layer.gate_up(normed)))
 
 
 def _tiles(num_rows: int, size: int) -> list[slice]:
@@ -205,7 +225,7 @@ def _moved(layer: LayerWeights, device: torch.device) -> LayerWeights:
     return replace(layer, **{name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None})
 
 
-def _prepare_layer(config: ModelConfig, weights: LayerWeights, make: MakeLinear) -> _Layer:
+def _prepare_layer(config: ModelConfig, weights: LayerWeights, make: MakeLinear, *, is_fused: bool) -> _Layer:
     """Return a layer that is ready to run; each plain weight is dropped as soon as it is packed."""
 
     def linear(name: str) -> Linear:
@@ -213,14 +233,19 @@ def _prepare_layer(config: ModelConfig, weights: LayerWeights, make: MakeLinear)
         setattr(weights, name, None)
         return make(weight, bias)
 
+    def add(name: str) -> AddLinear:
+        if is_fused:
+            return fused_adding(getattr(weights, name), getattr(weights, f"{name}_bias"))
+        return adding(linear(name))
+
     return _Layer(
         input_norm=weights.input_norm,
         qkv=linear("qkv"),
         qk_norm=_stack_norms(config, weights),
-        attention_out=linear("attention_out"),
+        attention_out=add("attention_out"),
         post_attention_norm=weights.post_attention_norm,
         gate_up=linear("gate_up"),
-        down=linear("down"),
+        down=add("down"),
     )
 
 

@@ -17,10 +17,13 @@ from ferrule_server.kernels import reference
 from ferrule_server.model.memory import use_huge_pages
 
 __all__ = [
+    "AddLinear",
     "Embed",
     "Linear",
     "MakeLinear",
+    "adding",
     "can_pack",
+    "fused_adding",
     "packed_linear",
     "plain_embedding",
     "plain_linear",
@@ -36,6 +39,9 @@ Embed = Callable[[Tensor], Tensor]
 Linear = Callable[[Tensor], Tensor]
 """Maps [rows, in_features] to [rows, out_features], the same dtype."""
 
+AddLinear = Callable[[Tensor, Tensor], None]
+"""Adds what a linear layer makes of [rows, in_features] to [rows, out_features], its first argument, in place."""
+
 MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 """Makes the layer of a weight [out_features, in_features] and a bias [out_features] or None."""
 
@@ -43,6 +49,26 @@ MakeLinear = Callable[[Tensor, Tensor | None], Linear]
 def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return the linear layer of a weight [out_features, in_features] that is not repacked."""
     return lambda x: reference.linear(x, weight, bias)
+
+
+def adding(linear: Linear) -> AddLinear:
+    """Return the addition of what a linear layer returns."""
+
+    def add(total: Tensor, x: Tensor) -> None:
+        total += linear(x)
+
+    return add
+
+
+def fused_adding(weight: Tensor, bias: Tensor | None) -> AddLinear:
+    """Return the addition of a linear layer in one product, rounded once; a bias is added apart."""
+
+    def add(total: Tensor, x: Tensor) -> None:
+        total.addmm_(x, weight.t())
+        if bias is not None:
+            total += bias
+
+    return add
 
 
 def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:

@@ -17,6 +17,7 @@ from ferrule_server.executor.cuda.buffers import Limits, decode_buffer_bytes
 from ferrule_server.executor.cuda.graphs import FIRST_GRAPH_BYTES, NODE_BYTES
 from ferrule_server.executor.cuda.kernel_choice import shape_of
 from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.flash_attention import GATHERED_BYTES
 
 __all__ = ["format_plan", "num_launches", "plan_memory", "weights_bytes"]
 
@@ -176,5 +177,5 @@ def _workspace_bytes(config: ModelConfig, dtype_bytes: int, max_context: int, ma
     qkv, group = shape_of(config).qkv_size, config.num_heads // config.num_kv_heads
     activations = max_rows * dtype_bytes * (10 * config.hidden_size + 2 * qkv + 4 * config.intermediate_size)
     scores = min(_ATTENTION_TILE_ROWS, max_rows) * group * max_context * _SCORE_BYTES
-    gathered = 4 * max_context * config.num_kv_heads * config.head_dim * dtype_bytes
+    gathered = max(4 * max_context * config.num_kv_heads * config.head_dim * dtype_bytes, GATHERED_BYTES)
     return activations + scores + gathered + 4 * _LOGIT_TILE_BYTES + _LIBRARY_BYTES

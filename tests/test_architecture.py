@@ -193,7 +193,7 @@ BUDGET: dict[str, int] = {
     "kernels/cpu": 2565,
     "kernels/cuda": 7680,
     "kv": 1380,
-    "model": 1030,
+    "model": 1155,
     "model/families": 190,
     "model/hub": 550,
     "text": 700,

@@ -136,6 +136,7 @@ class Grid:
     ) -> None:
         assert num_threads % 32 == 0, num_threads
         self.memory, self.program, self.num_ctas = memory, program, grid[0]
+        self.num_cycles = 0
         self._random = random.Random(seed)
         self._ctas = [Cta(self, y * grid[0] + x, x, y, shared_bytes) for y in range(grid[1]) for x in range(grid[0])]
         self._threads: list[Thread] = []

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SHARED"]
 
+_CYCLES_PER_LOOK = 256
+"""Time is not simulated: a clock goes on whenever a thread of the launch looks at it."""
+
 
 def _shared_fault(thread: Thread, offset: int, size: int, error: BaseException | None = None) -> NoReturn:
     place = f"{size} bytes at shared+{offset} of {len(thread.cta.shared)}"
@@ -142,6 +145,12 @@ def _fence(thread: Thread, site: int) -> None:
     thread.cta.grid.clocks.fence(thread.clock)
 
 
+def _clock(thread: Thread, site: int) -> int:
+    grid = thread.cta.grid
+    grid.num_cycles += _CYCLES_PER_LOOK
+    return grid.num_cycles
+
+
 _load_v4 = _shared_vector_loader("<4I")
 
 
@@ -153,6 +162,7 @@ SHARED: dict[str, Twin] = {
     "thread_id": lambda thread, site: thread.thread_id,
     "cta_id": lambda thread, site: thread.cta.x,
     "num_ctas": lambda thread, site: thread.cta.grid.num_ctas,
+    "clock": _clock,
     "shared_load_if_v4": _load_if_v4,
     "shared_load_v4": _load_v4,
     "shared_load_u32": _shared_loader(U32, 4),

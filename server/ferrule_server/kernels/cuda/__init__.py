@@ -25,6 +25,10 @@ The KV pool:
 
 copy_blocks.py   whole blocks within the pool
 
+A test of the GPU, in no step:
+
+litmus.py        whether a kernel that starts early sees all that the one before it wrote
+
 The language of kernels:
 
 specialise.py    a kernel in Python -> straight-line code for given constants

@@ -93,7 +93,7 @@ def _compiled_only() -> RuntimeError:
     return RuntimeError("an intrinsic runs on a device or in the simulator of the tests, not in Python")
 
 
-# Threads. All four are constant during a kernel.
+# Threads. All but the clock are constant during a kernel.
 
 
 @_ptx("mov.u32 $0, %tid.x;", is_pure=True)
@@ -111,6 +111,12 @@ def cta_id() -> I32:
 @_ptx("mov.u32 $0, %nctaid.x;", is_pure=True)
 def num_ctas() -> I32:
     """Return the number of CTAs of the grid."""
+    raise _compiled_only()
+
+
+@_ptx("mov.u64 $0, %clock64;")
+def clock() -> U64:
+    """Return the cycles that this thread's multiprocessor has counted; compare those of one thread only."""
     raise _compiled_only()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ferrule_server.kernels.cuda import argmax, copy_blocks, embed
+from ferrule_server.kernels.cuda import argmax, copy_blocks, embed, litmus
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from ferrule_server.kernels.cuda.toolchain import build as cubins
 from ferrule_server.kernels.cuda.toolchain import catalog, sources
@@ -254,11 +254,11 @@ def test_damaged_bundles_are_errors(compiler: Compiler, tmp_path: Path) -> None:
 def test_command_line_builds_lists_verifies_and_prunes(
     compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One model into a bundle; the kernels of another are missing from it, and that is said."""
+    """One model and the test of early launch into a bundle; what another model needs is missing, and that is said."""
     cache, bundle = ["--cache", str(tmp_path / "cache")], tmp_path / "kernels"
     shape = ["--shape", "Llama-3.2-1B"]
     main(["build", "--architecture", "sm_80", *shape, "--workers", "1", *cache, "--output", str(bundle)])
-    num_kernels = len(catalog.kernels_of(MODEL_SHAPES["Llama-3.2-1B"]))
+    num_kernels = len(catalog.kernels_of(MODEL_SHAPES["Llama-3.2-1B"])) + len(litmus.SPECS)
     assert f"{num_kernels} kernels for sm_80; compiling what {cache[1]} lacks\n" in capsys.readouterr().err
     main(["list", str(bundle)])
     main(["list", *cache])

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ferrule_server.kernels.cuda import litmus
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from ferrule_server.kernels.cuda.specialise import KernelError
 from ferrule_server.kernels.cuda.toolchain import catalog
@@ -139,7 +140,7 @@ def _specs(args: argparse.Namespace) -> list[KernelSpec]:
     names = MODEL_SHAPES if _ALL in args.shape else args.shape
     found: dict[KernelSpec, None] = {}
     for name in names:
-        found.update(dict.fromkeys(catalog.kernels_of(MODEL_SHAPES[name])))
+        found.update(dict.fromkeys([*catalog.kernels_of(MODEL_SHAPES[name]), *litmus.SPECS]))
     return list(found)
 
 

@@ -25,11 +25,11 @@ _MEGABYTE = 1e6
 
 
 @contextmanager
-def progress_bar(clock: Callable[[], float] = time.monotonic) -> Iterator[Progress]:
-    """Show how far a build is and how long it has taken: a bar on a terminal, elsewhere a line every ten seconds."""
+def progress_bar(clock: Callable[[], float] = time.monotonic, unit: str = "kernels") -> Iterator[Progress]:
+    """Show how far work is and how long it has taken: a bar on a terminal, elsewhere a line every ten seconds."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines(clock)
+        yield _lines(clock, unit)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -41,7 +41,7 @@ def progress_bar(clock: Callable[[], float] = time.monotonic) -> Iterator[Progre
         TextColumn("left"),
     )
     with Bar(*columns, console=console, speed_estimate_period=_ESTIMATE_S) as bar:
-        task = bar.add_task("compiling", total=None)
+        task = bar.add_task(unit, total=None)
 
         def show(done: int, total: int, name: str) -> None:
             bar.update(task, completed=done, total=total, description=name.partition("[")[0])
@@ -49,7 +49,7 @@ def progress_bar(clock: Callable[[], float] = time.monotonic) -> Iterator[Progre
         yield show
 
 
-def _lines(clock: Callable[[], float]) -> Progress:
+def _lines(clock: Callable[[], float], unit: str) -> Progress:
     """Return what writes a line where ten seconds have passed since the last one."""
     began = said = clock()
 
@@ -57,7 +57,7 @@ def _lines(clock: Callable[[], float]) -> Progress:
         nonlocal said
         if (now := clock()) - said >= _EVERY_S:
             said = now
-            print(f"{done} of {total} kernels, {now - began:.0f} s passed", file=sys.stderr, flush=True)
+            print(f"{done} of {total} {unit}, {now - began:.0f} s passed", file=sys.stderr, flush=True)
 
     return show
 

@@ -123,8 +123,9 @@ class ServerConfig:
     """run everything in torch, even on a GPU with --executor numba-cuda, to see whether a fault is in the kernels"""
     has_cuda_graphs: bool = _GPU.switch("--disable-cuda-graphs", default=True)
     """launch the kernels of each step one by one; slower, to see whether a fault comes from CUDA graphs"""
-    has_early_launch: bool = _GPU.switch("--disable-early-launch", default=True)
-    """start no kernel before the previous one has ended; slower, to see whether a fault comes from overlapping kernels
+    early_launch: str = _GPU.setting("--early-launch", one_of("auto", "on", "off"), "auto")
+    """let a kernel start while the previous one runs: auto if a test of this kind of GPU has passed, which the first
+    start runs; off, which is slower, shows whether a fault comes from overlapping kernels
     """
     kernel_bundle: Path | None = _GPU.optional("--kernel-bundle", FILE, "none")
     """kernels that were compiled elsewhere; missing ones are compiled here; a file that is not a bundle is an error on

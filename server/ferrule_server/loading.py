@@ -196,7 +196,7 @@ def _preparing(
         is_deterministic=config.is_deterministic,
         kernel_cache=config.kernel_cache,
         kernel_bundle=config.kernel_bundle,
-        has_early_launch=config.has_early_launch,
+        early_launch=config.early_launch,
         has_graphs=config.has_cuda_graphs,
     )
     preparation = prepare(model_config, options)

@@ -96,7 +96,7 @@ ROWS = (
     Row("--deterministic", "is_deterministic", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
     Row("--disable-cuda-runner", "has_cuda_runner", True, "1", False, "maybe", "{} 'maybe': must be 1 or 0"),
     Row("--disable-cuda-graphs", "has_cuda_graphs", True, "1", False, "maybe", "{} 'maybe': must be 1 or 0"),
-    Row("--disable-early-launch", "has_early_launch", True, "1", False, "maybe", "{} 'maybe': must be 1 or 0"),
+    Row("--early-launch", "early_launch", "auto", "off", "off", "maybe", "{} 'maybe': must be one of auto, on, off"),
     Row(
         "--kernel-cache",
         "kernel_cache",

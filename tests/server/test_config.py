@@ -90,13 +90,14 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
         "--gpu-memory-fraction": "0.75",
         "--kernel-cache": "/var/cache/kernels",
         "--kernel-bundle": "/opt/kernels.bundle",
+        "--early-launch": "off",
     }
-    switches = ["--insecure", "--reflection", "--debug-top-tokens", "--disable-cuda-runner", "--disable-early-launch"]
+    switches = ["--insecure", "--reflection", "--debug-top-tokens", "--disable-cuda-runner"]
     switches += ["--disable-cuda-graphs", "--offline", "--download-only"]
     by_flag = parse_config([*(part for pair in values.items() for part in pair), *switches], {})
     environment = {flag[2:].replace("-", "_").upper(): value for flag, value in values.items()}
     environment |= {"INSECURE": "true", "REFLECTION": "yes", "DEBUG_TOP_TOKENS": "1"}
-    environment |= {"DISABLE_CUDA_RUNNER": "1", "DISABLE_EARLY_LAUNCH": "1", "DISABLE_CUDA_GRAPHS": "yes"}
+    environment |= {"DISABLE_CUDA_RUNNER": "1", "DISABLE_CUDA_GRAPHS": "yes"}
     environment |= {"OFFLINE": "on", "DOWNLOAD_ONLY": "1"}
     by_variable = parse_config([], {f"FERRULE_{name}": value for name, value in environment.items()})
     assert by_flag == by_variable
@@ -117,7 +118,7 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
     assert by_flag.kernel_cache == Path("/var/cache/kernels")
     assert by_flag.kernel_bundle == Path("/opt/kernels.bundle")
     assert not by_flag.has_cuda_runner
-    assert not by_flag.has_early_launch
+    assert by_flag.early_launch == "off"
     assert not by_flag.has_cuda_graphs
 
 

@@ -311,7 +311,7 @@ def test_every_setting_of_a_gpu_arrives(monkeypatch: pytest.MonkeyPatch, tmp_pat
     write_bundle(kernels["kernel_bundle"], "sm_90a", "numba=1", {})
     shared: dict[str, Any] = {"max_context": 99, "max_step_rows": 77, "kv_memory_bytes": 1 << 22, **kernels}
     for settings in (
-        {"is_deterministic": True, "has_early_launch": False, "has_cuda_graphs": False},
+        {"is_deterministic": True, "early_launch": "off", "has_cuda_graphs": False},
         {"executor": "torch", "has_cuda_runner": False, "dtype": "float32"},
     ):
         with pytest.raises(ConfigError, match="enough"):
@@ -323,7 +323,7 @@ def test_every_setting_of_a_gpu_arrives(monkeypatch: pytest.MonkeyPatch, tmp_pat
         dtype=torch.bfloat16,
         memory_fraction=0.3,
         is_deterministic=True,
-        has_early_launch=False,
+        early_launch="off",
         has_graphs=False,
         **shared,
     )

@@ -125,7 +125,7 @@ class FakeGpu:
         total_bytes: Of its memory; more than that cannot be allocated or adopted.
         graph_bytes: Taken by every graph.
         seed: Of the order in which the simulator's threads run.
-        stand_ins: By name of the kernel (``embed``): run in its place, in either case.
+        stand_ins: By name of the kernel (``embed``) or of its spec: run in its place, in either case.
         capability: Its compute capability, which decides what shared memory a kernel may have.
 
     Attributes:

@@ -138,7 +138,7 @@ class FakeStream:
     Args:
         memory: What kernels read and write.
         faults: Of kernels: ``run gemv``.
-        stand_ins: Act for kernels, by name; not copied.
+        stand_ins: Act for kernels, by name, with constants or without; not copied.
         simulate: Run the others in the simulator.
         seed: Of the order of their threads.
 
@@ -197,9 +197,9 @@ class FakeStream:
         together: list[simulator.Launch] = []
         for launch in chain:
             self._faults.check(f"run {launch.kernel}")
-            if launch.kernel in self._stand_ins:
+            if stand_in := self._stand_ins.get(launch.spec.name) or self._stand_ins.get(launch.kernel):
                 self._run_together(together)
-                self._stand_ins[launch.kernel](launch.arguments)
+                stand_in(launch.arguments)
             elif self._simulate:
                 together.append(launch.simulated())
         self._run_together(together)

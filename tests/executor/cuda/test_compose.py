@@ -17,6 +17,7 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.cuda import compose
 from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.compose import GpuOptions, Preparation, prepare
+from ferrule_server.executor.cuda.early_launch import EarlyLaunch
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed
@@ -257,24 +258,17 @@ def test_the_first_reason_is_told(config: ModelConfig) -> None:
     assert preparation.reason == "they are switched off"
 
 
-@pytest.mark.parametrize("has_early_launch", [True, False])
-def test_the_gpu_is_opened_as_the_settings_say(
-    config: ModelConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_early_launch: bool
-) -> None:
-    """Early launch off is slower, so it is said."""
-    seen: list[tuple[int, dict[str, bool]]] = []
+def test_the_gpu_is_opened_by_the_name_that_torch_has(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its index."""
+    seen: list[int] = []
 
-    def record(index: int, **settings: bool) -> Gpu:
-        seen.append((index, settings))
+    def record(index: int) -> Gpu:
+        seen.append(index)
         return FakeGpu()
 
     monkeypatch.setattr(TorchGpu, "open", record)
-    with caplog.at_level(logging.WARNING):
-        prepare(config, options(device="cuda:1", has_early_launch=has_early_launch)).close()
-    assert seen == [(1, {"has_early_launch": has_early_launch})]
-    assert ["--disable-early-launch" in record.getMessage() for record in caplog.records] == [True] * (
-        not has_early_launch
-    )
+    prepare(config, options(device="cuda:1")).close()
+    assert seen == [1]
 
 
 def test_graphs_that_are_off_are_said(config: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
@@ -311,10 +305,18 @@ def test_weights_are_there_before_they_are_moved(
     assert done == ["cuda:1", "executor"]
 
 
+@pytest.mark.parametrize(("setting", "trigger"), [("auto", "late"), ("on", "early"), ("off", "off")])
 def test_the_runner_gets_what_was_planned(
-    config: ModelConfig, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    *,
+    setting: str,
+    trigger: str,
+    config: ModelConfig,
+    model: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Room for graphs, and for the whole of the longest sequence."""
+    """Room for graphs, and for the whole of the longest sequence; and when kernels may start, which the log says."""
+    caplog.set_level(logging.INFO)
     seen: dict[str, Any] = {}
 
     def create_runner(_: object, **settings: Any) -> None:
@@ -324,14 +326,17 @@ def test_the_runner_gets_what_was_planned(
     monkeypatch.setattr(compose, "create_runner", create_runner)
     monkeypatch.setattr(compose, "KernelBuild", partial(KernelBuild, load=_load_stand_ins))
     gpu = FakeGpu()
-    preparation = prepare(config, options(max_context=100, has_graphs=False), open_gpu=opening(gpu))
+    settings = options(max_context=100, has_graphs=False, early_launch=setting)
+    preparation = prepare(config, settings, open_gpu=opening(gpu))
     assert preparation.build is not None
     assert preparation.build.wait(20)
     executor = finished(preparation, model)
+    assert f"event=early_launch mode={trigger} " in caplog.text
     executor._has_decoded = True
     assert not executor.tend()
     assert (seen["gpu"], seen["is_deterministic"], seen["has_graphs"], seen["failures"]) == (gpu, False, False, {})
     assert seen["graph_bytes"] == preparation.plan.graphs
+    assert seen["trigger"] == trigger
     assert seen["limits"] == Limits(max_blocks=7)
     assert seen["num_ctas"] == max_attention_grid(shape_of(config), gpu.info.num_sms)
     executor.close()
@@ -429,11 +434,34 @@ def test_memory_that_somebody_else_took_meanwhile_is_no_fault(
         prepared(config).finish(model)
 
 
-def test_what_was_begun_can_be_ended(config: ModelConfig, compiler: Compiler) -> None:
-    """Weights that cannot be read must not leave a compiler behind."""
-    gpu = FakeGpu()
+def test_the_test_of_early_launch_has_the_gpu_to_itself(
+    config: ModelConfig, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has ended before weights and pool are allocated."""
+    done: list[str] = []
+
+    def decide(*_: object) -> str:
+        done.append("decided")
+        return "early"
+
+    def allocate(*_: object, **__: object) -> None:
+        done.append("allocated")
+        raise torch.OutOfMemoryError("enough")
+
+    monkeypatch.setattr(EarlyLaunch, "decide", decide)
+    monkeypatch.setattr(compose, "TorchExecutor", allocate)
+    with pytest.raises(ConfigError, match="enough"):
+        finished(prepared(config), model)
+    assert done == ["decided", "allocated"]
+
+
+def test_what_was_begun_can_be_ended(config: ModelConfig, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that cannot be read must leave neither a compiler nor a test behind."""
+    gpu, closed = FakeGpu(), list[EarlyLaunch]()
+    monkeypatch.setattr(EarlyLaunch, "close", lambda choice: closed.append(choice))  # noqa: PLW0108  (it is bound)
     preparation = prepare(config, options(), open_gpu=opening(gpu))
     preparation.close()
+    assert closed == [preparation.early_launch]
     assert gpu.names()[-1] == "close"
     compiler.is_released.set()
     assert preparation.build is not None

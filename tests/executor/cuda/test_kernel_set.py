@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ferrule_server.executor.cuda.gpu import GpuError
-from ferrule_server.executor.cuda.kernel_set import KernelMissing, KernelSet
+from ferrule_server.executor.cuda.kernel_set import KernelMissing, KernelSet, Trigger
 from ferrule_server.kernels.cuda import embed, gemv
 from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
 
@@ -76,3 +76,14 @@ def test_a_refused_kernel_may_be_asked_for_again() -> None:
     with pytest.raises(GpuError, match="no room"):
         kernels.load(SPEC)
     assert kernels.load(SPEC).spec == SPEC
+
+
+@pytest.mark.parametrize(("trigger", "starts_early"), [("early", True), ("late", False), ("off", False)])
+def test_kernels_start_when_the_set_says(trigger: Trigger, starts_early: bool) -> None:
+    """Nothing that prepares launches knows of it; what must not start early never does."""
+    gpu = FakeGpu()
+    kernels, arguments = KernelSet(gpu, {SPEC: CUBIN}, trigger), _arguments(gpu)
+    for wanted in (True, False):
+        launch = kernels.prepare(SPEC, arguments, 1, starts_early=wanted)
+        assert isinstance(launch, FakeLaunch)
+        assert launch.starts_early == (wanted and starts_early)

@@ -396,29 +396,12 @@ def test_a_torch_without_cuda_is_one_clear_error(monkeypatch: pytest.MonkeyPatch
         TorchGpu.open(0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     opened, drivers = Device.open, [RecordedDriver(num_devices=0), RecordedDriver(num_devices=4)]
-    monkeypatch.setattr(Device, "open", lambda index, **_: opened(index, drivers.pop(0)))
+    monkeypatch.setattr(Device, "open", lambda index: opened(index, drivers.pop(0)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(GpuError, match="there is no GPU 3"):
         TorchGpu.open(3)
     with pytest.raises(GpuError, match="sees 1 GPUs"):
         TorchGpu.open(3)
-
-
-@pytest.mark.parametrize("has_early_launch", [True, False])
-def test_early_launch_is_a_setting_of_the_device(monkeypatch: pytest.MonkeyPatch, has_early_launch: bool) -> None:
-    """Nothing that prepares launches knows of it."""
-    opened, made = Device.open, list[Device]()
-
-    def recorded(index: int, **settings: bool) -> Device:
-        made.append(opened(index, RecordedDriver(), **settings))
-        return made[-1]
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(Device, "open", recorded)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(GpuError, match="sees 0 GPUs"):
-        TorchGpu.open(0, has_early_launch=has_early_launch)
-    assert [device.has_dependent_launch for device in made] == [has_early_launch]
 
 
 @pytest.mark.gpu

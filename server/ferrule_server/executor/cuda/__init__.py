@@ -5,6 +5,7 @@
     compose.py         builds all of it; memory_plan.py: how the memory of the GPU is divided
     cuda_device.py     the GPU as ``executor/fallback`` sees it
     kernel_build.py    compiles the kernels beside a server that serves
+    early_launch.py    when a kernel may start while the one before it runs; litmus.py: whether the GPU does that right
     parts.py           which kernels serve which steps: what is lost if one is refused
     runner.py          one step on the kernels: upload, replay or launches, download; two in flight
     graphs.py          which graphs exist, and which are wanted; buckets.py: their sizes

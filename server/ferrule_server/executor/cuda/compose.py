@@ -21,9 +21,11 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import BLOCK_SIZE, MemoryPlan
 from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.cuda_device import CudaDevice
+from ferrule_server.executor.cuda.early_launch import EarlyLaunch
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuInfo
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed, unsupported_reason
+from ferrule_server.executor.cuda.kernel_set import Trigger
 from ferrule_server.executor.cuda.memory_plan import format_plan, plan_memory
 from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner, create_runner
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
@@ -61,7 +63,8 @@ class GpuOptions:
         is_deterministic: Bits must not depend on what else is in a step.
         kernel_cache: Folder of compiled kernels; None: in the user's cache folder.
         kernel_bundle: File of kernels compiled elsewhere, or None.
-        has_early_launch: Kernels may start while the one before them runs.
+        early_launch: Whether kernels may start while the one before them runs: ``on``, ``off``, or ``auto``: if a test
+            has shown that this GPU does it right.
         has_graphs: Steps are captured in CUDA graphs.
     """
 
@@ -78,7 +81,7 @@ class GpuOptions:
     is_deterministic: bool = False
     kernel_cache: Path | None = None
     kernel_bundle: Path | None = None
-    has_early_launch: bool = True
+    early_launch: str = "auto"
     has_graphs: bool = True
 
 
@@ -93,7 +96,8 @@ class Preparation:
         limits: Of steps on the kernels; None: torch runs them all.
         num_ctas: The largest grid of attention.
         build: Kernels in the making; None: torch runs all steps.
-        reason: Why it does although that was not wanted.
+        early_launch: When kernels start, perhaps tested now; None: there are none.
+        reason: Why torch runs all steps although that was not wanted.
     """
 
     options: GpuOptions
@@ -102,18 +106,22 @@ class Preparation:
     limits: Limits | None
     num_ctas: int
     build: KernelBuild | None
+    early_launch: EarlyLaunch | None
     reason: str
 
     def finish(self, model: LoadedModel, on_wait: Callable[[str], None] = lambda _: None) -> FallbackExecutor:
         """Return the executor, with the weights and the pool on the GPU.
 
+        A test of early launch is waited for: it must have the GPU, and the memory that it takes, to itself.
+
         Args:
             model: Its weights are taken over.
-            on_wait: In deterministic mode, which waits for its kernels, told about each second how far they are.
+            on_wait: Told about each second what is waited for; in deterministic mode that is the kernels, too.
 
         Raises:
             ConfigError: The GPU has less memory than it had, or there is no deterministic mode.
         """
+        trigger = "off" if self.early_launch is None else self.early_launch.decide(on_wait)
         self._wait_for_weights()
         try:
             with nullcontext() if self.gpu is None else self.gpu.current():
@@ -128,7 +136,7 @@ class Preparation:
             CudaDevice(self.gpu, self.options.device),
             name=NAME,
             build=self.build,
-            make_runner=partial(self._make_runner, torch_executor),
+            make_runner=partial(self._make_runner, torch_executor, trigger),
             reason=self.reason,
             is_deterministic=self.options.is_deterministic,
             memory=self.plan,
@@ -136,10 +144,9 @@ class Preparation:
 
     def close(self) -> None:
         """Give back what was begun; kernels that are being compiled are not waited for."""
-        if self.build is not None:
-            self.build.close()
-        if self.gpu is not None:
-            self.gpu.close()
+        for begun in (self.early_launch, self.build, self.gpu):
+            if begun is not None:
+                begun.close()
 
     def _wait_for_weights(self) -> None:
         """Let everything end that torch does on the GPU: weights that were made there are read in another stream."""
@@ -155,7 +162,7 @@ class Preparation:
             device=self.options.device,
         )
 
-    def _make_runner(self, torch_executor: TorchExecutor) -> CudaDecodeRunner:
+    def _make_runner(self, torch_executor: TorchExecutor, trigger: Trigger) -> CudaDecodeRunner:
         assert self.build is not None
         assert self.gpu is not None
         assert self.limits is not None
@@ -168,33 +175,34 @@ class Preparation:
             is_deterministic=self.options.is_deterministic,
             graph_bytes=self.plan.graphs,
             has_graphs=self.options.has_graphs,
+            trigger=trigger,
             failures=self.build.part_failures,
         )
 
 
-def open_gpu(device: str, *, has_early_launch: bool = True) -> Gpu:
+def open_gpu(device: str) -> Gpu:
     """Return a GPU by the name that torch has for it.
 
     Raises:
         GpuError: The kernels cannot run there; the message says why.
     """
-    return TorchGpu.open(torch.device(device).index or 0, has_early_launch=has_early_launch)
+    return TorchGpu.open(torch.device(device).index or 0)
 
 
-def prepare(config: ModelConfig, options: GpuOptions, *, open_gpu: Callable[[str], Gpu] | None = None) -> Preparation:
+def prepare(config: ModelConfig, options: GpuOptions, *, open_gpu: Callable[[str], Gpu] = open_gpu) -> Preparation:
     """Return what can be made of an executor without its model; log what the memory is for.
 
     Args:
         config: Of the model.
         options: What the settings say.
-        open_gpu: Returns a GPU by its name, or raises GpuError; None: :func:`open_gpu`, as the options say.
+        open_gpu: Returns a GPU by its name, or raises GpuError.
 
     Raises:
         ConfigError: The memory is too little, the bundle is none for this GPU, or there is no deterministic mode.
     """
     # What cuBLAS adds up in parts it would round to bfloat16 in between; the kernels and the CPU do not.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    gpu, reason = _opened(config, options, open_gpu or _opener(options))
+    gpu, reason = _opened(config, options, open_gpu)
     has_kernels = gpu is not None and options.wants_kernels and not reason
     if options.is_deterministic and not has_kernels:
         raise ConfigError(f"--deterministic needs the kernels of a GPU: {reason}")
@@ -203,16 +211,21 @@ def prepare(config: ModelConfig, options: GpuOptions, *, open_gpu: Callable[[str
     plan = _planned(config, options, limits, num_ctas)
     for line in format_plan(plan).splitlines():
         _log.info("%s", line)
-    build = _building(config, options, gpu.info.architecture) if gpu is not None and has_kernels else None
+    build = early_launch = None
+    if gpu is not None and has_kernels:
+        folder = options.kernel_cache or default_folder()
+        build = _building(config, options, gpu.info.architecture, CubinCache(folder))
+        early_launch = EarlyLaunch(options.early_launch, gpu, folder, options.kernel_bundle)
     return Preparation(
-        options=options, gpu=gpu, plan=plan, limits=limits, num_ctas=num_ctas, build=build, reason=reason
+        options=options,
+        gpu=gpu,
+        plan=plan,
+        limits=limits,
+        num_ctas=num_ctas,
+        build=build,
+        early_launch=early_launch,
+        reason=reason,
     )
-
-
-def _opener(options: GpuOptions) -> Callable[[str], Gpu]:
-    if options.wants_kernels and not options.has_early_launch:
-        _log.warning("event=early_launch_off reason=--disable-early-launch: every kernel waits for the one before it")
-    return partial(open_gpu, has_early_launch=options.has_early_launch)
 
 
 def _opened(config: ModelConfig, options: GpuOptions, open_gpu: Callable[[str], Gpu]) -> tuple[Gpu | None, str]:
@@ -257,14 +270,13 @@ def _planned(config: ModelConfig, options: GpuOptions, limits: Limits | None, nu
     )
 
 
-def _building(config: ModelConfig, options: GpuOptions, architecture: str) -> KernelBuild:
+def _building(config: ModelConfig, options: GpuOptions, architecture: str, cache: CubinCache) -> KernelBuild:
     """Return the kernels of a model, begun."""
     if not options.has_graphs:
         _log.warning("event=graphs_off reason=--disable-cuda-graphs: every step is launched kernel by kernel")
     if options.kernel_bundle is not None:
         _check_bundle(options.kernel_bundle, architecture)
     specs = _specs(config, options)
-    cache = CubinCache(options.kernel_cache or default_folder())
     _log.info("event=kernels_wanted num=%d architecture=%s cache=%s", len(specs), architecture, cache.folder)
     build = KernelBuild(
         specs, architecture, cache=cache, bundle=options.kernel_bundle, needs_all=options.is_deterministic

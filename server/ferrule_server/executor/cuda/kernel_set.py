@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Literal
 
 from torch import Tensor
 
@@ -13,10 +14,13 @@ from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 from ferrule_server.kernels.cuda.toolchain.sources import parameters
 
-__all__ = ["Arguments", "KernelMissing", "KernelSet"]
+__all__ = ["Arguments", "KernelMissing", "KernelSet", "Trigger"]
 
 Arguments = Mapping[str, int | float | Tensor]
 """The runtime parameters of a kernel by name; a tensor stands for its address."""
+
+Trigger = Literal["early", "late", "off"]
+"""When a kernel lets the next one start: in its first lines, when its last CTA ends, or when all of it is done."""
 
 
 class KernelMissing(Refused):
@@ -31,10 +35,12 @@ class KernelSet:
     Args:
         gpu: That they run on.
         cubins: Of every kernel that may be asked for.
+        trigger: When they let each other start. There is no code yet that does so late, so that is off as well.
     """
 
-    def __init__(self, gpu: Gpu, cubins: Mapping[KernelSpec, Cubin]) -> None:
+    def __init__(self, gpu: Gpu, cubins: Mapping[KernelSpec, Cubin], trigger: Trigger = "early") -> None:
         self._gpu = gpu
+        self._trigger = trigger
         self._cubins = {spec.name: (spec, cubin) for spec, cubin in cubins.items()}
         self._kernels: dict[str, Kernel] = {}
 
@@ -74,6 +80,7 @@ class KernelSet:
         assert arguments.keys() == set(names), f"{spec.name} takes {names}, is given {sorted(arguments)}"
         with _refusing(spec):
             values = [self._value(arguments[name]) for name in names]
+            starts_early = starts_early and self._trigger == "early"
             return kernel.prepare(values, grid=grid, shared_bytes=spec.shared_bytes, starts_early=starts_early)
 
     def _value(self, argument: float | Tensor) -> int | float:

@@ -37,7 +37,7 @@ from ferrule_server.executor.cuda.gpu import Gpu, Operation
 from ferrule_server.executor.cuda.graphs import GRAPHS, GraphKey, GraphStore
 from ferrule_server.executor.cuda.inputs import fill_inputs
 from ferrule_server.executor.cuda.kernel_choice import MAX_GEMM_ROWS, shape_of
-from ferrule_server.executor.cuda.kernel_set import KernelSet
+from ferrule_server.executor.cuda.kernel_set import KernelSet, Trigger
 from ferrule_server.executor.cuda.masks import DeviceMasks
 from ferrule_server.executor.cuda.parts import COPIES, WorkingParts, part_of, refused_part
 from ferrule_server.executor.cuda.staging import Download, DownloadRing, UploadRing
@@ -362,6 +362,7 @@ def create_runner(
     is_deterministic: bool = False,
     graph_bytes: int = _GRAPH_BYTES,
     has_graphs: bool = True,
+    trigger: Trigger = "early",
     failures: Mapping[str, str] | None = None,
 ) -> CudaDecodeRunner:
     """Return a runner over the weights and the pool of torch.
@@ -375,6 +376,7 @@ def create_runner(
         is_deterministic: A row's bits must not depend on the rows beside it.
         graph_bytes: Memory that graphs may take.
         has_graphs: As :class:`CudaDecodeRunner`.
+        trigger: When kernels let each other start.
         failures: As :class:`CudaDecodeRunner`.
 
     Raises:
@@ -385,7 +387,7 @@ def create_runner(
     assert weights is not None, "the weights were packed for a CPU"
     shape = shape_of(config)
     buffers = DecodeBuffers(gpu, shape, limits, num_ctas)
-    kernels = KernelSet(gpu, cubins)
+    kernels = KernelSet(gpu, cubins, trigger)
     adopted = adopt_weights(gpu, weights, config, torch_executor.info.model.max_context)
     chain = StepChain(kernels, adopted, buffers, torch_executor.pool, shape=shape, eps=config.norm_eps)
     return CudaDecodeRunner(

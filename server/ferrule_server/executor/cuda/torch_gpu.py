@@ -143,12 +143,11 @@ class TorchGpu:
         self._info = GpuInfo(device.name, device.architecture, device.num_sms, total_bytes, shared_bytes)
 
     @classmethod
-    def open(cls, index: int = 0, *, has_early_launch: bool = True) -> TorchGpu:
+    def open(cls, index: int = 0) -> TorchGpu:
         """Return a GPU.
 
         Args:
             index: Of the GPU, as torch and the driver count them.
-            has_early_launch: As :meth:`Device.open` says.
 
         Raises:
             GpuError: torch, the driver, the package or the GPU is missing, or there are no kernels for it; the message
@@ -157,7 +156,7 @@ class TorchGpu:
         if torch.version.cuda is None:
             raise GpuError(f"torch {torch.__version__} was built without CUDA")
         with _TRANSLATING:
-            device = Device.open(index, has_early_launch=has_early_launch)
+            device = Device.open(index)
             num_devices = torch.cuda.device_count()
             if index >= num_devices:
                 raise GpuError(f"torch {torch.__version__} sees {num_devices} GPUs, the driver more: is it too old?")

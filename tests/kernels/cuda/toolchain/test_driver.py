@@ -229,17 +229,6 @@ def test_a_machine_without_a_compiler_knows_what_it_would_be() -> None:
     assert found[1] == ".".join(map(str, driver_module._PINNED_TOOLKIT))
 
 
-def test_without_early_launch_no_kernel_starts_beside_another() -> None:
-    """To find out whether it is at fault: the same launches, in the order of the stream."""
-    for early in (True, False):
-        driver = RecordedDriver(kinds=KINDS)
-        function = Device.open(0, driver, has_early_launch=early).load(_spec(), CUBIN)
-        function.prepare((1, 2, 3.0), grid=132)(0)
-        assert [launch.starts_early for launch in driver.launches] == [early]
-        with pytest.raises(ValueError, match="one wave"):
-            function.prepare((1, 2, 3.0), grid=133)
-
-
 def test_missing_package_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the way to install it."""
     real_import = builtins.__import__

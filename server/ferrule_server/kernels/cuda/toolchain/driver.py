@@ -100,7 +100,7 @@ class Device:
         shared_bytes_per_cta: Most dynamic shared memory of one CTA.
     """
 
-    def __init__(self, driver: _Driver, index: int, *, has_early_launch: bool = True) -> None:
+    def __init__(self, driver: _Driver, index: int) -> None:
         self._driver = driver
         self.index = index
         self._handle = _call(driver, "cuDeviceGet", index)
@@ -110,7 +110,7 @@ class Device:
             self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
         )
         self.architecture = _architecture(*capability)
-        self.has_dependent_launch = has_early_launch and capability >= (9, 0)
+        self.has_dependent_launch = capability >= (9, 0)
         self.name = _call(driver, "cuDeviceGetName", 256, self._handle).split(b"\0")[0].decode()
         self.num_sms = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
         self.shared_bytes_per_cta = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
@@ -118,14 +118,12 @@ class Device:
         self.make_current()
 
     @classmethod
-    def open(cls, index: int = 0, driver: _Driver | None = None, *, has_early_launch: bool = True) -> Device:
+    def open(cls, index: int = 0, driver: _Driver | None = None) -> Device:
         """Return a GPU, ready to load kernels.
 
         Args:
             index: Of the GPU.
             driver: Stands for ``cuda.bindings.driver``.
-            has_early_launch: False: no kernel starts before the one in front of it has ended, whatever ``prepare``
-                is told; slower, to find out whether a fault comes from that.
 
         Raises:
             NoDevice: The package, the driver or the GPU is missing, the driver is too old for the code, or there are
@@ -144,7 +142,7 @@ class Device:
         _check_version(divmod(version // 10, 100))
         if index >= count:
             raise NoDevice(f"there is no GPU {index}, the driver sees {count}")
-        return cls(driver, index, has_early_launch=has_early_launch)
+        return cls(driver, index)
 
     def make_current(self) -> None:
         """Make the context current in this thread: every thread that launches needs it once.

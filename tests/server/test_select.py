@@ -264,7 +264,7 @@ def test_a_gpu_that_must_be_there_and_is_not_ends_the_start() -> None:
 
 def test_a_gpu_that_is_found_serves(gpu: FakeGpu) -> None:
     """With weights in bfloat16, a pool of what the memory leaves, and the plan in the state."""
-    executor = _created(kv_memory_bytes=None, gpu_memory_fraction=0.5, max_context=512)
+    executor = _created(kv_memory_bytes=None, gpu_memory_fraction=0.6, max_context=512)
     assert isinstance(executor, FallbackExecutor)
     info, memory = executor.info, executor.state.memory
     assert (info.model.dtype, info.block_size, info.model.max_context) == ("bfloat16", 16, 512)

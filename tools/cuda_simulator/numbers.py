@@ -212,21 +212,11 @@ def add_wrapping(a: int, b: int) -> int:
     return a + b & _U32
 
 
-def max_u32(a: int, b: int) -> int:
-    """Return the larger."""
-    return max(u32(a), u32(b))
-
-
 def order_key(bits: int) -> int:
     """Return a key that rises with the float of these bits; -0 and 0 have the same."""
     if bits == 0x80000000:
         return bits
     return u32(bits) ^ (_U32 if bits >> 31 else 0x80000000)
-
-
-def count_ones(word: int) -> int:
-    """Return the number of bits that are 1."""
-    return u32(word).bit_count()
 
 
 PURE: dict[str, Callable[..., object]] = {
@@ -235,7 +225,7 @@ PURE: dict[str, Callable[..., object]] = {
         f32, i32, u32, float_bits, bits_float, bf16_low, bf16_high, pack_bf16, round_bf16, fma,
         dot_bf16, dot_int8, fma_bf16, exp2, log2, reciprocal, select_f32,
         reciprocal_sqrt, max_f32, permute_bytes, float_of, round_u64, float_of_u64, multiply_high, multiply_low,
-        multiply_high_u64, add_wrapping, count_ones, max_u32, order_key,
+        multiply_high_u64, add_wrapping, order_key,
     )
 }  # fmt: skip
 """Twins that need no thread, by name."""

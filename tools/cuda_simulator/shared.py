@@ -89,12 +89,14 @@ def _shared_v4_storer(kind: int) -> Twin:
 def _shared_adder(kind: int, size: int, keep: int) -> Twin:
     shift, mask = size.bit_length() - 1, size - 1
 
-    def add(thread: Thread, offset: int, value: int, site: int) -> None:
+    def add(thread: Thread, offset: int, value: int, site: int) -> int:
         if offset & mask or offset < 0 or offset + size > len(thread.cta.shared):
             _shared_fault(thread, offset, size)
         thread.log(offset + thread.shared_base << SITE_BITS | site)
         words = thread.shared[kind]
-        words[offset >> shift] = words[offset >> shift] + value & keep
+        before: int = words[offset >> shift]
+        words[offset >> shift] = before + value & keep
+        return before
 
     return add
 
@@ -176,7 +178,7 @@ SHARED: dict[str, Twin] = {
     "shared_store_u64": _shared_storer(U64, 8, MASK64),
     "shared_store_f32": _shared_storer(F32, 4),
     "shared_store_f32x4": _shared_v4_storer(F32),
-    "shared_add_u32": _shared_adder(U32, 4, MASK32),
+    "shared_fetch_add_u32": _shared_adder(U32, 4, MASK32),
     "copy_async_16_or_zeros": _copy_async_16_or_zeros,
     "copy_async_commit": _copy_async_commit,
     "copy_async_wait_all": lambda thread, site: _arrive(thread, 0),

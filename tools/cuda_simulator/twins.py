@@ -203,12 +203,15 @@ def _strong_loader(kind: int, size: int) -> Twin:
     return load
 
 
-def _load_relaxed_f32x4(thread: Thread, address: int, site: int) -> object:
-    page, place = _strong_page(thread, address, 16)
-    if page.is_mutable:
-        thread.log(address << SITE_BITS | site)
-        thread.cta.grid.clocks.observe(thread.clock, address)
-    return struct.unpack_from("<4f", page.bytes, place)
+def _strong_vector_loader(pattern: str) -> Twin:
+    def load(thread: Thread, address: int, site: int) -> object:
+        page, place = _strong_page(thread, address, 16)
+        if page.is_mutable:
+            thread.log(address << SITE_BITS | site)
+            thread.cta.grid.clocks.observe(thread.clock, address)
+        return struct.unpack_from(pattern, page.bytes, place)
+
+    return load
 
 
 def _atomic(kind: int, size: int, change: Callable[[int, int], int]) -> Twin:
@@ -251,7 +254,8 @@ GLOBAL: dict[str, Twin] = {
     "store_u64": _storer(U64, 8, MASK64),
     "store_f32": _storer(F32, 4),
     "store_u16": _storer(U16, 2, 0xFFFF),
-    "load_relaxed_f32x4": _load_relaxed_f32x4,
+    "load_relaxed_f32x4": _strong_vector_loader("<4f"),
+    "load_relaxed_v4": _strong_vector_loader("<4I"),
     "load_relaxed_f32": _strong_loader(F32, 4),
     "load_relaxed_u32": _strong_loader(U32, 4),
     "load_relaxed_u64": _strong_loader(U64, 8),
@@ -260,9 +264,7 @@ GLOBAL: dict[str, Twin] = {
 
 ATOMIC: dict[str, Twin] = {
     "atomic_increment_wrapping": _atomic(U32, 4, lambda old, last: 0 if old >= last else old + 1),
-    "atomic_add_u32": _atomic(U32, 4, lambda old, value: old + value & MASK32),
     "atomic_add_u64": _atomic(U64, 8, lambda old, value: old + value & MASK64),
-    "atomic_fetch_add_u32": _atomic(U32, 4, lambda old, value: old + value & MASK32),
 }
 """Twins that read and write global memory in one, strong; they too are preceded by a possible loss of turn."""
 

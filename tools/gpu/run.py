@@ -50,10 +50,9 @@ OPS = (
     "attention_mma",
     "head",
     "argmax",
-    "shape_logits",
+    "sample",
     "log_sum_exp",
     "top_k",
-    "sample",
     "copy_blocks",
     "layer",
 )

@@ -40,15 +40,14 @@ from ferrule_server.executor.sampling.ranking import best_ids
 from ferrule_server.executor.sampling.selection import select_rows
 from ferrule_server.kernels.cuda.log_sum_exp import log_sum_exp
 from ferrule_server.kernels.cuda.log_sum_exp import shared_bytes as score_shared_bytes
-from ferrule_server.kernels.cuda.sample import DRAW_SHARED_BYTES, draw
-from ferrule_server.kernels.cuda.select_count import count_shared_bytes, select_count
-from ferrule_server.kernels.cuda.select_mass import mass_shared_bytes, select_mass
-from ferrule_server.kernels.cuda.shape_logits import shape_logits
+from ferrule_server.kernels.cuda.radix_select import select_shared_bytes
+from ferrule_server.kernels.cuda.sample import DRAW_SHARED_BYTES, draw, shape_and_select
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant
-from ferrule_server.kernels.cuda.top_k import gather_shared_bytes, gather_top_k
+from ferrule_server.kernels.cuda.top_k import gather_top_k
+from ferrule_server.kernels.cuda.top_k import shared_bytes as gather_shared_bytes
 from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu
-from tests.kernels.cuda.logit_cases import DIGITS, SLICE, THREADS, WARPS
+from tests.kernels.cuda.logit_cases import SELECT_CONSTANTS, SLICE, THREADS, WARPS
 
 __all__ = [
     "GARBAGE",
@@ -82,12 +81,10 @@ def _spec(kernel: object, shared_bytes: int, **constants: Constant) -> KernelSpe
 
 
 SMALL = ChoiceSpecs(
-    shape=_spec(shape_logits, 0),
-    counts=tuple(_spec(select_count, count_shared_bytes(bits), SHIFT=shift, BITS=bits) for shift, bits in DIGITS),
-    masses=tuple(_spec(select_mass, mass_shared_bytes(bits), SHIFT=shift, BITS=bits) for shift, bits in DIGITS),
+    select=_spec(shape_and_select, select_shared_bytes(8, 64), **SELECT_CONSTANTS),
     draw=_spec(draw, DRAW_SHARED_BYTES),
     score=_spec(log_sum_exp, score_shared_bytes(2)),
-    gather=_spec(gather_top_k, gather_shared_bytes(2, LARGEST_K), K=LARGEST_K),
+    gather=_spec(gather_top_k, gather_shared_bytes(LARGEST_K), K=LARGEST_K),
 )
 """The kernels with slices that a simulated CTA is through with soon."""
 
@@ -109,7 +106,7 @@ class Bench:
         self.kernels = KernelSet(self.gpu, dict.fromkeys(specs.all, CUBIN))
         self.buffers = DecodeBuffers(self.gpu, SHAPE, limits, 2)
         if specs is SMALL:
-            self.buffers.choice_partials = self.gpu.allocate("small_partials", (MAX_ROWS, 2, 16), torch.uint8)
+            self.buffers.choice_partials = self.gpu.allocate("small_partials", (2 * MAX_ROWS, 2, 16), torch.uint8)
         self.masks = DeviceMasks(self.gpu, self.buffers.masks)
         self.inputs = self.gpu.allocate_pinned("staged_inputs", self.buffers.input_layout.num_bytes)
         self.results = self.gpu.allocate_pinned("staged_results", self.buffers.result_layout.num_bytes)
@@ -151,8 +148,7 @@ class Bench:
 
     def counters(self) -> list[Tensor]:
         """Return what is zero between steps."""
-        names = ("select_counts", "select_masses", "choice_tickets", "top_places")
-        return [getattr(self.buffers, name) for name in names]
+        return [self.buffers.choice_tickets]
 
 
 def make_batch(

@@ -17,7 +17,7 @@ from ferrule_server.executor.cuda.buffers import (
     result_layout,
 )
 from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout, pack
-from ferrule_server.kernels.cuda import argmax, head, log_sum_exp, partials, sample, shape_logits, top_k
+from ferrule_server.kernels.cuda import argmax, head, log_sum_exp, partials, sample
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, ModelShape
 from ferrule_server.kernels.cuda.work_list import max_items, max_partials
 from tests.executor.cuda.fake_gpu import FakeGpu
@@ -100,13 +100,12 @@ def test_scratch_holds_what_the_kernels_say_they_need() -> None:
     assert buffers.argmax_partials.nbytes >= argmax.partial_bytes(rows, vocab)
     assert buffers.attention_tickets.numel() >= rows * SHAPE.num_kv_heads
     assert buffers.input["work"].shape[0] >= max_items(rows * SHAPE.num_kv_heads, NUM_CTAS) + rows * 3
-    assert buffers.input["draw_records"][0].nbytes == sample.RECORD_BYTES
-    assert buffers.input["shape_records"][0].nbytes == shape_logits.RECORD_BYTES
+    assert buffers.input["choice_records"][0].nbytes == sample.RECORD.itemsize
+    assert len(buffers.input["choice_records"]) == len(buffers.choice_borders) == 2 * rows
     assert buffers.input["score_records"][0].nbytes == log_sum_exp.RECORD_BYTES
-    assert buffers.input["top_records"][0].nbytes == top_k.RECORD_BYTES
-    assert buffers.select_state[0].nbytes == top_k.STATE_BYTES
+    assert buffers.choice_borders[0].nbytes == sample.BORDER_BYTES
     assert buffers.shaped.data_ptr() == buffers.logits[rows].data_ptr()
-    assert buffers.masks.shape == (3, shape_logits.mask_bytes(vocab))
+    assert buffers.masks.shape == (3, sample.mask_bytes(vocab))
 
 
 def test_partials_fit_whatever_a_short_context_leaves() -> None:

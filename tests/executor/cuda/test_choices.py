@@ -27,10 +27,7 @@ from ferrule_server.executor.cuda.choices import (
 )
 from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.kernels.cuda.log_sum_exp import log_sum_exp
-from ferrule_server.kernels.cuda.sample import draw
-from ferrule_server.kernels.cuda.select_count import select_count
-from ferrule_server.kernels.cuda.select_mass import select_mass
-from ferrule_server.kernels.cuda.shape_logits import shape_logits
+from ferrule_server.kernels.cuda.sample import draw, shape_and_select
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.toolchain.catalog import kernels_of
 from ferrule_server.kernels.cuda.top_k import gather_top_k
@@ -240,12 +237,16 @@ def test_greedy_rows_need_no_launch_and_no_upload() -> None:
 
 
 def test_a_launch_is_one_wave_and_no_more_than_finds_work() -> None:
-    """A fixed grid for each bucket: two slices a row, or what the multiprocessors hold."""
+    """A fixed grid for each bucket: two slices a row, one CTA to collect the largest, what the multiprocessors hold."""
     gpu = FakeGpu(num_sms=3)
     buffers = DecodeBuffers(gpu, SHAPE, LIMITS, 2)
     kernels = KernelSet(gpu, dict.fromkeys(SMALL.all, CUBIN))
 
-    for bucket, kind, grids in ((1, OutputKind.TOP, {2}), (4, OutputKind.SAMPLE, {3}), (4, OutputKind.TORCH, set())):
+    for bucket, kind, grids in (
+        (1, OutputKind.TOP, {1, 2, 3}),
+        (4, OutputKind.SAMPLE, {3}),
+        (4, OutputKind.TORCH, set()),
+    ):
         operations = choice_operations(kernels, buffers, bucket, kind, SMALL)
         assert {launch.grid for launch in operations if isinstance(launch, FakeLaunch)} == grids
         assert all(isinstance(launch, FakeLaunch) for launch in operations)
@@ -253,16 +254,21 @@ def test_a_launch_is_one_wave_and_no_more_than_finds_work() -> None:
 
 @pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_every_kernel_is_one_that_is_built_for_the_model(name: str) -> None:
-    """The runner asks for nothing else, and the digits come in order."""
+    """The runner asks for nothing else."""
     shape = MODEL_SHAPES[name]
     specs = ChoiceSpecs.of(shape)
 
     assert set(specs.all) <= set(kernels_of(shape))
-    assert [spec.kernel for spec in specs.all] == [
-        *(shape_logits, *[select_count] * 3, *[select_mass] * 3, draw, log_sum_exp, gather_top_k)
-    ]
-    assert [dict(spec.constants)["SHIFT"] for spec in (*specs.counts, *specs.masses)] == 2 * [21, 10, 0]
+    assert [spec.kernel for spec in specs.all] == [shape_and_select, draw, log_sum_exp, gather_top_k]
     assert dict(specs.gather.constants)["K"] == Limits(max_blocks=1).largest_k
+
+
+@pytest.mark.parametrize(("kind", "num"), [(OutputKind.SAMPLE, 2), (OutputKind.SCORE, 3), (OutputKind.TOP, 4)])
+def test_few_launches_follow_the_logits(kind: OutputKind, num: int) -> None:
+    """Two that choose a token, whatever shapes or filters it, one that scores, one that collects the largest."""
+    gpu = FakeGpu()
+    buffers = DecodeBuffers(gpu, SHAPE, LIMITS, 2)
+    assert len(choice_operations(KernelSet(gpu, dict.fromkeys(SMALL.all, CUBIN)), buffers, 4, kind, SMALL)) == num
 
 
 DRAWN = SampleSpec()

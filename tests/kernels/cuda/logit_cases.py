@@ -1,21 +1,42 @@
-"""Rows of logits as awkward as they come, and the sizes that the kernels over them are simulated with."""
+"""Rows of logits as awkward as they come, and what the kernels that choose from them are simulated with."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["DIGITS", "SLICE", "THREADS", "VOCABULARIES", "WARPS", "awkward_rows", "num_slices", "philox_seed"]
+from ferrule_server.kernels.cuda.radix_select import select_shared_bytes
+from ferrule_server.kernels.cuda.sample import BORDER_BYTES, RECORD, shape_and_select
+from ferrule_server.kernels.cuda.specialise import Constant, Specialised
+from tools.cuda_simulator import Launch, Memory
+
+__all__ = [
+    "SELECT_CONSTANTS",
+    "SLICE",
+    "THREADS",
+    "VOCABULARIES",
+    "WARPS",
+    "Records",
+    "Rows",
+    "awkward_rows",
+    "num_slices",
+    "philox_seed",
+    "place_choices",
+    "select_launch",
+]
 
 WARPS = 2
 THREADS = 32 * WARPS
 SLICE = 256
-DIGITS = ((24, 8), (16, 8), (8, 8), (0, 8))
-"""Narrow digits, so that a simulated CTA has few bins to walk."""
+SELECT_CONSTANTS: dict[str, Constant] = {"BITS": 8, "ROOM": 64, "SLICE": SLICE, "WARPS": WARPS}
+"""Narrow digits, so that a simulated CTA has few bins to walk, and a list that some rows do not fit."""
 VOCABULARIES = (97, 300, 517)
 """One slice and a piece of one, two, three; none a multiple of 4 but 300."""
 
 Rows = npt.NDArray[np.float32]
+Records = npt.NDArray[np.void]
 
 
 def num_slices(vocab_size: int) -> int:
@@ -44,3 +65,44 @@ def awkward_rows(vocab_size: int, seed: int) -> Rows:
     scattered = np.full(vocab_size, -3.0)
     scattered[:: max(vocab_size // 20, 1)] = 4.0
     return np.stack([plain, tied, masked, zeros, equal, wide, peak, scattered]).astype(np.float32)
+
+
+def place_choices(
+    rows: Rows,
+    records: Records,
+    *,
+    entries: Sequence[npt.NDArray[np.int32]] = (),
+    masks: Sequence[npt.NDArray[np.uint8]] = (),
+) -> Memory:
+    """Return memory with rows of logits, one more for each record, to be shaped, and what is done with them."""
+    memory, (num_rows, vocab_size) = Memory(), (len(records), rows.shape[1])
+    memory.put("logits", np.concatenate([rows, np.full((num_rows, vocab_size), np.nan, np.float32)]), mutable=True)
+    memory.put("records", records, mutable=True)
+    memory.put("entries", np.concatenate([np.zeros((1, 4), np.int32), *entries]), mutable=True)
+    memory.put("masks", np.concatenate([np.full(16, 0xA5, np.uint8), *masks]), mutable=True)
+    memory.put("borders", np.full((num_rows, BORDER_BYTES), 0xA5, np.uint8), mutable=True)
+    memory.empty("partials", (num_rows, num_slices(vocab_size), 16), np.uint8)
+    memory.put("tickets", np.zeros(num_rows, np.int32), mutable=True)
+    assert records.dtype == RECORD
+    return memory
+
+
+def select_launch(
+    memory: Memory,
+    grid: int,
+    mutant: Specialised | None = None,
+    *,
+    constants: dict[str, Constant] = SELECT_CONSTANTS,
+) -> Launch:
+    """Return the launch that shapes and selects everything placed."""
+    vocab_size, at = memory.get("logits").shape[1], memory.address
+    names = ("logits", "logits", "records", "entries", "masks", "borders", "partials", "tickets")
+    return Launch(
+        shape_and_select,
+        constants,
+        (*map(at, names), len(memory.get("records")), vocab_size, num_slices(vocab_size)),
+        grid=grid,
+        num_threads=THREADS,
+        shared_bytes=select_shared_bytes(int(str(constants["BITS"])), int(str(constants["ROOM"]))),
+        specialised=mutant,
+    )

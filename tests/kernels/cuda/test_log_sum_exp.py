@@ -72,9 +72,6 @@ def check(memory: Memory, rows: Rows, order: Sequence[int], requests: Sequence[S
             assert np.isnan(figures[slot]).all()
             continue
         row = rows[index]
-        assert figures[slot, 3] == np.count_nonzero(~np.isfinite(row))
-        if figures[slot, 3]:
-            continue
         ids = tuple(3 if token == CHOSEN else token for token in asked)
         (expected,) = select_rows(row[None], [0], [OutputSpec(logprob_ids=ids, target_id=0, entropy=True)])
         assert figures[slot, 0] == row.max()
@@ -111,19 +108,6 @@ def test_figures_do_not_depend_on_where_a_row_lies() -> None:
     assert len({pair.tobytes() for pair in memory.get("logprobs")[:8].reshape(4, 2)}) == 1
 
 
-def test_logits_that_are_no_numbers_are_counted() -> None:
-    """NaN of both signs and both infinities, in any slice and at the ends; the padding of a slice is none."""
-    rows = np.zeros((5, 517), np.float32)
-    rows[0, [0, 516]] = np.nan
-    rows[1, 255:258] = (np.inf, -np.inf, -np.float32(np.nan))
-    rows[2] = -np.inf
-    rows[3] = np.nan
-    memory = place(rows, range(5), [[]] * 5)
-    run(memory, [launch(memory, 4)])
-    assert memory.get("figures")[:, 3].tolist() == [2, 3, 517, 517, 0]
-    check(memory, rows, range(5), [[]] * 5)
-
-
 def test_a_request_for_no_token_is_answered_by_the_lowest_number() -> None:
     """Where a row gave no token (-1), or the id is beyond the vocabulary."""
     memory = place(np.zeros((1, 97), np.float32), [0], [[CHOSEN, 97, 96]], tokens=[-1])
@@ -149,4 +133,4 @@ def test_log_sum_exp_needs_all_of_its_synchronisation() -> None:
 def test_specs_hold_the_slices_of_the_vocabulary() -> None:
     """Shared memory has room for each slice's figures."""
     (spec,) = specs(MODEL_SHAPES["Llama-3.2-1B"])
-    assert spec.shared_bytes == shared_bytes(32)
+    assert spec.shared_bytes == shared_bytes(16)

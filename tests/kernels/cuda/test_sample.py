@@ -8,17 +8,19 @@ than float32; what float32 does to a weight is tested apart, by running the kern
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ferrule_server.executor.base import SampleSpec
+from ferrule_server.executor.base import SampleSpec, Shaping
+from ferrule_server.executor.cuda.choice_inputs import pack_draw, pack_entries, pack_shaping
 from ferrule_server.executor.sampling.distributions import Distribution, sampling_distribution
 from ferrule_server.executor.sampling.philox import Purpose, philox4x32, uniform
+from ferrule_server.executor.sampling.selection import shape_row
 from ferrule_server.kernels.cuda.intrinsics import (
     Address,
     grid_launch_dependents,
@@ -29,28 +31,30 @@ from ferrule_server.kernels.cuda.intrinsics import (
     store_u64,
     thread_id,
 )
+from ferrule_server.kernels.cuda.radix_select import ONE, weight_of
 from ferrule_server.kernels.cuda.sample import (
     DRAW_SHARED_BYTES,
-    RECORD_BYTES,
+    RECORD,
     draw,
-    pack_records,
     passed_by,
     philox,
+    shape_and_select,
     specs,
 )
-from ferrule_server.kernels.cuda.select_count import STATE_BYTES, count_shared_bytes, select_count
-from ferrule_server.kernels.cuda.select_mass import ONE, mass_shared_bytes, select_mass, weight_of
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.logit_cases import (
-    DIGITS,
+    SELECT_CONSTANTS,
     SLICE,
     THREADS,
     WARPS,
+    Records,
     Rows,
     awkward_rows,
     num_slices,
     philox_seed,
+    place_choices,
+    select_launch,
 )
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.replay import replay, without_wrapping
@@ -58,78 +62,56 @@ from tools.cuda_simulator import Launch, Memory, run
 
 NEAR = 2e-6
 ONES = 0xFFFFFFFF
-CONSTANTS: dict[str, Constant] = {"SLICE": SLICE, "WARPS": WARPS}
-Digits = Sequence[tuple[int, int]]
+DRAW_CONSTANTS: dict[str, Constant] = {"SLICE": SLICE, "WARPS": WARPS}
 Specs = Sequence[SampleSpec | None]
-OUTPUTS = ("tokens", "logprobs", "totals")
-COUNTERS = ("counts", "masses", "tickets")
+OUTPUTS = ("borders", "tokens", "logprobs", "totals")
+Mutants = tuple[Specialised | None, Specialised | None]
 
 
-def place(rows: Rows, specs: Specs, order: Sequence[int], positions: Sequence[int], digits: Digits = DIGITS) -> Memory:
-    """Return memory with rows of logits and what is to be drawn from them."""
-    memory, num_rows = Memory(), len(order)
-    memory.put("logits", rows, mutable=True)
-    memory.put("records", pack_records(specs, order, positions, rows.shape[1]), mutable=True)
-    memory.put("state", np.zeros(num_rows * STATE_BYTES, np.uint8), mutable=True)
-    num_bins = 1 << max(bits for _, bits in digits)
-    memory.put("counts", np.zeros((num_rows, num_bins), np.uint32), mutable=True)
-    memory.put("masses", np.zeros((num_rows, num_bins), np.uint64), mutable=True)
-    memory.empty("partials", (num_rows, num_slices(rows.shape[1]), 16), np.uint8)
-    memory.put("tickets", np.zeros(num_rows, np.int32), mutable=True)
-    memory.put("tokens", np.full(num_rows, -7, np.int32), mutable=True)
-    memory.put("logprobs", np.full(num_rows, 7, np.float32), mutable=True)
-    memory.put("totals", np.full(num_rows, 7, np.uint64), mutable=True)
+def records_of(specs: Specs, order: Sequence[int], positions: Sequence[int], vocab_size: int) -> Records:
+    """Return how each row is drawn from."""
+    records = np.frombuffer(b"".join(pack_draw(spec, vocab_size) for spec in specs), RECORD).copy()
+    records["row"] = records["source"] = order
+    records["position"] = positions
+    return records
+
+
+def place(
+    rows: Rows, specs: Specs, order: Sequence[int], positions: Sequence[int], shaping: Shaping | None = None
+) -> Memory:
+    """Return memory with rows of logits and what is to be drawn from them; the last row may be shaped by a bias."""
+    records, entries = records_of(specs, order, positions, rows.shape[1]), []
+    if shaping is not None:
+        entries = [pack_entries(np.empty(0, np.int32), shaping.bias)]
+        pack_shaping(records[-1:], shaping, -1, (1, 1 + len(entries[0])))
+        records["source"][-1] = len(rows) + len(order) - 1
+    memory = place_choices(rows, records, entries=entries)
+    memory.put("tokens", np.full(len(order), -7, np.int32), mutable=True)
+    memory.put("logprobs", np.full(len(order), 7, np.float32), mutable=True)
+    memory.put("totals", np.full(len(order), 7, np.uint64), mutable=True)
     return memory
 
 
 def chain(
     memory: Memory,
     grid: int,
-    digits: Digits = DIGITS,
-    mutants: Callable[[int], Specialised | None] = lambda _: None,
+    mutants: Mutants = (None, None),
+    *,
+    constants: dict[str, Constant] = SELECT_CONSTANTS,
 ) -> list[Launch]:
-    """Return the launches of a draw: counts of each digit, weights of each digit, the draw."""
-    num_rows, vocab_size = len(memory.get("records")), memory.get("logits").shape[1]
-    sizes = (num_rows, vocab_size, num_slices(vocab_size))
-    at = memory.address
-    common = (at("logits"), at("records"), at("state"))
-    launches = [
-        Launch(
-            select_count,
-            {**CONSTANTS, "SHIFT": shift, "BITS": bits},
-            (*common, at("counts"), at("partials"), at("tickets"), *sizes, RECORD_BYTES),
-            grid=grid,
-            num_threads=THREADS,
-            shared_bytes=count_shared_bytes(bits),
-            specialised=mutants(index),
-        )
-        for index, (shift, bits) in enumerate(digits)
-    ]
-    launches += [
-        Launch(
-            select_mass,
-            {**CONSTANTS, "SHIFT": shift, "BITS": bits},
-            (*common, at("masses"), at("tickets"), *sizes),
-            grid=grid,
-            num_threads=THREADS,
-            shared_bytes=mass_shared_bytes(bits),
-            specialised=mutants(len(digits) + index),
-        )
-        for index, (shift, bits) in enumerate(digits)
-    ]
-    outputs = (at("tokens"), at("logprobs"), at("totals"))
-    launches.append(
-        Launch(
-            draw,
-            CONSTANTS,
-            (*common, at("partials"), at("tickets"), *outputs, *sizes),
-            grid=grid,
-            num_threads=THREADS,
-            shared_bytes=DRAW_SHARED_BYTES,
-            specialised=mutants(2 * len(digits)),
-        )
+    """Return the launches of a draw: one finds what each row keeps, the other draws."""
+    names = ("logits", "records", "borders", "partials", "tickets", "tokens", "logprobs", "totals")
+    vocab_size = memory.get("logits").shape[1]
+    drawing = Launch(
+        draw,
+        DRAW_CONSTANTS,
+        (*map(memory.address, names), len(memory.get("records")), vocab_size, num_slices(vocab_size)),
+        grid=grid,
+        num_threads=THREADS,
+        shared_bytes=DRAW_SHARED_BYTES,
+        specialised=mutants[1],
     )
-    return launches
+    return [select_launch(memory, grid, mutants[0], constants=constants), drawing]
 
 
 def is_certain(row: Rows, spec: SampleSpec, distribution: Distribution, u: float) -> bool:
@@ -171,8 +153,7 @@ def check(memory: Memory, rows: Rows, specs: Specs, order: Sequence[int], positi
         assert tokens[slot] == token, (index, spec)
         assert logprobs[slot] == pytest.approx(logprob, abs=1e-5, rel=1e-5)
         assert float(totals[slot]) == pytest.approx(distribution.weights.sum() * 2.0**39, rel=2e-6)
-    for name in COUNTERS:
-        assert not memory.get(name).any(), name
+    assert not memory.get("tickets").any()
     return num_uncertain
 
 
@@ -203,7 +184,7 @@ def test_tokens_are_those_of_the_distribution_on_any_grid_again_and_again(vocab_
     memory = place(rows, specs, order, positions)
     results = []
     for seed, grid in enumerate((2, 1, 5)):
-        replay(memory, chain(memory, grid), outputs=OUTPUTS, counters=COUNTERS, seed=seed)
+        replay(memory, chain(memory, grid), outputs=OUTPUTS, counters=("tickets",), seed=seed)
         results.append([memory.get(name).tobytes() for name in OUTPUTS])
         assert check(memory, rows, specs, order, positions) <= 2
     assert results[0] == results[1] == results[2]
@@ -219,21 +200,21 @@ def test_rows_without_a_distribution_give_no_token_and_leave_no_trace() -> None:
     specs = [SampleSpec(top_k=4, top_p=0.5)] * 5
     memory = place(rows, specs, range(5), [3] * 5)
     for seed in range(3):
-        replay(memory, chain(memory, 3), outputs=OUTPUTS, counters=COUNTERS, seed=seed)
+        replay(memory, chain(memory, 3), outputs=OUTPUTS, counters=("tickets",), seed=seed)
         check(memory, rows, specs, range(5), [3] * 5)
     assert memory.get("tokens")[:4].tolist() == [-1] * 4
 
 
-@pytest.mark.parametrize("index", [0, len(DIGITS), 2 * len(DIGITS)])
+@pytest.mark.parametrize("index", [0, 1])
 def test_a_ticket_that_does_not_wrap_is_found(index: int) -> None:
-    """In a count, a mass and the draw, where each ends."""
+    """In the select and in the draw."""
     rows = awkward_rows(300, seed=1)
     memory = place(rows, [SampleSpec(top_k=9, top_p=0.9)] * 2, [0, 1], [3, 4])
     launch = chain(memory, 2)[index]
     mutant = without_wrapping(launch.kernel, launch.constants)
-    mutated = chain(memory, 2, mutants=lambda i: mutant if i == index else None)[: index + 1]
+    launches = chain(memory, 2, (None, mutant) if index else (mutant, None))
     with pytest.raises(AssertionError, match="tickets must be 0 for the next run"):
-        replay(memory, mutated, outputs=OUTPUTS, counters=COUNTERS)
+        replay(memory, launches[: index + 1], outputs=OUTPUTS, counters=("tickets",))
 
 
 @pytest.mark.parametrize(
@@ -276,13 +257,26 @@ def test_tokens_are_those_of_the_distribution_for_random_settings(seed: int) -> 
 
 
 def test_tokens_with_the_digits_that_are_shipped() -> None:
-    """11, 11 and 10 bits."""
-    digits = ((21, 11), (10, 11), (0, 10))
+    """11 bits to a digit, 4096 tokens in the list."""
     rows = awkward_rows(300, seed=4)[:2]
     specs = [SampleSpec(top_k=40, top_p=0.9, seed=5), SampleSpec(top_p=0.7, min_p=0.1, seed=6)]
-    memory = place(rows, specs, [0, 1], [8, 9], digits)
-    run(memory, chain(memory, 2, digits), seed=5)
+    memory = place(rows, specs, [0, 1], [8, 9])
+    run(memory, chain(memory, 2, constants={**SELECT_CONSTANTS, "BITS": 11, "ROOM": 4096}), seed=5)
     assert check(memory, rows, specs, [0, 1], [8, 9]) == 0
+
+
+@pytest.mark.parametrize("room", [1, 300])
+def test_what_a_row_keeps_does_not_depend_on_the_room_of_the_list(room: int) -> None:
+    """With room for one token digits are found over the whole row, with room for all never."""
+    rows = awkward_rows(300, seed=6)
+    specs = [SampleSpec(top_k=40, top_p=0.8, seed=seed) for seed in range(8)]
+    memory = place(rows, specs, range(8), range(8))
+    found = []
+    for constants in (SELECT_CONSTANTS, {**SELECT_CONSTANTS, "ROOM": room}):
+        run(memory, chain(memory, 3, constants=constants), seed=1)
+        assert check(memory, rows, specs, range(8), range(8)) <= 1
+        found.append(memory.get("borders")[:, :12].tobytes())
+    assert found[0] == found[1]
 
 
 def test_a_goal_that_is_reached_exactly_is_reached() -> None:
@@ -344,8 +338,8 @@ def first_word(record: Address, out: Address) -> None:
 )
 def test_philox_gives_the_words_of_the_executor(position: int, purpose: int, seed: int) -> None:
     """The first of them is a known answer of Random123; the executor's own function is checked against all three."""
-    memory = Memory()
-    packed = pack_records([SampleSpec(seed=seed)], [0], [position], 300, Purpose(purpose))
+    memory, packed = Memory(), records_of([SampleSpec(seed=seed)], [0], [position], 300)
+    packed["purpose"] = Purpose(purpose)
     record = memory.put("record", packed, mutable=True)
     out = memory.put("out", np.zeros(1, np.uint32), mutable=True)
     run(memory, [Launch(first_word, {}, (record, out), grid=1, num_threads=32, shared_bytes=0)])
@@ -374,9 +368,9 @@ def weights_in_float32(logits: Rows, peak: np.float32, scale: np.float32, ulps: 
     def round_u64(values: Rows) -> NDArray[np.float64]:
         return np.rint(values.astype(np.float64))
 
-    instructions = {"fma": fma, "exp2": exp2, "bits_float": bits_float, "round_u64": round_u64, "ONE": ONE}
+    ptx = SimpleNamespace(fma=fma, exp2=exp2, bits_float=bits_float, round_u64=round_u64)
     code: CodeType = weight_of.__code__
-    weights: NDArray[np.float64] = FunctionType(code, instructions)(logits.view(np.uint32), peak, scale)
+    weights: NDArray[np.float64] = FunctionType(code, {"ptx": ptx, "ONE": ONE})(logits.view(np.uint32), peak, scale)
     return weights
 
 
@@ -399,41 +393,37 @@ def test_weights_in_float32_err_by_no_more_than_the_tests_allow(temperature: flo
     assert 1e-8 < abs(weights.sum() / exact.sum() - 1) < NEAR / 2
 
 
-@pytest.mark.parametrize("index", [pytest.param(len(DIGITS), marks=pytest.mark.slow), len(DIGITS) + 1, 2 * len(DIGITS)])
-def test_the_draw_needs_all_of_its_synchronisation(index: int) -> None:
-    """Any barrier, fence or wait less is found out, in a first digit of weights, a later one, and the draw."""
+def test_the_draw_needs_all_of_its_synchronisation() -> None:
+    """Any barrier, fence or wait less is found out."""
     rows = awkward_rows(600, seed=3)
     order, positions = [0, 4, 1], [1, 2, 3]
     specs = [SampleSpec(top_k=50, top_p=0.9, seed=1), SampleSpec(top_p=0.5, seed=2), SampleSpec(top_p=0.8, seed=3)]
 
     def simulate(mutant: Specialised) -> None:
         memory = place(rows, specs, order, positions)
-        run(memory, chain(memory, 2, mutants=lambda i: mutant if i == index else None), seed=index)
+        run(memory, chain(memory, 2, (None, mutant)), seed=1)
         assert check(memory, rows, specs, order, positions) == 0
 
-    if index == 2 * len(DIGITS):
-        check_mutants(draw, CONSTANTS, simulate)
-    else:
-        shift, bits = DIGITS[index - len(DIGITS)]
-        check_mutants(select_mass, {**CONSTANTS, "SHIFT": shift, "BITS": bits}, simulate)
+    check_mutants(draw, DRAW_CONSTANTS, simulate)
 
 
-def test_the_first_digit_with_the_peak_needs_all_of_its_synchronisation() -> None:
-    """Rows with and without top-k in turn, the same CTA finishing both."""
+def test_the_select_needs_all_of_its_synchronisation() -> None:
+    """Rows that are listed and not, shaped and not, of top-k and top-p, the same CTAs finishing them one by one."""
     rows = awkward_rows(600, seed=3)
-    order, positions = [0, 4, 1, 2], [1, 2, 3, 4]
-    specs = [SampleSpec(seed=1), None, SampleSpec(top_k=9, seed=2), SampleSpec(seed=3)]
-    shift, bits = DIGITS[0]
+    order, positions = [0, 4, 1, 2, 0], [1, 2, 3, 4, 5]
+    specs = [SampleSpec(top_k=9, top_p=0.9, seed=1), SampleSpec(top_p=0.5, seed=2), None, SampleSpec(seed=3)]
+    specs.append(SampleSpec(top_k=20, seed=4))
+    biased = Shaping(bias=tuple((token, 1.0) for token in range(250, 262)))
 
     def simulate(mutant: Specialised) -> None:
-        memory = place(rows, specs, order, positions)
-        run(memory, chain(memory, 2, mutants=lambda i: None if i else mutant), seed=1)
-        assert check(memory, rows, specs, order, positions) == 0
+        memory = place(rows, specs, order, positions, biased)
+        run(memory, chain(memory, 2, (mutant, None)), seed=1)
+        shaped = shape_row(rows[0], biased, None).astype(np.float32)
+        assert check(memory, np.stack([*rows, shaped]), specs, [*order[:-1], len(rows)], positions) == 0
 
-    check_mutants(select_count, {**CONSTANTS, "SHIFT": shift, "BITS": bits}, simulate)
+    check_mutants(shape_and_select, SELECT_CONSTANTS, simulate)
 
 
 def test_specs_are_the_chain() -> None:
-    """Counts of three digits, weights of three digits, the draw."""
-    chained = [spec.kernel for spec in specs(MODEL_SHAPES["Qwen3-8B"])]
-    assert chained == [select_count] * 3 + [select_mass] * 3 + [draw]
+    """One launch finds what each row keeps, one draws."""
+    assert [spec.kernel for spec in specs(MODEL_SHAPES["Qwen3-8B"])] == [shape_and_select, draw]

@@ -26,7 +26,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
     load_u32,
     load_v4,
     num_ctas,
-    shared_add_u32,
+    shared_fetch_add_u32,
     shared_load_f32,
     shared_load_u32,
     shared_store_f32,
@@ -308,7 +308,7 @@ def count(x: Address, y: Address, z: Address, *, BARRIERS: tuple[int, int]) -> N
         shared_store_u32(4 * i, 0)
     if BARRIERS[0]:
         barrier()
-    shared_add_u32(4 * (i & 1), 1)
+    shared_fetch_add_u32(4 * (i & 1), 1)
     if BARRIERS[1]:
         barrier()
     if i < 2:

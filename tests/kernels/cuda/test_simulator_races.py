@@ -17,9 +17,10 @@ from tools.cuda_simulator.twins import SITE_BITS, size_of
 
 NUM_THREADS = 5
 NAMES = (
-    "store_u16", "store_f32", "store_v4", "load_u16", "load_f32", "load_v4", "load_relaxed_u32", "atomic_add_u32",
+    "store_u16", "store_f32", "store_v4", "load_u16", "load_f32", "load_v4", "load_relaxed_u32",
+    "atomic_increment_wrapping",
 )  # fmt: skip
-STRONG = ("load_relaxed_u32", "atomic_add_u32")
+STRONG = ("load_relaxed_u32", "atomic_increment_wrapping")
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class History:
             self.seen[thread] |= self.location.get(address, set())
         if name == "load_relaxed_u32":
             self.clocks.observe(self.threads[thread], address)
-        if name == "atomic_add_u32":
+        if name == "atomic_increment_wrapping":
             self.clocks.exchange(self.threads[thread], address)
             if thread in self.released:
                 self.location.setdefault(address, set()).add(self.released[thread])
@@ -78,7 +79,7 @@ class History:
             self.access(sender, "store_f32", 4 * place)
             if self.rng.random() < 0.9:
                 self.fence(sender)
-            self.access(sender, "atomic_add_u32", flags[place])
+            self.access(sender, "atomic_increment_wrapping", flags[place])
         for flag in set(flags):
             self.access(receiver, self.rng.choice(STRONG), flag)
         if self.rng.random() < 0.9:

@@ -3,7 +3,7 @@
 What the host writes for a step lies side by side in ``inputs``, what it reads in ``results``, so that one copy each way
 does; their fields are in ``input`` and ``result``::
 
-    inputs    token_ids positions slot_mapping work | draw_records shape_records ... request_ids entries
+    inputs    token_ids positions slot_mapping work | choice_records score_records request_ids entries
               every step, up to what is in use      | a second span, where tokens are not chosen greedily alone
     results   tokens | greedy chosen_logprobs figures requested top_ids top_logits
               every step, then as far as it was asked for
@@ -26,8 +26,7 @@ from ferrule_server.executor.cuda.gpu import Gpu
 from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout, pack
 from ferrule_server.kernels.cuda.attention_mma import ROWS
 from ferrule_server.kernels.cuda.logit_rows import DEFAULT_SLICE
-from ferrule_server.kernels.cuda.select_count import DIGITS, STATE_BYTES
-from ferrule_server.kernels.cuda.shape_logits import mask_bytes
+from ferrule_server.kernels.cuda.sample import BORDER_BYTES, RECORD, mask_bytes
 from ferrule_server.kernels.cuda.spec import ModelShape
 from ferrule_server.kernels.cuda.top_k import LARGEST_K
 from ferrule_server.kernels.cuda.work_list import FIELDS, max_items, max_partials
@@ -42,8 +41,6 @@ _LARGEST_PARTIALS_BYTES = 64 << 20
 
 _HEAD_ROWS = 2
 """Rows that the kernel of the output head takes at most."""
-
-_MAX_BINS = 1 << max(num_bits for _, num_bits in DIGITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +82,8 @@ def input_layout(shape: ModelShape, limits: Limits, num_ctas: int) -> Layout:
             ("positions", (rows,)),
             ("slot_mapping", (rows,)),
             ("work", (num_work, width)),
-            ("draw_records", (rows, 12)),
-            ("shape_records", (rows, 8)),
+            ("choice_records", (2 * rows, RECORD.itemsize // 4)),
             ("score_records", (rows, 4)),
-            ("top_records", (rows, 4)),
             ("request_ids", (limits.max_requests,)),
             ("entries", (limits.max_entries, 4)),
         )
@@ -114,8 +109,8 @@ def result_layout(limits: Limits) -> Layout:
 class DecodeBuffers:
     """The memory of steps on the kernels, on the device. R is ``limits.max_rows``, V the vocabulary, S its slices.
 
-    A step uses the first rows of each buffer. Tickets, counts and places are 0 between steps: every kernel leaves them
-    so, and nobody else writes them.
+    A step uses the first rows of each buffer. Tickets are 0 between steps: every kernel leaves them so, and nothing
+    else writes them.
 
     Args:
         gpu: Where to allocate.
@@ -130,9 +125,8 @@ class DecodeBuffers:
         result_layout: Of ``results``.
         input: The fields of ``inputs``, all int32: ``token_ids`` [R] (-1: no token, zeros; -2 - j: ``tokens[j]`` of the
             step before), ``positions`` [R], ``slot_mapping`` [R], ``work`` [rows, 16] (see above; both the items and
-            the block tables that kernels are given begin here), ``draw_records`` [R, 12], ``shape_records`` [R, 8],
-            ``score_records`` [R, 4], ``top_records`` [R, 4], ``request_ids`` [max_requests], ``entries``
-            [max_entries, 4].
+            the block tables that kernels are given begin here), ``choice_records`` [2 * R, 20], each a
+            ``sample.RECORD``, ``score_records`` [R, 4], ``request_ids`` [max_requests], ``entries`` [max_entries, 4].
         result: The fields of ``results``: ``tokens`` int32 [R], at its begin: what the step chose, by row where all is
             greedy, else by output; ``greedy`` int32 [R], the best token of each row, -1: not finite;
             ``chosen_logprobs`` float32 [R]; ``figures`` float32 [R, 4]; ``requested`` float32 [max_requests];
@@ -171,23 +165,15 @@ class DecodeBuffers:
     argmax_tickets: Tensor
     """int32 [R], 0 between steps."""
     choice_partials: Tensor
-    """uint8 [R, S, 16], scratch of everything behind the logits."""
+    """uint8 [2 * R, S, 16], scratch of everything behind the logits."""
     choice_tickets: Tensor
-    """int32 [R], of everything behind the logits, 0 between steps."""
+    """int32 [2 * R], of everything behind the logits, 0 between steps."""
+    choice_borders: Tensor
+    """uint8 [2 * R, 16], what the launches behind the logits tell each other."""
     choice_totals: Tensor
     """int64 [R], written by the draw."""
-    select_state: Tensor
-    """uint8 [R, 32], 0 before the first step."""
-    select_counts: Tensor
-    """int32 [R, 2048], 0 between steps."""
-    select_masses: Tensor
-    """int64 [R, 2048], 0 between steps."""
-    top_candidates: Tensor
-    """int64 [R, largest_k], scratch."""
-    top_places: Tensor
-    """int32 [R], 0 between steps."""
     masks: Tensor
-    """uint8 [num_masks, shape_logits.mask_bytes(V)]."""
+    """uint8 [num_masks, sample.mask_bytes(V)]."""
     block_pairs: Tensor
     """uint8 [bytes of MAX_PAIRS pairs], of copies between steps."""
 
@@ -242,14 +228,10 @@ def _tensors(shape: ModelShape, limits: Limits, num_ctas: int) -> dict[str, tupl
         "head_ticket": ((1,), torch.int32),
         "argmax_partials": ((rows, num_slices), torch.int64),
         "argmax_tickets": ((rows,), torch.int32),
-        "choice_partials": ((rows, num_slices, 16), torch.uint8),
-        "choice_tickets": ((rows,), torch.int32),
+        "choice_partials": ((2 * rows, num_slices, 16), torch.uint8),
+        "choice_tickets": ((2 * rows,), torch.int32),
+        "choice_borders": ((2 * rows, BORDER_BYTES), torch.uint8),
         "choice_totals": ((rows,), torch.int64),
-        "select_state": ((rows, STATE_BYTES), torch.uint8),
-        "select_counts": ((rows, _MAX_BINS), torch.int32),
-        "select_masses": ((rows, _MAX_BINS), torch.int64),
-        "top_candidates": ((rows, limits.largest_k), torch.int64),
-        "top_places": ((rows,), torch.int32),
         "masks": ((limits.num_masks, mask_bytes(shape.vocab_size)), torch.uint8),
         "block_pairs": ((PAIR_LAYOUT.num_bytes,), torch.uint8),
     }

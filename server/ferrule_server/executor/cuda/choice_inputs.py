@@ -1,11 +1,13 @@
 """The records that the kernels behind the logits read, filled in for the output rows of a step.
 
-Slot i of the draws, of the shapings and of the scores is output i; the top log-probabilities of those that ask for them
-follow one another. A shaped row is drawn from its place behind the raw rows.
+Record i of the choices and of the scores is output i. The records of the rows that return their largest
+log-probabilities follow those of all outputs, one after the other. A shaped row is drawn from its place after the raw
+rows.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -24,36 +26,42 @@ from ferrule_server.executor.cuda.choices import (
     shaping_of,
 )
 from ferrule_server.executor.sampling.selection import needs_normaliser
-from ferrule_server.kernels.cuda import sample, shape_logits
+from ferrule_server.kernels.cuda.radix_select import PROBABILITY_BITS
+from ferrule_server.kernels.cuda.sample import LARGEST, RECORD, mask_bytes
 
-__all__ = ["DrawMemo", "fill_choices"]
+__all__ = ["DrawMemo", "fill_choices", "pack_draw", "pack_entries", "pack_shaping"]
 
 Views = Mapping[str, npt.NDArray[Any]]
+Records = npt.NDArray[np.void]
 
 _NUM_CACHED = 4096
 _NOTHING_TO_DO = -1
+_SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class DrawMemo:
-    """The records of the last step's draws: but for positions those of the next one too, where its rows want the same.
+    """The records of the last step's choices: the next step's differ in positions alone, if its rows want the same.
 
-    What shapes logits is never kept: masks are to go when nobody else refers to them.
+    Records with shapings are never kept: a mask must go when nothing else refers to it.
     """
 
     def __init__(self) -> None:
         self._specs: tuple[OutputSpec, ...] = ()
         self._rows = b""
-        self._records = np.zeros((0, 0), np.int32)
+        self._records = np.zeros(0, RECORD)
 
-    def records(self, batch: StepBatch, first_shaped: int, vocab_size: int) -> Int32Array:
-        """Return records as :func:`_draw_records` does, not to be changed."""
+    def records(self, batch: StepBatch, vocab_size: int) -> Records:
+        """Return how each token is chosen but for positions and shapings; not to be changed."""
         specs, rows = batch.output_specs, batch.output_rows.tobytes()
-        if rows != self._rows or not are_same(specs, self._specs):
-            records = _draw_records(batch, first_shaped, vocab_size)
-            if any(spec.shaping is not None for spec in specs):
-                return records
+        if rows == self._rows and are_same(specs, self._specs):
+            return self._records
+        draws = b"".join([pack_draw(_sample_of(spec), vocab_size) for spec in specs])
+        records = np.frombuffer(draws, RECORD).copy()
+        has_token = np.fromiter(map(chooses, specs), np.bool_, len(specs))
+        records["row"] = records["source"] = np.where(has_token, batch.output_rows, _NOTHING_TO_DO)
+        if all(spec.shaping is None for spec in specs):
             self._specs, self._rows, self._records = specs, rows, records
-        return self._records
+        return records
 
 
 def fill_choices(
@@ -79,31 +87,15 @@ def fill_choices(
     """
     if kind in (OutputKind.GREEDY, OutputKind.TORCH):
         return ChoiceCounts()
-    num_entries = _fill_shapings(views, batch, num_rows_bucket, mask_slots, vocab_size)
-    _fill_draws(views, batch, num_rows_bucket, vocab_size, draws or DrawMemo())
+    records, num_outputs = views["choice_records"].view(RECORD)[:, 0], len(batch.output_specs)
+    records["row"][num_outputs:num_rows_bucket] = _NOTHING_TO_DO
+    records[:num_outputs] = (draws or DrawMemo()).records(batch, vocab_size)
+    records["position"][:num_outputs] = batch.positions[batch.output_rows] + 1
+    num_entries = _fill_shapings(records, views["entries"], batch, mask_slots, vocab_size)
     num_requests = _fill_scores(views, batch, num_rows_bucket) if kind >= OutputKind.SCORE else 0
-    num_tops = _fill_tops(views, batch, num_rows_bucket, vocab_size) if kind >= OutputKind.TOP else 0
+    tops = records[num_rows_bucket : 2 * num_rows_bucket]
+    num_tops = _fill_tops(tops, batch, vocab_size) if kind >= OutputKind.TOP else 0
     return ChoiceCounts(num_requests, num_entries, num_tops)
-
-
-def _fill_draws(views: Views, batch: StepBatch, num_slots: int, vocab_size: int, draws: DrawMemo) -> None:
-    """Fill in how each token is drawn, and from which row."""
-    records, num_outputs = views["draw_records"], len(batch.output_specs)
-    records[num_outputs:num_slots, 0] = _NOTHING_TO_DO
-    records[:num_outputs] = draws.records(batch, len(records), vocab_size)
-    records[:num_outputs, 3] = batch.positions[batch.output_rows] + 1
-
-
-def _draw_records(batch: StepBatch, first_shaped: int, vocab_size: int) -> Int32Array:
-    """Return how each token is drawn but for its position, and from which row; shaped ones from ``first_shaped`` on."""
-    specs = batch.output_specs
-    words = b"".join([_draw_words(_sample_of(spec), vocab_size) for spec in specs])
-    records = np.frombuffer(words, np.int32).reshape(len(specs), -1).copy()
-    records[:, 0] = [
-        _row_drawn_from(spec, row, first_shaped + i)
-        for i, (spec, row) in enumerate(zip(specs, batch.output_rows.tolist(), strict=True))
-    ]
-    return records
 
 
 def _sample_of(spec: OutputSpec) -> SampleSpec | None:
@@ -112,41 +104,66 @@ def _sample_of(spec: OutputSpec) -> SampleSpec | None:
 
 
 @lru_cache(_NUM_CACHED)
-def _draw_words(spec: SampleSpec | None, vocab_size: int) -> bytes:
-    """Return the record of a draw but for its row and position: the same for every token of a text."""
-    return sample.pack_records([spec], [_NOTHING_TO_DO], [0], vocab_size).tobytes()
+def pack_draw(spec: SampleSpec | None, vocab_size: int) -> bytes:
+    """Return the record of a choice but for its row and position: the same for every token of a text.
 
-
-def _row_drawn_from(spec: OutputSpec, row: int, shaped_row: int) -> int:
-    """Return the row of the logits that a token is drawn from."""
-    if not chooses(spec):
-        return _NOTHING_TO_DO
-    return row if shaping_of(spec) is None else shaped_row
+    Args:
+        spec: How the token is drawn; None: it is the largest.
+        vocab_size: Logits of a row.
+    """
+    record = np.zeros((), RECORD)
+    record["row"] = record["source"] = record["mask"] = _NOTHING_TO_DO
+    if spec is None or spec.temperature == 0:
+        record["is_greedy"], record["scale"], record["bound"] = 1, 1.0, -LARGEST
+        return record.tobytes()
+    record["k"] = spec.top_k if 0 < spec.top_k < vocab_size else 0
+    record["top_p"] = max(1, round(spec.top_p * 2.0**PROBABILITY_BITS)) if spec.top_p < 1 else 0
+    record["scale"] = min(max(math.log2(math.e) / spec.temperature, _SMALLEST), LARGEST)
+    record["bound"] = max(spec.temperature * math.log(spec.min_p), -LARGEST) if spec.min_p > 0 else -LARGEST
+    record["seed"] = spec.seed
+    return record.tobytes()
 
 
 def _fill_shapings(
-    views: Views, batch: StepBatch, num_slots: int, mask_slots: Mapping[bytes, int], vocab_size: int
+    records: Records, entries: Int32Array, batch: StepBatch, mask_slots: Mapping[bytes, int], vocab_size: int
 ) -> int:
-    """Fill in what changes logits before a draw; return the number of entries.
+    """Fill in what changes logits before a draw, and return the number of entries.
 
     Args:
-        views: Fields of the staged inputs.
+        records: One for each row of the largest step, twice: a shaped row lies as far after the raw ones.
+        entries: Of all rows.
         batch: The step.
-        num_slots: Records that the kernel looks at.
         mask_slots: Where masks lie.
         vocab_size: Logits of a row.
     """
-    records = views["shape_records"]
-    records[:num_slots, 0] = _NOTHING_TO_DO
-    shapings = [(i, shaping_of(spec)) for i, spec in enumerate(batch.output_specs) if spec.shaping is not None]
-    found = {i: shaping for i, shaping in shapings if shaping is not None}
-    borders = _fill_entries(views["entries"], batch, found, vocab_size)
-    mask_units = shape_logits.mask_bytes(vocab_size) // 16
+    shapings = {i: shaping_of(spec) for i, spec in enumerate(batch.output_specs) if spec.shaping is not None}
+    found = {i: shaping for i, shaping in shapings.items() if shaping is not None}
+    borders = _fill_entries(entries, batch, found, vocab_size)
     for i, shaping in found.items():
-        mask = -1 if shaping.mask is None else mask_slots[shaping.mask.fingerprint] * mask_units
-        records[i] = _shaping_words(shaping.repetition_penalty, shaping.frequency_penalty, shaping.presence_penalty)
-        records[i, :4] = (batch.output_rows[i], mask, borders[i], borders[i + 1])
+        slot = -1 if shaping.mask is None else mask_slots[shaping.mask.fingerprint] * (mask_bytes(vocab_size) // 16)
+        records["source"][i] = len(records) // 2 + i
+        pack_shaping(records[i : i + 1], shaping, slot, borders[i : i + 2])
     return borders[-1]
+
+
+def pack_shaping(record: Records, shaping: Shaping, mask: int, entries: Sequence[int]) -> None:
+    """Write what shapes a row into its record.
+
+    Args:
+        record: RECORD [1].
+        shaping: Of the row.
+        mask: Place of its mask in units of 16 bytes, -1: it has none.
+        entries: Index of its first entry, and of the one after the last.
+    """
+    record["mask"] = mask
+    record["first_entry"], record["end_entry"] = entries
+    repetition = shaping.repetition_penalty
+    record["repetition"], record["inverse_repetition"] = _float32(repetition), _float32(1 / repetition)
+    record["frequency"], record["presence"] = _float32(shaping.frequency_penalty), _float32(shaping.presence_penalty)
+
+
+def _float32(value: float) -> float:
+    return min(max(value, -LARGEST), LARGEST)
 
 
 def _fill_entries(
@@ -165,27 +182,32 @@ def _fill_entries(
     bias = [(i * vocab_size + token, amount) for i, shaping in shapings.items() for token, amount in shaping.bias]
     if not histories and not bias:
         return [0] * (num_outputs + 1)
-    packed = _packed(np.concatenate(histories) if histories else np.empty(0, np.int32), bias)
+    packed = pack_entries(np.concatenate(histories) if histories else np.empty(0, np.int32), bias)
     begins: list[int] = packed[:, 0].searchsorted(np.arange(num_outputs + 1) * vocab_size).tolist()
     packed[:, 0] %= vocab_size
     entries[: len(packed)] = packed
     return begins
 
 
-def _packed(history: Int32Array, bias: Sequence[tuple[int, float]]) -> Int32Array:
-    """Return entries ascending; without a bias, which is the rule, in a third of the time."""
-    if bias:
-        return shape_logits.pack_entries(Shaping(presence_penalty=1.0, bias=tuple(bias)), history)
+def pack_entries(history: Int32Array, bias: Sequence[tuple[int, float]]) -> Int32Array:
+    """Return one entry for each token that occurred or has a bias, ascending: int32 [n, 4].
+
+    Args:
+        history: int32 [n], the tokens that penalties count.
+        bias: Token and what is added to its logit; tokens are distinct.
+    """
     token_ids, counts = np.unique(history, return_counts=True)
-    packed = np.zeros((len(token_ids), 4), np.int32)
-    packed[:, 0], packed[:, 1] = token_ids, counts
-    return packed
-
-
-@lru_cache(_NUM_CACHED)
-def _shaping_words(repetition: float, frequency: float, presence: float) -> Int32Array:
-    """Return the record of a shaping but for row, mask and entries; not to be changed."""
-    return shape_logits.pack_record(Shaping(repetition, frequency, presence), _NOTHING_TO_DO, -1, (0, 0))
+    amounts = np.zeros(len(token_ids), np.float32)
+    if bias:  # without, which is the rule, this takes a third of the time
+        occurred, occurrences = token_ids, counts
+        biased = np.array([token_id for token_id, _ in bias], np.int32)
+        token_ids = np.union1d(occurred, biased)
+        counts, amounts = np.zeros(len(token_ids), np.int32), np.zeros(len(token_ids), np.float32)
+        counts[token_ids.searchsorted(occurred)] = occurrences
+        amounts[token_ids.searchsorted(biased)] = [amount for _, amount in bias]
+    entries = np.zeros((len(token_ids), 4), np.int32)
+    entries[:, 0], entries[:, 1], entries[:, 2] = token_ids, counts, amounts.view(np.int32)
+    return entries
 
 
 def _fill_scores(views: Views, batch: StepBatch, num_slots: int) -> int:
@@ -196,24 +218,21 @@ def _fill_scores(views: Views, batch: StepBatch, num_slots: int) -> int:
         begin = len(requests)
         requests += [-1 - i if token == CHOSEN else token for token in requested_ids(spec)]
         records.append((row if needs_normaliser(spec) else _NOTHING_TO_DO, begin, len(requests), 0))
-    _write_records(views["score_records"], records, num_slots)
+    views["score_records"][len(records) : num_slots, 0] = _NOTHING_TO_DO
+    views["score_records"][: len(records)] = records
     views["request_ids"][: len(requests)] = requests
     return len(requests)
 
 
-def _fill_tops(views: Views, batch: StepBatch, num_slots: int, vocab_size: int) -> int:
-    """Fill in which rows return their largest log-probabilities, one behind the other; return how many do."""
-    records = [
-        (row, min(spec.num_top_logprobs, vocab_size), 0, 0)
+def _fill_tops(records: Records, batch: StepBatch, vocab_size: int) -> int:
+    """Fill in which rows return their largest log-probabilities, one after the other; return how many do."""
+    wanted = [
+        (row, spec.num_top_logprobs)
         for row, spec in zip(batch.output_rows.tolist(), batch.output_specs, strict=True)
         if spec.num_top_logprobs > 0
     ]
-    _write_records(views["top_records"], records, num_slots)
-    return len(records)
-
-
-def _write_records(target: Int32Array, records: Sequence[tuple[int, ...]], num_slots: int) -> None:
-    """Write records, and behind them such that say there is nothing to do."""
-    target[len(records) : num_slots, 0] = _NOTHING_TO_DO
-    if records:
-        target[: len(records)] = records
+    records["row"][len(wanted) :] = _NOTHING_TO_DO
+    for i, (row, k) in enumerate(wanted):
+        records[i] = np.frombuffer(pack_draw(SampleSpec(top_k=k), vocab_size), RECORD)[0]
+        records["row"][i] = records["source"][i] = row
+    return len(wanted)

@@ -183,7 +183,7 @@ def input_span(layout: Layout, kind: OutputKind, counts: ChoiceCounts) -> slice 
     """Return the bytes of the inputs that ``fill_choices`` filled, None where it fills none."""
     if kind in (OutputKind.GREEDY, OutputKind.TORCH):
         return None
-    begin = layout.offset_of("draw_records")
+    begin = layout.offset_of("choice_records")
     if counts.num_entries:
         return slice(begin, layout.end_of("entries", counts.num_entries))
     if kind is OutputKind.SAMPLE:

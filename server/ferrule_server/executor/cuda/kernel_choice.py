@@ -65,7 +65,7 @@ _OTHER_FIELDS = ("architecture", "max_positions", "norm_eps", "rope_theta", "rop
 KNOWN_FIELDS = frozenset({*(field.name for field in fields(ModelShape)), *_OTHER_FIELDS})
 """All known fields of :class:`ModelConfig`. A model that sets any other field runs in torch."""
 
-_LOGIT_OPS = ("argmax", "shape_logits", "log_sum_exp", "top_k", "sample")
+_LOGIT_OPS = ("argmax", "sample", "log_sum_exp", "top_k")
 """Modules of which a step behind the logits may need everything."""
 
 

@@ -60,9 +60,7 @@ PARTS: Final = (
     ),
     KernelPart("attention of decodes", frozenset({"attention"}), _attends_with("attention")),
     KernelPart("attention of several rows", frozenset({"attention_mma"}), _attends_with("attention_mma")),
-    KernelPart(
-        "sampling", frozenset({"shape_logits", "select_count", "select_mass", "draw"}), _chooses(OutputKind.SAMPLE)
-    ),
+    KernelPart("sampling", frozenset({"shape_and_select", "draw"}), _chooses(OutputKind.SAMPLE)),
     KernelPart("log-probabilities", frozenset({"log_sum_exp"}), _chooses(OutputKind.SCORE)),
     KernelPart("top log-probabilities", frozenset({"gather_top_k"}), _chooses(OutputKind.TOP)),
     KernelPart(COPIES, frozenset({"copy_blocks"}), None),

@@ -16,10 +16,9 @@ head.py          the output head for one or two rows; argmax.py: the best token 
 
 Operations on rows of logits:
 
-shape_logits.py  penalties, bias, mask
+sample.py        penalties, bias, mask and one draw per row; radix_select.py: top-k and top-p in it
 log_sum_exp.py   log-sum-exp, entropy, single log-probabilities
-select_count.py  top-k by radix select; select_mass.py: top-p; top_k.py: the k largest in order
-sample.py        one draw per row; logit_rows.py: what all of these share
+top_k.py         the k largest in order; logit_rows.py: what all of these share
 
 The KV pool:
 

@@ -11,36 +11,13 @@ Source: the ticket is the "threadFenceReduction" of NVIDIA's CUDA samples, with 
 
 from __future__ import annotations
 
-from ferrule_server.kernels.cuda.best_token import (
-    best_partial,
-    cta_max_key,
-    key_of,
-    max_key,
-    token_of,
-    warp_max_key,
-)
+from ferrule_server.kernels.cuda import best_token
+from ferrule_server.kernels.cuda import intrinsics as ptx
 from ferrule_server.kernels.cuda.constants import LOG2
-from ferrule_server.kernels.cuda.intrinsics import (
-    I32,
-    Address,
-    barrier,
-    cta_id,
-    grid_launch_dependents,
-    grid_wait,
-    num_ctas,
-    shared_store_u64,
-    store_i32,
-    store_u64,
-    thread_id,
-)
-from ferrule_server.kernels.cuda.logit_rows import (
-    DEFAULT_SLICE,
-    DEFAULT_WARPS,
-    load_slice,
-    num_slices,
-)
+from ferrule_server.kernels.cuda.intrinsics import I32, Address
+from ferrule_server.kernels.cuda.logit_rows import DEFAULT_SLICE, DEFAULT_WARPS, num_slices
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
-from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
+from ferrule_server.kernels.cuda.specialise import Constant, i32
 from ferrule_server.kernels.cuda.ticket import arrive
 
 __all__ = ["argmax", "num_ctas_needed", "partial_bytes", "shared_bytes", "spec", "specs"]
@@ -74,45 +51,28 @@ def argmax(
         WARPS: Per CTA.
         SLICE: Tokens that a CTA looks at at a time, a multiple of 128 * WARPS.
     """
-    assert SLICE % (128 * WARPS) == 0
-    lane = i32(thread_id() & 31)
-    grid_launch_dependents()
-    grid_wait()
+    ptx.grid_launch_dependents()
+    ptx.grid_wait()
     slices = i32((vocab_size + SLICE - 1) >> LOG2[SLICE])
     row = i32(0)
-    part = i32(cta_id())
-    while part >= slices and row < num_rows:
-        part = i32(part - slices)
-        row = i32(row + 1)
+    part = i32(ptx.cta_id())
     while row < num_rows:
-        words = registers(SLICE // (128 * WARPS))
-        load_slice(
-            logits + row * (vocab_size * 4), i32(part * SLICE), vocab_size, words, THREADS=32 * WARPS, SLICE=SLICE
-        )
-        best = 0
-        for g in unrolled(SLICE // (128 * WARPS)):
-            for i in unrolled(4):
-                token = i32(part * SLICE + (thread_id() + 32 * WARPS * g) * 4 + i)
-                key = key_of(words[g][i], token)
-                if token < vocab_size:
-                    best = max_key(best, key)
-        best = warp_max_key(best, COUNT=1)
-        if lane == 0:
-            shared_store_u64(i32((thread_id() >> 5) * 8), best)
-        barrier()
-        place = partials + (row * slices + part) * 8
-        if thread_id() == 0:
-            best = cta_max_key(i32(0), WARPS=WARPS)
-            store_u64(place, best)
-        if arrive(tickets + row * 4, slices, i32(WARPS * 8), ALL_STORE=False) == 1:
-            if thread_id() < 32:
-                best = best_partial(partials + row * slices * 8, slices, STEP=8)
-                if lane == 0:
-                    store_i32(tokens + row * 4, token_of(best))
-        part = i32(part + num_ctas())
-        while part >= slices and row < num_rows:
+        if part >= slices:
             part = i32(part - slices)
             row = i32(row + 1)
+        else:
+            source = logits + row * (vocab_size * 4)
+            best = best_token.best_of_slice(
+                source, i32(part * SLICE), vocab_size, i32(0), STRONG=False, MASKED=False, SLICE=SLICE, WARPS=WARPS
+            )
+            if ptx.thread_id() == 0:
+                ptx.store_u64(partials + (row * slices + part) * 8, best)
+            if arrive(tickets + row * 4, slices, i32(WARPS * 8), ALL_STORE=False) == 1:
+                if ptx.thread_id() < 32:
+                    best = best_token.best_partial(partials + row * slices * 8, slices, STEP=8)
+                    if ptx.thread_id() == 0:
+                        ptx.store_i32(tokens + row * 4, best_token.token_of(best))
+            part = i32(part + ptx.num_ctas())
 
 
 def shared_bytes(*, WARPS: int) -> int:

@@ -181,6 +181,12 @@ def load_u16(address: Address) -> U32:
     raise _compiled_only()
 
 
+@_ptx("ld.relaxed.gpu.global.v4.u32 {$0, $1, $2, $3}, [$4];")
+def load_relaxed_v4(address: Address) -> Vec4:
+    """Load 16 bytes that another CTA of this grid wrote, strong at gpu scope."""
+    raise _compiled_only()
+
+
 @_ptx("ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];")
 def load_relaxed_f32x4(address: Address) -> F32x4:
     """Load four float32 that another CTA of this grid wrote, strong at gpu scope."""
@@ -247,24 +253,12 @@ def store_u16(address: Address, value: U32) -> None:
     raise _compiled_only()
 
 
-# Global memory, atomic. All are relaxed at gpu scope: order comes from fences.
+# Global memory, atomic: relaxed at gpu scope, order comes from fences.
 
 
 @_ptx("atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;")
 def atomic_increment_wrapping(address: Address, last: U32) -> U32:
     """Add 1, or go back to 0 from ``last``; return the value before: a ticket counter that resets itself."""
-    raise _compiled_only()
-
-
-@_ptx("red.relaxed.gpu.global.add.u32 [$0], $1;")
-def atomic_add_u32(address: Address, value: U32) -> None:
-    """Add to a 32-bit counter."""
-    raise _compiled_only()
-
-
-@_ptx("atom.relaxed.gpu.global.add.u32 $0, [$1], $2;")
-def atomic_fetch_add_u32(address: Address, value: U32) -> U32:
-    """Add to a 32-bit counter; return the value before."""
     raise _compiled_only()
 
 
@@ -355,9 +349,9 @@ def shared_store_f32x4(offset: Offset, value: F32x4) -> None:
     raise _compiled_only()
 
 
-@_ptx("red.shared.add.u32 [$0], $1;")
-def shared_add_u32(offset: Offset, value: U32) -> None:
-    """Add atomically to 32 bits of shared memory."""
+@_ptx("atom.shared.add.u32 $0, [$1], $2;")
+def shared_fetch_add_u32(offset: Offset, value: U32) -> U32:
+    """Add atomically to 32 bits of shared memory, which wraps; return the value before."""
     raise _compiled_only()
 
 
@@ -639,12 +633,6 @@ def add_wrapping(a: U32, b: U32) -> U32:
     raise _compiled_only()
 
 
-@_ptx("max.u32 $0, $1, $2;", is_pure=True)
-def max_u32(a: U32, b: U32) -> U32:
-    """Return the larger."""
-    raise _compiled_only()
-
-
 @_ptx(
     "{ .reg .pred p; .reg .b32 k; shr.s32 k, $1, 31; or.b32 k, k, 0x80000000; xor.b32 k, k, $1; "
     "setp.eq.u32 p, k, 0x7fffffff; selp.b32 $0, 0x80000000, k, p; }",
@@ -652,10 +640,4 @@ def max_u32(a: U32, b: U32) -> U32:
 )
 def order_key(bits: U32) -> U32:
     """Return a key that rises with the float of these bits; -0 and 0 have the same."""
-    raise _compiled_only()
-
-
-@_ptx("popc.b32 $0, $1;", is_pure=True)
-def count_ones(word: U32) -> I32:
-    """Return the number of bits that are 1."""
     raise _compiled_only()

@@ -1,49 +1,29 @@
 """Largest logit, log-sum-exp, entropy and single log-probabilities of rows of raw logits, at temperature 1.
 
 Maths: with m the largest logit, ``log_sum = ln sum exp(l - m)``, ``entropy = log_sum - sum exp(l - m) (l - m) / sum
-exp(l - m)``, log-probability of a token ``(l - m) - log_sum``. Float32 sums in a fixed order: token groups of a
-thread, warp butterfly, warps, slices in order. m and log_sum are returned apart, so that a caller who adds them in
+exp(l - m)``, log-probability of a token ``(l - m) - log_sum``. Float32 sums in a fixed order, those of tokens, warps
+and slices each relative to its own largest logit. m and log_sum are returned apart, so that a caller who adds them in
 float64 loses nothing to a large m. Relative error of the sum about 1e-6 (``ex2.approx``, 2 ulp, and the rounding of its
 argument), of a log-probability about 3e-7 of its size and 1e-6 more.
 
-A row with NaN or infinity is not finite: its number of such logits is exact, its other figures mean nothing.
+The figures of a row with NaN or infinity mean nothing.
 
 Bytes moved: 4 per logit, once; 16 per slice.
 """
 
 from __future__ import annotations
 
+from ferrule_server.kernels.cuda import intrinsics as ptx
+from ferrule_server.kernels.cuda import vectors
 from ferrule_server.kernels.cuda.constants import LN_2, LOG2_E
-from ferrule_server.kernels.cuda.intrinsics import (
-    F32,
-    I32,
-    Address,
-    barrier,
-    bits_float,
-    cta_id,
-    device,
-    exp2,
-    float_of,
-    fma,
-    grid_launch_dependents,
-    grid_wait,
-    load_f32,
-    load_i32,
-    load_relaxed_f32x4,
-    log2,
-    max_f32,
-    num_ctas,
-    reciprocal,
-    shared_load_f32,
-    shared_load_f32x4,
-    shared_store_f32,
-    shared_store_f32x4,
-    shuffle_xor_f32,
-    store_f32,
-    store_f32x4,
-    thread_id,
+from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address, Offset, device
+from ferrule_server.kernels.cuda.logit_rows import (
+    DEFAULT_SLICE,
+    DEFAULT_WARPS,
+    NEGATIVE_INFINITY,
+    load_slice,
+    num_slices,
 )
-from ferrule_server.kernels.cuda.logit_rows import DEFAULT_SLICE, DEFAULT_WARPS, load_slice
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 from ferrule_server.kernels.cuda.ticket import arrive
@@ -80,7 +60,7 @@ def log_sum_exp(
             unused.
         request_ids: int32 [any], the tokens asked for; -1 - j stands for token j of ``tokens``.
         tokens: int32 [any], chosen by a kernel before this one.
-        figures: float32 [num_rows, 4]: largest logit, log_sum, entropy in nats, number of logits not finite.
+        figures: float32 [num_rows, 4]: largest logit, log_sum, entropy in nats, unused.
         logprobs: float32 [any], one for each request; never below the lowest float32, which also answers a token that
             is not one.
         partials: float32 [num_rows, num_slices, 4], scratch.
@@ -91,54 +71,51 @@ def log_sum_exp(
         SLICE: Tokens in a slice, a multiple of 128 * WARPS.
         WARPS: Per CTA.
     """
-    assert SLICE % (128 * WARPS) == 0
-    thread = i32(thread_id())
-    grid_launch_dependents()
-    grid_wait()
+    thread = i32(ptx.thread_id())
+    ptx.grid_launch_dependents()
+    ptx.grid_wait()
     slot = i32(0)
-    part = i32(cta_id())
+    part = i32(ptx.cta_id())
     while slot < num_rows:
         if part >= num_slices:
             part = i32(part - num_slices)
             slot = i32(slot + 1)
         else:
-            row = load_i32(records + slot * RECORD_BYTES)
+            row = ptx.load_i32(records + slot * RECORD_BYTES)
             if row >= 0:
                 source = logits + row * (vocab_size * 4)
                 partial = partials + slot * (num_slices * 16)
-                peak, weight, moment, bad = reduce_slice(
-                    source, i32(part * SLICE), vocab_size, SLICE=SLICE, WARPS=WARPS
-                )
+                peak, weight, moment = reduce_slice(source, i32(part * SLICE), vocab_size, SLICE=SLICE, WARPS=WARPS)
                 if thread == 0:
-                    store_f32x4(partial + part * 16, (peak, weight, moment, bad))
-                is_last = arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=False)
-                if is_last == 1:
+                    ptx.store_f32x4(partial + part * 16, (peak, weight, moment, 0.0))
+                if arrive(tickets + slot * 4, num_slices, FLAG, ALL_STORE=False) == 1:
                     if thread < num_slices:
-                        shared_store_f32x4(PARTIALS + thread * 16, load_relaxed_f32x4(partial + thread * 16))
-                    barrier()
-                    top, log_sum, entropy, count = combine(num_slices)
+                        ptx.shared_store_f32x4(PARTIALS + thread * 16, ptx.load_relaxed_f32x4(partial + thread * 16))
+                    ptx.barrier()
+                    top, weight, moment = combine(PARTIALS, num_slices)
+                    # At least 0: the largest token alone weighs 1.
+                    log_sum = ptx.max_f32(ptx.fma(ptx.log2(weight), LN_2, 0.0), 0.0)
                     if thread == 0:
-                        store_f32x4(figures + slot * 16, (top, log_sum, entropy, count))
-                    request = i32(load_i32(records + slot * RECORD_BYTES + 4) + thread)
-                    end = load_i32(records + slot * RECORD_BYTES + 8)
+                        entropy = ptx.max_f32(ptx.fma(-moment, ptx.reciprocal(weight), log_sum), 0.0)
+                        ptx.store_f32x4(figures + slot * 16, (top, log_sum, entropy, 0.0))
+                    request = i32(ptx.load_i32(records + slot * RECORD_BYTES + 4) + thread)
+                    end = ptx.load_i32(records + slot * RECORD_BYTES + 8)
                     while request < end:
-                        token = load_i32(request_ids + request * 4)
+                        token = ptx.load_i32(request_ids + request * 4)
                         if token < 0:
-                            token = load_i32(tokens + (-1 - token) * 4)
-                        answer = bits_float(0xFF7FFFFF)
+                            token = ptx.load_i32(tokens + (-1 - token) * 4)
+                        answer = ptx.bits_float(0xFF7FFFFF)
                         if token >= 0 and token < vocab_size:
-                            below = fma(load_f32(source + token * 4), 1.0, -top)
-                            answer = max_f32(fma(below, 1.0, -log_sum), LOWEST)
-                        store_f32(logprobs + request * 4, answer)
+                            below = ptx.fma(ptx.load_f32(source + token * 4), 1.0, -top)
+                            answer = ptx.max_f32(ptx.fma(below, 1.0, -log_sum), LOWEST)
+                        ptx.store_f32(logprobs + request * 4, answer)
                         request = i32(request + 32 * WARPS)
-            part = i32(part + num_ctas())
+            part = i32(part + ptx.num_ctas())
 
 
 FLAG = 0
-MAXIMA = 16
-"""Largest logit of each warp."""
-SUMS = 16 + 4 * 32
-"""Sums of each warp, 16 bytes each."""
+SUMS = 16
+"""Of each warp, 16 bytes each, then of each slice."""
 PARTIALS = SUMS + 16 * 32
 
 
@@ -148,89 +125,65 @@ def shared_bytes(num_slices: int) -> int:
 
 
 @device
-def reduce_slice(source: Address, begin: I32, vocab_size: I32, *, SLICE: int, WARPS: int) -> tuple[F32, F32, F32, F32]:
-    """Return of a slice, in thread 0, m, sum exp(l - m), sum exp(l - m) (l - m) and how many logits are not finite."""
-    thread = i32(thread_id())
-    lane = i32(thread & 31)
-    warp = i32(thread >> 5)
+def reduce_slice(source: Address, begin: I32, vocab_size: I32, *, SLICE: int, WARPS: int) -> tuple[F32, F32, F32]:
+    """Return of a slice m, sum exp(l - m) and sum exp(l - m) (l - m)."""
     words = registers(SLICE // WARPS // 128)
+    load_slice(source, begin, vocab_size, words, STRONG=False, SLICE=SLICE, WARPS=WARPS)
+    largest = ptx.bits_float(NEGATIVE_INFINITY)
     for g in unrolled(SLICE // WARPS // 128):
-        words[g] = (0, 0, 0, 0)
-    load_slice(source, begin, vocab_size, words, THREADS=32 * WARPS, SLICE=SLICE)
-    largest = bits_float(0xFF800000)
-    num_bad = i32(0)
-    for g in unrolled(SLICE // WARPS // 128):
-        first = i32(begin + (32 * WARPS * g + thread) * 4)
         for i in unrolled(4):
-            largest = max_f32(largest, bits_float(words[g][i]))
-            if (words[g][i] & 0x7F800000) == 0x7F800000 and first + i < vocab_size:
-                num_bad = i32(num_bad + 1)
-    for step in unrolled(5):
-        largest = max_f32(largest, shuffle_xor_f32(largest, 1 << step))
-    if lane == 0:
-        shared_store_f32(MAXIMA + warp * 4, largest)
-    barrier()
-    for w in unrolled(WARPS):
-        largest = max_f32(largest, shared_load_f32(MAXIMA + w * 4))
+            largest = ptx.max_f32(largest, ptx.bits_float(words[g][i]))
+    largest = warp_max(largest)
     weight = 0.0
     moment = 0.0
     for g in unrolled(SLICE // WARPS // 128):
         for i in unrolled(4):
-            below = max_f32(fma(bits_float(words[g][i]), 1.0, -largest), -1000.0)
-            share = exp2(fma(below, LOG2_E, 0.0))
-            weight = fma(share, 1.0, weight)
-            moment = fma(share, below, moment)
-    bad = float_of(num_bad)
-    for step in unrolled(5):
-        weight = fma(shuffle_xor_f32(weight, 1 << step), 1.0, weight)
-        moment = fma(shuffle_xor_f32(moment, 1 << step), 1.0, moment)
-        bad = fma(shuffle_xor_f32(bad, 1 << step), 1.0, bad)
-    if lane == 0:
-        shared_store_f32x4(SUMS + warp * 16, (weight, moment, bad, 0.0))
-    barrier()
-    weight = 0.0
-    moment = 0.0
-    bad = 0.0
-    for w in unrolled(WARPS):
-        sums = shared_load_f32x4(SUMS + w * 16)
-        weight = fma(sums[0], 1.0, weight)
-        moment = fma(sums[1], 1.0, moment)
-        bad = fma(sums[2], 1.0, bad)
-    return (largest, weight, moment, bad)
+            below = ptx.max_f32(ptx.fma(ptx.bits_float(words[g][i]), 1.0, -largest), -1000.0)
+            share = ptx.exp2(ptx.fma(below, LOG2_E, 0.0))
+            weight = ptx.fma(share, 1.0, weight)
+            moment = ptx.fma(share, below, moment)
+    weight = vectors.warp_sum(weight)
+    moment = vectors.warp_sum(moment)
+    if (ptx.thread_id() & 31) == 0:
+        ptx.shared_store_f32x4(SUMS + (ptx.thread_id() >> 5) * 16, (largest, weight, moment, 0.0))
+    ptx.barrier()
+    return combine(SUMS, WARPS)
 
 
 @device
-def combine(num_slices: I32) -> tuple[F32, F32, F32, F32]:
-    """Return m, log_sum, entropy and the number of bad logits of a row from its slices in shared memory, in order."""
-    largest = bits_float(0xFF800000)
-    part = i32(0)
-    while part < num_slices:
-        largest = max_f32(largest, shared_load_f32(PARTIALS + part * 16))
-        part = i32(part + 1)
+def combine(sums: Offset, count: I32) -> tuple[F32, F32, F32]:
+    """Return m and the two sums of the whole from those of its parts in shared memory; each warp does it."""
+    largest = ptx.bits_float(NEGATIVE_INFINITY)
+    part = i32(ptx.thread_id() & 31)
+    while part < count:
+        largest = ptx.max_f32(largest, ptx.shared_load_f32(sums + part * 16))
+        part = i32(part + 32)
+    largest = warp_max(largest)
     weight = 0.0
     moment = 0.0
-    count = 0.0
-    part = i32(0)
-    while part < num_slices:
-        sums = shared_load_f32x4(PARTIALS + part * 16)
-        below = max_f32(fma(sums[0], 1.0, -largest), -1000.0)
-        scale = exp2(fma(below, LOG2_E, 0.0))
-        weight = fma(sums[1], scale, weight)
-        moment = fma(scale, fma(sums[1], below, sums[2]), moment)
-        count = fma(sums[3], 1.0, count)
-        part = i32(part + 1)
-    log_sum = fma(log2(weight), LN_2, 0.0)  # at least 0: the largest token alone weighs 1
-    log_sum = max_f32(log_sum, 0.0)
-    entropy = max_f32(fma(-moment, reciprocal(weight), log_sum), 0.0)
-    return (largest, log_sum, entropy, count)
+    part = i32(ptx.thread_id() & 31)
+    while part < count:
+        own = ptx.shared_load_f32x4(sums + part * 16)
+        below = ptx.max_f32(ptx.fma(own[0], 1.0, -largest), -1000.0)
+        scale = ptx.exp2(ptx.fma(below, LOG2_E, 0.0))
+        weight = ptx.fma(own[1], scale, weight)
+        moment = ptx.fma(scale, ptx.fma(own[1], below, own[2]), moment)
+        part = i32(part + 32)
+    weight = vectors.warp_sum(weight)
+    moment = vectors.warp_sum(moment)
+    return (largest, weight, moment)
+
+
+@device
+def warp_max(value: F32) -> F32:
+    """Return the largest value of the warp."""
+    for step in unrolled(5):
+        value = ptx.max_f32(value, ptx.shuffle_xor_f32(value, 1 << step))
+    return value
 
 
 def specs(shape: ModelShape) -> list[KernelSpec]:
     """Return the kernels a model of this shape needs."""
-    return [_spec(shape, DEFAULT_SLICE)]
-
-
-def _spec(shape: ModelShape, slice_size: int) -> KernelSpec:
-    constants = (("SLICE", slice_size), ("WARPS", DEFAULT_WARPS))
-    shared = shared_bytes(-(-shape.vocab_size // slice_size))
-    return KernelSpec(log_sum_exp, constants, 32 * DEFAULT_WARPS, shared, ctas_per_sm=2, has_ticket=True)
+    items = (("SLICE", DEFAULT_SLICE), ("WARPS", DEFAULT_WARPS))
+    shared = shared_bytes(num_slices(shape.vocab_size))
+    return [KernelSpec(log_sum_exp, items, 32 * DEFAULT_WARPS, shared, min_vector_loads=4, has_ticket=True)]

@@ -10,7 +10,6 @@ import pytest
 from ferrule_server.kernels.cuda.intrinsics import (
     I32,
     Address,
-    atomic_add_u32,
     atomic_increment_wrapping,
     barrier,
     cta_id,
@@ -182,7 +181,7 @@ def adds_above(out: Address) -> None:
     """Add to a counter before the wait, on one of two paths."""
     grid_launch_dependents()
     if thread_id() == 0:
-        atomic_add_u32(out, 1)
+        atomic_increment_wrapping(out, 7)
     grid_wait()
 
 
@@ -382,7 +381,7 @@ def test_what_no_intrinsic_can_say_is_reported(
 
 def test_adding_floats_is_reported() -> None:
     """Their sum would depend on who arrives first."""
-    ptx = compile_spec(_spec(adds_above), "sm_80").ptx.replace("global.add.u32", "global.add.f32")
+    ptx = compile_spec(_spec(adds_above), "sm_80").ptx.replace("global.inc.u32", "global.add.f32")
     found = _rules(_made(_spec(adds_above), _assemble(ptx, "adds_above", "sm_80")))
     assert any("order of arrival" in reported for reported in found["atomics"])
 

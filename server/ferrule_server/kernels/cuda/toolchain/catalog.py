@@ -17,7 +17,6 @@ from ferrule_server.kernels.cuda import (
     head,
     log_sum_exp,
     sample,
-    shape_logits,
     top_k,
 )
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
@@ -48,10 +47,9 @@ OPS: tuple[Op, ...] = (
     Op("attention_mma", attention_mma.specs),
     Op("head", head.specs),
     Op("argmax", argmax.specs),
-    Op("shape_logits", shape_logits.specs),
+    Op("sample", sample.specs),
     Op("log_sum_exp", log_sum_exp.specs),
     Op("top_k", top_k.specs),
-    Op("sample", sample.specs),
     Op("copy_blocks", copy_blocks.specs),
 )
 """All of them, in the order in which a step runs them."""

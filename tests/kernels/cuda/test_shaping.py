@@ -10,23 +10,14 @@ import numpy.typing as npt
 import pytest
 
 from ferrule_server.executor.base import Int32Array, Shaping, TokenMask
+from ferrule_server.executor.cuda.choice_inputs import pack_draw, pack_entries, pack_shaping
+from ferrule_server.executor.sampling.ranking import best_ids
 from ferrule_server.executor.sampling.selection import shape_row
-from ferrule_server.kernels.cuda.shape_logits import (
-    RECORD_BYTES,
-    pack_entries,
-    pack_mask,
-    pack_record,
-    shape_logits,
-    specs,
-)
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
-from ferrule_server.kernels.cuda.specialise import Constant, Specialised
-from tests.kernels.cuda.logit_cases import SLICE, THREADS, VOCABULARIES, WARPS, Rows, num_slices
-from tests.kernels.cuda.mutation import check_mutants
+from ferrule_server.kernels.cuda.sample import RECORD, mask_bytes
+from tests.kernels.cuda.logit_cases import VOCABULARIES, Rows, place_choices, select_launch
 from tests.kernels.cuda.replay import replay
-from tools.cuda_simulator import Launch, Memory, run
+from tools.cuda_simulator import Memory, run
 
-CONSTANTS: dict[str, Constant] = {"SLICE": SLICE, "WARPS": WARPS}
 Case = tuple[int, Shaping, Int32Array | None]
 
 
@@ -66,43 +57,32 @@ def rows_of(vocab_size: int, seed: int) -> Rows:
     return rows
 
 
+def entries_of(shaping: Shaping, history: Int32Array | None) -> Int32Array:
+    """Return the entries of a row."""
+    counted = history if history is not None and shaping.has_penalties else np.empty(0, np.int32)
+    return pack_entries(counted, shaping.bias)
+
+
 def place(rows: Rows, shaped: Sequence[Case]) -> Memory:
     """Return memory with rows of logits and what to do with them."""
-    memory, vocab_size = Memory(), rows.shape[1]
-    records, entries, masks = [], [np.zeros((1, 4), np.int32)], [np.full(16, 0xA5, np.uint8)]
-    for row, shaping, history in shaped:
-        first, mask = sum(map(len, entries)), -1
-        entries.append(pack_entries(shaping, history))
+    vocab_size = rows.shape[1]
+    records = np.frombuffer(pack_draw(None, vocab_size) * len(shaped), RECORD).copy()
+    entries: list[Int32Array] = []
+    masks: list[npt.NDArray[np.uint8]] = []
+    for slot, (row, shaping, history) in enumerate(shaped):
+        first, mask = 1 + sum(map(len, entries)), -1
+        entries.append(entries_of(shaping, history))
         if shaping.mask is not None:
-            mask = sum(map(len, masks)) // 16
-            masks.append(pack_mask(shaping.mask.bits, vocab_size))
-        records.append(pack_record(shaping, row, mask, (first, first + len(entries[-1]))))
-    memory.put("logits", rows, mutable=True)
-    memory.put("shaped", np.full((len(shaped), vocab_size), np.nan, np.float32), mutable=True)
-    memory.put("records", np.stack(records), mutable=True)
-    memory.put("entries", np.concatenate(entries), mutable=True)
-    memory.put("masks", np.concatenate(masks), mutable=True)
-    assert memory.get("records").nbytes == len(shaped) * RECORD_BYTES
-    return memory
-
-
-def launch(memory: Memory, grid: int, mutant: Specialised | None = None) -> Launch:
-    """Return the launch over everything placed."""
-    names = ("logits", "shaped", "records", "entries", "masks")
-    num_rows, vocab_size = memory.get("shaped").shape
-    return Launch(
-        shape_logits,
-        CONSTANTS,
-        (*map(memory.address, names), num_rows, vocab_size, num_slices(vocab_size)),
-        grid=grid,
-        num_threads=THREADS,
-        shared_bytes=0,
-        specialised=mutant,
-    )
+            mask = 1 + sum(map(len, masks)) // 16
+            masks.append(np.zeros(mask_bytes(vocab_size), np.uint8))
+            masks[-1][: len(shaping.mask.bits)] = shaping.mask.bits
+        pack_shaping(records[slot : slot + 1], shaping, mask, (first, first + len(entries[-1])))
+        records["row"][slot], records["source"][slot] = row, len(rows) + slot
+    return place_choices(rows, records, entries=entries, masks=masks)
 
 
 def bound(row: Rows, shaping: Shaping, history: Int32Array | None) -> npt.NDArray[np.float64]:
-    """Return how far from the definition a logit may be: what ``shape_logits`` says."""
+    """Return how far from the definition a logit may be: what ``sample`` says."""
     size = np.zeros(len(row))
     if shaping.has_penalties:
         assert history is not None
@@ -117,7 +97,7 @@ def bound(row: Rows, shaping: Shaping, history: Int32Array | None) -> npt.NDArra
 
 def check(memory: Memory, rows: Rows, shaped: Sequence[Case]) -> None:
     """Assert that every row is shaped as by the executor, within the bound, and to the bit where nothing changes it."""
-    got = memory.get("shaped")
+    got, best = memory.get("logits")[len(rows) :], memory.get("borders").view(np.int32)[:, 0]
     largest = np.finfo(np.float32).max
     for slot, (index, shaping, history) in enumerate(shaped):
         if index < 0:
@@ -129,7 +109,8 @@ def check(memory: Memory, rows: Rows, shaped: Sequence[Case]) -> None:
         error = np.abs(got[slot, allowed].astype(np.float64) - expected[allowed].clip(-largest, largest))
         limits = bound(rows[index], shaping, history)[allowed]
         assert (error <= limits).all()
-        allowed[pack_entries(shaping, history)[:, 0]] = False
+        assert best[slot] == best_ids(np.where(allowed, got[slot], -largest)[None])[0]
+        allowed[entries_of(shaping, history)[:, 0]] = False
         assert got[slot, allowed].tobytes() == rows[index, allowed].tobytes()
 
 
@@ -140,9 +121,9 @@ def test_rows_are_shaped_as_by_the_executor_on_any_grid_again_and_again(vocab_si
     memory = place(rows, shaped)
     results = []
     for seed, grid in enumerate((1, 4, 2)):
-        replay(memory, [launch(memory, grid)], outputs=("shaped",), seed=seed)
+        replay(memory, [select_launch(memory, grid)], outputs=("logits", "borders"), counters=("tickets",), seed=seed)
         check(memory, rows, shaped)
-        results.append(memory.get("shaped").tobytes())
+        results.append(memory.get("logits").tobytes())
     assert results[0] == results[1] == results[2]
 
 
@@ -152,21 +133,9 @@ def test_logits_beyond_float32_become_its_largest() -> None:
     rows[0, 1] = -3e38
     shaping = Shaping(bias=((0, 3e38), (1, -3e38)))
     memory = place(rows, [(0, shaping, None)])
-    run(memory, [launch(memory, 1)])
+    run(memory, [select_launch(memory, 1)])
     largest = np.finfo(np.float32).max
-    assert memory.get("shaped")[0, :2].tolist() == [largest, -largest]
-
-
-def test_shaping_needs_all_of_its_synchronisation() -> None:
-    """Without the barrier an entry's logit and its copy race; without the wait the logits are not there."""
-    rows, shaped = rows_of(300, seed=1), cases(300, seed=5)[4:5]
-
-    def simulate(mutant: Specialised) -> None:
-        memory = place(rows, shaped)
-        run(memory, [launch(memory, 2, mutant)], seed=4)
-        check(memory, rows, shaped)
-
-    check_mutants(shape_logits, CONSTANTS, simulate)
+    assert memory.get("logits")[1, :2].tolist() == [largest, -largest]
 
 
 def test_penalties_err_by_no_more_than_is_said() -> None:
@@ -185,17 +154,12 @@ def test_penalties_err_by_no_more_than_is_said() -> None:
         history = np.repeat(np.arange(vocab_size, dtype=np.int32), counts[row])
         shaped.append((row, Shaping(bias=tuple(enumerate(biases[row].tolist())), **penalties), history))
     memory = place(rows, shaped)
-    run(memory, [launch(memory, 4)], seed=1)
+    run(memory, [select_launch(memory, 4)], seed=1)
     largest = 0.0
     for row, shaping, tokens in shaped:
         wide, repetition = rows[row].astype(np.float64), shaping.repetition_penalty
         scale = np.abs(wide) * np.where(wide > 0, 1 / repetition, repetition)
         lost = counts[row] * abs(shaping.frequency_penalty) + abs(shaping.presence_penalty)
-        error = np.abs(memory.get("shaped")[row].astype(np.float64) - shape_row(rows[row], shaping, tokens))
+        error = np.abs(memory.get("logits")[num_rows + row].astype(np.float64) - shape_row(rows[row], shaping, tokens))
         largest = max(largest, float((error / (scale + lost + np.abs(biases[row]))).max()))
     assert 2.0**-26 < largest <= 2.0**-22
-
-
-def test_specs_shape_any_vocabulary() -> None:
-    """One kernel serves all."""
-    assert len({spec.name for shape in MODEL_SHAPES.values() for spec in specs(shape)}) == 1

@@ -28,8 +28,9 @@ from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs, choice_ope
 from ferrule_server.executor.cuda.choices import (
     ChoiceCounts,
     OutputKind,
+    best_field,
+    divide,
     input_span,
-    kind_of,
     masks_of,
     read_choices,
     result_spans,
@@ -114,16 +115,18 @@ class Bench:
 
     def run(self, logits: Rows, batch: StepBatch, num_rows_bucket: int) -> list[RowOutput]:
         """Return the output rows of a step with these logits: float32 [num_rows, VOCAB]."""
-        self.kind = kind_of(batch.output_specs, batch.histories, self.limits)
+        division = divide(batch.output_specs, batch.histories, self.limits)
+        assert not division.torch_rows
+        self.kind = division.kind
         self._chain_ends(logits)
         counts = self._upload(batch, num_rows_bucket)
         self.gpu.launch(choice_operations(self.kernels, self.buffers, num_rows_bucket, self.kind, self.specs))
         self.results.fill_(GARBAGE)
-        for span in result_spans(self.buffers.result_layout, batch.num_rows, self.kind, counts):
+        for span in result_spans(self.buffers.result_layout, batch.num_rows, self.kind, counts, keeps_rows=False):
             self.gpu.download(self.results[span], self.buffers.results[span])
         self.gpu.synchronize()
         arrays = self.buffers.result_layout.arrays(self.results.numpy())
-        rows = read_choices(arrays, batch, self.kind, vocab_size=VOCAB)
+        rows = read_choices(arrays, batch, self.kind, vocab_size=VOCAB, keeps_rows=False)
         self.results.fill_(GARBAGE)  # what was read does not change with it
         return rows
 
@@ -132,7 +135,7 @@ class Bench:
         self.buffers.logits.fill_(torch.nan)
         self.buffers.logits[: len(logits)] = torch.from_numpy(logits)
         self.buffers.results.fill_(GARBAGE)
-        name = "tokens" if self.kind is OutputKind.GREEDY else "greedy"
+        name = best_field(self.kind, keeps_rows=False)
         self.buffers.result[name][: len(logits)] = torch.tensor(best_ids(logits), dtype=torch.int32)
 
     def _upload(self, batch: StepBatch, num_rows_bucket: int) -> ChoiceCounts:

@@ -22,8 +22,9 @@ from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits
 from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs, choice_operations
 from ferrule_server.executor.cuda.choices import (
     KNOWN_FIELDS,
+    Division,
     OutputKind,
-    kind_of,
+    divide,
 )
 from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.kernels.cuda.log_sum_exp import log_sum_exp
@@ -193,7 +194,6 @@ def test_random_steps_are_those_of_the_definition(seed: int) -> None:
 
         found = bench.run(logits, batch, min(2 ** int(rng.integers(4)) * num_rows, MAX_ROWS))
 
-        assert bench.kind is not OutputKind.TORCH
         assert_same(found, expected_rows(logits, batch))
         assert all(not counter.any() for counter in bench.counters())
 
@@ -245,7 +245,7 @@ def test_a_launch_is_one_wave_and_no_more_than_finds_work() -> None:
     for bucket, kind, grids in (
         (1, OutputKind.TOP, {1, 2, 3}),
         (4, OutputKind.SAMPLE, {3}),
-        (4, OutputKind.TORCH, set()),
+        (4, OutputKind.GREEDY, set()),
     ):
         operations = choice_operations(kernels, buffers, bucket, kind, SMALL)
         assert {launch.grid for launch in operations if isinstance(launch, FakeLaunch)} == grids
@@ -286,17 +286,31 @@ DRAWN = SampleSpec()
         (OutputSpec(target_id=0), OutputKind.SCORE),
         (OutputSpec(num_top_logprobs=LARGEST_K), OutputKind.TOP),
         (OutputSpec(num_top_logprobs=LARGEST_K + 1), OutputKind.TORCH),
-        (OutputSpec(full_logits=True), OutputKind.TORCH),
-        (OutputSpec(greedy=True, hidden_state=True), OutputKind.TORCH),
+        (OutputSpec(full_logits=True), OutputKind.GREEDY),
+        (OutputSpec(sample=DRAWN, hidden_state=True), OutputKind.SAMPLE),
         (OutputSpec(sample=DRAWN, draft=DraftSpec(1)), OutputKind.TORCH),
         (OutputSpec(sample=SampleSpec(temperature=0.0), draft=DraftSpec(1)), OutputKind.GREEDY),
     ],
 )
 def test_the_kind_of_a_step_is_the_largest_of_its_rows(spec: OutputSpec, kind: OutputKind) -> None:
-    """Alone, and among rows that ask for less."""
+    """Alone, and among rows that ask for less; a row that takes torch does not move its neighbours."""
     history = np.zeros(3, np.int32)
-    assert kind_of([spec], [history], LIMITS) is kind
-    assert kind_of([OutputSpec(greedy=True), spec, OutputSpec()], [None, history, None], LIMITS) is kind
+    keeps_rows = spec.full_logits or spec.hidden_state
+    for specs in ([spec], [OutputSpec(greedy=True), spec, OutputSpec()]):
+        division = divide(specs, [history] * len(specs), LIMITS)
+        if kind is OutputKind.TORCH:
+            assert division == Division(OutputKind.GREEDY, (specs.index(spec),), keeps_rows=True)
+        else:
+            assert division == Division(kind, (), keeps_rows)
+
+
+@pytest.mark.parametrize("largest", [OutputKind.GREEDY, OutputKind.SAMPLE, OutputKind.SCORE])
+def test_kinds_that_kernels_cannot_serve_are_left_to_torch(largest: OutputKind) -> None:
+    """Where a part has failed: the rows that need it, and no others."""
+    specs = [OutputSpec(sample=DRAWN), OutputSpec(num_top_logprobs=1), OutputSpec(), OutputSpec(entropy=True)]
+    kinds = [OutputKind.SAMPLE, OutputKind.TOP, OutputKind.GREEDY, OutputKind.SCORE]
+    torch_rows = tuple(i for i, kind in enumerate(kinds) if kind > largest)
+    assert divide(specs, [], LIMITS, largest) == Division(largest, torch_rows, keeps_rows=True)
 
 
 @pytest.mark.parametrize("record", [OutputSpec, SampleSpec, Shaping, DraftSpec])
@@ -328,22 +342,24 @@ def test_a_row_with_a_field_that_is_not_known_goes_to_torch(record: str) -> None
         more = wider(**given, top_a=value)
         return more if record == "output" else dataclasses.replace(spec, **{record: more})
 
-    assert kind_of([spec_with(0.0)], [], LIMITS) is OutputKind.SAMPLE
-    assert kind_of([spec_with(0.5)], [], LIMITS) is OutputKind.TORCH
-    assert kind_of([OutputSpec(greedy=True), spec_with(0.5)], [], LIMITS) is OutputKind.TORCH
+    assert divide([spec_with(0.0)], [], LIMITS) == Division(OutputKind.SAMPLE)
+    assert divide([spec_with(0.5)], [], LIMITS).torch_rows == (0,)
+    assert divide([OutputSpec(greedy=True), spec_with(0.5)], [], LIMITS).torch_rows == (1,)
 
 
 def test_what_does_not_fit_is_left_to_torch() -> None:
-    """Exactly what fits does: requests, entries, masks, each counted over all rows."""
-    assert kind_of([], [], LIMITS) is OutputKind.GREEDY
+    """Exactly what fits does: requests, entries, masks, each counted over all rows that came before."""
+    assert divide([], [], LIMITS) == Division()
     request = OutputSpec(greedy=True, logprobs=True, target_id=1, logprob_ids=tuple(range(30)))
-    assert kind_of([request] * 2, [], LIMITS) is OutputKind.SCORE
-    assert kind_of([request, request, OutputSpec(target_id=1)], [], LIMITS) is OutputKind.TORCH
+    assert divide([request] * 2, [], LIMITS) == Division(OutputKind.SCORE)
+    more = divide([request, request, OutputSpec(target_id=1), OutputSpec(entropy=True)], [], LIMITS)
+    assert more == Division(OutputKind.SCORE, (2,), keeps_rows=True)
     biased = OutputSpec(greedy=True, shaping=Shaping(bias=tuple((i, 1.0) for i in range(100))))
     penalised = OutputSpec(greedy=True, shaping=Shaping(presence_penalty=1.0))
-    for length, kind in ((156, OutputKind.SAMPLE), (157, OutputKind.TORCH)):
-        assert kind_of([biased, penalised], [None, np.zeros(length, np.int32)], LIMITS) is kind
+    for length, torch_rows in ((156, ()), (157, (1,))):
+        division = divide([biased, penalised], [None, np.zeros(length, np.int32)], LIMITS)
+        assert (division.kind, division.torch_rows) == (OutputKind.SAMPLE, torch_rows)
     masked = [OutputSpec(greedy=True, shaping=Shaping(mask=mask)) for mask in MASKS]
     silent = OutputSpec(target_id=3, shaping=Shaping(mask=make_mask(9)))
-    assert kind_of([*masked[:3], masked[0], silent], [], LIMITS) is OutputKind.SCORE
-    assert kind_of(masked, [], LIMITS) is OutputKind.TORCH
+    assert divide([*masked[:3], masked[0], silent], [], LIMITS) == Division(OutputKind.SCORE)
+    assert divide([*masked, masked[1]], [], LIMITS).torch_rows == (3,)

@@ -190,7 +190,7 @@ def test_a_step_has_no_more_launches_than_planned(kind: str) -> None:
     )
     for num_rows in (1, 2, 4, 64, 80):
         for output_kind in OutputKind:
-            operations = toy._operations(GraphKey(num_rows, False, output_kind))
+            operations = toy._operations(GraphKey(num_rows, False, output_kind, keeps_rows=True))
             launches = sum(_num_kernels(operation) for operation in operations)
             assert launches <= num_launches(executor.info.model.config), (num_rows, output_kind)
 

@@ -28,9 +28,10 @@ from tests.executor.cuda.toy_runner import GREEDY, Toy, cubins_of, executor_over
 
 def keys() -> Iterator[GraphKey]:
     """Yield keys of every sort."""
-    sizes, kinds = (1, 2, 4, 64, 80), tuple(OutputKind)
-    for num_rows, is_decode, kind, has_outputs in product(sizes, (False, True), kinds, (False, True)):
-        yield GraphKey(num_rows, is_decode, kind, has_outputs)
+    sizes, flags = (1, 2, 4, 64, 80), (False, True)
+    kinds = [kind for kind in OutputKind if kind is not OutputKind.TORCH]
+    for num_rows, is_decode, kind, has_outputs, keeps_rows in product(sizes, flags, kinds, flags, flags):
+        yield GraphKey(num_rows, is_decode, kind, has_outputs, keeps_rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,16 +57,18 @@ def test_steps_launch_the_kernels_of_the_parts_that_serve_them(kind: str) -> Non
 
 def test_a_choice_that_has_failed_is_made_by_torch_and_a_step_that_has_failed_is_not_run() -> None:
     """In this order: what torch may choose from is still computed by the kernels."""
-    parts = WorkingParts(shape_of(tiny_config()), {"sampling": "no"})
-    sampled = GraphKey(1, True, OutputKind.SAMPLE)
-    assert not parts.serve(sampled)
-    assert parts.nearest(sampled) == replace(sampled, kind=OutputKind.TORCH)
-    assert parts.serve(parts.nearest(sampled))
-    assert parts.nearest(replace(sampled, kind=OutputKind.GREEDY)).kind is OutputKind.GREEDY
+    parts = WorkingParts(shape_of(tiny_config()), {"log-probabilities": "no"})
+    key = GraphKey(1, True, OutputKind.TOP)
+    assert not parts.serve(key)
+    assert parts.largest_kind(key) is OutputKind.SAMPLE
+    assert WorkingParts(shape_of(tiny_config()), {}).largest_kind(key) is OutputKind.TOP
     before = parts.failures
+    parts.drop(part_of("draw"), "no")
+    assert parts.largest_kind(key) is OutputKind.GREEDY
+    assert parts.serve(replace(key, kind=OutputKind.GREEDY))
     parts.drop(part_of("gemv"), "no")
-    assert not parts.serve(parts.nearest(sampled))
-    assert before == {"sampling": "no"}
+    assert not parts.serve(replace(key, kind=parts.largest_kind(key)))
+    assert before == {"log-probabilities": "no"}
 
 
 # ---- each part, taken out -------------------------------------------------------------------------------------------
@@ -174,6 +177,17 @@ def test_parts_fail_one_after_the_other() -> None:
     assert paths_of(executor, SAMPLED) == {"torch"}
     assert paths_of(executor, FOUR) == {"kernels"}
     assert_left(executor, "draw", "gemv")
+
+
+def test_a_choice_that_has_failed_costs_only_the_rows_that_need_it() -> None:
+    """The kernels still choose for their neighbours, and torch from the same logits."""
+    executor, gpu = opened()
+    gpu.fail("launch log_sum_exp", GpuError("refused on purpose"))
+    specs = (OutputSpec(greedy=True), OutputSpec(entropy=True), OutputSpec(sample=SampleSpec(seed=3)))
+    mixed = replace(rows_of([1, 2, 3], [4, 5, 6]), output_specs=specs)
+    for _ in range(2):
+        assert list(executor.run(mixed).paths) == ["kernels", "kernels+torch", "kernels"]
+    assert_left(executor, "log_sum_exp")
 
 
 def test_copies_that_are_refused_are_left_to_torch() -> None:

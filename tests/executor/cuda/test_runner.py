@@ -15,7 +15,7 @@ import torch
 
 from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec, Shaping, StepResult, TokenMask
 from ferrule_server.executor.cuda.choice_inputs import DrawMemo, fill_choices
-from ferrule_server.executor.cuda.choices import OutputKind, kind_of, masks_of
+from ferrule_server.executor.cuda.choices import OutputKind, divide, masks_of
 from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.cuda.graphs import NODE_BYTES, GraphKey
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
@@ -23,6 +23,8 @@ from tests.executor.cuda.toy_runner import GREEDY, Toy, next_tokens, rows_of
 
 SAMPLED = OutputSpec(sample=SampleSpec(seed=3))
 FULL = OutputSpec(greedy=True, full_logits=True, hidden_state=True)
+MANY = OutputSpec(greedy=True, num_top_logprobs=1025)
+"""More than the kernels have room for: torch selects."""
 STEP = ["upload", "record", "launch", "download", "record"]
 
 
@@ -70,7 +72,7 @@ def test_a_step_runs_in_the_smallest_bucket(num_rows: int, bucket: int) -> None:
 
 
 def test_what_decides_a_graph() -> None:
-    """Rows, decode or not, kind, outputs or none; nothing else: one sequence more or another length needs no other."""
+    """Rows, decode or not, kind, outputs or none, rows kept or not; neither one sequence more nor another length."""
     toy = Toy(max_rows=16)
     toy.runner.run(rows_of([1, 2, 3], [4, 5, 6]))
     toy.runner.run(rows_of([1, 2, 3, 4], [4, 5, 6, 9]))
@@ -84,7 +86,7 @@ def test_what_decides_a_graph() -> None:
         GraphKey(4, True, OutputKind.GREEDY),
         GraphKey(4, False, OutputKind.GREEDY),
         GraphKey(4, True, OutputKind.GREEDY, False),
-        GraphKey(4, True, OutputKind.TORCH),
+        GraphKey(4, True, OutputKind.GREEDY, keeps_rows=True),
     }
     assert toy.runner.state.captured_batch_sizes == (4,)
 
@@ -106,19 +108,29 @@ def test_sampling_takes_a_second_span_each_way_and_its_kernels() -> None:
     assert "draw" in toy.gpu.calls("launch")[-1].kernels
 
 
-def test_torch_selects_what_the_kernels_do_not() -> None:
-    """Whole logits and hidden states, of the output rows alone; nothing is downloaded."""
+def test_whole_rows_are_copied_together() -> None:
+    """Logits and hidden states of the output rows alone, gathered as they do not follow one another, in a copy each."""
     toy = Toy()
     result = toy.runner.run(rows_of([1, 2, 3, 4], [4, 5, 6, 9], counts=[3, 1], spec=FULL, outputs=[0, 2, 3]))
     rows = result.rows
     assert tokens_of(result) == next_tokens([1, 3, 4], [4, 6, 9])
-    assert [row.position for row in rows] == [5, 7, 10]
+    assert (set(result.paths), [row.position for row in rows]) == ({"kernels"}, [5, 7, 10])
     for row in rows:
         assert row.logits is not None
         assert int(row.logits.argmax()) == row.token
         assert row.hidden_state is not None
         assert row.hidden_state.shape == (72,)
-    assert toy.gpu.calls("download") == []
+    assert [call.subject for call in toy.gpu.calls("download")] == ["logits", "hidden", "results"]
+    assert toy.gpu.names().count("wait") == 1
+
+
+def test_rows_that_were_handed_out_stay_as_they_are() -> None:
+    """Whatever later steps bring to the same memory."""
+    toy = Toy()
+    first = toy.runner.run(rows_of([1, 2], [4, 5], spec=FULL)).rows
+    before = [(row.logits.tobytes(), row.hidden_state.tobytes()) for row in first]  # type: ignore[union-attr]
+    toy.runner.run(rows_of([7, 9], [1, 8], spec=FULL))
+    assert before == [(row.logits.tobytes(), row.hidden_state.tobytes()) for row in first]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("is_deterministic", "sizes"), [(False, [32, 8]), (True, [1] * 40)])
@@ -130,13 +142,15 @@ def test_torch_selects_from_tiles_of_rows(
     seen: list[int] = []
     select = DeviceOutputs.select
 
-    def spy(self: DeviceOutputs, logits: torch.Tensor, *more: Any) -> list[RowOutput]:
+    def spy(self: DeviceOutputs, logits: torch.Tensor, *more: Any, **options: Any) -> list[RowOutput]:
         seen.append(len(logits))
-        return select(self, logits, *more)
+        return select(self, logits, *more, **options)
 
     monkeypatch.setattr(DeviceOutputs, "select", spy)
     tokens, positions = [n % 67 for n in range(40)], [n % 16 for n in range(40)]
-    assert tokens_of(toy.runner.run(rows_of(tokens, positions, spec=FULL))) == next_tokens(tokens, positions)
+    result = toy.runner.run(rows_of(tokens, positions, spec=MANY))
+    assert tokens_of(result) == next_tokens(tokens, positions)
+    assert set(result.paths) == {"kernels+torch"}
     assert seen == sizes
 
 
@@ -199,16 +213,17 @@ def test_steps_without_room_for_a_graph_are_submitted_too() -> None:
 
 
 def test_what_takes_the_host_is_not_submitted() -> None:
-    """Outputs that torch selects, and masks that are not on the device yet."""
+    """Outputs that torch selects, whole rows, and masks that are not on the device yet."""
     toy = Toy()
     bits = np.full(9, 255, np.uint8)
     bits[8] = 7
     mask = TokenMask(hashlib.blake2b(bits.tobytes(), digest_size=16).digest(), bits)
     masked = rows_of([5], [3], spec=OutputSpec(sample=SampleSpec(seed=1), shaping=Shaping(mask=mask)))
-    for batch in (rows_of([5], [3], spec=FULL), rows_of([5], [3], spec=SAMPLED)):
-        toy.runner.run(batch)
+    for spec in (FULL, MANY, SAMPLED):
+        toy.runner.run(rows_of([5], [3], spec=spec))
     toy.capture()
     assert not toy.runner.can_submit(rows_of([5], [3], spec=FULL))
+    assert not toy.runner.can_submit(rows_of([5], [3], spec=MANY))
     assert not toy.runner.can_submit(masked)
     toy.runner.run(masked)
     assert toy.runner.can_submit(masked)
@@ -238,9 +253,10 @@ def test_what_is_remembered_of_a_step_is_what_is_found_anew(seed: int) -> None:
             specs = chance.choices(pool + rare * (chance.random() < 0.2), k=chance.randint(1, 8))
         batch = rows_of([1] * len(specs), [chance.randrange(200) for _ in specs])
         batch = dataclasses.replace(batch, output_specs=tuple(specs))
-        kind = toy.runner._kind(batch)
+        division = toy.runner._division(batch, OutputKind.TOP)
+        kind = division.kind
         kinds.add(kind)
-        assert kind is kind_of(batch.output_specs, batch.histories, limits)
+        assert division == divide(batch.output_specs, batch.histories, limits)
         assert toy.runner._masks_of(batch) == masks_of(batch.output_specs)
         found = []
         for draws in (memo, DrawMemo()):
@@ -277,8 +293,11 @@ def test_deterministic_steps_are_those_of_the_tiles() -> None:
 
 
 def test_nothing_is_allocated_once_it_is_made() -> None:
-    """Nor adopted; and graphs give their memory back at the end."""
+    """Nor adopted, but for memory of the host that the first whole rows need; graphs give theirs back at the end."""
     toy = Toy()
+    toy.runner.run(rows_of([5, 6], [3, 4], spec=FULL))
+    assert len(toy.gpu.calls("allocate_pinned")) == 2
+    toy.gpu.log.clear()
     for spec in (GREEDY, SAMPLED, FULL):
         toy.runner.run(rows_of([5, 6], [3, 4], spec=spec))
     toy.capture()

@@ -78,14 +78,14 @@ def fill_choices(
 
     Args:
         views: Fields of the staged inputs by name.
-        batch: The step.
+        batch: The step, with the outputs that kernels choose for.
         num_rows_bucket: Records that the kernels look at.
-        kind: Of the step; nothing is filled for GREEDY and TORCH.
+        kind: Of the step; nothing is filled for GREEDY.
         mask_slots: Where the masks of the step lie, by fingerprint.
         vocab_size: Logits of a row.
         draws: Remembers the records of the last step, of the same vocabulary and fields.
     """
-    if kind in (OutputKind.GREEDY, OutputKind.TORCH):
+    if kind is OutputKind.GREEDY:
         return ChoiceCounts()
     records, num_outputs = views["choice_records"].view(RECORD)[:, 0], len(batch.output_specs)
     records["row"][num_outputs:num_rows_bucket] = _NOTHING_TO_DO

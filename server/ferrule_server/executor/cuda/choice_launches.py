@@ -61,10 +61,10 @@ def choice_operations(
         kernels: Prepares them.
         buffers: What they read and write.
         num_rows_bucket: Records that each looks at; the first one looks at twice as many for TOP.
-        kind: Of the step; nothing is launched for GREEDY and TORCH.
+        kind: Of the step; nothing is launched for GREEDY.
         specs: The kernels.
     """
-    if kind in (OutputKind.GREEDY, OutputKind.TORCH):
+    if kind is OutputKind.GREEDY:
         return []
     records, result = buffers.input["choice_records"], buffers.result
     vocab_size, slice_size = buffers.logits.shape[1], dict(specs.draw.constants)["SLICE"]

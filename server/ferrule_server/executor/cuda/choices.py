@@ -1,13 +1,14 @@
 """What the output rows of a step return: which kernels that needs, and the results as rows on the host.
 
 The meaning is that of ``executor.sampling``. The kernels shape, weigh and normalise in float32, as their pages say.
-:data:`KNOWN_FIELDS` lists what they know; torch does everything else (:attr:`OutputKind.TORCH`).
+:data:`KNOWN_FIELDS` lists what they know; rows that ask for anything else are left to torch, row by row
+(:attr:`OutputKind.TORCH`). Whole rows of logits and hidden states are copied, whoever chooses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, fields, replace
 from enum import IntEnum
 from operator import is_
 from typing import Any, Final
@@ -32,16 +33,19 @@ from ferrule_server.executor.sampling.selection import logprobs, needs_normalise
 __all__ = [
     "KNOWN_FIELDS",
     "ChoiceCounts",
+    "Division",
     "OutputKind",
     "are_same",
+    "best_field",
     "chooses",
+    "divide",
     "input_span",
-    "kind_of",
     "masks_of",
     "read_choices",
     "requested_ids",
     "result_spans",
     "shaping_of",
+    "with_outputs",
 ]
 
 CHOSEN = -1
@@ -60,10 +64,11 @@ KNOWN_FIELDS: Final[Mapping[type, frozenset[str]]] = {
 
 
 class OutputKind(IntEnum):
-    """What a step's rows ask for, at most: each kind runs what the ones before it run, but for the last.
+    """What a row asks for, at most; of a step, what the rows that kernels choose for ask for.
 
-    GREEDY: the largest raw logit of each row. SAMPLE: tokens shaped and drawn. SCORE: log-probabilities and entropies.
-    TOP: the largest log-probabilities. TORCH: the kernels end with the logits.
+    Each kind runs what the ones before it run. GREEDY: the largest raw logit of each row. SAMPLE: tokens shaped and
+    drawn. SCORE: log-probabilities and entropies. TOP: the largest log-probabilities. TORCH: of a row alone, torch
+    selects from its logits.
     """
 
     GREEDY = 0
@@ -71,6 +76,21 @@ class OutputKind(IntEnum):
     SCORE = 2
     TOP = 3
     TORCH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the output rows of a step are divided among those who choose.
+
+    Attributes:
+        kind: The largest of the rows that kernels choose for.
+        torch_rows: Indices of the outputs that torch selects, ascending.
+        keeps_rows: Logits and the rows after the final norm are needed after the step, by torch or by the caller.
+    """
+
+    kind: OutputKind = OutputKind.GREEDY
+    torch_rows: tuple[int, ...] = ()
+    keeps_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,33 +133,69 @@ def are_same(specs: Sequence[OutputSpec], others: Sequence[OutputSpec]) -> bool:
     return len(specs) == len(others) and all(map(is_, specs, others))
 
 
-def kind_of(specs: Sequence[OutputSpec], histories: Sequence[Int32Array | None], limits: Limits) -> OutputKind:
-    """Return the kind of a step: the largest of its rows', TORCH where they do not fit together.
+def divide(
+    specs: Sequence[OutputSpec],
+    histories: Sequence[Int32Array | None],
+    limits: Limits,
+    largest: OutputKind = OutputKind.TOP,
+) -> Division:
+    """Return which rows the kernels choose for: as many as fit together, in order.
 
     Args:
         specs: Of the output rows.
         histories: As ``StepBatch.histories``.
-        limits: What fits.
+        limits: What fits; tokens that occur twice are counted twice.
+        largest: The largest kind that kernels can serve.
     """
-    kind = max((_kind_of_row(spec, limits) for spec in specs), default=OutputKind.GREEDY)
-    if kind in (OutputKind.GREEDY, OutputKind.TORCH):
-        return kind
-    return kind if _fits(specs, histories, limits) else OutputKind.TORCH
+    kind, torch_rows, num_requests, num_entries = OutputKind.GREEDY, [], 0, 0
+    masks: set[bytes] = set()
+    for i, spec in enumerate(specs):
+        row_kind = _kind_of_row(spec, limits)
+        if row_kind is OutputKind.GREEDY:
+            continue
+        shaping = shaping_of(spec)
+        with_requests = num_requests + len(requested_ids(spec))
+        with_entries = num_entries + _num_entries(shaping, histories[i] if histories else None)
+        with_masks = masks if shaping is None or shaping.mask is None else masks | {shaping.mask.fingerprint}
+        has_room = with_requests <= limits.max_requests and with_entries <= limits.max_entries
+        if row_kind > largest or not has_room or len(with_masks) > limits.num_masks:
+            torch_rows.append(i)
+        else:
+            kind, num_requests, num_entries, masks = max(kind, row_kind), with_requests, with_entries, with_masks
+    keeps_rows = bool(torch_rows) or any(spec.full_logits or spec.hidden_state for spec in specs)
+    return Division(kind, tuple(torch_rows), keeps_rows)
+
+
+def with_outputs(batch: StepBatch, outputs: Sequence[int]) -> StepBatch:
+    """Return a step with some of its outputs alone."""
+    if len(outputs) == len(batch.output_specs):
+        return batch
+    return replace(
+        batch,
+        output_rows=batch.output_rows[list(outputs)],
+        output_specs=tuple(batch.output_specs[i] for i in outputs),
+        histories=tuple(batch.histories[i] for i in outputs) if batch.histories else (),
+    )
 
 
 def _kind_of_row(spec: OutputSpec, limits: Limits) -> OutputKind:
     is_random = spec.sample is not None and spec.sample.temperature != 0
     if any(map(_sets_unknown_field, (spec, spec.sample, spec.shaping, spec.draft))):
         return OutputKind.TORCH
-    if spec.full_logits or spec.hidden_state or spec.num_top_logprobs > limits.largest_k:
-        return OutputKind.TORCH
-    if spec.draft is not None and is_random:
+    if spec.num_top_logprobs > limits.largest_k or (spec.draft is not None and is_random):
         return OutputKind.TORCH
     if spec.num_top_logprobs > 0:
         return OutputKind.TOP
     if needs_normaliser(spec):
         return OutputKind.SCORE
     return OutputKind.SAMPLE if is_random or shaping_of(spec) is not None else OutputKind.GREEDY
+
+
+def _num_entries(shaping: Shaping | None, history: Int32Array | None) -> int:
+    """Return how many tokens penalties and bias of a row name, at most."""
+    if shaping is None:
+        return 0
+    return len(shaping.bias) + (len(history) if history is not None and shaping.has_penalties else 0)
 
 
 def _sets_unknown_field(record: object) -> bool:
@@ -158,20 +214,6 @@ _WHOLLY_KNOWN: Final = frozenset({type(None), *(record for record in KNOWN_FIELD
 """Types of records that need no closer look."""
 
 
-def _fits(specs: Sequence[OutputSpec], histories: Sequence[Int32Array | None], limits: Limits) -> bool:
-    """Whether requests, entries and masks of all rows have room; tokens that occur twice are counted twice."""
-    num_requests = sum(spec.logprobs + (spec.target_id >= 0) + len(spec.logprob_ids) for spec in specs)
-    num_entries = 0
-    for i, spec in enumerate(specs):
-        shaping = shaping_of(spec) if spec.shaping is not None else None
-        if shaping is not None:
-            history = histories[i] if histories and shaping.has_penalties else None
-            num_entries += len(shaping.bias) + (len(history) if history is not None else 0)
-    if num_requests > limits.max_requests or num_entries > limits.max_entries:
-        return False
-    return len(masks_of(specs)) <= limits.num_masks
-
-
 def requested_ids(spec: OutputSpec) -> tuple[int, ...]:
     """Return the tokens whose log-probabilities a row returns, CHOSEN for its own."""
     chosen = (CHOSEN,) if spec.logprobs and chooses(spec) else ()
@@ -181,7 +223,7 @@ def requested_ids(spec: OutputSpec) -> tuple[int, ...]:
 
 def input_span(layout: Layout, kind: OutputKind, counts: ChoiceCounts) -> slice | None:
     """Return the bytes of the inputs that ``fill_choices`` filled, None where it fills none."""
-    if kind in (OutputKind.GREEDY, OutputKind.TORCH):
+    if kind is OutputKind.GREEDY:
         return None
     begin = layout.offset_of("choice_records")
     if counts.num_entries:
@@ -191,7 +233,14 @@ def input_span(layout: Layout, kind: OutputKind, counts: ChoiceCounts) -> slice 
     return slice(begin, layout.end_of("request_ids", counts.num_requests))
 
 
-def result_spans(layout: Layout, num_rows: int, kind: OutputKind, counts: ChoiceCounts) -> list[slice]:
+def best_field(kind: OutputKind, *, keeps_rows: bool) -> str:
+    """Return the field of the results with the best token of each row."""
+    return "tokens" if kind is OutputKind.GREEDY and not keeps_rows else "greedy"
+
+
+def result_spans(
+    layout: Layout, num_rows: int, kind: OutputKind, counts: ChoiceCounts, *, keeps_rows: bool
+) -> list[slice]:
     """Return the bytes of the results that :func:`read_choices` reads.
 
     Args:
@@ -199,14 +248,12 @@ def result_spans(layout: Layout, num_rows: int, kind: OutputKind, counts: Choice
         num_rows: Of the step, those without output too.
         kind: Of the step.
         counts: What ``fill_choices`` returned.
+        keeps_rows: As in :class:`Division`.
     """
-    begin = layout.offset_of("tokens")
-    if kind is OutputKind.TORCH:
-        return []
-    if kind is OutputKind.GREEDY:
-        return [slice(begin, layout.end_of("tokens", num_rows))]
-    if kind is OutputKind.SAMPLE:
-        return [slice(begin, layout.end_of("greedy", num_rows))]
+    best = best_field(kind, keeps_rows=keeps_rows)
+    begin = layout.offset_of(best if kind is OutputKind.GREEDY else "tokens")
+    if kind <= OutputKind.SAMPLE:
+        return [slice(begin, layout.end_of(best, num_rows))]
     spans = [slice(begin, layout.end_of("requested", counts.num_requests))]
     if counts.num_tops:
         spans += [
@@ -218,18 +265,20 @@ def result_spans(layout: Layout, num_rows: int, kind: OutputKind, counts: Choice
 Results = Mapping[str, npt.NDArray[Any]]
 
 
-def read_choices(results: Results, batch: StepBatch, kind: OutputKind, *, vocab_size: int) -> list[RowOutput]:
+def read_choices(
+    results: Results, batch: StepBatch, kind: OutputKind, *, vocab_size: int, keeps_rows: bool
+) -> list[RowOutput]:
     """Return the output rows of a step; nothing of the results is kept.
 
     Args:
         results: Fields of the results by name.
-        batch: The step.
-        kind: Of the step, not TORCH.
+        batch: The step, with the outputs that kernels choose for.
+        kind: Of the step.
         vocab_size: Logits of a row.
+        keeps_rows: As in :class:`Division`.
     """
-    assert kind is not OutputKind.TORCH
     rows, specs = batch.output_rows, batch.output_specs
-    best = results["tokens" if kind is OutputKind.GREEDY else "greedy"][rows].tolist()
+    best = results[best_field(kind, keeps_rows=keeps_rows)][rows].tolist()
     tokens = best if kind is OutputKind.GREEDY else results["tokens"][: len(rows)].tolist()
     positions = (batch.positions[rows] + 1).tolist()
     outputs = [

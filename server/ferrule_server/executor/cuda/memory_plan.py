@@ -37,7 +37,7 @@ _LAYER_LAUNCHES = 10
 """Of a step, per layer, at most: above 64 rows products, norms and activations are launches of their own."""
 _BIAS_LAUNCHES = 1
 """And for each product of a layer that has a bias."""
-_STEP_LAUNCHES = 20
+_STEP_LAUNCHES = 11
 """Besides layers: embedding, norm, head, and what the largest kind of outputs adds."""
 _GRAPHS_PER_BUCKET = 1
 """That there is memory for in any case; what is free takes further ones (``graphs.py``)."""

@@ -43,7 +43,7 @@ def _attends_with(kernel: str) -> Callable[[GraphKey, ModelShape], bool]:
 
 
 def _chooses(least: OutputKind) -> Callable[[GraphKey, ModelShape], bool]:
-    return lambda key, _: least <= key.kind < OutputKind.TORCH
+    return lambda key, _: least <= key.kind
 
 
 ESSENTIAL: Final = frozenset({"embed", "add_norm", "argmax"})
@@ -101,9 +101,10 @@ class WorkingParts:
             part.serves is not None and part.serves(key, self._shape) for part in PARTS if part.name in self.failures
         )
 
-    def nearest(self, key: GraphKey) -> GraphKey:
-        """Return the key that a step runs under: if its choice of tokens has failed, torch chooses from the logits."""
-        return replace(key, kind=OutputKind.TORCH) if self.failures and not self.serve(key) else key
+    def largest_kind(self, key: GraphKey) -> OutputKind:
+        """Return the largest kind of outputs that kernels can serve in a step; torch selects what is larger."""
+        kinds = (kind for kind in reversed(OutputKind) if kind is not OutputKind.TORCH)
+        return next((kind for kind in kinds if self.serve(replace(key, kind=kind))), OutputKind.GREEDY)
 
 
 def refused_part(error: Exception) -> str:

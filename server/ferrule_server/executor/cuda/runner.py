@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TypedDict
 
 import torch
@@ -25,21 +26,25 @@ from ferrule_server.executor.cuda.choice_inputs import DrawMemo, fill_choices
 from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs, choice_operations
 from ferrule_server.executor.cuda.choices import (
     ChoiceCounts,
+    Division,
     OutputKind,
     are_same,
+    divide,
     input_span,
-    kind_of,
     masks_of,
     read_choices,
     result_spans,
+    with_outputs,
 )
 from ferrule_server.executor.cuda.gpu import Gpu, Operation
 from ferrule_server.executor.cuda.graphs import GRAPHS, GraphKey, GraphStore
 from ferrule_server.executor.cuda.inputs import fill_inputs
 from ferrule_server.executor.cuda.kernel_choice import MAX_GEMM_ROWS, shape_of
 from ferrule_server.executor.cuda.kernel_set import KernelSet, Trigger
+from ferrule_server.executor.cuda.layout import Array
 from ferrule_server.executor.cuda.masks import DeviceMasks
 from ferrule_server.executor.cuda.parts import COPIES, WorkingParts, part_of, refused_part
+from ferrule_server.executor.cuda.row_copies import RowCopies
 from ferrule_server.executor.cuda.staging import Download, DownloadRing, UploadRing
 from ferrule_server.executor.cuda.weights import adopt_weights
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
@@ -110,8 +115,9 @@ class CudaDecodeRunner:
         self._outputs = DeviceOutputs(gpu.torch_device)
         self._graphs = GraphStore(gpu, self._operations, memory_bytes=graph_bytes, is_enabled=has_graphs)
         self._parts = WorkingParts(shape, failures or {})
-        self._latest: tuple[StepBatch, GraphKey] | None = None
-        self._plain: tuple[tuple[OutputSpec, ...], OutputKind] = (), OutputKind.GREEDY
+        self._row_copies = RowCopies(gpu, buffers)
+        self._latest: tuple[StepBatch, GraphKey, Division] | None = None
+        self._plain: tuple[tuple[OutputSpec, ...], Division] = (), Division()
         self._draws = DrawMemo()
         self._captured_sizes: tuple[int, ...] = ()
         self._num_graph_steps = self._num_launched_steps = 0
@@ -155,7 +161,7 @@ class CudaDecodeRunner:
         Args:
             batch: At most ``max_rows`` rows.
         """
-        return self._parts.serve(self._key(batch))
+        return self._parts.serve(self._plan(batch)[0])
 
     def can_submit(self, batch: StepBatch) -> bool:
         """Return whether :meth:`submit` takes this step without waiting.
@@ -165,46 +171,53 @@ class CudaDecodeRunner:
         Args:
             batch: At most ``max_rows`` rows.
         """
-        key = self._key(batch)
+        key, _ = self._plan(batch)
         return (
-            key.kind is not OutputKind.TORCH
+            not key.keeps_rows
             and self._parts.serve(key)
             and self._downloads.has_room
             and self._graphs.is_settled(key)
-            and (not _has_records(key.kind) or self._masks.has_all(self._masks_of(batch)))
+            and (key.kind is OutputKind.GREEDY or self._masks.has_all(self._masks_of(batch)))
         )
 
     def submit(self, batch: StepBatch) -> QueuedStep:
         """Put a step into the stream; at most two are pending.
 
         Args:
-            batch: At most ``max_rows`` rows, at most ``max_seq_rows`` of a sequence, those with a slot last; of no kind
-                that torch is needed for.
+            batch: At most ``max_rows`` rows, at most ``max_seq_rows`` of a sequence, those with a slot last; torch
+                selects none of its outputs, and none returns whole rows.
 
         Raises:
             GpuError: It was refused; part of it may be in the stream.
         """
-        key = self._key(batch)
-        assert key.kind is not OutputKind.TORCH, "torch selects from this step's logits, which takes the host"
+        key, _ = self._plan(batch)
+        assert not key.keeps_rows, "the rows of this step are looked at afterwards, which takes the host"
         counts, path = self._put(batch, key)
-        spans = result_spans(self._buffers.result_layout, batch.num_rows, key.kind, counts)
-        return QueuedStep(self._downloads.download(*spans), batch, key.kind, self._vocab_size, path)
+        return QueuedStep(self._download(batch, key, counts), batch, key.kind, self._vocab_size, path)
 
     def run(self, batch: StepBatch) -> StepResult:
         """Run a step; none is pending.
 
         Args:
-            batch: As for :meth:`submit`, but of any kind.
+            batch: As for :meth:`submit`, but with any outputs. Kernels choose for those that they can serve.
 
         Raises:
             GpuError: It was refused, or failed.
         """
-        key = self._key(batch)
-        if key.kind is not OutputKind.TORCH:
+        key, division = self._plan(batch)
+        if not key.keeps_rows:
             return self.submit(batch).result()
-        _, path = self._put(batch, key)
-        rows = self._selected(batch)
-        return StepResult(rows, (f"{path}+torch",) * len(rows))
+        torch_rows = set(division.torch_rows)
+        is_torch = [i in torch_rows for i in range(len(batch.output_specs))]
+        served = with_outputs(batch, [i for i, by_torch in enumerate(is_torch) if not by_torch])
+        counts, path = self._put(served, key)
+        self._row_copies.put(batch)
+        results = self._download(served, key, counts).read()
+        chosen = iter(read_choices(results, served, key.kind, vocab_size=self._vocab_size, keeps_rows=True))
+        selected = iter(self._selected(with_outputs(batch, division.torch_rows), results["greedy"]))
+        rows = [next(selected if by_torch else chosen) for by_torch in is_torch]
+        self._row_copies.hand_out(rows)
+        return StepResult(rows, tuple(f"{path}+torch" if by_torch else path for by_torch in is_torch))
 
     def copy_blocks(self, block_pairs: Int32Array) -> bool:
         """Put copies of whole blocks of the pool into the stream; return False if the kernel for it has failed.
@@ -241,7 +254,7 @@ class CudaDecodeRunner:
             GpuError: The GPU refuses to give graphs back.
         """
         self._parts.drop(part, reason)
-        self._latest = None
+        self._latest, self._plain = None, ((), Division())
         if part == part_of(GRAPHS):
             self._graphs.disable()
         else:
@@ -255,27 +268,25 @@ class CudaDecodeRunner:
         """
         self._graphs.close()
 
-    def _key(self, batch: StepBatch) -> GraphKey:
-        """Return what decides the operations of a step; the last step's is kept, as it is asked for several times."""
+    def _plan(self, batch: StepBatch) -> tuple[GraphKey, Division]:
+        """Return what decides the operations of a step, and who chooses; kept, as it is asked for several times."""
         if self._latest is None or self._latest[0] is not batch:
-            key = GraphKey(
-                bucket_for(batch.num_rows, self._max_rows),
-                batch.num_rows == batch.num_seqs,
-                self._kind(batch),
-                len(batch.output_rows) > 0,
-            )
-            self._latest = batch, self._parts.nearest(key)
-        return self._latest[1]
+            has_outputs = len(batch.output_rows) > 0
+            bucket = bucket_for(batch.num_rows, self._max_rows)
+            key = GraphKey(bucket, batch.num_rows == batch.num_seqs, OutputKind.TOP, has_outputs)
+            division = self._division(batch, self._parts.largest_kind(key))
+            self._latest = batch, replace(key, kind=division.kind, keeps_rows=division.keeps_rows), division
+        return self._latest[1:]
 
-    def _kind(self, batch: StepBatch) -> OutputKind:
-        """Return the kind of a step; that of the last one without shaping where its rows want the same."""
-        specs, (plain, kind) = batch.output_specs, self._plain
+    def _division(self, batch: StepBatch, largest: OutputKind) -> Division:
+        """Return who chooses; as for the last step without shaping where the rows of this one want the same."""
+        specs, (plain, division) = batch.output_specs, self._plain
         if are_same(specs, plain):
-            return kind
-        kind = kind_of(specs, batch.histories, self._buffers.limits)
+            return division
+        division = divide(specs, batch.histories, self._buffers.limits, largest)
         if all(spec.shaping is None for spec in specs):  # so that no mask is kept, and no history counts
-            self._plain = specs, kind
-        return kind
+            self._plain = specs, division
+        return division
 
     def _masks_of(self, batch: StepBatch) -> list[TokenMask]:
         """Return the masks that rows choose under."""
@@ -286,7 +297,7 @@ class CudaDecodeRunner:
         self._latest = None
         arrays = self._uploads.fill()
         num_work = fill_inputs(arrays, batch, key.num_rows, **self._attention[key.is_decode])
-        slots = self._masks.slots_for(self._masks_of(batch)) if _has_records(key.kind) else {}
+        slots = {} if key.kind is OutputKind.GREEDY else self._masks.slots_for(self._masks_of(batch))
         counts = fill_choices(
             arrays, batch, key.num_rows, key.kind, slots, vocab_size=self._vocab_size, draws=self._draws
         )
@@ -303,26 +314,39 @@ class CudaDecodeRunner:
         chain = self._chain.operations(
             key.num_rows,
             is_decode=key.is_decode,
-            stores_logits=key.kind is not OutputKind.GREEDY,
+            stores_logits=key.kind is not OutputKind.GREEDY or key.keeps_rows,
             is_deterministic=self._is_deterministic,
-            keeps_hidden=key.kind is OutputKind.TORCH,
+            keeps_hidden=key.keeps_rows,
             has_outputs=key.has_outputs,
         )
         return chain + choice_operations(self._kernels, self._buffers, key.num_rows, key.kind, self._choice_specs)
 
+    def _download(self, batch: StepBatch, key: GraphKey, counts: ChoiceCounts) -> Download:
+        """Put the copy of what the kernels have chosen into the stream."""
+        layout = self._buffers.result_layout
+        return self._downloads.download(
+            *result_spans(layout, batch.num_rows, key.kind, counts, keeps_rows=key.keeps_rows)
+        )
+
     @torch.inference_mode()
-    def _selected(self, batch: StepBatch) -> list[RowOutput]:
-        """Return what torch selects from the logits of the step that was just put; waits for it."""
+    def _selected(self, batch: StepBatch, best: Array) -> list[RowOutput]:
+        """Return what torch selects from the logits of the step that was just read, but for whole rows.
+
+        Args:
+            batch: The step, with the outputs that torch selects.
+            best: int32 [num_rows], the best token of each row.
+        """
         rows: list[RowOutput] = []
-        with self._gpu.current():
-            for part in self._tiles(len(batch.output_rows)):
-                places = batch.output_rows[part]
+        for part in self._tiles(len(batch.output_rows)):
+            places = batch.output_rows[part]
+            with self._gpu.current():
                 rows += self._outputs.select(
                     _rows_of(self._buffers.logits, places),
-                    _rows_of(self._buffers.normed, places),
+                    None,
                     batch.positions[places].tolist(),
                     batch.output_specs[part],
                     batch.histories[part],
+                    best=best[places].tolist(),
                 )
         return rows
 
@@ -348,7 +372,8 @@ class QueuedStep:
         Raises:
             GpuError: It failed.
         """
-        rows = read_choices(self._download.read(), self._batch, self._kind, vocab_size=self._vocab_size)
+        results = self._download.read()
+        rows = read_choices(results, self._batch, self._kind, vocab_size=self._vocab_size, keeps_rows=False)
         return StepResult(rows, (self._path,) * len(rows))
 
 
@@ -402,11 +427,6 @@ def create_runner(
         has_graphs=has_graphs,
         failures=failures,
     )
-
-
-def _has_records(kind: OutputKind) -> bool:
-    """Whether kernels shape and draw, and so may need masks."""
-    return kind not in (OutputKind.GREEDY, OutputKind.TORCH)
 
 
 class _Attention(TypedDict):

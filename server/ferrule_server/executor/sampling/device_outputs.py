@@ -84,37 +84,44 @@ class DeviceOutputs:
     def select(
         self,
         logits: Tensor,
-        hidden: Tensor,
+        hidden: Tensor | None,
         positions: Sequence[int],
         specs: Sequence[OutputSpec],
         histories: Sequence[Int32Array | None] = (),
+        *,
+        best: Sequence[int] | None = None,
     ) -> list[RowOutput]:
         """Return what each row's spec requests; the logits are neither changed nor kept.
 
         Args:
             logits: float32 [num_outputs, vocab_size], raw.
-            hidden: [num_outputs, hidden_size], the input of the output head.
+            hidden: [num_outputs, hidden_size], the input of the output head; None: neither whole rows of logits nor
+                hidden states are returned, even if a spec asks for them.
             positions: Index in its sequence of each row's own token.
             specs: What each row returns.
             histories: As ``StepBatch.histories``.
+            best: The id of each row's largest logit, -1 for a row with NaN or infinity; None: to be found.
 
         Returns:
             As ``selection.select_rows``.
         """
-        if self._has_numpy and logits.numel() <= _SMALL_ELEMENTS:
+        if self._has_numpy and hidden is not None and logits.numel() <= _SMALL_ELEMENTS:
             states = hidden.float().numpy() if any(spec.hidden_state for spec in specs) else None
             return select_rows(logits.numpy(), positions, specs, histories, states)
-        best = ranking.best_ids(logits.numpy()) if self._has_numpy else best_ids(logits)
+        if best is None:
+            best = ranking.best_ids(logits.numpy()) if self._has_numpy else best_ids(logits)
         histories = histories or [None] * len(specs)
         rows = [ChoiceRow(at + 1, spec, history) for at, spec, history in zip(positions, specs, histories, strict=True)]
         outputs = [RowOutput(row.position, is_finite=best_id >= 0) for row, best_id in zip(rows, best, strict=True)]
         tile = _Tile(logits, rows, best, outputs)
         self._fill_logprobs(tile, self._choose(tile))
-        for i in tile.finite:
-            if specs[i].full_logits:
-                outputs[i].logits = _own(logits[i])
-            if specs[i].hidden_state:
-                outputs[i].hidden_state = _own(hidden[i])
+        if hidden is not None:
+            logit_rows = [i for i in tile.finite if specs[i].full_logits]
+            for i, row in zip(logit_rows, self._own_rows(logits, logit_rows), strict=True):
+                outputs[i].logits = row
+            hidden_rows = [i for i in tile.finite if specs[i].hidden_state]
+            for i, row in zip(hidden_rows, self._own_rows(hidden, hidden_rows), strict=True):
+                outputs[i].hidden_state = row
         return outputs
 
     def _choose(self, tile: _Tile) -> dict[int, Choice]:
@@ -210,18 +217,17 @@ class DeviceOutputs:
             group = rows[begin : begin + size]
             yield group, logits[self._places(group)]
 
+    def _own_rows(self, tensor: Tensor, rows: Sequence[int]) -> list[Float32Array]:
+        """Return copies of rows on the host, after one copy from the device: float32, owned by the receiver."""
+        if not rows or tensor.device.type == "cpu":
+            return [tensor[i].float().numpy().copy() for i in rows]  # torch's own copy wakes threads, numpy's does not
+        return [row.copy() for row in tensor[self._places(rows)].cpu().float().numpy()]
+
     def _places(self, rows: Sequence[int]) -> slice | Tensor:
         """Return the index that selects ascending rows; consecutive rows are selected without a copy."""
         if rows[-1] - rows[0] == len(rows) - 1:
             return slice(rows[0], rows[-1] + 1)
         return torch.tensor(rows, device=self._device)
-
-
-def _own(row: Tensor) -> Float32Array:
-    """Return a copy of one row on the host: float32, owned by the receiver."""
-    host = row.to("cpu", torch.float32)
-    values: Float32Array = host.numpy()
-    return values.copy() if host is row else values  # torch's own copy wakes threads, numpy's does not
 
 
 def best_ids(logits: Tensor) -> list[int]:

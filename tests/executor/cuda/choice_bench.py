@@ -26,17 +26,11 @@ from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits
 from ferrule_server.executor.cuda.choice_inputs import fill_choices
 from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs, choice_operations
 from ferrule_server.executor.cuda.choices import (
-    ChoiceCounts,
     OutputKind,
-    best_field,
     divide,
-    input_span,
-    masks_of,
     read_choices,
-    result_spans,
 )
 from ferrule_server.executor.cuda.kernel_set import KernelSet
-from ferrule_server.executor.cuda.masks import DeviceMasks
 from ferrule_server.executor.sampling.ranking import best_ids
 from ferrule_server.executor.sampling.selection import select_rows
 from ferrule_server.kernels.cuda.log_sum_exp import log_sum_exp
@@ -70,7 +64,7 @@ __all__ = [
 VOCAB, MAX_ROWS, LARGEST_K = 300, 16, 32
 """Two slices."""
 SHAPE = ModelShape(64, 64, 1, 2, 1, 64, VOCAB, False)
-LIMITS = Limits(max_blocks=4, max_rows=MAX_ROWS, max_requests=64, max_entries=256, num_masks=3, largest_k=LARGEST_K)
+LIMITS = Limits(max_blocks=4, max_rows=MAX_ROWS, max_requests=64, max_entries=256, largest_k=LARGEST_K)
 GARBAGE = 0x5B
 
 Rows = npt.NDArray[np.float32]
@@ -108,7 +102,6 @@ class Bench:
         self.buffers = DecodeBuffers(self.gpu, SHAPE, limits, 2)
         if specs is SMALL:
             self.buffers.choice_partials = self.gpu.allocate("small_partials", (2 * MAX_ROWS, 2, 16), torch.uint8)
-        self.masks = DeviceMasks(self.gpu, self.buffers.masks)
         self.inputs = self.gpu.allocate_pinned("staged_inputs", self.buffers.input_layout.num_bytes)
         self.results = self.gpu.allocate_pinned("staged_results", self.buffers.result_layout.num_bytes)
         self.kind = OutputKind.GREEDY
@@ -119,14 +112,14 @@ class Bench:
         assert not division.torch_rows
         self.kind = division.kind
         self._chain_ends(logits)
-        counts = self._upload(batch, num_rows_bucket)
+        used = self._upload(batch, num_rows_bucket)
         self.gpu.launch(choice_operations(self.kernels, self.buffers, num_rows_bucket, self.kind, self.specs))
         self.results.fill_(GARBAGE)
-        for span in result_spans(self.buffers.result_layout, batch.num_rows, self.kind, counts, keeps_rows=False):
+        for span in self.buffers.result_layout.spans(used):
             self.gpu.download(self.results[span], self.buffers.results[span])
         self.gpu.synchronize()
         arrays = self.buffers.result_layout.arrays(self.results.numpy())
-        rows = read_choices(arrays, batch, self.kind, vocab_size=VOCAB, keeps_rows=False)
+        rows = read_choices(arrays, batch, self.kind, vocab_size=VOCAB, stores_logits=self.kind > OutputKind.GREEDY)
         self.results.fill_(GARBAGE)  # what was read does not change with it
         return rows
 
@@ -135,19 +128,18 @@ class Bench:
         self.buffers.logits.fill_(torch.nan)
         self.buffers.logits[: len(logits)] = torch.from_numpy(logits)
         self.buffers.results.fill_(GARBAGE)
-        name = best_field(self.kind, keeps_rows=False)
+        name = "tokens" if self.kind is OutputKind.GREEDY else "greedy"
         self.buffers.result[name][: len(logits)] = torch.tensor(best_ids(logits), dtype=torch.int32)
 
-    def _upload(self, batch: StepBatch, num_rows_bucket: int) -> ChoiceCounts:
-        slots = self.masks.slots_for(masks_of(batch.output_specs))
+    def _upload(self, batch: StepBatch, num_rows_bucket: int) -> dict[str, int]:
         self.inputs.fill_(GARBAGE)
         self.buffers.inputs.fill_(GARBAGE)
         views = self.buffers.input_layout.arrays(self.inputs.numpy())
-        counts = fill_choices(views, batch, num_rows_bucket, self.kind, slots, vocab_size=VOCAB)
-        span = input_span(self.buffers.input_layout, self.kind, counts)
-        if span is not None:
+        stores_logits = self.kind > OutputKind.GREEDY
+        used = fill_choices(views, batch, num_rows_bucket, self.kind, vocab_size=VOCAB, stores_logits=stores_logits)
+        for span in self.buffers.input_layout.spans(used):
             self.gpu.upload(self.buffers.inputs[span], self.inputs[span])
-        return counts
+        return used
 
     def counters(self) -> list[Tensor]:
         """Return what is zero between steps."""

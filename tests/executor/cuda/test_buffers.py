@@ -23,7 +23,7 @@ from ferrule_server.kernels.cuda.work_list import max_items, max_partials
 from tests.executor.cuda.fake_gpu import FakeGpu
 
 SHAPE = ModelShape(136, 200, 2, 4, 2, 64, 1001, has_qk_norm=True)
-LIMITS = Limits(max_blocks=37, max_rows=20, max_requests=7, max_entries=11, num_masks=3)
+LIMITS = Limits(max_blocks=37, max_rows=20, max_requests=7, max_entries=11)
 NUM_CTAS = 3
 LAYOUTS = [input_layout(SHAPE, LIMITS, NUM_CTAS), result_layout(LIMITS), result_layout(Limits(1, max_rows=1))]
 
@@ -63,9 +63,20 @@ def test_the_rows_in_use_end_inside_a_field() -> None:
     assert layout.end_of("b", 5) == 256 + 5 * 24
 
 
+def test_fields_that_lie_close_together_are_one_span() -> None:
+    """Of each field its first rows; a wide gap is not copied, nor a field that is not used or not of this layout."""
+    layout = pack((name, torch.int32, (size,)) for name, size in (("a", 9), ("b", 9), ("c", 20000), ("d", 9)))
+    assert layout.spans({}) == layout.spans({"a": 0, "e": 3}) == []
+    assert layout.spans({"c": 2, "a": 5}) == [slice(0, layout.end_of("c", 2))]
+    assert layout.spans({"b": 9, "c": 10, "d": 1}) == [
+        slice(layout.offset_of("b"), layout.end_of("c", 10)),
+        slice(layout.offset_of("d"), layout.end_of("d", 1)),
+    ]
+
+
 @pytest.mark.parametrize(
     ("shape", "limits", "num_ctas"),
-    [(SHAPE, LIMITS, NUM_CTAS), (SHAPE, Limits(2, max_rows=1, num_masks=1), 1), (SHAPE, Limits(9, max_entries=1), 7)],
+    [(SHAPE, LIMITS, NUM_CTAS), (SHAPE, Limits(2, max_rows=1), 1), (SHAPE, Limits(9, max_entries=1), 7)],
 )
 def test_the_sum_is_what_is_allocated(shape: ModelShape, limits: Limits, num_ctas: int) -> None:
     """Known before anything is allocated; memory comes in pieces of 256 bytes."""
@@ -105,7 +116,7 @@ def test_scratch_holds_what_the_kernels_say_they_need() -> None:
     assert buffers.input["score_records"][0].nbytes == log_sum_exp.RECORD_BYTES
     assert buffers.choice_borders[0].nbytes == sample.BORDER_BYTES
     assert buffers.shaped.data_ptr() == buffers.logits[rows].data_ptr()
-    assert buffers.masks.shape == (3, sample.mask_bytes(vocab))
+    assert buffers.input["masks"].nbytes == rows * sample.mask_bytes(vocab)
 
 
 def test_partials_fit_whatever_a_short_context_leaves() -> None:

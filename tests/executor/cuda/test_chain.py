@@ -39,7 +39,7 @@ class Bench:
         self.torch_pool = executor.pool
         self.shape = shape_of(executor.info.model.config)
         self.gpu = FakeGpu(num_sms=num_sms, simulate=simulate)
-        limits = Limits(max_blocks=32, max_rows=max_rows, max_requests=8, max_entries=8, num_masks=1)
+        limits = Limits(max_blocks=32, max_rows=max_rows, max_requests=8, max_entries=8)
         self.buffers = DecodeBuffers(self.gpu, self.shape, limits, max_attention_grid(self.shape, num_sms))
         self.uploads = UploadRing(self.gpu, "inputs", self.buffers.inputs, self.buffers.input_layout)
         weights = adopt_weights(self.gpu, self.weights, executor.info.model.config, 512)

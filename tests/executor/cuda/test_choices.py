@@ -348,7 +348,7 @@ def test_a_row_with_a_field_that_is_not_known_goes_to_torch(record: str) -> None
 
 
 def test_what_does_not_fit_is_left_to_torch() -> None:
-    """Exactly what fits does: requests, entries, masks, each counted over all rows that came before."""
+    """Exactly what fits does: requests and entries, each counted over all rows that came before."""
     assert divide([], [], LIMITS) == Division()
     request = OutputSpec(greedy=True, logprobs=True, target_id=1, logprob_ids=tuple(range(30)))
     assert divide([request] * 2, [], LIMITS) == Division(OutputKind.SCORE)
@@ -359,7 +359,3 @@ def test_what_does_not_fit_is_left_to_torch() -> None:
     for length, torch_rows in ((156, ()), (157, (1,))):
         division = divide([biased, penalised], [None, np.zeros(length, np.int32)], LIMITS)
         assert (division.kind, division.torch_rows) == (OutputKind.SAMPLE, torch_rows)
-    masked = [OutputSpec(greedy=True, shaping=Shaping(mask=mask)) for mask in MASKS]
-    silent = OutputSpec(target_id=3, shaping=Shaping(mask=make_mask(9)))
-    assert divide([*masked[:3], masked[0], silent], [], LIMITS) == Division(OutputKind.SCORE)
-    assert divide([*masked, masked[1]], [], LIMITS).torch_rows == (3,)

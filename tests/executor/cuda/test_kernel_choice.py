@@ -67,7 +67,7 @@ def test_no_step_asks_for_more_than_was_said(kind: str, is_deterministic: bool) 
     assert executor.plain_weights is not None
     shape, gpu = shape_of(executor.info.model.config), FakeGpu(num_sms=3)
     specs = specs_needed(shape, is_deterministic=is_deterministic)
-    limits = Limits(max_blocks=16, max_rows=64 if is_deterministic else 80, max_entries=8, num_masks=1)
+    limits = Limits(max_blocks=16, max_rows=64 if is_deterministic else 80, max_entries=8)
     chain = StepChain(
         KernelSet(gpu, dict.fromkeys(specs, CUBIN)),
         adopt_weights(gpu, executor.plain_weights, executor.info.model.config, 256),

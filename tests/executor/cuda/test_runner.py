@@ -15,7 +15,7 @@ import torch
 
 from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec, Shaping, StepResult, TokenMask
 from ferrule_server.executor.cuda.choice_inputs import DrawMemo, fill_choices
-from ferrule_server.executor.cuda.choices import OutputKind, divide, masks_of
+from ferrule_server.executor.cuda.choices import OutputKind, divide
 from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.cuda.graphs import NODE_BYTES, GraphKey
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
@@ -213,20 +213,25 @@ def test_steps_without_room_for_a_graph_are_submitted_too() -> None:
 
 
 def test_what_takes_the_host_is_not_submitted() -> None:
-    """Outputs that torch selects, whole rows, and masks that are not on the device yet."""
+    """Outputs that torch selects, and whole rows; masks go with their step."""
     toy = Toy()
-    bits = np.full(9, 255, np.uint8)
-    bits[8] = 7
-    mask = TokenMask(hashlib.blake2b(bits.tobytes(), digest_size=16).digest(), bits)
-    masked = rows_of([5], [3], spec=OutputSpec(sample=SampleSpec(seed=1), shaping=Shaping(mask=mask)))
+    masked = rows_of([5], [3], spec=OutputSpec(sample=SampleSpec(seed=1), shaping=Shaping(mask=mask_of(7))))
     for spec in (FULL, MANY, SAMPLED):
         toy.runner.run(rows_of([5], [3], spec=spec))
     toy.capture()
     assert not toy.runner.can_submit(rows_of([5], [3], spec=FULL))
     assert not toy.runner.can_submit(rows_of([5], [3], spec=MANY))
-    assert not toy.runner.can_submit(masked)
-    toy.runner.run(masked)
     assert toy.runner.can_submit(masked)
+
+
+def test_each_mask_of_a_step_is_copied_once() -> None:
+    """However many rows choose under it."""
+    toy, masks = Toy(), [mask_of(3), mask_of(40)]
+    specs = [OutputSpec(greedy=True, shaping=Shaping(mask=masks[i])) for i in (0, 1, 1, 0)]
+    toy.runner.run(dataclasses.replace(rows_of([1] * 4, [3] * 4), output_specs=tuple(specs)))
+    copied = toy.runner.buffers.input["masks"].numpy().view(np.uint8)
+    assert [row[:9].tobytes() for row in copied[:2]] == [mask.bits.tobytes() for mask in masks]
+    assert not copied[2:].any()
 
 
 # ---- what is remembered of a step -----------------------------------------------------------------------------------
@@ -241,7 +246,7 @@ def mask_of(first: int) -> TokenMask:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_remembered_of_a_step_is_what_is_found_anew(seed: int) -> None:
-    """Kind, masks and records of draws, over steps that want the same as the one before, nearly the same, or else."""
+    """Who chooses and the records of draws, over steps that want what the one before did, nearly the same, or else."""
     chance, toy, memo = random.Random(seed), Toy(), DrawMemo()
     layout, limits = toy.runner.buffers.input_layout, toy.runner.buffers.limits
     masks = [mask_of(3), mask_of(40)]
@@ -257,12 +262,10 @@ def test_what_is_remembered_of_a_step_is_what_is_found_anew(seed: int) -> None:
         kind = division.kind
         kinds.add(kind)
         assert division == divide(batch.output_specs, batch.histories, limits)
-        assert toy.runner._masks_of(batch) == masks_of(batch.output_specs)
         found = []
         for draws in (memo, DrawMemo()):
             views = layout.arrays(np.full(layout.num_bytes, 0xA5, np.uint8))
-            slots = {mask.fingerprint: slot for slot, mask in enumerate(masks)}
-            fill_choices(views, batch, 8, kind, slots, vocab_size=67, draws=draws)
+            fill_choices(views, batch, 8, kind, vocab_size=67, stores_logits=True, draws=draws)
             found.append({name: values.tobytes() for name, values in views.items()})
         assert found[0] == found[1]
     assert {OutputKind.GREEDY, OutputKind.SAMPLE, OutputKind.SCORE} <= kinds

@@ -43,7 +43,7 @@ def cubins_of(executor: TorchExecutor, *, is_deterministic: bool = False) -> dic
 
 def limits_of(max_rows: int) -> Limits:
     """Return small limits."""
-    return Limits(max_blocks=16, max_rows=max_rows, max_requests=32, max_entries=64, num_masks=2)
+    return Limits(max_blocks=16, max_rows=max_rows, max_requests=32, max_entries=64)
 
 
 def num_ctas_of(executor: TorchExecutor, gpu: FakeGpu) -> int:

@@ -12,8 +12,8 @@
     chain.py           the launches of a step, from tokens to logits: linears.py, weights.py, kernel_choice.py (which
                        kernel for what), kernel_set.py (loads them)
     block_copies.py    copy-on-write
-    choices.py         what rows return, from the logits: choice_inputs.py (records), choice_launches.py, masks.py,
-                       row_copies.py (whole rows)
+    choices.py         what rows return, from the logits: choice_inputs.py (records), choice_launches.py, row_copies.py
+                       (whole rows)
     buffers.py         every buffer; layout.py: where a field lies; inputs.py: a step's arrays into the fields;
                        staging.py: pinned memory that is not overwritten too soon
     bundle_file.py     whether a setting names a bundle; used on machines without a GPU too

@@ -3,8 +3,8 @@
 What the host writes for a step lies side by side in ``inputs``, what it reads in ``results``, so that one copy each way
 does; their fields are in ``input`` and ``result``::
 
-    inputs    token_ids positions slot_mapping work | choice_records score_records request_ids entries
-              every step, up to what is in use      | a second span, where tokens are not chosen greedily alone
+    inputs    token_ids positions slot_mapping work | choice_records score_records request_ids masks entries
+              every step, up to what is in use      | further spans, where tokens are not chosen greedily alone
     results   tokens | greedy chosen_logprobs figures requested top_ids top_logits
               every step, then as far as it was asked for
 
@@ -53,7 +53,6 @@ class Limits:
         max_rows: Rows of a step.
         max_requests: Single log-probabilities that a step returns.
         max_entries: Tokens, over all rows, whose logits penalties or a bias change.
-        num_masks: Token masks that stay on the device.
         largest_k: Most log-probabilities of the best tokens that a row returns.
     """
 
@@ -62,7 +61,6 @@ class Limits:
     max_rows: int = 256
     max_requests: int = 4096
     max_entries: int = 1 << 18
-    num_masks: int = 64
     largest_k: int = LARGEST_K
 
     @property
@@ -85,6 +83,7 @@ def input_layout(shape: ModelShape, limits: Limits, num_ctas: int) -> Layout:
             ("choice_records", (2 * rows, RECORD.itemsize // 4)),
             ("score_records", (rows, 4)),
             ("request_ids", (limits.max_requests,)),
+            ("masks", (rows, mask_bytes(shape.vocab_size) // 4)),
             ("entries", (limits.max_entries, 4)),
         )
     )
@@ -126,7 +125,8 @@ class DecodeBuffers:
         input: The fields of ``inputs``, all int32: ``token_ids`` [R] (-1: no token, zeros; -2 - j: ``tokens[j]`` of the
             step before), ``positions`` [R], ``slot_mapping`` [R], ``work`` [rows, 16] (see above; both the items and
             the block tables that kernels are given begin here), ``choice_records`` [2 * R, 20], each a
-            ``sample.RECORD``, ``score_records`` [R, 4], ``request_ids`` [max_requests], ``entries`` [max_entries, 4].
+            ``sample.RECORD``, ``score_records`` [R, 4], ``request_ids`` [max_requests], ``masks``
+            [R, mask_bytes(V) / 4], ``entries`` [max_entries, 4].
         result: The fields of ``results``: ``tokens`` int32 [R], at its begin: what the step chose, by row where all is
             greedy, else by output; ``greedy`` int32 [R], the best token of each row, -1: not finite;
             ``chosen_logprobs`` float32 [R]; ``figures`` float32 [R, 4]; ``requested`` float32 [max_requests];
@@ -172,8 +172,6 @@ class DecodeBuffers:
     """uint8 [2 * R, 16], what the launches behind the logits tell each other."""
     choice_totals: Tensor
     """int64 [R], written by the draw."""
-    masks: Tensor
-    """uint8 [num_masks, sample.mask_bytes(V)]."""
     block_pairs: Tensor
     """uint8 [bytes of MAX_PAIRS pairs], of copies between steps."""
 
@@ -232,6 +230,5 @@ def _tensors(shape: ModelShape, limits: Limits, num_ctas: int) -> dict[str, tupl
         "choice_tickets": ((2 * rows,), torch.int32),
         "choice_borders": ((2 * rows, BORDER_BYTES), torch.uint8),
         "choice_totals": ((rows,), torch.int64),
-        "masks": ((limits.num_masks, mask_bytes(shape.vocab_size)), torch.uint8),
         "block_pairs": ((PAIR_LAYOUT.num_bytes,), torch.uint8),
     }

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from ferrule_server.executor.base import Int32Array, OutputSpec, SampleSpec, Shaping, StepBatch
 from ferrule_server.executor.cuda.choices import (
     CHOSEN,
-    ChoiceCounts,
     OutputKind,
     are_same,
     chooses,
@@ -69,11 +68,11 @@ def fill_choices(
     batch: StepBatch,
     num_rows_bucket: int,
     kind: OutputKind,
-    mask_slots: Mapping[bytes, int],
     *,
     vocab_size: int,
+    stores_logits: bool,
     draws: DrawMemo | None = None,
-) -> ChoiceCounts:
+) -> dict[str, int]:
     """Fill in the records of every kernel that the kind runs.
 
     Args:
@@ -81,21 +80,30 @@ def fill_choices(
         batch: The step, with the outputs that kernels choose for.
         num_rows_bucket: Records that the kernels look at.
         kind: Of the step; nothing is filled for GREEDY.
-        mask_slots: Where the masks of the step lie, by fingerprint.
         vocab_size: Logits of a row.
+        stores_logits: As in ``GraphKey``.
         draws: Remembers the records of the last step, of the same vocabulary and fields.
+
+    Returns:
+        How many rows of which fields the step uses, of the inputs that were filled and of the results.
     """
+    used = {"greedy" if stores_logits else "tokens": batch.num_rows}
     if kind is OutputKind.GREEDY:
-        return ChoiceCounts()
+        return used
     records, num_outputs = views["choice_records"].view(RECORD)[:, 0], len(batch.output_specs)
     records["row"][num_outputs:num_rows_bucket] = _NOTHING_TO_DO
     records[:num_outputs] = (draws or DrawMemo()).records(batch, vocab_size)
     records["position"][:num_outputs] = batch.positions[batch.output_rows] + 1
-    num_entries = _fill_shapings(records, views["entries"], batch, mask_slots, vocab_size)
-    num_requests = _fill_scores(views, batch, num_rows_bucket) if kind >= OutputKind.SCORE else 0
-    tops = records[num_rows_bucket : 2 * num_rows_bucket]
-    num_tops = _fill_tops(tops, batch, vocab_size) if kind >= OutputKind.TOP else 0
-    return ChoiceCounts(num_requests, num_entries, num_tops)
+    used |= {"choice_records": num_rows_bucket, "tokens": num_outputs}
+    used["entries"], used["masks"] = _fill_shapings(records, views, batch, vocab_size)
+    if kind >= OutputKind.SCORE:
+        used |= {"score_records": num_rows_bucket, "chosen_logprobs": num_outputs, "figures": num_outputs}
+        used["request_ids"] = used["requested"] = _fill_scores(views, batch, num_rows_bucket)
+    if kind >= OutputKind.TOP:
+        tops = records[num_rows_bucket : 2 * num_rows_bucket]
+        used["choice_records"] = 2 * num_rows_bucket
+        used["top_ids"] = used["top_logits"] = _fill_tops(tops, batch, vocab_size)
+    return used
 
 
 def _sample_of(spec: OutputSpec) -> SampleSpec | None:
@@ -124,26 +132,30 @@ def pack_draw(spec: SampleSpec | None, vocab_size: int) -> bytes:
     return record.tobytes()
 
 
-def _fill_shapings(
-    records: Records, entries: Int32Array, batch: StepBatch, mask_slots: Mapping[bytes, int], vocab_size: int
-) -> int:
-    """Fill in what changes logits before a draw, and return the number of entries.
+def _fill_shapings(records: Records, views: Views, batch: StepBatch, vocab_size: int) -> tuple[int, int]:
+    """Fill in what changes logits before a draw, and return the numbers of entries and masks.
 
     Args:
         records: One for each row of the largest step, twice: a shaped row lies as far after the raw ones.
-        entries: Of all rows.
+        views: Fields of the staged inputs.
         batch: The step.
-        mask_slots: Where masks lie.
         vocab_size: Logits of a row.
     """
     shapings = {i: shaping_of(spec) for i, spec in enumerate(batch.output_specs) if spec.shaping is not None}
     found = {i: shaping for i, shaping in shapings.items() if shaping is not None}
-    borders = _fill_entries(entries, batch, found, vocab_size)
+    if not found:
+        return 0, 0
+    borders = _fill_entries(views["entries"], batch, found, vocab_size)
+    masks, slots = views["masks"].view(np.uint8), dict[bytes, int]()
     for i, shaping in found.items():
-        slot = -1 if shaping.mask is None else mask_slots[shaping.mask.fingerprint] * (mask_bytes(vocab_size) // 16)
+        mask = -1
+        if shaping.mask is not None:
+            slot = slots.setdefault(shaping.mask.fingerprint, len(slots))
+            masks[slot, : len(shaping.mask.bits)] = shaping.mask.bits
+            mask = slot * mask_bytes(vocab_size) // 16
         records["source"][i] = len(records) // 2 + i
-        pack_shaping(records[i : i + 1], shaping, slot, borders[i : i + 2])
-    return borders[-1]
+        pack_shaping(records[i : i + 1], shaping, mask, borders[i : i + 2])
+    return borders[-1], len(slots)
 
 
 def pack_shaping(record: Records, shaping: Shaping, mask: int, entries: Sequence[int]) -> None:

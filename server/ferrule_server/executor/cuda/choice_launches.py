@@ -79,7 +79,7 @@ def choice_operations(
         "tickets": buffers.choice_tickets,
         "tokens": result["tokens"],
         "entries": buffers.input["entries"],
-        "masks": buffers.masks,
+        "masks": buffers.input["masks"],
         "totals": buffers.choice_totals,
         "vocab_size": vocab_size,
         "num_slices": num_slices,

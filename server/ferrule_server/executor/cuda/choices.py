@@ -7,7 +7,7 @@ The meaning is that of ``executor.sampling``. The kernels shape, weigh and norma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
 from enum import IntEnum
 from operator import is_
@@ -24,26 +24,19 @@ from ferrule_server.executor.base import (
     SampleSpec,
     Shaping,
     StepBatch,
-    TokenMask,
 )
 from ferrule_server.executor.cuda.buffers import Limits
-from ferrule_server.executor.cuda.layout import Layout
 from ferrule_server.executor.sampling.selection import logprobs, needs_normaliser
 
 __all__ = [
     "KNOWN_FIELDS",
-    "ChoiceCounts",
     "Division",
     "OutputKind",
     "are_same",
-    "best_field",
     "chooses",
     "divide",
-    "input_span",
-    "masks_of",
     "read_choices",
     "requested_ids",
-    "result_spans",
     "shaping_of",
     "with_outputs",
 ]
@@ -93,21 +86,6 @@ class Division:
     keeps_rows: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceCounts:
-    """How much of the fields that are not by row a step uses.
-
-    Attributes:
-        num_requests: Log-probabilities of single tokens.
-        num_entries: Tokens that penalties or biases name.
-        num_tops: Rows with top log-probabilities.
-    """
-
-    num_requests: int = 0
-    num_entries: int = 0
-    num_tops: int = 0
-
-
 def chooses(spec: OutputSpec) -> bool:
     """Whether a row gives a token."""
     return spec.greedy or spec.sample is not None
@@ -119,13 +97,6 @@ def shaping_of(spec: OutputSpec) -> Shaping | None:
     if shaping is None or not chooses(spec):
         return None
     return shaping if shaping.mask is not None or shaping.bias or shaping.has_penalties else None
-
-
-def masks_of(specs: Iterable[OutputSpec]) -> list[TokenMask]:
-    """Return the distinct masks that rows choose under, in their order."""
-    shapings = (shaping_of(spec) for spec in specs if spec.shaping is not None)
-    masks = (shaping.mask for shaping in shapings if shaping is not None and shaping.mask is not None)
-    return list({mask.fingerprint: mask for mask in masks}.values())
 
 
 def are_same(specs: Sequence[OutputSpec], others: Sequence[OutputSpec]) -> bool:
@@ -148,20 +119,16 @@ def divide(
         largest: The largest kind that kernels can serve.
     """
     kind, torch_rows, num_requests, num_entries = OutputKind.GREEDY, [], 0, 0
-    masks: set[bytes] = set()
     for i, spec in enumerate(specs):
         row_kind = _kind_of_row(spec, limits)
         if row_kind is OutputKind.GREEDY:
             continue
-        shaping = shaping_of(spec)
-        with_requests = num_requests + len(requested_ids(spec))
-        with_entries = num_entries + _num_entries(shaping, histories[i] if histories else None)
-        with_masks = masks if shaping is None or shaping.mask is None else masks | {shaping.mask.fingerprint}
-        has_room = with_requests <= limits.max_requests and with_entries <= limits.max_entries
-        if row_kind > largest or not has_room or len(with_masks) > limits.num_masks:
+        with_requests = num_requests + (len(requested_ids(spec)) if row_kind >= OutputKind.SCORE else 0)
+        with_entries = num_entries + (_num_entries(spec, histories[i] if histories else None) if spec.shaping else 0)
+        if row_kind > largest or with_requests > limits.max_requests or with_entries > limits.max_entries:
             torch_rows.append(i)
         else:
-            kind, num_requests, num_entries, masks = max(kind, row_kind), with_requests, with_entries, with_masks
+            kind, num_requests, num_entries = max(kind, row_kind), with_requests, with_entries
     keeps_rows = bool(torch_rows) or any(spec.full_logits or spec.hidden_state for spec in specs)
     return Division(kind, tuple(torch_rows), keeps_rows)
 
@@ -191,8 +158,9 @@ def _kind_of_row(spec: OutputSpec, limits: Limits) -> OutputKind:
     return OutputKind.SAMPLE if is_random or shaping_of(spec) is not None else OutputKind.GREEDY
 
 
-def _num_entries(shaping: Shaping | None, history: Int32Array | None) -> int:
+def _num_entries(spec: OutputSpec, history: Int32Array | None) -> int:
     """Return how many tokens penalties and bias of a row name, at most."""
+    shaping = shaping_of(spec)
     if shaping is None:
         return 0
     return len(shaping.bias) + (len(history) if history is not None and shaping.has_penalties else 0)
@@ -221,52 +189,11 @@ def requested_ids(spec: OutputSpec) -> tuple[int, ...]:
     return chosen + target + spec.logprob_ids
 
 
-def input_span(layout: Layout, kind: OutputKind, counts: ChoiceCounts) -> slice | None:
-    """Return the bytes of the inputs that ``fill_choices`` filled, None where it fills none."""
-    if kind is OutputKind.GREEDY:
-        return None
-    begin = layout.offset_of("choice_records")
-    if counts.num_entries:
-        return slice(begin, layout.end_of("entries", counts.num_entries))
-    if kind is OutputKind.SAMPLE:
-        return slice(begin, layout.offset_of("score_records"))
-    return slice(begin, layout.end_of("request_ids", counts.num_requests))
-
-
-def best_field(kind: OutputKind, *, keeps_rows: bool) -> str:
-    """Return the field of the results with the best token of each row."""
-    return "tokens" if kind is OutputKind.GREEDY and not keeps_rows else "greedy"
-
-
-def result_spans(
-    layout: Layout, num_rows: int, kind: OutputKind, counts: ChoiceCounts, *, keeps_rows: bool
-) -> list[slice]:
-    """Return the bytes of the results that :func:`read_choices` reads.
-
-    Args:
-        layout: Of the results.
-        num_rows: Of the step, those without output too.
-        kind: Of the step.
-        counts: What ``fill_choices`` returned.
-        keeps_rows: As in :class:`Division`.
-    """
-    best = best_field(kind, keeps_rows=keeps_rows)
-    begin = layout.offset_of(best if kind is OutputKind.GREEDY else "tokens")
-    if kind <= OutputKind.SAMPLE:
-        return [slice(begin, layout.end_of(best, num_rows))]
-    spans = [slice(begin, layout.end_of("requested", counts.num_requests))]
-    if counts.num_tops:
-        spans += [
-            slice(layout.offset_of(name), layout.end_of(name, counts.num_tops)) for name in ("top_ids", "top_logits")
-        ]
-    return spans
-
-
 Results = Mapping[str, npt.NDArray[Any]]
 
 
 def read_choices(
-    results: Results, batch: StepBatch, kind: OutputKind, *, vocab_size: int, keeps_rows: bool
+    results: Results, batch: StepBatch, kind: OutputKind, *, vocab_size: int, stores_logits: bool
 ) -> list[RowOutput]:
     """Return the output rows of a step; nothing of the results is kept.
 
@@ -275,10 +202,10 @@ def read_choices(
         batch: The step, with the outputs that kernels choose for.
         kind: Of the step.
         vocab_size: Logits of a row.
-        keeps_rows: As in :class:`Division`.
+        stores_logits: As in ``GraphKey``.
     """
     rows, specs = batch.output_rows, batch.output_specs
-    best = results[best_field(kind, keeps_rows=keeps_rows)][rows].tolist()
+    best = results["greedy" if stores_logits else "tokens"][rows].tolist()
     tokens = best if kind is OutputKind.GREEDY else results["tokens"][: len(rows)].tolist()
     positions = (batch.positions[rows] + 1).tolist()
     outputs = [

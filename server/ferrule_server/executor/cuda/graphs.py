@@ -60,6 +60,11 @@ class GraphKey:
     has_outputs: bool = True
     keeps_rows: bool = False
 
+    @property
+    def stores_logits(self) -> bool:
+        """Whether logits are stored; the best token of each row is then in ``greedy`` of the results."""
+        return self.kind is not OutputKind.GREEDY or self.keeps_rows
+
 
 @dataclass(slots=True)
 class _Launched:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -15,6 +15,9 @@ __all__ = ["ALIGNMENT", "Array", "Field", "Layout", "pack"]
 
 ALIGNMENT = 256
 """Fields begin at multiples of so many bytes."""
+
+_CLOSE_BYTES = 64 << 10
+"""What lies between two fields is copied with them up to here: another copy takes as long."""
 
 Array = npt.NDArray[np.int32 | np.float32]
 """What a field looks like on the host."""
@@ -78,6 +81,21 @@ class Layout:
         """Return where the first ``num_rows`` rows of a field end, in bytes; None: all of them."""
         field = self._fields[name]
         return field.end if num_rows is None else field.offset + num_rows * field.row_bytes
+
+    def spans(self, used: Mapping[str, int]) -> list[slice]:
+        """Return the bytes of the first rows of some fields, in order; what lies close together is one span.
+
+        Args:
+            used: Rows of each field; names of other layouts are ignored.
+        """
+        spans: list[slice] = []
+        for field in self._fields.values():
+            if num_rows := used.get(field.name, 0):
+                begin, end = field.offset, field.offset + num_rows * field.row_bytes
+                if spans and begin - spans[-1].stop <= _CLOSE_BYTES:
+                    begin = spans.pop().start
+                spans.append(slice(begin, end))
+        return spans
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """Return the fields as views of ``memory``, uint8 [num_bytes], by name."""

@@ -16,7 +16,6 @@ from ferrule_server.executor.base import (
     RowOutput,
     StepBatch,
     StepResult,
-    TokenMask,
 )
 from ferrule_server.executor.cuda.block_copies import BlockCopies
 from ferrule_server.executor.cuda.buckets import bucket_for
@@ -25,15 +24,11 @@ from ferrule_server.executor.cuda.chain import StepChain
 from ferrule_server.executor.cuda.choice_inputs import DrawMemo, fill_choices
 from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs, choice_operations
 from ferrule_server.executor.cuda.choices import (
-    ChoiceCounts,
     Division,
     OutputKind,
     are_same,
     divide,
-    input_span,
-    masks_of,
     read_choices,
-    result_spans,
     with_outputs,
 )
 from ferrule_server.executor.cuda.gpu import Gpu, Operation
@@ -42,7 +37,6 @@ from ferrule_server.executor.cuda.inputs import fill_inputs
 from ferrule_server.executor.cuda.kernel_choice import MAX_GEMM_ROWS, shape_of
 from ferrule_server.executor.cuda.kernel_set import KernelSet, Trigger
 from ferrule_server.executor.cuda.layout import Array
-from ferrule_server.executor.cuda.masks import DeviceMasks
 from ferrule_server.executor.cuda.parts import COPIES, WorkingParts, part_of, refused_part
 from ferrule_server.executor.cuda.row_copies import RowCopies
 from ferrule_server.executor.cuda.staging import Download, DownloadRing, UploadRing
@@ -111,7 +105,6 @@ class CudaDecodeRunner:
         self._choice_specs = ChoiceSpecs.of(shape)
         self._uploads = UploadRing(gpu, "inputs", buffers.inputs, buffers.input_layout)
         self._downloads = DownloadRing(gpu, "results", buffers.results, buffers.result_layout)
-        self._masks = DeviceMasks(gpu, buffers.masks)
         self._outputs = DeviceOutputs(gpu.torch_device)
         self._graphs = GraphStore(gpu, self._operations, memory_bytes=graph_bytes, is_enabled=has_graphs)
         self._parts = WorkingParts(shape, failures or {})
@@ -173,11 +166,7 @@ class CudaDecodeRunner:
         """
         key, _ = self._plan(batch)
         return (
-            not key.keeps_rows
-            and self._parts.serve(key)
-            and self._downloads.has_room
-            and self._graphs.is_settled(key)
-            and (key.kind is OutputKind.GREEDY or self._masks.has_all(self._masks_of(batch)))
+            not key.keeps_rows and self._parts.serve(key) and self._downloads.has_room and self._graphs.is_settled(key)
         )
 
     def submit(self, batch: StepBatch) -> QueuedStep:
@@ -192,8 +181,8 @@ class CudaDecodeRunner:
         """
         key, _ = self._plan(batch)
         assert not key.keeps_rows, "the rows of this step are looked at afterwards, which takes the host"
-        counts, path = self._put(batch, key)
-        return QueuedStep(self._download(batch, key, counts), batch, key.kind, self._vocab_size, path)
+        download, path = self._put(batch, key, batch)
+        return QueuedStep(download, batch, key, self._vocab_size, path)
 
     def run(self, batch: StepBatch) -> StepResult:
         """Run a step; none is pending.
@@ -210,10 +199,9 @@ class CudaDecodeRunner:
         torch_rows = set(division.torch_rows)
         is_torch = [i in torch_rows for i in range(len(batch.output_specs))]
         served = with_outputs(batch, [i for i, by_torch in enumerate(is_torch) if not by_torch])
-        counts, path = self._put(served, key)
-        self._row_copies.put(batch)
-        results = self._download(served, key, counts).read()
-        chosen = iter(read_choices(results, served, key.kind, vocab_size=self._vocab_size, keeps_rows=True))
+        download, path = self._put(batch, key, served)
+        results = download.read()
+        chosen = iter(read_choices(results, served, key.kind, vocab_size=self._vocab_size, stores_logits=True))
         selected = iter(self._selected(with_outputs(batch, division.torch_rows), results["greedy"]))
         rows = [next(selected if by_torch else chosen) for by_torch in is_torch]
         self._row_copies.hand_out(rows)
@@ -288,45 +276,45 @@ class CudaDecodeRunner:
             self._plain = specs, division
         return division
 
-    def _masks_of(self, batch: StepBatch) -> list[TokenMask]:
-        """Return the masks that rows choose under."""
-        return [] if are_same(batch.output_specs, self._plain[0]) else masks_of(batch.output_specs)
+    def _put(self, batch: StepBatch, key: GraphKey, served: StepBatch) -> tuple[Download, str]:
+        """Put a step into the stream; return what it gives and, as a path, whether it is a graph.
 
-    def _put(self, batch: StepBatch, key: GraphKey) -> tuple[ChoiceCounts, str]:
-        """Put upload and kernels of a step into the stream; return also whether that was a graph, as a path."""
+        Args:
+            batch: The step.
+            key: Of the step.
+            served: The step with the outputs that kernels choose for.
+        """
         self._latest = None
-        arrays = self._uploads.fill()
+        arrays, layout = self._uploads.fill(), self._buffers.input_layout
         num_work = fill_inputs(arrays, batch, key.num_rows, **self._attention[key.is_decode])
-        slots = {} if key.kind is OutputKind.GREEDY else self._masks.slots_for(self._masks_of(batch))
-        counts = fill_choices(
-            arrays, batch, key.num_rows, key.kind, slots, vocab_size=self._vocab_size, draws=self._draws
+        used = fill_choices(
+            arrays,
+            served,
+            key.num_rows,
+            key.kind,
+            vocab_size=self._vocab_size,
+            stores_logits=key.stores_logits,
+            draws=self._draws,
         )
-        layout = self._buffers.input_layout
-        span = input_span(layout, key.kind, counts)
-        self._uploads.upload(slice(0, layout.end_of("work", num_work)), *([span] if span else []))
-        if self._graphs.put(key):
-            self._num_graph_steps += 1
-            return counts, "graph"
-        self._num_launched_steps += 1
-        return counts, "kernels"
+        self._uploads.upload(slice(0, layout.end_of("work", num_work)), *layout.spans(used))
+        is_graph = self._graphs.put(key)
+        self._num_graph_steps += is_graph
+        self._num_launched_steps += not is_graph
+        if key.keeps_rows:
+            self._row_copies.put(batch)
+        download = self._downloads.download(*self._buffers.result_layout.spans(used))
+        return download, "graph" if is_graph else "kernels"
 
     def _operations(self, key: GraphKey) -> list[Operation]:
         chain = self._chain.operations(
             key.num_rows,
             is_decode=key.is_decode,
-            stores_logits=key.kind is not OutputKind.GREEDY or key.keeps_rows,
+            stores_logits=key.stores_logits,
             is_deterministic=self._is_deterministic,
             keeps_hidden=key.keeps_rows,
             has_outputs=key.has_outputs,
         )
         return chain + choice_operations(self._kernels, self._buffers, key.num_rows, key.kind, self._choice_specs)
-
-    def _download(self, batch: StepBatch, key: GraphKey, counts: ChoiceCounts) -> Download:
-        """Put the copy of what the kernels have chosen into the stream."""
-        layout = self._buffers.result_layout
-        return self._downloads.download(
-            *result_spans(layout, batch.num_rows, key.kind, counts, keeps_rows=key.keeps_rows)
-        )
 
     @torch.inference_mode()
     def _selected(self, batch: StepBatch, best: Array) -> list[RowOutput]:
@@ -359,10 +347,10 @@ class CudaDecodeRunner:
 class QueuedStep:
     """A step in the stream, whose results are on their way."""
 
-    def __init__(self, download: Download, batch: StepBatch, kind: OutputKind, vocab_size: int, path: str) -> None:
+    def __init__(self, download: Download, batch: StepBatch, key: GraphKey, vocab_size: int, path: str) -> None:
         self._download = download
         self._batch = batch
-        self._kind = kind
+        self._key = key
         self._vocab_size = vocab_size
         self._path = path
 
@@ -372,8 +360,10 @@ class QueuedStep:
         Raises:
             GpuError: It failed.
         """
-        results = self._download.read()
-        rows = read_choices(results, self._batch, self._kind, vocab_size=self._vocab_size, keeps_rows=False)
+        results, key = self._download.read(), self._key
+        rows = read_choices(
+            results, self._batch, key.kind, vocab_size=self._vocab_size, stores_logits=key.stores_logits
+        )
         return StepResult(rows, (self._path,) * len(rows))
 
 

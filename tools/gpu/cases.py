@@ -130,7 +130,6 @@ class Linear:
     epilogue: str
     num_rows: int
     size: int
-    is_int8: bool
     is_normed: bool
 
     @property
@@ -141,23 +140,20 @@ class Linear:
     @property
     def num_bytes(self) -> int:
         """Weights, once."""
-        return self.weight_rows * self.size * (1 if self.is_int8 else 2)
+        return 2 * self.weight_rows * self.size
 
     def instance(self, gpu: Gpu, seed: int, call: Callable[[dict[str, Any]], Call]) -> Instance:
         """Return buffers for it; ``call`` makes the launch of them by parameter name."""
         x = random_bf16(gpu, (self.num_tokens, self.size), seed)
         norm = random_bf16(gpu, (self.size,), seed + 1)
-        weight = self._weight(gpu, seed + 2)
-        scales = torch.full((self.weight_rows,), 0.01, device=gpu.torch_device)
+        weight = random_bf16(gpu, (self.weight_rows, self.size), seed + 2, self.size**-0.5)
         dtype = torch.float32 if self.epilogue == "logits" else torch.bfloat16
         out = random_bf16(gpu, (self.num_tokens, self.num_rows), seed + 3).to(dtype)
         before = out.clone()
-        given = {"x": x, "norm_weight": norm, "weight": weight, "scales": scales, "bias": 0, "out": out}
+        given = {"x": x, "norm_weight": norm, "weight": weight, "bias": 0, "out": out}
         given |= {"num_rows": self.num_rows, "size": self.size, "eps": EPS, "num_tokens": self.num_tokens}
 
         def product(vectors: Tensor) -> Tensor:
-            if self.is_int8:
-                return vectors.float() @ weight.float().T * scales
             return vectors.float() @ weight.float().T
 
         def expect() -> Tensor:
@@ -166,13 +162,9 @@ class Linear:
                 return reference.swiglu(made)
             return before + made if self.epilogue == "residual" else made
 
-        plain: list[Tensor] = []
-
         def torch_op() -> Tensor:
-            if not plain:  # torch multiplies bf16 only
-                plain.append(weight.bfloat16())
             vectors = F.rms_norm(x, (self.size,), norm, EPS) if self.is_normed else x
-            made = F.linear(vectors, plain[0])
+            made = F.linear(vectors, weight)
             if self.epilogue == "swiglu":
                 gate, up = made.chunk(2, dim=-1)
                 return F.silu(gate) * up
@@ -181,12 +173,6 @@ class Linear:
         return Instance(
             [call(given)], [out], expect, lambda expected: worst(out, expected), torch_op, lambda: _put(out, before)
         )
-
-    def _weight(self, gpu: Gpu, seed: int) -> Tensor:
-        shape = (self.weight_rows, self.size)
-        if not self.is_int8:
-            return random_bf16(gpu, shape, seed, self.size**-0.5)
-        return (random_bf16(gpu, shape, seed) * 30).clamp(-127, 127).to(torch.int8)
 
 
 def _put(target: Tensor, source: Tensor) -> None:
@@ -201,24 +187,22 @@ def gemv_case(shape: ModelShape, role: str, spec: KernelSpec) -> Case:
     """Return a linear for one or two tokens."""
     constants: dict[str, Any] = dict(spec.constants)
     epilogue, num_rows, size = sizes(shape, role)
-    linear = Linear(role, constants["M"], epilogue, num_rows, size, constants["INT8"], constants["NORM"])
-    names = ("M", "U", "X", "WARPS", "INT8")
+    linear = Linear(role, constants["M"], epilogue, num_rows, size, constants["NORM"])
+    names = ("M", "U", "X", "WARPS")
 
     def build(gpu: Gpu, index: int) -> Instance:
         grid = min(gemv.num_ctas_needed(num_rows, R=constants["R"], WARPS=constants["WARPS"]), _wave(gpu, spec))
         shared = gemv.shared_bytes(size, **{name: constants[name] for name in names})
         return linear.instance(gpu, index, lambda given: Call(spec, given, grid, shared))
 
-    kind = "int8" if linear.is_int8 else "bf16"
-    bar = None if linear.is_int8 else 0.9
-    return Case(f"gemv {role} {kind} M={linear.num_tokens}", [spec], linear.num_bytes, build, bar)
+    return Case(f"gemv {role} M={linear.num_tokens}", [spec], linear.num_bytes, build, bar=0.9)
 
 
 def gemm_case(shape: ModelShape, role: str, spec: KernelSpec) -> Case:
     """Return a linear for up to 64 tokens."""
     constants: dict[str, Any] = dict(spec.constants)
     epilogue, num_rows, size = sizes(shape, role)
-    linear = Linear(role, 8 * constants["TILES"], epilogue, num_rows, size, False, False)
+    linear = Linear(role, 8 * constants["TILES"], epilogue, num_rows, size, False)
 
     def build(gpu: Gpu, index: int) -> Instance:
         grid = min(gemm.num_ctas_needed(num_rows, constants), _wave(gpu, spec))
@@ -231,7 +215,7 @@ def head_case(shape: ModelShape, spec: KernelSpec) -> Case:
     """Return the output head with its argmax."""
     constants: dict[str, Any] = dict(spec.constants)
     m, size, vocab = constants["M"], shape.hidden_size, shape.vocab_size
-    linear = Linear("head", m, "logits", vocab, size, constants["INT8"], True)
+    linear = Linear("head", m, "logits", vocab, size, True)
 
     def build(gpu: Gpu, index: int) -> Instance:
         grid = _wave(gpu, spec)
@@ -251,8 +235,7 @@ def head_case(shape: ModelShape, spec: KernelSpec) -> Case:
 
         return Instance(made.calls, [tokens], made.expect, check, lambda: made.torch_op().argmax(-1))
 
-    kind = "int8" if linear.is_int8 else "bf16"
-    return Case(f"head {kind} M={m}", [spec], linear.num_bytes, build, most_instances=2)
+    return Case(f"head M={m}", [spec], linear.num_bytes, build, most_instances=2)
 
 
 def argmax_case(shape: ModelShape, spec: KernelSpec) -> Case:

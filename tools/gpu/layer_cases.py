@@ -40,7 +40,7 @@ def _bytes(shape: ModelShape, role: str) -> int:
 def _spec(shape: ModelShape, role: str) -> KernelSpec:
     epilogue, num_rows, size = sizes(shape, role)
     norm = role in ("qkv", "gate_up")
-    return gemv.planned(num_rows, size, M=1, NORM=norm, EPILOGUE=epilogue, BIAS=False, INT8=False)
+    return gemv.planned(num_rows, size, M=1, NORM=norm, EPILOGUE=epilogue, BIAS=False)
 
 
 def _instance(
@@ -68,7 +68,7 @@ def _instance(
         norms[role] = random_bf16(gpu, (size,), 60 + place)
         x, made = between[role]
         given: dict[str, Any] = {"x": x, "out": made, "weight": weights[role], "norm_weight": norms[role]}
-        given |= {"scales": 0, "bias": 0, "num_rows": num_rows, "size": size, "eps": EPS}
+        given |= {"bias": 0, "num_rows": num_rows, "size": size, "eps": EPS}
         constants: dict[str, Any] = dict(specs[role].constants)
         grid = gemv.num_ctas_needed(num_rows, R=constants["R"], WARPS=constants["WARPS"])
         calls[role] = Call(specs[role], given, min(grid, gpu.num_sms * specs[role].ctas_per_sm))

@@ -44,7 +44,7 @@ QWEN, LLAMA = MODEL_SHAPES["Qwen3-8B"], MODEL_SHAPES["Llama-3.2-1B"]
 
 @pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_what_steps_need_is_shipped(name: str) -> None:
-    """Less than all of it: no int8, no trees, one kernel that moves blocks; less still in deterministic mode."""
+    """Less than all of it: no trees, one kernel that moves blocks; less still in deterministic mode."""
     shape = MODEL_SHAPES[name]
     shipped = {spec.name: spec for spec in kernels_of(shape)}
     needed = {one: specs_needed(shape, is_deterministic=one) for one in (False, True)}
@@ -54,7 +54,7 @@ def test_what_steps_need_is_shipped(name: str) -> None:
     assert set(needed[True]) <= set(needed[False])
     assert {"gemv", "head", "attention"}.isdisjoint(spec.kernel.__name__ for spec in needed[True])
     constants = [dict(spec.constants) for spec in needed[False]]
-    assert not any(one.get("INT8") or one.get("TREE") for one in constants)
+    assert not any(one.get("TREE") for one in constants)
     movers = {op.name for op in OPS} & {"copy_blocks"}
     assert [spec.name for spec in needed[False] if _module(spec) in movers] == [copy_blocks.spec().name]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ferrule_server.kernels import quantise, reference
+from ferrule_server.kernels import reference
 from ferrule_server.kernels.cuda import argmax
 from ferrule_server.kernels.cuda.head import head, num_ctas_needed, partial_bytes, shared_bytes, spec, specs
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
@@ -33,23 +33,21 @@ class Case:
     u: int = 1
     warps: int = 2
     grid: int = 3
-    is_int8: bool = False
     is_stored: bool = True
 
     @property
     def constants(self) -> dict[str, Constant]:
         """The compile-time constants."""
-        return dict(spec(self.size, M=self.m, INT8=self.is_int8, R=self.r, U=self.u, WARPS=self.warps).constants)
+        return dict(spec(self.size, M=self.m, R=self.r, U=self.u, WARPS=self.warps).constants)
 
 
 @dataclass
 class Data:
-    """bf16 but int8 weights and their float32 scales."""
+    """All bf16."""
 
     hidden: Tensor
     norm: Tensor
     weight: Tensor
-    scales: Tensor
 
 
 def _exact(case: Case) -> Data:
@@ -60,15 +58,12 @@ def _exact(case: Case) -> Data:
     return Data(
         hidden=(torch.randint(0, 2, (case.m, case.size)) * 4 - 2).bfloat16(),
         norm=(torch.randint(1, 3, (case.size,)) / 2).bfloat16(),
-        weight=weight.to(torch.int8) if case.is_int8 else weight.bfloat16(),
-        scales=torch.full((case.vocab_size,), 0.5),
+        weight=weight.bfloat16(),
     )
 
 
 def _expected(case: Case, data: Data) -> Tensor:
     normed = reference.rms_norm(data.hidden, data.norm, 0.0)
-    if case.is_int8:
-        return reference.linear_int8(normed, data.weight, data.scales).float()
     return reference.linear(normed.float(), data.weight.float()).bfloat16().float()
 
 
@@ -81,7 +76,6 @@ def _place(case: Case, data: Data) -> Memory:
     memory.put("hidden", _numpy(data.hidden), mutable=True, offset=16)
     memory.put("norm", _numpy(data.norm), offset=32)
     memory.put("weight", _numpy(data.weight), offset=48)
-    memory.put("scales", _numpy(data.scales), offset=16)
     memory.empty("logits", (case.m, case.vocab_size), np.float32, offset=16)
     memory.empty("tokens", case.m, np.int32)
     memory.empty("partials", partial_bytes(case.grid, M=case.m) // 8, np.uint64)
@@ -90,7 +84,7 @@ def _place(case: Case, data: Data) -> Memory:
 
 
 def _launch(case: Case, memory: Memory, specialised: Specialised | None = None) -> Launch:
-    names = ("hidden", "norm", "weight", "scales", "logits", "tokens", "partials", "ticket")
+    names = ("hidden", "norm", "weight", "logits", "tokens", "partials", "ticket")
     addresses = [0 if name == "logits" and not case.is_stored else memory.address(name) for name in names]
     constants = case.constants
     chunks = constants["X"]
@@ -101,7 +95,7 @@ def _launch(case: Case, memory: Memory, specialised: Specialised | None = None) 
         (*addresses, case.vocab_size, case.size, 0.0),
         grid=case.grid,
         num_threads=32 * case.warps,
-        shared_bytes=shared_bytes(case.size, M=case.m, U=case.u, X=chunks, WARPS=case.warps, INT8=case.is_int8),
+        shared_bytes=shared_bytes(case.size, M=case.m, U=case.u, X=chunks, WARPS=case.warps),
         specialised=specialised,
     )
 
@@ -110,8 +104,6 @@ CASES = [
     Case(),
     Case(m=2, size=520, r=4, u=2, vocab_size=37),
     Case(m=2, size=264, r=1, u=2, warps=3, grid=1, vocab_size=29),
-    Case(is_int8=True, size=528, u=2, is_stored=False),
-    Case(m=2, is_int8=True, vocab_size=7, grid=5),
     Case(size=8, vocab_size=1, r=4, grid=2, warps=1),
     Case(size=16, vocab_size=53, r=1, grid=40, warps=1, is_stored=False),
 ]
@@ -196,9 +188,7 @@ def test_greedy_decoding_feeds_the_argmax_of_the_logits_of_the_head() -> None:
     """Head with logits, then argmax over them, in one chain: the same tokens."""
     case = Case(m=2, size=264, vocab_size=131)
     torch.manual_seed(1)
-    data = Data(
-        torch.randn(2, 264).bfloat16(), torch.rand(264).bfloat16(), torch.randn(131, 264).bfloat16(), torch.ones(131)
-    )
+    data = Data(torch.randn(2, 264).bfloat16(), torch.rand(264).bfloat16(), torch.randn(131, 264).bfloat16())
     memory = _place(case, data)
     memory.empty("again", 2, np.int32)
     memory.empty("slices", (2, 2), np.uint64)
@@ -218,19 +208,16 @@ def test_greedy_decoding_feeds_the_argmax_of_the_logits_of_the_head() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_int8", [False, True])
-def test_sweep(is_int8: bool) -> None:
+def test_sweep() -> None:
     """Every tile size of the sweep, random numbers."""
     for r, u, warps in ((1, 8, 2), (2, 4, 2), (4, 4, 3), (4, 2, 2)):
         for m in (1, 2):
-            case = Case(m, 1040, 61, r, u, warps, 3, is_int8)
+            case = Case(m, 1040, 61, r, u, warps, 3)
             torch.manual_seed(r)
-            integers, scales = quantise.quantise_rows(weight := torch.randn(61, 1040))
             data = Data(
                 torch.randn(m, 1040).bfloat16(),
                 torch.rand(1040).bfloat16(),
-                integers if is_int8 else weight.bfloat16(),
-                scales,
+                torch.randn(61, 1040).bfloat16(),
             )
             memory = _place(case, data)
             run(memory, [_launch(case, memory)], seed=r)
@@ -245,8 +232,8 @@ def test_scratch_of_a_launch() -> None:
     assert partial_bytes(8, M=2) == 128
 
 
-def test_a_model_has_four_heads() -> None:
-    """One or two rows, bf16 or int8."""
+def test_a_model_has_two_heads() -> None:
+    """For one and two rows."""
     for shape in MODEL_SHAPES.values():
         names = [one.name for one in specs(shape)]
-        assert len(names) == len(set(names)) == 4
+        assert len(names) == len(set(names)) == 2

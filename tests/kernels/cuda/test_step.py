@@ -214,7 +214,7 @@ class Chain:
         a = self._a
         spec = gemv.spec(size, M=self._rows, NORM=bool(norm), EPILOGUE=epilogue, WARPS=2, R=1, U=2)
         norm_weight = a[norm] if norm else 0
-        self.launch(spec, a[x], norm_weight, a[weight], 0, 0, a[out], num_rows, size, 1e-6)
+        self.launch(spec, a[x], norm_weight, a[weight], 0, a[out], num_rows, size, 1e-6)
 
     def gemm(self, x: str, weight: str, out: str, *, num_rows: int, size: int, epilogue: str) -> None:
         """Add a product with more rows."""
@@ -260,7 +260,7 @@ def _small_chain(chain: Chain, num_rows: int) -> None:
     a = chain._a
     chain.launch(
         head.spec(HIDDEN, M=num_rows, R=1, U=2, WARPS=2),
-        *(a["hidden"], a["final_norm"], a["head"], 0, a["logits"], a["tokens"], a["head_partials"], a["head_ticket"]),
+        *(a["hidden"], a["final_norm"], a["head"], a["logits"], a["tokens"], a["head_partials"], a["head_ticket"]),
         *(VOCAB, HIDDEN, 1e-6),
     )
 

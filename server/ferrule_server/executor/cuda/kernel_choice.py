@@ -158,11 +158,8 @@ def gemv_spec(linear: LinearShape, num_rows: int) -> KernelSpec:
         NORM=linear.epilogue != "residual",
         EPILOGUE=linear.epilogue,
         BIAS=linear.has_bias,
-        INT8=False,
     )
-    return replace(
-        spec, shared_bytes=gemv.shared_bytes(linear.size, **integers(spec, "M", "U", "X", "WARPS"), INT8=False)
-    )
+    return replace(spec, shared_bytes=gemv.shared_bytes(linear.size, **integers(spec, "M", "U", "X", "WARPS")))
 
 
 def integers(spec: KernelSpec, *names: str) -> dict[str, int]:
@@ -178,8 +175,7 @@ def gemm_spec(linear: LinearShape, num_rows: int) -> KernelSpec:
 
 def head_spec(shape: ModelShape, num_rows: int) -> KernelSpec:
     """Return the output head for one or two rows."""
-    wanted = {("INT8", False), ("M", num_rows)}
-    return next(spec for spec in head.specs(shape) if wanted <= set(spec.constants))
+    return head.specs(shape)[num_rows - 1]
 
 
 def norm_spec(shape: ModelShape, *, has_delta: bool) -> KernelSpec:
@@ -236,7 +232,7 @@ def partial_rows(shape: ModelShape, *, is_decode: bool, is_deterministic: bool) 
 def specs_needed(shape: ModelShape, *, is_deterministic: bool, block_size: int = 16) -> list[KernelSpec]:
     """Return every kernel that steps of a model may launch, each once.
 
-    Those are among ``toolchain.catalog.kernels_of`` where blocks have 16 slots: no int8, no trees, of block moves only
+    Those are among ``toolchain.catalog.kernels_of`` where blocks have 16 slots: no trees, of block moves only
     the copy within the pool; and no products with vectors where bits must not depend on the number of rows.
     """
     logit_kernels = (spec for op in OPS if op.name in _LOGIT_OPS for spec in op.specs(shape))

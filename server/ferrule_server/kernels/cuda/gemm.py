@@ -37,37 +37,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ferrule_server.kernels.cuda import intrinsics as ptx
 from ferrule_server.kernels.cuda.constants import LOG2
 from ferrule_server.kernels.cuda.gemv import swiglu
-from ferrule_server.kernels.cuda.intrinsics import (
-    F32,
-    I32,
-    Address,
-    Offset,
-    barrier,
-    bf16_low,
-    copy_async_16_or_zeros,
-    copy_async_commit,
-    copy_async_wait_1,
-    copy_async_wait_all,
-    cta_id,
-    device,
-    fma,
-    grid_launch_dependents,
-    grid_wait,
-    load_stream_v4,
-    load_u16,
-    mma_bf16,
-    num_ctas,
-    pack_bf16,
-    round_bf16,
-    shared_load_f32,
-    shared_load_v4,
-    shared_store_f32,
-    store_f32,
-    store_u16,
-    thread_id,
-)
+from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address, Offset, device
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, u32, unrolled
 
@@ -144,9 +117,9 @@ def gemm(
         BIAS: Add a bias before rounding.
     """
     assert STAGES in (2, 3)
-    lane_k = i32(((thread_id() >> 5) & (K_WARPS - 1)) * SLAB + (thread_id() & 3) * 8)
-    row_warp = i32(thread_id() >> (5 + LOG2[K_WARPS]))
-    group = i32(cta_id())
+    lane_k = i32(((ptx.thread_id() >> 5) & (K_WARPS - 1)) * SLAB + (ptx.thread_id() & 3) * 8)
+    row_warp = i32(ptx.thread_id() >> (5 + LOG2[K_WARPS]))
+    group = i32(ptx.cta_id())
     num_groups = i32(
         (num_rows + TILE_ROWS[EPILOGUE] * ROW_TILES * ROW_WARPS - 1)
         >> LOG2[TILE_ROWS[EPILOGUE] * ROW_TILES * ROW_WARPS]
@@ -164,8 +137,8 @@ def gemm(
                 w[d, s, r, 0] = (0, 0, 0, 0)
                 w[d, s, r, 1] = (0, 0, 0, 0)
             _load(w, rows, left, ROW_TILES=ROW_TILES, K_WARPS=K_WARPS, SLABS=SLABS, d=d, s=s)
-    grid_launch_dependents()
-    grid_wait()
+    ptx.grid_launch_dependents()
+    ptx.grid_wait()
     zero = i32(num_tokens >> 31)
     buffer_bytes = _buffer_bytes(TILES=TILES, K_WARPS=K_WARPS, SLABS=SLABS, ROW_TILES=ROW_TILES, ROW_WARPS=ROW_WARPS)
     tile = registers(4, init=0)
@@ -198,7 +171,7 @@ def gemm(
                 rows[r, 1] += DEPTH * SLABS * K_WARPS * SLAB * 2
             if ahead >= size:
                 left = i32(size - lane_k)
-                following = i32(group + num_ctas())
+                following = i32(group + ptx.num_ctas())
                 if following >= num_groups:
                     left = i32(0)
                 first = i32(following * ROW_WARPS + row_warp)
@@ -206,10 +179,10 @@ def gemm(
             for d in unrolled(DEPTH):
                 if d == 0 or i32(start + d * SLABS * K_WARPS * SLAB) < size:
                     if STAGES == 2:
-                        copy_async_wait_all()
+                        ptx.copy_async_wait_all()
                     else:
-                        copy_async_wait_1()
-                    barrier()
+                        ptx.copy_async_wait_1()
+                    ptx.barrier()
                     _copy_tile(
                         tile,
                         x,
@@ -222,7 +195,7 @@ def gemm(
                         STAGES=STAGES,
                         THREADS=32 * ROW_WARPS * K_WARPS,
                     )
-                    token = i32((thread_id() & 31) >> 2)
+                    token = i32((ptx.thread_id() & 31) >> 2)
                     values = i32(tile[BUFFER] + token * (K_WARPS * SLABS * 64 + PAD) + lane_k * 2)
                     for s in unrolled(SLABS):
                         _multiply(
@@ -260,7 +233,7 @@ def gemm(
             EPILOGUE=EPILOGUE,
             BIAS=BIAS,
         )
-        group = i32(group + num_ctas())
+        group = i32(group + ptx.num_ctas())
 
 
 @device
@@ -270,7 +243,7 @@ def _point(
     """Set the addresses of this lane's rows in tile row ``first``; the last row stands for any beyond."""
     for r in unrolled(ROW_TILES):
         for h in unrolled(2):
-            n = i32((first * ROW_TILES + r) * TILE_ROWS[EPILOGUE] + ((thread_id() & 31) >> 2))
+            n = i32((first * ROW_TILES + r) * TILE_ROWS[EPILOGUE] + ((ptx.thread_id() & 31) >> 2))
             if EPILOGUE != "swiglu":
                 n = i32(n + 8 * h)
             if n >= num_rows:
@@ -286,7 +259,7 @@ def _load(w: Any, rows: Any, left: I32, *, ROW_TILES: int, K_WARPS: int, SLABS: 
     if left > (d * SLABS + s) * K_WARPS * SLAB:
         for r in unrolled(ROW_TILES):
             for h in unrolled(2):
-                w[d, s, r, h] = load_stream_v4(rows[r, h] + (d * SLABS + s) * K_WARPS * SLAB * 2)
+                w[d, s, r, h] = ptx.load_stream_v4(rows[r, h] + (d * SLABS + s) * K_WARPS * SLAB * 2)
 
 
 @device
@@ -314,7 +287,7 @@ def _multiply(
     b = registers(4)
     for m in unrolled(0, TILES, 4):
         for n in unrolled(m, min(m + 4, TILES)):
-            b[n - m] = shared_load_v4(values + n * 8 * (K_WARPS * SLABS * 64 + PAD) + s * K_WARPS * 64)
+            b[n - m] = ptx.shared_load_v4(values + n * 8 * (K_WARPS * SLABS * 64 + PAD) + s * K_WARPS * 64)
         for i in unrolled(2):
             for r in unrolled(ROW_TILES):
                 low, high = w[d, s, r, 0], w[d, s, r, 1]
@@ -325,7 +298,7 @@ def _multiply(
                     u32(high[2 * i + 1] ^ zero),
                 )
                 for n in unrolled(m, min(m + 4, TILES)):
-                    sums[r, n] = mma_bf16(a, (b[n - m][2 * i], b[n - m][2 * i + 1]), sums[r, n])
+                    sums[r, n] = ptx.mma_bf16(a, (b[n - m][2 * i], b[n - m][2 * i + 1]), sums[r, n])
 
 
 @device
@@ -345,8 +318,8 @@ def _copy_tile(
     """Begin to copy the next tile of activations; zeros where a token or a k does not exist."""
     assert CHUNKS <= THREADS
     if tile[NEXT_GROUP] < num_groups:
-        token = i32(thread_id() >> LOG2[CHUNKS])
-        chunk = i32(thread_id() & (CHUNKS - 1))
+        token = i32(ptx.thread_id() >> LOG2[CHUNKS])
+        chunk = i32(ptx.thread_id() & (CHUNKS - 1))
         k = i32(tile[NEXT_K] + chunk * 8)
         left = i32(num_tokens - token)
         if k >= size:
@@ -355,16 +328,16 @@ def _copy_tile(
         target = i32(tile[NEXT_BUFFER] + token * (CHUNKS * 16 + PAD) + chunk * 16)
         for j in unrolled(8 * TILES * CHUNKS // THREADS):
             num_bytes = i32(16 if left > j * (THREADS // CHUNKS) else 0)
-            copy_async_16_or_zeros(target + j * (THREADS // CHUNKS) * (CHUNKS * 16 + PAD), source, num_bytes)
+            ptx.copy_async_16_or_zeros(target + j * (THREADS // CHUNKS) * (CHUNKS * 16 + PAD), source, num_bytes)
             source = source + i32(THREADS // CHUNKS * 2 * size)
         if 8 * TILES * CHUNKS < THREADS:
             if token < 8 * TILES:
-                copy_async_16_or_zeros(target, source, i32(16 if left > 0 else 0))
-    copy_async_commit()
+                ptx.copy_async_16_or_zeros(target, source, i32(16 if left > 0 else 0))
+    ptx.copy_async_commit()
     tile[NEXT_K] = i32(tile[NEXT_K] + CHUNKS * 8)
     if tile[NEXT_K] >= size:
         tile[NEXT_K] = i32(0)
-        tile[NEXT_GROUP] = i32(tile[NEXT_GROUP] + num_ctas())
+        tile[NEXT_GROUP] = i32(tile[NEXT_GROUP] + ptx.num_ctas())
     tile[NEXT_BUFFER] = _next_buffer(tile[NEXT_BUFFER], buffer_bytes, STAGES=STAGES)
 
 
@@ -409,17 +382,17 @@ def _finish(
     buffer begins after the next barrier of the loop. A thread gives one row's values for tokens STEP apart.
     """
     assert STEP >= 1
-    barrier()
-    lane = i32(thread_id() & 31)
-    k_warp = i32((thread_id() >> 5) & (K_WARPS - 1))
-    row = i32((thread_id() >> (5 + LOG2[K_WARPS])) * (16 * ROW_TILES) + (lane >> 2))
+    ptx.barrier()
+    lane = i32(ptx.thread_id() & 31)
+    k_warp = i32((ptx.thread_id() >> 5) & (K_WARPS - 1))
+    row = i32((ptx.thread_id() >> (5 + LOG2[K_WARPS])) * (16 * ROW_TILES) + (lane >> 2))
     mine = i32(base + ((k_warp * 8 * TILES + (lane & 3) * 2) * STRIDE + row) * 4)
     for r in unrolled(ROW_TILES):
         for n in unrolled(TILES):
             for c in unrolled(4):
-                shared_store_f32(mine + ((8 * n + c % 2) * STRIDE + 16 * r + 8 * (c // 2)) * 4, sums[r, n][c])
-    token = i32(thread_id() >> LOG2[OUTS])
-    row = i32(thread_id() & (OUTS - 1))
+                ptx.shared_store_f32(mine + ((8 * n + c % 2) * STRIDE + 16 * r + 8 * (c // 2)) * 4, sums[r, n][c])
+    token = i32(ptx.thread_id() >> LOG2[OUTS])
+    row = i32(ptx.thread_id() & (OUTS - 1))
     n = i32(group * OUTS + row)
     if EPILOGUE == "swiglu":
         row = i32(row + (row & -8))
@@ -433,36 +406,36 @@ def _finish(
         old_place = place
         for j in unrolled(-(-8 * TILES // STEP)):
             if left > j * STEP:
-                old[j] = bf16_low(load_u16(old_place))
+                old[j] = ptx.bf16_low(ptx.load_u16(old_place))
             old_place = old_place + step_bytes
     shifts = registers(2, init=0.0)
     if BIAS and left > 0:
-        shifts[0] = bf16_low(load_u16(bias + n * 2))
+        shifts[0] = ptx.bf16_low(ptx.load_u16(bias + n * 2))
         if EPILOGUE == "swiglu":
-            shifts[1] = bf16_low(load_u16(bias + (n + num_rows) * 2))
-    barrier()
+            shifts[1] = ptx.bf16_low(ptx.load_u16(bias + (n + num_rows) * 2))
+    ptx.barrier()
     parts = i32(base + (token * STRIDE + row) * 4)
     for j in unrolled(-(-8 * TILES // STEP)):
         if left > j * STEP:
             value = _total(parts + j * STEP * STRIDE * 4, K_WARPS=K_WARPS, BYTES=8 * TILES * STRIDE * 4) + shifts[0]
             if EPILOGUE == "logits":
-                store_f32(place, round_bf16(value))
+                ptx.store_f32(place, ptx.round_bf16(value))
             else:
                 if EPILOGUE == "swiglu":
                     up = _total(parts + j * STEP * STRIDE * 4 + 32, K_WARPS=K_WARPS, BYTES=8 * TILES * STRIDE * 4)
                     value = swiglu(value, up + shifts[1])
                 if EPILOGUE == "residual":
-                    value = old[j] + round_bf16(value)
-                store_u16(place, pack_bf16(value, 0.0))
+                    value = old[j] + ptx.round_bf16(value)
+                ptx.store_u16(place, ptx.pack_bf16(value, 0.0))
         place = place + step_bytes
 
 
 @device
 def _total(area: Offset, *, K_WARPS: int, BYTES: int) -> F32:
     """Return the sum of the warps' parts, in order: ``fma`` by 1, because no compiler reorders it."""
-    total = shared_load_f32(area)
+    total = ptx.shared_load_f32(area)
     for k in unrolled(1, K_WARPS):
-        total = fma(shared_load_f32(area + k * BYTES), 1.0, total)
+        total = ptx.fma(ptx.shared_load_f32(area + k * BYTES), 1.0, total)
     return total
 
 

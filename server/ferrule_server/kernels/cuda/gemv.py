@@ -1,56 +1,29 @@
-"""Matrix times one or two vectors on CUDA cores, RMSNorm in front of it, residual or SwiGLU behind it; bf16 or int8.
+"""Matrix times one or two vectors on CUDA cores, RMSNorm in front of it, residual or SwiGLU behind it.
 
-Maths: ``y[m, n] = scale[n] * sum_k bf16(rms_norm(x)[m, k]) * weight[n, k]`` with float32 sums, then the epilogue; the
-scales belong to int8 weights. A warp owns R rows of the weight at a time and reads them in chunks of 16 bytes per
-lane; U chunks of every row are always in flight, each register being loaded again as soon as its chunk is used. Beyond
-the end of a row nothing is loaded: what is left in the register is some weight, and is multiplied by zero. The first
-of them, and the weight of the norm, are loaded above ``grid_wait``, while the kernel before this one still runs. The
-vectors lie in shared memory as bf16, zero beyond ``size``.
-
-int8: byte b of a word with its sign bits flipped, under 0x4B000000, is the float32 ``8388608 + 128 + weight``; one
-subtraction gives the integer exactly, so nothing is converted.
+Maths: ``y[m, n] = sum_k bf16(rms_norm(x)[m, k]) * weight[n, k]`` with float32 sums, then the epilogue. A warp owns R
+rows of the weight at a time and reads them in chunks of 16 bytes per lane; U chunks of every row are always in flight,
+each register being loaded again as soon as its chunk is used. Beyond the end of a row nothing is loaded: what is left
+in the register is some weight, and is multiplied by zero. The first of them, and the weight of the norm, are loaded
+above ``grid_wait``, while the kernel before this one still runs. The vectors lie in shared memory as bf16, zero beyond
+``size``.
 
 Reduction order: lane, then chunk, then the butterfly over lanes. It does not depend on R, U, WARPS, M, the grid and
 the neighbours; the norm's sum neither: 256 values by a butterfly, then these sums in order.
 
-Bytes moved: the weights once (``2 * num_rows * size``, twice for SwiGLU, half of it and 4 a row for int8); every CTA
-reads the vectors again from L2.
+Bytes moved: the weights once (``2 * num_rows * size``, twice for SwiGLU); every CTA reads the vectors again from L2.
 
 Source: the structure is the usual warp-per-row GEMV; prefetch above the wait after NVIDIA's "Programmatic Dependent
-Launch" chapter of the CUDA C++ Programming Guide; the conversion after Kim et al., "Who Says Elephants Can't Run"
-(2022), there for float16.
+Launch" chapter of the CUDA C++ Programming Guide.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
+from ferrule_server.kernels.cuda import intrinsics as ptx
 from ferrule_server.kernels.cuda.constants import CHUNK, LOG2, LOG2_E
-from ferrule_server.kernels.cuda.intrinsics import (
-    F32,
-    I32,
-    Address,
-    bf16_low,
-    cta_id,
-    device,
-    dot_bf16,
-    dot_int8,
-    exp2,
-    grid_launch_dependents,
-    grid_wait,
-    load_f32,
-    load_stream_v4,
-    load_u16,
-    num_ctas,
-    pack_bf16,
-    reciprocal,
-    round_bf16,
-    shared_load_v4,
-    store_u16,
-    thread_id,
-)
+from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address, device
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 from ferrule_server.kernels.cuda.vectors import prefetch_norm, stage_vectors, vector_stride, warp_sum
@@ -66,8 +39,6 @@ __all__ = [
     "specs",
 ]
 
-VALUES = {False: 8, True: 16}
-"""Weights in 16 bytes, by INT8."""
 PARTS = {"store": 1, "residual": 1, "swiglu": 2}
 """Matrices whose rows belong together."""
 
@@ -76,7 +47,6 @@ def gemv(
     x: Address,
     norm_weight: Address,
     weight: Address,
-    scales: Address,
     bias: Address,
     out: Address,
     num_rows: I32,
@@ -91,7 +61,6 @@ def gemv(
     NORM: bool,
     EPILOGUE: str,
     BIAS: bool,
-    INT8: bool,
 ) -> None:
     """Multiply M vectors by a matrix.
 
@@ -101,13 +70,11 @@ def gemv(
     Args:
         x: bf16 [M, size].
         norm_weight: bf16 [size], immutable; read where NORM.
-        weight: bf16 [num_rows, size], immutable; int8 where INT8; [2 * num_rows, size], rows of gate, then up, for
-            swiglu.
-        scales: float32 [rows of weight], immutable; read where INT8.
+        weight: bf16 [num_rows, size], immutable; [2 * num_rows, size], rows of gate, then up, for swiglu.
         bias: bf16 [rows of weight], immutable; read where BIAS.
         out: bf16 [M, num_rows]; ``residual`` adds to what is there.
         num_rows: Values per vector that come out.
-        size: Of a vector, a multiple of 8, of 16 where INT8.
+        size: Of a vector, a multiple of 8.
         eps: Of the norm.
         M: Vectors, 1 or 2.
         R: Rows per warp and turn.
@@ -117,41 +84,37 @@ def gemv(
         NORM: Normalise the vectors first (RMSNorm).
         EPILOGUE: ``store``, ``residual`` or ``swiglu``.
         BIAS: Add a bias before rounding.
-        INT8: The weights are int8 with a scale per row.
     """
     assert M in (1, 2)
     assert EPILOGUE in ("store", "residual", "swiglu")
-    lane = i32(thread_id() & 31)
-    warp = i32(thread_id() >> 5)
-    row_bytes = i32(size * (16 // VALUES[INT8]))
-    first = i32(cta_id() * WARPS * R)
+    lane = i32(ptx.thread_id() & 31)
+    warp = i32(ptx.thread_id() >> 5)
+    row_bytes = i32(size * 2)
+    first = i32(ptx.cta_id() * WARPS * R)
     w = registers(PARTS[EPILOGUE] * R, U)
     norm = registers(X)
     prefetch(w, weight, i32(first + warp * R), num_rows, row_bytes, P=PARTS[EPILOGUE], R=R, U=U)
     if NORM:
         prefetch_norm(norm, norm_weight, size, X=X, WARPS=WARPS)
-    grid_launch_dependents()
-    grid_wait()
-    stage_vectors(x, norm, size, eps, M=M, X=X, SPAN=32 * U * VALUES[INT8], WARPS=WARPS, NORM=NORM, INT8=INT8)
+    ptx.grid_launch_dependents()
+    ptx.grid_wait()
+    stage_vectors(x, norm, size, eps, M=M, X=X, SPAN=32 * U * CHUNK, WARPS=WARPS, NORM=NORM)
     # The bound is the same for the whole CTA, so that the compiler sees converged warps at the shuffles; a warp
     # beyond the last row multiplies what it has and stores nothing.
     while first < num_rows:
         row = i32(first + warp * R)
-        after = i32(row + num_ctas() * WARPS * R)
+        after = i32(row + ptx.num_ctas() * WARPS * R)
         m = i32(lane & (M - 1))
         n = i32(row + (lane >> LOG2[M]))
         place = out + (m * num_rows + n) * 2
         before = 0.0
         offsets = registers(PARTS[EPILOGUE], init=0.0)
-        factors = registers(PARTS[EPILOGUE], init=1.0)
         if lane < R * M and n < num_rows:
             if EPILOGUE == "residual":
-                before = bf16_low(load_u16(place))
+                before = ptx.bf16_low(ptx.load_u16(place))
             for p in unrolled(PARTS[EPILOGUE]):
                 if BIAS:
-                    offsets[p] = bf16_low(load_u16(bias + (n + p * num_rows) * 2))
-                if INT8:
-                    factors[p] = load_f32(scales + (n + p * num_rows) * 4)
+                    offsets[p] = ptx.bf16_low(ptx.load_u16(bias + (n + p * num_rows) * 2))
         sums = registers(PARTS[EPILOGUE] * R, M, init=0.0)
         multiply(
             w,
@@ -161,18 +124,15 @@ def gemv(
             after,
             num_rows,
             row_bytes,
-            vector_stride(size, SPAN=32 * U * VALUES[INT8]),
+            vector_stride(size, SPAN=32 * U * CHUNK),
             M=M,
             P=PARTS[EPILOGUE],
             R=R,
             U=U,
-            INT8=INT8,
         )
         mine = registers(PARTS[EPILOGUE])
         for p in unrolled(PARTS[EPILOGUE]):
             mine[p] = own_sum(sums, lane, M=M, R=R, PART=p)
-            if INT8:
-                mine[p] = mine[p] * factors[p]
             if BIAS:
                 mine[p] = mine[p] + offsets[p]
         if lane < R * M and n < num_rows:
@@ -180,9 +140,9 @@ def gemv(
             if EPILOGUE == "swiglu":
                 result = swiglu(mine[0], mine[PARTS[EPILOGUE] - 1])
             if EPILOGUE == "residual":
-                result = before + round_bf16(result)
-            store_u16(place, pack_bf16(result, 0.0))
-        first = i32(first + num_ctas() * WARPS * R)
+                result = before + ptx.round_bf16(result)
+            ptx.store_u16(place, ptx.pack_bf16(result, 0.0))
+        first = i32(first + ptx.num_ctas() * WARPS * R)
 
 
 @device
@@ -200,14 +160,14 @@ def prefetch(w: Any, weight: Address, row: I32, num_rows: I32, row_bytes: I32, *
     for r in unrolled(P * R):
         for u in unrolled(U):
             w[r, u] = (0, 0, 0, 0)
-    left = i32(row_bytes - (thread_id() & 31) * 16)
+    left = i32(row_bytes - (ptx.thread_id() & 31) * 16)
     if row >= num_rows:
         left = i32(0)
     for r in unrolled(P * R):
-        address = row_address(weight, row, num_rows, row_bytes, R=R, r=r) + (thread_id() & 31) * 16
+        address = row_address(weight, row, num_rows, row_bytes, R=R, r=r) + (ptx.thread_id() & 31) * 16
         for u in unrolled(U):
             if left > 512 * u:
-                w[r, u] = load_stream_v4(address + 512 * u)
+                w[r, u] = ptx.load_stream_v4(address + 512 * u)
 
 
 @device
@@ -225,13 +185,12 @@ def multiply(
     P: int,
     R: int,
     U: int,
-    INT8: bool,
 ) -> None:
     """Add this lane's part of a warp's rows times the vectors to ``sums`` [P * R, M].
 
     ``w`` holds the first chunks of the rows from ``row``, and at the end those of the rows from ``after``.
     """
-    lane = i32(thread_id() & 31)
+    lane = i32(ptx.thread_id() & 31)
     start = i32(0)
     while start < row_bytes:
         next_row = row
@@ -247,19 +206,12 @@ def multiply(
             addresses[r] = row_address(weight, next_row, num_rows, row_bytes, R=R, r=r) + (next_start + lane * 16)
         for u in unrolled(U):
             for m in unrolled(M):
-                if INT8:
-                    place = i32(m * stride + (start + 512 * u) * 2 + lane * 16)
-                    values = shared_load_v4(place)
-                    more = shared_load_v4(i32(place + 512))
-                    for r in unrolled(P * R):
-                        sums[r, m] = dot_int8(sums[r, m], w[r, u], values, more)
-                else:
-                    values = shared_load_v4(i32(m * stride + start + 512 * u + lane * 16))
-                    for r in unrolled(P * R):
-                        sums[r, m] = dot_bf16(sums[r, m], w[r, u], values)
+                values = ptx.shared_load_v4(i32(m * stride + start + 512 * u + lane * 16))
+                for r in unrolled(P * R):
+                    sums[r, m] = ptx.dot_bf16(sums[r, m], w[r, u], values)
             if left > 512 * u:
                 for r in unrolled(P * R):
-                    w[r, u] = load_stream_v4(addresses[r] + 512 * u)
+                    w[r, u] = ptx.load_stream_v4(addresses[r] + 512 * u)
         start = i32(start + 512 * U)
 
 
@@ -278,14 +230,14 @@ def own_sum(sums: Any, lane: I32, *, M: int, R: int, PART: int) -> F32:
 @device
 def swiglu(gate: F32, up: F32) -> F32:
     """Return silu(gate) * up, rounded to bf16 where torch rounds: gate, up, silu."""
-    gate = round_bf16(gate)
-    silu = gate * reciprocal(1.0 + exp2(-LOG2_E * gate))
-    return round_bf16(silu) * round_bf16(up)
+    gate = ptx.round_bf16(gate)
+    silu = gate * ptx.reciprocal(1.0 + ptx.exp2(-LOG2_E * gate))
+    return ptx.round_bf16(silu) * ptx.round_bf16(up)
 
 
-def shared_bytes(size: int, *, M: int, U: int, X: int, WARPS: int, INT8: bool) -> int:
+def shared_bytes(size: int, *, M: int, U: int, X: int, WARPS: int) -> int:
     """Return the dynamic shared memory of a launch in bytes."""
-    return M * 2 * _padded(size, U=U, INT8=INT8) + M * X * WARPS * 4
+    return M * 2 * _padded(size, U=U) + M * X * WARPS * 4
 
 
 def num_ctas_needed(num_rows: int, *, R: int, WARPS: int) -> int:
@@ -300,18 +252,16 @@ def spec(
     NORM: bool,
     EPILOGUE: str,
     BIAS: bool = False,
-    INT8: bool = False,
     R: int = 2,
     U: int = 4,
     WARPS: int = 8,
     ctas_per_sm: int = 1,
 ) -> KernelSpec:
     """Return the kernel for vectors of up to ``size`` values; the keywords are its constants."""
-    chunks = chunks_per_thread(size, M=M, U=U, WARPS=WARPS, NORM=NORM, INT8=INT8)
+    chunks = chunks_per_thread(size, M=M, U=U, WARPS=WARPS, NORM=NORM)
     constants: dict[str, Constant] = {
         "BIAS": BIAS,
         "EPILOGUE": EPILOGUE,
-        "INT8": INT8,
         "M": M,
         "NORM": NORM,
         "R": R,
@@ -323,21 +273,21 @@ def spec(
         kernel=gemv,
         constants=tuple(sorted(constants.items())),
         num_threads=32 * WARPS,
-        shared_bytes=shared_bytes(size, M=M, U=U, X=chunks, WARPS=WARPS, INT8=INT8),
+        shared_bytes=shared_bytes(size, M=M, U=U, X=chunks, WARPS=WARPS),
         ctas_per_sm=ctas_per_sm,
         min_vector_loads=vector_loads(M=M, P=PARTS[EPILOGUE], R=R, U=U, X=chunks, NORM=NORM),
         prefetches=True,
     )
 
 
-def chunks_per_thread(size: int, *, M: int, U: int, WARPS: int, NORM: bool, INT8: bool) -> int:
+def chunks_per_thread(size: int, *, M: int, U: int, WARPS: int, NORM: bool) -> int:
     """Return the constant X: a whole vector where it is normalised, otherwise what keeps six loads in flight.
 
     At least 2 with the warps of most plans, so that few cubins serve all models; the others lack registers for more.
     """
     if not NORM:
         return 6 // M
-    return max(2 if WARPS == 8 else 1, -(-_padded(size, U=U, INT8=INT8) // (32 * WARPS * CHUNK)))
+    return max(2 if WARPS == 8 else 1, -(-_padded(size, U=U) // (32 * WARPS * CHUNK)))
 
 
 def vector_loads(*, M: int, P: int, R: int, U: int, X: int, NORM: bool) -> int:
@@ -345,14 +295,14 @@ def vector_loads(*, M: int, P: int, R: int, U: int, X: int, NORM: bool) -> int:
     return 2 * P * R * U + M * X + (X if NORM else 0)
 
 
-def planned(num_rows: int, size: int, *, M: int, NORM: bool, EPILOGUE: str, BIAS: bool, INT8: bool) -> KernelSpec:
+def planned(num_rows: int, size: int, *, M: int, NORM: bool, EPILOGUE: str, BIAS: bool) -> KernelSpec:
     """Return the kernel of a linear, with the tiles that :func:`plan` chooses."""
-    rows, chunks, warps = plan(num_rows, size, m=M, parts=PARTS[EPILOGUE], is_int8=INT8)
-    return spec(size, M=M, NORM=NORM, EPILOGUE=EPILOGUE, BIAS=BIAS, INT8=INT8, R=rows, U=chunks, WARPS=warps)
+    rows, chunks, warps = plan(num_rows, size, m=M, parts=PARTS[EPILOGUE])
+    return spec(size, M=M, NORM=NORM, EPILOGUE=EPILOGUE, BIAS=BIAS, R=rows, U=chunks, WARPS=warps)
 
 
 def specs(shape: ModelShape) -> list[KernelSpec]:
-    """Return what the linears of a model need for one and two rows, in bf16 and in int8."""
+    """Return what the linears of a model need for one and two rows."""
     wide = max(shape.num_heads * shape.head_dim, shape.intermediate_size)
     linears = [
         (shape.qkv_size, shape.hidden_size, "store", shape.has_attention_bias),
@@ -362,19 +312,19 @@ def specs(shape: ModelShape) -> list[KernelSpec]:
     if shape.has_attention_bias != shape.has_mlp_bias:
         linears.append((shape.hidden_size, wide, "residual", shape.has_mlp_bias))
     return [
-        planned(num_rows, size, M=m, NORM=epilogue != "residual", EPILOGUE=epilogue, BIAS=has_bias, INT8=is_int8)
-        for is_int8, m in itertools.product((False, True), (1, 2))
+        planned(num_rows, size, M=m, NORM=epilogue != "residual", EPILOGUE=epilogue, BIAS=has_bias)
+        for m in (1, 2)
         for num_rows, size, epilogue, has_bias in linears
     ]
 
 
-def plan(num_rows: int, size: int, *, m: int, parts: int, is_int8: bool, num_sms: int = 132) -> tuple[int, int, int]:
+def plan(num_rows: int, size: int, *, m: int, parts: int, num_sms: int = 132) -> tuple[int, int, int]:
     """Return R, U and WARPS, the first choice before a sweep on the GPU itself.
 
     The first of a few (few cubins serve all models) with which the last turn of the warps is nearly full, and U is
     little more than a row fills; else the one that comes closest.
     """
-    filled = -(-size // (32 * VALUES[is_int8]))
+    filled = -(-size // (32 * CHUNK))
 
     def used(tiles: tuple[int, int, int]) -> float:
         rows, chunks, warps = tiles
@@ -394,13 +344,6 @@ PLANS = {
 """R, U and WARPS by M and parts, best first; all keep eight loads of every lane in flight, or 24 KiB per CTA."""
 
 
-SWEEP = {
-    1: ((2, 8, 8, 1), (4, 4, 8, 1), (1, 4, 4, 2), (2, 4, 4, 2)),
-    2: ((1, 8, 8, 1), (1, 4, 4, 2)),
-}
-"""R, U, WARPS and CTAs per multiprocessor to try besides :data:`PLANS`."""
-
-
-def _padded(size: int, *, U: int, INT8: bool) -> int:
-    span = 32 * VALUES[INT8] * U
+def _padded(size: int, *, U: int) -> int:
+    span = 32 * CHUNK * U
     return -(-size // span) * span

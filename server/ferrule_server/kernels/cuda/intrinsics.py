@@ -534,27 +534,6 @@ def fma_bf16(factor: F32, first: U32, second: U32, sums: F32x4) -> F32x4:
     raise _compiled_only()
 
 
-def _dot_int8() -> str:
-    lines = [".reg .b32 s, flipped, left, right; mov.b32 s, $1;"]
-    for value in range(16):
-        if value % 4 == 0:
-            lines.append(f"xor.b32 flipped, ${2 + value // 4}, 0x80808080;")
-        lines.append(f"prmt.b32 left, flipped, 0x4b000000, {0x7440 + value % 4:#x};")
-        lines.append("sub.rn.ftz.f32 left, left, 0f4B000080;")
-        extract = "and.b32 right, {}, 0xffff0000;" if value % 2 else "shl.b32 right, {}, 16;"
-        lines.append(f"{extract.format(f'${6 + value // 2}')} fma.rn.ftz.f32 s, left, right, s;")
-    return f"{{ {' '.join(lines)} mov.b32 $0, s; }}"
-
-
-@_ptx(_dot_int8(), is_pure=True)
-def dot_int8(total: F32, weights: Vec4, values: Vec4, more: Vec4) -> F32:
-    """Return ``total`` plus sixteen products of int8 weights and bf16 values, in order, rounded after each.
-
-    Nothing is converted: a byte whose sign bit is flipped, under 0x4B0000, is the float32 8388608 + 128 + weight.
-    """
-    raise _compiled_only()
-
-
 @_ptx("ex2.approx.ftz.f32 $0, $1;", is_pure=True)
 def exp2(value: F32) -> F32:
     """Return 2 to the power of the value."""

@@ -11,16 +11,9 @@ import torch
 from torch import Tensor
 
 from ferrule_server.kernels import reference
-from ferrule_server.kernels.cuda.gemv import (
-    chunks_per_thread,
-    gemv,
-    num_ctas_needed,
-    plan,
-    shared_bytes,
-    spec,
-    specs,
-)
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
+from ferrule_server.kernels.cuda import head
+from ferrule_server.kernels.cuda.gemv import gemv, num_ctas_needed, shared_bytes, spec, specs
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, SHARED_LIMITS
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.replay import replay
@@ -43,6 +36,7 @@ class Case:
     grid: int = 2
     is_normed: bool = False
     has_bias: bool = False
+    ring: int = 0
 
     @property
     def constants(self) -> dict[str, Constant]:
@@ -57,6 +51,7 @@ class Case:
                 R=self.r,
                 U=self.u,
                 WARPS=self.warps,
+                RING=self.ring,
             ).constants
         )
 
@@ -125,14 +120,13 @@ def _place(case: Case, data: Data, offset: int = 0) -> Memory:
 
 def _launch(case: Case, memory: Memory, specialised: Specialised | None = None, eps: float = EPS) -> Launch:
     addresses = [memory.address(name) for name in ("x", "norm", "weight", "bias", "out")]
-    chunks = chunks_per_thread(case.size, M=case.m, U=case.u, WARPS=case.warps, NORM=case.is_normed)
     return Launch(
         gemv,
         case.constants,
         (*addresses, case.num_rows, case.size, eps),
         grid=case.grid,
         num_threads=32 * case.warps,
-        shared_bytes=shared_bytes(case.size, M=case.m, U=case.u, X=chunks, WARPS=case.warps),
+        shared_bytes=shared_bytes(case.size, case.constants),
         specialised=specialised,
     )
 
@@ -161,6 +155,7 @@ CASES = [
     Case(size=256, num_rows=5, r=1, u=1, warps=1, grid=5),
     Case(num_rows=3, grid=4, is_normed=True),
 ]
+CASES += [replace(case, ring=ring) for case, ring in zip(CASES, (2, 1, 3, 5, 2, 4, 2, 1, 2, 5, 2), strict=True)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -193,14 +188,14 @@ def _order_dependent(case: Case) -> Data:
 
 
 def test_order_of_a_sum_depends_on_nothing() -> None:
-    """Tile sizes, warps, the grid and a second vector leave every bit of a row as it is."""
+    """Tile sizes, warps, the grid, the ring and a second vector leave every bit of a row as it is."""
     case = Case(size=1032, num_rows=6)
     data = _order_dependent(case)
     expected = _run(case, data)
     assert len(set(expected.flatten().tolist())) > 3
-    others = [(1, 1, 1, 1), (1, 4, 2, 3), (4, 2, 1, 2), (2, 8, 3, 1)]
-    for r, u, warps, grid in others:
-        other = Case(size=1032, num_rows=6, r=r, u=u, warps=warps, grid=grid)
+    others = [(1, 1, 1, 1, 0), (1, 4, 2, 3, 2), (4, 2, 1, 2, 0), (2, 8, 3, 1, 1), (2, 2, 2, 2, 5)]
+    for r, u, warps, grid, ring in others:
+        other = Case(size=1032, num_rows=6, r=r, u=u, warps=warps, grid=grid, ring=ring)
         assert torch.equal(_run(other, data), expected), other
     data.x = torch.cat((data.x, data.x * 2))
     data.before = data.before.repeat(2, 1)
@@ -244,9 +239,10 @@ def test_feed_forward_is_a_chain_of_two() -> None:
     torch.testing.assert_close(found, up.x + added, rtol=2**-7, atol=2**-7)
 
 
-def test_needs_all_of_its_synchronisation() -> None:
-    """Without any barrier or the wait the simulator finds a hazard."""
-    case = Case("residual", m=2, size=272, num_rows=5, grid=2, is_normed=True)
+@pytest.mark.parametrize("ring", [0, 2])
+def test_needs_all_of_its_synchronisation(ring: int) -> None:
+    """Without any barrier or wait, or waiting for one tile less, the simulator finds a hazard."""
+    case = Case("residual", m=2, size=272, num_rows=9, u=1, grid=2, is_normed=True, ring=ring)
     data = _random(case)
 
     def simulate(mutant: Specialised) -> None:
@@ -255,7 +251,11 @@ def test_needs_all_of_its_synchronisation() -> None:
         found = torch.from_numpy(memory.get("out")).view(torch.bfloat16)
         torch.testing.assert_close(found, _expected(case, data), rtol=2**-7, atol=2**-7)
 
-    assert [mutation.name for mutation in check_mutants(gemv, case.constants, simulate)].count("barrier") == 2
+    found = [str(mutation).partition(" on")[0] for mutation in check_mutants(gemv, case.constants, simulate)]
+    assert found.count("barrier") == 2
+    if ring:
+        waits = {name for name in found if "_wait_" in name}
+        assert waits == {"copy_async_wait_1", "copy_async_wait_1 (as copy_async_wait_2)"}
 
 
 def test_nan_and_infinity_of_a_vector_stay_in_its_outputs() -> None:
@@ -284,36 +284,60 @@ def test_sweep(epilogue: str, size: int) -> None:
             torch.testing.assert_close(_run(case, data, num_runs=3), _expected(case, data), rtol=2**-7, atol=2**-7)
 
 
-def test_launch_gives_every_warp_rows() -> None:
-    """The number of CTAs that find work is the number of warps' turns over the warps of a CTA."""
-    assert num_ctas_needed(13, R=2, WARPS=2) == 4
-    assert num_ctas_needed(1, R=4, WARPS=8) == 1
+def test_every_cta_has_rows() -> None:
+    """Rows go round the CTAs first, so as many find work as there are turns of one warp."""
+    assert num_ctas_needed(13, {"R": 2}) == 7
+    assert num_ctas_needed(1, {"R": 4}) == 1
 
 
+@pytest.mark.parametrize("num_sms", [58, 72, 84, 108, 114, 128, 132, 142, 148, 170, 188])
 @pytest.mark.parametrize("name", MODEL_SHAPES)
-def test_plan_shares_rows_out_evenly(name: str) -> None:
-    """At least 90 % of the warps' turns have a row, and every CTA has 24 KiB in flight, on 132 SMs."""
+def test_rows_go_round_evenly(name: str, num_sms: int) -> None:
+    """No multiprocessor has more than a sixth more rows than the average, however many there are."""
+    for one in specs(MODEL_SHAPES[name]):
+        constants: dict[str, Any] = dict(one.constants)
+        for linear in MODEL_SHAPES[name].linears.values():
+            if linear.epilogue == constants["EPILOGUE"]:
+                groups = linear.num_rows / constants["R"] / num_sms
+                assert np.ceil(groups) <= groups * 7 / 6, (linear, one.name)
+
+
+LIMITS = {
+    **dict.fromkeys([(8, 0)], (163, 164)),
+    **dict.fromkeys([(8, 6), (8, 9), (12, 0)], (99, 100)),
+    **dict.fromkeys([(9, 0), (10, 0)], (227, 228)),
+}
+"""KiB of shared memory by compute capability: most of one CTA, all of a multiprocessor."""
+ATTENTION_BYTES = 97_936
+"""The largest kernel between two of these."""
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_rings_follow_from_the_shared_memory(name: str, capability: tuple[int, int]) -> None:
+    """One fits any GPU, and two a multiprocessor; beside attention too, where kernels of that size start early."""
+    limit, whole = (kib << 10 for kib in LIMITS[capability])
     shape = MODEL_SHAPES[name]
-    attended = shape.num_heads * shape.head_dim
-    linears = [
-        (shape.qkv_size, shape.hidden_size, 1),
-        (shape.hidden_size, max(attended, shape.intermediate_size), 1),
-        (shape.intermediate_size, shape.hidden_size, 2),
-    ]
-    for num_rows, size, parts in linears:
-        for m in (1, 2):
-            rows, chunks, warps = plan(num_rows, size, m=m, parts=parts)
-            turns = num_rows / (rows * warps * 132)
-            assert turns / np.ceil(turns) > 0.9, (num_rows, size, m)
-            in_flight = rows * chunks * parts
-            assert in_flight == 8 or warps * in_flight * 512 == 24 << 10, (num_rows, size, m)
+    found = [*specs(shape, [limit]), *head.specs(shape, [limit])]
+    assert len(found) == 8
+    for one in found:
+        ring = int(dict(one.constants)["RING"])  # type: ignore[arg-type]
+        assert one.shared_bytes <= min(limit, 99 << 10)
+        assert 2 * (one.shared_bytes + 1024) <= whole
+        if limit == 227 << 10:
+            assert ring >= (3 if dict(one.constants)["M"] == 2 else 4)
+            assert one.shared_bytes + ATTENTION_BYTES + 2048 <= whole
+        else:
+            assert ring == 2 or one.shared_bytes + (32 << 10) > (50 << 10) - 1024  # that of 8.6
 
 
 def test_specs_of_a_model_are_unique() -> None:
-    """Two to a model would be compiled twice."""
+    """Two to a model and GPU would be compiled twice."""
     shape = MODEL_SHAPES["Qwen3-1.7B"]
-    names = [one.name for one in specs(shape)]
-    assert len(names) == len(set(names)) == 6
+    for limit in SHARED_LIMITS:
+        names = [one.name for one in specs(shape, [limit])]
+        assert len(names) == len(set(names)) == 6
+    assert {one.name for one in specs(shape)} == {one.name for it in SHARED_LIMITS for one in specs(shape, [it])}
 
 
 @pytest.mark.parametrize("has_attention_bias", [False, True])

@@ -26,20 +26,16 @@ from ferrule_server.executor.cuda.gpu import Launch, Operation
 from ferrule_server.executor.cuda.kernel_choice import (
     MAX_GEMM_ROWS,
     MAX_GEMV_ROWS,
-    LinearShape,
     argmax_spec,
     gemm_spec,
     gemv_spec,
-    head_spec,
-    integers,
-    linear_shape,
     norm_spec,
 )
 from ferrule_server.executor.cuda.kernel_set import Arguments, KernelSet
 from ferrule_server.executor.cuda.weights import StepWeights
 from ferrule_server.kernels.cuda import argmax, gemm, gemv, head
 from ferrule_server.kernels.cuda.large_gemm import linear_out
-from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.spec import KernelSpec, LinearShape, ModelShape
 
 __all__ = ["Linears", "StepParts", "linears_for"]
 
@@ -165,7 +161,7 @@ class _Vectors:
 
     def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:
         parts, buffers = self.parts, self.parts.buffers
-        spec = head_spec(parts.shape, self.num_rows)
+        spec = head.planned(parts.shape, M=self.num_rows, limit=parts.kernels.gpu.info.shared_bytes_per_cta)
         arguments: Arguments = {
             "hidden": buffers.hidden,
             "norm_weight": parts.weights.final_norm,
@@ -178,7 +174,7 @@ class _Vectors:
             "size": parts.shape.hidden_size,
             "eps": parts.eps,
         }
-        needed = head.num_ctas_needed(parts.shape.vocab_size, **integers(spec, "R", "WARPS"))
+        needed = gemv.num_ctas_needed(parts.shape.vocab_size, dict(spec.constants))
         grid = parts.grid(spec, needed)
         room = buffers.head_partials.numel()
         assert grid * self.num_rows <= room, f"{grid} CTAs of the output head, {self.num_rows} rows, room for {room}"
@@ -186,8 +182,8 @@ class _Vectors:
         return [*made, parts.norm(parts.weights.final_norm, self.num_rows)] if keeps_hidden else made
 
     def _linear(self, layer: int, name: str, x: Tensor, out: Tensor, *, norm: str = "") -> Launch:
-        linear = linear_shape(self.parts.shape, name)
-        spec = gemv_spec(linear, self.num_rows)
+        linear = self.parts.shape.linears[name]
+        spec = gemv_spec(linear, self.num_rows, self.parts.kernels.gpu.info.shared_bytes_per_cta)
         weight, bias = _weight(self.parts, layer, name)
         arguments: Arguments = {
             "x": x,
@@ -199,7 +195,7 @@ class _Vectors:
             "size": linear.size,
             "eps": self.parts.eps,
         }
-        return self.parts.launch(spec, arguments, gemv.num_ctas_needed(linear.num_rows, **integers(spec, "R", "WARPS")))
+        return self.parts.launch(spec, arguments, gemv.num_ctas_needed(linear.num_rows, dict(spec.constants)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +221,9 @@ class _Tiles:
     def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:
         del stores_logits, keeps_hidden  # both happen anyway
         parts, shape = self.parts, self.parts.shape
-        linear = LinearShape(shape.vocab_size, shape.hidden_size, "logits", False, shape.hidden_size)
         return [
             parts.norm(parts.weights.final_norm, self.num_rows),
-            self._product(linear, parts.buffers.normed, parts.weights.head, None, parts.buffers.logits),
+            self._product(shape.head, parts.buffers.normed, parts.weights.head, None, parts.buffers.logits),
             parts.best_tokens(tokens, self.num_rows),
         ]
 
@@ -236,7 +231,7 @@ class _Tiles:
         return self.parts.norm(getattr(self.parts.weights.layers[layer], name), self.num_rows)
 
     def _linear(self, layer: int, name: str, x: Tensor, out: Tensor) -> Launch:
-        return self._product(linear_shape(self.parts.shape, name), x, *_weight(self.parts, layer, name), out)
+        return self._product(self.parts.shape.linears[name], x, *_weight(self.parts, layer, name), out)
 
     def _product(self, linear: LinearShape, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Launch:
         spec = gemm_spec(linear, self.num_rows)

@@ -178,10 +178,7 @@ def gemm(
                 _point(rows, weight, first, num_rows, size, lane_k, ROW_TILES=ROW_TILES, EPILOGUE=EPILOGUE)
             for d in unrolled(DEPTH):
                 if d == 0 or i32(start + d * SLABS * K_WARPS * SLAB) < size:
-                    if STAGES == 2:
-                        ptx.copy_async_wait_all()
-                    else:
-                        ptx.copy_async_wait_1()
+                    ptx.copy_async_wait(STAGES - 2)
                     ptx.barrier()
                     _copy_tile(
                         tile,

@@ -13,6 +13,9 @@ NVIDIA's CUDA samples, with a counter that wraps.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
 from ferrule_server.kernels.cuda import intrinsics as ptx
 from ferrule_server.kernels.cuda.best_token import (
     best_partial,
@@ -24,21 +27,21 @@ from ferrule_server.kernels.cuda.best_token import (
 )
 from ferrule_server.kernels.cuda.constants import CHUNK, LOG2
 from ferrule_server.kernels.cuda.gemv import (
+    RINGS,
+    begin_rows,
     chunks_per_thread,
     multiply,
     own_sum,
-    plan,
-    prefetch,
     vector_loads,
 )
 from ferrule_server.kernels.cuda.gemv import shared_bytes as vector_bytes
 from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address
-from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.spec import SHARED_LIMITS, KernelSpec, ModelShape, first_that_fits
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 from ferrule_server.kernels.cuda.ticket import arrive
 from ferrule_server.kernels.cuda.vectors import prefetch_norm, stage_vectors, vector_stride
 
-__all__ = ["head", "num_ctas_needed", "partial_bytes", "shared_bytes", "spec", "specs"]
+__all__ = ["head", "partial_bytes", "planned", "shared_bytes", "spec", "specs"]
 
 
 def head(
@@ -58,6 +61,7 @@ def head(
     U: int,
     X: int,
     WARPS: int,
+    RING: int,
 ) -> None:
     """Multiply M normalised vectors by the output matrix and find the best token of each.
 
@@ -78,32 +82,32 @@ def head(
         eps: Of the norm.
         M: Vectors, 1 or 2.
         R: Rows per warp and turn.
-        U: Chunks per row in flight.
+        U: Chunks per row in a tile, a power of two.
         X: Chunks of a vector that a thread holds, all of them.
         WARPS: Per CTA, at least M.
+        RING: Tiles in the ring of a warp, at most 7; 0: one, in registers.
     """
     assert M in (1, 2)
     assert M <= WARPS
+    assert M * X * WARPS % 2 == 0
     lane = i32(ptx.thread_id() & 31)
     warp = i32(ptx.thread_id() >> 5)
-    row_bytes = i32(size * 2)
-    stride = vector_stride(size, SPAN=32 * U * CHUNK)
-    first = i32(ptx.cta_id() * WARPS * R)
     w = registers(R, U)
+    at = registers(3)
     norm = registers(X)
-    prefetch(w, weight, i32(first + warp * R), vocab_size, row_bytes, P=1, R=R, U=U)
+    begin_rows(w, at, weight, vocab_size, size, P=1, R=R, U=U, WARPS=WARPS, RING=RING)
     prefetch_norm(norm, norm_weight, size, X=X, WARPS=WARPS)
     ptx.grid_launch_dependents()
     ptx.grid_wait()
-    stage_vectors(hidden, norm, size, eps, M=M, X=X, SPAN=32 * U * CHUNK, WARPS=WARPS, NORM=True)
+    vectors = i32(WARPS * RING * R * U * 512)
+    stage_vectors(hidden, norm, size, eps, vectors, M=M, X=X, SPAN=32 * U * CHUNK, WARPS=WARPS, NORM=True)
     mine_of = i32(lane & (M - 1))
     best = 0
+    first = i32(ptx.cta_id() * R)
     while first < vocab_size:
-        row = i32(first + warp * R)
-        n = i32(row + (lane >> LOG2[M]))
+        n = i32(first + warp * ptx.num_ctas() * R + (lane >> LOG2[M]))
         sums = registers(R, M, init=0.0)
-        after = i32(row + ptx.num_ctas() * WARPS * R)
-        multiply(w, sums, weight, row, after, vocab_size, row_bytes, stride, M=M, P=1, R=R, U=U)
+        multiply(w, at, sums, weight, vocab_size, size, vectors, M=M, P=1, R=R, U=U, WARPS=WARPS, RING=RING)
         mine = own_sum(sums, lane, M=M, R=R, PART=0)
         mine = ptx.round_bf16(mine)
         key = key_of(ptx.float_bits(mine), n)
@@ -112,7 +116,7 @@ def head(
                 ptx.store_f32(logits + (mine_of * vocab_size + n) * 4, mine)
             best = max_key(best, key)
         first = i32(first + ptx.num_ctas() * WARPS * R)
-    keys = i32(M * stride + KEYS_AT[M * X * WARPS])
+    keys = i32(vectors + M * vector_stride(size, SPAN=32 * U * CHUNK) + M * X * WARPS * 4)
     best = warp_max_key(best, COUNT=M)
     if lane < M:
         ptx.shared_store_u64(i32(keys + (lane * WARPS + warp) * 8), best)
@@ -128,19 +132,9 @@ def head(
                 ptx.store_i32(tokens + warp * 4, token_of(best))
 
 
-KEYS_AT = tuple((sums * 4 + 15) & -16 for sums in range(129))
-"""Where keys lie behind the vectors and that many sums of the norm."""
-
-
-def shared_bytes(size: int, *, M: int, U: int, X: int, WARPS: int) -> int:
+def shared_bytes(size: int, constants: Mapping[str, Any]) -> int:
     """Return the dynamic shared memory of a launch of :func:`head` in bytes."""
-    vectors = vector_bytes(size, M=M, U=U, X=X, WARPS=WARPS) - M * X * WARPS * 4
-    return vectors + KEYS_AT[M * X * WARPS] + M * WARPS * 8 + 16
-
-
-def num_ctas_needed(vocab_size: int, *, R: int, WARPS: int) -> int:
-    """Return how many CTAs of :func:`head` find work at all."""
-    return -(-vocab_size // (R * WARPS))
+    return vector_bytes(size, constants) + int(constants["M"] * constants["WARPS"] * 8) + 16
 
 
 def partial_bytes(num_ctas: int, *, M: int) -> int:
@@ -148,37 +142,27 @@ def partial_bytes(num_ctas: int, *, M: int) -> int:
     return num_ctas * M * 8
 
 
-def spec(
-    size: int,
-    *,
-    M: int,
-    R: int = 2,
-    U: int = 4,
-    WARPS: int = 8,
-    ctas_per_sm: int = 1,
-) -> KernelSpec:
+def spec(size: int, *, M: int, R: int = 2, U: int = 4, WARPS: int = 8, RING: int = 0) -> KernelSpec:
     """Return the output head for vectors of ``size`` values; the keywords are its constants."""
-    chunks = chunks_per_thread(size, M=M, U=U, WARPS=WARPS, NORM=True)
-    constants: dict[str, Constant] = {
-        "M": M,
-        "R": R,
-        "U": U,
-        "WARPS": WARPS,
-        "X": chunks,
-    }
+    chunks = chunks_per_thread(size, U=U, WARPS=WARPS)
+    constants: dict[str, Constant] = {"M": M, "R": R, "RING": RING, "U": U, "WARPS": WARPS, "X": chunks}
     return KernelSpec(
         kernel=head,
         constants=tuple(sorted(constants.items())),
         num_threads=32 * WARPS,
-        shared_bytes=shared_bytes(size, M=M, U=U, X=chunks, WARPS=WARPS),
-        ctas_per_sm=ctas_per_sm,
-        min_vector_loads=vector_loads(M=M, P=1, R=R, U=U, X=chunks, NORM=True),
+        shared_bytes=shared_bytes(size, constants),
+        min_vector_loads=vector_loads(constants, P=1),
         prefetches=True,
         has_ticket=True,
     )
 
 
-def specs(shape: ModelShape) -> list[KernelSpec]:
-    """Return the head of a model for one and two rows."""
-    rows, chunks, warps = plan(shape.vocab_size, shape.hidden_size, m=1, parts=1)
-    return [spec(shape.hidden_size, M=m, R=rows, U=chunks, WARPS=warps) for m in (1, 2)]
+def planned(shape: ModelShape, *, M: int, limit: int, rings: Sequence[int] = RINGS) -> KernelSpec:
+    """Return the head of a model for M rows; as :func:`~ferrule_server.kernels.cuda.gemv.planned`."""
+    variants = [spec(shape.hidden_size, M=M, U=2 if ring else 4, RING=ring) for ring in rings]
+    return first_that_fits(variants, limit)
+
+
+def specs(shape: ModelShape, limits: Iterable[int] = SHARED_LIMITS) -> list[KernelSpec]:
+    """Return the head of a model for one and two rows, on GPUs with these limits of shared memory."""
+    return list(dict.fromkeys(planned(shape, M=m, limit=one) for one in limits for m in (1, 2)))

@@ -367,22 +367,36 @@ def copy_async_16_or_zeros(offset: Offset, address: Address, num_bytes: I32) -> 
     raise _compiled_only()
 
 
+@_ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;")
+def copy_async_stream_16_or_zeros(offset: Offset, address: Address, num_bytes: I32) -> None:
+    """Begin such a copy of bytes that nobody writes while the model lives: may stand above ``grid_wait``.
+
+    The hint asks for whole lines of 128 bytes, which is what warps read anyway; machine code shows by it which copy
+    this is.
+    """
+    raise _compiled_only()
+
+
 @_ptx("cp.async.commit_group;")
 def copy_async_commit() -> None:
     """Close the group of this thread's copies begun since the last commit."""
     raise _compiled_only()
 
 
-@_ptx("cp.async.wait_group 0;")
-def copy_async_wait_all() -> None:
-    """Wait until all of this thread's groups have arrived; other threads see them after a barrier."""
+def copy_async_wait(groups: I32) -> None:
+    """Wait until all of this thread's groups but the last ``groups`` have arrived; others see them after a barrier.
+
+    ``groups`` is a compile-time constant from 0 to 7, and a part of the instruction: ``copy_async_wait(2)`` is
+    ``copy_async_wait_2``.
+    """
     raise _compiled_only()
 
 
-@_ptx("cp.async.wait_group 1;")
-def copy_async_wait_1() -> None:
-    """Wait until all of this thread's groups but the last one have arrived."""
-    raise _compiled_only()
+INTRINSICS |= {
+    name: Intrinsic(name, f"cp.async.wait_group {groups};", (), (), is_pure=False, since=80)
+    for groups in range(8)
+    for name in [f"copy_async_wait_{groups}"]
+}
 
 
 # Order.

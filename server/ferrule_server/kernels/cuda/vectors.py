@@ -10,11 +10,10 @@ from typing import Any
 
 from ferrule_server.kernels.cuda import intrinsics as ptx
 from ferrule_server.kernels.cuda.constants import CHUNK
-from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address, Vec4, device
+from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address, Offset, Vec4, device
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 
 __all__ = [
-    "CHUNK",
     "load_vector",
     "normalise",
     "prefetch_norm",
@@ -75,9 +74,9 @@ def normalise(chunks: Any, norm: Any, size: I32, eps: F32, base: I32, *, M: int,
 
 @device
 def stage_vectors(
-    x: Address, norm: Any, size: I32, eps: F32, *, M: int, X: int, SPAN: int, WARPS: int, NORM: bool
+    x: Address, norm: Any, size: I32, eps: F32, base: Offset, *, M: int, X: int, SPAN: int, WARPS: int, NORM: bool
 ) -> None:
-    """Put M vectors, normalised where NORM, into shared memory, each padded with zeros; ends with a barrier.
+    """Put M vectors, normalised where NORM, into shared memory at ``base``, padded with zeros; end with a barrier.
 
     Behind them lies what :func:`normalise` needs; ``norm`` is from :func:`prefetch_norm`. With NORM the CTA's X chunks
     per thread hold the whole padded vector, and there is no loop: out of one the compiler would move the unpacking of
@@ -89,25 +88,25 @@ def stage_vectors(
     if NORM:
         for m in unrolled(M):
             load_vector(chunks, x + m * size * 2, start, size, X=X, WARPS=WARPS, m=m)
-        normalise(chunks, norm, size, eps, i32(M * stride), M=M, X=X, WARPS=WARPS)
-        _store_chunks(chunks, start, stride, M=M, X=X, WARPS=WARPS)
+        normalise(chunks, norm, size, eps, i32(base + M * stride), M=M, X=X, WARPS=WARPS)
+        _store_chunks(chunks, start, base, stride, M=M, X=X, WARPS=WARPS)
     else:
         while start * 2 < stride:
             for m in unrolled(M):
                 load_vector(chunks, x + m * size * 2, start, size, X=X, WARPS=WARPS, m=m)
-            _store_chunks(chunks, start, stride, M=M, X=X, WARPS=WARPS)
+            _store_chunks(chunks, start, base, stride, M=M, X=X, WARPS=WARPS)
             start = i32(start + 32 * WARPS * X * CHUNK)
     ptx.barrier()
 
 
 @device
-def _store_chunks(chunks: Any, start: I32, stride: I32, *, M: int, X: int, WARPS: int) -> None:
+def _store_chunks(chunks: Any, start: I32, base: Offset, stride: I32, *, M: int, X: int, WARPS: int) -> None:
     """Put this thread's chunks [M, X] of M vectors, from value ``start``, into shared memory."""
     for m in unrolled(M):
         for i in unrolled(X):
             k = i32(start + (ptx.thread_id() + 32 * WARPS * i) * CHUNK)
             if k * 2 < stride:
-                ptx.shared_store_v4(i32(m * stride + k * 2), chunks[m, i])
+                ptx.shared_store_v4(i32(base + m * stride + k * 2), chunks[m, i])
 
 
 @device

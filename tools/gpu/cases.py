@@ -190,8 +190,12 @@ def gemm_case(role: str, shape: LinearShape, spec: KernelSpec) -> Case:
     linear = Linear(shape, 8 * constants["TILES"], False)
 
     def build(gpu: Gpu, index: int) -> Instance:
-        grid = min(gemm.num_ctas_needed(shape.num_rows, constants), _wave(gpu, spec))
-        return linear.instance(gpu, index, lambda given: Call(spec, given, grid, gemm.shared_bytes(constants)))
+        grid = min(gemm.num_ctas_needed(shape), _wave(gpu, spec))
+        part_size, part_bits = gemm.split(shape)
+        more: dict[str, Any] = {"part_size": part_size, "part_bits": part_bits}
+        more["partials"] = zeros(gpu, (gemm.num_ctas_needed(shape) * 64 * gemm.MAX_TOKENS,), torch.float32)
+        more["tickets"] = zeros(gpu, (gemm.num_ctas_needed(shape),), torch.int32)
+        return linear.instance(gpu, index, lambda given: Call(spec, {**given, **more}, grid))
 
     return Case(f"gemm {role} M={linear.num_tokens}", [spec], linear.num_bytes, build, most_instances=8)
 
@@ -374,7 +378,7 @@ def _gemm_cases(shape: ModelShape) -> Iterator[Case]:
     """Yield each linear for all numbers of tokens that kernels are built for."""
     for role, linear in {**shape.linears, "head": shape.head}.items():
         for tiles in gemm.TILES_BUILT:
-            yield gemm_case(role, linear, gemm.spec(linear.num_rows, TILES=tiles, EPILOGUE=linear.epilogue))
+            yield gemm_case(role, linear, gemm.spec(TILES=tiles, EPILOGUE=linear.epilogue))
 
 
 def _copy_blocks_cases(shape: ModelShape, specs: Sequence[KernelSpec] | None) -> Iterator[Case]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ferrule_server.kernels.cuda import add_norm, argmax, attention, attention_mma, embed, gemm, gemv, head
 from ferrule_server.kernels.cuda.append import rope_table
-from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.spec import KernelSpec, LinearShape, ModelShape
 from ferrule_server.kernels.cuda.work_list import WorkList, make_work_list
 from ferrule_server.model.attention import PlainAttention, StepArrays
 from ferrule_server.model.config import ModelConfig, parse_config
@@ -166,6 +166,8 @@ class Chain:
         a["logits"] = empty("logits", (rows, VOCAB), np.float32)
         a["tokens"] = empty("tokens", (rows,), np.int32)
         a["head_partials"] = empty("head_partials", (256, 2), np.uint64)
+        a["gemm_partials"] = empty("gemm_partials", gemm.scratch(SHAPE)[0], np.float32)
+        a["gemm_tickets"] = self.memory.put("gemm_tickets", np.zeros(gemm.scratch(SHAPE)[1], np.int32), mutable=True)
         a["partials"] = empty("partials", (1 << 16,), np.float32)
         a["tickets"] = self.memory.put("tickets", np.zeros(64, np.int32), mutable=True)
         a["head_ticket"] = self.memory.put("head_ticket", np.zeros(64, np.int32), mutable=True)
@@ -219,8 +221,10 @@ class Chain:
     def gemm(self, x: str, weight: str, out: str, *, num_rows: int, size: int, epilogue: str) -> None:
         """Add a product with more rows."""
         a = self._a
-        spec = gemm.spec(num_rows, TILES=gemm.tiles_for(self._rows), EPILOGUE=epilogue)
-        self.launch(spec, a[x], a[weight], 0, a[out], self._rows, num_rows, size)
+        spec = gemm.spec(TILES=gemm.tiles_for(self._rows), EPILOGUE=epilogue)
+        split = gemm.split(LinearShape(num_rows, size, epilogue, False, size))
+        sizes = (self._rows, num_rows, size, *split)
+        self.launch(spec, a[x], a[weight], 0, a[out], a["gemm_partials"], a["gemm_tickets"], *sizes)
 
     def add_norm(self, norm: str) -> None:
         """Add a norm of the residual stream."""

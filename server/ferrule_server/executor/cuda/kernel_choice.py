@@ -25,6 +25,7 @@ from ferrule_server.model.config import ModelConfig
 
 __all__ = [
     "BLOCK_SIZES",
+    "GEMM_ROWS",
     "HEAD_DIMS",
     "KNOWN_FIELDS",
     "MAX_GEMM_ROWS",
@@ -47,7 +48,9 @@ __all__ = [
 MAX_GEMV_ROWS = 2
 """Rows whose linears are products with vectors, the norm in front of them; above, tensor cores and a norm apart."""
 MAX_GEMM_ROWS = gemm.MAX_TOKENS
-"""Rows whose linears are kernels of ours; above, cuBLAS."""
+"""Most rows whose linears may be kernels of ours."""
+GEMM_ROWS = {"sm_80": 64, "sm_90a": 64}
+"""Rows up to which they are, by architecture, from 2 to MAX_GEMM_ROWS; above, cuBLAS. An estimate, never measured."""
 BLOCK_SIZES = (16, 32, 64)
 """Slots per block that the attention kernels know."""
 HEAD_DIMS = (64, 128)
@@ -117,8 +120,7 @@ def gemv_spec(linear: LinearShape, num_rows: int, limit: int) -> KernelSpec:
 
 def gemm_spec(linear: LinearShape, num_rows: int) -> KernelSpec:
     """Return the kernel of a linear for up to 64 rows of a step."""
-    tiles = gemm.tiles_for(num_rows)
-    return gemm.spec(linear.num_rows, TILES=tiles, EPILOGUE=linear.epilogue, BIAS=linear.has_bias)
+    return gemm.spec(TILES=gemm.tiles_for(num_rows), EPILOGUE=linear.epilogue, BIAS=linear.has_bias)
 
 
 def norm_spec(shape: ModelShape, *, has_delta: bool) -> KernelSpec:

@@ -24,6 +24,7 @@ from torch import Tensor
 from ferrule_server.executor.cuda.buffers import DecodeBuffers
 from ferrule_server.executor.cuda.gpu import Launch, Operation
 from ferrule_server.executor.cuda.kernel_choice import (
+    GEMM_ROWS,
     MAX_GEMM_ROWS,
     MAX_GEMV_ROWS,
     argmax_spec,
@@ -34,10 +35,9 @@ from ferrule_server.executor.cuda.kernel_choice import (
 from ferrule_server.executor.cuda.kernel_set import Arguments, KernelSet
 from ferrule_server.executor.cuda.weights import StepWeights
 from ferrule_server.kernels.cuda import argmax, gemm, gemv, head
-from ferrule_server.kernels.cuda.large_gemm import linear_out
 from ferrule_server.kernels.cuda.spec import KernelSpec, LinearShape, ModelShape
 
-__all__ = ["Linears", "StepParts", "linears_for"]
+__all__ = ["Linears", "StepParts", "linear_out", "linears_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,8 @@ def linears_for(parts: StepParts, num_rows: int, *, is_deterministic: bool) -> L
         raise ValueError(f"{num_rows} rows; bits are the same for any number up to {MAX_GEMM_ROWS}")
     if num_rows <= MAX_GEMV_ROWS and not is_deterministic:
         return _Vectors(parts, num_rows)
-    return _Tiles(parts, num_rows) if num_rows <= MAX_GEMM_ROWS else _Large(parts, num_rows)
+    most = MAX_GEMM_ROWS if is_deterministic else GEMM_ROWS[parts.kernels.gpu.info.architecture]
+    return _Tiles(parts, num_rows) if num_rows <= most else _Large(parts, num_rows)
 
 
 def _weight(parts: StepParts, layer: int, name: str) -> tuple[Tensor, Tensor | None]:
@@ -234,17 +235,21 @@ class _Tiles:
         return self._product(self.parts.shape.linears[name], x, *_weight(self.parts, layer, name), out)
 
     def _product(self, linear: LinearShape, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Launch:
-        spec = gemm_spec(linear, self.num_rows)
+        part_size, part_bits = gemm.split(linear)
         arguments: Arguments = {
             "x": x,
             "weight": weight,
             "bias": 0 if bias is None else bias,
             "out": out,
+            "partials": self.parts.buffers.gemm_partials,
+            "tickets": self.parts.buffers.gemm_tickets,
             "num_tokens": self.num_rows,
             "num_rows": linear.num_rows,
             "size": linear.size,
+            "part_size": part_size,
+            "part_bits": part_bits,
         }
-        return self.parts.launch(spec, arguments, gemm.num_ctas_needed(linear.num_rows, dict(spec.constants)))
+        return self.parts.launch(gemm_spec(linear, self.num_rows), arguments, gemm.num_ctas_needed(linear))
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,13 +293,25 @@ class _Large:
 
     def _linear(self, layer: int, name: str, x: Tensor, out: Tensor) -> Operation:
         weight, bias = _weight(self.parts, layer, name)
-        return partial(_linear_out, x[: self.num_rows], weight, out[: self.num_rows], bias)
+        return partial(linear_out, x[: self.num_rows], weight, out[: self.num_rows], bias)
 
 
 @torch.inference_mode()
-def _linear_out(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None:
-    """Put a product into ``out``, whatever mode its tensors were made in."""
-    linear_out(x, weight, out, bias)
+def linear_out(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """Put ``x @ weight.T + bias`` into ``out``, whatever mode its tensors were made in; no result is allocated.
+
+    The order of the sums is that of cuBLAS, which may change with the number of rows.
+
+    Args:
+        x: bf16 [rows, in_features].
+        weight: bf16 [out_features, in_features].
+        out: bf16 [rows, out_features], contiguous, written.
+        bias: bf16 [out_features], added before rounding.
+    """
+    if bias is None:
+        torch.matmul(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 @torch.inference_mode()

@@ -33,7 +33,7 @@ SHAPE = ModelShape(
     vocab_size=1000,
     has_qk_norm=True,
 )
-IMMUTABLE = ("bias", "k_norm", "norm_weight", "q_norm", "rope", "scales", "weight")
+IMMUTABLE = ("bias", "k_norm", "norm_weight", "q_norm", "rope", "weight")
 """What kernels may load above their wait."""
 GPU: Any = SimpleNamespace(is_dry=False, torch_device=torch.device("cpu"), num_sms=2)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -116,15 +115,6 @@ def fma_bf16(factor: float, first: int, second: int, sums: tuple[float, ...]) ->
     return tuple(_FOUR)
 
 
-def dot_int8(total: float, weights: tuple[int, ...], values: tuple[int, ...], more: tuple[int, ...]) -> float:
-    """Return ``total`` plus sixteen products of int8 weights and bf16 values, in order."""
-    integers = struct.unpack("<16b", struct.pack("<4I", *weights))
-    for index, word in enumerate((*values, *more)):
-        total = integers[2 * index] * BF16[word & 0xFFFF] + total
-        total = integers[2 * index + 1] * BF16[word >> 16] + total
-    return total
-
-
 def exp2(value: float) -> float:
     """Return 2 to the power of the value; below the normal numbers 0, as the device does."""
     if value < -126.0:
@@ -223,7 +213,7 @@ PURE: dict[str, Callable[..., object]] = {
     twin.__name__: twin
     for twin in (
         f32, i32, u32, float_bits, bits_float, bf16_low, bf16_high, pack_bf16, round_bf16, fma,
-        dot_bf16, dot_int8, fma_bf16, exp2, log2, reciprocal, select_f32,
+        dot_bf16, fma_bf16, exp2, log2, reciprocal, select_f32,
         reciprocal_sqrt, max_f32, permute_bytes, float_of, round_u64, float_of_u64, multiply_high, multiply_low,
         multiply_high_u64, add_wrapping, order_key,
     )

@@ -100,7 +100,7 @@ def _collect(program: Program, threads: Sequence[ThreadClock]) -> _Accesses:
     address = codes >> SITE_BITS
     is_shared = address >= SHARED_BIT
     names = [site.name for site in program.sites]
-    copies = np.array([name.startswith("copy_async_16") for name in names])
+    copies = np.array([name.startswith("copy_async_") and "16" in name for name in names])
     writes = np.array(["store" in name or "_add" in name or name.startswith("atomic") for name in names])
     strong = np.array(["relaxed" in name or "_add" in name or name.startswith("atomic") for name in names])
     return _Accesses(

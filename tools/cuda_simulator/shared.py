@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from tools.cuda_simulator.errors import Misaligned, OutOfBounds, PromiseBroken
-from tools.cuda_simulator.memory import F32, I32, PAGE_BITS, U32, U64
-from tools.cuda_simulator.twins import MASK32, MASK64, SITE_BITS, Twin, fault, open_page
+from tools.cuda_simulator.memory import F32, I32, PAGE_BITS, U32, U64, Page
+from tools.cuda_simulator.twins import MASK32, MASK64, SITE_BITS, Twin, fault, open_immutable, open_page
 
 if TYPE_CHECKING:
     from tools.cuda_simulator.grid import Thread
@@ -16,6 +17,8 @@ __all__ = ["SHARED"]
 
 _CYCLES_PER_LOOK = 256
 """Time is not simulated: a clock goes on whenever a thread of the launch looks at it."""
+_UNKNOWN = b"\xff" * 16
+"""Where a copy is under way."""
 
 
 def _shared_fault(thread: Thread, offset: int, size: int, error: BaseException | None = None) -> NoReturn:
@@ -101,9 +104,8 @@ def _shared_adder(kind: int, size: int, keep: int) -> Twin:
     return add
 
 
-def _copy_async_16(thread: Thread, offset: int, address: int, site: int) -> None:
+def _copy_async_16(thread: Thread, offset: int, address: int, page: Page, site: int) -> None:
     """Begin a copy: bytes move at some time until the thread waits; here they are read now and land then."""
-    page = thread.loads.get(address >> PAGE_BITS) or open_page(thread, address)
     place = address - page.base
     if place & 15 or place < 0 or place + 16 > len(page.bytes):
         fault(thread, address, 16)
@@ -116,17 +118,29 @@ def _copy_async_16_or_zeros(thread: Thread, offset: int, address: int, num_bytes
     if num_bytes not in {0, 16}:
         raise PromiseBroken(f"a copy of {num_bytes} bytes, neither 16 nor 0")
     if num_bytes:
-        _copy_async_16(thread, offset, address, site)
+        page = thread.loads.get(address >> PAGE_BITS) or open_page(thread, address)
+        _copy_async_16(thread, offset, address, page, site)
     else:
         _begin_copy(thread, offset, bytearray(16), (), site)
 
 
+def _copy_async_stream_16_or_zeros(thread: Thread, offset: int, address: int, num_bytes: int, site: int) -> None:
+    """Begin a copy of immutable memory, which may stand above the wait, or the writing of zeros."""
+    if num_bytes == 16:
+        page = thread.cta.immutable.get(address >> PAGE_BITS) or open_immutable(thread, address)
+        _copy_async_16(thread, offset, address, page, site)
+    else:
+        _copy_async_16_or_zeros(thread, offset, address, num_bytes, site)
+
+
 def _begin_copy(thread: Thread, offset: int, data: bytearray, reads: tuple[int, ...], site: int) -> None:
+    """Log a copy and put it into the open group; until the thread has waited for it, its target holds nothing."""
     if offset & 15 or offset < 0 or offset + 16 > len(thread.cta.shared):
         _shared_fault(thread, offset, 16)
     accesses = (*reads, (offset + thread.shared_base) << SITE_BITS | site)
     thread.clock.codes += accesses
     thread.open_copies.append((offset, data, accesses))
+    thread.cta.shared[offset : offset + 16] = _UNKNOWN
 
 
 def _copy_async_commit(thread: Thread, site: int) -> None:
@@ -134,7 +148,7 @@ def _copy_async_commit(thread: Thread, site: int) -> None:
     thread.open_copies = []
 
 
-def _arrive(thread: Thread, keep: int) -> None:
+def _arrive(thread: Thread, site: int, *, keep: int) -> None:
     shared = thread.cta.shared
     while len(thread.groups) > keep:
         for offset, data, accesses in thread.groups.pop(0):
@@ -180,9 +194,9 @@ SHARED: dict[str, Twin] = {
     "shared_store_f32x4": _shared_v4_storer(F32),
     "shared_fetch_add_u32": _shared_adder(U32, 4, MASK32),
     "copy_async_16_or_zeros": _copy_async_16_or_zeros,
+    "copy_async_stream_16_or_zeros": _copy_async_stream_16_or_zeros,
     "copy_async_commit": _copy_async_commit,
-    "copy_async_wait_all": lambda thread, site: _arrive(thread, 0),
-    "copy_async_wait_1": lambda thread, site: _arrive(thread, 1),
+    **{f"copy_async_wait_{groups}": partial(_arrive, keep=groups) for groups in range(8)},
     "fence": _fence,
     "grid_launch_dependents": lambda thread, site: None,
 }

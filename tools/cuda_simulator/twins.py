@@ -19,7 +19,18 @@ from tools.cuda_simulator.memory import F32, I32, PAGE_BITS, U16, U32, U64, Page
 if TYPE_CHECKING:
     from tools.cuda_simulator.grid import Thread
 
-__all__ = ["ATOMIC", "GLOBAL", "MASK32", "MASK64", "SITE_BITS", "Twin", "fault", "open_page", "size_of"]
+__all__ = [
+    "ATOMIC",
+    "GLOBAL",
+    "MASK32",
+    "MASK64",
+    "SITE_BITS",
+    "Twin",
+    "fault",
+    "open_immutable",
+    "open_page",
+    "size_of",
+]
 
 SITE_BITS = 12
 Twin = Callable[..., object]
@@ -53,7 +64,7 @@ def open_page(thread: Thread, address: int) -> Page:
     return cta.open(address >> PAGE_BITS, page)
 
 
-def _open_immutable(thread: Thread, address: int) -> Page:
+def open_immutable(thread: Thread, address: int) -> Page:
     """Return the page of a streaming load, which may stand above the wait."""
     cta = thread.cta
     page = cta.grid.memory.page(address)
@@ -114,7 +125,7 @@ _FOUR_WORDS = struct.Struct("<4I")
 
 
 def _load_stream_v4(thread: Thread, address: int, site: int) -> object:
-    page = thread.cta.immutable.get(address >> PAGE_BITS) or _open_immutable(thread, address)
+    page = thread.cta.immutable.get(address >> PAGE_BITS) or open_immutable(thread, address)
     place = address - page.base
     if place & 15 or place < 0:
         fault(thread, address, 16)

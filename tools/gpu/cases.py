@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -20,19 +21,14 @@ from ferrule_server.kernels.cuda import (
     gemv,
     head,
 )
-from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.spec import SHARED_LIMITS, KernelSpec, LinearShape, ModelShape
 from tools.gpu.gpu import Call, Gpu
 
 EPS = 1e-6
 BLOCK_SIZE = 16
 _NUM_BLOCKS = 512
-_LINEARS = {
-    "qkv": ("store", "qkv_size", "hidden_size"),
-    "o": ("residual", "hidden_size", "attended_size"),
-    "gate_up": ("swiglu", "intermediate_size", "hidden_size"),
-    "down": ("residual", "hidden_size", "intermediate_size"),
-    "head": ("logits", "vocab_size", "hidden_size"),
-}
+_RINGS = (gemv.RINGS, (2,), (0,))
+"""What is compared of products with vectors: the ring of a large multiprocessor, of a small one, and registers."""
 
 
 @dataclass
@@ -114,79 +110,56 @@ def _bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-def sizes(shape: ModelShape, role: str) -> tuple[str, int, int]:
-    """Return epilogue, rows and size of a linear of the model."""
-    epilogue, rows, size = _LINEARS[role]
-    width = shape.num_heads * shape.head_dim if size == "attended_size" else int(getattr(shape, size))
-    return epilogue, int(getattr(shape, rows)), width
-
-
 @dataclass(frozen=True)
 class Linear:
     """A linear of the model with what stands before and behind it."""
 
-    role: str
+    shape: LinearShape
     num_tokens: int
-    epilogue: str
-    num_rows: int
-    size: int
-    is_int8: bool
     is_normed: bool
 
     @property
     def weight_rows(self) -> int:
         """Rows of the weight: gate and up for swiglu."""
-        return self.num_rows * (2 if self.epilogue == "swiglu" else 1)
+        return self.shape.num_rows * (2 if self.shape.epilogue == "swiglu" else 1)
 
     @property
     def num_bytes(self) -> int:
         """Weights, once."""
-        return self.weight_rows * self.size * (1 if self.is_int8 else 2)
+        return 2 * self.weight_rows * self.shape.size
 
     def instance(self, gpu: Gpu, seed: int, call: Callable[[dict[str, Any]], Call]) -> Instance:
         """Return buffers for it; ``call`` makes the launch of them by parameter name."""
-        x = random_bf16(gpu, (self.num_tokens, self.size), seed)
-        norm = random_bf16(gpu, (self.size,), seed + 1)
-        weight = self._weight(gpu, seed + 2)
-        scales = torch.full((self.weight_rows,), 0.01, device=gpu.torch_device)
-        dtype = torch.float32 if self.epilogue == "logits" else torch.bfloat16
-        out = random_bf16(gpu, (self.num_tokens, self.num_rows), seed + 3).to(dtype)
+        num_rows, size, epilogue = self.shape.num_rows, self.shape.size, self.shape.epilogue
+        x = random_bf16(gpu, (self.num_tokens, size), seed)
+        norm = random_bf16(gpu, (size,), seed + 1)
+        weight = random_bf16(gpu, (self.weight_rows, size), seed + 2, size**-0.5)
+        dtype = torch.float32 if epilogue == "logits" else torch.bfloat16
+        out = random_bf16(gpu, (self.num_tokens, num_rows), seed + 3).to(dtype)
         before = out.clone()
-        given = {"x": x, "norm_weight": norm, "weight": weight, "scales": scales, "bias": 0, "out": out}
-        given |= {"num_rows": self.num_rows, "size": self.size, "eps": EPS, "num_tokens": self.num_tokens}
+        given = {"x": x, "norm_weight": norm, "weight": weight, "bias": 0, "out": out}
+        given |= {"num_rows": num_rows, "size": size, "eps": EPS, "num_tokens": self.num_tokens}
 
-        def product(vectors: Tensor) -> Tensor:
-            if self.is_int8:
-                return vectors.float() @ weight.float().T * scales
+        def multiplied(vectors: Tensor) -> Tensor:
             return vectors.float() @ weight.float().T
 
         def expect() -> Tensor:
-            made = product(reference.rms_norm(x, norm, EPS) if self.is_normed else x).bfloat16()
-            if self.epilogue == "swiglu":
+            made = multiplied(reference.rms_norm(x, norm, EPS) if self.is_normed else x).bfloat16()
+            if epilogue == "swiglu":
                 return reference.swiglu(made)
-            return before + made if self.epilogue == "residual" else made
-
-        plain: list[Tensor] = []
+            return before + made if epilogue == "residual" else made
 
         def torch_op() -> Tensor:
-            if not plain:  # torch multiplies bf16 only
-                plain.append(weight.bfloat16())
-            vectors = F.rms_norm(x, (self.size,), norm, EPS) if self.is_normed else x
-            made = F.linear(vectors, plain[0])
-            if self.epilogue == "swiglu":
+            vectors = F.rms_norm(x, (size,), norm, EPS) if self.is_normed else x
+            made = F.linear(vectors, weight)
+            if epilogue == "swiglu":
                 gate, up = made.chunk(2, dim=-1)
                 return F.silu(gate) * up
-            return before + made if self.epilogue == "residual" else made
+            return before + made if epilogue == "residual" else made
 
         return Instance(
             [call(given)], [out], expect, lambda expected: worst(out, expected), torch_op, lambda: _put(out, before)
         )
-
-    def _weight(self, gpu: Gpu, seed: int) -> Tensor:
-        shape = (self.weight_rows, self.size)
-        if not self.is_int8:
-            return random_bf16(gpu, shape, seed, self.size**-0.5)
-        return (random_bf16(gpu, shape, seed) * 30).clamp(-127, 127).to(torch.int8)
 
 
 def _put(target: Tensor, source: Tensor) -> None:
@@ -197,32 +170,32 @@ def _clear(pool: Tensor, blocks: Tensor) -> None:
     pool.index_fill_(0, blocks, 0.0)
 
 
-def gemv_case(shape: ModelShape, role: str, spec: KernelSpec) -> Case:
+def gemv_case(role: str, shape: LinearShape, spec: KernelSpec) -> Case:
     """Return a linear for one or two tokens."""
     constants: dict[str, Any] = dict(spec.constants)
-    epilogue, num_rows, size = sizes(shape, role)
-    linear = Linear(role, constants["M"], epilogue, num_rows, size, constants["INT8"], constants["NORM"])
-    names = ("M", "U", "X", "WARPS", "INT8")
+    linear = Linear(shape, constants["M"], constants["NORM"])
 
     def build(gpu: Gpu, index: int) -> Instance:
-        grid = min(gemv.num_ctas_needed(num_rows, R=constants["R"], WARPS=constants["WARPS"]), _wave(gpu, spec))
-        shared = gemv.shared_bytes(size, **{name: constants[name] for name in names})
+        grid = min(gemv.num_ctas_needed(shape.num_rows, constants), _wave(gpu, spec))
+        shared = gemv.shared_bytes(shape.size, constants)
         return linear.instance(gpu, index, lambda given: Call(spec, given, grid, shared))
 
-    kind = "int8" if linear.is_int8 else "bf16"
-    bar = None if linear.is_int8 else 0.9
-    return Case(f"gemv {role} {kind} M={linear.num_tokens}", [spec], linear.num_bytes, build, bar)
+    name = f"gemv {role} M={linear.num_tokens} ring={constants['RING']}"
+    return Case(name, [spec], linear.num_bytes, build, bar=0.9)
 
 
-def gemm_case(shape: ModelShape, role: str, spec: KernelSpec) -> Case:
+def gemm_case(role: str, shape: LinearShape, spec: KernelSpec) -> Case:
     """Return a linear for up to 64 tokens."""
     constants: dict[str, Any] = dict(spec.constants)
-    epilogue, num_rows, size = sizes(shape, role)
-    linear = Linear(role, 8 * constants["TILES"], epilogue, num_rows, size, False, False)
+    linear = Linear(shape, 8 * constants["TILES"], False)
 
     def build(gpu: Gpu, index: int) -> Instance:
-        grid = min(gemm.num_ctas_needed(num_rows, constants), _wave(gpu, spec))
-        return linear.instance(gpu, index, lambda given: Call(spec, given, grid, gemm.shared_bytes(constants)))
+        grid = min(gemm.num_ctas_needed(shape), _wave(gpu, spec))
+        part_size, part_bits = gemm.split(shape)
+        more: dict[str, Any] = {"part_size": part_size, "part_bits": part_bits}
+        more["partials"] = zeros(gpu, (gemm.num_ctas_needed(shape) * 64 * gemm.MAX_TOKENS,), torch.float32)
+        more["tickets"] = zeros(gpu, (gemm.num_ctas_needed(shape),), torch.int32)
+        return linear.instance(gpu, index, lambda given: Call(spec, {**given, **more}, grid))
 
     return Case(f"gemm {role} M={linear.num_tokens}", [spec], linear.num_bytes, build, most_instances=8)
 
@@ -230,8 +203,8 @@ def gemm_case(shape: ModelShape, role: str, spec: KernelSpec) -> Case:
 def head_case(shape: ModelShape, spec: KernelSpec) -> Case:
     """Return the output head with its argmax."""
     constants: dict[str, Any] = dict(spec.constants)
-    m, size, vocab = constants["M"], shape.hidden_size, shape.vocab_size
-    linear = Linear("head", m, "logits", vocab, size, constants["INT8"], True)
+    m, vocab = constants["M"], shape.vocab_size
+    linear = Linear(shape.head, m, True)
 
     def build(gpu: Gpu, index: int) -> Instance:
         grid = _wave(gpu, spec)
@@ -251,8 +224,7 @@ def head_case(shape: ModelShape, spec: KernelSpec) -> Case:
 
         return Instance(made.calls, [tokens], made.expect, check, lambda: made.torch_op().argmax(-1))
 
-    kind = "int8" if linear.is_int8 else "bf16"
-    return Case(f"head {kind} M={m}", [spec], linear.num_bytes, build, most_instances=2)
+    return Case(f"head M={m} ring={constants['RING']}", [spec], linear.num_bytes, build, most_instances=2)
 
 
 def argmax_case(shape: ModelShape, spec: KernelSpec) -> Case:
@@ -389,24 +361,24 @@ def _wave(gpu: Gpu, spec: KernelSpec) -> int:
     return gpu.num_sms * spec.ctas_per_sm
 
 
-def linear_cases(shape: ModelShape, specs: Sequence[KernelSpec]) -> Iterator[Case]:
-    """Yield the GEMVs of a model for each role that a spec can serve."""
-    for spec in specs:
-        for role, (epilogue, _, _) in _LINEARS.items():
-            constants: dict[str, Any] = dict(spec.constants)
-            fits_norm = constants["NORM"] == (role in ("qkv", "gate_up"))
-            if constants["EPILOGUE"] == epilogue and fits_norm:
-                yield gemv_case(shape, role, spec)
+def _gemv_cases(shape: ModelShape) -> Iterator[Case]:
+    """Yield the linears of a layer for one and two tokens, with weights in rings and in registers."""
+    for (role, linear), m in product(shape.linears.items(), (1, 2)):
+        variants = (gemv.planned(linear, M=m, limit=SHARED_LIMITS[-1], rings=rings) for rings in _RINGS)
+        yield from (gemv_case(role, linear, spec) for spec in dict.fromkeys(variants))
 
 
-def _gemm_cases(shape: ModelShape, specs: Sequence[KernelSpec] | None) -> Iterator[Case]:
-    """Yield each linear with its own default kernels, or those of an epilogue with others."""
-    for role in _LINEARS:
-        epilogue, num_rows, _ = sizes(shape, role)
-        own = [gemm.spec(num_rows, TILES=tiles, EPILOGUE=epilogue) for tiles in (1, 2, 4, 8)]
-        for spec in specs or own:
-            if dict(spec.constants)["EPILOGUE"] == epilogue:
-                yield gemm_case(shape, role, spec)
+def _head_cases(shape: ModelShape) -> Iterator[Case]:
+    for m in (1, 2):
+        variants = (head.planned(shape, M=m, limit=SHARED_LIMITS[-1], rings=rings) for rings in _RINGS)
+        yield from (head_case(shape, spec) for spec in dict.fromkeys(variants))
+
+
+def _gemm_cases(shape: ModelShape) -> Iterator[Case]:
+    """Yield each linear for all numbers of tokens that kernels are built for."""
+    for role, linear in {**shape.linears, "head": shape.head}.items():
+        for tiles in gemm.TILES_BUILT:
+            yield gemm_case(role, linear, gemm.spec(TILES=tiles, EPILOGUE=linear.epilogue))
 
 
 def _copy_blocks_cases(shape: ModelShape, specs: Sequence[KernelSpec] | None) -> Iterator[Case]:
@@ -420,10 +392,10 @@ def cases_of(op: str, shape: ModelShape, specs: Sequence[KernelSpec] | None = No
     from tools.gpu import attention_cases, layer_cases, logit_cases
 
     simple: dict[str, Callable[[], Iterable[Case]]] = {
-        "gemv": lambda: linear_cases(shape, specs or gemv.specs(shape)),
-        "gemm": lambda: _gemm_cases(shape, specs),
+        "gemv": lambda: _gemv_cases(shape),
+        "gemm": lambda: _gemm_cases(shape),
         "argmax": lambda: (argmax_case(shape, spec) for spec in specs or argmax.specs(shape)),
-        "head": lambda: (head_case(shape, spec) for spec in specs or head.specs(shape)),
+        "head": lambda: _head_cases(shape),
         "embed": lambda: (embed_case(shape, spec) for spec in specs or embed.specs(shape)),
         "add_norm": lambda: (add_norm_case(shape, spec) for spec in specs or add_norm.specs(shape)),
         "copy_blocks": lambda: _copy_blocks_cases(shape, specs),

@@ -20,7 +20,6 @@ from ferrule_server.executor.cuda.kernel_choice import (
     attention_grid,
     attention_spec,
     gemv_spec,
-    linear_shape,
     max_attention_grid,
     partial_rows,
     rows_per_tile,
@@ -32,7 +31,7 @@ from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.cuda.weights import adopt_weights
 from ferrule_server.kernels.cuda import attention_mma, copy_blocks
 from ferrule_server.kernels.cuda.logit_rows import num_slices
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, SHARED_LIMITS, KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.toolchain.catalog import OPS, kernels_of
 from ferrule_server.kernels.cuda.toolchain.machine_code import MULTIPROCESSORS
 from ferrule_server.model.config import ModelConfig
@@ -44,7 +43,7 @@ QWEN, LLAMA = MODEL_SHAPES["Qwen3-8B"], MODEL_SHAPES["Llama-3.2-1B"]
 
 @pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_what_steps_need_is_shipped(name: str) -> None:
-    """Less than all of it: no int8, no trees, one kernel that moves blocks; less still in deterministic mode."""
+    """Less than all of it: no trees, one kernel that moves blocks; less still in deterministic mode."""
     shape = MODEL_SHAPES[name]
     shipped = {spec.name: spec for spec in kernels_of(shape)}
     needed = {one: specs_needed(shape, is_deterministic=one) for one in (False, True)}
@@ -54,7 +53,7 @@ def test_what_steps_need_is_shipped(name: str) -> None:
     assert set(needed[True]) <= set(needed[False])
     assert {"gemv", "head", "attention"}.isdisjoint(spec.kernel.__name__ for spec in needed[True])
     constants = [dict(spec.constants) for spec in needed[False]]
-    assert not any(one.get("INT8") or one.get("TREE") for one in constants)
+    assert not any(one.get("TREE") for one in constants)
     movers = {op.name for op in OPS} & {"copy_blocks"}
     assert [spec.name for spec in needed[False] if _module(spec) in movers] == [copy_blocks.spec().name]
 
@@ -148,13 +147,13 @@ def test_every_kernel_of_a_supported_shape_fits_every_gpu(
 @pytest.fixture(scope="module")
 def all_specs() -> frozenset[KernelSpec]:
     """Return every kernel that a step of a supported model may launch, and attention along trees."""
-    ways = list(product(BLOCK_SIZES, (False, True)))
+    ways = list(product(BLOCK_SIZES, (False, True), SHARED_LIMITS))
     return frozenset(
         spec
         for shape in _shapes()
-        for block_size, is_deterministic in ways
+        for block_size, is_deterministic, limit in ways
         for spec in (
-            *specs_needed(shape, is_deterministic=is_deterministic, block_size=block_size),
+            *specs_needed(shape, is_deterministic=is_deterministic, block_size=block_size, limit=limit),
             attention_mma.spec(shape, TREE=True, BLOCK_SIZE=block_size),
         )
     )
@@ -202,6 +201,6 @@ def test_work_lists_fit_the_attention_of_a_step() -> None:
 
 def test_linears_of_one_epilogue_share_a_kernel() -> None:
     """Which is planned for the wider; a launch takes the shared memory of its own size."""
-    out, down = (gemv_spec(linear_shape(QWEN, name), 1) for name in ("attention_out", "down"))
+    out, down = (gemv_spec(QWEN.linears[name], 1, 227 << 10) for name in ("attention_out", "down"))
     assert out.name == down.name
     assert out.shared_bytes < down.shared_bytes

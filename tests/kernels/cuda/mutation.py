@@ -1,4 +1,7 @@
-"""Mutation test of everything that orders: without any one of its barriers, fences and waits a kernel must fail."""
+"""Mutation test of everything that orders: without any one of its barriers, fences and waits a kernel must fail.
+
+A wait for asynchronous copies must not be weaker either: waiting for one group less must fail too.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,7 @@ __all__ = ["EQUIVALENT", "SYNCHRONISING", "Mutation", "SurvivingMutants", "check
 SYNCHRONISING = (
     "barrier",
     "copy_async_commit",
-    "copy_async_wait_1",
-    "copy_async_wait_all",
+    *(f"copy_async_wait_{groups}" for groups in range(8)),
     "fence",
     "grid_wait",
     "warp_barrier",
@@ -34,20 +36,26 @@ class SurvivingMutants(AssertionError):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mutation:
-    """All calls of one instruction that one place of the source gives, however often it was written out."""
+    """All calls of one instruction that one place of the source gives, however often it was written out.
+
+    They are deleted, or call ``instead``.
+    """
 
     path: str
     line: int
     column: int
     name: str
+    instead: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} on line {self.line} of {Path(self.path).name}"
+        weaker = f" (as {self.instead})" if self.instead else ""
+        return f"{self.name}{weaker} on line {self.line} of {Path(self.path).name}"
 
 
 def mutations(specialised: Specialised) -> list[Mutation]:
-    """Return what can be deleted of a kernel, by file name and place: the same list wherever the files lie."""
+    """Return what can be deleted or weakened of a kernel, by file name and place: the same wherever the files lie."""
     found = {made for node in ast.walk(specialised.tree) if (made := _mutation(node)) is not None}
+    found |= {replace(one, instead=_weaker(one.name)) for one in found if "_wait_" in one.name}
     provable = (one for one in found if EQUIVALENT not in linecache.getline(one.path, one.line))
     return sorted(provable, key=lambda one: (Path(one.path).name, one))
 
@@ -94,11 +102,18 @@ def _mutation(node: ast.AST) -> Mutation | None:
     return None
 
 
+def _weaker(wait: str) -> str:
+    name, _, groups = wait.rpartition("_")
+    return f"{name}_{int(groups) + 1}"
+
+
 def _without(body: list[ast.stmt], mutation: Mutation) -> list[ast.stmt]:
     written: list[ast.stmt] = []
     for node in body:
-        if _mutation(node) == mutation:
-            written.append(ast.copy_location(ast.Pass(), node))
+        if _mutation(node) == replace(mutation, instead=""):
+            called = ast.Call(ast.Name(mutation.instead, ast.Load()), [], [])
+            other = ast.Expr(called) if mutation.instead else ast.Pass()
+            written.append(ast.fix_missing_locations(ast.copy_location(other, node)))
         elif isinstance(node, ast.FunctionDef | ast.If | ast.While):
             made = copy.copy(node)
             made.body = _without(node.body, mutation)

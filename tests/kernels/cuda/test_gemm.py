@@ -12,23 +12,14 @@ from numpy.typing import NDArray
 
 from ferrule_server.kernels import reference
 from ferrule_server.kernels.cuda import gemm
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, LinearShape
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
+from tests.kernels.cuda.replay import without_wrapping
 from tools.cuda_simulator import Launch, Memory, from_bf16, run, to_bf16
 
-SMALL: dict[str, Constant] = {
-    "TILES": 1,
-    "ROW_TILES": 1,
-    "ROW_WARPS": 1,
-    "K_WARPS": 2,
-    "SLABS": 1,
-    "DEPTH": 1,
-    "STAGES": 2,
-    "EPILOGUE": "store",
-    "BIAS": False,
-}
-"""Two warps, tiles of 64 values of K: all that orders is there, and little else."""
+WHOLE = (1 << 20, 0)
+"""K in one part."""
 
 AGAIN = (1, 2, 3)
 """Seeds of runs in the same memory."""
@@ -77,10 +68,18 @@ def _case(tokens: int, num_rows: int, size: int, epilogue: str, draw: Callable[.
     return Case(*(to_bf16(part) for part in parts))
 
 
+def constants_of(
+    epilogue: str = "store", *, tiles: int = 1, has_bias: bool = False, stages: int = 4
+) -> dict[str, Constant]:
+    """Return the constants of a kernel."""
+    return dict(gemm.spec(TILES=tiles, EPILOGUE=epilogue, BIAS=has_bias, STAGES=stages).constants)
+
+
 def simulate(
     case: Case,
     constants: dict[str, Constant],
     *,
+    split: tuple[int, int] = WHOLE,
     num_ctas: int = 2,
     seeds: Iterable[int] = (0,),
     offset: int = 0,
@@ -92,6 +91,8 @@ def simulate(
     must give the same bits each time.
     """
     (tokens, size), num_rows = case.x.shape, case.old.shape[1]
+    tiles, stages = int(constants["TILES"]), int(constants["STAGES"])  # type: ignore[arg-type]
+    num_groups = -(-len(case.weight) // 64)
     memory = Memory()
     x = memory.put("x", case.x, mutable=True, offset=offset)
     weight = memory.put("weight", case.weight, offset=offset)
@@ -101,20 +102,24 @@ def simulate(
     else:
         kind = np.float32 if constants["EPILOGUE"] == "logits" else np.uint16
         out = memory.empty("out", (tokens, num_rows), kind, offset=offset)
+    partials = memory.empty("partials", (num_groups << split[1], 1024 * gemm.PAIRS[tiles]), np.float32, offset=16)
+    tickets = memory.put("tickets", np.zeros(num_groups, np.uint32), mutable=True)
     launch = Launch(
         gemm.gemm,
         constants,
-        (x, weight, bias, out, tokens, num_rows, size),
+        (x, weight, bias, out, partials, tickets, tokens, num_rows, size, *split),
         grid=num_ctas,
-        num_threads=32 * int(constants["ROW_WARPS"]) * int(constants["K_WARPS"]),  # type: ignore[arg-type]
-        shared_bytes=gemm.shared_bytes(constants),
+        num_threads=256 // gemm.ROW_TILES[tiles],
+        shared_bytes=gemm.shared_bytes(tiles, stages),
         specialised=specialised,
     )
     before = memory.get("out")
     results = []
     for seed in seeds:
         memory.write(out, before)
+        memory.write(partials, np.full_like(memory.get("partials"), np.nan))
         run(memory, [launch], seed=seed)
+        assert not memory.get("tickets").any()
         results.append(memory.get("out"))
     assert len({result.tobytes() for result in results}) == 1
     return results[0] if results[0].dtype == np.float32 else from_bf16(results[0])
@@ -139,96 +144,136 @@ def _tensor(bits: Bits) -> torch.Tensor:
 @pytest.mark.parametrize("epilogue", ["store", "residual", "swiglu", "logits"])
 def test_epilogue_equals_the_reference_on_exact_sums(epilogue: str) -> None:
     """Three tokens, an odd number of rows, two tiles of K and a tail: the very bits, whatever the threads' order."""
-    constants = {**SMALL, "EPILOGUE": epilogue, "BIAS": True}
-    case = whole_numbers(3, 35, 136, epilogue=epilogue)
+    constants = constants_of(epilogue, has_bias=True)
+    case = whole_numbers(3, 67, 520, epilogue=epilogue)
+    split = WHOLE if epilogue == "logits" else (384, 1)
     np.testing.assert_allclose(
-        simulate(case, constants, seeds=AGAIN), expected(case, constants), rtol=2**-7 if epilogue == "swiglu" else 0
+        simulate(case, constants, split=split, seeds=AGAIN),
+        expected(case, constants),
+        rtol=2**-7 if epilogue == "swiglu" else 0,
     )
 
 
 @pytest.mark.parametrize(
-    ("tokens", "num_rows", "size", "sizes"),
+    ("tokens", "tiles", "num_rows", "size", "split"),
     [
-        (1, 16, 8, {}),
-        (8, 33, 72, {"DEPTH": 2}),
-        (9, 16, 64, {"TILES": 2, "SLABS": 2}),
-        (17, 50, 136, {"TILES": 4, "ROW_WARPS": 2}),
-        (17, 15, 328, {"TILES": 4, "DEPTH": 4, "STAGES": 3}),
-        (40, 20, 136, {"TILES": 8, "ROW_TILES": 2, "K_WARPS": 4, "SLABS": 2}),
+        (1, 1, 16, 8, WHOLE),
+        (8, 1, 70, 264, WHOLE),
+        (9, 2, 16, 256, (128, 1)),
+        (17, 4, 100, 648, WHOLE),
+        (26, 4, 64, 520, (256, 2)),
+        (40, 8, 70, 400, WHOLE),
+        (64, 8, 20, 904, (128, 3)),
     ],
 )
 def test_sizes_equal_the_reference_on_exact_sums(
-    tokens: int, num_rows: int, size: int, sizes: dict[str, Constant]
+    tokens: int, tiles: int, num_rows: int, size: int, split: tuple[int, int]
 ) -> None:
-    """Every constant that shapes the loops, at sizes that cross their borders."""
-    constants = {**SMALL, **sizes}
+    """Sizes that cross the borders of groups, tiles and parts."""
+    constants = constants_of(tiles=tiles)
     case = whole_numbers(tokens, num_rows, size)
-    assert (simulate(case, constants, seeds=AGAIN) == expected(case, constants)).all()
+    assert (simulate(case, constants, split=split, seeds=AGAIN[:2]) == expected(case, constants)).all()
+
+
+@pytest.mark.parametrize("stages", [2, 3, 6])
+def test_buffers_go_round(stages: int) -> None:
+    """More tiles than buffers, in several items of a CTA."""
+    constants = constants_of(stages=stages)
+    case = whole_numbers(3, 130, 1288)
+    assert (simulate(case, constants, num_ctas=1) == expected(case, constants)).all()
 
 
 def test_swiglu_rounds_where_the_reference_does() -> None:
     """Normal numbers, a bias and rows of gate and up that fill a tile in part."""
-    constants = {**SMALL, "EPILOGUE": "swiglu", "BIAS": True, "ROW_TILES": 2}
+    constants = constants_of("swiglu", has_bias=True)
     case = normal_numbers(5, 27, 136, epilogue="swiglu")
     np.testing.assert_allclose(simulate(case, constants), expected(case, constants), rtol=2**-6, atol=2**-12)
 
 
-@pytest.mark.parametrize("epilogue", ["residual", "swiglu"])
-def test_token_has_the_same_bits_alone_and_among_64(epilogue: str) -> None:
-    """No order of sums depends on the number of tokens, the grid, or on any constant but K_WARPS."""
-    case = cancelling_numbers(64, 10, 328, epilogue=epilogue)
-    small = {**SMALL, "EPILOGUE": epilogue}
-    alone = simulate(case.first(3), small, num_ctas=1)
-    among_17 = simulate(case.first(17), {**small, "TILES": 4, "SLABS": 2, "DEPTH": 2, "ROW_WARPS": 2}, num_ctas=3)
-    among_64 = simulate(case, {**small, "TILES": 8, "ROW_TILES": 2, "STAGES": 3})
+@pytest.mark.parametrize(("epilogue", "split"), [("residual", WHOLE), ("residual", (128, 2)), ("swiglu", (256, 1))])
+def test_token_has_the_same_bits_alone_and_among_64(epilogue: str, split: tuple[int, int]) -> None:
+    """No order of sums depends on the number of tokens, the grid or the buffers."""
+    case = cancelling_numbers(64, 10, 328 if split == (256, 1) else 472, epilogue=epilogue)
+    alone = simulate(case.first(3), constants_of(epilogue), split=split, num_ctas=1)
+    among_17 = simulate(case.first(17), constants_of(epilogue, tiles=4, stages=2), split=split, num_ctas=3)
+    among_64 = simulate(case, constants_of(epilogue, tiles=8), split=split)
     assert (alone == among_17[:3]).all()
     assert (among_17 == among_64[:17]).all()
 
 
 def test_sums_depend_on_the_split_of_k() -> None:
     """The numbers of the test above are able to show a difference."""
-    case = cancelling_numbers(3, 10, 328)
-    assert (simulate(case, SMALL) != simulate(case, {**SMALL, "K_WARPS": 4})).mean() > 0.5
+    case = cancelling_numbers(3, 10, 472)
+    assert (simulate(case, constants_of()) != simulate(case, constants_of(), split=(128, 2))).mean() > 0.5
 
 
-def test_one_weight_has_one_split_of_k_for_any_number_of_tokens() -> None:
-    """What specs gives for 8 and for 64 tokens sums in the same order."""
-    for shape in MODEL_SHAPES.values():
-        for num_rows in (shape.qkv_size, shape.hidden_size, shape.vocab_size):
-            assert len({gemm.sizes_for(num_rows, tiles, "store")["K_WARPS"] for tiles in gemm.TILES_BUILT}) == 1
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_the_split_follows_from_the_shape_alone(name: str) -> None:
+    """No part is empty; the linears of small models find work for most multiprocessors, the output head is whole."""
+    shape = MODEL_SHAPES[name]
+    assert gemm.split(shape.head) == (shape.hidden_size, 0)
+    num_partials, num_tickets = gemm.scratch(shape)
+    for linear in shape.linears.values():
+        part_size, part_bits = gemm.split(linear)
+        assert part_size % 128 == 0
+        assert ((1 << part_bits) - 1) * part_size < linear.size <= part_size << part_bits
+        items = gemm.num_ctas_needed(linear)
+        assert items >= 80
+        assert not part_bits or (items * 64 * 64 <= num_partials and items >> part_bits <= num_tickets)
 
 
-def test_more_ctas_than_groups_of_rows_change_nothing() -> None:
+def test_small_linears_are_not_split_further_than_they_go() -> None:
+    """A K of one tile is one part, whatever the number of rows."""
+    for size in (8, 128):
+        assert gemm.split(LinearShape(64, size, "store", False, size)) == (128, 0)
+    assert gemm.split(LinearShape(64, 136, "store", False, 136))[1] <= 1
+
+
+def test_more_ctas_than_items_change_nothing() -> None:
     """A CTA without work waits for the grid and leaves."""
     case = whole_numbers(3, 16, 72)
-    assert (simulate(case, SMALL, num_ctas=3) == expected(case, SMALL)).all()
+    assert (simulate(case, constants_of(), num_ctas=3) == expected(case, constants_of())).all()
 
 
 def test_operands_may_begin_at_any_multiple_of_16_bytes() -> None:
     """No address is assumed to be more aligned than that."""
     case = whole_numbers(3, 16, 72)
-    assert (simulate(case, SMALL, offset=48) == expected(case, SMALL)).all()
+    assert (simulate(case, constants_of(), offset=48) == expected(case, constants_of())).all()
 
 
-@pytest.mark.parametrize("sizes", [{}, {"STAGES": 3, "DEPTH": 2}])
-def test_no_synchronisation_is_superfluous(sizes: dict[str, Constant]) -> None:
-    """Without any one barrier, wait or commit the result is wrong or the simulator objects."""
-    constants = {**SMALL, **sizes}
-    case = whole_numbers(3, 40, 264)
+@pytest.mark.parametrize(
+    ("epilogue", "stages", "split"), [("logits", 4, WHOLE), ("store", 2, (640, 1)), ("store", 4, (256, 2))]
+)
+def test_no_synchronisation_is_superfluous(epilogue: str, stages: int, split: tuple[int, int]) -> None:
+    """Without any one barrier, wait, fence or commit, or waiting for less, a run is wrong or the simulator objects."""
+    constants = constants_of(epilogue, stages=stages)
+    case = whole_numbers(3, 130, 904 if split[1] == 2 else 1096)
 
     def check(specialised: Specialised) -> None:
-        for seed in range(3):
-            got = simulate(case, constants, num_ctas=2, seeds=[seed], specialised=specialised)
+        for seed in range(2):
+            got = simulate(case, constants, split=split, num_ctas=2, seeds=[seed], specialised=specialised)
             assert (got == expected(case, constants)).all()
 
-    assert len(check_mutants(gemm.gemm, constants, check)) >= 5
+    found = [str(mutation).partition(" on")[0] for mutation in check_mutants(gemm.gemm, constants, check)]
+    assert f"copy_async_wait_{stages - 2} (as copy_async_wait_{stages - 1})" in found
+    assert (found.count("barrier"), found.count("fence")) == ((4, 2) if split[1] else (2, 0))
 
 
-def test_shared_memory_leaves_half_a_multiprocessor_free() -> None:
-    """Every kernel of every model fits in half of 228 KiB, with the 1 KiB that each CTA costs."""
-    for shape in MODEL_SHAPES.values():
-        for spec in gemm.specs(shape):
-            assert spec.ctas_per_sm * (spec.shared_bytes + 1024) <= 114 * 1024, spec.name
+def test_tickets_wrap() -> None:
+    """A ticket that counts on and on is right once, and is noticed."""
+    case = whole_numbers(3, 16, 256)
+    made = without_wrapping(gemm.gemm, constants_of())
+    with pytest.raises(AssertionError):
+        simulate(case, constants_of(), split=(128, 1), specialised=made)
+
+
+def test_kernels_fit_the_smallest_gpu_and_two_of_them_an_h100() -> None:
+    """All of them, with the 1 KiB that each CTA costs; few are shared by all models."""
+    found = {spec for shape in MODEL_SHAPES.values() for spec in gemm.specs(shape)}
+    assert len(found) == 4 * len(gemm.TILES_BUILT)
+    for spec in found:
+        assert spec.shared_bytes <= 99 << 10
+        assert 2 * (spec.shared_bytes + 1024) <= 228 << 10
 
 
 def test_biases_are_added_where_the_model_has_them() -> None:
@@ -250,13 +295,11 @@ def test_more_than_64_tokens_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("epilogue", ["store", "residual", "swiglu", "logits"])
 @pytest.mark.parametrize("tokens", [3, 8, 17, 33])
-def test_default_sizes_equal_the_reference(tokens: int, epilogue: str) -> None:
-    """The kernels as they are launched, with several groups of rows for each CTA and tails everywhere."""
-    for num_rows in (1000, 40000, 200000):
-        constants: dict[str, Constant] = dict(
-            gemm.spec(num_rows, TILES=gemm.tiles_for(tokens), EPILOGUE=epilogue).constants
-        )
-        case = normal_numbers(tokens, 70, 584, epilogue=epilogue)
+def test_normal_numbers_are_close_to_the_reference(tokens: int, epilogue: str) -> None:
+    """Several items for each CTA and tails everywhere, in one part and in four."""
+    constants = constants_of(epilogue, tiles=gemm.tiles_for(tokens))
+    case = normal_numbers(tokens, 150, 904, epilogue=epilogue)
+    for split in (WHOLE,) if epilogue == "logits" else (WHOLE, (256, 2)):
         np.testing.assert_allclose(
-            simulate(case, constants, seeds=AGAIN), expected(case, constants), rtol=2**-6, atol=2**-6
+            simulate(case, constants, split=split, seeds=AGAIN), expected(case, constants), rtol=2**-6, atol=2**-6
         )

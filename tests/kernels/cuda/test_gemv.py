@@ -10,20 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ferrule_server.kernels import quantise, reference
-from ferrule_server.kernels.cuda.gemv import (
-    chunks_per_thread,
-    gemv,
-    num_ctas_needed,
-    plan,
-    shared_bytes,
-    spec,
-    specs,
-)
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
+from ferrule_server.kernels import reference
+from ferrule_server.kernels.cuda import head
+from ferrule_server.kernels.cuda.gemv import gemv, num_ctas_needed, shared_bytes, spec, specs
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, SHARED_LIMITS
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
-from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, compile_spec
-from ferrule_server.kernels.cuda.toolchain.sass import disassemble
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.replay import replay
 from tools.cuda_simulator import Launch, Memory, from_bf16, run
@@ -45,7 +36,7 @@ class Case:
     grid: int = 2
     is_normed: bool = False
     has_bias: bool = False
-    is_int8: bool = False
+    ring: int = 0
 
     @property
     def constants(self) -> dict[str, Constant]:
@@ -57,10 +48,10 @@ class Case:
                 NORM=self.is_normed,
                 EPILOGUE=self.epilogue,
                 BIAS=self.has_bias,
-                INT8=self.is_int8,
                 R=self.r,
                 U=self.u,
                 WARPS=self.warps,
+                RING=self.ring,
             ).constants
         )
 
@@ -72,25 +63,21 @@ class Case:
 
 @dataclass
 class Data:
-    """What a case computes with, all bf16 but int8 weights and their float32 scales."""
+    """What a case computes with, all bf16."""
 
     x: Tensor
     norm: Tensor
     weight: Tensor
-    scales: Tensor
     bias: Tensor
     before: Tensor
 
 
 def _random(case: Case, seed: int = 0) -> Data:
     torch.manual_seed(seed)
-    weight = torch.randn(case.num_weight_rows, case.size) / case.size**0.5
-    quantised, scales = quantise.quantise_rows(weight)
     return Data(
         x=torch.randn(case.m, case.size).bfloat16() * 3,
         norm=torch.rand(case.size).bfloat16() + 0.5,
-        weight=quantised if case.is_int8 else weight.bfloat16(),
-        scales=scales,
+        weight=(torch.randn(case.num_weight_rows, case.size) / case.size**0.5).bfloat16(),
         bias=torch.randn(case.num_weight_rows).bfloat16(),
         before=torch.randn(case.m, case.num_rows).bfloat16(),
     )
@@ -101,20 +88,14 @@ def _exact(case: Case, seed: int = 0) -> Data:
     data = _random(case, seed)
     data.x = (torch.randint(0, 2, data.x.shape) * 4 - 2).bfloat16()
     data.norm = (torch.randint(1, 200, data.norm.shape) / 64).bfloat16()
-    data.weight = torch.randint(-60, 61, data.weight.shape).to(data.weight.dtype)
-    data.scales = 2.0 ** -torch.randint(5, 9, data.scales.shape).float()
-    if not case.is_int8:
-        data.weight /= 256
+    data.weight = torch.randint(-60, 61, data.weight.shape).bfloat16() / 256
     return data
 
 
 def _expected(case: Case, data: Data) -> Tensor:
     x = reference.rms_norm(data.x, data.norm, EPS) if case.is_normed else data.x
     bias = data.bias if case.has_bias else None
-    if case.is_int8:
-        y = reference.linear_int8(x, data.weight, data.scales, bias)
-    else:
-        y = reference.linear(x.float(), data.weight.float(), None if bias is None else bias.float()).bfloat16()
+    y = reference.linear(x.float(), data.weight.float(), None if bias is None else bias.float()).bfloat16()
     if case.epilogue == "swiglu":
         return reference.swiglu(y)
     return data.before + y if case.epilogue == "residual" else y
@@ -129,7 +110,6 @@ def _place(case: Case, data: Data, offset: int = 0) -> Memory:
     memory.put("x", _numpy(data.x), mutable=True, offset=offset)
     memory.put("norm", _numpy(data.norm), offset=offset)
     memory.put("weight", _numpy(data.weight), offset=offset)
-    memory.put("scales", _numpy(data.scales), offset=offset)
     memory.put("bias", _numpy(data.bias), offset=offset)
     if case.epilogue == "residual":
         memory.put("out", _numpy(data.before), mutable=True, offset=offset)
@@ -139,15 +119,14 @@ def _place(case: Case, data: Data, offset: int = 0) -> Memory:
 
 
 def _launch(case: Case, memory: Memory, specialised: Specialised | None = None, eps: float = EPS) -> Launch:
-    addresses = [memory.address(name) for name in ("x", "norm", "weight", "scales", "bias", "out")]
-    chunks = chunks_per_thread(case.size, M=case.m, U=case.u, WARPS=case.warps, NORM=case.is_normed, INT8=case.is_int8)
+    addresses = [memory.address(name) for name in ("x", "norm", "weight", "bias", "out")]
     return Launch(
         gemv,
         case.constants,
         (*addresses, case.num_rows, case.size, eps),
         grid=case.grid,
         num_threads=32 * case.warps,
-        shared_bytes=shared_bytes(case.size, M=case.m, U=case.u, X=chunks, WARPS=case.warps, INT8=case.is_int8),
+        shared_bytes=shared_bytes(case.size, case.constants),
         specialised=specialised,
     )
 
@@ -175,13 +154,8 @@ CASES = [
     Case(size=8, num_rows=1, r=1, u=1, warps=1, grid=1),
     Case(size=256, num_rows=5, r=1, u=1, warps=1, grid=5),
     Case(num_rows=3, grid=4, is_normed=True),
-    Case(is_int8=True, size=272),
-    Case(m=2, size=528, num_rows=7, r=1, u=2, has_bias=True, is_int8=True),
-    Case(m=2, size=784, num_rows=9, r=4, u=1, warps=1, is_normed=True, is_int8=True),
-    Case("residual", size=1040, num_rows=11, r=1, u=4, grid=3, has_bias=True, is_int8=True),
-    Case("swiglu", m=2, size=528, num_rows=6, r=2, u=1, is_normed=True, has_bias=True, is_int8=True),
-    Case("swiglu", size=16, num_rows=3, r=1, u=1, is_normed=True, is_int8=True),
 ]
+CASES += [replace(case, ring=ring) for case, ring in zip(CASES, (2, 1, 3, 5, 2, 4, 2, 1, 2, 5, 2), strict=True)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -214,14 +188,14 @@ def _order_dependent(case: Case) -> Data:
 
 
 def test_order_of_a_sum_depends_on_nothing() -> None:
-    """Tile sizes, warps, the grid and a second vector leave every bit of a row as it is."""
+    """Tile sizes, warps, the grid, the ring and a second vector leave every bit of a row as it is."""
     case = Case(size=1032, num_rows=6)
     data = _order_dependent(case)
     expected = _run(case, data)
     assert len(set(expected.flatten().tolist())) > 3
-    others = [(1, 1, 1, 1), (1, 4, 2, 3), (4, 2, 1, 2), (2, 8, 3, 1)]
-    for r, u, warps, grid in others:
-        other = Case(size=1032, num_rows=6, r=r, u=u, warps=warps, grid=grid)
+    others = [(1, 1, 1, 1, 0), (1, 4, 2, 3, 2), (4, 2, 1, 2, 0), (2, 8, 3, 1, 1), (2, 2, 2, 2, 5)]
+    for r, u, warps, grid, ring in others:
+        other = Case(size=1032, num_rows=6, r=r, u=u, warps=warps, grid=grid, ring=ring)
         assert torch.equal(_run(other, data), expected), other
     data.x = torch.cat((data.x, data.x * 2))
     data.before = data.before.repeat(2, 1)
@@ -241,31 +215,6 @@ def test_order_of_the_norm_depends_on_nothing() -> None:
         assert torch.equal(_run(Case(size=776, num_rows=8, u=u, warps=warps, is_normed=True), data), expected)
 
 
-def test_int8_sum_has_the_order_of_its_weights_alone() -> None:
-    """Like bf16: tile sizes, warps and the grid leave every bit as it is."""
-    case = Case(size=1040, num_rows=6, is_int8=True)
-    data = _random(case)
-    sign = torch.ones(1040)
-    sign[torch.randperm(1040)[:520]] = -1
-    data.x = (sign * 2.0 ** torch.randint(0, 60, (1, 1040))).bfloat16()
-    expected = _run(case, data)
-    for r, u, warps, grid in ((1, 1, 1, 1), (1, 4, 2, 3), (4, 2, 1, 2)):
-        assert torch.equal(
-            _run(Case(size=1040, num_rows=6, r=r, u=u, warps=warps, grid=grid, is_int8=True), data), expected
-        )
-
-
-def test_every_int8_is_its_integer() -> None:
-    """All 256 values of a byte, each alone in its row."""
-    case = Case(size=16, num_rows=256, r=4, u=1, warps=2, grid=1, is_int8=True)
-    data = _random(case)
-    data.x, data.scales = torch.ones(1, 16).bfloat16(), torch.ones(256)
-    data.weight = torch.zeros(256, 16, dtype=torch.int8)
-    values = torch.arange(-128, 128).to(torch.int8)
-    data.weight[torch.arange(256), torch.arange(256) % 16] = values
-    assert torch.equal(_run(case, data), values.bfloat16().unsqueeze(0))
-
-
 def test_feed_forward_is_a_chain_of_two() -> None:
     """Norm, gate, up and SiLU, then down and residual, the second begun before the first has published."""
     first = Case("swiglu", size=264, num_rows=24, is_normed=True)
@@ -278,7 +227,7 @@ def test_feed_forward_is_a_chain_of_two() -> None:
         launch = _launch(case, memory)
         args = list(launch.args)
         if case is second:
-            args[0], args[2], args[5] = memory.address("out"), memory.address("down"), memory.address("x")
+            args[0], args[2], args[4] = memory.address("out"), memory.address("down"), memory.address("x")
         launches.append(
             Launch(gemv, launch.constants, tuple(args), launch.grid, launch.num_threads, launch.shared_bytes)
         )
@@ -290,10 +239,10 @@ def test_feed_forward_is_a_chain_of_two() -> None:
     torch.testing.assert_close(found, up.x + added, rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize("is_int8", [False, True])
-def test_needs_all_of_its_synchronisation(is_int8: bool) -> None:
-    """Without any barrier or the wait the simulator finds a hazard."""
-    case = Case("residual", m=2, size=272, num_rows=5, grid=2, is_normed=True, is_int8=is_int8)
+@pytest.mark.parametrize("ring", [0, 2])
+def test_needs_all_of_its_synchronisation(ring: int) -> None:
+    """Without any barrier or wait, or waiting for one tile less, the simulator finds a hazard."""
+    case = Case("residual", m=2, size=272, num_rows=9, u=1, grid=2, is_normed=True, ring=ring)
     data = _random(case)
 
     def simulate(mutant: Specialised) -> None:
@@ -302,7 +251,11 @@ def test_needs_all_of_its_synchronisation(is_int8: bool) -> None:
         found = torch.from_numpy(memory.get("out")).view(torch.bfloat16)
         torch.testing.assert_close(found, _expected(case, data), rtol=2**-7, atol=2**-7)
 
-    assert [mutation.name for mutation in check_mutants(gemv, case.constants, simulate)].count("barrier") == 2
+    found = [str(mutation).partition(" on")[0] for mutation in check_mutants(gemv, case.constants, simulate)]
+    assert found.count("barrier") == 2
+    if ring:
+        waits = {name for name in found if "_wait_" in name}
+        assert waits == {"copy_async_wait_1", "copy_async_wait_1 (as copy_async_wait_2)"}
 
 
 def test_nan_and_infinity_of_a_vector_stay_in_its_outputs() -> None:
@@ -316,63 +269,75 @@ def test_nan_and_infinity_of_a_vector_stay_in_its_outputs() -> None:
 
 
 def _with_x(data: Data, x: Tensor) -> Data:
-    return Data(x, data.norm, data.weight, data.scales, data.bias, data.before[: len(x)])
+    return Data(x, data.norm, data.weight, data.bias, data.before[: len(x)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("epilogue", ["store", "residual", "swiglu"])
-@pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("size", [16, 528, 1040, 2064])
-def test_sweep(epilogue: str, is_int8: bool, size: int) -> None:
+def test_sweep(epilogue: str, size: int) -> None:
     """Every tile size of the sweep, with bias and norm, at sizes below, at and above a tile."""
     for r, u in ((1, 1), (1, 8), (2, 4), (4, 1), (4, 4)):
         for m in (1, 2):
-            case = Case(epilogue, m, size, 4 * r + 1, r, u, 2, 2, True, True, is_int8)
+            case = Case(epilogue, m, size, 4 * r + 1, r, u, 2, 2, True, True)
             data = _random(case, seed=r * u)
             torch.testing.assert_close(_run(case, data, num_runs=3), _expected(case, data), rtol=2**-7, atol=2**-7)
 
 
-def test_launch_gives_every_warp_rows() -> None:
-    """The number of CTAs that find work is the number of warps' turns over the warps of a CTA."""
-    assert num_ctas_needed(13, R=2, WARPS=2) == 4
-    assert num_ctas_needed(1, R=4, WARPS=8) == 1
+def test_every_cta_has_rows() -> None:
+    """Rows go round the CTAs first, so as many find work as there are turns of one warp."""
+    assert num_ctas_needed(13, {"R": 2}) == 7
+    assert num_ctas_needed(1, {"R": 4}) == 1
 
 
+@pytest.mark.parametrize("num_sms", [58, 72, 84, 108, 114, 128, 132, 142, 148, 170, 188])
 @pytest.mark.parametrize("name", MODEL_SHAPES)
-def test_plan_shares_rows_out_evenly(name: str) -> None:
-    """At least 90 % of the warps' turns have a row, and every CTA has 24 KiB in flight, on 132 SMs."""
+def test_rows_go_round_evenly(name: str, num_sms: int) -> None:
+    """No multiprocessor has more than a sixth more rows than the average, however many there are."""
+    for one in specs(MODEL_SHAPES[name]):
+        constants: dict[str, Any] = dict(one.constants)
+        for linear in MODEL_SHAPES[name].linears.values():
+            if linear.epilogue == constants["EPILOGUE"]:
+                groups = linear.num_rows / constants["R"] / num_sms
+                assert np.ceil(groups) <= groups * 7 / 6, (linear, one.name)
+
+
+LIMITS = {
+    **dict.fromkeys([(8, 0)], (163, 164)),
+    **dict.fromkeys([(8, 6), (8, 9), (12, 0)], (99, 100)),
+    **dict.fromkeys([(9, 0), (10, 0)], (227, 228)),
+}
+"""KiB of shared memory by compute capability: most of one CTA, all of a multiprocessor."""
+ATTENTION_BYTES = 97_936
+"""The largest kernel between two of these."""
+
+
+@pytest.mark.parametrize("capability", LIMITS)
+@pytest.mark.parametrize("name", MODEL_SHAPES)
+def test_rings_follow_from_the_shared_memory(name: str, capability: tuple[int, int]) -> None:
+    """One fits any GPU, and two a multiprocessor; beside attention too, where kernels of that size start early."""
+    limit, whole = (kib << 10 for kib in LIMITS[capability])
     shape = MODEL_SHAPES[name]
-    attended = shape.num_heads * shape.head_dim
-    linears = [
-        (shape.qkv_size, shape.hidden_size, 1),
-        (shape.hidden_size, max(attended, shape.intermediate_size), 1),
-        (shape.intermediate_size, shape.hidden_size, 2),
-    ]
-    for num_rows, size, parts in linears:
-        for m, is_int8 in ((1, False), (2, False), (1, True), (2, True)):
-            rows, chunks, warps = plan(num_rows, size, m=m, parts=parts, is_int8=is_int8)
-            turns = num_rows / (rows * warps * 132)
-            assert turns / np.ceil(turns) > 0.9, (num_rows, size, m, is_int8)
-            in_flight = rows * chunks * parts
-            assert in_flight == 8 or warps * in_flight * 512 == 24 << 10, (num_rows, size, m, is_int8)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_int8_weights_are_not_converted(architecture: str) -> None:
-    """The slow conversions of integers to floats are absent; bytes are placed, subtracted from and multiplied."""
-    code = disassemble(
-        compile_spec(spec(512, M=1, NORM=False, EPILOGUE="store", INT8=True, R=1, U=1, WARPS=4), architecture)
-    )
-    assert not code.of("I2F", "I2FP", "I2IP", "F2F")
-    assert len(code.of("PRMT")) >= 16
-    assert len(code.of("FFMA")) >= 16
+    found = [*specs(shape, [limit]), *head.specs(shape, [limit])]
+    assert len(found) == 8
+    for one in found:
+        ring = int(dict(one.constants)["RING"])  # type: ignore[arg-type]
+        assert one.shared_bytes <= min(limit, 99 << 10)
+        assert 2 * (one.shared_bytes + 1024) <= whole
+        if limit == 227 << 10:
+            assert ring >= (3 if dict(one.constants)["M"] == 2 else 4)
+            assert one.shared_bytes + ATTENTION_BYTES + 2048 <= whole
+        else:
+            assert ring == 2 or one.shared_bytes + (32 << 10) > (50 << 10) - 1024  # that of 8.6
 
 
 def test_specs_of_a_model_are_unique() -> None:
-    """Two to a model would be compiled twice."""
+    """Two to a model and GPU would be compiled twice."""
     shape = MODEL_SHAPES["Qwen3-1.7B"]
-    names = [one.name for one in specs(shape)]
-    assert len(names) == len(set(names)) == 12
+    for limit in SHARED_LIMITS:
+        names = [one.name for one in specs(shape, [limit])]
+        assert len(names) == len(set(names)) == 6
+    assert {one.name for one in specs(shape)} == {one.name for it in SHARED_LIMITS for one in specs(shape, [it])}
 
 
 @pytest.mark.parametrize("has_attention_bias", [False, True])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ferrule_server.kernels import quantise, reference
+from ferrule_server.kernels import reference
 from ferrule_server.kernels.cuda import argmax
-from ferrule_server.kernels.cuda.head import head, num_ctas_needed, partial_bytes, shared_bytes, spec, specs
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
+from ferrule_server.kernels.cuda.head import head, partial_bytes, shared_bytes, spec, specs
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, SHARED_LIMITS
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.replay import replay
@@ -33,23 +34,22 @@ class Case:
     u: int = 1
     warps: int = 2
     grid: int = 3
-    is_int8: bool = False
     is_stored: bool = True
+    ring: int = 0
 
     @property
     def constants(self) -> dict[str, Constant]:
         """The compile-time constants."""
-        return dict(spec(self.size, M=self.m, INT8=self.is_int8, R=self.r, U=self.u, WARPS=self.warps).constants)
+        return dict(spec(self.size, M=self.m, R=self.r, U=self.u, WARPS=self.warps, RING=self.ring).constants)
 
 
 @dataclass
 class Data:
-    """bf16 but int8 weights and their float32 scales."""
+    """All bf16."""
 
     hidden: Tensor
     norm: Tensor
     weight: Tensor
-    scales: Tensor
 
 
 def _exact(case: Case) -> Data:
@@ -60,15 +60,12 @@ def _exact(case: Case) -> Data:
     return Data(
         hidden=(torch.randint(0, 2, (case.m, case.size)) * 4 - 2).bfloat16(),
         norm=(torch.randint(1, 3, (case.size,)) / 2).bfloat16(),
-        weight=weight.to(torch.int8) if case.is_int8 else weight.bfloat16(),
-        scales=torch.full((case.vocab_size,), 0.5),
+        weight=weight.bfloat16(),
     )
 
 
 def _expected(case: Case, data: Data) -> Tensor:
     normed = reference.rms_norm(data.hidden, data.norm, 0.0)
-    if case.is_int8:
-        return reference.linear_int8(normed, data.weight, data.scales).float()
     return reference.linear(normed.float(), data.weight.float()).bfloat16().float()
 
 
@@ -81,7 +78,6 @@ def _place(case: Case, data: Data) -> Memory:
     memory.put("hidden", _numpy(data.hidden), mutable=True, offset=16)
     memory.put("norm", _numpy(data.norm), offset=32)
     memory.put("weight", _numpy(data.weight), offset=48)
-    memory.put("scales", _numpy(data.scales), offset=16)
     memory.empty("logits", (case.m, case.vocab_size), np.float32, offset=16)
     memory.empty("tokens", case.m, np.int32)
     memory.empty("partials", partial_bytes(case.grid, M=case.m) // 8, np.uint64)
@@ -90,18 +86,15 @@ def _place(case: Case, data: Data) -> Memory:
 
 
 def _launch(case: Case, memory: Memory, specialised: Specialised | None = None) -> Launch:
-    names = ("hidden", "norm", "weight", "scales", "logits", "tokens", "partials", "ticket")
+    names = ("hidden", "norm", "weight", "logits", "tokens", "partials", "ticket")
     addresses = [0 if name == "logits" and not case.is_stored else memory.address(name) for name in names]
-    constants = case.constants
-    chunks = constants["X"]
-    assert isinstance(chunks, int)
     return Launch(
         head,
-        constants,
+        case.constants,
         (*addresses, case.vocab_size, case.size, 0.0),
         grid=case.grid,
         num_threads=32 * case.warps,
-        shared_bytes=shared_bytes(case.size, M=case.m, U=case.u, X=chunks, WARPS=case.warps, INT8=case.is_int8),
+        shared_bytes=shared_bytes(case.size, case.constants),
         specialised=specialised,
     )
 
@@ -110,11 +103,10 @@ CASES = [
     Case(),
     Case(m=2, size=520, r=4, u=2, vocab_size=37),
     Case(m=2, size=264, r=1, u=2, warps=3, grid=1, vocab_size=29),
-    Case(is_int8=True, size=528, u=2, is_stored=False),
-    Case(m=2, is_int8=True, vocab_size=7, grid=5),
     Case(size=8, vocab_size=1, r=4, grid=2, warps=1),
     Case(size=16, vocab_size=53, r=1, grid=40, warps=1, is_stored=False),
 ]
+CASES += [replace(case, ring=ring) for case, ring in zip(CASES, (2, 3, 1, 2, 5), strict=True)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -163,21 +155,21 @@ def test_a_row_that_is_not_finite_has_no_token(value: float) -> None:
 
 
 def test_the_best_token_does_not_depend_on_the_grid() -> None:
-    """Nor on tiles; the logits neither."""
+    """Nor on tiles or the ring; the logits neither."""
     data = _exact(Case(m=2, size=528, vocab_size=45))
     found = set()
-    for r, u, warps, grid in ((1, 1, 2, 1), (2, 2, 3, 4), (4, 1, 2, 9)):
-        case = Case(2, 528, 45, r, u, warps, grid)
+    for r, u, warps, grid, ring in ((1, 1, 2, 1, 0), (2, 2, 3, 4, 2), (4, 1, 2, 9, 0), (2, 2, 2, 3, 5)):
+        case = Case(2, 528, 45, r, u, warps, grid, ring=ring)
         memory = _place(case, data)
         run(memory, [_launch(case, memory)], seed=grid)
         found.add((memory.get("tokens").tobytes(), memory.get("logits").tobytes()))
     assert len(found) == 1
 
 
-@pytest.mark.parametrize("m", [1, 2])
-def test_head_needs_all_of_its_synchronisation(m: int) -> None:
-    """Barriers, both fences of the ticket, the wait: each deletion is found."""
-    case = Case(m=m, size=264, vocab_size=9, grid=2, r=1)
+@pytest.mark.parametrize(("m", "ring"), [(1, 0), (2, 0), (1, 2)])
+def test_head_needs_all_of_its_synchronisation(m: int, ring: int) -> None:
+    """Barriers, both fences of the ticket, the waits: each deletion is found."""
+    case = Case(m=m, size=264, vocab_size=11, grid=2, r=1, ring=ring)
     data = _exact(case)
     expected = _expected(case, data)
 
@@ -196,9 +188,7 @@ def test_greedy_decoding_feeds_the_argmax_of_the_logits_of_the_head() -> None:
     """Head with logits, then argmax over them, in one chain: the same tokens."""
     case = Case(m=2, size=264, vocab_size=131)
     torch.manual_seed(1)
-    data = Data(
-        torch.randn(2, 264).bfloat16(), torch.rand(264).bfloat16(), torch.randn(131, 264).bfloat16(), torch.ones(131)
-    )
+    data = Data(torch.randn(2, 264).bfloat16(), torch.rand(264).bfloat16(), torch.randn(131, 264).bfloat16())
     memory = _place(case, data)
     memory.empty("again", 2, np.int32)
     memory.empty("slices", (2, 2), np.uint64)
@@ -218,19 +208,16 @@ def test_greedy_decoding_feeds_the_argmax_of_the_logits_of_the_head() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_int8", [False, True])
-def test_sweep(is_int8: bool) -> None:
+def test_sweep() -> None:
     """Every tile size of the sweep, random numbers."""
-    for r, u, warps in ((1, 8, 2), (2, 4, 2), (4, 4, 3), (4, 2, 2)):
+    for r, u, warps in ((1, 8, 2), (2, 4, 2), (4, 4, 4), (4, 2, 2)):
         for m in (1, 2):
-            case = Case(m, 1040, 61, r, u, warps, 3, is_int8)
+            case = Case(m, 1040, 61, r, u, warps, 3)
             torch.manual_seed(r)
-            integers, scales = quantise.quantise_rows(weight := torch.randn(61, 1040))
             data = Data(
                 torch.randn(m, 1040).bfloat16(),
                 torch.rand(1040).bfloat16(),
-                integers if is_int8 else weight.bfloat16(),
-                scales,
+                torch.randn(61, 1040).bfloat16(),
             )
             memory = _place(case, data)
             run(memory, [_launch(case, memory)], seed=r)
@@ -240,13 +227,12 @@ def test_sweep(is_int8: bool) -> None:
 
 
 def test_scratch_of_a_launch() -> None:
-    """A key per CTA and vector; CTAs beyond the work are of no use."""
-    assert num_ctas_needed(31, R=2, WARPS=2) == 8
+    """A key per CTA and vector."""
     assert partial_bytes(8, M=2) == 128
 
 
-def test_a_model_has_four_heads() -> None:
-    """One or two rows, bf16 or int8."""
-    for shape in MODEL_SHAPES.values():
-        names = [one.name for one in specs(shape)]
-        assert len(names) == len(set(names)) == 4
+def test_a_model_has_two_heads() -> None:
+    """For one and two rows."""
+    for shape, limit in product(MODEL_SHAPES.values(), SHARED_LIMITS):
+        names = [one.name for one in specs(shape, [limit])]
+        assert len(names) == len(set(names)) == 2

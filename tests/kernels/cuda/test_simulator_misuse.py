@@ -11,6 +11,7 @@ import pytest
 from ferrule_server.kernels.cuda.intrinsics import (
     Address,
     barrier,
+    copy_async_stream_16_or_zeros,
     grid_wait,
     load_f32,
     load_relaxed_f32,
@@ -37,6 +38,8 @@ def misuse(x: Address, y: Address, z: Address, *, HOW: str) -> None:  # noqa: N8
         load_f32(x)
     if HOW == "stream of mutable before wait":
         load_stream_v4(y)
+    if HOW == "streaming copy of mutable":
+        copy_async_stream_16_or_zeros(16 * i, y, 16)
     if HOW == "strong before wait":
         load_relaxed_f32(y)
     if HOW == "write before wait":
@@ -101,6 +104,7 @@ def misuse(x: Address, y: Address, z: Address, *, HOW: str) -> None:  # noqa: N8
         (simulator.ReadBeforeWait, "read before wait"),
         (simulator.ReadBeforeWait, "read of immutable before wait"),
         (simulator.ReadOnly, "stream of mutable before wait"),
+        (simulator.ReadOnly, "streaming copy of mutable"),
         (simulator.ReadBeforeWait, "strong before wait"),
         (simulator.WroteBeforeWait, "write before wait"),
         (simulator.WaitMissing, "wait in some threads"),

@@ -72,6 +72,18 @@ def test_names_of_modules_are_what_they_stand_for() -> None:
     assert "ptx" not in text(names_of_modules)
 
 
+def waits(x: Address, *, STAGES: int) -> None:  # noqa: N803
+    """A constant that is a part of the instruction."""
+    ptx.copy_async_wait(STAGES - 1)
+
+
+def test_an_instruction_with_a_number_is_named_by_it() -> None:
+    """It must be a constant, and there must be such an instruction."""
+    assert text(waits, STAGES=3) == "    copy_async_wait_2()"
+    with pytest.raises(KernelError, match="copy_async_wait_8 is neither an intrinsic"):
+        text(waits, STAGES=9)
+
+
 def loop_of_zero(x: Address, *, TIMES: int) -> None:  # noqa: N803
     """A loop over a constant that may be 0."""
     total = registers(2, init=0.5)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ferrule_server.kernels.cuda import add_norm, argmax, attention, attention_mma, embed, gemm, gemv, head
 from ferrule_server.kernels.cuda.append import rope_table
-from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.spec import KernelSpec, LinearShape, ModelShape
 from ferrule_server.kernels.cuda.work_list import WorkList, make_work_list
 from ferrule_server.model.attention import PlainAttention, StepArrays
 from ferrule_server.model.config import ModelConfig, parse_config
@@ -166,6 +166,8 @@ class Chain:
         a["logits"] = empty("logits", (rows, VOCAB), np.float32)
         a["tokens"] = empty("tokens", (rows,), np.int32)
         a["head_partials"] = empty("head_partials", (256, 2), np.uint64)
+        a["gemm_partials"] = empty("gemm_partials", gemm.scratch(SHAPE)[0], np.float32)
+        a["gemm_tickets"] = self.memory.put("gemm_tickets", np.zeros(gemm.scratch(SHAPE)[1], np.int32), mutable=True)
         a["partials"] = empty("partials", (1 << 16,), np.float32)
         a["tickets"] = self.memory.put("tickets", np.zeros(64, np.int32), mutable=True)
         a["head_ticket"] = self.memory.put("head_ticket", np.zeros(64, np.int32), mutable=True)
@@ -214,13 +216,15 @@ class Chain:
         a = self._a
         spec = gemv.spec(size, M=self._rows, NORM=bool(norm), EPILOGUE=epilogue, WARPS=2, R=1, U=2)
         norm_weight = a[norm] if norm else 0
-        self.launch(spec, a[x], norm_weight, a[weight], 0, 0, a[out], num_rows, size, 1e-6)
+        self.launch(spec, a[x], norm_weight, a[weight], 0, a[out], num_rows, size, 1e-6)
 
     def gemm(self, x: str, weight: str, out: str, *, num_rows: int, size: int, epilogue: str) -> None:
         """Add a product with more rows."""
         a = self._a
-        spec = gemm.spec(num_rows, TILES=gemm.tiles_for(self._rows), EPILOGUE=epilogue)
-        self.launch(spec, a[x], a[weight], 0, a[out], self._rows, num_rows, size)
+        spec = gemm.spec(TILES=gemm.tiles_for(self._rows), EPILOGUE=epilogue)
+        split = gemm.split(LinearShape(num_rows, size, epilogue, False, size))
+        sizes = (self._rows, num_rows, size, *split)
+        self.launch(spec, a[x], a[weight], 0, a[out], a["gemm_partials"], a["gemm_tickets"], *sizes)
 
     def add_norm(self, norm: str) -> None:
         """Add a norm of the residual stream."""
@@ -260,7 +264,7 @@ def _small_chain(chain: Chain, num_rows: int) -> None:
     a = chain._a
     chain.launch(
         head.spec(HIDDEN, M=num_rows, R=1, U=2, WARPS=2),
-        *(a["hidden"], a["final_norm"], a["head"], 0, a["logits"], a["tokens"], a["head_partials"], a["head_ticket"]),
+        *(a["hidden"], a["final_norm"], a["head"], a["logits"], a["tokens"], a["head_partials"], a["head_ticket"]),
         *(VOCAB, HIDDEN, 1e-6),
     )
 

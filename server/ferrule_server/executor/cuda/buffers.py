@@ -24,6 +24,7 @@ from torch import Tensor
 from ferrule_server.executor.cuda.block_copies import PAIR_LAYOUT
 from ferrule_server.executor.cuda.gpu import Gpu
 from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout, pack
+from ferrule_server.kernels.cuda import gemm
 from ferrule_server.kernels.cuda.attention_mma import ROWS
 from ferrule_server.kernels.cuda.logit_rows import DEFAULT_SLICE
 from ferrule_server.kernels.cuda.sample import BORDER_BYTES, RECORD, mask_bytes
@@ -156,6 +157,10 @@ class DecodeBuffers:
     """int32 [R * num_kv_heads], 0 between steps."""
     attention_partials: Tensor
     """float32 [partials, 16, head_dim + 4]; see :meth:`partials_capacity`."""
+    gemm_partials: Tensor
+    """float32, scratch of linears whose K is split among CTAs."""
+    gemm_tickets: Tensor
+    """int32, one for each group of rows of such a linear, 0 between steps."""
     head_partials: Tensor
     """int64 [num_ctas, 2], scratch of the output head."""
     head_ticket: Tensor
@@ -222,6 +227,8 @@ def _tensors(shape: ModelShape, limits: Limits, num_ctas: int) -> dict[str, tupl
         "logits": ((2 * rows, shape.vocab_size), torch.float32),
         "attention_tickets": ((num_tiles,), torch.int32),
         "attention_partials": ((num_partials, ROWS, head_row), torch.float32),
+        "gemm_partials": (gemm.scratch(shape)[:1], torch.float32),
+        "gemm_tickets": (gemm.scratch(shape)[1:], torch.int32),
         "head_partials": ((num_ctas, _HEAD_ROWS), torch.int64),
         "head_ticket": ((1,), torch.int32),
         "argmax_partials": ((rows, num_slices), torch.int64),

@@ -214,7 +214,7 @@ def prepare(config: ModelConfig, options: GpuOptions, *, open_gpu: Callable[[str
     build = early_launch = None
     if gpu is not None and has_kernels:
         folder = options.kernel_cache or default_folder()
-        build = _building(config, options, gpu.info.architecture, CubinCache(folder))
+        build = _building(config, options, gpu.info, CubinCache(folder))
         early_launch = EarlyLaunch(options.early_launch, gpu, folder, options.kernel_bundle)
     return Preparation(
         options=options,
@@ -238,7 +238,7 @@ def _opened(config: ModelConfig, options: GpuOptions, open_gpu: Callable[[str], 
     except GpuError as error:
         return None, (reason or str(error)) if options.wants_kernels else ""
     if options.wants_kernels and not reason:
-        reason = _shared_memory_reason(_specs(config, options), gpu.info)
+        reason = _shared_memory_reason(_specs(config, options, gpu.info), gpu.info)
     return gpu, reason
 
 
@@ -250,8 +250,13 @@ def _shared_memory_reason(specs: list[KernelSpec], gpu: GpuInfo) -> str:
     return f"{largest.name} needs {largest.shared_bytes} bytes of shared memory per CTA, {gpu.name} has {limit}"
 
 
-def _specs(config: ModelConfig, options: GpuOptions) -> list[KernelSpec]:
-    return specs_needed(shape_of(config), is_deterministic=options.is_deterministic, block_size=BLOCK_SIZE)
+def _specs(config: ModelConfig, options: GpuOptions, gpu: GpuInfo) -> list[KernelSpec]:
+    return specs_needed(
+        shape_of(config),
+        is_deterministic=options.is_deterministic,
+        block_size=BLOCK_SIZE,
+        limit=gpu.shared_bytes_per_cta,
+    )
 
 
 def _planned(config: ModelConfig, options: GpuOptions, limits: Limits | None, num_ctas: int) -> MemoryPlan:
@@ -270,16 +275,16 @@ def _planned(config: ModelConfig, options: GpuOptions, limits: Limits | None, nu
     )
 
 
-def _building(config: ModelConfig, options: GpuOptions, architecture: str, cache: CubinCache) -> KernelBuild:
+def _building(config: ModelConfig, options: GpuOptions, gpu: GpuInfo, cache: CubinCache) -> KernelBuild:
     """Return the kernels of a model, begun."""
     if not options.has_graphs:
         _log.warning("event=graphs_off reason=--disable-cuda-graphs: every step is launched kernel by kernel")
     if options.kernel_bundle is not None:
-        _check_bundle(options.kernel_bundle, architecture)
-    specs = _specs(config, options)
-    _log.info("event=kernels_wanted num=%d architecture=%s cache=%s", len(specs), architecture, cache.folder)
+        _check_bundle(options.kernel_bundle, gpu.architecture)
+    specs = _specs(config, options, gpu)
+    _log.info("event=kernels_wanted num=%d architecture=%s cache=%s", len(specs), gpu.architecture, cache.folder)
     build = KernelBuild(
-        specs, architecture, cache=cache, bundle=options.kernel_bundle, needs_all=options.is_deterministic
+        specs, gpu.architecture, cache=cache, bundle=options.kernel_bundle, needs_all=options.is_deterministic
     )
     build.start()
     return build

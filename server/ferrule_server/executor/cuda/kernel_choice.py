@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -19,27 +19,23 @@ from ferrule_server.kernels.cuda import (
     head,
     logit_rows,
 )
-from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.spec import SHARED_LIMITS, KernelSpec, LinearShape, ModelShape
 from ferrule_server.kernels.cuda.toolchain.catalog import OPS, merged
 from ferrule_server.model.config import ModelConfig
 
 __all__ = [
     "BLOCK_SIZES",
+    "GEMM_ROWS",
     "HEAD_DIMS",
     "KNOWN_FIELDS",
-    "LINEARS",
     "MAX_GEMM_ROWS",
     "MAX_GEMV_ROWS",
     "MAX_VOCAB_SIZE",
-    "LinearShape",
     "argmax_spec",
     "attention_grid",
     "attention_spec",
     "gemm_spec",
     "gemv_spec",
-    "head_spec",
-    "integers",
-    "linear_shape",
     "max_attention_grid",
     "norm_spec",
     "partial_rows",
@@ -52,7 +48,9 @@ __all__ = [
 MAX_GEMV_ROWS = 2
 """Rows whose linears are products with vectors, the norm in front of them; above, tensor cores and a norm apart."""
 MAX_GEMM_ROWS = gemm.MAX_TOKENS
-"""Rows whose linears are kernels of ours; above, cuBLAS."""
+"""Most rows whose linears may be kernels of ours."""
+GEMM_ROWS = {"sm_80": 64, "sm_90a": 64}
+"""Rows up to which they are, by architecture, from 2 to MAX_GEMM_ROWS; above, cuBLAS. An estimate, never measured."""
 BLOCK_SIZES = (16, 32, 64)
 """Slots per block that the attention kernels know."""
 HEAD_DIMS = (64, 128)
@@ -67,29 +65,6 @@ KNOWN_FIELDS = frozenset({*(field.name for field in fields(ModelShape)), *_OTHER
 
 _LOGIT_OPS = ("argmax", "sample", "log_sum_exp", "top_k")
 """Modules of which a step behind the logits may need everything."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinearShape:
-    """One of the four linears of a layer.
-
-    Attributes:
-        num_rows: Values per token that come out.
-        size: Values per token that go in.
-        epilogue: ``store``, ``residual`` or ``swiglu``; the last has twice as many rows of weight.
-        has_bias: There is a bias.
-        planned_size: What its kernel for vectors is planned for: linears with the same epilogue share one.
-    """
-
-    num_rows: int
-    size: int
-    epilogue: str
-    has_bias: bool
-    planned_size: int
-
-
-LINEARS = ("qkv", "attention_out", "gate_up", "down")
-"""The linears of a layer, in order."""
 
 
 def shape_of(config: ModelConfig) -> ModelShape:
@@ -137,49 +112,15 @@ def unsupported_reason(config: ModelConfig, dtype: torch.dtype, block_size: int)
     return f"the kernels need {', '.join(reasons)}" if reasons else ""
 
 
-def linear_shape(shape: ModelShape, name: str) -> LinearShape:
-    """Return the sizes of one of :data:`LINEARS`."""
-    hidden, intermediate, attended = shape.hidden_size, shape.intermediate_size, shape.num_heads * shape.head_dim
-    wide = max(attended, intermediate)
-    return {
-        "qkv": LinearShape(shape.qkv_size, hidden, "store", shape.has_attention_bias, hidden),
-        "attention_out": LinearShape(hidden, attended, "residual", shape.has_attention_bias, wide),
-        "gate_up": LinearShape(intermediate, hidden, "swiglu", shape.has_mlp_bias, hidden),
-        "down": LinearShape(hidden, intermediate, "residual", shape.has_mlp_bias, wide),
-    }[name]
-
-
-def gemv_spec(linear: LinearShape, num_rows: int) -> KernelSpec:
+def gemv_spec(linear: LinearShape, num_rows: int, limit: int) -> KernelSpec:
     """Return the kernel of a linear for one or two rows of a step, with the shared memory that its own size takes."""
-    spec = gemv.planned(
-        linear.num_rows,
-        linear.planned_size,
-        M=num_rows,
-        NORM=linear.epilogue != "residual",
-        EPILOGUE=linear.epilogue,
-        BIAS=linear.has_bias,
-        INT8=False,
-    )
-    return replace(
-        spec, shared_bytes=gemv.shared_bytes(linear.size, **integers(spec, "M", "U", "X", "WARPS"), INT8=False)
-    )
-
-
-def integers(spec: KernelSpec, *names: str) -> dict[str, int]:
-    """Return constants of a kernel by name."""
-    return {name: value for name, value in spec.constants if name in names and isinstance(value, int)}
+    spec = gemv.planned(linear, M=num_rows, limit=limit)
+    return replace(spec, shared_bytes=gemv.shared_bytes(linear.size, dict(spec.constants)))
 
 
 def gemm_spec(linear: LinearShape, num_rows: int) -> KernelSpec:
     """Return the kernel of a linear for up to 64 rows of a step."""
-    tiles = gemm.tiles_for(num_rows)
-    return gemm.spec(linear.num_rows, TILES=tiles, EPILOGUE=linear.epilogue, BIAS=linear.has_bias)
-
-
-def head_spec(shape: ModelShape, num_rows: int) -> KernelSpec:
-    """Return the output head for one or two rows."""
-    wanted = {("INT8", False), ("M", num_rows)}
-    return next(spec for spec in head.specs(shape) if wanted <= set(spec.constants))
+    return gemm.spec(TILES=gemm.tiles_for(num_rows), EPILOGUE=linear.epilogue, BIAS=linear.has_bias)
 
 
 def norm_spec(shape: ModelShape, *, has_delta: bool) -> KernelSpec:
@@ -233,27 +174,28 @@ def partial_rows(shape: ModelShape, *, is_decode: bool, is_deterministic: bool) 
     return attention.PADDED[shape.group] if spec.kernel is attention.attention else attention_mma.ROWS
 
 
-def specs_needed(shape: ModelShape, *, is_deterministic: bool, block_size: int = 16) -> list[KernelSpec]:
+def specs_needed(
+    shape: ModelShape, *, is_deterministic: bool, block_size: int = 16, limit: int = SHARED_LIMITS[-1]
+) -> list[KernelSpec]:
     """Return every kernel that steps of a model may launch, each once.
 
-    Those are among ``toolchain.catalog.kernels_of`` where blocks have 16 slots: no int8, no trees, of block moves only
+    Those are among ``toolchain.catalog.kernels_of`` where blocks have 16 slots: no trees, of block moves only
     the copy within the pool; and no products with vectors where bits must not depend on the number of rows.
     """
     logit_kernels = (spec for op in OPS if op.name in _LOGIT_OPS for spec in op.specs(shape))
-    return merged([*_chain_specs(shape, is_deterministic, block_size), *logit_kernels, copy_blocks.spec()])
+    return merged([*_chain_specs(shape, is_deterministic, block_size, limit), *logit_kernels, copy_blocks.spec()])
 
 
-def _chain_specs(shape: ModelShape, is_deterministic: bool, block_size: int) -> Iterator[KernelSpec]:
+def _chain_specs(shape: ModelShape, is_deterministic: bool, block_size: int, limit: int) -> Iterator[KernelSpec]:
     """Yield the kernels from embedding to logits."""
-    linears = [linear_shape(shape, name) for name in LINEARS]
+    linears = shape.linears.values()
     yield embed.spec()
     if not is_deterministic:
         for num_rows in range(1, MAX_GEMV_ROWS + 1):
-            yield from (gemv_spec(linear, num_rows) for linear in linears)
-            yield head_spec(shape, num_rows)
-    logits = LinearShape(shape.vocab_size, shape.hidden_size, "logits", False, shape.hidden_size)
+            yield from (gemv_spec(linear, num_rows, limit) for linear in linears)
+            yield head.planned(shape, M=num_rows, limit=limit)
     for tiles in gemm.TILES_BUILT:
-        yield from (gemm_spec(linear, 8 * tiles) for linear in (*linears, logits))
+        yield from (gemm_spec(linear, 8 * tiles) for linear in (*linears, shape.head))
     yield norm_spec(shape, has_delta=False)
     if not is_deterministic:
         yield norm_spec(shape, has_delta=True)

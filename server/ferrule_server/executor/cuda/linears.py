@@ -24,24 +24,20 @@ from torch import Tensor
 from ferrule_server.executor.cuda.buffers import DecodeBuffers
 from ferrule_server.executor.cuda.gpu import Launch, Operation
 from ferrule_server.executor.cuda.kernel_choice import (
+    GEMM_ROWS,
     MAX_GEMM_ROWS,
     MAX_GEMV_ROWS,
-    LinearShape,
     argmax_spec,
     gemm_spec,
     gemv_spec,
-    head_spec,
-    integers,
-    linear_shape,
     norm_spec,
 )
 from ferrule_server.executor.cuda.kernel_set import Arguments, KernelSet
 from ferrule_server.executor.cuda.weights import StepWeights
 from ferrule_server.kernels.cuda import argmax, gemm, gemv, head
-from ferrule_server.kernels.cuda.large_gemm import linear_out
-from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.spec import KernelSpec, LinearShape, ModelShape
 
-__all__ = ["Linears", "StepParts", "linears_for"]
+__all__ = ["Linears", "StepParts", "linear_out", "linears_for"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +131,8 @@ def linears_for(parts: StepParts, num_rows: int, *, is_deterministic: bool) -> L
         raise ValueError(f"{num_rows} rows; bits are the same for any number up to {MAX_GEMM_ROWS}")
     if num_rows <= MAX_GEMV_ROWS and not is_deterministic:
         return _Vectors(parts, num_rows)
-    return _Tiles(parts, num_rows) if num_rows <= MAX_GEMM_ROWS else _Large(parts, num_rows)
+    most = MAX_GEMM_ROWS if is_deterministic else GEMM_ROWS[parts.kernels.gpu.info.architecture]
+    return _Tiles(parts, num_rows) if num_rows <= most else _Large(parts, num_rows)
 
 
 def _weight(parts: StepParts, layer: int, name: str) -> tuple[Tensor, Tensor | None]:
@@ -165,12 +162,11 @@ class _Vectors:
 
     def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:
         parts, buffers = self.parts, self.parts.buffers
-        spec = head_spec(parts.shape, self.num_rows)
+        spec = head.planned(parts.shape, M=self.num_rows, limit=parts.kernels.gpu.info.shared_bytes_per_cta)
         arguments: Arguments = {
             "hidden": buffers.hidden,
             "norm_weight": parts.weights.final_norm,
             "weight": parts.weights.head,
-            "scales": 0,
             "logits": buffers.logits if stores_logits else 0,
             "tokens": tokens,
             "partials": buffers.head_partials,
@@ -179,7 +175,7 @@ class _Vectors:
             "size": parts.shape.hidden_size,
             "eps": parts.eps,
         }
-        needed = head.num_ctas_needed(parts.shape.vocab_size, **integers(spec, "R", "WARPS"))
+        needed = gemv.num_ctas_needed(parts.shape.vocab_size, dict(spec.constants))
         grid = parts.grid(spec, needed)
         room = buffers.head_partials.numel()
         assert grid * self.num_rows <= room, f"{grid} CTAs of the output head, {self.num_rows} rows, room for {room}"
@@ -187,21 +183,20 @@ class _Vectors:
         return [*made, parts.norm(parts.weights.final_norm, self.num_rows)] if keeps_hidden else made
 
     def _linear(self, layer: int, name: str, x: Tensor, out: Tensor, *, norm: str = "") -> Launch:
-        linear = linear_shape(self.parts.shape, name)
-        spec = gemv_spec(linear, self.num_rows)
+        linear = self.parts.shape.linears[name]
+        spec = gemv_spec(linear, self.num_rows, self.parts.kernels.gpu.info.shared_bytes_per_cta)
         weight, bias = _weight(self.parts, layer, name)
         arguments: Arguments = {
             "x": x,
             "norm_weight": getattr(self.parts.weights.layers[layer], norm) if norm else 0,
             "weight": weight,
-            "scales": 0,
             "bias": 0 if bias is None else bias,
             "out": out,
             "num_rows": linear.num_rows,
             "size": linear.size,
             "eps": self.parts.eps,
         }
-        return self.parts.launch(spec, arguments, gemv.num_ctas_needed(linear.num_rows, **integers(spec, "R", "WARPS")))
+        return self.parts.launch(spec, arguments, gemv.num_ctas_needed(linear.num_rows, dict(spec.constants)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,10 +222,9 @@ class _Tiles:
     def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:
         del stores_logits, keeps_hidden  # both happen anyway
         parts, shape = self.parts, self.parts.shape
-        linear = LinearShape(shape.vocab_size, shape.hidden_size, "logits", False, shape.hidden_size)
         return [
             parts.norm(parts.weights.final_norm, self.num_rows),
-            self._product(linear, parts.buffers.normed, parts.weights.head, None, parts.buffers.logits),
+            self._product(shape.head, parts.buffers.normed, parts.weights.head, None, parts.buffers.logits),
             parts.best_tokens(tokens, self.num_rows),
         ]
 
@@ -238,20 +232,24 @@ class _Tiles:
         return self.parts.norm(getattr(self.parts.weights.layers[layer], name), self.num_rows)
 
     def _linear(self, layer: int, name: str, x: Tensor, out: Tensor) -> Launch:
-        return self._product(linear_shape(self.parts.shape, name), x, *_weight(self.parts, layer, name), out)
+        return self._product(self.parts.shape.linears[name], x, *_weight(self.parts, layer, name), out)
 
     def _product(self, linear: LinearShape, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Launch:
-        spec = gemm_spec(linear, self.num_rows)
+        part_size, part_bits = gemm.split(linear)
         arguments: Arguments = {
             "x": x,
             "weight": weight,
             "bias": 0 if bias is None else bias,
             "out": out,
+            "partials": self.parts.buffers.gemm_partials,
+            "tickets": self.parts.buffers.gemm_tickets,
             "num_tokens": self.num_rows,
             "num_rows": linear.num_rows,
             "size": linear.size,
+            "part_size": part_size,
+            "part_bits": part_bits,
         }
-        return self.parts.launch(spec, arguments, gemm.num_ctas_needed(linear.num_rows, dict(spec.constants)))
+        return self.parts.launch(gemm_spec(linear, self.num_rows), arguments, gemm.num_ctas_needed(linear))
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,13 +293,25 @@ class _Large:
 
     def _linear(self, layer: int, name: str, x: Tensor, out: Tensor) -> Operation:
         weight, bias = _weight(self.parts, layer, name)
-        return partial(_linear_out, x[: self.num_rows], weight, out[: self.num_rows], bias)
+        return partial(linear_out, x[: self.num_rows], weight, out[: self.num_rows], bias)
 
 
 @torch.inference_mode()
-def _linear_out(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None) -> None:
-    """Put a product into ``out``, whatever mode its tensors were made in."""
-    linear_out(x, weight, out, bias)
+def linear_out(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """Put ``x @ weight.T + bias`` into ``out``, whatever mode its tensors were made in; no result is allocated.
+
+    The order of the sums is that of cuBLAS, which may change with the number of rows.
+
+    Args:
+        x: bf16 [rows, in_features].
+        weight: bf16 [out_features, in_features].
+        out: bf16 [rows, out_features], contiguous, written.
+        bias: bf16 [out_features], added before rounding.
+    """
+    if bias is None:
+        torch.matmul(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 @torch.inference_mode()

@@ -6,7 +6,6 @@ embed.py         embeddings of the step's tokens
 add_norm.py      residual and RMSNorm
 gemv.py          linears of one or two rows, on CUDA cores
 gemm.py          linears of 3 to 64 rows, on tensor cores
-large_gemm.py    linears of more rows, by cuBLAS
 attention.py     attention of few query rows, on CUDA cores: with append.py, attention_tile.py, partials.py
 attention_mma.py attention of up to 16 query rows, on tensor cores: with attention_mma_memory.py,
                  attention_mma_stage.py, attention_mma_tile.py, attention_mma_merge.py

@@ -11,23 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ferrule_server.kernels.cuda import intrinsics as ptx
 from ferrule_server.kernels.cuda.constants import CHUNK
-from ferrule_server.kernels.cuda.intrinsics import (
-    F32,
-    I32,
-    Address,
-    Vec4,
-    bf16_high,
-    bf16_low,
-    cta_id,
-    device,
-    grid_launch_dependents,
-    grid_wait,
-    num_ctas,
-    pack_bf16,
-    store_v4,
-    thread_id,
-)
+from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address, Vec4, device
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 from ferrule_server.kernels.cuda.vectors import load_vector, normalise, prefetch_norm
@@ -67,9 +53,9 @@ def add_norm(
     """
     norm = registers(X)
     prefetch_norm(norm, norm_weight, size, X=X, WARPS=WARPS)
-    grid_launch_dependents()
-    grid_wait()
-    row = i32(cta_id())
+    ptx.grid_launch_dependents()
+    ptx.grid_wait()
+    row = i32(ptx.cta_id())
     # Two sets of sums in turn: who writes one again has passed the barrier of the row between, and that comes after
     # the last read of it.
     base = i32(0)
@@ -85,7 +71,7 @@ def add_norm(
         normalise(chunks, norm, size, eps, base, M=1, X=X, WARPS=WARPS)
         store_vector(normed + row * (size * 2), chunks, size, X=X, WARPS=WARPS)
         base = i32(X * WARPS * 4 - base)
-        row = i32(row + num_ctas())
+        row = i32(row + ptx.num_ctas())
 
 
 @device
@@ -93,7 +79,7 @@ def add_chunk(a: Vec4, b: Vec4) -> Vec4:
     """Return eight sums of bf16 values, rounded."""
     words = registers(4, init=0)
     for k in unrolled(4):
-        words[k] = pack_bf16(bf16_low(a[k]) + bf16_low(b[k]), bf16_high(a[k]) + bf16_high(b[k]))
+        words[k] = ptx.pack_bf16(ptx.bf16_low(a[k]) + ptx.bf16_low(b[k]), ptx.bf16_high(a[k]) + ptx.bf16_high(b[k]))
     return (words[0], words[1], words[2], words[3])
 
 
@@ -101,9 +87,9 @@ def add_chunk(a: Vec4, b: Vec4) -> Vec4:
 def store_vector(out: Address, chunks: Any, size: I32, *, X: int, WARPS: int) -> None:
     """Store this thread's chunks [1, X] of a row."""
     for i in unrolled(X):
-        k = i32((thread_id() + 32 * WARPS * i) * CHUNK)
+        k = i32((ptx.thread_id() + 32 * WARPS * i) * CHUNK)
         if k < size:
-            store_v4(out + k * 2, chunks[0, i])
+            ptx.store_v4(out + k * 2, chunks[0, i])
 
 
 def chunks_per_thread(size: int, *, WARPS: int) -> int:

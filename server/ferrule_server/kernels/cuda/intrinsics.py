@@ -361,22 +361,36 @@ def copy_async_16_or_zeros(offset: Offset, address: Address, num_bytes: I32) -> 
     raise _compiled_only()
 
 
+@_ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;")
+def copy_async_stream_16_or_zeros(offset: Offset, address: Address, num_bytes: I32) -> None:
+    """Begin such a copy of bytes that nobody writes while the model lives: may stand above ``grid_wait``.
+
+    The hint asks for whole lines of 128 bytes, which is what warps read anyway; machine code shows by it which copy
+    this is.
+    """
+    raise _compiled_only()
+
+
 @_ptx("cp.async.commit_group;")
 def copy_async_commit() -> None:
     """Close the group of this thread's copies begun since the last commit."""
     raise _compiled_only()
 
 
-@_ptx("cp.async.wait_group 0;")
-def copy_async_wait_all() -> None:
-    """Wait until all of this thread's groups have arrived; other threads see them after a barrier."""
+def copy_async_wait(groups: I32) -> None:
+    """Wait until all of this thread's groups but the last ``groups`` have arrived; others see them after a barrier.
+
+    ``groups`` is a compile-time constant from 0 to 7, and a part of the instruction: ``copy_async_wait(2)`` is
+    ``copy_async_wait_2``.
+    """
     raise _compiled_only()
 
 
-@_ptx("cp.async.wait_group 1;")
-def copy_async_wait_1() -> None:
-    """Wait until all of this thread's groups but the last one have arrived."""
-    raise _compiled_only()
+INTRINSICS |= {
+    name: Intrinsic(name, f"cp.async.wait_group {groups};", (), (), is_pure=False, since=80)
+    for groups in range(8)
+    for name in [f"copy_async_wait_{groups}"]
+}
 
 
 # Order.
@@ -525,27 +539,6 @@ def _fma_bf16() -> str:
 @_ptx(_fma_bf16(), is_pure=True)
 def fma_bf16(factor: F32, first: U32, second: U32, sums: F32x4) -> F32x4:
     """Return the sums plus a factor times the four bf16 values of two words, each rounded once."""
-    raise _compiled_only()
-
-
-def _dot_int8() -> str:
-    lines = [".reg .b32 s, flipped, left, right; mov.b32 s, $1;"]
-    for value in range(16):
-        if value % 4 == 0:
-            lines.append(f"xor.b32 flipped, ${2 + value // 4}, 0x80808080;")
-        lines.append(f"prmt.b32 left, flipped, 0x4b000000, {0x7440 + value % 4:#x};")
-        lines.append("sub.rn.ftz.f32 left, left, 0f4B000080;")
-        extract = "and.b32 right, {}, 0xffff0000;" if value % 2 else "shl.b32 right, {}, 16;"
-        lines.append(f"{extract.format(f'${6 + value // 2}')} fma.rn.ftz.f32 s, left, right, s;")
-    return f"{{ {' '.join(lines)} mov.b32 $0, s; }}"
-
-
-@_ptx(_dot_int8(), is_pure=True)
-def dot_int8(total: F32, weights: Vec4, values: Vec4, more: Vec4) -> F32:
-    """Return ``total`` plus sixteen products of int8 weights and bf16 values, in order, rounded after each.
-
-    Nothing is converted: a byte whose sign bit is flipped, under 0x4B0000, is the float32 8388608 + 128 + weight.
-    """
     raise _compiled_only()
 
 

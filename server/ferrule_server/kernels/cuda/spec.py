@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ferrule_server.kernels.cuda.specialise import Constant
 
-__all__ = ["MODEL_SHAPES", "KernelSpec", "ModelShape"]
+__all__ = ["MODEL_SHAPES", "SHARED_LIMITS", "KernelSpec", "LinearShape", "ModelShape", "first_that_fits"]
+
+SHARED_LIMITS = (99 << 10, 227 << 10)
+"""Most shared memory of one CTA, in bytes, that kernels are planned for: on 8.0, 8.6, 8.9 and 12.0; on 9.0 and 10.0."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """One of the linears of a model.
+
+    Attributes:
+        num_rows: Values per token that come out.
+        size: Values per token that go in.
+        epilogue: ``store``, ``residual``, ``swiglu`` or ``logits``; swiglu has twice as many rows of weight.
+        has_bias: There is a bias.
+        planned_size: What its kernel for vectors is planned for: linears with the same epilogue share one.
+    """
+
+    num_rows: int
+    size: int
+    epilogue: str
+    has_bias: bool
+    planned_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +69,23 @@ class ModelShape:
     def qkv_size(self) -> int:
         """Rows of the joint query, key and value projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def linears(self) -> dict[str, LinearShape]:
+        """The linears of a layer, in order."""
+        hidden, intermediate, attended = self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim
+        wide = max(attended, intermediate)
+        return {
+            "qkv": LinearShape(self.qkv_size, hidden, "store", self.has_attention_bias, hidden),
+            "attention_out": LinearShape(hidden, attended, "residual", self.has_attention_bias, wide),
+            "gate_up": LinearShape(intermediate, hidden, "swiglu", self.has_mlp_bias, hidden),
+            "down": LinearShape(hidden, intermediate, "residual", self.has_mlp_bias, wide),
+        }
+
+    @property
+    def head(self) -> LinearShape:
+        """The output head."""
+        return LinearShape(self.vocab_size, self.hidden_size, "logits", False, self.hidden_size)
 
 
 MODEL_SHAPES: dict[str, ModelShape] = {
@@ -89,3 +128,18 @@ class KernelSpec:
     def name(self) -> str:
         """Kernel and constants, readable and unique: ``gemv[M=1,R=2]``."""
         return f"{self.kernel.__name__}[{','.join(f'{key}={value}' for key, value in self.constants)}]"
+
+
+def first_that_fits(variants: Sequence[KernelSpec], limit: int) -> KernelSpec:
+    """Return the first variant of which two CTAs fit a multiprocessor, the next kernel beside this one; else the last.
+
+    A CTA of it fits every GPU, because every kernel is built for all of them.
+
+    Args:
+        variants: One at least.
+        limit: Most shared memory of one CTA of the GPU; it is planned as one of :data:`SHARED_LIMITS`. A multiprocessor
+            has 1 KiB more, and each CTA costs it 1 KiB.
+    """
+    planned = max(one for one in SHARED_LIMITS if one <= limit)
+    most = min((planned - 1024) // 2, *SHARED_LIMITS)
+    return next((spec for spec in variants if spec.shared_bytes <= most), variants[-1])

@@ -378,13 +378,15 @@ class _Writer:
         callee = _called(node.func, scope.function.__globals__)
         if callee is not None and getattr(callee, "__ferrule_device__", False):
             return self._inline(node, callee, scope, before)
-        called = getattr(callee, "__name__", name)
+        called, given = getattr(callee, "__name__", name), node.args
+        if called not in INTRINSICS and f"{called}_0" in INTRINSICS:  # one for each value of a constant
+            called, given = f"{called}_{self._constant(given[0], scope)}", given[1:]
         if called not in INTRINSICS and called not in CASTS:
-            raise self._error(node, f"{name} is neither an intrinsic nor marked @device")
+            raise self._error(node, f"{called} is neither an intrinsic nor marked @device")
         expected = len(INTRINSICS[called].arguments) if called in INTRINSICS else 1
-        if node.keywords or len(node.args) != expected:
+        if node.keywords or len(given) != expected:
             raise self._error(node, f"{called} takes {expected} arguments, by position: {ast.unparse(node)}")
-        arguments = [self._write(argument, scope, before) for argument in node.args]
+        arguments = [self._write(argument, scope, before) for argument in given]
         return _at(node, ast.Call(ast.Name(called, ast.Load()), arguments, []))
 
     def _inline(self, node: ast.Call, callee: FunctionType, scope: _Scope, before: list[ast.stmt]) -> ast.expr:

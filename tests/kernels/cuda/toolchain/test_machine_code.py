@@ -12,6 +12,9 @@ from ferrule_server.kernels.cuda.intrinsics import (
     Address,
     atomic_increment_wrapping,
     barrier,
+    copy_async_16_or_zeros,
+    copy_async_stream_16_or_zeros,
+    copy_async_wait,
     cta_id,
     fence,
     float_of,
@@ -193,6 +196,22 @@ def loads_above(x: Address, out: Address) -> None:
     store_v4(out + thread_id() * 16, chunk)
 
 
+def copies_above(x: Address, out: Address) -> None:
+    """Copy an activation to shared memory before the wait."""
+    copy_async_16_or_zeros(i32(0), x, 16)
+    grid_launch_dependents()
+    grid_wait()
+    copy_async_wait(0)
+    store_u32(out + thread_id() * 4, shared_load_u32(0))
+
+
+def wraps_a_copied_row(weights: Address, row: I32, size: I32) -> None:
+    """Multiply row and size of the immutable data of a copy in 32 bits."""
+    copy_async_stream_16_or_zeros(i32(0), weights + i32(row * size), 16)
+    grid_launch_dependents()
+    grid_wait()
+
+
 def no_fence_before(out: Address, ticket: Address) -> None:
     """Take a ticket without a fence before it."""
     grid_launch_dependents()
@@ -316,6 +335,7 @@ BROKEN: list[tuple[KernelSpec, str, str]] = [
     (_spec(stores_above), "above the wait", "stores above the wait"),
     (_spec(adds_above), "above the wait", "stores above the wait"),
     (_spec(loads_above), "above the wait", "loads what others may write"),
+    (_spec(copies_above), "above the wait", "loads what others may write"),
     (_spec(_waits, prefetches=True), "above the wait", "0 loads above the wait, prefetches is True"),
     (_spec(_waits, has_ticket=True), "ticket", "0 tickets, has_ticket is True"),
     (_spec(reads_weakly), "ticket", "1 tickets, has_ticket is False"),
@@ -333,6 +353,7 @@ BROKEN: list[tuple[KernelSpec, str, str]] = [
     (_spec(scales_a_part), "addressing", "scaled in 32 bits in an address of the pool"),
     (_spec(forgets_the_stride), "addressing", "no 64-bit product with block_stride"),
     (_spec(wraps_a_row, prefetches=True), "addressing", "a 32-bit product of two runtime values"),
+    (_spec(wraps_a_copied_row, prefetches=True), "addressing", "a 32-bit product of two runtime values"),
 ]
 
 

@@ -7,7 +7,8 @@ machine only. Two things are proven of the code itself, by following every addre
   ``*_block_stride``). The block id in it comes as it was loaded: it is not scaled in 32 bits, there or in another part
   of the same address, unless a mask bounds it first (a slot gives block and place inside the block). No pool and no
   stride (``*_stride``) loses its upper half.
-* An address of ``load_stream_v4`` contains no 32-bit product of two runtime values: row times row length.
+* An address of ``load_stream_v4``, or of the copy like it, contains no 32-bit product of two runtime values: row times
+  row length.
 
         pool + block * block_stride + (kv_head * block_size + place) * 2 * head_dim
         ^ldp   ^ld     ^ldp            ^32 bits are enough inside a block: widened after the sum
@@ -170,7 +171,7 @@ class _Flow:
             yield f"no parameter is found that this address begins at: {access}"
         if any(_is_pool(name) for name in self._parameters(terms)):
             yield from self._pool_breaches(access, terms)
-        if "no_allocate" in access.opcode:
+        if "no_allocate" in access.opcode or "L2::128B" in access.opcode:
             for product in self._narrow(terms, lambda it: len(_registers(it.operands[1:3])) == 2):
                 yield f"a 32-bit product of two runtime values in the address of immutable data: {product}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from ferrule_server.kernels.cuda import (
@@ -19,7 +19,7 @@ from ferrule_server.kernels.cuda import (
     sample,
     top_k,
 )
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, SHARED_LIMITS, KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import KernelError
 
 __all__ = ["OPS", "Op", "kernels_of", "merged", "shipped_kernels"]
@@ -32,20 +32,22 @@ class Op:
     Attributes:
         name: Of the module.
         specs: What a model of some shape needs of it.
+        has_limits: It takes limits of shared memory too, some of ``SHARED_LIMITS``, which decide how much is in flight.
     """
 
     name: str
-    specs: Callable[[ModelShape], list[KernelSpec]]
+    specs: Callable[..., list[KernelSpec]]
+    has_limits: bool = False
 
 
 OPS: tuple[Op, ...] = (
     Op("embed", embed.specs),
-    Op("gemv", gemv.specs),
+    Op("gemv", gemv.specs, has_limits=True),
     Op("gemm", gemm.specs),
     Op("add_norm", add_norm.specs),
     Op("attention", attention.specs),
     Op("attention_mma", attention_mma.specs),
-    Op("head", head.specs),
+    Op("head", head.specs, has_limits=True),
     Op("argmax", argmax.specs),
     Op("sample", sample.specs),
     Op("log_sum_exp", log_sum_exp.specs),
@@ -55,13 +57,13 @@ OPS: tuple[Op, ...] = (
 """All of them, in the order in which a step runs them."""
 
 
-def kernels_of(shape: ModelShape) -> list[KernelSpec]:
-    """Return the kernels that a model of this shape needs, each once, op by op.
+def kernels_of(shape: ModelShape, limits: Sequence[int] = SHARED_LIMITS) -> list[KernelSpec]:
+    """Return the kernels that a model of this shape needs on GPUs with some limits of shared memory, each once.
 
     Raises:
         KernelError: Different things are promised of one kernel.
     """
-    return merged(spec for op in OPS for spec in op.specs(shape))
+    return merged(spec for op in OPS for spec in (op.specs(shape, limits) if op.has_limits else op.specs(shape)))
 
 
 def shipped_kernels() -> list[KernelSpec]:

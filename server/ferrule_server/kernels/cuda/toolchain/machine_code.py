@@ -315,8 +315,8 @@ def _above_wait(made: Made) -> Iterator[str]:
 
 
 def _is_stream(instruction: Instruction) -> bool:
-    """Say whether it is ``load_stream_v4``, the one load of data that nobody writes."""
-    return instruction.base == "LDG" and "NA" in instruction.modifiers
+    """Say whether it is ``load_stream_v4`` or the copy like it, the two that read data which nobody writes."""
+    return {"LDG": "NA", "LDGSTS": "LTC128B"}.get(instruction.base) in instruction.modifiers
 
 
 def _ticket(made: Made) -> Iterator[str]:

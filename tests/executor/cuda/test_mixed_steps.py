@@ -1,4 +1,4 @@
-"""Steps whose rows ask for different things: who chooses for which, and what that costs beside the graph."""
+"""Steps whose rows ask for different things: what chooses for each row, and what that costs beside the graph."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_a_step_costs_beside_its_graph(
     assert costs.num_launches > 0 if num_launches is None else costs.num_launches == num_launches
 
 
-def test_each_row_is_chosen_for_by_whom_it_asks_for() -> None:
+def test_kernels_choose_for_the_rows_that_they_can_serve() -> None:
     """Tokens, paths and whole rows of every row are its own, whatever its neighbours ask for."""
     toy = Toy(max_rows=16)
     specs = [GREEDY, MANY, FULL, replace(MANY, full_logits=True), DRAFT, replace(GREEDY, hidden_state=True)]

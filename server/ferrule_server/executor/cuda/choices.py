@@ -2,7 +2,7 @@
 
 The meaning is that of ``executor.sampling``. The kernels shape, weigh and normalise in float32, as their pages say.
 :data:`KNOWN_FIELDS` lists what they know; rows that ask for anything else are left to torch, row by row
-(:attr:`OutputKind.TORCH`). Whole rows of logits and hidden states are copied, whoever chooses.
+(:attr:`OutputKind.TORCH`). Whole rows of logits and hidden states are copied in either case.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OutputKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How the output rows of a step are divided among those who choose.
+    """How the output rows of a step are divided between kernels and torch.
 
     Attributes:
         kind: The largest of the rows that kernels choose for.

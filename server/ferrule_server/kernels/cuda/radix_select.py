@@ -106,14 +106,14 @@ def find_border(
     border = LOWEST
     last = i32(ALL_IDS)
     limit = LOWEST_RANK
-    count = i32(ROOM + 1)
-    weighs = i32(0 if k > 0 else 1)
+    count = i32(ROOM + 1)  # in the list; more than fit: nothing is listed
+    weighs = i32(0 if k > 0 else 1)  # first top-k, which adds up ones, then top-p, which adds up weights
     end = i32(2 if share > 0 else 1)
     while weighs < end:
         goal = k + 0
         part = share * weighs
         place = i32(0)
-        is_narrow = i32(weighs | i32(k > ROOM // 2))
+        is_narrow = i32(weighs | i32(k > ROOM // 2))  # list the bin of the goal alone: what ranks before it may not fit
         if count > ROOM:
             _scan(
                 source, vocab_size, border, last, peak, scale, weighs, 0, 0,

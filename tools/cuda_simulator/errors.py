@@ -51,7 +51,7 @@ class Deadlock(SimulationError):
 
 
 class WaitMissing(SimulationError):
-    """A thread did not execute ``grid_wait`` exactly once."""
+    """A thread did not execute ``grid_wait`` exactly once, or ended while copies of its own were under way."""
 
 
 class ReadBeforeWait(SimulationError):

@@ -258,6 +258,8 @@ class Grid:
     def _finish(self, thread: Thread) -> None:
         if not thread.has_waited:
             raise WaitMissing(f"{self.program.name}: {thread} ended without grid_wait")
+        if thread.open_copies or any(thread.groups):
+            raise WaitMissing(f"{self.program.name}: {thread} ended before its copies to shared memory arrived")
         self._num_left -= 1
         cta = thread.cta
         cta.num_left -= 1

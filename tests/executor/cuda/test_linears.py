@@ -38,4 +38,3 @@ def test_the_border_to_torch_is_one_number(most: int, monkeypatch: pytest.Monkey
         assert ("gemm" in kernels, "gemv" in kernels) == (2 < num_rows <= most, num_rows <= 2)
     promised = bench.chain.operations(64, **step, is_deterministic=True)
     assert "gemm" in {it.kernel for it in promised if isinstance(it, FakeLaunch)}
-

@@ -111,9 +111,12 @@ def early(x: Address, y: Address, *, HOW: str) -> None:  # noqa: N803
     copy_async_16_or_zeros(16 * i, x + 16 * i, 16)
     if HOW != "no commit":
         copy_async_commit()
-    if HOW != "no wait":
+    if HOW not in ("no wait", "no end"):
         copy_async_wait(0)
     store_u32(y + 4 * i, shared_load_u32(16 * i if HOW != "neighbour" else 16 * (i ^ 1)))
+    if HOW != "no end":
+        copy_async_commit()
+        copy_async_wait(0)
 
 
 @pytest.mark.parametrize("how", ["no commit", "no wait"])
@@ -121,6 +124,12 @@ def test_a_copy_that_was_not_waited_for_has_not_arrived(how: str) -> None:
     """The thread itself sees what was there before."""
     assert (_early("right") == 7).all()
     assert (_early(how) == 0xFFFFFFFF).all()
+
+
+def test_a_thread_waits_for_its_copies_before_it_ends() -> None:
+    """Its shared memory may be another CTA's by then."""
+    with pytest.raises(simulator.WaitMissing, match="before its copies"):
+        _early("no end")
 
 
 def test_another_thread_needs_a_barrier_to_see_a_copy() -> None:

@@ -9,7 +9,6 @@ import torch
 
 from ferrule_server.kernels.cuda import (
     add_norm,
-    argmax,
     attention,
     attention_mma,
     copy_blocks,
@@ -31,13 +30,11 @@ __all__ = [
     "MAX_GEMM_ROWS",
     "MAX_GEMV_ROWS",
     "MAX_VOCAB_SIZE",
-    "argmax_spec",
     "attention_grid",
     "attention_spec",
     "gemm_spec",
     "gemv_spec",
     "max_attention_grid",
-    "norm_spec",
     "partial_rows",
     "rows_per_tile",
     "shape_of",
@@ -123,16 +120,6 @@ def gemm_spec(linear: LinearShape, num_rows: int) -> KernelSpec:
     return gemm.spec(TILES=gemm.tiles_for(num_rows), EPILOGUE=linear.epilogue, BIAS=linear.has_bias)
 
 
-def norm_spec(shape: ModelShape, *, has_delta: bool) -> KernelSpec:
-    """Return the norm of rows of the residual stream, behind the addition of a delta or not."""
-    return add_norm.spec(shape.hidden_size, ADD=has_delta)
-
-
-def argmax_spec() -> KernelSpec:
-    """Return the search for the best token of rows of logits."""
-    return argmax.spec()
-
-
 def attention_spec(shape: ModelShape, block_size: int, *, is_decode: bool, is_deterministic: bool) -> KernelSpec:
     """Return the attention of a step.
 
@@ -196,8 +183,8 @@ def _chain_specs(shape: ModelShape, is_deterministic: bool, block_size: int, lim
             yield head.planned(shape, M=num_rows, limit=limit)
     for tiles in gemm.TILES_BUILT:
         yield from (gemm_spec(linear, 8 * tiles) for linear in (*linears, shape.head))
-    yield norm_spec(shape, has_delta=False)
+    yield add_norm.spec(shape.hidden_size, ADD=False)
     if not is_deterministic:
-        yield norm_spec(shape, has_delta=True)
+        yield add_norm.spec(shape.hidden_size, ADD=True)
     for is_decode in (False, True):
         yield attention_spec(shape, block_size, is_decode=is_decode, is_deterministic=is_deterministic)

@@ -23,18 +23,10 @@ from torch import Tensor
 
 from ferrule_server.executor.cuda.buffers import DecodeBuffers
 from ferrule_server.executor.cuda.gpu import Launch, Operation
-from ferrule_server.executor.cuda.kernel_choice import (
-    GEMM_ROWS,
-    MAX_GEMM_ROWS,
-    MAX_GEMV_ROWS,
-    argmax_spec,
-    gemm_spec,
-    gemv_spec,
-    norm_spec,
-)
+from ferrule_server.executor.cuda.kernel_choice import GEMM_ROWS, MAX_GEMM_ROWS, MAX_GEMV_ROWS, gemm_spec, gemv_spec
 from ferrule_server.executor.cuda.kernel_set import Arguments, KernelSet
 from ferrule_server.executor.cuda.weights import StepWeights
-from ferrule_server.kernels.cuda import argmax, gemm, gemv, head
+from ferrule_server.kernels.cuda import add_norm, argmax, gemm, gemv, head
 from ferrule_server.kernels.cuda.spec import KernelSpec, LinearShape, ModelShape
 
 __all__ = ["Linears", "StepParts", "linear_out", "linears_for"]
@@ -78,7 +70,7 @@ class StepParts:
             "size": self.shape.hidden_size,
             "eps": self.eps,
         }
-        return self.launch(norm_spec(self.shape, has_delta=delta is not None), arguments, num_rows)
+        return self.launch(add_norm.spec(self.shape.hidden_size, ADD=delta is not None), arguments, num_rows)
 
     def best_tokens(self, tokens: Tensor, num_rows: int) -> Launch:
         """Return the launch that finds the best token of each row of ``logits``."""
@@ -91,7 +83,7 @@ class StepParts:
             "num_rows": num_rows,
             "vocab_size": vocab,
         }
-        return self.launch(argmax_spec(), arguments, argmax.num_ctas_needed(num_rows, vocab))
+        return self.launch(argmax.spec(), arguments, argmax.num_ctas_needed(num_rows, vocab))
 
 
 class Linears(Protocol):

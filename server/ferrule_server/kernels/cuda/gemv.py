@@ -137,6 +137,8 @@ def gemv(
                 result = before + ptx.round_bf16(result)
             ptx.store_u16(place, ptx.pack_bf16(result, 0.0))
         first = i32(first + ptx.num_ctas() * WARPS * R)
+    if RING > 0:
+        ptx.copy_async_wait(0)  # zeros, beyond the last row: nothing may arrive after the end
 
 
 @device

@@ -116,6 +116,8 @@ def head(
                 ptx.store_f32(logits + (mine_of * vocab_size + n) * 4, mine)
             best = max_key(best, key)
         first = i32(first + ptx.num_ctas() * WARPS * R)
+    if RING > 0:
+        ptx.copy_async_wait(0)  # zeros, beyond the last row: nothing may arrive after the end
     keys = i32(vectors + M * vector_stride(size, SPAN=32 * U * CHUNK) + M * X * WARPS * 4)
     best = warp_max_key(best, COUNT=M)
     if lane < M:

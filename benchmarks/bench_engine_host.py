@@ -389,7 +389,7 @@ def _runner_figures(num_steps: int) -> dict[str, Callable[[], float]]:
 def _runner() -> Any:
     from ferrule_server.executor.cuda.buffers import Limits
     from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs
-    from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed
+    from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed
     from ferrule_server.executor.cuda.runner import create_runner
     from ferrule_server.executor.torch import TorchExecutor
     from ferrule_server.kernels.cuda.toolchain.catalog import merged
@@ -407,7 +407,7 @@ def _runner() -> Any:
         gpu=gpu,  # type: ignore[arg-type]
         torch_executor=executor,
         limits=Limits(max_blocks=128),
-        num_ctas=max_attention_grid(shape, gpu.info.num_sms),
+        num_ctas=attention_grid(shape, gpu.info.num_sms),
     )
 
 

@@ -14,7 +14,7 @@ from benchmarks.gpu.timing import Row, summary
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from tools.gpu import measure
 from tools.gpu.attention_cases import BATCHES, CONTEXT
-from tools.gpu.cases import BLOCK_SIZE, cases_of
+from tools.gpu.cases import BLOCK_SIZE, Case, cases_of
 from tools.gpu.gpu import Gpu
 
 _WORKSPACE_BYTES = 128 << 20
@@ -22,14 +22,19 @@ _WORKSPACE_BYTES = 128 << 20
 
 def specs(shape: ModelShape) -> list[KernelSpec]:
     """Return our kernels, for a bundle."""
-    return [spec for case in cases_of("attention", shape) for spec in case.specs]
+    return [spec for case in _cases(shape) for spec in case.specs]
+
+
+def _cases(shape: ModelShape) -> list[Case]:
+    """Return the decodes, at the context that flashinfer is given."""
+    return [case for case in cases_of("attention", shape) if "rows=1 " in case.name and f"={CONTEXT}" in case.name]
 
 
 def attention(task: Row) -> Iterator[Row]:
     """Yield us of one layer's attention: ours, which also normalises, rotates and appends, then flashinfer's."""
     shape = models.shape_of(task["model"])
     gpu = Gpu(Path(task["cache"]), Path(task["bundle"]) if task.get("bundle") else None, task["dry"])
-    for case in cases_of("attention", shape)[: 1 if gpu.is_dry else None]:
+    for case in _cases(shape)[: 1 if gpu.is_dry else None]:
         made = measure.dry_run(gpu, case) if gpu.is_dry else measure.time_case(gpu, case)
         yield {"kind": "attention", "arm": "ferrule", "context": CONTEXT, "status": "ok", **made}
         case.state.clear()

@@ -310,10 +310,11 @@ def test_every_setting_of_a_gpu_arrives(monkeypatch: pytest.MonkeyPatch, tmp_pat
     kernels = {"kernel_cache": tmp_path / "cache", "kernel_bundle": tmp_path / "bundle"}
     write_bundle(kernels["kernel_bundle"], "sm_90a", "numba=1", {})
     shared: dict[str, Any] = {"max_context": 99, "max_step_rows": 77, "kv_memory_bytes": 1 << 22, **kernels}
-    for settings in (
+    each: tuple[dict[str, Any], ...] = (
         {"is_deterministic": True, "early_launch": "off", "has_cuda_graphs": False},
         {"executor": "torch", "has_cuda_runner": False, "dtype": "float32"},
-    ):
+    )
+    for settings in each:
         with pytest.raises(ConfigError, match="enough"):
             _created(gpu_memory_fraction=0.3, **shared, **settings)
     assert seen[0] == GpuOptions(

@@ -17,7 +17,6 @@ BF16: list[float] = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
 
 _WORD = bytearray(4)
 _AS_FLOAT, _AS_BITS = memoryview(_WORD).cast("f"), memoryview(_WORD).cast("I")
-_FOUR = memoryview(bytearray(16)).cast("f")
 _U32, _U64 = (1 << 32) - 1, (1 << 64) - 1
 _BF16_NAN = 0x7FFF
 
@@ -105,14 +104,6 @@ def dot_bf16(total: float, a: tuple[int, ...], b: tuple[int, ...]) -> float:
         total = BF16[first & 0xFFFF] * BF16[second & 0xFFFF] + total
         total = BF16[first >> 16] * BF16[second >> 16] + total
     return total
-
-
-def fma_bf16(factor: float, first: int, second: int, sums: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the sums plus a factor times the four bf16 values of two words."""
-    values = (BF16[first & 0xFFFF], BF16[first >> 16], BF16[second & 0xFFFF], BF16[second >> 16])
-    for index, value in enumerate(values):
-        _FOUR[index] = factor * value + sums[index]
-    return tuple(_FOUR)
 
 
 def exp2(value: float) -> float:
@@ -213,7 +204,7 @@ PURE: dict[str, Callable[..., object]] = {
     twin.__name__: twin
     for twin in (
         f32, i32, u32, float_bits, bits_float, bf16_low, bf16_high, pack_bf16, round_bf16, fma,
-        dot_bf16, fma_bf16, exp2, log2, reciprocal, select_f32,
+        dot_bf16, exp2, log2, reciprocal, select_f32,
         reciprocal_sqrt, max_f32, permute_bytes, float_of, round_u64, float_of_u64, multiply_high, multiply_low,
         multiply_high_u64, add_wrapping, order_key,
     )

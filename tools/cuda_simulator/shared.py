@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from tools.cuda_simulator.errors import Misaligned, OutOfBounds, PromiseBroken
-from tools.cuda_simulator.memory import F32, I32, PAGE_BITS, U32, U64, Page
+from tools.cuda_simulator.memory import F32, PAGE_BITS, U32, U64, Page
 from tools.cuda_simulator.twins import MASK32, MASK64, SITE_BITS, Twin, fault, open_immutable, open_page
 
 if TYPE_CHECKING:
@@ -182,13 +182,11 @@ SHARED: dict[str, Twin] = {
     "shared_load_if_v4": _load_if_v4,
     "shared_load_v4": _load_v4,
     "shared_load_u32": _shared_loader(U32, 4),
-    "shared_load_i32": _shared_loader(I32, 4),
     "shared_load_u64": _shared_loader(U64, 8),
     "shared_load_f32": _shared_loader(F32, 4),
     "shared_load_f32x4": _shared_vector_loader("<4f"),
     "shared_store_v4": _shared_v4_storer(U32),
     "shared_store_u32": _shared_storer(U32, 4),
-    "shared_store_i32": _shared_storer(I32, 4),
     "shared_store_u64": _shared_storer(U64, 8, MASK64),
     "shared_store_f32": _shared_storer(F32, 4),
     "shared_store_f32x4": _shared_v4_storer(F32),

@@ -12,24 +12,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrule_server.kernels import reference
-from ferrule_server.kernels.cuda import attention, attention_mma, partials, work_list
+from ferrule_server.kernels.cuda import attention, work_list
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from tools.gpu.cases import EPS, Case, Instance, random_bf16, worst, zeros
 from tools.gpu.gpu import Call, Gpu
 
-CONTEXT = 2048
+CONTEXT, SHORT_CONTEXT = 2048, 256
 BATCHES = (1, 8, 32)
 VERIFY_ROWS = 8
-_NAMES = ("GROUP", "ROWS", "HEAD_DIM", "TILE", "WARPS", "MAX_NEW_TOKENS", "SPLIT_TOKENS")
+SHORT_SPLIT = 64
+"""What is tried in place of ``work_list.SPLIT``: at batch 1 more CTAs have something to do."""
 
 
-def cases_of(op: str, shape: ModelShape, specs: Sequence[KernelSpec] | None) -> list[Case]:
-    """Return decode at several batches for the first kernel of the op, one batch for others."""
-    module = attention if op == "attention" else attention_mma
+def cases_of(shape: ModelShape, specs: Sequence[KernelSpec] | None) -> list[Case]:
+    """Return decodes and verifies at several batches, single decodes with short splits too; given kernels at one."""
     if specs:
-        return [_case(shape, spec, 8) for spec in specs]
-    default = module.specs(shape)[0]
-    return [_case(shape, default, batch) for batch in BATCHES]
+        return [_case(_Step(shape, spec, CONTEXT, 8)) for spec in specs]
+    default, short = attention.spec(shape), attention.spec(shape, SPLIT_TOKENS=SHORT_SPLIT)
+    steps = [_Step(shape, default, CONTEXT, batch) for batch in BATCHES]
+    steps += [_Step(shape, short, CONTEXT, 1), *(_Step(shape, spec, SHORT_CONTEXT, 1) for spec in (default, short))]
+    steps += [_Step(shape, default, CONTEXT, batch, VERIFY_ROWS) for batch in BATCHES]
+    return [_case(step) for step in steps]
 
 
 @dataclass(frozen=True)
@@ -37,19 +40,28 @@ class _Step:
     """A step that appends the last tokens of every sequence; all at the same length."""
 
     shape: ModelShape
-    block_size: int
+    spec: KernelSpec
+    context: int
     batch: int
-    rows: int
+    rows: int = 1
+
+    @property
+    def split(self) -> int:
+        return int(dict(self.spec.constants)["SPLIT_TOKENS"])  # type: ignore[arg-type]
+
+    @property
+    def block_size(self) -> int:
+        return int(dict(self.spec.constants)["BLOCK_SIZE"])  # type: ignore[arg-type]
 
     @property
     def max_blocks(self) -> int:
-        return -(-CONTEXT // self.block_size)
+        return -(-self.context // self.block_size)
 
     def arrays(self) -> dict[str, np.ndarray[Any, np.dtype[np.int32]]]:
         """Return what the host writes each step."""
         order = np.random.default_rng(3).permutation(self.batch * self.max_blocks) + 1
         tables = order.reshape(self.batch, -1)
-        positions = np.arange(CONTEXT - self.rows, CONTEXT)
+        positions = np.arange(self.context - self.rows, self.context)
         slots = tables[:, positions // self.block_size] * self.block_size + positions % self.block_size
         return {
             "positions": np.tile(positions, self.batch).astype(np.int32),
@@ -57,46 +69,43 @@ class _Step:
             "block_tables": tables.astype(np.int32),
         }
 
-    def items(self, rows_per_tile: int, split: int, num_ctas: int, positions: Any) -> work_list.WorkList:
+    def work_list(self, num_sms: int) -> work_list.WorkList:
         """Return the work list."""
         return work_list.make_work_list(
             cu_seqlens_q=np.arange(0, self.batch * self.rows + 1, self.rows, dtype=np.int32),
-            kv_lens=np.full(self.batch, CONTEXT, np.int32),
+            kv_lens=np.full(self.batch, self.context, np.int32),
             num_new=np.full(self.batch, self.rows, np.int32),
-            positions=positions,
+            positions=self.arrays()["positions"],
             num_kv_heads=self.shape.num_kv_heads,
-            rows_per_tile=rows_per_tile,
-            num_ctas=num_ctas,
-            split=split,
+            rows_per_tile=16 // self.shape.group,
+            num_ctas=num_sms * self.spec.ctas_per_sm,
+            split=self.split,
         )
 
 
-def _case(shape: ModelShape, spec: KernelSpec, batch: int) -> Case:
-    constants: dict[str, Any] = dict(spec.constants)
-    is_mma = spec.kernel is attention_mma.attention_mma
-    step = _Step(shape, constants["BLOCK_SIZE"], batch, VERIFY_ROWS if is_mma else constants["ROWS"])
-    state: dict[str, Any] = {}
+def _case(step: _Step) -> Case:
+    shape, state = step.shape, dict[str, Any]()
 
     def build(gpu: Gpu, index: int) -> Instance:
-        return _instance(gpu, step, spec, state, index)
+        return _instance(gpu, step, state, index)
 
-    num_bytes = 2 * batch * CONTEXT * shape.num_kv_heads * shape.head_dim * 2
-    name = f"{'attention_mma' if is_mma else 'attention'} rows={step.rows} batch={batch} context={CONTEXT}"
-    bar = 0.8 if not is_mma and batch == 8 else None
-    return Case(name, [spec], num_bytes, build, bar, most_instances=shape.num_layers, state=state)
+    num_bytes = 2 * step.batch * step.context * shape.num_kv_heads * shape.head_dim * 2
+    name = f"attention rows={step.rows} batch={step.batch} context={step.context}"
+    name += f" split={step.split}" if step.split != work_list.SPLIT else ""
+    bar = 0.8 if (step.rows, step.batch) == (1, 8) else None
+    return Case(name, [step.spec], num_bytes, build, bar, most_instances=shape.num_layers, state=state)
 
 
 def instance(
     gpu: Gpu, shape: ModelShape, spec: KernelSpec, batch: int, *, state: dict[str, Any], layer: int
 ) -> Instance:
     """Return buffers of a decode step of some sequences, for one layer of the pool that ``state`` keeps."""
-    constants: dict[str, Any] = dict(spec.constants)
-    return _instance(gpu, _Step(shape, constants["BLOCK_SIZE"], batch, constants["ROWS"]), spec, state, layer)
+    return _instance(gpu, _Step(shape, spec, CONTEXT, batch), state, layer)
 
 
-def _instance(gpu: Gpu, step: _Step, spec: KernelSpec, state: dict[str, Any], layer: int) -> Instance:
+def _instance(gpu: Gpu, step: _Step, state: dict[str, Any], layer: int) -> Instance:
     """Return one layer of a pool that all instances share: no layer is in a cache when its turn comes."""
-    shape, constants = step.shape, dict(spec.constants)
+    shape = step.shape
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     if "pool" not in state:
         layers = 2 if gpu.is_dry else shape.num_layers
@@ -104,17 +113,12 @@ def _instance(gpu: Gpu, step: _Step, spec: KernelSpec, state: dict[str, Any], la
         state["pool"] = random_bf16(gpu, (1 + step.batch * step.max_blocks, layers, *inside), 11)
     pool: Tensor = state["pool"]
     arrays = {name: torch.from_numpy(array).to(gpu.torch_device) for name, array in step.arrays().items()}
-    is_mma = spec.kernel is attention_mma.attention_mma
-    rows_per_tile = 16 // shape.group if is_mma else step.rows
-    split: Any = constants["SPLIT_TOKENS"]
-    items = step.items(rows_per_tile, split, gpu.num_sms * spec.ctas_per_sm, step.arrays()["positions"])
-    partial_rows = attention_mma.ROWS if is_mma else attention.PADDED[shape.group * step.rows]
-    size = partials.partial_bytes(rows=partial_rows, head_dim=head_dim)
+    work = step.work_list(gpu.num_sms)
     num_rows = step.batch * step.rows
     qkv = random_bf16(gpu, (num_rows, heads + 2 * kv_heads, head_dim), 100 + layer)
     q_norm, k_norm = (random_bf16(gpu, (head_dim,), 7 + i, 0.1) + 1 for i in range(2))
     frequencies = 1e6 ** -(torch.arange(0, head_dim, 2, device=gpu.torch_device) / head_dim)
-    angles = torch.outer(torch.arange(CONTEXT, device=gpu.torch_device).float(), frequencies)
+    angles = torch.outer(torch.arange(step.context, device=gpu.torch_device).float(), frequencies)
     out = random_bf16(gpu, (num_rows, heads, head_dim), 8)
     given: dict[str, Any] = {
         **arrays,
@@ -122,9 +126,9 @@ def _instance(gpu: Gpu, step: _Step, spec: KernelSpec, state: dict[str, Any], la
         "q_norm": q_norm,
         "k_norm": k_norm,
         "rope": torch.cat((angles.cos(), angles.sin()), -1),
-        "items": torch.from_numpy(items.items).to(gpu.torch_device),
-        "tickets": zeros(gpu, (items.num_tiles,), torch.int32),
-        "partials": zeros(gpu, (max(1, items.num_partials), size), torch.uint8),
+        "items": torch.from_numpy(work.items).to(gpu.torch_device),
+        "tickets": zeros(gpu, (work.num_tiles,), torch.int32),
+        "partials": zeros(gpu, (max(1, work.num_places), shape.group, head_dim + 4), torch.float32),
         "out": out,
         "pool": pool,
         "block_stride": pool.stride(0) * 2,
@@ -133,7 +137,7 @@ def _instance(gpu: Gpu, step: _Step, spec: KernelSpec, state: dict[str, Any], la
         "num_kv_heads": kv_heads,
         "max_blocks": step.max_blocks,
         "eps": EPS,
-        "masks": zeros(gpu, (num_rows, 2), torch.int32),
+        "masks": zeros(gpu, (num_rows,), torch.int64),
     }
     norms = (q_norm, k_norm) if shape.has_qk_norm else (None, None)
     positions = arrays["positions"].long()
@@ -149,7 +153,7 @@ def _instance(gpu: Gpu, step: _Step, spec: KernelSpec, state: dict[str, Any], la
         kv = pool[arrays["block_tables"].long(), layer]  # [batch, blocks, 2, kv_heads, block_size, head_dim]
         key, value = kv.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).to(dtype)
         query = query.view(step.batch, step.rows, heads, head_dim).transpose(1, 2).to(dtype)
-        is_seen = torch.arange(CONTEXT, device=query.device) <= positions[: step.rows].unsqueeze(1)
+        is_seen = torch.arange(step.context, device=query.device) <= positions[: step.rows].unsqueeze(1)
         made = F.scaled_dot_product_attention(query, key, value, attn_mask=is_seen, enable_gqa=True)
         return made.transpose(1, 2).reshape(num_rows, heads, head_dim)
 
@@ -167,5 +171,5 @@ def _instance(gpu: Gpu, step: _Step, spec: KernelSpec, state: dict[str, Any], la
             plain["query"] = qkv[:, :heads].view(step.batch, step.rows, heads, head_dim).transpose(1, 2).contiguous()
         return F.scaled_dot_product_attention(plain["query"], plain["key"], plain["value"], enable_gqa=True)
 
-    call = Call(spec, given, items.num_ctas)
+    call = Call(step.spec, given, work.num_ctas)
     return Instance([call], [out], expect, lambda expected: worst(out, expected), torch_op)

@@ -404,6 +404,6 @@ def cases_of(op: str, shape: ModelShape, specs: Sequence[KernelSpec] | None = No
         return layer_cases.cases_of(shape)
     if op in simple:
         return list(simple[op]())
-    if op in ("attention", "attention_mma"):
-        return attention_cases.cases_of(op, shape, specs)
+    if op == "attention":
+        return attention_cases.cases_of(shape, specs)
     return logit_cases.cases_of(op, shape, specs)

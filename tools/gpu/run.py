@@ -47,7 +47,6 @@ OPS = (
     "gemm",
     "add_norm",
     "attention",
-    "attention_mma",
     "head",
     "argmax",
     "sample",

@@ -17,9 +17,9 @@ from ferrule_server.executor.cuda.buffers import (
     result_layout,
 )
 from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout, pack
-from ferrule_server.kernels.cuda import argmax, head, log_sum_exp, partials, sample
+from ferrule_server.kernels.cuda import argmax, head, log_sum_exp, sample
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, ModelShape
-from ferrule_server.kernels.cuda.work_list import max_items, max_partials
+from ferrule_server.kernels.cuda.work_list import max_items, max_places
 from tests.executor.cuda.fake_gpu import FakeGpu
 
 SHAPE = ModelShape(136, 200, 2, 4, 2, 64, 1001, has_qk_norm=True)
@@ -121,14 +121,13 @@ def test_scratch_holds_what_the_kernels_say_they_need() -> None:
 
 def test_partials_fit_whatever_a_short_context_leaves() -> None:
     """And for a long one as many as the budget holds, of the size of the kernel that writes them."""
-    buffers = DecodeBuffers(FakeGpu(), SHAPE, LIMITS, NUM_CTAS)
-    most = max_partials(LIMITS.max_rows * SHAPE.num_kv_heads, NUM_CTAS, LIMITS.max_context)
-    assert buffers.partials_capacity(16) == most
-    assert buffers.partials_capacity(2) == 8 * most
-    size = partials.partial_bytes(rows=16, head_dim=64)
-    assert buffers.attention_partials.nbytes == most * size
+    buffers, place = DecodeBuffers(FakeGpu(), SHAPE, LIMITS, NUM_CTAS), 4 * SHAPE.group * (SHAPE.head_dim + 4)
+    num_tiles, rows_per_tile = LIMITS.max_rows * SHAPE.num_kv_heads, 16 // SHAPE.group
+    most = max_places(num_tiles, NUM_CTAS, LIMITS.max_context, rows_per_tile=rows_per_tile)
+    assert len(buffers.attention_partials) == most
+    assert buffers.attention_partials.nbytes == most * place
     large = DecodeBuffers(FakeGpu(), SHAPE, Limits(1 << 16, max_rows=8, max_entries=1), 500)
-    assert large.partials_capacity(16) == (64 << 20) // size
+    assert len(large.attention_partials) == (64 << 20) // place
 
 
 def test_results_begin_with_what_every_step_returns() -> None:

@@ -14,7 +14,7 @@ from ferrule_server.executor.base import StepBatch
 from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits
 from ferrule_server.executor.cuda.chain import StepChain
 from ferrule_server.executor.cuda.inputs import fill_inputs
-from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed
+from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed
 from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.cuda.staging import UploadRing
 from ferrule_server.executor.cuda.weights import adopt_weights
@@ -40,7 +40,7 @@ class Bench:
         self.shape = shape_of(executor.info.model.config)
         self.gpu = FakeGpu(num_sms=num_sms, simulate=simulate)
         limits = Limits(max_blocks=32, max_rows=max_rows, max_requests=8, max_entries=8)
-        self.buffers = DecodeBuffers(self.gpu, self.shape, limits, max_attention_grid(self.shape, num_sms))
+        self.buffers = DecodeBuffers(self.gpu, self.shape, limits, attention_grid(self.shape, num_sms))
         self.uploads = UploadRing(self.gpu, "inputs", self.buffers.inputs, self.buffers.input_layout)
         weights = adopt_weights(self.gpu, self.weights, executor.info.model.config, 512)
         specs = specs_needed(self.shape, is_deterministic=False)
@@ -62,24 +62,12 @@ class Bench:
         self.pool.copy_(self.torch_pool)
         return made
 
-    def upload(
-        self, batch: StepBatch, bucket: int | None = None, *, is_deterministic: bool = False
-    ) -> tuple[int, bool]:
-        """Put the inputs of a step into the stream; return its bucket and whether it is a decode step."""
-        bucket = bucket or batch.num_rows
-        is_decode = batch.num_rows == batch.num_seqs
-        rows = fill_inputs(
-            self.uploads.fill(),
-            batch,
-            bucket,
-            rows_per_tile=self.chain.rows_per_tile(is_decode=is_decode, is_deterministic=is_deterministic),
-            num_kv_heads=self.chain.num_kv_heads,
-            num_ctas=self.chain.attention_grid(is_decode=is_decode, is_deterministic=is_deterministic),
-            partials_capacity=self.chain.partials_capacity(is_decode=is_decode, is_deterministic=is_deterministic),
-            block_size=self.chain.block_size,
-        )
+    def upload(self, batch: StepBatch, bucket: int | None = None) -> int:
+        """Put the inputs of a step into the stream; return its bucket."""
+        bucket, lists = bucket or batch.num_rows, self.chain.work_lists()
+        rows = fill_inputs(self.uploads.fill(), batch, bucket, work_lists=lists, block_size=self.chain.block_size)
         self.uploads.upload(slice(0, self.buffers.input_layout.end_of("work", rows)))
-        return bucket, is_decode
+        return bucket
 
     def run(
         self,
@@ -91,10 +79,8 @@ class Bench:
         keeps_hidden: bool = False,
     ) -> Tensor:
         """Run a step on the kernels; return the logits of its rows, or its tokens where no logits are stored."""
-        num_rows, is_decode = self.upload(batch, bucket, is_deterministic=is_deterministic)
         operations = self.chain.operations(
-            num_rows,
-            is_decode=is_decode,
+            self.upload(batch, bucket),
             stores_logits=stores_logits,
             is_deterministic=is_deterministic,
             keeps_hidden=keeps_hidden,
@@ -189,7 +175,7 @@ def test_many_rows_go_through_torch() -> None:
 def test_what_torch_multiplies_is_added_by_the_next_norm() -> None:
     """That of the next layer too; only the first norm of a step has nothing to add."""
     bench = Bench(max_rows=72, num_layers=3, simulate=False)
-    made = bench.chain.operations(72, is_decode=True, stores_logits=True)
+    made = bench.chain.operations(72, stores_logits=True)
     norms = [one for one in made if isinstance(one, FakeLaunch) and one.kernel == "add_norm"]
     normed = bench.gpu.address(bench.buffers.normed)
     assert [norm.arguments["delta"] for norm in norms] == [0] + [normed] * 6
@@ -266,7 +252,7 @@ def _rows_of(batch: StepBatch) -> Iterator[StepBatch]:
 def test_only_the_first_launch_waits_for_all_before_it(num_rows: int) -> None:
     """Kernels load weights before they wait; whoever wrote those is done when the first kernel of a step starts."""
     bench = Bench(max_rows=72, simulate=False)
-    operations = bench.chain.operations(num_rows, is_decode=True, stores_logits=True)
+    operations = bench.chain.operations(num_rows, stores_logits=True)
     launches = [operation for operation in operations if isinstance(operation, FakeLaunch)]
     assert launches[0].kernel == "embed"
     assert [launch.starts_early for launch in launches] == [False] + [True] * (len(launches) - 1)
@@ -276,22 +262,22 @@ def test_only_the_first_launch_waits_for_all_before_it(num_rows: int) -> None:
 def test_the_output_head_has_room_for_every_cta(num_rows: int) -> None:
     """Each leaves its best token of each row; one too many would write over what lies behind."""
     bench = Bench(num_layers=1, num_sms=4, simulate=False)
-    made = bench.chain.operations(num_rows, is_decode=True, stores_logits=False)[-1]
+    made = bench.chain.operations(num_rows, stores_logits=False)[-1]
     assert isinstance(made, FakeLaunch)
     assert made.grid == 4
     partials = bench.buffers.head_partials.view(-1)
     bench.buffers.head_partials = partials[: 4 * num_rows]
-    bench.chain.operations(num_rows, is_decode=True, stores_logits=False)
+    bench.chain.operations(num_rows, stores_logits=False)
     bench.buffers.head_partials = partials[: 4 * num_rows - 1]
     with pytest.raises(AssertionError, match="4 CTAs of the output head"):
-        bench.chain.operations(num_rows, is_decode=True, stores_logits=False)
+        bench.chain.operations(num_rows, stores_logits=False)
 
 
 def test_without_outputs_a_step_ends_behind_the_last_layer() -> None:
     """The first pieces of a long prompt want KV alone."""
     bench = Bench(max_rows=72, simulate=False)
     for num_rows in (1, 5, 72):
-        step = {"is_decode": True, "stores_logits": False}
+        step = {"stores_logits": False}
         whole, body = (bench.chain.operations(num_rows, **step, has_outputs=one) for one in (True, False))
         kernels = [one.kernel if isinstance(one, FakeLaunch) else "torch" for one in whole]
         assert kernels[len(body) :] in (["head"], ["add_norm", "gemm", "argmax"], ["add_norm", "torch", "argmax"])
@@ -301,8 +287,8 @@ def test_steps_that_promise_bits_are_small() -> None:
     """Torch's order of sums depends on the number of rows, and that of products with vectors is another one."""
     bench = Bench(max_rows=72, simulate=False)
     for num_rows in (1, 64):
-        made = bench.chain.operations(num_rows, is_decode=True, stores_logits=True, is_deterministic=True)
+        made = bench.chain.operations(num_rows, stores_logits=True, is_deterministic=True)
         kernels = {operation.kernel for operation in made if isinstance(operation, FakeLaunch)}
-        assert kernels == {"embed", "add_norm", "gemm", "attention_mma", "argmax"}
+        assert kernels == {"embed", "add_norm", "gemm", "attention", "argmax"}
     with pytest.raises(ValueError, match="65 rows"):
-        bench.chain.operations(65, is_decode=True, stores_logits=True, is_deterministic=True)
+        bench.chain.operations(65, stores_logits=True, is_deterministic=True)

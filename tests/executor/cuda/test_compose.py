@@ -20,7 +20,7 @@ from ferrule_server.executor.cuda.compose import GpuOptions, Preparation, prepar
 from ferrule_server.executor.cuda.early_launch import EarlyLaunch
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
-from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed
+from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed
 from ferrule_server.executor.cuda.memory_plan import format_plan
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.fallback.executor import FallbackExecutor
@@ -338,7 +338,7 @@ def test_the_runner_gets_what_was_planned(
     assert seen["graph_bytes"] == preparation.plan.graphs
     assert seen["trigger"] == trigger
     assert seen["limits"] == Limits(max_blocks=7)
-    assert seen["num_ctas"] == max_attention_grid(shape_of(config), gpu.info.num_sms)
+    assert seen["num_ctas"] == attention_grid(shape_of(config), gpu.info.num_sms)
     executor.close()
 
 

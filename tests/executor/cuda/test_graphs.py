@@ -13,9 +13,9 @@ from ferrule_server.executor.cuda.gpu import GpuError, GpuLost, Graph, Operation
 from ferrule_server.executor.cuda.graphs import GraphKey, GraphStore
 from tests.executor.cuda.fake_gpu import FakeGpu
 
-ONE = GraphKey(1, True, OutputKind.GREEDY)
-TWO = GraphKey(2, True, OutputKind.GREEDY)
-SAMPLED = GraphKey(1, True, OutputKind.SAMPLE)
+ONE = GraphKey(1, OutputKind.GREEDY)
+TWO = GraphKey(2, OutputKind.GREEDY)
+SAMPLED = GraphKey(1, OutputKind.SAMPLE)
 GRAPH_BYTES = graphs.NODE_BYTES
 """Of a graph with one operation."""
 GIB = 1 << 30
@@ -36,7 +36,7 @@ class Failing:
 
 def keys(num: int) -> list[GraphKey]:
     """Return different keys."""
-    return [GraphKey(n, True, OutputKind.GREEDY) for n in range(1, num + 1)]
+    return [GraphKey(n, OutputKind.GREEDY) for n in range(1, num + 1)]
 
 
 class Counting:

@@ -15,8 +15,8 @@ from ferrule_server.executor.cuda.layout import Array
 from ferrule_server.kernels.cuda.spec import ModelShape
 from ferrule_server.kernels.cuda.work_list import (
     FIELDS,
-    SlotsNotTrailing,
-    TooManyNewTokens,
+    WorkListError,
+    WorkLists,
     count_new_tokens,
     make_work_list,
 )
@@ -62,17 +62,14 @@ def batch_of(seqs: Seqs, *, more_width: int = 0, feedback: Int32Array | None = N
 def filled(batch: StepBatch, bucket: int, rows_per_tile: int = 4) -> tuple[dict[str, Array], int]:
     """Return the fields, which held garbage before, and the rows of ``work`` in use."""
     arrays = LAYOUT.arrays(np.full(LAYOUT.num_bytes // 4, GARBAGE, np.int32).view(np.uint8))
-    used = fill_inputs(
-        arrays,
-        batch,
-        bucket,
-        rows_per_tile=rows_per_tile,
-        num_kv_heads=SHAPE.num_kv_heads,
-        num_ctas=NUM_CTAS,
-        partials_capacity=1000,
-        block_size=BLOCK_SIZE,
-    )
+    used = fill_inputs(arrays, batch, bucket, work_lists=lists_for(rows_per_tile), block_size=BLOCK_SIZE)
     return arrays, used
+
+
+def lists_for(rows_per_tile: int) -> WorkLists:
+    """Return what makes the work lists of steps."""
+    heads = SHAPE.num_kv_heads
+    return WorkLists(num_kv_heads=heads, rows_per_tile=rows_per_tile, num_ctas=NUM_CTAS, num_places=1000)
 
 
 def expected_items(batch: StepBatch, rows_per_tile: int) -> Int32Array:
@@ -85,7 +82,7 @@ def expected_items(batch: StepBatch, rows_per_tile: int) -> Int32Array:
         num_kv_heads=SHAPE.num_kv_heads,
         rows_per_tile=rows_per_tile,
         num_ctas=NUM_CTAS,
-        partials_capacity=1000,
+        num_places=1000,
     ).items
 
 
@@ -153,16 +150,7 @@ def test_what_the_kernels_cannot_do_is_refused_before_anything_is_written() -> N
     late = batch_of([(3, 5)])
     late.slot_mapping[2] = -1
     many = batch_of([(65, 5)])
-    for batch, error in ((late, SlotsNotTrailing), (many, TooManyNewTokens)):
-        with pytest.raises(error):
-            fill_inputs(
-                arrays,
-                batch,
-                batch.num_rows,
-                rows_per_tile=1,
-                num_kv_heads=2,
-                num_ctas=1,
-                partials_capacity=9,
-                block_size=BLOCK_SIZE,
-            )
+    for batch, reason in ((late, "row 2 has no slot"), (many, "65 new tokens")):
+        with pytest.raises(WorkListError, match=reason):
+            fill_inputs(arrays, batch, batch.num_rows, work_lists=lists_for(1), block_size=BLOCK_SIZE)
     assert not any(values.any() for values in arrays.values())

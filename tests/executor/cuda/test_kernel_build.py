@@ -140,7 +140,7 @@ class PickyLoad:
 
 @pytest.mark.parametrize(
     ("refused", "part"),
-    [("copy_blocks", "copies of blocks"), ("draw", "sampling"), ("attention_mma", "attention of several rows")],
+    [("copy_blocks", "copies of blocks"), ("draw", "sampling"), ("gemm", "steps of 3 to 64 rows")],
 )
 def test_a_kernel_that_does_not_compile_costs_its_part_only(refused: str, part: str) -> None:
     """All other kernels are there, and the reason is kept."""

@@ -20,16 +20,13 @@ from ferrule_server.executor.cuda.kernel_choice import (
     attention_grid,
     attention_spec,
     gemv_spec,
-    max_attention_grid,
-    partial_rows,
-    rows_per_tile,
     shape_of,
     specs_needed,
     unsupported_reason,
 )
 from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.cuda.weights import adopt_weights
-from ferrule_server.kernels.cuda import attention_mma, copy_blocks
+from ferrule_server.kernels.cuda import attention, copy_blocks
 from ferrule_server.kernels.cuda.logit_rows import num_slices
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, SHARED_LIMITS, KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.toolchain.catalog import OPS, kernels_of
@@ -51,7 +48,7 @@ def test_what_steps_need_is_shipped(name: str) -> None:
         assert spec.shared_bytes <= shipped[spec.name].shared_bytes
         assert replace(spec, shared_bytes=0) == replace(shipped[spec.name], shared_bytes=0)
     assert set(needed[True]) <= set(needed[False])
-    assert {"gemv", "head", "attention"}.isdisjoint(spec.kernel.__name__ for spec in needed[True])
+    assert {"gemv", "head"}.isdisjoint(spec.kernel.__name__ for spec in needed[True])
     constants = [dict(spec.constants) for spec in needed[False]]
     assert not any(one.get("TREE") for one in constants)
     movers = {op.name for op in OPS} & {"copy_blocks"}
@@ -61,7 +58,7 @@ def test_what_steps_need_is_shipped(name: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_no_step_asks_for_more_than_was_said(kind: str, is_deterministic: bool) -> None:
-    """Every size of a graph, decode and not, uses every kernel but those behind the logits and between steps."""
+    """Every size of a graph uses every kernel but those behind the logits and between steps."""
     executor = tiny_executor(kind, num_layers=1)
     assert executor.plain_weights is not None
     shape, gpu = shape_of(executor.info.model.config), FakeGpu(num_sms=3)
@@ -70,7 +67,7 @@ def test_no_step_asks_for_more_than_was_said(kind: str, is_deterministic: bool) 
     chain = StepChain(
         KernelSet(gpu, dict.fromkeys(specs, CUBIN)),
         adopt_weights(gpu, executor.plain_weights, executor.info.model.config, 256),
-        DecodeBuffers(gpu, shape, limits, max_attention_grid(shape, 3)),
+        DecodeBuffers(gpu, shape, limits, attention_grid(shape, 3)),
         executor.pool,
         shape=shape,
         eps=1e-6,
@@ -78,10 +75,7 @@ def test_no_step_asks_for_more_than_was_said(kind: str, is_deterministic: bool) 
     used = {
         launch.spec.name
         for num_rows in bucket_sizes(limits.max_rows)
-        for is_decode in (False, True)
-        for launch in chain.operations(
-            num_rows, is_decode=is_decode, stores_logits=True, is_deterministic=is_deterministic
-        )
+        for launch in chain.operations(num_rows, stores_logits=True, is_deterministic=is_deterministic)
         if isinstance(launch, FakeLaunch)
     }
     behind = {"log_sum_exp", "sample", "top_k"}
@@ -135,12 +129,13 @@ def test_other_data_types_and_blocks_are_refused() -> None:
 def test_every_kernel_of_a_supported_shape_fits_every_gpu(
     all_specs: frozenset[KernelSpec], capability: tuple[int, int]
 ) -> None:
-    """One CTA fits, with the registers that the compiler may give it; the driver's own check agrees."""
+    """One CTA fits, with the registers that the compiler may give it, of attention all that are planned."""
     gpu, whole = FakeGpu(capability=capability), MULTIPROCESSORS[capability]
     assert gpu.info.shared_bytes_per_cta == whole.max_shared_bytes_per_cta
     for spec in all_specs:
         num_registers = min(255, whole.num_registers // (2 * spec.ctas_per_sm * spec.num_threads))
-        assert whole.ctas(spec.num_threads, num_registers, spec.shared_bytes) >= 1, spec
+        needed = spec.ctas_per_sm if spec.kernel is attention.attention else 1
+        assert whole.ctas(spec.num_threads, num_registers, spec.shared_bytes) >= needed, spec
         gpu.load(spec, CUBIN)
 
 
@@ -154,7 +149,7 @@ def all_specs() -> frozenset[KernelSpec]:
         for block_size, is_deterministic, limit in ways
         for spec in (
             *specs_needed(shape, is_deterministic=is_deterministic, block_size=block_size, limit=limit),
-            attention_mma.spec(shape, TREE=True, BLOCK_SIZE=block_size),
+            attention.spec(shape, TREE=True, BLOCK_SIZE=block_size),
         )
     )
 
@@ -174,29 +169,10 @@ def test_the_largest_vocabulary_is_one_the_kernels_take() -> None:
         num_slices(kernel_choice.MAX_VOCAB_SIZE + 1)
 
 
-def test_attention_of_a_step() -> None:
-    """CUDA cores where every sequence has one row and few heads share its KV; tensor cores else, and for equal bits."""
-
-    def kernel(shape: ModelShape, *, is_decode: bool, is_deterministic: bool) -> str:
-        return attention_spec(shape, 32, is_decode=is_decode, is_deterministic=is_deterministic).kernel.__name__
-
-    assert kernel(QWEN, is_decode=True, is_deterministic=False) == "attention"
-    assert kernel(QWEN, is_decode=False, is_deterministic=False) == "attention_mma"
-    assert kernel(QWEN, is_decode=True, is_deterministic=True) == "attention_mma"
-    wide = replace(QWEN, num_kv_heads=4)
-    assert kernel(wide, is_decode=True, is_deterministic=False) == "attention_mma"
-    assert dict(attention_spec(QWEN, 32, is_decode=True, is_deterministic=False).constants)["BLOCK_SIZE"] == 32
-
-
-def test_work_lists_fit_the_attention_of_a_step() -> None:
-    """Tokens per tile, rows per partial and CTAs are those of the kernel."""
-    decode, verify = {"is_decode": True, "is_deterministic": False}, {"is_decode": False, "is_deterministic": False}
-    assert (rows_per_tile(QWEN, **decode), rows_per_tile(QWEN, **verify)) == (1, 4)
-    assert (partial_rows(QWEN, **decode), partial_rows(QWEN, **verify)) == (4, 16)
-    assert partial_rows(replace(QWEN, num_heads=24), **decode) == 4  # three heads, padded
-    assert rows_per_tile(replace(QWEN, num_heads=24), **verify) == 5
-    assert (attention_grid(LLAMA, 132, **decode), attention_grid(LLAMA, 132, **verify)) == (132, 264)
-    assert (max_attention_grid(LLAMA, 132), max_attention_grid(QWEN, 132)) == (264, 132)
+def test_attention_is_one_kernel_of_the_pools_blocks() -> None:
+    """Whose grid is as many CTAs as it is planned with."""
+    assert dict(attention_spec(QWEN, 32).constants)["BLOCK_SIZE"] == 32
+    assert (attention_grid(LLAMA, 132), attention_grid(QWEN, 132)) == (264, 132)
 
 
 def test_linears_of_one_epilogue_share_a_kernel() -> None:

@@ -32,7 +32,7 @@ def test_the_border_to_torch_is_one_number(most: int, monkeypatch: pytest.Monkey
     """Steps of more rows are multiplied by torch, but for those that promise bits."""
     monkeypatch.setattr(linears, "GEMM_ROWS", {"sm_90a": most})
     bench = Bench(max_rows=72, num_layers=1, simulate=False)
-    step = {"is_decode": True, "stores_logits": True}
+    step = {"stores_logits": True}
     for num_rows in (1, 2, 3, 16, 17, 64, 65):
         kernels = {it.kernel for it in bench.chain.operations(num_rows, **step) if isinstance(it, FakeLaunch)}
         assert ("gemm" in kernels, "gemv" in kernels) == (2 < num_rows <= most, num_rows <= 2)

@@ -49,7 +49,7 @@ QWEN3_8B = ModelConfig(
     has_mlp_bias=False,
     eos_ids=(),
 )
-TINY = replace(QWEN3_8B, vocab_size=1001, hidden_size=64, intermediate_size=72, num_layers=2, num_heads=4, head_dim=64)
+TINY = replace(QWEN3_8B, vocab_size=1001, hidden_size=64, intermediate_size=72, num_layers=2, num_heads=8, head_dim=64)
 BLOCK_BYTES = bytes_per_block(QWEN3_8B, 16, torch.bfloat16)
 
 
@@ -190,7 +190,7 @@ def test_a_step_has_no_more_launches_than_planned(kind: str) -> None:
     )
     for num_rows in (1, 2, 4, 64, 80):
         for output_kind in OutputKind:
-            operations = toy._operations(GraphKey(num_rows, False, output_kind, keeps_rows=True))
+            operations = toy._operations(GraphKey(num_rows, output_kind, keeps_rows=True))
             launches = sum(_num_kernels(operation) for operation in operations)
             assert launches <= num_launches(executor.info.model.config), (num_rows, output_kind)
 

@@ -30,8 +30,8 @@ def keys() -> Iterator[GraphKey]:
     """Yield keys of every sort."""
     sizes, flags = (1, 2, 4, 64, 80), (False, True)
     kinds = [kind for kind in OutputKind if kind is not OutputKind.TORCH]
-    for num_rows, is_decode, kind, has_outputs, keeps_rows in product(sizes, flags, kinds, flags, flags):
-        yield GraphKey(num_rows, is_decode, kind, has_outputs, keeps_rows)
+    for num_rows, kind, has_outputs, keeps_rows in product(sizes, kinds, flags, flags):
+        yield GraphKey(num_rows, kind, has_outputs, keeps_rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,7 +41,7 @@ def test_every_kernel_is_of_a_part(kind: str) -> None:
     assert {name for name in names if not part_of(name)} == ESSENTIAL
     listed = [kernel for part in PARTS for kernel in part.kernels]
     assert len(listed) == len(set(listed))
-    assert set(listed) - names <= {GRAPHS, "attention"}
+    assert set(listed) - names == {GRAPHS}
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "wide group"])
@@ -58,7 +58,7 @@ def test_steps_launch_the_kernels_of_the_parts_that_serve_them(kind: str) -> Non
 def test_a_choice_that_has_failed_is_made_by_torch_and_a_step_that_has_failed_is_not_run() -> None:
     """In this order: what torch may choose from is still computed by the kernels."""
     parts = WorkingParts(shape_of(tiny_config()), {"log-probabilities": "no"})
-    key = GraphKey(1, True, OutputKind.TOP)
+    key = GraphKey(1, OutputKind.TOP)
     assert not parts.serve(key)
     assert parts.largest_kind(key) is OutputKind.SAMPLE
     assert WorkingParts(shape_of(tiny_config()), {}).largest_kind(key) is OutputKind.TOP
@@ -75,7 +75,6 @@ def test_a_choice_that_has_failed_is_made_by_torch_and_a_step_that_has_failed_is
 
 ONE = rows_of([1], [4])
 FOUR = rows_of([1, 2, 3, 4], [4, 5, 6, 9])
-SEVERAL = rows_of([1, 2, 3], [4, 5, 6], counts=[3])
 
 
 def asking(**wanted: object) -> StepBatch:
@@ -92,8 +91,6 @@ CASES = [
     pytest.param("gemv", ONE, "torch", FOUR, id="gemv"),
     pytest.param("head", ONE, "torch", FOUR, id="head"),
     pytest.param("gemm", FOUR, "torch", ONE, id="gemm"),
-    pytest.param("attention", ONE, "torch", SEVERAL, id="attention"),
-    pytest.param("attention_mma", SEVERAL, "torch", ONE, id="attention_mma"),
     pytest.param("shape_and_select", SAMPLED, "kernels+torch", ONE, id="shape_and_select"),
     pytest.param("draw", SAMPLED, "kernels+torch", ONE, id="draw"),
     pytest.param("log_sum_exp", SCORED, "kernels+torch", SAMPLED, id="log_sum_exp"),
@@ -143,7 +140,7 @@ def test_a_kernel_that_is_refused_takes_out_its_part(
     assert_left(executor, kernel)
     while executor.tend():
         pass
-    assert executor.can_submit(other) == (other is not SEVERAL)
+    assert executor.can_submit(other)
     assert not executor.can_submit(needing)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [f"event=part_falls_back reason='{part_of(kernel)}: refused on purpose'"]
@@ -256,8 +253,8 @@ def test_a_refusal_that_is_the_first_sign_of_a_lost_device_loses_it() -> None:
 def test_a_mixed_step_says_of_each_row_how_it_was_computed() -> None:
     """In the order of the outputs."""
     executor, gpu = opened()
-    gpu.fail("launch attention_mma", GpuError("refused on purpose"))
-    executor.run(SEVERAL)
+    gpu.fail("launch gemm", GpuError("refused on purpose"))
+    executor.run(FOUR)
     long = rows_of([1, *range(20), 5], [4, *range(20), 6], counts=[1, 20, 1], outputs=[0, 20, 21])
     assert executor.run(long).paths == ["kernels", "torch", "kernels"]
     assert GREEDY in long.output_specs

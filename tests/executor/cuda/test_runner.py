@@ -72,7 +72,7 @@ def test_a_step_runs_in_the_smallest_bucket(num_rows: int, bucket: int) -> None:
 
 
 def test_what_decides_a_graph() -> None:
-    """Rows, decode or not, kind, outputs or none, rows kept or not; neither one sequence more nor another length."""
+    """Rows, kind, outputs or none, rows kept or not; neither a verify nor one sequence more nor another length."""
     toy = Toy(max_rows=16)
     toy.runner.run(rows_of([1, 2, 3], [4, 5, 6]))
     toy.runner.run(rows_of([1, 2, 3, 4], [4, 5, 6, 9]))
@@ -80,13 +80,12 @@ def test_what_decides_a_graph() -> None:
     toy.runner.run(rows_of([1, 2, 3, 4], [4, 5, 6, 6], counts=[3, 1], outputs=[1]))
     toy.runner.run(rows_of([1, 2, 3], [4, 5, 6], outputs=[]))
     toy.runner.run(rows_of([1, 2, 3], [4, 5, 6], spec=FULL))
-    assert toy.runner.state.preparation == "capturing graphs, 4 left"
+    assert toy.runner.state.preparation == "capturing graphs, 3 left"
     toy.capture()
     assert set(toy.runner.captured) == {
-        GraphKey(4, True, OutputKind.GREEDY),
-        GraphKey(4, False, OutputKind.GREEDY),
-        GraphKey(4, True, OutputKind.GREEDY, False),
-        GraphKey(4, True, OutputKind.GREEDY, keeps_rows=True),
+        GraphKey(4, OutputKind.GREEDY),
+        GraphKey(4, OutputKind.GREEDY, False),
+        GraphKey(4, OutputKind.GREEDY, keeps_rows=True),
     }
     assert toy.runner.state.captured_batch_sizes == (4,)
 

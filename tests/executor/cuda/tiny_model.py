@@ -30,7 +30,7 @@ KINDS = {
         "mlp_bias": True,
     },
 }
-"""What differs from model to model; the last has more query heads per KV head than the kernel for decode takes."""
+"""What differs from model to model; two rows of the last are more query rows than one product of attention takes."""
 
 
 def tiny_config(kind: str = "qwen3", *, num_layers: int = 2) -> ModelConfig:

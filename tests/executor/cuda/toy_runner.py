@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs
 from ferrule_server.executor.cuda.cuda_device import CudaDevice
 from ferrule_server.executor.cuda.graphs import GraphKey
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
-from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed
+from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed
 from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner, create_runner
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
@@ -47,12 +48,12 @@ def limits_of(max_rows: int) -> Limits:
 
 
 def num_ctas_of(executor: TorchExecutor, gpu: FakeGpu) -> int:
-    """Return the largest grid."""
-    return max_attention_grid(shape_of(executor.info.model.config), gpu.info.num_sms)
+    """Return the grid of attention."""
+    return attention_grid(shape_of(executor.info.model.config), gpu.info.num_sms)
 
 
 def executor_over(
-    gpu: FakeGpu, inner: TorchExecutor, build: KernelBuild, *, is_deterministic: bool = False, **options: bool
+    gpu: FakeGpu, inner: TorchExecutor, build: KernelBuild, *, is_deterministic: bool = False, **options: Any
 ) -> FallbackExecutor:
     """Return an executor whose kernels come from a build that was started."""
 

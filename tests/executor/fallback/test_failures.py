@@ -174,7 +174,7 @@ def test_a_refused_part_costs_only_the_steps_that_need_it(has_pending: bool, cap
     first = world.executor.submit(world.decode(4, 5))
     if not has_pending:
         first.result()
-    world.gpu.fail("submit", Refused("no image", "attention"))
+    world.gpu.fail("submit", Refused("no image", "gemv"))
     second = world.executor.submit(world.fed(1, 0))
     rows = [first.result(), second.result()]
     expected = [plain.executor.run(plain.decode(4, 5))]
@@ -183,13 +183,13 @@ def test_a_refused_part_costs_only_the_steps_that_need_it(has_pending: bool, cap
     assert [set(each.paths) for each in rows] == [{"kernels"}, {"torch"}]
     assert world.pool() == plain.pool()
     state = world.executor.state
-    assert (state.name, state.fallback_reason) == ("numba-cuda", "attention of decodes: no image")
+    assert (state.name, state.fallback_reason) == ("numba-cuda", "steps of 1 or 2 rows: no image")
     assert not world.executor.can_submit(world.decode(4, 5))
     assert set(world.executor.run(world.decode(4, 5)).paths) == {"torch"}
-    several = world.stepper.batch(Piece(world.seqs[0], [4, 5], spec=GREEDY))
+    several = world.stepper.batch(Piece(world.seqs[0], [4, 5, 6], spec=GREEDY))
     assert set(world.executor.run(several).paths) == {"kernels"}
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["event=part_falls_back reason='attention of decodes: no image'"]
+    assert warnings == ["event=part_falls_back reason='steps of 1 or 2 rows: no image'"]
 
 
 def test_copies_may_be_the_part_that_fails() -> None:

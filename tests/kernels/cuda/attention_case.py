@@ -1,4 +1,4 @@
-"""Steps for the attention kernels: sequences, what is in the pool of them, and the answer in plain torch."""
+"""Steps for attention: sequences, what is in the pool of them, and the answer in plain torch."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ class Step:
             block_tables=tables,
         )
 
-    def work_list(self, num_ctas: int, *, rows_per_tile: int, split: int) -> WorkList:
+    def work_list(self, num_ctas: int, *, rows_per_tile: int, split: int, is_tree: bool) -> WorkList:
         """Return what each of so many CTAs does."""
         return make_work_list(
             cu_seqlens_q=self.cu_seqlens_q,
@@ -192,6 +192,7 @@ class Step:
             rows_per_tile=rows_per_tile,
             num_ctas=num_ctas,
             split=split,
+            is_tree=is_tree,
         )
 
 

@@ -12,14 +12,13 @@ from ferrule_server.kernels.cuda.work_list import (
     MAX_NEW,
     SEGMENT,
     SPLIT,
-    DecodeLists,
-    SlotsNotTrailing,
-    TooManyNewTokens,
     WorkList,
+    WorkListError,
+    WorkLists,
     count_new_tokens,
     make_work_list,
     max_items,
-    max_partials,
+    max_places,
 )
 
 Row = dict[str, int]
@@ -73,7 +72,7 @@ def check_integrity(work: WorkList, arrays: dict[str, Any], *, rows_per_tile: in
     items = [item for chain in chains(work) for item in chain]
     assert len(items) == np.count_nonzero(work.items[:, FIELDS.index("num_rows")])
     written: set[tuple[int, int, int]] = set()
-    partials: list[int] = []
+    places: list[int] = []
     for tile in range(work.num_tiles):
         own = sorted((item for item in items if item["tile"] == tile), key=lambda item: item["first_split"])
         seq, last = own[0]["seq"], own[-1]
@@ -86,19 +85,19 @@ def check_integrity(work: WorkList, arrays: dict[str, Any], *, rows_per_tile: in
         assert last["first_row"] + last["num_rows"] <= arrays["cu_seqlens_q"][seq + 1]
         assert last["num_rows"] <= rows_per_tile
         assert last["first_new_row"] == arrays["cu_seqlens_q"][seq + 1] - arrays["num_new"][seq]
-        place = own[0]["tile_first_partial"]
+        place = own[0]["tile_first_place"]
+        assert own[0]["tile_num_partials"] == (sum(map(leaves, own)) if len(own) > 1 else 0)
         for item in own:
-            assert item["first_partial"] == place
-            made = leaves(item) if len(own) > 1 else 0
-            partials += range(place, place + made)
+            assert item["first_place"] == place
+            made = item["num_rows"] * leaves(item) if len(own) > 1 else 0
+            places += range(place, place + made)
             place += made
             assert item["kv_len"] == arrays["kv_lens"][seq]
             for token in range(item["kv_len"] - item["num_new"], item["kv_len"]):
                 if item["writes_new"] and item["first_split"] <= token // SPLIT < item["end_split"]:
                     assert (seq, item["kv_head"], token) not in written
                     written.add((seq, item["kv_head"], token))
-        assert own[0]["tile_num_partials"] == place - own[0]["tile_first_partial"]
-    assert sorted(partials) == list(range(work.num_partials))
+    assert sorted(places) == list(range(work.num_places))
     assert len(written) == arrays["num_new"].sum() * 2
 
 
@@ -117,7 +116,7 @@ def test_every_split_and_every_new_token_is_done_once(num_ctas: int, rows_per_ti
         work = make(arrays, num_ctas=num_ctas, rows_per_tile=rows_per_tile, is_tree=is_tree)
         check_integrity(work, arrays, rows_per_tile=rows_per_tile, is_tree=is_tree)
         assert len(work.items) <= max_items(work.num_tiles, num_ctas)
-        assert work.num_partials <= max_partials(work.num_tiles, num_ctas, int(kv_lens.max()))
+        assert work.num_places <= max_places(work.num_tiles, num_ctas, int(kv_lens.max()), rows_per_tile=rows_per_tile)
 
 
 @pytest.mark.parametrize(
@@ -140,15 +139,15 @@ def test_ctas_are_evenly_loaded(kv_lens: list[int], most: float) -> None:
 def test_short_sequences_are_left_whole() -> None:
     """A sequence of at most a segment is never shared where there are enough others."""
     work = make(step([300] * 40), num_kv_heads=8, num_ctas=132)
-    assert work.num_partials == 0
+    assert work.num_places == 0
 
 
 def test_sequences_are_left_whole_where_partials_would_not_fit() -> None:
     """The capacity for partials bounds what is cut."""
     arrays = step([9000, 300, 20000])
-    assert make(arrays).num_partials > 20
-    work = make(arrays, partials_capacity=20)
-    assert work.num_partials == 0
+    assert make(arrays).num_places > 20
+    work = make(arrays, num_places=20)
+    assert work.num_places == 0
     check_integrity(work, arrays, rows_per_tile=1, is_tree=False)
 
 
@@ -166,22 +165,22 @@ def test_new_tokens_are_counted_by_their_slots() -> None:
 
 def test_a_row_with_a_slot_before_one_without_is_refused() -> None:
     """The kernels take the K and V of the last rows from the projection, all others from the pool."""
-    with pytest.raises(SlotsNotTrailing, match="row 2"):
+    with pytest.raises(WorkListError, match="row 2"):
         count_new_tokens(np.array([4, 5, -1], np.int32), np.array([0, 3], np.int32))
 
 
 def test_more_new_tokens_than_shared_memory_holds_are_refused() -> None:
     """Their number is bounded; longer prompts go through several steps."""
     rows = MAX_NEW + 1
-    with pytest.raises(TooManyNewTokens, match="sequence 0 brings 65"):
+    with pytest.raises(WorkListError, match="sequence 0 brings 65"):
         make(step([100], [rows], [rows]))
-    with pytest.raises(TooManyNewTokens):
+    with pytest.raises(WorkListError, match="sequence 0 brings 65"):
         count_new_tokens(np.arange(rows, dtype=np.int32), np.array([0, rows], np.int32))
 
 
 @pytest.mark.parametrize("num_seqs", [0, 2])
 def test_a_step_without_rows_is_a_list_without_work(num_seqs: int) -> None:
-    """Where one attention kernel serves all sequences, the other one still runs in the captured step."""
+    """The kernel runs in the captured step all the same."""
     none = np.zeros(num_seqs, np.int32)
     work = make_work_list(
         cu_seqlens_q=np.zeros(num_seqs + 1, np.int32),
@@ -194,14 +193,14 @@ def test_a_step_without_rows_is_a_list_without_work(num_seqs: int) -> None:
     )
     assert not work.items.any()
     assert work.items.shape == (3, len(FIELDS))
-    assert (work.num_tiles, work.num_partials) == (0, 0)
+    assert (work.num_tiles, work.num_places) == (0, 0)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_lists_of_decode_steps_are_those_made_anew(seed: int) -> None:
     """Over steps in which sequences grow by a token, come, go and are read again, whether the last list does or not."""
     rng = np.random.default_rng(seed)
-    lists = DecodeLists(num_kv_heads=2, num_ctas=12, partials_capacity=20)
+    lists = WorkLists(num_kv_heads=2, rows_per_tile=3, num_ctas=12, num_places=20)
     kv_lens = rng.integers(1, 5 * SPLIT, 1 + 6 * (seed % 3)).astype(np.int32)
     for number in range(400):
         kv_lens += 1
@@ -209,5 +208,13 @@ def test_lists_of_decode_steps_are_those_made_anew(seed: int) -> None:
             kv_lens = rng.permutation(np.append(kv_lens[1:], rng.integers(1, 3 * SPLIT, 2))).astype(np.int32)
         has_slot = rng.random(len(kv_lens)) < (0.5 if number % 11 == 0 else 1.0)
         arrays = step(kv_lens.tolist(), new=has_slot.astype(int).tolist())
-        expected = make(arrays, partials_capacity=20).items
-        np.testing.assert_array_equal(lists.items(kv_lens, has_slot), expected, str(number))
+        expected = make(arrays, num_places=20).items
+        slots = np.where(has_slot, 5, -1).astype(np.int32)
+        found = lists.items(arrays["cu_seqlens_q"], kv_lens, slots, arrays["positions"])
+        np.testing.assert_array_equal(found, expected, str(number))
+        if number % 50 == 49:  # a step of another kind in between
+            verify = step([40, 300], [2, 5])
+            others = lists.items(
+                verify["cu_seqlens_q"], verify["kv_lens"], np.arange(7, dtype=np.int32), verify["positions"]
+            )
+            np.testing.assert_array_equal(others, make(verify, num_places=20, rows_per_tile=3).items, str(number))

@@ -25,12 +25,12 @@ from ferrule_server.executor.cuda.block_copies import PAIR_LAYOUT
 from ferrule_server.executor.cuda.gpu import Gpu
 from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout, pack
 from ferrule_server.kernels.cuda import gemm
-from ferrule_server.kernels.cuda.attention_mma import ROWS
+from ferrule_server.kernels.cuda.append import ROWS
 from ferrule_server.kernels.cuda.logit_rows import DEFAULT_SLICE
 from ferrule_server.kernels.cuda.sample import BORDER_BYTES, RECORD, mask_bytes
 from ferrule_server.kernels.cuda.spec import ModelShape
 from ferrule_server.kernels.cuda.top_k import LARGEST_K
-from ferrule_server.kernels.cuda.work_list import FIELDS, max_items, max_partials
+from ferrule_server.kernels.cuda.work_list import FIELDS, max_items, max_places
 
 __all__ = ["TABLE_WIDTH", "DecodeBuffers", "Limits", "decode_buffer_bytes", "input_layout", "result_layout"]
 
@@ -116,7 +116,7 @@ class DecodeBuffers:
         gpu: Where to allocate.
         shape: Of the model.
         limits: Of a step.
-        num_ctas: The largest grid of an attention kernel or of the output head.
+        num_ctas: The grid of attention; that of the output head is no larger.
 
     Attributes:
         limits: As given.
@@ -156,7 +156,7 @@ class DecodeBuffers:
     attention_tickets: Tensor
     """int32 [R * num_kv_heads], 0 between steps."""
     attention_partials: Tensor
-    """float32 [partials, 16, head_dim + 4]; see :meth:`partials_capacity`."""
+    """float32 [places, num_heads / num_kv_heads, head_dim + 4], places as the work list counts them."""
     gemm_partials: Tensor
     """float32, scratch of linears whose K is split among CTAs."""
     gemm_tickets: Tensor
@@ -191,16 +191,6 @@ class DecodeBuffers:
         self.result = self.result_layout.views(self.results)
         self.shaped = self.logits[limits.max_rows :]
 
-    def partials_capacity(self, rows_per_tile: int) -> int:
-        """Return how many partials of attention fit.
-
-        Args:
-            rows_per_tile: Rows of a partial, query tokens times query heads: 16 for ``attention_mma``, for
-                ``attention`` as many as its R.
-        """
-        width = self.attention_partials.shape[-1]
-        return self.attention_partials.numel() // (rows_per_tile * width)
-
 
 def decode_buffer_bytes(shape: ModelShape, limits: Limits, num_ctas: int) -> int:
     """Return what a :class:`DecodeBuffers` takes of the device, without making one."""
@@ -211,10 +201,9 @@ def decode_buffer_bytes(shape: ModelShape, limits: Limits, num_ctas: int) -> int
 def _tensors(shape: ModelShape, limits: Limits, num_ctas: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of every tensor, by the name of its attribute."""
     rows, num_slices = limits.max_rows, -(-shape.vocab_size // DEFAULT_SLICE)
-    num_tiles, head_row = rows * shape.num_kv_heads, shape.head_dim + 4
-    num_partials = min(
-        max_partials(num_tiles, num_ctas, limits.max_context), _LARGEST_PARTIALS_BYTES // (ROWS * head_row * 4)
-    )
+    num_tiles, place = rows * shape.num_kv_heads, (shape.group, shape.head_dim + 4)
+    num_places = max_places(num_tiles, num_ctas, limits.max_context, rows_per_tile=ROWS // shape.group)
+    num_places = min(num_places, _LARGEST_PARTIALS_BYTES // (4 * prod(place)))
     return {
         "inputs": ((input_layout(shape, limits, num_ctas).num_bytes,), torch.uint8),
         "results": ((result_layout(limits).num_bytes,), torch.uint8),
@@ -226,7 +215,7 @@ def _tensors(shape: ModelShape, limits: Limits, num_ctas: int) -> dict[str, tupl
         "gated": ((rows, shape.intermediate_size), torch.bfloat16),
         "logits": ((2 * rows, shape.vocab_size), torch.float32),
         "attention_tickets": ((num_tiles,), torch.int32),
-        "attention_partials": ((num_partials, ROWS, head_row), torch.float32),
+        "attention_partials": ((num_places, *place), torch.float32),
         "gemm_partials": (gemm.scratch(shape)[:1], torch.float32),
         "gemm_tickets": (gemm.scratch(shape)[1:], torch.int32),
         "head_partials": ((num_ctas, _HEAD_ROWS), torch.int64),

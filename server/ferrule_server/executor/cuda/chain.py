@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ferrule_server.executor.cuda import kernel_choice
 from ferrule_server.executor.cuda.buffers import TABLE_WIDTH, DecodeBuffers
 from ferrule_server.executor.cuda.gpu import Launch, Operation
+from ferrule_server.executor.cuda.kernel_choice import attention_grid, attention_spec
 from ferrule_server.executor.cuda.kernel_set import Arguments, KernelSet
 from ferrule_server.executor.cuda.linears import StepParts, linears_for
 from ferrule_server.executor.cuda.weights import StepWeights
-from ferrule_server.kernels.cuda import attention_mma, embed
-from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda import embed
+from ferrule_server.kernels.cuda.append import ROWS
+from ferrule_server.kernels.cuda.spec import ModelShape
+from ferrule_server.kernels.cuda.work_list import WorkLists
 
 __all__ = ["StepChain"]
 
@@ -54,33 +56,20 @@ class StepChain:
         """Slots per block."""
         return self._pool.shape[4]
 
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads, which the work list of a step is made for."""
-        return self._parts.shape.num_kv_heads
-
-    def attention_grid(self, *, is_decode: bool, is_deterministic: bool = False) -> int:
-        """Return the CTAs that the work list of a step is made for."""
-        num_sms = self._parts.kernels.gpu.info.num_sms
-        return kernel_choice.attention_grid(
-            self._parts.shape, num_sms, is_decode=is_decode, is_deterministic=is_deterministic
+    def work_lists(self) -> WorkLists:
+        """Return what makes the work lists of attention."""
+        shape, kernels = self._parts.shape, self._parts.kernels
+        return WorkLists(
+            num_kv_heads=shape.num_kv_heads,
+            rows_per_tile=ROWS // shape.group,
+            num_ctas=attention_grid(shape, kernels.gpu.info.num_sms),
+            num_places=len(self._parts.buffers.attention_partials),
         )
-
-    def rows_per_tile(self, *, is_decode: bool, is_deterministic: bool = False) -> int:
-        """Return how many tokens a tile of the work list of a step has."""
-        return kernel_choice.rows_per_tile(self._parts.shape, is_decode=is_decode, is_deterministic=is_deterministic)
-
-    def partials_capacity(self, *, is_decode: bool, is_deterministic: bool = False) -> int:
-        """Return how many partials of attention the work list of a step may leave."""
-        shape = self._parts.shape
-        rows = kernel_choice.partial_rows(shape, is_decode=is_decode, is_deterministic=is_deterministic)
-        return self._parts.buffers.partials_capacity(rows)
 
     def operations(
         self,
         num_rows: int,
         *,
-        is_decode: bool,
         stores_logits: bool,
         is_deterministic: bool = False,
         keeps_hidden: bool = False,
@@ -92,7 +81,6 @@ class StepChain:
 
         Args:
             num_rows: Of the step, padded ones included; their KV goes nowhere and their results mean nothing.
-            is_decode: Every sequence has one row.
             stores_logits: ``logits`` is written.
             is_deterministic: A row's bits do not depend on the rows beside it, nor on how its sequence is cut.
             keeps_hidden: ``normed`` holds the rows behind the final norm.
@@ -107,7 +95,7 @@ class StepChain:
         made: list[Operation] = [self._embed(num_rows)]
         for layer in range(self._parts.shape.num_layers):
             made += linears.project(layer)
-            made.append(self._attend(layer, is_decode, is_deterministic))
+            made.append(self._attend(layer))
             made += linears.finish(layer)
         if not has_outputs:
             return made
@@ -129,11 +117,10 @@ class StepChain:
         }
         return self._parts.kernels.prepare(embed.spec(), arguments, num_rows, starts_early=False)
 
-    def _attend(self, layer: int, is_decode: bool, is_deterministic: bool) -> Launch:
-        buffers, weights = self._parts.buffers, self._parts.weights
-        spec = self._attention_spec(is_decode, is_deterministic)
+    def _attend(self, layer: int) -> Launch:
+        parts, buffers, weights = self._parts, self._parts.buffers, self._parts.weights
         q_norm, k_norm = weights.layers[layer].q_norm, weights.layers[layer].k_norm
-        arguments: dict[str, int | float | Tensor] = {
+        arguments: Arguments = {
             "qkv": buffers.qkv,
             "q_norm": 0 if q_norm is None else q_norm,
             "k_norm": 0 if k_norm is None else k_norm,
@@ -149,16 +136,10 @@ class StepChain:
             "block_stride": self._pool.stride(0) * self._pool.itemsize,
             "layer_stride": self._pool.stride(1) * self._pool.itemsize,
             "layer": layer,
-            "num_kv_heads": self._parts.shape.num_kv_heads,
+            "num_kv_heads": parts.shape.num_kv_heads,
             "max_blocks": TABLE_WIDTH,
-            "eps": self._parts.eps,
+            "eps": parts.eps,
+            "masks": 0,
         }
-        if spec.kernel is attention_mma.attention_mma:
-            arguments["masks"] = 0
-        grid = self.attention_grid(is_decode=is_decode, is_deterministic=is_deterministic)
-        return self._parts.kernels.prepare(spec, arguments, grid)
-
-    def _attention_spec(self, is_decode: bool, is_deterministic: bool) -> KernelSpec:
-        return kernel_choice.attention_spec(
-            self._parts.shape, self.block_size, is_decode=is_decode, is_deterministic=is_deterministic
-        )
+        grid = attention_grid(parts.shape, parts.kernels.gpu.info.num_sms)
+        return parts.kernels.prepare(attention_spec(parts.shape, self.block_size), arguments, grid)

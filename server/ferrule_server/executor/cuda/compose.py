@@ -24,7 +24,7 @@ from ferrule_server.executor.cuda.cuda_device import CudaDevice
 from ferrule_server.executor.cuda.early_launch import EarlyLaunch
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuInfo
 from ferrule_server.executor.cuda.kernel_build import KernelBuild
-from ferrule_server.executor.cuda.kernel_choice import max_attention_grid, shape_of, specs_needed, unsupported_reason
+from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed, unsupported_reason
 from ferrule_server.executor.cuda.kernel_set import Trigger
 from ferrule_server.executor.cuda.memory_plan import format_plan, plan_memory
 from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner, create_runner
@@ -206,7 +206,7 @@ def prepare(config: ModelConfig, options: GpuOptions, *, open_gpu: Callable[[str
     has_kernels = gpu is not None and options.wants_kernels and not reason
     if options.is_deterministic and not has_kernels:
         raise ConfigError(f"--deterministic needs the kernels of a GPU: {reason}")
-    num_ctas = max_attention_grid(shape_of(config), gpu.info.num_sms) if gpu is not None and has_kernels else 0
+    num_ctas = attention_grid(shape_of(config), gpu.info.num_sms) if gpu is not None and has_kernels else 0
     limits = Limits(max_blocks=-(-options.max_context // BLOCK_SIZE), block_size=BLOCK_SIZE) if has_kernels else None
     plan = _planned(config, options, limits, num_ctas)
     for line in format_plan(plan).splitlines():

@@ -48,14 +48,12 @@ class GraphKey:
 
     Attributes:
         num_rows: Rows of the bucket.
-        is_decode: Every sequence has one row.
         kind: What the output rows that kernels choose for want.
         has_outputs: There are output rows; without, only KV is written.
         keeps_rows: Logits and the rows after the final norm are looked at after the step.
     """
 
     num_rows: int
-    is_decode: bool
     kind: OutputKind
     has_outputs: bool = True
     keeps_rows: bool = False

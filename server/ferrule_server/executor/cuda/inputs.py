@@ -9,7 +9,7 @@ import numpy as np
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, Int32Array, StepBatch
 from ferrule_server.executor.cuda.buffers import TABLE_WIDTH
 from ferrule_server.executor.cuda.layout import Array
-from ferrule_server.kernels.cuda.work_list import FIELDS, DecodeLists, count_new_tokens, make_work_list
+from ferrule_server.kernels.cuda.work_list import FIELDS, WorkLists
 
 __all__ = ["fill_inputs"]
 
@@ -21,12 +21,8 @@ def fill_inputs(
     batch: StepBatch,
     num_rows_bucket: int,
     *,
-    rows_per_tile: int,
-    num_kv_heads: int,
-    num_ctas: int,
-    partials_capacity: int,
+    work_lists: WorkLists,
     block_size: int,
-    decode_lists: DecodeLists | None = None,
 ) -> int:
     """Write ``token_ids``, ``positions``, ``slot_mapping`` and ``work`` of a step, and nothing else.
 
@@ -36,12 +32,8 @@ def fill_inputs(
         arrays: The fields of ``DecodeBuffers.inputs`` on the host, whatever they hold.
         batch: At most ``num_rows_bucket`` rows, at most ``work_list.MAX_NEW`` with a slot in each sequence, the last.
         num_rows_bucket: Rows that the kernels will run.
-        rows_per_tile: Query tokens of a tile of attention.
-        num_kv_heads: KV heads.
-        num_ctas: The grid of attention.
-        partials_capacity: How many partials of attention there is room for.
+        work_lists: Makes the work list.
         block_size: Slots per block.
-        decode_lists: Makes the work list, for the same heads, grid and capacity, where each sequence has one row.
 
     Returns:
         How many rows of ``work`` are in use.
@@ -49,19 +41,7 @@ def fill_inputs(
     Raises:
         WorkListError: The rows with slots are too many, or not the last of their sequence.
     """
-    if decode_lists is not None and batch.num_rows == batch.num_seqs:
-        items = decode_lists.items(batch.kv_lens, batch.slot_mapping >= 0)
-    else:
-        items = make_work_list(
-            cu_seqlens_q=batch.cu_seqlens_q,
-            kv_lens=batch.kv_lens,
-            num_new=count_new_tokens(batch.slot_mapping, batch.cu_seqlens_q),
-            positions=batch.positions,
-            num_kv_heads=num_kv_heads,
-            rows_per_tile=rows_per_tile,
-            num_ctas=num_ctas,
-            partials_capacity=partials_capacity,
-        ).items
+    items = work_lists.items(batch.cu_seqlens_q, batch.kv_lens, batch.slot_mapping, batch.positions)
     _fill_rows(arrays, batch, num_rows_bucket)
     return _fill_work(arrays["work"], items, batch, block_size)
 

@@ -10,7 +10,6 @@ import torch
 from ferrule_server.kernels.cuda import (
     add_norm,
     attention,
-    attention_mma,
     copy_blocks,
     embed,
     gemm,
@@ -18,6 +17,7 @@ from ferrule_server.kernels.cuda import (
     head,
     logit_rows,
 )
+from ferrule_server.kernels.cuda.append import ROWS
 from ferrule_server.kernels.cuda.spec import SHARED_LIMITS, KernelSpec, LinearShape, ModelShape
 from ferrule_server.kernels.cuda.toolchain.catalog import OPS, merged
 from ferrule_server.model.config import ModelConfig
@@ -34,9 +34,6 @@ __all__ = [
     "attention_spec",
     "gemm_spec",
     "gemv_spec",
-    "max_attention_grid",
-    "partial_rows",
-    "rows_per_tile",
     "shape_of",
     "specs_needed",
     "unsupported_reason",
@@ -97,8 +94,8 @@ def unsupported_reason(config: ModelConfig, dtype: torch.dtype, block_size: int)
         reasons.append(f"bfloat16, not {str(dtype).removeprefix('torch.')}")
     if config.head_dim not in HEAD_DIMS:
         reasons.append(f"heads of {' or '.join(map(str, HEAD_DIMS))} values, not {config.head_dim}")
-    if group > attention_mma.ROWS:
-        reasons.append(f"at most {attention_mma.ROWS} query heads per KV head, not {group}")
+    if group > ROWS:
+        reasons.append(f"at most {ROWS} query heads per KV head, not {group}")
     if block_size not in BLOCK_SIZES:
         reasons.append(f"blocks of {' or '.join(map(str, BLOCK_SIZES))} tokens, not {block_size}")
     if config.vocab_size > MAX_VOCAB_SIZE:
@@ -120,45 +117,14 @@ def gemm_spec(linear: LinearShape, num_rows: int) -> KernelSpec:
     return gemm.spec(TILES=gemm.tiles_for(num_rows), EPILOGUE=linear.epilogue, BIAS=linear.has_bias)
 
 
-def attention_spec(shape: ModelShape, block_size: int, *, is_decode: bool, is_deterministic: bool) -> KernelSpec:
-    """Return the attention of a step.
-
-    Args:
-        shape: Of the model.
-        block_size: Slots per block.
-        is_decode: Every sequence has one row.
-        is_deterministic: A row's bits must not depend on how many there are of its sequence.
-    """
-    if is_decode and not is_deterministic and shape.group in attention.PADDED:
-        return attention.spec(
-            GROUP=shape.group, ROWS=1, HEAD_DIM=shape.head_dim, QK_NORM=shape.has_qk_norm, BLOCK_SIZE=block_size
-        )
-    return attention_mma.spec(shape, TREE=False, BLOCK_SIZE=block_size)
+def attention_spec(shape: ModelShape, block_size: int) -> KernelSpec:
+    """Return the attention of every step."""
+    return attention.spec(shape, BLOCK_SIZE=block_size)
 
 
-def attention_grid(shape: ModelShape, num_sms: int, *, is_decode: bool, is_deterministic: bool) -> int:
-    """Return the CTAs that the work list of a step is made for."""
-    spec = attention_spec(shape, BLOCK_SIZES[0], is_decode=is_decode, is_deterministic=is_deterministic)
-    return num_sms * spec.ctas_per_sm
-
-
-def max_attention_grid(shape: ModelShape, num_sms: int) -> int:
-    """Return the largest :func:`attention_grid` of the model; no grid of the output head is larger."""
-    return max(
-        attention_grid(shape, num_sms, is_decode=is_decode, is_deterministic=False) for is_decode in (False, True)
-    )
-
-
-def rows_per_tile(shape: ModelShape, *, is_decode: bool, is_deterministic: bool) -> int:
-    """Return how many tokens a tile of the work list of a step has."""
-    spec = attention_spec(shape, BLOCK_SIZES[0], is_decode=is_decode, is_deterministic=is_deterministic)
-    return 1 if spec.kernel is attention.attention else attention_mma.ROWS // shape.group
-
-
-def partial_rows(shape: ModelShape, *, is_decode: bool, is_deterministic: bool) -> int:
-    """Return the rows of a partial of attention: tokens of a tile times query heads, padded."""
-    spec = attention_spec(shape, BLOCK_SIZES[0], is_decode=is_decode, is_deterministic=is_deterministic)
-    return attention.PADDED[shape.group] if spec.kernel is attention.attention else attention_mma.ROWS
+def attention_grid(shape: ModelShape, num_sms: int) -> int:
+    """Return the CTAs that the work list of a step is made for; no grid of the output head is larger."""
+    return num_sms * attention_spec(shape, BLOCK_SIZES[0]).ctas_per_sm
 
 
 def specs_needed(
@@ -186,5 +152,4 @@ def _chain_specs(shape: ModelShape, is_deterministic: bool, block_size: int, lim
     yield add_norm.spec(shape.hidden_size, ADD=False)
     if not is_deterministic:
         yield add_norm.spec(shape.hidden_size, ADD=True)
-    for is_decode in (False, True):
-        yield attention_spec(shape, block_size, is_decode=is_decode, is_deterministic=is_deterministic)
+    yield attention_spec(shape, block_size)

@@ -13,7 +13,7 @@ from typing import Final
 from ferrule_server.executor.cuda.choices import OutputKind
 from ferrule_server.executor.cuda.gpu import Refused
 from ferrule_server.executor.cuda.graphs import GRAPHS, GraphKey
-from ferrule_server.executor.cuda.kernel_choice import MAX_GEMM_ROWS, MAX_GEMV_ROWS, attention_spec
+from ferrule_server.executor.cuda.kernel_choice import MAX_GEMM_ROWS, MAX_GEMV_ROWS
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 
 __all__ = ["COPIES", "PARTS", "KernelPart", "WorkingParts", "part_of"]
@@ -34,19 +34,11 @@ class KernelPart:
     serves: Callable[[GraphKey, ModelShape], bool] | None
 
 
-def _attends_with(kernel: str) -> Callable[[GraphKey, ModelShape], bool]:
-    def serves(key: GraphKey, shape: ModelShape) -> bool:
-        spec = attention_spec(shape, 16, is_decode=key.is_decode, is_deterministic=False)
-        return spec.kernel.__name__ == kernel
-
-    return serves
-
-
 def _chooses(least: OutputKind) -> Callable[[GraphKey, ModelShape], bool]:
     return lambda key, _: least <= key.kind
 
 
-ESSENTIAL: Final = frozenset({"embed", "add_norm", "argmax"})
+ESSENTIAL: Final = frozenset({"embed", "attention", "add_norm", "argmax"})
 """Kernels that every step needs, or nearly every one: without them there is no path."""
 
 COPIES: Final = "copies of blocks"
@@ -58,8 +50,6 @@ PARTS: Final = (
         frozenset({"gemm"}),
         lambda key, _: MAX_GEMV_ROWS < key.num_rows <= MAX_GEMM_ROWS,
     ),
-    KernelPart("attention of decodes", frozenset({"attention"}), _attends_with("attention")),
-    KernelPart("attention of several rows", frozenset({"attention_mma"}), _attends_with("attention_mma")),
     KernelPart("sampling", frozenset({"shape_and_select", "draw"}), _chooses(OutputKind.SAMPLE)),
     KernelPart("log-probabilities", frozenset({"log_sum_exp"}), _chooses(OutputKind.SCORE)),
     KernelPart("top log-probabilities", frozenset({"gather_top_k"}), _chooses(OutputKind.TOP)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.toolchain.compile import Cubin
-from ferrule_server.kernels.cuda.work_list import MAX_NEW, DecodeLists
+from ferrule_server.kernels.cuda.work_list import MAX_NEW
 
 __all__ = ["NAME", "CudaDecodeRunner", "QueuedStep", "create_runner"]
 
@@ -101,7 +100,7 @@ class CudaDecodeRunner:
         self._is_deterministic = is_deterministic
         self._vocab_size = shape.vocab_size
         self._max_rows = min(buffers.limits.max_rows, MAX_GEMM_ROWS) if is_deterministic else buffers.limits.max_rows
-        self._attention = {way: _attention_of(chain, way, is_deterministic) for way in (False, True)}
+        self._work_lists = chain.work_lists()
         self._choice_specs = ChoiceSpecs.of(shape)
         self._uploads = UploadRing(gpu, "inputs", buffers.inputs, buffers.input_layout)
         self._downloads = DownloadRing(gpu, "results", buffers.results, buffers.result_layout)
@@ -261,7 +260,7 @@ class CudaDecodeRunner:
         if self._latest is None or self._latest[0] is not batch:
             has_outputs = len(batch.output_rows) > 0
             bucket = bucket_for(batch.num_rows, self._max_rows)
-            key = GraphKey(bucket, batch.num_rows == batch.num_seqs, OutputKind.TOP, has_outputs)
+            key = GraphKey(bucket, OutputKind.TOP, has_outputs)
             division = self._division(batch, self._parts.largest_kind(key))
             self._latest = batch, replace(key, kind=division.kind, keeps_rows=division.keeps_rows), division
         return self._latest[1:]
@@ -286,7 +285,8 @@ class CudaDecodeRunner:
         """
         self._latest = None
         arrays, layout = self._uploads.fill(), self._buffers.input_layout
-        num_work = fill_inputs(arrays, batch, key.num_rows, **self._attention[key.is_decode])
+        block_size = self._chain.block_size
+        num_work = fill_inputs(arrays, batch, key.num_rows, work_lists=self._work_lists, block_size=block_size)
         used = fill_choices(
             arrays,
             served,
@@ -308,7 +308,6 @@ class CudaDecodeRunner:
     def _operations(self, key: GraphKey) -> list[Operation]:
         chain = self._chain.operations(
             key.num_rows,
-            is_decode=key.is_decode,
             stores_logits=key.stores_logits,
             is_deterministic=self._is_deterministic,
             keeps_hidden=key.keeps_rows,
@@ -416,31 +415,6 @@ def create_runner(
         graph_bytes=graph_bytes,
         has_graphs=has_graphs,
         failures=failures,
-    )
-
-
-class _Attention(TypedDict):
-    """What the work list of a step is made for."""
-
-    rows_per_tile: int
-    num_kv_heads: int
-    num_ctas: int
-    partials_capacity: int
-    block_size: int
-    decode_lists: DecodeLists | None
-
-
-def _attention_of(chain: StepChain, is_decode: bool, is_deterministic: bool) -> _Attention:
-    way = {"is_decode": is_decode, "is_deterministic": is_deterministic}
-    num_ctas, capacity = chain.attention_grid(**way), chain.partials_capacity(**way)
-    lists = DecodeLists(num_kv_heads=chain.num_kv_heads, num_ctas=num_ctas, partials_capacity=capacity)
-    return _Attention(
-        rows_per_tile=chain.rows_per_tile(**way),
-        num_kv_heads=chain.num_kv_heads,
-        num_ctas=num_ctas,
-        partials_capacity=capacity,
-        block_size=chain.block_size,
-        decode_lists=lists if is_decode else None,
     )
 
 

@@ -6,10 +6,9 @@ embed.py         embeddings of the step's tokens
 add_norm.py      residual and RMSNorm
 gemv.py          linears of one or two rows, on CUDA cores
 gemm.py          linears of 3 to 64 rows, on tensor cores
-attention.py     attention of few query rows, on CUDA cores: with append.py, attention_tile.py, partials.py
-attention_mma.py attention of up to 16 query rows, on tensor cores: with attention_mma_memory.py,
-                 attention_mma_stage.py, attention_mma_tile.py, attention_mma_merge.py
-work_list.py     what each CTA of an attention kernel does, written by the host
+attention.py     attention of up to 16 query rows per KV head, on tensor cores: append.py (what stands in front of it),
+                 attention_tile.py (a warp and 16 tokens), attention_merge.py (sums of warps, splits and CTAs)
+work_list.py     what each CTA of attention does, written by the host
 head.py          the output head for one or two rows; argmax.py: the best token of any number of rows; best_token.py:
                  keys that order logits
 

@@ -1,68 +1,45 @@
-"""Attention of few query rows over the paged KV, on CUDA cores: at most 4 (rows times query heads) per KV head.
+"""Paged attention of up to 16 query rows per KV head on tensor cores: decodes, verifies, trees and small chunks.
 
-Maths: ``out = softmax(q k^T / sqrt(head_dim)) v`` per query head, causal by positions, q and k normalised (QK_NORM) and
-rotated in front (:mod:`ferrule_server.kernels.cuda.append`). Sums and exponentials are float32, in units of log2.
+Maths: ``out[r] = sum_t p[r, t] v[t] / sum_t p[r, t]`` with ``p = exp2((q . k) * scale * log2(e) - max)`` over the
+tokens row r sees; all sums are float32. The rows of a tile are ``group * query tokens`` of one sequence and KV head,
+token by token.
 
-A CTA works through the items of its chain (:mod:`ferrule_server.kernels.cuda.work_list`), split by split. In a split
-each warp takes tiles of TILE tokens: LANES neighbouring lanes hold a token, 8 values each, for K and for V alike, so
-that a load is 16 bytes and a warp's loads are whole rows. The K and the V of the next tile are loaded as soon as those
-of this one are used up. Scores are summed over lanes by a transposing reduction (each step halves how many a lane
-keeps), the softmax is updated once per tile, and the probabilities reach all lanes through shared memory.
+A split (SPLIT_TOKENS tokens at a fixed place of the sequence) is cut into tiles of 16 tokens, tile i belongs to warp
+``i % WARPS`` (:mod:`ferrule_server.kernels.cuda.attention_tile`); each warp keeps its own running maximum, and the
+warps merge in order through shared memory. The next tile's K and V are loaded while this one is worked on, across
+splits. Splits are folded as :mod:`ferrule_server.kernels.cuda.work_list` says, partials by the CTA that arrives last
+(:mod:`ferrule_server.kernels.cuda.attention_merge`). No order of a sum depends on the grid, on how splits were dealt,
+or on other rows: a row's bits follow from positions alone.
 
-Order of sums, fixed by positions alone: lanes, tiles of a warp, warps, splits of a segment, segments. What a row sees
-of a split depends neither on who computes it nor on the other rows of the tile; splits beyond its position add nothing,
-exactly. So the result is the same bits for any grid, any dealing and any neighbours.
+The step's new tokens lie in shared memory (:mod:`ferrule_server.kernels.cuda.append`): every CTA whose splits hold some
+of them normalises, rotates and rounds their K itself, together with Q, and one of them writes K and V to the pool;
+nobody reads those back.
 
-Bytes moved: K and V of each sequence once per row tile, ``4 * kv_len * head_dim`` per KV head; a partial of
-``4 * R * (head_dim + 4)`` bytes per segment (or split) where a tile is shared among CTAs, written and read once.
+Rounding: P is rounded to bf16 for the product, and the sum that divides is the sum of the rounded values, so that the
+weights still add up to 1. What this adds to the error of one rounding of the output is at most
+``2^-8 * sum_t w[t] |v[t] - out|`` (w the softmax weights, of which bf16 rounds each by at most 2^-8 of itself).
 
-Source: "Flash-Decoding for long-context inference" (Dao, Haziza, Massa, Sizov, 2023); the code is our own.
+Bytes moved: every token's K and V once per tile of rows, ``4 * head_dim`` a token; where several items share a tile,
+``4 * (head_dim + 4)`` per row and partial (a segment of splits, or a split), written and read once.
+
+Source: online softmax after "Online normalizer calculation for softmax" (Milakov and Gimelshein, 2018), split KV after
+"Flash-Decoding" (Dao et al., 2023), fragments after the PTX ISA, "Matrix Fragments for mma.m16n8k16".
 """
 
 from __future__ import annotations
 
-from ferrule_server.kernels.cuda.attention_tile import (
-    add_values,
-    fold_warps,
-    load_blocks,
-    load_limits,
-    load_tile,
-    patch_tile,
-    prepare_head,
-    publish_warp,
-    reduce_scores,
-    set_bases,
-    update_softmax,
-)
+from ferrule_server.kernels.cuda import append, attention_merge, attention_tile
+from ferrule_server.kernels.cuda import intrinsics as ptx
+from ferrule_server.kernels.cuda.append import FLAG, ROWS
+from ferrule_server.kernels.cuda.attention_tile import EMPTY, TILE
 from ferrule_server.kernels.cuda.constants import LOG2
-from ferrule_server.kernels.cuda.intrinsics import (
-    F32,
-    I32,
-    Address,
-    Vec4,
-    barrier,
-    cta_id,
-    device,
-    grid_launch_dependents,
-    grid_wait,
-    load_v4,
-    pack_bf16,
-    reciprocal,
-    shared_load_v4,
-    store_u32,
-    thread_id,
-    warp_barrier,
-)
-from ferrule_server.kernels.cuda.partials import EMPTY, clear, fold, fold_partials, store_partial
+from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 from ferrule_server.kernels.cuda.ticket import arrive
-from ferrule_server.kernels.cuda.work_list import MAX_NEW, SEGMENT, SPLIT
+from ferrule_server.kernels.cuda.work_list import SEGMENT, SPLIT
 
-__all__ = ["attention", "shared_bytes", "spec", "specs"]
-
-PADDED = {1: 1, 2: 2, 3: 4, 4: 4}
-"""Query rows as the kernel counts them, R: a power of two."""
+__all__ = ["attention", "spec", "specs"]
 
 
 def attention(
@@ -84,358 +61,236 @@ def attention(
     num_kv_heads: I32,
     max_blocks: I32,
     eps: F32,
+    masks: Address,
     *,
-    BLOCK_SIZE: int,
-    GROUP: int,
     HEAD_DIM: int,
-    MAX_NEW_TOKENS: int,
-    QK_NORM: bool,
-    ROWS: int,
+    GROUP: int,
+    BLOCK_SIZE: int,
     SPLIT_TOKENS: int,
-    TILE: int,
     WARPS: int,
+    QK_NORM: bool,
+    TREE: bool,
 ) -> None:
-    """Attend the rows of a step in one layer and append their K and V.
+    """Write the attention of every row of a work list, and the K and V of the new tokens.
 
-    Launch: the grid the items were made for, ``32 * WARPS`` threads, ``shared_bytes`` of dynamic shared memory.
+    Launch: the grid the list was made for, ``32 * WARPS`` threads, ``shared_bytes`` of dynamic shared memory.
 
     Args:
-        qkv: bf16 [rows, (num_kv_heads * (GROUP + 2)) * HEAD_DIM], raw: query heads, key heads, value heads.
+        qkv: bf16 [rows, (GROUP + 2) * num_kv_heads * HEAD_DIM], output of the projection: q heads, k heads, v heads.
         q_norm: bf16 [HEAD_DIM], immutable; read where QK_NORM.
-        k_norm: bf16 [HEAD_DIM], immutable; read where QK_NORM.
+        k_norm: Likewise.
         rope: float32 [max_context, HEAD_DIM], cosines of all pairs, then sines; immutable.
-        positions: int32 [rows].
-        slot_mapping: int32 [rows], -1 = do not write.
-        block_tables: int32 [seqs, max_blocks].
-        items: int32 [num_items, 16], made for tiles of ROWS rows.
-        tickets: int32 [tiles], zero before the first launch and again after each.
-        partials: float32 [partials, R, HEAD_DIM + 4], R rows and then their (maximum, sum, begins a segment, 0).
-        out: bf16 [rows, num_kv_heads * GROUP * HEAD_DIM].
-        pool: bf16 [num_blocks, num_layers, 2, num_kv_heads, BLOCK_SIZE, HEAD_DIM].
-        block_stride: Bytes from block to block.
-        layer_stride: Bytes from layer to layer.
+        positions: int32 [rows], what rows are rotated by; without TREE also the last token they see.
+        slot_mapping: int32 [rows], slot of each new token; -1 = do not write.
+        block_tables: int32 [seqs, max_blocks]; entries beyond the old tokens are not read.
+        items: int32 [num_items, 16] of :mod:`ferrule_server.kernels.cuda.work_list`, made with ``rows_per_tile`` of
+            ``16 // GROUP``.
+        tickets: uint32 [num_tiles], 0 before and after.
+        partials: float32 [num_places, GROUP, HEAD_DIM + 4], written and read where a tile has several items.
+        out: bf16 [rows, GROUP * num_kv_heads, HEAD_DIM].
+        pool: bf16 [num_blocks, num_layers, 2, num_kv_heads, BLOCK_SIZE, HEAD_DIM]; slots of new tokens are written.
+        block_stride: Bytes from block to block, a multiple of 16.
+        layer_stride: Bytes from layer to layer inside a block, a multiple of 16.
         layer: Which layer.
         num_kv_heads: KV heads.
-        max_blocks: Width of the block tables.
+        max_blocks: Width of a table.
         eps: Of the norms.
-        BLOCK_SIZE: Slots per block: 16, 32 or 64.
-        GROUP: Query heads per KV head.
+        masks: uint64 [rows], bit j = the row sees the j-th new token of its sequence (a new row at least itself); it
+            sees all older ones. Read where TREE.
         HEAD_DIM: 64 or 128.
-        MAX_NEW_TOKENS: New tokens per sequence at most.
-        QK_NORM: Normalise query and key heads.
-        ROWS: Query tokens per tile; ``GROUP * ROWS`` is at most 4.
-        SPLIT_TOKENS: Tokens of a split, a multiple of ``WARPS * TILE``.
-        TILE: Tokens that a warp takes at a time: 4 to 16 loads of K per lane, at most as many as lanes per token.
-        WARPS: Per CTA.
+        GROUP: Query heads per KV head, at most 16.
+        BLOCK_SIZE: Slots of a block: 16, 32 or 64.
+        SPLIT_TOKENS: Tokens of a split, a multiple of ``16 * WARPS``; decides the order of sums.
+        WARPS: Per CTA; decides the order of sums.
+        QK_NORM: Normalise query and key heads (Qwen3).
+        TREE: Rows see what ``masks`` says.
     """
-    assert GROUP * ROWS in (1, 2, 3, 4)
-    assert ROWS == 1 or GROUP in (1, 2)
-    assert SPLIT_TOKENS % (WARPS * TILE) == 0
-    assert TILE * HEAD_DIM // 256 in (4, 8, 16)
-    assert TILE <= 32
-    assert PADDED[GROUP * ROWS] * HEAD_DIM <= 128 * WARPS
-    grid_launch_dependents()
-    grid_wait()
-    index = i32(cta_id())
-    is_more = i32(1)
-    while is_more > 0:
-        first = load_v4(items + index * 64)
-        second = load_v4(items + index * 64 + 16)
-        third = load_v4(items + index * 64 + 32)
-        fourth = load_v4(items + index * 64 + 48)
-        if first[3] > 0:
-            _attend_item(
-                first,
-                second,
-                third,
-                fourth,
+    assert HEAD_DIM in (64, 128)
+    assert BLOCK_SIZE in LOG2
+    assert 1 <= GROUP <= ROWS
+    assert SPLIT_TOKENS % (TILE * WARPS) == 0
+    assert HEAD_DIM % (16 * WARPS) == 0
+    warp = i32(ptx.thread_id() >> 5)
+    g = i32((ptx.thread_id() & 31) >> 2)
+    t = i32(ptx.thread_id() & 3)
+    v_offset = i32(num_kv_heads * (BLOCK_SIZE * HEAD_DIM * 2))
+    ptx.grid_launch_dependents()
+    ptx.grid_wait()
+    index = i32(ptx.cta_id())
+    more = i32(1)
+    while more != 0:
+        item = items + index * 64
+        seq, kv_head, first_row, num_rows = ptx.load_v4(item)
+        first_split, end_split, kv_len, num_new = ptx.load_v4(item + 16)
+        first_new_row, writes_new, _, _ = ptx.load_v4(item + 32)
+        place = i32(ptx.load_i32(item + 48))
+        if num_rows > 0:
+            num_queries = i32(num_rows * GROUP)
+            is_tall = i32(num_queries > 8)
+            new_begin = i32(kv_len - num_new)
+            end = append.smaller(i32(end_split * SPLIT_TOKENS), kv_len)
+            pool_end = append.smaller(end, new_begin)
+            heads = pool + layer * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM * 2)
+            table = i32(seq * max_blocks)
+            token = i32(first_split * SPLIT_TOKENS + warp * TILE)
+            k = registers(2, HEAD_DIM // 32)
+            v = registers(4, HEAD_DIM // 64)
+            for i in unrolled(2):
+                for s in unrolled(HEAD_DIM // 32):
+                    k[i, s] = (0, 0, 0, 0)
+            for i in unrolled(4):
+                for h in unrolled(HEAD_DIM // 64):
+                    v[i, h] = (0, 0, 0, 0)
+            block = i32(0)
+            if token < pool_end:
+                block = ptx.load_i32(block_tables + i32(table + (token >> LOG2[BLOCK_SIZE])) * 4)
+            base = append.kv_address(heads, block, token, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM)
+            attention_tile.load_keys(k, base, i32(pool_end - token), g, t, HEAD_DIM=HEAD_DIM)
+            attention_tile.load_values(v, base + v_offset, i32(pool_end - token), g, t, HEAD_DIM=HEAD_DIM)
+            append.stage(
                 qkv,
                 q_norm,
                 k_norm,
                 rope,
                 positions,
                 slot_mapping,
-                block_tables + first[0] * (max_blocks * 4),
-                tickets,
-                partials,
-                out,
-                pool,
+                heads,
                 block_stride,
-                layer * layer_stride,
+                v_offset,
+                first_row,
+                num_rows,
+                first_new_row,
+                i32(first_split * SPLIT_TOKENS - new_begin),
+                i32(end - new_begin),
+                writes_new,
+                kv_head,
                 num_kv_heads,
                 eps,
-                BLOCK_SIZE=BLOCK_SIZE,
-                GROUP=GROUP,
                 HEAD_DIM=HEAD_DIM,
+                GROUP=GROUP,
+                BLOCK_SIZE=BLOCK_SIZE,
                 QK_NORM=QK_NORM,
-                ROWS=ROWS,
-                SPLIT_TOKENS=SPLIT_TOKENS,
-                TILE=TILE,
                 WARPS=WARPS,
-                R=PADDED[GROUP * ROWS],
-                LANES=HEAD_DIM // 8,
-                LOADS=TILE * HEAD_DIM // 256,
-                PASSES=SPLIT_TOKENS // (WARPS * TILE),
-                BLOCKS=max(1, TILE // BLOCK_SIZE),
-                NEW=PADDED[GROUP * ROWS] * HEAD_DIM * 2,
-                SCRATCH=PADDED[GROUP * ROWS] * HEAD_DIM * 2 + MAX_NEW_TOKENS * HEAD_DIM * 4,
-                MERGED=PADDED[GROUP * ROWS] * HEAD_DIM * 2
-                + MAX_NEW_TOKENS * HEAD_DIM * 4
-                + WARPS * min(2, SPLIT_TOKENS // (WARPS * TILE)) * PADDED[GROUP * ROWS] * (TILE + 4) * 4,
-                NEW_VALUES=PADDED[GROUP * ROWS] * HEAD_DIM * 2 + MAX_NEW_TOKENS * HEAD_DIM * 2,
             )
-        index = i32(fourth[3])
-        is_more = index
-
-
-@device
-def _attend_item(
-    first: Vec4,
-    second: Vec4,
-    third: Vec4,
-    fourth: Vec4,
-    qkv: Address,
-    q_norm: Address,
-    k_norm: Address,
-    rope: Address,
-    positions: Address,
-    slot_mapping: Address,
-    table: Address,
-    tickets: Address,
-    partials: Address,
-    out: Address,
-    pool: Address,
-    block_stride: Address,
-    inside: Address,
-    num_kv_heads: I32,
-    eps: F32,
-    *,
-    BLOCK_SIZE: int,
-    GROUP: int,
-    HEAD_DIM: int,
-    QK_NORM: bool,
-    ROWS: int,
-    SPLIT_TOKENS: int,
-    TILE: int,
-    WARPS: int,
-    R: int,
-    LANES: int,
-    LOADS: int,
-    PASSES: int,
-    BLOCKS: int,
-    NEW: int,
-    NEW_VALUES: int,
-    SCRATCH: int,
-    MERGED: int,
-) -> None:
-    """Do one item. Its fields are the four vectors; R.. are sizes and shared offsets made of the kernel's constants.
-
-    The next item may begin at once: queries and new tokens were last read before the last split's barrier, and all else
-    is written only after the barrier behind the next item's queries.
-    """
-    lane = i32(thread_id() & 31)
-    warp = i32(thread_id() >> 5)
-    kv_head, first_row, num_rows = i32(first[1]), i32(first[2]), i32(first[3])
-    kv_len, num_new = i32(second[2]), i32(second[3])
-    new_begin = i32(kv_len - num_new)
-    end = i32(second[1] * SPLIT_TOKENS)
-    end = kv_len if end > kv_len else end
-    pool_end = new_begin if end > new_begin else end
-
-    # The first tile is on its way while queries and new keys are rotated.
-    step = WARPS * TILE
-    start = i32(second[0] * SPLIT_TOKENS + warp * TILE)
-    key_bytes = i32(num_kv_heads * (BLOCK_SIZE * HEAD_DIM * 2))
-    lane_pool = pool + inside + i32(kv_head * (BLOCK_SIZE * HEAD_DIM * 2) + lane * 16)
-    blocks = registers(BLOCKS, init=0)
-    bases = registers(BLOCKS, init=0)
-    load_blocks(table, start, pool_end, blocks, BLOCK_SIZE=BLOCK_SIZE, BLOCKS=BLOCKS)
-    set_bases(bases, blocks, lane_pool, block_stride, start, BLOCK_SIZE=BLOCK_SIZE, BLOCKS=BLOCKS, LANES=LANES)
-    load_blocks(table, start + step, pool_end, blocks, BLOCK_SIZE=BLOCK_SIZE, BLOCKS=BLOCKS)
-    keys = registers(LOADS)
-    values = registers(LOADS)
-    for i in unrolled(LOADS):
-        keys[i] = (0, 0, 0, 0)
-        values[i] = (0, 0, 0, 0)
-    left = i32(pool_end - start - (lane >> LOG2[LANES]))
-    load_tile(keys, bases, 0, left, LANES=LANES, LOADS=LOADS, BLOCKS=BLOCKS)
-    load_tile(values, bases, key_bytes, left, LANES=LANES, LOADS=LOADS, BLOCKS=BLOCKS)
-    limits = registers(max(1, R * LOADS // LANES), init=0)
-    load_limits(
-        limits,
-        positions,
-        first_row,
-        num_rows,
-        i32(lane & (LANES - 1)),
-        GROUP=GROUP,
-        ROWS=ROWS,
-        R=R,
-        LANES=LANES,
-        LOADS=LOADS,
-    )
-
-    first_new, end_new = i32(second[0] * SPLIT_TOKENS - new_begin), i32(end - new_begin)
-    first_new = i32(0) if first_new < 0 else first_new
-    end_new = first_new if end_new < first_new else end_new
-    row_bytes = i32(num_kv_heads * ((GROUP + 2) * HEAD_DIM * 2))
-    job = i32(warp * (512 // HEAD_DIM))
-    while job < R + end_new - first_new:
-        prepare_head(
-            i32(job + (lane >> LOG2[HEAD_DIM // 16])),
-            first_new,
-            end_new,
-            first_row,
-            num_rows,
-            i32(third[0]),
-            i32(third[1]),
-            kv_head,
-            num_kv_heads,
-            row_bytes,
-            qkv,
-            q_norm,
-            k_norm,
-            rope,
-            positions,
-            slot_mapping,
-            pool,
-            block_stride,
-            inside,
-            eps,
-            BLOCK_SIZE=BLOCK_SIZE,
-            GROUP=GROUP,
-            HEAD_DIM=HEAD_DIM,
-            QK_NORM=QK_NORM,
-            ROWS=ROWS,
-            R=R,
-            NEW=NEW,
-            NEW_VALUES=NEW_VALUES,
-        )
-        job = i32(job + WARPS * (512 // HEAD_DIM))
-    barrier()
-    patch_tile(keys, start, new_begin, end, lane, NEW, LANES=LANES, LOADS=LOADS)
-    patch_tile(values, start, new_begin, end, lane, NEW_VALUES, LANES=LANES, LOADS=LOADS)
-    query = registers(R)
-    for r in unrolled(R):
-        query[r] = shared_load_v4(i32(r * HEAD_DIM * 2 + (lane & (LANES - 1)) * 16))
-
-    # A thread below R * HEAD_DIM / 4 folds four columns of a row.
-    owns = thread_id() < R * HEAD_DIM // 4
-    row = i32((thread_id() >> LOG2[HEAD_DIM // 4]) & (R - 1))
-    column = i32(thread_id() & (HEAD_DIM // 4 - 1))
-    row_partials = partials + i32(row * ((HEAD_DIM + 4) * 4))
-    place = row_partials + fourth[0] * (R * (HEAD_DIM + 4) * 4)
-    total = registers(6, init=0.0)
-    segment = registers(6, init=0.0)
-    clear(total)
-    clear(segment)
-    begins = 0.0
-    split = i32(second[0])
-    end_split = i32(second[1])
-    while split < end_split:
-        state = registers(2, max(1, R * LOADS // LANES), init=0.0)
-        for k in unrolled(max(1, R * LOADS // LANES)):
-            state[0, k] = EMPTY
-        sums = registers(R, 2)
-        for r in unrolled(R):
-            sums[r, 0] = (0.0, 0.0, 0.0, 0.0)
-            sums[r, 1] = (0.0, 0.0, 0.0, 0.0)
-        done = i32(0)
-        while done < PASSES:
-            scratch = i32(SCRATCH + (warp * min(PASSES, 2) + (done & 1)) * (R * (TILE + 4) * 4))
-            scores = registers(LOADS * R, init=0.0)
-            reduce_scores(scores, keys, query, lane, R=R, LANES=LANES, LOADS=LOADS)
-            here = start
-            start = i32(start + step)
-            set_bases(bases, blocks, lane_pool, block_stride, start, BLOCK_SIZE=BLOCK_SIZE, BLOCKS=BLOCKS, LANES=LANES)
-            load_blocks(table, start + step, pool_end, blocks, BLOCK_SIZE=BLOCK_SIZE, BLOCKS=BLOCKS)
-            left = i32(pool_end - start - (lane >> LOG2[LANES]))
-            load_tile(keys, bases, 0, left, LANES=LANES, LOADS=LOADS, BLOCKS=BLOCKS)
-            patch_tile(keys, start, new_begin, end, lane, NEW, LANES=LANES, LOADS=LOADS)
-            update_softmax(scores, state, limits, here, lane, scratch, R=R, LANES=LANES, LOADS=LOADS)
-            warp_barrier()
-            add_values(sums, values, lane, scratch, R=R, LANES=LANES, LOADS=LOADS)
-            load_tile(values, bases, key_bytes, left, LANES=LANES, LOADS=LOADS, BLOCKS=BLOCKS)
-            patch_tile(values, start, new_begin, end, lane, NEW_VALUES, LANES=LANES, LOADS=LOADS)
-            done = i32(done + 1)
-        merged = i32(MERGED + (split & 1) * (WARPS * R * (HEAD_DIM + 4) * 4))
-        publish_warp(sums, state, merged, lane, warp, R=R, LANES=LANES, LOADS=LOADS, WARPS=WARPS)
-        barrier()
-        if owns:
-            if (split & (SEGMENT - 1)) == 0:
-                fold(total, segment)
-                clear(segment)
-                begins = 1.0
-            fold_warps(segment, merged, row, column, R=R, LANES=LANES, WARPS=WARPS)
-            if third[3] > 1:
-                is_whole = (split + 1) & (SEGMENT - 1) == 0 or split + 1 == end_split
-                if begins < 0.5 or is_whole:
-                    store_partial(place, segment, begins, column, HEAD_DIM=HEAD_DIM)
-                    place = place + R * (HEAD_DIM + 4) * 4
-                    clear(segment)
-                    begins = 0.0
-        split = i32(split + 1)
-    finishes = i32(1)
-    if third[3] > 1:
-        finishes = arrive(tickets + third[2] * 4, i32(third[3]), SCRATCH, ALL_STORE=True)
-        if owns and finishes > 0:
-            place = row_partials + fourth[1] * (R * (HEAD_DIM + 4) * 4)
-            fold_partials(total, segment, place, i32(fourth[2]), column, HEAD_DIM=HEAD_DIM, ROWS=R)
-    token = i32(0) if ROWS == 1 else i32(row >> LOG2[GROUP])
-    if owns and finishes > 0 and token < num_rows and row < GROUP * ROWS:
-        fold(total, segment)
-        inverse = reciprocal(total[5])
-        head = i32(kv_head * GROUP + row - token * GROUP)
-        at = (
-            out
-            + (first_row + token) * (num_kv_heads * (GROUP * HEAD_DIM * 2))
-            + i32(head * (HEAD_DIM * 2) + column * 8)
-        )
-        store_u32(at, pack_bf16(total[0] * inverse, total[1] * inverse))
-        store_u32(at + 4, pack_bf16(total[2] * inverse, total[3] * inverse))
-
-
-def shared_bytes(
-    *, GROUP: int, ROWS: int, HEAD_DIM: int, TILE: int, WARPS: int, MAX_NEW_TOKENS: int, SPLIT_TOKENS: int
-) -> int:
-    """Return the dynamic shared memory of a launch: queries, new K and V, probabilities, two sets of warps' sums."""
-    rows, passes = PADDED[GROUP * ROWS], SPLIT_TOKENS // (WARPS * TILE)
-    scratch = WARPS * rows * (TILE + 4) * 4 * min(passes, 2)
-    return rows * HEAD_DIM * 2 + MAX_NEW_TOKENS * HEAD_DIM * 4 + scratch + 2 * WARPS * rows * (HEAD_DIM + 4) * 4
+            sight = registers(2, init=0)
+            for n in unrolled(2):
+                query = append.smaller(i32(8 * n + g), i32(num_queries - 1))
+                row = i32(first_row + append.token_of_row(query, GROUP=GROUP))
+                if TREE:
+                    sight[n] = ptx.load_u64(masks + row * 8)
+                else:
+                    sight[n] = ptx.load_i32(positions + row * 4)
+            ptx.barrier()
+            split = i32(first_split)
+            while split * SPLIT_TOKENS < end:
+                top = registers(2, init=EMPTY)
+                total = registers(2, init=0.0)
+                x = registers(2, 4, init=0.0)
+                acc = registers(2, HEAD_DIM // 64, 4)
+                for n in unrolled(2):
+                    for h in unrolled(HEAD_DIM // 64):
+                        for m in unrolled(4):
+                            acc[n, h, m] = (0.0, 0.0, 0.0, 0.0)
+                stop = append.smaller(i32((split + 1) * SPLIT_TOKENS), end)
+                while token < stop:
+                    if i32(token + TILE) > new_begin:
+                        attention_tile.take_new(
+                            k, v, i32(token - new_begin), i32(end - new_begin), g, t, HEAD_DIM=HEAD_DIM
+                        )
+                    # The id of the next block arrives while the scores are computed.
+                    following = i32(token + TILE * WARPS)
+                    if following < pool_end:
+                        block = ptx.load_i32(block_tables + i32(table + (following >> LOG2[BLOCK_SIZE])) * 4)
+                    attention_tile.scores(x, k, i32(ptx.thread_id() & 31), HEAD_DIM=HEAD_DIM)
+                    base = append.kv_address(
+                        heads, block, following, block_stride, BLOCK_SIZE=BLOCK_SIZE, HEAD_DIM=HEAD_DIM
+                    )
+                    attention_tile.load_keys(k, base, i32(pool_end - following), g, t, HEAD_DIM=HEAD_DIM)
+                    for n in unrolled(2):
+                        if n <= is_tall:
+                            attention_tile.attend(
+                                acc,
+                                top,
+                                total,
+                                x,
+                                v,
+                                sight,
+                                token,
+                                i32(token - new_begin),
+                                i32(end - new_begin),
+                                i32(i32(token - split * SPLIT_TOKENS) < TILE * WARPS),
+                                t,
+                                N=n,
+                                HEAD_DIM=HEAD_DIM,
+                                TREE=TREE,
+                            )
+                    attention_tile.load_values(v, base + v_offset, i32(pool_end - following), g, t, HEAD_DIM=HEAD_DIM)
+                    token = following
+                ptx.barrier()
+                for n in unrolled(2):
+                    if n <= is_tall:
+                        attention_merge.deposit(acc, top, total, N=n, HEAD_DIM=HEAD_DIM, WARPS=WARPS)
+                ptx.barrier()
+                is_last = i32((split + 1) * SPLIT_TOKENS >= end)
+                is_folding = i32((split & -SEGMENT) >= ptx.load_i32(item + 16))
+                closes = i32((split & (SEGMENT - 1)) == SEGMENT - 1 or is_last != 0)
+                attention_merge.merge(
+                    partials + place * (GROUP * (HEAD_DIM + 4) * 4),
+                    out,
+                    item,
+                    split,
+                    is_last,
+                    is_folding,
+                    closes,
+                    num_rows,
+                    num_kv_heads,
+                    HEAD_DIM=HEAD_DIM,
+                    GROUP=GROUP,
+                    WARPS=WARPS,
+                )
+                if is_folding == 0 or closes != 0:
+                    place = i32(place + num_rows)
+                split = i32(split + 1)
+            # What is needed from here on is read again: it would take registers all along.
+            _, _, tile, num_items = ptx.load_v4(item + 32)
+            if num_items > 1:
+                finishes = arrive(tickets + tile * 4, num_items, FLAG[HEAD_DIM], ALL_STORE=True)
+                if finishes != 0:
+                    attention_merge.combine(
+                        partials, out, item, num_rows, num_kv_heads, HEAD_DIM=HEAD_DIM, GROUP=GROUP, WARPS=WARPS
+                    )
+        index = i32(ptx.load_i32(item + 60))
+        more = index
 
 
 def spec(
-    *,
-    GROUP: int,
-    ROWS: int,
-    HEAD_DIM: int,
-    QK_NORM: bool,
-    BLOCK_SIZE: int = 16,
-    TILE: int | None = None,
-    WARPS: int = 4,
-    SPLIT_TOKENS: int = SPLIT,
-    MAX_NEW_TOKENS: int = MAX_NEW,
-    ctas_per_sm: int = 1,
+    shape: ModelShape, *, TREE: bool = False, BLOCK_SIZE: int = 16, SPLIT_TOKENS: int = SPLIT, WARPS: int = 4
 ) -> KernelSpec:
-    """Return the kernel; the keywords are its constants, TILE is 16 tokens of 128 values or 32 of 64 if left out."""
-    tile = TILE or 2048 // HEAD_DIM
-    sizes = {"GROUP": GROUP, "ROWS": ROWS, "HEAD_DIM": HEAD_DIM, "TILE": tile, "WARPS": WARPS}
-    sizes |= {"MAX_NEW_TOKENS": MAX_NEW_TOKENS, "SPLIT_TOKENS": SPLIT_TOKENS}
-    constants: dict[str, Constant] = {**sizes, "BLOCK_SIZE": BLOCK_SIZE, "QK_NORM": QK_NORM}
+    """Return the kernel for a model; the other keywords are its constants.
+
+    Along trees it takes more registers than let two CTAs of 64 dims share a multiprocessor with their successors.
+    """
+    constants: dict[str, Constant] = {
+        "BLOCK_SIZE": BLOCK_SIZE,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "QK_NORM": shape.has_qk_norm,
+        "SPLIT_TOKENS": SPLIT_TOKENS,
+        "TREE": TREE,
+        "WARPS": WARPS,
+    }
     return KernelSpec(
         kernel=attention,
         constants=tuple(sorted(constants.items())),
         num_threads=32 * WARPS,
-        shared_bytes=shared_bytes(**sizes),
-        ctas_per_sm=ctas_per_sm,
-        min_vector_loads=4 * tile * HEAD_DIM // 256,
+        shared_bytes=append.shared_bytes(shape.head_dim, WARPS=WARPS),
+        ctas_per_sm=1 if TREE else 128 // shape.head_dim,
+        has_mma=True,
+        min_vector_loads=shape.head_dim // 4,
         has_ticket=True,
     )
 
 
 def specs(shape: ModelShape) -> list[KernelSpec]:
-    """Return what a model needs for as many query tokens as make at most 4 rows of a KV head."""
-    return [
-        spec(GROUP=shape.group, ROWS=rows, HEAD_DIM=shape.head_dim, QK_NORM=shape.has_qk_norm)
-        for rows in range(1, 4 // shape.group + 1)
-        if rows == 1 or shape.group * rows in PADDED
-    ]
+    """Return what a model needs: causal rows, and trees of drafts, which no step launches yet."""
+    return [spec(shape, TREE=is_tree) for is_tree in (False, True)]

@@ -1,351 +1,179 @@
-"""A warp and a tile of tokens, on CUDA cores: queries and new tokens, loads, scores, softmax, weighted values.
+"""A warp's part of attention: 16 tokens times up to 16 query rows in registers, from the loads to the weighted sums.
 
-LANES neighbouring lanes hold a token, 8 values each (HEAD_DIM is 8 * LANES), so 32 / LANES tokens per load; a tile is
-LOADS loads. Of the rows (tokens times query heads) there are R, a power of two. After the scores are reduced a lane
-keeps one load's ``KEPT = max(1, R * LOADS / LANES)`` rows; where that is less than one, neighbours keep the same::
+Both products run on ``mma.sync`` m16n8k16, and nothing changes lanes between them. Lane ``4 g + t``:
 
-    column = lane % LANES    load = column / (LANES / LOADS)    row = column % (LANES / LOADS) * R / (LANES / LOADS)
+* ``S = Q K^T``, 8 tokens as the columns. ``k[i, s]`` is the 16 bytes at dims ``32 s + 8 t`` of token ``8 i + g``, which
+  are the k-slots of two steps; Q is permuted alike by being stored with the same rule. ``x[i, 2 n + e]`` is the score
+  of token ``8 i + 2 t + e`` and query row ``8 n + g``.
+* ``O^T = V^T P^T``, 8 query rows as the columns. What a lane has in ``x``, packed to bf16, is its part of P^T.
+  ``v[i, h]`` is the 16 bytes at dims ``64 h + 8 g`` of tokens 2t, 2t+1, 2t+8, 2t+9; byte permutes pair the tokens, so
+  that row g of product m is dim ``8 g + 2 m`` and row ``g + 8`` the dim behind it. ``acc[n, h, m]`` holds these two
+  dims, each for query rows ``8 n + 2 t`` and ``+ 1``: a lane ends up with 8 neighbouring dims of its query rows.
+
+Query rows from 8 on (n = 1) have a softmax and a second product of their own, which tiles of up to 8 rows skip.
 """
 
 from __future__ import annotations
 
-from ferrule_server.kernels.cuda.append import Registers, rotate_head, stage_new_token
-from ferrule_server.kernels.cuda.constants import LOG2, LOG2_E
-from ferrule_server.kernels.cuda.intrinsics import (
-    F32,
-    I32,
-    Address,
-    Offset,
-    device,
-    dot_bf16,
-    exp2,
-    fma,
-    fma_bf16,
-    load_i32,
-    load_if_v4,
-    max_f32,
-    select_f32,
-    shared_load_f32,
-    shared_load_f32x4,
-    shared_load_if_v4,
-    shared_store_f32,
-    shared_store_f32x4,
-    shared_store_v4,
-    shuffle_xor_f32,
-    thread_id,
-)
-from ferrule_server.kernels.cuda.partials import EMPTY, MASKED, fold
+from ferrule_server.kernels.cuda import intrinsics as ptx
+from ferrule_server.kernels.cuda.append import NEW_KEYS, NEW_PAD, NEW_VALUES, Registers
+from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address, device
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 
-__all__ = [
-    "add_values",
-    "fold_warps",
-    "load_blocks",
-    "load_limits",
-    "load_tile",
-    "patch_tile",
-    "prepare_head",
-    "publish_warp",
-    "reduce_scores",
-    "set_bases",
-    "update_softmax",
-]
+__all__ = ["EMPTY", "TILE", "attend", "load_keys", "load_values", "scores", "take_new"]
+
+TILE = 16
+"""Tokens of one step of the online softmax."""
+EMPTY = -1e30
+"""Maximum of no scores, in log2 units."""
+_MASKED = -1e38
+"""A score left out: so far below EMPTY, scaled too, that its weight is 0 even there."""
+_SCALE_LOG2 = {64: 0.18033688011112042, 128: 0.12751743082459868}
+"""log2(e) / sqrt(head_dim)."""
+_LOWER, _UPPER = 0x5410, 0x7632
+"""Byte selectors that put the lower, and the upper, halves of two words together."""
+_TOKENS = (0, 1, 8, 9)
+"""Tokens of ``v[i]``, from the lane's first."""
 
 
 @device
-def prepare_head(
-    job: I32,
-    first_new: I32,
-    end_new: I32,
-    first_row: I32,
-    num_rows: I32,
-    first_new_row: I32,
-    writes: I32,
-    kv_head: I32,
-    num_kv_heads: I32,
-    row_bytes: I32,
-    qkv: Address,
-    q_norm: Address,
-    k_norm: Address,
-    rope: Address,
-    positions: Address,
-    slot_mapping: Address,
-    pool: Address,
-    block_stride: Address,
-    inside: Address,
-    eps: F32,
+def load_keys(k: Registers, base: Address, left: I32, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+    """Begin to load the K of a tile, of which ``left`` tokens are in the pool; of others it stays what it was."""
+    place = base + i32(g * (HEAD_DIM * 2) + t * 16)
+    for i in unrolled(2):
+        for s in unrolled(HEAD_DIM // 32):
+            k[i, s] = ptx.load_if_v4(i32(left > i32(g + 8 * i)), place + (i * HEAD_DIM * 16 + s * 64), k[i, s])
+
+
+@device
+def load_values(v: Registers, base: Address, left: I32, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+    """Begin to load the V of a tile, likewise: what stays is finite, and its weight is 0."""
+    place = base + i32(t * (HEAD_DIM * 4) + g * 16)
+    for i in unrolled(4):
+        for h in unrolled(HEAD_DIM // 64):
+            v[i, h] = ptx.load_if_v4(
+                i32(left > i32(2 * t + _TOKENS[i])), place + (_TOKENS[i] * HEAD_DIM * 2 + h * 128), v[i, h]
+            )
+
+
+@device
+def take_new(k: Registers, v: Registers, token: I32, num_new: I32, g: I32, t: I32, *, HEAD_DIM: int) -> None:
+    """Take new tokens of a tile from shared memory; ``token``, its first, counts from the first new one."""
+    for i in unrolled(2):
+        j = i32(token + g + 8 * i)
+        for s in unrolled(HEAD_DIM // 32):
+            place = i32(NEW_KEYS[HEAD_DIM] + j * (HEAD_DIM * 2 + NEW_PAD) + t * 16 + s * 64)
+            k[i, s] = ptx.shared_load_if_v4(i32(j >= 0) & i32(j < num_new), place, k[i, s])
+    for i in unrolled(4):
+        j = i32(token + 2 * t + _TOKENS[i])
+        for h in unrolled(HEAD_DIM // 64):
+            place = i32(NEW_VALUES[HEAD_DIM] + j * (HEAD_DIM * 2 + NEW_PAD) + g * 16 + h * 128)
+            v[i, h] = ptx.shared_load_if_v4(i32(j >= 0) & i32(j < num_new), place, v[i, h])
+
+
+@device
+def scores(x: Registers, k: Registers, lane: I32, *, HEAD_DIM: int) -> None:
+    """Multiply the query rows with 16 tokens; each half of 128 dims has a sum of its own, so that none waits long."""
+    sums = registers(2, HEAD_DIM // 64)
+    for i in unrolled(2):
+        for h in unrolled(HEAD_DIM // 64):
+            sums[i, h] = (0.0, 0.0, 0.0, 0.0)
+    for s in unrolled(HEAD_DIM // 32):
+        for step in unrolled(2):
+            q = ptx.shared_load_v4(i32(lane * 16 + (2 * s + step) * 512))
+            for i in unrolled(2):
+                sums[i, s // 2] = ptx.mma_bf16(q, (k[i, s][2 * step], k[i, s][2 * step + 1]), sums[i, s // 2])
+    for i in unrolled(2):
+        for e in unrolled(4):
+            x[i, e] = sums[i, 0][e]
+            if HEAD_DIM == 128:
+                x[i, e] = x[i, e] + sums[i, 1][e]
+
+
+@device
+def attend(
+    acc: Registers,
+    top: Registers,
+    total: Registers,
+    x: Registers,
+    v: Registers,
+    sight: Registers,
+    token: I32,
+    new: I32,
+    num_new: I32,
+    is_first: I32,
+    t: I32,
     *,
-    BLOCK_SIZE: int,
-    GROUP: int,
+    N: int,
     HEAD_DIM: int,
-    QK_NORM: bool,
-    ROWS: int,
-    R: int,
-    NEW: int,
-    NEW_VALUES: int,
+    TREE: bool,
 ) -> None:
-    """Rotate one head into shared memory: jobs below R are query rows, then come the new tokens of this item."""
-    lane = i32(thread_id() & (HEAD_DIM // 16 - 1))
-    token = i32(first_new + job - R)
-    row = i32(first_new_row + token)
-    head = i32(num_kv_heads * GROUP + kv_head)
-    weight = k_norm
-    if job < R:
-        query_token = i32(0) if ROWS == 1 else i32(job >> LOG2[GROUP])
-        query_head = i32(job - query_token * GROUP)
-        if query_head >= GROUP:
-            query_head = i32(GROUP - 1)
-        if query_token >= num_rows:
-            query_token = i32(num_rows - 1)
-        row = i32(first_row + query_token)
-        head = i32(kv_head * GROUP + query_head)
-        weight = q_norm
-    elif token >= end_new:
-        row = first_row
-    source = qkv + row * row_bytes
-    rope_row = rope + load_i32(positions + row * 4) * (HEAD_DIM * 4)
-    low = registers(4, init=0)
-    high = registers(4, init=0)
-    rotate_head(
-        source + head * (HEAD_DIM * 2),
-        weight,
-        rope_row,
-        lane,
-        eps,
-        low,
-        high,
-        HEAD_DIM=HEAD_DIM,
-        QK_NORM=QK_NORM,
-    )
-    if job < R:
-        shared_store_v4(i32(job * HEAD_DIM * 2 + lane * 16), (low[0], low[1], low[2], low[3]))
-        shared_store_v4(i32(job * HEAD_DIM * 2 + HEAD_DIM + lane * 16), (high[0], high[1], high[2], high[3]))
-    elif token < end_new:
-        stage_new_token(
-            low,
-            high,
-            source + (num_kv_heads * (GROUP + 1) + kv_head) * (HEAD_DIM * 2),
-            slot_mapping + row * 4,
-            writes,
-            pool,
-            block_stride,
-            inside,
-            kv_head,
-            num_kv_heads,
-            lane,
-            i32(NEW + token * HEAD_DIM * 2),
-            i32(NEW_VALUES + token * HEAD_DIM * 2),
-            BLOCK_SIZE=BLOCK_SIZE,
-            HEAD_DIM=HEAD_DIM,
-        )
+    """Add 16 tokens to the sums of 8 query rows.
 
-
-@device
-def load_limits(
-    limits: Registers,
-    positions: Address,
-    first_row: I32,
-    num_rows: I32,
-    column: I32,
-    *,
-    GROUP: int,
-    ROWS: int,
-    R: int,
-    LANES: int,
-    LOADS: int,
-) -> None:
-    """Set the last position that each row kept by this lane sees, -1 for rows that are none."""
-    for k in unrolled(max(1, R * LOADS // LANES)):
-        row = i32(k + ((column & (LANES // LOADS - 1)) * R >> LOG2[LANES // LOADS]))
-        token = i32(0) if ROWS == 1 else i32(row >> LOG2[GROUP])
-        limits[k] = i32(-1)
-        if token < num_rows and row < GROUP * ROWS:
-            limits[k] = load_i32(positions + (first_row + token) * 4)
-
-
-@device
-def load_blocks(table: Address, start: I32, bound: I32, blocks: Registers, *, BLOCK_SIZE: int, BLOCKS: int) -> None:
-    """Load the ids of the blocks of the tile at ``start``, as far as they hold tokens below ``bound``."""
-    for b in unrolled(BLOCKS):
-        if start + b * BLOCK_SIZE < bound:
-            blocks[b] = load_i32(table + ((start >> LOG2[BLOCK_SIZE]) + b) * 4)
-
-
-@device
-def set_bases(
-    bases: Registers,
-    blocks: Registers,
-    pool: Address,
-    block_stride: Address,
-    start: I32,
-    *,
-    BLOCK_SIZE: int,
-    BLOCKS: int,
-    LANES: int,
-) -> None:
-    """Set where this lane's keys of the tile at ``start`` begin in each of its blocks, of all 64 bits.
-
-    ``pool`` is where this lane's part of slot 0 lies in block 0.
+    Args:
+        acc: Weighted sums.
+        top: Each lane's query row: its maximum so far.
+        total: Likewise: this lane's part of its sum of weights.
+        x: Scores.
+        v: Values.
+        sight: Each lane's query row: its position, with TREE 64 bits, the new tokens it sees.
+        token: The first of the tile.
+        new: The same, counted from the first new token.
+        num_new: New tokens as far as the item goes.
+        is_first: There are no sums yet.
+        t: Lane.
+        N: Which query rows.
+        HEAD_DIM: Width of a head.
+        TREE: Rows see all old tokens, and of the new ones those of their bits.
     """
-    for b in unrolled(BLOCKS):
-        bases[b] = pool + blocks[b] * block_stride + i32((start & (BLOCK_SIZE - 1)) * (LANES * 16))
+    for i in unrolled(2):
+        for e in unrolled(2):
+            is_hidden = i32(i32(token + 2 * t + (8 * i + e)) > sight[N])
+            if TREE:
+                j = i32(new + 2 * t + (8 * i + e))
+                is_hidden = i32(j >= 0) & (i32(j >= num_new) | i32(((sight[N] >> (j & 63)) & 1) == 0))
+            x[i, 2 * N + e] = ptx.select_f32(is_hidden, _MASKED, x[i, 2 * N + e])
+    p = registers(2, init=0)
+    decay = _soften(p, x, top, total, N=N, HEAD_DIM=HEAD_DIM)
+    if is_first == 0:
+        _scale_down(acc, decay, t, N=N, HEAD_DIM=HEAD_DIM)
+    for h in unrolled(HEAD_DIM // 64):
+        for m in unrolled(4):
+            dims = (
+                ptx.permute_bytes(v[0, h][m], v[1, h][m], _LOWER),
+                ptx.permute_bytes(v[0, h][m], v[1, h][m], _UPPER),
+                ptx.permute_bytes(v[2, h][m], v[3, h][m], _LOWER),
+                ptx.permute_bytes(v[2, h][m], v[3, h][m], _UPPER),
+            )
+            acc[N, h, m] = ptx.mma_bf16(dims, (p[0], p[1]), acc[N, h, m])
 
 
 @device
-def load_tile(
-    tile: Registers, bases: Registers, offset: I32, left: I32, *, LANES: int, LOADS: int, BLOCKS: int
-) -> None:
-    """Load this lane's part of a tile where tokens are left; elsewhere what was there stays: its probability is 0."""
-    for i in unrolled(LOADS):
-        inside = (i % (LOADS // BLOCKS)) * (32 // LANES) * (LANES * 16)
-        tile[i] = load_if_v4(i32(left > i * (32 // LANES)), bases[i // (LOADS // BLOCKS)] + offset + inside, tile[i])
+def _soften(p: Registers, x: Registers, top: Registers, total: Registers, *, N: int, HEAD_DIM: int) -> F32:
+    """Turn scores into weights, bf16; update the row's maximum and sum, and return what scales its older sums."""
+    peak = ptx.max_f32(ptx.max_f32(x[0, 2 * N], x[0, 2 * N + 1]), ptx.max_f32(x[1, 2 * N], x[1, 2 * N + 1]))
+    peak = ptx.max_f32(peak, ptx.shuffle_xor_f32(peak, 1))
+    peak = ptx.max_f32(peak, ptx.shuffle_xor_f32(peak, 2))
+    new_top = ptx.max_f32(top[N], peak * _SCALE_LOG2[HEAD_DIM])
+    decay = ptx.exp2(top[N] - new_top)
+    top[N] = new_top
+    total[N] = total[N] * decay
+    for i in unrolled(2):
+        first = ptx.exp2(ptx.fma(x[i, 2 * N], _SCALE_LOG2[HEAD_DIM], -new_top))
+        second = ptx.exp2(ptx.fma(x[i, 2 * N + 1], _SCALE_LOG2[HEAD_DIM], -new_top))
+        p[i] = ptx.pack_bf16(first, second)
+        # As products: sums the compiler is free to add in another order, for some query rows and not for others.
+        total[N] = ptx.fma(ptx.bf16_low(p[i]), 1.0, total[N])
+        total[N] = ptx.fma(ptx.bf16_high(p[i]), 1.0, total[N])
+    return decay
 
 
 @device
-def patch_tile(
-    tile: Registers, start: I32, new_begin: I32, end: I32, lane: I32, new: Offset, *, LANES: int, LOADS: int
-) -> None:
-    """Take the tokens from ``new_begin`` to ``end`` from shared memory, where the first one's row is ``new``."""
-    if start + 32 // LANES * LOADS > new_begin:
-        offset = i32(new + (lane & (LANES - 1)) * 16)
-        for i in unrolled(LOADS):
-            token = i32(start + i * (32 // LANES) + (lane >> LOG2[LANES]))
-            is_new = i32(token >= new_begin) & i32(token < end)
-            tile[i] = shared_load_if_v4(is_new, i32(offset + (token - new_begin) * (LANES * 16)), tile[i])
-
-
-@device
-def reduce_scores(
-    scores: Registers, keys: Registers, query: Registers, lane: I32, *, R: int, LANES: int, LOADS: int
-) -> None:
-    """Set the first KEPT of ``scores``, registers(R * LOADS), to this lane's products of keys and queries.
-
-    The sum over LANES is a transposing one: lanes across a bit exchange halves of what they still hold.
-    """
-    for i in unrolled(LOADS):
-        for r in unrolled(R):
-            scores[i * R + r] = dot_bf16(0.0, keys[i], query[r])
-    for s in unrolled(LOG2[LANES]):
-        for v in unrolled((LOADS * R) >> (s + 1)):
-            scores[v] = _exchange(scores[v], scores[v + ((LOADS * R) >> (s + 1))], lane, BIT=LANES >> (s + 1))
-        if (LOADS * R) >> (s + 1) == 0:
-            scores[0] = scores[0] + shuffle_xor_f32(scores[0], LANES >> (s + 1))
-
-
-@device
-def _exchange(low: F32, high: F32, lane: I32, *, BIT: int) -> F32:
-    """Return the sum with the lane across ``BIT``: of ``low`` where this lane has the bit clear, else of ``high``."""
-    is_upper = i32(lane & BIT)
-    return select_f32(is_upper, high, low) + shuffle_xor_f32(select_f32(is_upper, low, high), BIT)
-
-
-@device
-def update_softmax(
-    scores: Registers,
-    state: Registers,
-    limits: Registers,
-    start: I32,
-    lane: I32,
-    scratch: Offset,
-    *,
-    R: int,
-    LANES: int,
-    LOADS: int,
-) -> None:
-    """Turn this lane's scores into probabilities, in shared memory as float32 [R, 32 / LANES, LOADS].
-
-    Behind them lie R factors for what was summed before. ``state``, registers(2, KEPT), is the maximum so far (the same
-    in all lanes of a row) and this lane's share of the sum.
-    """
-    column = i32(lane & (LANES - 1))
-    load = i32(column >> LOG2[LANES // LOADS])
-    token_of_lane = i32(lane >> LOG2[LANES])
-    token = i32(start + load * (32 // LANES) + token_of_lane)
-    for k in unrolled(max(1, R * LOADS // LANES)):
-        score = select_f32(i32(token <= limits[k]), scores[k] * (LOG2_E / (8 * LANES) ** 0.5), MASKED)
-        top = score
-        for s in unrolled(5 - LOG2[LANES // LOADS]):
-            top = max_f32(top, shuffle_xor_f32(top, 16 >> s))
-        top = max_f32(top, state[0, k])
-        probability = exp2(score - top)
-        factor = exp2(state[0, k] - top)
-        state[1, k] = fma(state[1, k], factor, probability)
-        state[0, k] = top
-        row = i32(k + ((column & (LANES // LOADS - 1)) * R >> LOG2[LANES // LOADS]))
-        if (lane & (max(1, LANES // (R * LOADS)) - 1)) == 0:
-            shared_store_f32(i32(scratch + ((row * (32 // LANES) + token_of_lane) * LOADS + load) * 4), probability)
-        if lane < LANES // LOADS and (lane & (max(1, LANES // (R * LOADS)) - 1)) == 0:
-            shared_store_f32(i32(scratch + (R * (32 // LANES) * LOADS + row) * 4), factor)
-
-
-@device
-def add_values(
-    sums: Registers, values: Registers, lane: I32, scratch: Offset, *, R: int, LANES: int, LOADS: int
-) -> None:
-    """Scale ``sums``, registers(R, 2) of four columns each, and add a tile's values times their probabilities."""
-    for r in unrolled(R):
-        factor = shared_load_f32(i32(scratch + (R * (32 // LANES) * LOADS + r) * 4))
-        for h in unrolled(2):
-            old = sums[r, h]
-            sums[r, h] = (old[0] * factor, old[1] * factor, old[2] * factor, old[3] * factor)
-        place = i32(scratch + (r * (32 // LANES) + (lane >> LOG2[LANES])) * (LOADS * 4))
-        for q in unrolled(LOADS // 4):
-            weights = shared_load_f32x4(i32(place + q * 16))
-            for i in unrolled(4):
-                value = values[4 * q + i]
-                sums[r, 0] = fma_bf16(weights[i], value[0], value[1], sums[r, 0])
-                sums[r, 1] = fma_bf16(weights[i], value[2], value[3], sums[r, 1])
-
-
-@device
-def publish_warp(
-    sums: Registers,
-    state: Registers,
-    merged: Offset,
-    lane: I32,
-    warp: I32,
-    *,
-    R: int,
-    LANES: int,
-    LOADS: int,
-    WARPS: int,
-) -> None:
-    """Sum a split over the warp's lanes into shared memory: float32 [WARPS, R, HEAD_DIM], then [WARPS, R, 2]."""
-    column = i32(lane & (LANES - 1))
-    for r in unrolled(R):
-        half = registers(4, init=0.0)
-        for k in unrolled(4):
-            half[k] = _exchange(sums[r, 0][k], sums[r, 1][k], lane, BIT=16)
-            if LANES == 8:
-                half[k] = half[k] + shuffle_xor_f32(half[k], 8)
-        if LANES == 16 or (lane & 8) == 0:
-            at = i32(merged + (warp * R + r) * (LANES * 32) + column * 32 + (lane >> 4) * 16)
-            shared_store_f32x4(at, (half[0], half[1], half[2], half[3]))
-    for k in unrolled(max(1, R * LOADS // LANES)):
-        total = state[1, k]
-        for s in unrolled(5 - LOG2[LANES // LOADS]):
-            total = total + shuffle_xor_f32(total, 16 >> s)
-        row = i32(k + ((column & (LANES // LOADS - 1)) * R >> LOG2[LANES // LOADS]))
-        if lane < LANES // LOADS and (lane & (max(1, LANES // (R * LOADS)) - 1)) == 0:
-            at = i32(merged + WARPS * R * LANES * 32 + (warp * R + row) * 8)
-            shared_store_f32(at, state[0, k])
-            shared_store_f32(at + 4, total)
-
-
-@device
-def fold_warps(segment: Registers, merged: Offset, row: I32, column: I32, *, R: int, LANES: int, WARPS: int) -> None:
-    """Sum a split over the warps, in order, and fold it into the segment: the state of columns ``4 * column`` on."""
-    tops = registers(WARPS, init=0.0)
-    split = registers(6, init=0.0)
-    split[4] = EMPTY
-    counts = i32(merged + WARPS * R * LANES * 32 + row * 8)
-    for w in unrolled(WARPS):
-        tops[w] = shared_load_f32(i32(counts + w * R * 8))
-        split[4] = max_f32(split[4], tops[w])
-    for w in unrolled(WARPS):
-        factor = exp2(tops[w] - split[4])
-        values = shared_load_f32x4(i32(merged + (w * R + row) * (LANES * 32) + column * 16))
-        for k in unrolled(4):
-            split[k] = fma(values[k], factor, split[k])
-        split[5] = fma(shared_load_f32(i32(counts + w * R * 8 + 4)), factor, split[5])
-    fold(segment, split)
+def _scale_down(acc: Registers, decay: F32, t: I32, *, N: int, HEAD_DIM: int) -> None:
+    """Scale what was added up under an older maximum; the factors of this lane's sums are with other lanes."""
+    first = ptx.bits_float(ptx.shuffle_u32(ptx.float_bits(decay), i32(8 * t)))
+    second = ptx.bits_float(ptx.shuffle_u32(ptx.float_bits(decay), i32(8 * t + 4)))
+    for h in unrolled(HEAD_DIM // 64):
+        for m in unrolled(4):
+            c = acc[N, h, m]
+            acc[N, h, m] = (c[0] * first, c[1] * second, c[2] * first, c[3] * second)

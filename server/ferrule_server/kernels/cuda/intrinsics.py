@@ -289,12 +289,6 @@ def shared_load_u32(offset: Offset) -> U32:
     raise _compiled_only()
 
 
-@_ptx("ld.shared.s32 $0, [$1];")
-def shared_load_i32(offset: Offset) -> I32:
-    """Load a signed 32-bit integer from shared memory."""
-    raise _compiled_only()
-
-
 @_ptx("ld.shared.u64 $0, [$1];")
 def shared_load_u64(offset: Offset) -> U64:
     """Load 64 bits from shared memory."""
@@ -322,12 +316,6 @@ def shared_store_v4(offset: Offset, value: Vec4) -> None:
 @_ptx("st.shared.u32 [$0], $1;")
 def shared_store_u32(offset: Offset, value: U32) -> None:
     """Store 32 bits to shared memory."""
-    raise _compiled_only()
-
-
-@_ptx("st.shared.s32 [$0], $1;")
-def shared_store_i32(offset: Offset, value: I32) -> None:
-    """Store a signed 32-bit integer to shared memory."""
     raise _compiled_only()
 
 
@@ -525,20 +513,6 @@ def _dot_bf16() -> str:
 @_ptx(_dot_bf16(), is_pure=True)
 def dot_bf16(total: F32, a: Vec4, b: Vec4) -> F32:
     """Return ``total`` plus eight products of bf16 values, in order, rounded to float32 after each."""
-    raise _compiled_only()
-
-
-def _fma_bf16() -> str:
-    lines = [".reg .b32 x0, x1, x2, x3;"]
-    lines += [f"shl.b32 x{2 * w}, ${5 + w}, 16; and.b32 x{2 * w + 1}, ${5 + w}, 0xffff0000;" for w in range(2)]
-    lines += [f"fma.rn.ftz.f32 x{k}, $4, x{k}, ${7 + k};" for k in range(4)]
-    lines += [f"mov.b32 ${k}, x{k};" for k in range(4)]
-    return f"{{ {' '.join(lines)} }}"
-
-
-@_ptx(_fma_bf16(), is_pure=True)
-def fma_bf16(factor: F32, first: U32, second: U32, sums: F32x4) -> F32x4:
-    """Return the sums plus a factor times the four bf16 values of two words, each rounded once."""
     raise _compiled_only()
 
 

@@ -6,7 +6,8 @@ times the query heads of one KV head). An *item* is a tile and a run of its spli
 Results must not depend on how splits were dealt, so the order of sums is fixed by the splits alone: a *segment* is
 SEGMENT splits; the splits of a segment are folded in order, then the segments. An item folds on its own as long as it
 has folded from the begin of the segment, and leaves one *partial* per segment then, one per split otherwise; a tile
-that one item covers leaves none. The CTA that arrives last at a tile's ticket folds the partials.
+that one item covers leaves none. The CTA that arrives last at a tile's ticket folds the partials. Room for partials is
+counted in *places*: a partial takes one for each query token of its tile.
 
 Source: the idea of splitting KV over CTAs is "Flash-Decoding for long-context inference" (Dao, Haziza, Massa, Sizov,
 2023); planning on the host for a fixed grid is FlashInfer's (Ye et al., 2025). The code is our own.
@@ -15,6 +16,7 @@ Source: the idea of splitting KV over CTAs is "Flash-Decoding for long-context i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,22 +26,25 @@ __all__ = [
     "MAX_NEW",
     "SEGMENT",
     "SPLIT",
-    "DecodeLists",
-    "SlotsNotTrailing",
-    "TooManyNewTokens",
     "WorkList",
     "WorkListError",
+    "WorkLists",
     "count_new_tokens",
     "make_work_list",
     "max_items",
-    "max_partials",
+    "max_places",
 ]
 
 Int32Array = npt.NDArray[np.int32]
 _Ints = npt.NDArray[np.int64]
 
 SPLIT = 128
-"""Tokens of a split."""
+"""Tokens of a split, the same for every list and kernel of a server: it decides the order of sums.
+
+A multiple of 64, 16 for each warp of a CTA. 64 spreads short contexts over twice as many CTAs, but a warp then executes
+830 instructions for 16 KB of K and V in place of 636 (of 128 dims, counted in the machine code of sm_90a): a split ends
+with a merge.
+"""
 SEGMENT = 4
 """Splits of a segment."""
 MAX_NEW = 64
@@ -57,8 +62,8 @@ FIELDS = (
     "writes_new",  # 1: this item appends those new tokens that lie in its splits
     "tile",  # its ticket
     "num_items",  # of the tile, which meet at the ticket
-    "first_partial",  # of the item
-    "tile_first_partial",
+    "first_place",  # of the item's partials
+    "tile_first_place",
     "tile_num_partials",
     "next",  # index of this CTA's next item, 0 = none
 )
@@ -73,14 +78,6 @@ class WorkListError(ValueError):
     """A step that the attention kernels cannot serve; the message says which sequence and what would do."""
 
 
-class TooManyNewTokens(WorkListError):
-    """A sequence brings more new tokens than MAX_NEW."""
-
-
-class SlotsNotTrailing(WorkListError):
-    """A row with a slot stands before one without: new tokens must be the last of their sequence."""
-
-
 @dataclass(frozen=True, slots=True)
 class WorkList:
     """The items of a step.
@@ -91,13 +88,13 @@ class WorkList:
         items: int32 [num_items, 16], see FIELDS. Item c is the first of CTA c; further ones follow by ``next``.
         num_ctas: The grid it was made for.
         num_tiles: Tickets in use.
-        num_partials: Partials in use.
+        num_places: Of partials, in use.
     """
 
     items: Int32Array
     num_ctas: int
     num_tiles: int
-    num_partials: int
+    num_places: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +112,10 @@ def max_items(num_tiles: int, num_ctas: int) -> int:
     return num_tiles + 2 * num_ctas
 
 
-def max_partials(num_tiles: int, num_ctas: int, max_kv_len: int, *, split: int = SPLIT) -> int:
-    """Return how many partials the items of so many tiles leave at most: each CTA but the last cuts one tile."""
+def max_places(num_tiles: int, num_ctas: int, max_kv_len: int, *, rows_per_tile: int, split: int = SPLIT) -> int:
+    """Return how many places partials of so many tiles take at most: each CTA but the last cuts one tile."""
     segments = -(-max_kv_len // (split * SEGMENT))
-    return min(num_tiles, num_ctas) * segments + (SEGMENT - 1) * num_ctas
+    return rows_per_tile * (min(num_tiles, num_ctas) * segments + (SEGMENT - 1) * num_ctas)
 
 
 def count_new_tokens(slot_mapping: Int32Array, cu_seqlens_q: Int32Array) -> Int32Array:
@@ -132,8 +129,7 @@ def count_new_tokens(slot_mapping: Int32Array, cu_seqlens_q: Int32Array) -> Int3
         int32 [seqs].
 
     Raises:
-        SlotsNotTrailing: They are not the last rows of their sequence.
-        TooManyNewTokens: They are more than MAX_NEW.
+        WorkListError: They are not the last rows of their sequence, or more than MAX_NEW.
     """
     has_slot = slot_mapping >= 0
     before = np.concatenate(([0], np.cumsum(has_slot)))
@@ -141,7 +137,7 @@ def count_new_tokens(slot_mapping: Int32Array, cu_seqlens_q: Int32Array) -> Int3
     breaks = np.flatnonzero(has_slot[:-1] & ~has_slot[1:]) + 1
     if len(breaks) and not np.isin(breaks, cu_seqlens_q).all():
         row = int(breaks[~np.isin(breaks, cu_seqlens_q)][0])
-        raise SlotsNotTrailing(f"row {row} has no slot but the row before it, of the same sequence, has one")
+        raise WorkListError(f"row {row} has no slot but the row before it, of the same sequence, has one")
     _check_new(num_new)
     return num_new
 
@@ -157,7 +153,7 @@ def make_work_list(
     num_ctas: int,
     split: int = SPLIT,
     is_tree: bool = False,
-    partials_capacity: int | None = None,
+    num_places: int | None = None,
 ) -> WorkList:
     """Return the items of a step, dealt evenly: long sequences cut, short ones whole; no rows, no work.
 
@@ -171,10 +167,10 @@ def make_work_list(
         num_ctas: The grid.
         split: Tokens of a split.
         is_tree: Rows see what a mask lets them, not what their positions say: each tile needs all of its sequence.
-        partials_capacity: Where more partials would be left than this, sequences are left whole.
+        num_places: For partials: where they would take more, sequences are left whole.
 
     Raises:
-        TooManyNewTokens: A sequence has more than MAX_NEW.
+        WorkListError: A sequence has more new tokens than MAX_NEW.
     """
     _check_new(num_new)
     begins, lengths = cu_seqlens_q.astype(np.int64), kv_lens.astype(np.int64)
@@ -191,30 +187,30 @@ def make_work_list(
         end = np.where(is_last, end, positions[first_row + num_rows - 1] + 1)
     num_splits: _Ints = np.repeat(-(-end // split), num_kv_heads)
     pieces = _deal(num_splits, num_ctas)
-    counts, num_items = _count_partials(pieces, len(num_splits))
-    if partials_capacity is not None and counts.sum() > partials_capacity:
-        pieces = _deal_whole(num_splits, num_ctas)
-        counts, num_items = _count_partials(pieces, len(num_splits))
+    num_partials, num_items = _count_partials(pieces, len(num_splits))
+    row_tile = pieces.tile // num_kv_heads
+    places = num_partials * num_rows.take(row_tile)
+    if num_places is not None and places.sum() > num_places:
+        pieces = _deal_line(num_splits, num_ctas, is_whole=True)
+        num_partials, num_items = _count_partials(pieces, len(num_splits))
+        row_tile = pieces.tile // num_kv_heads
+        places = num_partials * num_rows.take(row_tile)
 
     # One row per row tile, per tile, per item: gathered in one go each (this runs every step).
     of_rows = np.stack(
         (seq, first_row, num_rows, lengths[seq], num_new[seq], begins[seq + 1] - num_new[seq], is_last), axis=1
     ).astype(np.int32)
-    before = np.cumsum(counts) - counts
-    first_partial = before.take(np.cumsum(num_items) - num_items)
-    num_partials = int(counts.sum())
+    before, first_items = np.cumsum(places) - places, np.cumsum(num_items) - num_items
     of_tiles = np.empty((len(num_splits), 4), np.int32)
     of_tiles[:, 0] = np.arange(len(num_splits))
     of_tiles[:, 1] = num_items
-    of_tiles[:, 2] = first_partial
-    of_tiles[:-1, 3] = first_partial[1:] - first_partial[:-1]
-    of_tiles[-1, 3] = num_partials - first_partial[-1]
+    of_tiles[:, 2] = before.take(first_items)
+    of_tiles[:, 3] = np.add.reduceat(num_partials, first_items)
 
     is_first = np.empty(len(pieces.cta), np.bool_)
     is_first[0] = True
     np.not_equal(pieces.cta[1:], pieces.cta[:-1], out=is_first[1:])
     place = np.where(is_first, pieces.cta, num_ctas - 1 + np.cumsum(~is_first))
-    row_tile = pieces.tile // num_kv_heads
     fields = np.zeros((len(place), len(FIELDS)), np.int32)
     row, tile = of_rows.take(row_tile, 0), of_tiles.take(pieces.tile, 0)
     fields[:, 0] = row[:, 0]
@@ -229,64 +225,69 @@ def make_work_list(
     fields[:-1, 15] = np.where(is_first[1:], 0, place[1:])
     items = np.zeros((num_ctas + len(place) - int(np.count_nonzero(is_first)), len(FIELDS)), np.int32)
     items[place] = fields
-    return WorkList(items, num_ctas, len(num_splits), num_partials)
+    return WorkList(items, num_ctas, len(num_splits), int(places.sum()))
 
 
-class DecodeLists:
-    """Work lists of steps with one row for each sequence, the last one used again as long as that is right.
+class WorkLists:
+    """Makes the work lists of steps; the last one is used again as long as that is right.
 
-    Such a list depends on how many splits each sequence has and whether its row is new; of its fields only ``kv_len``
-    changes from token to token within a split. So one sequence makes a list anew every SPLIT tokens, and 128 of
-    different lengths in two of three steps.
+    Where each sequence has one row, a list depends on how many splits each has and on whether its row is new; of its
+    fields only ``kv_len`` changes from token to token within a split. So one sequence makes a list anew every SPLIT
+    tokens, and 128 of different lengths in two of three steps.
 
     Args:
-        num_kv_heads, num_ctas, partials_capacity: As :func:`make_work_list` takes them.
+        num_kv_heads, rows_per_tile, num_ctas, num_places, split: As :func:`make_work_list` takes them.
     """
 
-    def __init__(self, *, num_kv_heads: int, num_ctas: int, partials_capacity: int) -> None:
-        self._num_kv_heads = num_kv_heads
-        self._num_ctas = num_ctas
-        self._partials_capacity = partials_capacity
+    def __init__(
+        self, *, num_kv_heads: int, rows_per_tile: int, num_ctas: int, num_places: int, split: int = SPLIT
+    ) -> None:
+        self._make = partial(
+            make_work_list,
+            num_kv_heads=num_kv_heads,
+            rows_per_tile=rows_per_tile,
+            num_ctas=num_ctas,
+            num_places=num_places,
+            split=split,
+        )
+        self._split = split
         self._key: bytes | None = None
         self._items = np.zeros((0, len(FIELDS)), np.int32)
         self._used = self._seqs = np.zeros(0, np.int64)
 
-    def items(self, kv_lens: Int32Array, has_slot: npt.NDArray[np.bool_]) -> Int32Array:
-        """Return the items of a step, as :func:`make_work_list` does; valid until the next call, not to be changed.
+    def items(
+        self, cu_seqlens_q: Int32Array, kv_lens: Int32Array, slot_mapping: Int32Array, positions: Int32Array
+    ) -> Int32Array:
+        """Return the items of a step; valid until the next call, not to be changed.
 
         Args:
+            cu_seqlens_q: int32 [seqs + 1], first row of each sequence.
             kv_lens: int32 [seqs], tokens with the new ones, at least 1.
-            has_slot: bool [seqs]: the row's K and V are new.
-        """
-        key = ((kv_lens + (SPLIT - 1)) // SPLIT).tobytes() + has_slot.tobytes()
-        if key != self._key:
-            self._make(kv_lens, has_slot)
-            self._key = key
-        else:
-            self._items[self._used, _KV_LEN] = kv_lens.take(self._seqs)
-        return self._items
+            slot_mapping: int32 [rows], -1 = the row's K and V are in the pool already.
+            positions: int32 [rows], ascending in each sequence.
 
-    def _make(self, kv_lens: Int32Array, has_slot: npt.NDArray[np.bool_]) -> None:
+        Raises:
+            WorkListError: As :func:`count_new_tokens`.
+        """
+        is_decode = len(positions) == len(kv_lens)
+        key = ((kv_lens + (self._split - 1)) // self._split).tobytes() + (slot_mapping >= 0).tobytes()
+        if is_decode and key == self._key:
+            self._items[self._used, _KV_LEN] = kv_lens.take(self._seqs)
+            return self._items
         self._key = None
-        rows = np.arange(len(kv_lens) + 1, dtype=np.int32)
-        self._items = make_work_list(
-            cu_seqlens_q=rows,
-            kv_lens=kv_lens,
-            num_new=has_slot.astype(np.int32),
-            positions=rows[:-1],  # of no meaning where a tile ends with its sequence
-            num_kv_heads=self._num_kv_heads,
-            rows_per_tile=1,
-            num_ctas=self._num_ctas,
-            partials_capacity=self._partials_capacity,
-        ).items
-        self._used = np.flatnonzero(self._items[:, _NUM_ROWS])
-        self._seqs = self._items[self._used, _SEQ].astype(np.int64)
+        num_new = count_new_tokens(slot_mapping, cu_seqlens_q)
+        self._items = self._make(cu_seqlens_q=cu_seqlens_q, kv_lens=kv_lens, num_new=num_new, positions=positions).items
+        if is_decode:
+            self._key = key
+            self._used = np.flatnonzero(self._items[:, _NUM_ROWS])
+            self._seqs = self._items[self._used, _SEQ].astype(np.int64)
+        return self._items
 
 
 def _check_new(num_new: Int32Array) -> None:
     if len(num_new) and num_new.max() > MAX_NEW:
         seq = int(num_new.argmax())
-        raise TooManyNewTokens(
+        raise WorkListError(
             f"sequence {seq} brings {num_new[seq]} new tokens, the attention kernels take {MAX_NEW}; use several steps"
         )
 
@@ -331,28 +332,21 @@ def _round_to(values: _Ints, step: int) -> _Ints:
     return (values + step // 2) // step * step
 
 
-def _deal_line(num_splits: _Ints, num_ctas: int) -> _Pieces:
-    """Lay all tiles in a line and cut it into equal shares; a cut near the end of a tile moves there."""
+def _deal_line(num_splits: _Ints, num_ctas: int, *, is_whole: bool = False) -> _Pieces:
+    """Lay all tiles in a line and cut it into equal shares; a cut near the end of a tile moves there, or every cut."""
     ends = np.cumsum(num_splits + _ITEM_COST)
     share = ends[-1] / num_ctas
     cuts = share * np.arange(1, num_ctas)
     tile = np.searchsorted(ends, cuts, side="right").clip(max=len(ends) - 1)
     size = num_splits[tile]
-    at = (cuts - (ends[tile] - size)).clip(min=0).round().astype(np.int64)
+    at = cuts - (ends[tile] - size)
+    if is_whole:
+        return _cut_line(num_splits, tile, np.where(2 * at > size - _ITEM_COST, size, 0))
+    at = at.clip(min=0).round().astype(np.int64)
     if share >= 4 * SEGMENT:
         at = _round_to(at, SEGMENT)
     snap = np.where(size <= SEGMENT, (size + 1) // 2, max(1, int(share) // 24))
-    at = np.where(at >= size - snap, size, np.where(at <= snap, 0, at))
-    return _cut_line(num_splits, tile, at)
-
-
-def _deal_whole(num_splits: _Ints, num_ctas: int) -> _Pieces:
-    """Lay all tiles in a line and cut it between tiles only."""
-    ends = np.cumsum(num_splits + _ITEM_COST)
-    cuts = ends[-1] / num_ctas * np.arange(1, num_ctas)
-    tile = np.searchsorted(ends, cuts, side="right").clip(max=len(ends) - 1)
-    is_late = cuts > ends[tile] - (num_splits[tile] + _ITEM_COST) / 2
-    return _cut_line(num_splits, tile, np.where(is_late, num_splits[tile], 0))
+    return _cut_line(num_splits, tile, np.where(at >= size - snap, size, np.where(at <= snap, 0, at)))
 
 
 def _cut_line(num_splits: _Ints, tile: _Ints, at: _Ints) -> _Pieces:

@@ -16,10 +16,10 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from ferrule_server.kernels.cuda import attention, attention_mma
+from ferrule_server.kernels.cuda import attention
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from ferrule_server.kernels.cuda.toolchain import addressing, machine_code, sass
 from ferrule_server.kernels.cuda.toolchain.catalog import shipped_kernels
@@ -70,14 +70,9 @@ def all_specs() -> list[KernelSpec]:
 
 
 def other_blocks() -> list[KernelSpec]:
-    """Return a kernel of each op that depends on the block size, for sizes other than the default."""
-    shape = MODEL_SHAPES["Qwen3-0.6B"]
-    chosen = [*attention.specs(shape)[:1], *attention_mma.specs(MODEL_SHAPES["Llama-3.2-1B"])[:1]]
-    return [
-        replace(spec, constants=tuple(sorted({**dict(spec.constants), "BLOCK_SIZE": block_size}.items())))
-        for block_size in (32, 64)
-        for spec in chosen
-    ]
+    """Return the kernel that depends on the block size, for sizes other than the default."""
+    shapes = (MODEL_SHAPES["Qwen3-0.6B"], MODEL_SHAPES["Llama-3.2-1B"])
+    return [attention.spec(shape, BLOCK_SIZE=block_size) for block_size in (32, 64) for shape in shapes]
 
 
 def versions() -> str:

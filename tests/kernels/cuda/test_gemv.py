@@ -218,7 +218,7 @@ def test_order_of_the_norm_depends_on_nothing() -> None:
 def test_feed_forward_is_a_chain_of_two() -> None:
     """Norm, gate, up and SiLU, then down and residual, the second begun before the first has published."""
     first = Case("swiglu", size=264, num_rows=24, is_normed=True)
-    second = Case("residual", size=24, num_rows=264, r=4, u=1)
+    second = Case("residual", size=24, num_rows=264, r=4, u=1, ring=3)
     up, down = _random(first), _random(second, seed=1)
     memory = _place(first, up)
     memory.put("down", _numpy(down.weight))

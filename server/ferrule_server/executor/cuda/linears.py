@@ -123,7 +123,7 @@ def linears_for(parts: StepParts, num_rows: int, *, is_deterministic: bool) -> L
         raise ValueError(f"{num_rows} rows; bits are the same for any number up to {MAX_GEMM_ROWS}")
     if num_rows <= MAX_GEMV_ROWS and not is_deterministic:
         return _Vectors(parts, num_rows)
-    most = MAX_GEMM_ROWS if is_deterministic else GEMM_ROWS[parts.kernels.gpu.info.architecture]
+    most = MAX_GEMM_ROWS if is_deterministic else GEMM_ROWS.get(parts.kernels.gpu.info.architecture, MAX_GEMM_ROWS)
     return _Tiles(parts, num_rows) if num_rows <= most else _Large(parts, num_rows)
 
 

@@ -61,9 +61,9 @@ class StepChain:
 
     def attention_grid(self, *, is_decode: bool, is_deterministic: bool = False) -> int:
         """Return the CTAs that the work list of a step is made for."""
-        num_sms = self._parts.kernels.gpu.info.num_sms
+        gpu = self._parts.kernels.gpu.info
         return kernel_choice.attention_grid(
-            self._parts.shape, num_sms, is_decode=is_decode, is_deterministic=is_deterministic
+            self._parts.shape, gpu, is_decode=is_decode, is_deterministic=is_deterministic
         )
 
     def rows_per_tile(self, *, is_decode: bool, is_deterministic: bool = False) -> int:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 import torch
 
+from ferrule_server.executor.cuda.gpu import GpuInfo
 from ferrule_server.kernels.cuda import (
     add_norm,
     argmax,
@@ -19,8 +20,8 @@ from ferrule_server.kernels.cuda import (
     head,
     logit_rows,
 )
+from ferrule_server.kernels.cuda.catalog import OPS, merged
 from ferrule_server.kernels.cuda.spec import SHARED_LIMITS, KernelSpec, LinearShape, ModelShape
-from ferrule_server.kernels.cuda.toolchain.catalog import OPS, merged
 from ferrule_server.model.config import ModelConfig
 
 __all__ = [
@@ -49,8 +50,8 @@ MAX_GEMV_ROWS = 2
 """Rows whose linears are products with vectors, the norm in front of them; above, tensor cores and a norm apart."""
 MAX_GEMM_ROWS = gemm.MAX_TOKENS
 """Most rows whose linears may be kernels of ours."""
-GEMM_ROWS = {"sm_80": 64, "sm_90a": 64}
-"""Rows up to which they are, by architecture, from 2 to MAX_GEMM_ROWS; above, cuBLAS. An estimate, never measured."""
+GEMM_ROWS = {8: 64, 9: 64, 10: 64, 12: 64}
+"""Rows up to which they are, by major compute capability, from 2 to MAX_GEMM_ROWS; above, cuBLAS. An estimate."""
 BLOCK_SIZES = (16, 32, 64)
 """Slots per block that the attention kernels know."""
 HEAD_DIMS = (64, 128)
@@ -149,17 +150,15 @@ def attention_spec(shape: ModelShape, block_size: int, *, is_decode: bool, is_de
     return attention_mma.spec(shape, TREE=False, BLOCK_SIZE=block_size)
 
 
-def attention_grid(shape: ModelShape, num_sms: int, *, is_decode: bool, is_deterministic: bool) -> int:
+def attention_grid(shape: ModelShape, gpu: GpuInfo, *, is_decode: bool, is_deterministic: bool) -> int:
     """Return the CTAs that the work list of a step is made for."""
     spec = attention_spec(shape, BLOCK_SIZES[0], is_decode=is_decode, is_deterministic=is_deterministic)
-    return num_sms * spec.ctas_per_sm
+    return gpu.wave(spec)
 
 
-def max_attention_grid(shape: ModelShape, num_sms: int) -> int:
+def max_attention_grid(shape: ModelShape, gpu: GpuInfo) -> int:
     """Return the largest :func:`attention_grid` of the model; no grid of the output head is larger."""
-    return max(
-        attention_grid(shape, num_sms, is_decode=is_decode, is_deterministic=False) for is_decode in (False, True)
-    )
+    return max(attention_grid(shape, gpu, is_decode=is_decode, is_deterministic=False) for is_decode in (False, True))
 
 
 def rows_per_tile(shape: ModelShape, *, is_decode: bool, is_deterministic: bool) -> int:
@@ -179,7 +178,7 @@ def specs_needed(
 ) -> list[KernelSpec]:
     """Return every kernel that steps of a model may launch, each once.
 
-    Those are among ``toolchain.catalog.kernels_of`` where blocks have 16 slots: no trees, of block moves only
+    Those are among ``catalog.kernels_of`` where blocks have 16 slots: no trees, of block moves only
     the copy within the pool; and no products with vectors where bits must not depend on the number of rows.
     """
     logit_kernels = (spec for op in OPS if op.name in _LOGIT_OPS for spec in op.specs(shape))

@@ -304,11 +304,12 @@ def test_every_setting_of_a_gpu_arrives(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     monkeypatch.setattr(compose, "prepare", prepare)
     shared: dict[str, Any] = {"max_context": 99, "max_step_rows": 77, "kv_memory_bytes": 1 << 22}
-    shared["kernel_bundle"] = tmp_path
-    for settings in (
+    shared |= {"kernel_cache": tmp_path / "cache", "kernel_bundle": tmp_path}
+    cases: tuple[dict[str, Any], ...] = (
         {"is_deterministic": True, "early_launch": "off", "has_cuda_graphs": False},
         {"executor": "torch", "has_cuda_runner": False, "dtype": "float32"},
-    ):
+    )
+    for settings in cases:
         with pytest.raises(ConfigError, match="enough"):
             _created(gpu_memory_fraction=0.3, **shared, **settings)
     assert seen[0] == GpuOptions(

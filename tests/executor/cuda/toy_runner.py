@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +52,7 @@ def num_ctas_of(executor: TorchExecutor, gpu: FakeGpu) -> int:
 
 
 def executor_over(
-    gpu: FakeGpu, inner: TorchExecutor, kernels: Kernels, *, is_deterministic: bool = False, **options: bool
+    gpu: FakeGpu, inner: TorchExecutor, kernels: Kernels, *, is_deterministic: bool = False, **options: Any
 ) -> FallbackExecutor:
     """Return an executor with these kernels."""
 

@@ -12,7 +12,7 @@ COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model t
 PYTEST := $(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance lint types proto aio bench bench-peers bench-gpu load pictures clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance lint types proto aio kernels kernels-wheel bench bench-peers bench-gpu load pictures clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
@@ -66,6 +66,12 @@ proto: $(VENV)/.ok ## regenerate the committed stubs from protos/
 
 aio: $(VENV)/.ok   ## write the asyncio client anew from the sync one
 	@$(BIN)/python client/generate_aio.py
+
+kernels: $(VENV)/.ok ## compile the GPU kernels for servers of this checkout; needs no GPU (3 minutes; KERNELS="--help")
+	@$(BIN)/python -m tools.kernels.build $(KERNELS)
+
+kernels-wheel: $(VENV)/.ok ## the same, and a wheel of them in dist/ for other machines
+	@$(BIN)/python -m tools.kernels.build --wheel dist $(KERNELS)
 
 bench: $(VENV)/.ok ## run every benchmark of the CPU: a table for people, then one JSON line
 	@set -e; for script in $(filter-out %/bench_gpu.py,$(wildcard benchmarks/bench_*.py)); do \

@@ -303,7 +303,7 @@ class NullGpu:
 
         from ferrule_server.executor.cuda.gpu import GpuInfo
 
-        self.info = GpuInfo("nothing", "sm_90a", 132, 80 << 30, 227 << 10)
+        self.info = GpuInfo("nothing", (9, 0), (13, 0), 132, 80 << 30, 228 << 10, 227 << 10)
         self.torch_device = torch.device("cpu")
 
     def free_bytes(self) -> int:
@@ -392,8 +392,8 @@ def _runner() -> Any:
     from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed
     from ferrule_server.executor.cuda.runner import create_runner
     from ferrule_server.executor.torch import TorchExecutor
-    from ferrule_server.kernels.cuda.toolchain.catalog import merged
-    from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+    from ferrule_server.kernels.cuda.catalog import merged
+    from ferrule_server.kernels.cuda.spec import Cubin
     from ferrule_server.model.weights import load_model
 
     gpu = NullGpu()
@@ -401,13 +401,13 @@ def _runner() -> Any:
     executor = TorchExecutor(model, kv_memory_bytes=1 << 26, max_context=2048, is_plain=True)
     shape = shape_of(executor.info.model.config)
     specs = merged([*specs_needed(shape, is_deterministic=False), *ChoiceSpecs.of(shape).all])
-    cubin = Cubin("kernel", "sm_90a", b"", "", 0, 0, 0)
+    cubin = Cubin("kernel", b"")
     return create_runner(
         dict.fromkeys(specs, cubin),
         gpu=gpu,  # type: ignore[arg-type]
         torch_executor=executor,
         limits=Limits(max_blocks=128),
-        num_ctas=attention_grid(shape, gpu.info.num_sms),
+        num_ctas=attention_grid(shape, gpu.info),
     )
 
 

@@ -33,6 +33,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.build_bundle:
         from benchmarks.gpu.bundle import build_bundle
 
-        print(build_bundle(args.build_bundle, args.architecture, args.cache, args.models))
+        build_bundle(args.build_bundle, args.architecture, args.models)
         return
     raise SystemExit(_run(args))
 
@@ -118,7 +119,7 @@ def _workplace(args: argparse.Namespace, device: Row | None, dry: str | None) ->
 
     folder = args.output / "models"
     folder.mkdir(parents=True, exist_ok=True)
-    base = {"dry": dry, "cache": str(args.cache), "bundle": str(args.bundle) if args.bundle else None}
+    base = {"dry": dry, "bundle": str(args.bundle) if args.bundle else None}
     identity = {"commit": _commit(), "is_dry": dry is not None, "device": device["device"] if device else None}
     return Workplace(args.output, {**base, "models": str(folder)}, identity)
 
@@ -169,7 +170,7 @@ def _git(*arguments: str) -> str:
 def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     from benchmarks.gpu.parts import STAGES
     from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
-    from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES
+    from tools.kernels.compile import ARCHITECTURES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), metavar="STAGE")
@@ -177,8 +178,7 @@ def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespa
     parser.add_argument("--parts", nargs="+", metavar="PART", help="only these, such as decode or decode:Qwen3-8B")
     parser.add_argument("--minutes", type=_minutes, help="start no part that might end later; without: no limit")
     parser.add_argument("--again", action="store_true", help="run parts anew that an earlier call has finished")
-    parser.add_argument("--bundle", type=_path, help="kernels that were compiled elsewhere")
-    parser.add_argument("--cache", type=_path, default=_path("~/.cache/ferrule/cubins"))
+    parser.add_argument("--bundle", type=_path, help="compiled kernels (default: those that a server finds)")
     parser.add_argument("--output", type=_path, default=ROOT / "build" / "bench-gpu")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, whether or not there is a GPU")
     parser.add_argument(
@@ -206,8 +206,7 @@ def _minutes(text: str) -> float:
 
 def _what_is_wrong(args: argparse.Namespace) -> str | None:
     """Try every file and folder of a run before anything takes time."""
-    from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError, check_target
-    from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
+    from ferrule_server.executor.cuda.bundle import Bundle, BundleError
 
     option = ""
     try:
@@ -216,13 +215,13 @@ def _what_is_wrong(args: argparse.Namespace) -> str | None:
             Bundle.open(args.bundle)
         if args.build_bundle:
             option = "--build-bundle"
-            check_target(args.build_bundle)
+            with tempfile.TemporaryFile(dir=args.build_bundle.parent):
+                pass
         else:
             option = "--output"
             args.output.mkdir(parents=True, exist_ok=True)
-            check_target(args.output / "results.json")
-        option = "--cache"
-        CubinCache(args.cache).check()
+            with tempfile.TemporaryFile(dir=args.output):
+                pass
     except (BundleError, OSError) as error:
         return f"argument {option}: {error}"
     return None

@@ -141,11 +141,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_server.kernels": ("ferrule_server.kernels", *DEVICE),
     # The kernels of the processor write some LLVM code themselves.
     "ferrule_server.kernels.cpu": ("ferrule_server.kernels.cpu", "llvmlite", "numba", "numpy"),
-    # The GPU kernels know neither their compiler nor the driver: a port replaces one module each.
+    # The GPU kernels know neither their compiler (tools/kernels) nor the driver: a port replaces one module each.
     "ferrule_server.kernels.cuda": ("ferrule_server.kernels.cuda", "numpy", "torch"),
-    "ferrule_server.kernels.cuda.toolchain": ("ferrule_server.kernels.cuda", "numpy", "rich"),
-    "ferrule_server.kernels.cuda.toolchain.compile": ("ferrule_server.kernels.cuda", "llvmlite", "numba"),
-    "ferrule_server.kernels.cuda.toolchain.driver": ("ferrule_server.kernels.cuda", "cuda"),
+    "ferrule_server.executor.cuda.driver": ("ferrule_server.kernels.cuda", "cuda"),
+    "ferrule_server.executor.cuda.bundle": ("ferrule_server.kernels", "ferrule_server.errors"),
     "ferrule_server.training": (
         "ferrule_server.training",
         "ferrule_server.kernels.reference",

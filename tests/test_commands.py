@@ -21,13 +21,13 @@ import pytest
 
 from ferrule_client.cli import build_parser, main
 from ferrule_server.arguments import parse_config
-from ferrule_server.kernels.cuda.toolchain import cubins
 from tests.command_story import Story
 from tests.commands import PAGES, ROOT, Command, in_help, in_page, in_sentences
 from tests.conformance.test_clients_page import TOOLS
 from tests.stack.test_pages import compose_commands
 from tests.tools import tool
 from tools.compose.compose_file import ON_TOP, RECIPE, image_variables
+from tools.kernels import build
 
 ELSEWHERE: Final = {
     r"ferrule serve$": ("tests/conftest.py", '"serve"'),  # the server that the client commands go to
@@ -37,10 +37,7 @@ ELSEWHERE: Final = {
     r"ferrule bench": ("tests/client/test_cli_bench.py", 'run("bench", "--target"'),  # a minute each
     r"ferrule demo": ("tests/client/test_demo.py", '"-m", "ferrule_client.cli", "demo"'),
     r"(printf .*\| )?ferrule chat -": ("tests/client/test_cli_chat.py", 'cli.main(["chat"'),
-    r"python -m \S+\.cubins build": ("tests/kernels/cuda/toolchain/test_cubins.py", 'main(["build"'),
-    r"python -m \S+\.cubins list": ("tests/kernels/cuda/toolchain/test_cubins.py", 'main(["list"'),
-    r"python -m \S+\.cubins verify": ("tests/kernels/cuda/toolchain/test_cubins.py", 'main(["verify"'),
-    r"python -m \S+\.cubins prune": ("tests/kernels/cuda/toolchain/test_cubins.py", 'main(["prune"'),
+    r"python -m tools\.kernels\.build": ("tests/kernels/cuda/toolchain/test_build.py", 'main([*arguments, "--wheel"'),
     r"python protos/generate_stubs\.py": ("tests/test_protos.py", '["generate_stubs.py"'),
     r"cd protos && buf ": ("tests/test_protos.py", '_buf("lint")'),
 }
@@ -180,7 +177,7 @@ def _pip(story: Story, command: Command) -> None:
 def _bundles(story: Story, command: Command) -> None:
     """It is understood."""
     assert _is_run_elsewhere(command)
-    cubins._parse(shlex.split(command.program)[3:])
+    build._parse(shlex.split(command.program)[3:])
 
 
 def _contract(story: Story, command: Command) -> None:
@@ -235,7 +232,7 @@ RULES: Final = (
     Rule(r"make ", _make),
     Rule(r"python benchmarks/bench_", _benchmark),
     Rule(r"pip install ", _pip),
-    Rule(r"python -m ferrule_server\.kernels\.cuda\.toolchain\.cubins ", _bundles),
+    Rule(r"python -m tools\.kernels\.build", _bundles),
     Rule(r"python protos/generate_stubs\.py|cd protos && buf ", _contract),
     Rule(r"call(\(\)| )", _buf),
     Rule(r"curl ", _curl),

@@ -33,7 +33,7 @@ def _cases(shape: ModelShape) -> list[Case]:
 def attention(task: Row) -> Iterator[Row]:
     """Yield us of one layer's attention: ours, which also normalises, rotates and appends, then flashinfer's."""
     shape = models.shape_of(task["model"])
-    gpu = Gpu(Path(task["cache"]), Path(task["bundle"]) if task.get("bundle") else None, task["dry"])
+    gpu = Gpu(Path(task["bundle"]) if task.get("bundle") else None, task["dry"])
     for case in _cases(shape)[: 1 if gpu.is_dry else None]:
         made = measure.dry_run(gpu, case) if gpu.is_dry else measure.time_case(gpu, case)
         yield {"kind": "attention", "arm": "ferrule", "context": CONTEXT, "status": "ok", **made}

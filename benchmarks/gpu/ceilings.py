@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.timing import Row, summary, synchronize
+from ferrule_server.executor.cuda.driver import Launch
 from ferrule_server.kernels.cuda.intrinsics import (
     Address,
     cta_id,
@@ -21,7 +22,6 @@ from ferrule_server.kernels.cuda.intrinsics import (
     thread_id,
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.driver import Launch
 from tools.gpu import measure, worker
 from tools.gpu.gpu import Call, Gpu
 from tools.gpu.probes import CEILINGS
@@ -56,7 +56,7 @@ def specs() -> list[KernelSpec]:
 def ceilings(task: Row) -> Iterator[Row]:
     """Yield the rate of every reader, then copies, then what a launch and a node of a graph cost."""
     yield from ({"kind": "read", **row} for row in worker.TASKS["ceiling"](task))
-    gpu = Gpu(Path(task["cache"]), Path(task["bundle"]) if task.get("bundle") else None, task["dry"])
+    gpu = Gpu(Path(task["bundle"]) if task.get("bundle") else None, task["dry"])
     yield from _copies(gpu)
     for starts_early in (False, True):
         yield _node_cost(gpu, starts_early=starts_early)

@@ -57,7 +57,6 @@ def open_executor(task: dict[str, Any], weights: ModelWeights, pool_bytes: int, 
         max_context=max_context,
         memory_fraction=_SHARE_TO_USE,
         kv_memory_bytes=pool_bytes,
-        kernel_cache=Path(task["cache"]),
         kernel_bundle=Path(task["bundle"]) if task.get("bundle") else None,
     )
     return prepare(model.config, options).finish(model)

@@ -27,7 +27,7 @@ class Workplace:
 
     Attributes:
         output: Folder of results; those of earlier calls stay there.
-        base: What every worker is told: ``dry``, ``cache``, ``bundle``, ``models``.
+        base: What every worker is told: ``dry``, ``bundle``, ``models``.
         identity: What results must have in common to stand beside each other: commit, device, dry or not.
     """
 

@@ -105,7 +105,7 @@ def server(task: Row, folder: Path, pool_bytes: int, max_context: int) -> Iterat
     command = [sys.executable, "-m", "ferrule_server", "--model", str(folder), "--listen", address]
     command += ["--kv-memory", f"{-(-pool_bytes // (1 << 20))}MiB", "--max-context", str(max_context)]
     command += ["--executor", "numba-cuda", "--dtype", "bfloat16", "--drain-grace", "0s"]
-    command += ["--kernel-cache", task["cache"]] + (["--kernel-bundle", task["bundle"]] if task.get("bundle") else [])
+    command += ["--kernel-bundle", task["bundle"]] if task.get("bundle") else []
     with log.open("w") as lines:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=lines, text=True, env=dict(os.environ))
     watchdog = threading.Timer(_READY_S, process.kill)

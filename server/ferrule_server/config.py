@@ -116,7 +116,7 @@ class ServerConfig:
     a GPU it is slower
     """
     kernel_cache: Path | None = _MODEL.optional("--kernel-cache", FOLDER, "~/.cache/ferrule")
-    """where compiled kernels are kept for the next start"""
+    """where the compiled kernels of numba-cpu, and what a test of early launch found, are kept for the next start"""
     gpu_memory_fraction: float = _GPU.setting("--gpu-memory-fraction", SHARE.within("0.1", "1"), "0.9")
     """share of the GPU's memory that the server may use, from 0.1 to 1"""
     has_cuda_runner: bool = _GPU.switch("--disable-cuda-runner", default=True)
@@ -127,9 +127,9 @@ class ServerConfig:
     """let a kernel start while the previous one runs: auto if a test of this kind of GPU has passed, which the first
     start runs; off, which is slower, shows whether a fault comes from overlapping kernels
     """
-    kernel_bundle: Path | None = _GPU.optional("--kernel-bundle", FILE, "none")
-    """kernels that were compiled elsewhere; missing ones are compiled here; a file that is not a bundle is an error on
-    any machine
+    kernel_bundle: Path | None = _GPU.optional("--kernel-bundle", FILE, "the package ferrule-kernels, if installed")
+    """bundle of compiled kernels, or a folder of them; what needs a kernel that it lacks runs in torch; a file that is
+    not a bundle is an error on any machine
     """
     kv_memory_bytes: int | None = _LIMITS.optional(
         "--kv-memory",

@@ -68,7 +68,7 @@ def create_executor(config: ServerConfig, on_progress: OnProgress) -> LoadedExec
     """
     try:
         if config.kernel_bundle is not None:
-            from ferrule_server.executor.cuda.bundle_file import check_bundle_file
+            from ferrule_server.executor.cuda.bundle import check_bundle_file
 
             check_bundle_file(config.kernel_bundle)
         if config.executor == "paged-reference":

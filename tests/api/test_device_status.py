@@ -19,7 +19,7 @@ from tests.api.harness import RunningServer
 PLAN = MemoryPlan(total=900, weights=100, kv_pool=200, buffers=30, workspace=40, graphs=5, free=525)
 STATE = ExecutorState(
     name="torch",
-    preparation="compiling kernels, 23 of 42",
+    preparation="capturing graphs, 3 left",
     memory=PLAN,
     captured_batch_sizes=(1, 2, 8),
     num_graph_steps=3,
@@ -67,7 +67,7 @@ def test_status_tells_what_is_prepared_and_what_the_memory_is_for(executor: Prep
     with RunningServer(executor) as server:
         status = _status(server)
         assert (status.executor, status.fallback_reason) == ("torch", "")
-        assert status.preparation == "compiling kernels, 23 of 42"
+        assert status.preparation == "capturing graphs, 3 left"
         plan = status.memory_plan
         assert (plan.total_bytes, plan.weights_bytes, plan.kv_pool_bytes) == (900, 100, 200)
         assert (plan.buffer_bytes, plan.workspace_bytes, plan.graph_bytes, plan.free_bytes) == (30, 40, 5, 525)
@@ -160,9 +160,9 @@ def test_the_client_reads_it_and_the_command_line_says_it(
         status = client.status()
         assert status.memory_plan is not None
         assert (status.memory_plan.kv_pool_bytes, status.captured_batch_sizes) == (200, (1, 2, 8))
-        assert (status.preparation, status.num_torch_steps) == ("compiling kernels, 23 of 42", 5)
+        assert (status.preparation, status.num_torch_steps) == ("capturing graphs, 3 left", 5)
         assert main(["health", "--target", server.address.target]) == 0
-        assert capsys.readouterr().out.splitlines()[1:] == ["preparing: compiling kernels, 23 of 42"]
+        assert capsys.readouterr().out.splitlines()[1:] == ["preparing: capturing graphs, 3 left"]
         executor.state = ExecutorState("torch", fallback_reason="there is no GPU")
         assert client.status().memory_plan is None
         assert main(["health", "--target", server.address.target]) == 0

@@ -337,7 +337,7 @@ def test_a_larger_graph_is_not_that_of_the_batch() -> None:
 
 def test_a_server_that_does_not_start_is_told_with_its_log(tmp_path: Path) -> None:
     """And the part ends."""
-    task = {**TASK, "models": str(tmp_path), "cache": str(tmp_path)}
+    task = {**TASK, "models": str(tmp_path)}
     with (
         pytest.raises(RuntimeError, match=r"did not start: [\s\S]*none"),
         wire.server(task, tmp_path / "none", 1 << 24, 64),
@@ -459,7 +459,7 @@ def _is_alive(pid: int) -> bool:
 
 def test_finished_parts_are_kept_for_the_next_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A dry run from the command line: one part, its report, and the same again without running it."""
-    arguments = ["--dry-run", "--output", str(tmp_path), "--cache", str(tmp_path / "cache"), "--parts", "correct"]
+    arguments = ["--dry-run", "--output", str(tmp_path), "--parts", "correct"]
     for expected in (r" correct:tiny: \d+ s\n", r" correct:tiny: from 20"):
         with pytest.raises(SystemExit, match="0"):
             bench_gpu.main(arguments)
@@ -497,7 +497,7 @@ def test_a_part_that_fails_is_said_and_no_end(tmp_path: Path) -> None:
 
 def test_time_that_is_short_leaves_parts_for_the_next_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """None is started that might not end in time."""
-    options = ["--dry-run", "--output", str(tmp_path), "--cache", str(tmp_path / "cache"), "--minutes", "0.5"]
+    options = ["--dry-run", "--output", str(tmp_path), "--minutes", "0.5"]
     with pytest.raises(SystemExit, match="0"):
         bench_gpu.main(options)
     assert "left for the next call: ceilings, correct:tiny, decode:tiny" in capsys.readouterr().out
@@ -510,8 +510,7 @@ def test_time_that_is_short_leaves_parts_for_the_next_call(tmp_path: Path, capsy
         (["--stages", "z"], "--stages: invalid choice"),
         (["--minutes", "0"], "--minutes: .*above 0"),
         (["--output", "file/below"], "--output: .*file"),
-        (["--cache", "file/below"], "--cache: .*file"),
-        (["--bundle", "none"], "--bundle: .*none is no bundle"),
+        (["--bundle", "none"], "--bundle: .*none is not a bundle"),
         (["--build-bundle", "none/kernels"], "--build-bundle: .*none"),
     ],
 )
@@ -526,7 +525,7 @@ def test_arguments_are_checked_first(
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
     with pytest.raises(SystemExit, match="2"):
-        bench_gpu._parse_arguments(["--output", "out", "--cache", "cache", *arguments])
+        bench_gpu._parse_arguments(["--output", "out", *arguments])
     assert re.search(said, capsys.readouterr().err)
 
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ferrule_server.kernels.cuda.spec import ModelShape
-from ferrule_server.kernels.cuda.toolchain.sources import parameters
+from ferrule_server.kernels.cuda.spec import ModelShape, parameters
 from tools.cuda_simulator import Launch, Memory
 from tools.cuda_simulator import run as simulate
 from tools.gpu import attention_cases, cases, measure, run, worker
@@ -164,7 +163,7 @@ def test_worker_checks_replays_and_times(task: str, monkeypatch: pytest.MonkeyPa
 
 def test_every_op_of_the_catalog_is_run() -> None:
     """An op that nobody listed would never meet a GPU."""
-    from ferrule_server.kernels.cuda.toolchain import catalog
+    from ferrule_server.kernels.cuda import catalog
 
     assert set(run.OPS) == {op.name for op in catalog.OPS} | {"layer"}
     for op in run.OPS:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from tools.gpu.device_memory import DeviceMemory
 from tools.gpu.gpu import Gpu
 
 
-def test_allocations_become_what_they_were(tmp_path: Path) -> None:
+def test_allocations_become_what_they_were() -> None:
     """What was placed is there again, what was poison is poison; guards stay whole, other memory stays."""
-    memory = DeviceMemory(Gpu(tmp_path, dry_architecture="sm_90a"))
+    memory = DeviceMemory(Gpu(dry_architecture="sm_90a"))
     values = np.arange(12, dtype=np.uint16).reshape(3, 4)
     placed, kept = (memory.put(name, values, offset=32) for name in ("placed", "kept"))
     out = memory.empty("out", (2, 2), np.float32)

@@ -13,20 +13,18 @@ import numpy as np
 import pytest
 
 from ferrule_server.kernels.cuda import copy_blocks
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.bundle import write_bundle
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin
-from ferrule_server.kernels.cuda.toolchain.sources import source_key
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from tools.gpu import run
 from tools.gpu.device_memory import DeviceMemory
 from tools.gpu.gpu import Gpu
+from tools.kernels.build import write_bundle
 
 RUN = Path(run.__file__)
 
 
 def test_dry_run_passes_up_to_the_driver(tmp_path: Path) -> None:
     """Buffers on the CPU, kernels compiled, arguments packed; the report says that nothing was executed."""
-    command = [sys.executable, str(RUN), "--dry-run", "--cache", str(tmp_path / "cache"), "--output", str(tmp_path)]
+    command = [sys.executable, str(RUN), "--dry-run", "--output", str(tmp_path)]
     command += ["--ops", "embed", "--stages", "kernels"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -46,7 +44,7 @@ def test_cases_of_a_dry_run_are_counted(tmp_path: Path) -> None:
     assert run.lines_of(results, "gemv", is_folded=True) == ["case=c  status=WRONG", "gemv: 2 up to the driver"]
     assert run.lines_of(results[2:], "", is_folded=True) == ["1 up to the driver"]
     assert len(run.lines_of(results, "gemv", is_folded=False)) == 3
-    options = ["--output", str(tmp_path), "--cache", str(tmp_path)]
+    options = ["--output", str(tmp_path)]
     assert [run._parse_arguments([*options, *more]).verbose for more in ([], ["--verbose"])] == [False, True]
 
 
@@ -56,10 +54,8 @@ def test_cases_of_a_dry_run_are_counted(tmp_path: Path) -> None:
         (["--shape", "Nope"], "--shape: invalid choice"),
         (["--architecture", "sm_70"], "--architecture: invalid choice"),
         (["--output", "file/below"], "--output: .*file"),
-        (["--cache", "file/below"], "--cache: .*file"),
         (["--build-bundle", "none/kernels"], "--build-bundle: .*none"),
-        (["--build-bundle", "."], "--build-bundle: .*folder"),
-        (["--bundle", "none"], "--bundle: .*none is no bundle"),
+        (["--bundle", "none"], "--bundle: .*none is not a bundle"),
     ],
 )
 def test_arguments_are_checked_first(
@@ -74,24 +70,23 @@ def test_arguments_are_checked_first(
     Path("file").write_text("")
     monkeypatch.setattr(subprocess, "run", None)
     with pytest.raises(SystemExit, match="2"):
-        run._parse_arguments(["--dry-run", "--output", "out", "--cache", "cache", *arguments])
+        run._parse_arguments(["--dry-run", "--output", "out", *arguments])
     assert re.search(said, capsys.readouterr().err)
 
 
 def test_paths_count_from_where_the_command_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers run in the checkout."""
     monkeypatch.chdir(tmp_path)
-    args = run._parse_arguments(["--output", "out", "--cache", "cache", "--build-bundle", "kernels"])
-    assert (args.output, args.cache, args.build_bundle) == tuple(tmp_path / it for it in ("out", "cache", "kernels"))
-    assert [path.name for path in tmp_path.rglob("*")] == ["cache"], "nothing is left of trying"
+    args = run._parse_arguments(["--output", "out", "--build-bundle", "kernels"])
+    assert (args.output, args.build_bundle) == (tmp_path / "out", tmp_path / "kernels")
+    assert list(tmp_path.rglob("*")) == [], "nothing is left of trying"
 
 
 def _bundle(path: Path, spec: KernelSpec, architecture: str = "sm_90a") -> list[str]:
     """Write a bundle with what stands for one kernel; return the options of a dry run with it."""
-    cubin = Cubin(spec.kernel.__name__, architecture, b"code", "", 40, 0, 0)
-    write_bundle(path, architecture, "numba=1", {source_key(spec, architecture): (spec.name, cubin)})
+    write_bundle(path, architecture, {spec: Cubin(spec.kernel.__name__, b"code")}, (12, 9))
     options = ["--dry-run", "--stages", "tools", "--ops", "copy_blocks", "--bundle", str(path)]
-    return [*options, "--cache", str(path.with_name("cache")), "--output", str(path.with_name("out"))]
+    return [*options, "--output", str(path.with_name("out"))]
 
 
 def _main(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> str | int | None:
@@ -104,7 +99,7 @@ def _main(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> str | int | 
 def test_bundle_of_another_architecture_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any stage."""
     said = _main(monkeypatch, _bundle(tmp_path / "kernels", copy_blocks.spec(), "sm_80"))
-    assert re.search(r"error: .*kernels: for sm_80, wanted are kernels for sm_90a", str(said))
+    assert re.search(r"error: .*kernels is for sm_80, not for sm_90a", str(said))
 
 
 def test_bundle_without_a_kernel_of_the_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,12 +120,12 @@ def test_what_a_bundle_lacks_is_said(
 
 def test_bundle_is_built_without_control_characters(tmp_path: Path) -> None:
     """Into a pipe, and what pytest writes meanwhile is announced; one kernel, and those of its tests."""
-    options = ["--ops", "copy_blocks", "--cache", str(tmp_path / "cache"), "--build-bundle", str(tmp_path / "kernels")]
+    options = ["--ops", "copy_blocks", "--build-bundle", str(tmp_path / "kernels")]
     done = subprocess.run([sys.executable, str(RUN), *options], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not set("\r\033") & set(done.stdout + done.stderr)
     assert "in the simulator" in done.stdout.splitlines()[0]
-    assert re.search(r"kernels: \d+ kernels, \d+ kB$", done.stdout.strip())
+    assert re.search(r"kernels: \d+ kernels, \d\.\d MB$", done.stderr.strip())
 
 
 def test_work_that_hangs_or_dies_is_a_failure_and_no_end(tmp_path: Path) -> None:
@@ -159,9 +154,9 @@ def test_budgets_stay_below_ten_minutes() -> None:
     assert set(run.BUDGETS_S) == set(run.STAGES)
 
 
-def test_device_memory_behaves_as_the_simulators(tmp_path: Path) -> None:
+def test_device_memory_behaves_as_the_simulators() -> None:
     """Addresses, offsets, parts and copies; here on the CPU."""
-    memory = DeviceMemory(Gpu(tmp_path, dry_architecture="sm_90a"))
+    memory = DeviceMemory(Gpu(dry_architecture="sm_90a"))
     values = np.arange(12, dtype=np.uint16).reshape(3, 4)
     at = memory.put("values", values, offset=32)
     assert at == memory.address("values")

@@ -332,7 +332,7 @@ def test_an_unusable_variable_is_named() -> None:
         ),
         ({"TLS_CERT": "C"}, "", "FERRULE_TLS_CERT and --tls-key go together"),
         ({"MODEL": "/none"}, "", "FERRULE_MODEL=/none: there is no such folder"),
-        ({"KERNEL_BUNDLE": "/none"}, "", "FERRULE_KERNEL_BUNDLE: /none is no bundle"),
+        ({"KERNEL_BUNDLE": "/none"}, "", "FERRULE_KERNEL_BUNDLE: /none is not a bundle"),
         ({"TOKEN_FILE": ""}, "", "FERRULE_TOKEN_FILE is empty: give the path of a file, or leave it out"),
         ({"TLS_CLIENT_CA": " "}, "", "FERRULE_TLS_CLIENT_CA is empty"),
         ({"TOKEN_FILE": "/t"}, "--token-file=", "--token-file is empty"),

@@ -20,16 +20,16 @@ from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor import devices
 from ferrule_server.executor.base import Executor, PipelinedExecutor
 from ferrule_server.executor.cpu.executor import NumbaCpuExecutor
-from ferrule_server.executor.cuda import compose
+from ferrule_server.executor.cuda import bundle, compose
 from ferrule_server.executor.cuda.compose import GpuOptions
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.devices import Device
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
-from ferrule_server.kernels.cuda.toolchain.bundle import write_bundle
 from ferrule_server.loading import create_executor, has_bfloat16_instructions
 from ferrule_server.model.config import ModelConfig
 from tests.executor.cuda.fake_gpu import FakeGpu
+from tools.kernels.build import write_bundle
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -92,7 +92,7 @@ def test_bfloat16_is_chosen_by_processor_flags(cpuinfo: str, has: bool) -> None:
 
 
 def test_a_start_on_the_processor_loads_nothing_of_a_gpu() -> None:
-    """No kernels of a GPU, nor their toolchain, which would make the start longer."""
+    """No kernels of a GPU, nor a compiler for them, which would make the start longer."""
     code = (
         "import sys; from ferrule_server.loading import create_executor;"
         "from ferrule_server.config import ServerConfig;"
@@ -129,17 +129,14 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """A machine with a GPU of 3 GiB, a third of it taken, whose memory is that of the host; nothing is compiled."""
+    """A machine with a GPU of 3 GiB, a third of it taken, whose memory is that of the host; there are no kernels."""
     fake = FakeGpu()
-
-    def build(*_: object, **__: object) -> None:
-        """Have none, so that the executor serves in torch."""
 
     monkeypatch.setattr(devices, "find_device", lambda _: Device(0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 << 29, 3 << 30))
     monkeypatch.setattr(Device, "name", "cpu")
     monkeypatch.setattr(TorchGpu, "open", lambda *_, **__: fake)
-    monkeypatch.setattr(compose, "_building", build)
+    monkeypatch.setattr(bundle, "_places", list)
     monkeypatch.setattr(select, "_has_bfloat16", lambda: False)
     num_threads = torch.get_num_threads()
     yield fake
@@ -227,30 +224,29 @@ def test_a_pytorch_without_cuda_is_told_with_what_to_do(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize("content", [None, bytes(range(250)) * 20, ""])
+@pytest.mark.parametrize("content", [None, bytes(range(250)) * 20])
 @pytest.mark.parametrize(
     "settings", [{}, {"executor": "numba-cuda"}, {"executor": "torch"}, {"executor": "paged-reference", "model": None}]
 )
 def test_a_bundle_that_is_none_ends_the_start_without_a_gpu_too(
-    settings: dict[str, Any], content: bytes | str | None, tmp_path: Path
+    settings: dict[str, Any], content: bytes | None, tmp_path: Path
 ) -> None:
-    """Missing, garbage, or a folder: the mistake shows on the machine where it is made."""
+    """Missing or garbage: the mistake shows on the machine where it is made."""
     path = tmp_path / "kernels.bundle"
-    if content == "":
-        path.mkdir()
-    elif isinstance(content, bytes):
+    if content is not None:
         path.write_bytes(content)
     stages: list[str] = []
-    with pytest.raises(ConfigError, match=r"--kernel-bundle: .*kernels\.bundle is no bundle of kernels"):
+    with pytest.raises(ConfigError, match=r"--kernel-bundle: .*kernels\.bundle is not a bundle of kernels"):
         _created(stages, kernel_bundle=path, **settings)
     assert stages == []
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_bundle_that_is_one_may_be_named_without_a_gpu(tmp_path: Path) -> None:
-    """For whatever GPU it is: nothing of it is used."""
-    write_bundle(tmp_path / "kernels.bundle", "sm_80", "numba=1", {})
-    _created(kernel_bundle=tmp_path / "kernels.bundle").close()
+    """For whatever GPU it is, or a folder of some: nothing of it is used."""
+    write_bundle(tmp_path / "kernels.bundle", "sm_80", {}, (12, 9))
+    for path in (tmp_path / "kernels.bundle", tmp_path):
+        _created(kernel_bundle=path).close()
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -307,14 +303,13 @@ def test_every_setting_of_a_gpu_arrives(monkeypatch: pytest.MonkeyPatch, tmp_pat
         raise ConfigError("enough")
 
     monkeypatch.setattr(compose, "prepare", prepare)
-    kernels = {"kernel_cache": tmp_path / "cache", "kernel_bundle": tmp_path / "bundle"}
-    write_bundle(kernels["kernel_bundle"], "sm_90a", "numba=1", {})
-    shared: dict[str, Any] = {"max_context": 99, "max_step_rows": 77, "kv_memory_bytes": 1 << 22, **kernels}
-    each: tuple[dict[str, Any], ...] = (
+    shared: dict[str, Any] = {"max_context": 99, "max_step_rows": 77, "kv_memory_bytes": 1 << 22}
+    shared |= {"kernel_cache": tmp_path / "cache", "kernel_bundle": tmp_path}
+    cases: tuple[dict[str, Any], ...] = (
         {"is_deterministic": True, "early_launch": "off", "has_cuda_graphs": False},
         {"executor": "torch", "has_cuda_runner": False, "dtype": "float32"},
     )
-    for settings in each:
+    for settings in cases:
         with pytest.raises(ConfigError, match="enough"):
             _created(gpu_memory_fraction=0.3, **shared, **settings)
     assert seen[0] == GpuOptions(

@@ -14,15 +14,11 @@ from typing import Any
 
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from ferrule_server.kernels.cuda.specialise import KernelError
-from ferrule_server.kernels.cuda.toolchain.build import load_all
-from ferrule_server.kernels.cuda.toolchain.bundle import BundleError, check_target, write_bundle
-from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, CompileError, toolkit
-from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.toolchain.progress import progress_bar, size
-from ferrule_server.kernels.cuda.toolchain.sources import source_key
 from tools.gpu.device_memory import spec_of
 from tools.gpu.run import OPS, launching_tests
 from tools.gpu.worker import every_spec
+from tools.kernels.build import build_bundles
+from tools.kernels.compile import ARCHITECTURES, CompileError
 
 _TESTS = Path("tests", "kernels", "cuda")
 
@@ -32,29 +28,20 @@ def main() -> None:
     args = _parse_arguments()
     try:
         _build(args)
-    except (BundleError, CompileError, KernelError, OSError, subprocess.CalledProcessError) as error:
+    except (CompileError, KernelError, OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(f"error: {error}") from error
 
 
 def _build(args: argparse.Namespace) -> None:
-    check_target(args.output)
-    cache = CubinCache(args.cache)
-    cache.check()
     specs = every_spec(args.ops, MODEL_SHAPES[args.shape])
     specs += [] if args.without_tests else _specs_of_tests(args.ops)
-    print(f"compiling {len(specs)} kernels for {args.architecture}, as far as the cache lacks them", flush=True)
-    with progress_bar() as show:
-        made = load_all(specs, args.architecture, cache=cache, progress=show)
-    kernels = {source_key(spec, args.architecture): (spec.name, cubin) for spec, cubin in made.items()}
-    write_bundle(args.output, args.architecture, toolkit(), kernels)
-    print(f"{args.output}: {len(kernels)} kernels, {size(args.output.stat().st_size)}")
+    build_bundles(specs, {args.architecture: args.output})
 
 
 def _parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--architecture", choices=list(ARCHITECTURES), required=True)
-    parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--shape", choices=list(MODEL_SHAPES), required=True)
     parser.add_argument("--ops", nargs="+", choices=OPS, required=True, metavar="OP")
     parser.add_argument("--without-tests", action="store_true", help="leave out the kernels of the tests of layer 1")

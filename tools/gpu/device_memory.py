@@ -16,9 +16,8 @@ import torch
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 from torch import Tensor
 
-from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.spec import KernelSpec, parameters
 from ferrule_server.kernels.cuda.specialise import Constant
-from ferrule_server.kernels.cuda.toolchain.sources import parameters
 from tools.cuda_simulator.launch import Launch
 from tools.gpu.gpu import Call, Gpu
 

@@ -1,4 +1,4 @@
-"""The GPU under test, or its double of a dry run: cubins from a bundle, the cache or the compiler, ready to launch."""
+"""The GPU under test, or its double of a dry run: cubins from a bundle or the compiler, ready to launch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.build import load_all
-from ferrule_server.kernels.cuda.toolchain.bundle import Bundle
-from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.toolchain.driver import Device, Function, Launch
-from ferrule_server.kernels.cuda.toolchain.sources import parameters
+from ferrule_server.executor.cuda.bundle import Bundle, architectures_for
+from ferrule_server.executor.cuda.driver import Device, Function, Launch
+from ferrule_server.kernels.cuda.spec import KernelSpec, parameters
 from tools.gpu.recorded_driver import RecordedDriver
+from tools.kernels.compile import ARCHITECTURES, capability_of, compile_all
 
 CELLS: dict[str, type[Any]] = {"Address": ctypes.c_int64, "I32": ctypes.c_int32, "F32": ctypes.c_float}
-_CAPABILITIES = {"sm_80": (8, 0), "sm_90a": (9, 0)}
 
 
 @dataclass(frozen=True)
@@ -43,28 +40,32 @@ class Gpu:
     """One GPU and its loaded kernels.
 
     Args:
-        cache: Folder of compiled kernels.
-        bundle: Asked before it, if there is one.
+        bundle: Kernels that are compiled already, if there is one; what it lacks is compiled in memory.
         dry_architecture: Of what a dry run compiles; None: use the GPU.
+        is_late: Use the code that lets the next kernel start at the end.
 
     Attributes:
+        architecture: That kernels are compiled for.
         num_chains: Launched by tests of layer 1.
         num_without_room: Tests of layer 1 whose memory does not fit the GPU.
     """
 
-    def __init__(self, cache: Path, bundle: Path | None = None, dry_architecture: str | None = None) -> None:
+    def __init__(
+        self, bundle: Path | None = None, dry_architecture: str | None = None, *, is_late: bool = False
+    ) -> None:
         self.is_dry = dry_architecture is not None
         self._recorded: RecordedDriver | None = None
         if dry_architecture is None:
             torch.cuda.init()  # type: ignore[no-untyped-call]
             self.device = Device.open(torch.cuda.current_device())
         else:
-            self._recorded = RecordedDriver(capability=_CAPABILITIES[dry_architecture])
+            self._recorded = RecordedDriver(capability=capability_of(dry_architecture))
             self.device = Device.open(0, self._recorded)
         self.torch_device = torch.device("cpu" if self.is_dry else "cuda")
         self.num_sms = self.device.num_sms
-        self._cache = CubinCache(cache)
+        self.architecture = next(it for it in architectures_for(self.device.capability) if it in ARCHITECTURES)
         self._bundle = Bundle.open(bundle) if bundle else None
+        self._is_late = is_late
         self._functions: dict[KernelSpec, Function] = {}
         self.num_chains = 0
         self.num_without_room = 0
@@ -72,11 +73,11 @@ class Gpu:
     def load(self, specs: Sequence[KernelSpec]) -> None:
         """Compile what is missing of several kernels at once, and load them."""
         missing = [spec for spec in specs if spec not in self._functions]
-        made = load_all(missing, self.device.architecture, cache=self._cache, bundle=self._bundle)
+        made = self._bundle.read(missing) if self._bundle else {}
+        if lacking := [spec for spec in missing if spec not in made]:
+            made |= compile_all(lacking, self.architecture)
         for spec, cubin in made.items():
-            if self._recorded:
-                self._recorded.kinds = _cells(spec)
-            self._functions[spec] = self.device.load(spec, cubin)
+            self._functions[spec] = self.device.load(spec, cubin.late if self._is_late else cubin)
 
     def prepare(self, calls: Sequence[Call], *, starts_early: bool = True) -> list[Launch]:
         """Return the launches of several calls, all arguments packed."""
@@ -108,10 +109,6 @@ class Gpu:
         """Return a loaded kernel."""
         self.load([spec])
         return self._functions[spec]
-
-
-def _cells(spec: KernelSpec) -> list[type[Any]]:
-    return [CELLS[kind] for _, kind in parameters(spec.kernel)]
 
 
 def _value(argument: Any) -> int | float:

@@ -1,6 +1,6 @@
 """A plugin of pytest that puts a GPU in the place of the simulator, or notes what the simulator runs.
 
-python -m pytest -p tools.gpu.plugin --gpu-cache FOLDER [--gpu-bundle FILE] [--gpu-dry sm_90a] tests/kernels/cuda/...
+python -m pytest -p tools.gpu.plugin --gpu [--gpu-bundle FILE] [--gpu-dry sm_90a] tests/kernels/cuda/...
 python -m pytest -p tools.gpu.plugin --gpu-record FILE tests/kernels/cuda/...
 """
 
@@ -20,7 +20,7 @@ from tools.cuda_simulator.launch import Launch
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare where kernels come from, or that launches are noted."""
     group = parser.getgroup("gpu")
-    group.addoption("--gpu-cache", type=Path)
+    group.addoption("--gpu", action="store_true", help="run on a GPU in place of the simulator")
     group.addoption("--gpu-bundle", type=Path)
     group.addoption("--gpu-dry", help="architecture of a dry run")
     group.addoption("--gpu-record", type=Path, help="note the kernels that the simulator runs")
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     record = config.getoption("--gpu-record")
     if record is not None:
         _note_launches(record)
-    elif config.getoption("--gpu-cache") is not None:
+    elif config.getoption("--gpu"):
         _use_gpu(config)
 
 
@@ -41,8 +41,7 @@ def _use_gpu(config: pytest.Config) -> None:
     from tools.gpu.device_memory import DeviceMemory, run_on_device
     from tools.gpu.gpu import Gpu
 
-    options = [config.getoption(name) for name in ("--gpu-cache", "--gpu-bundle", "--gpu-dry")]
-    gpu = Gpu(*options)
+    gpu = Gpu(config.getoption("--gpu-bundle"), config.getoption("--gpu-dry"))
 
     def run(memory: DeviceMemory, launches: Sequence[Launch], *, seed: int = 0) -> None:
         run_on_device(gpu, memory, launches)

@@ -7,7 +7,8 @@ from typing import Any
 
 from cuda.bindings import driver as real
 
-from ferrule_server.kernels.cuda.toolchain.machine_code import MULTIPROCESSORS, Multiprocessor
+from ferrule_server.executor.cuda.bundle import architectures_for
+from tools.kernels.compile import ARCHITECTURES, Multiprocessor
 
 CONTEXT, LIBRARY, KERNEL, FUNCTION = 1001, 1002, 1003, 1004
 
@@ -33,7 +34,7 @@ class RecordedDriver:
         capability: Of the GPU.
         version: Of CUDA, as the driver gives it.
         max_ctas_per_sm: That fit a multiprocessor; None: as threads and shared memory allow on that capability.
-        kinds: ctypes of the loaded kernel's parameters: what the cubin would tell.
+        kinds: ctypes of the parameters of the kernel that is launched next.
         failures: By function name: the error to answer with.
         calls: Names and arguments, in order.
         launches: Successful launches, in order.
@@ -65,8 +66,9 @@ class RecordedDriver:
 
     @property
     def multiprocessor(self) -> Multiprocessor:
-        """The limits of its compute capability; those of the newest for one without kernels."""
-        return MULTIPROCESSORS.get(self.capability, MULTIPROCESSORS[9, 0])
+        """The limits of its compute capability; those of 9.0 for one without kernels."""
+        known = [name for name in architectures_for(self.capability) if name in ARCHITECTURES]
+        return ARCHITECTURES[known[0] if known else "sm_90a"]
 
     def named(self, name: str) -> list[tuple[Any, ...]]:
         """Return the arguments of every call of one function."""
@@ -90,6 +92,7 @@ class RecordedDriver:
             "COMPUTE_CAPABILITY_MAJOR": self.capability[0],
             "COMPUTE_CAPABILITY_MINOR": self.capability[1],
             "MULTIPROCESSOR_COUNT": 132,
+            "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": self.multiprocessor.shared_bytes,
             "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN": self.multiprocessor.max_shared_bytes_per_cta,
         }
         return (values[name],)
@@ -106,9 +109,6 @@ class RecordedDriver:
 
     def _cuKernelGetFunction(self, kernel: int) -> tuple[int]:  # noqa: N802
         return (FUNCTION,)
-
-    def _cuFuncGetParamInfo(self, function: int, index: int) -> tuple[int, int]:  # noqa: N802
-        return (8 * index, ctypes.sizeof(self.kinds[index]))
 
     def _cuOccupancyMaxActiveBlocksPerMultiprocessor(  # noqa: N802
         self, function: int, num_threads: int, shared_bytes: int

@@ -6,7 +6,7 @@
 Stages, each with its share of the time; every piece is a process of its own, so that one that hangs or breaks the
 context costs its own result only:
 
-    compile    what neither the bundle nor the cache has
+    compile    without --bundle: everything, into a bundle in the output folder
     ceiling    how fast anything reads on this GPU: what bandwidths are compared with
     kernels    each at the sizes of the model against torch; 1 000 replays of a graph, bit for bit; then time,
                bandwidth, share of the ceiling, and the same op in torch; a bar that is missed is said, and no failure
@@ -33,6 +33,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -70,10 +71,7 @@ TOTAL_S = 590.0
 EXECUTOR_TESTS = ("executor/cuda/test_torch_gpu", "executor/test_device_outputs")
 """Modules with tests that are marked ``gpu``."""
 
-NOTES = {"compile": ": all that the cache lacks, in silence"}
-"""What is said of a stage before it begins, beside its name."""
-
-_DRY = "up to the driver, nothing is executed; about three minutes, half of it to compile what the cache lacks"
+_DRY = "up to the driver, nothing is executed; about three minutes, half of it to compile"
 _STOPPED = "stopped at the driver"
 _TOOL_ERROR = 9
 _PLAIN_PYTEST = (
@@ -174,11 +172,11 @@ def main() -> None:
         raise SystemExit(_build_bundle(args))
     device, dry = _find_device(args)
     shape = args.shape or ("Qwen3-0.6B" if dry else "Qwen3-8B")
-    task: Result = {"shape": shape, "cache": str(args.cache), "dry": dry}
+    task: Result = {"shape": shape, "dry": dry, "architecture": dry or device["architecture"]}
     task["bundle"] = str(args.bundle) if args.bundle else None
     run = Run(task, args.ops, dry, args.output, args.stages, args.verbose)
     if args.bundle:
-        _check_bundle(run, dry or device["architecture"])
+        _check_bundle(run)
     for stage in [stage for stage in BUDGETS_S if stage in args.stages]:
         _run_stage(run, stage)
     _write(run, device)
@@ -190,27 +188,20 @@ def _run_stage(run: Run, stage: str) -> None:
     whole = run.started + TOTAL_S
     later = sum(BUDGETS_S[name] for name in list(BUDGETS_S)[list(BUDGETS_S).index(stage) + 1 :] if name in run.stages)
     run.deadline = began + 3600 if run.dry else min(whole, max(began + BUDGETS_S[stage], whole - later))
-    print(f"{stage}{NOTES.get(stage, '')}", flush=True)
+    print(stage, flush=True)
     STAGES[stage](run)
     print(f"  {time.monotonic() - began:.0f} s", flush=True)
 
 
 def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
-    from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES
-    from ferrule_server.kernels.cuda.toolchain.progress import BUILD_TIME
+    from tools.kernels.compile import ARCHITECTURES
 
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"With an empty cache, the kernels of one model take {BUILD_TIME} to compile;\n"
-        "those of the tests come on top of that.",
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(MODEL_SHAPES), help="the model; Qwen3-8B, in a dry run Qwen3-0.6B")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), metavar="OP")
     parser.add_argument("--stages", nargs="+", choices=list(BUDGETS_S), default=list(BUDGETS_S), metavar="STAGE")
     parser.add_argument("--bundle", type=_path, help="kernels that were compiled elsewhere")
-    parser.add_argument("--cache", type=_path, default=_path("~/.cache/ferrule/cubins"))
     parser.add_argument("--output", type=_path, default=ROOT / "build" / "test-gpu")
     parser.add_argument("--dry-run", action="store_true", help="up to the driver, whether or not there is a GPU")
     parser.add_argument(
@@ -232,8 +223,7 @@ def _path(text: str) -> Path:
 
 def _what_is_wrong(args: argparse.Namespace) -> str | None:
     """Try every file and folder of a run before anything takes time."""
-    from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError, check_target
-    from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
+    from ferrule_server.executor.cuda.bundle import Bundle, BundleError
 
     option = ""
     try:
@@ -242,23 +232,22 @@ def _what_is_wrong(args: argparse.Namespace) -> str | None:
             Bundle.open(args.bundle)
         if args.build_bundle:
             option = "--build-bundle"
-            check_target(args.build_bundle)
+            with tempfile.TemporaryFile(dir=args.build_bundle.parent):
+                pass
         else:
             option = "--output"
             args.output.mkdir(parents=True, exist_ok=True)
-            check_target(args.output / "results.json")
-        if not args.bundle:  # with one there is nothing to keep, unless it lacks some
-            option = "--cache"
-            CubinCache(args.cache).check()
+            with tempfile.TemporaryFile(dir=args.output):
+                pass
     except (BundleError, OSError) as error:
         return f"argument {option}: {error}"
     return None
 
 
-def _check_bundle(run: Run, architecture: str) -> None:
+def _check_bundle(run: Run) -> None:
     """Refuse a bundle that serves nothing of this run; say what it lacks."""
     run.deadline = time.monotonic() + 60
-    task = json.dumps({**run.task, "task": "bundle", "ops": list(run.ops), "architecture": architecture})
+    task = json.dumps({**run.task, "task": "bundle", "ops": list(run.ops)})
     results = list(run._lines([sys.executable, "-m", "tools.gpu.worker", task], "bundle", 60))
     run.results["bundle"] = results
     for result in results:
@@ -269,7 +258,7 @@ def _check_bundle(run: Run, architecture: str) -> None:
             raise SystemExit(f"error: {run.task['bundle']}: none {whole}; it is of other sources or another model")
         if result["in_bundle"] < result["kernels"]:
             has = f"{run.task['bundle']}: only {result['in_bundle']} {whole}"
-            print(f"WARNING {has}; the others come from the cache or are compiled", flush=True)
+            print(f"WARNING {has}; the others are compiled", flush=True)
 
 
 def _find_device(args: argparse.Namespace) -> tuple[Result, str | None]:
@@ -288,7 +277,13 @@ def _find_device(args: argparse.Namespace) -> tuple[Result, str | None]:
 
 
 def _compile(run: Run) -> None:
-    run.work("compile", run.left_s, ops=list(run.ops))
+    if run.task["bundle"]:
+        return
+    bundle = run.output / "kernels.bundle"
+    command = [sys.executable, "-m", "tools.gpu.build_bundle", "--output", str(bundle), "--without-tests"]
+    command += ["--architecture", run.task["architecture"], "--shape", run.task["shape"], "--ops", *run.ops]
+    run.process(command, "compile", run.left_s)
+    run.task["bundle"] = str(bundle) if bundle.exists() else None
 
 
 def _ceiling(run: Run) -> None:
@@ -321,7 +316,7 @@ def _numerics(run: Run) -> None:
         print("  left out: no --bundle; make one with --build-bundle")
         return
     for name in _test_files(run):
-        options = ["--gpu-cache", run.task["cache"]]
+        options = ["--gpu"]
         options += ["--gpu-bundle", run.task["bundle"]] if run.task["bundle"] else []
         options += ["--gpu-dry", run.dry] if run.dry else []
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.gpu.plugin", *_PLAIN_PYTEST]
@@ -445,11 +440,11 @@ def _line(result: Result) -> str:
 def _build_bundle(args: argparse.Namespace) -> int:
     """Compile what a run needs, the kernels of the tests of layer 1 included, into one file."""
     command = [sys.executable, "-m", "tools.gpu.build_bundle", "--output", str(args.build_bundle)]
-    command += ["--architecture", args.architecture, "--cache", str(args.cache), "--ops", *args.ops]
+    command += ["--architecture", args.architecture, "--ops", *args.ops]
     command += ["--shape", args.shape or "Qwen3-8B"]
     return subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT / "server"))
+    sys.path[:0] = [str(ROOT), str(ROOT / "server")]
     main()

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
+from ferrule_server.executor.cuda.bundle import Bundle, BundleError, architectures_for, kernel_key, source_hash
+from ferrule_server.executor.cuda.driver import Device, DriverError
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
-from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError
-from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError
-from ferrule_server.kernels.cuda.toolchain.sources import source_key
 from tools.gpu import layout, measure
 from tools.gpu.cases import cases_of
 from tools.gpu.gpu import Call, Gpu
 from tools.gpu.probes import CEILINGS, read_blocks_spec
+from tools.kernels.compile import ARCHITECTURES
 
 Result = dict[str, Any]
 _CEILING_BYTES = 4 << 30
@@ -51,8 +51,7 @@ def every_spec(ops: Sequence[str], shape: ModelShape) -> list[KernelSpec]:
 
 
 def _gpu(task: Result) -> Gpu:
-    bundle = Path(task["bundle"]) if task.get("bundle") else None
-    return Gpu(Path(task["cache"]), bundle, task.get("dry"))
+    return Gpu(Path(task["bundle"]) if task.get("bundle") else None, task.get("dry"))
 
 
 def _device(task: Result) -> Iterator[Result]:
@@ -61,7 +60,7 @@ def _device(task: Result) -> Iterator[Result]:
     yield {
         "status": "ok",
         "device": device.name,
-        "architecture": device.architecture,
+        "architecture": next((it for it in architectures_for(device.capability) if it in ARCHITECTURES), None),
         "num_sms": device.num_sms,
         "memory_gib": round(torch.cuda.mem_get_info()[1] / 2**30, 1),
         "cuda_of_torch": torch.version.cuda,
@@ -74,18 +73,15 @@ def _bundle(task: Result) -> Iterator[Result]:
     specs = every_spec(task["ops"], MODEL_SHAPES[task["shape"]])
     try:
         bundle = Bundle.open(Path(task["bundle"]))
-        bundle.check_architecture([task["architecture"]])
+        if bundle.architecture != task["architecture"]:
+            raise BundleError(f"{bundle.path} is for {bundle.architecture}, not for {task['architecture']}")
+        if bundle.sources != source_hash():
+            raise BundleError(f"{bundle.path} is of other sources")
     except BundleError as error:
         yield {"status": "ERROR", "error": str(error)}
         return
-    num_found = sum(source_key(spec, bundle.architecture) in bundle.records for spec in specs)
+    num_found = sum(kernel_key(spec) in bundle.kernels for spec in specs)
     yield {"status": "ok", "kernels": len(specs), "in_bundle": num_found}
-
-
-def _compile(task: Result) -> Iterator[Result]:
-    specs = every_spec(task["ops"], MODEL_SHAPES[task["shape"]])
-    _gpu(task).load(specs)
-    yield {"status": "ok", "kernels": len(specs)}
 
 
 def _kernels(task: Result) -> Iterator[Result]:
@@ -139,7 +135,6 @@ TASKS: dict[str, Callable[[Result], Iterator[Result]]] = {
     "brief": _brief,
     "bundle": _bundle,
     "ceiling": _ceiling,
-    "compile": _compile,
     "device": _device,
     "kernels": _kernels,
     "layout": _layout,

@@ -23,20 +23,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ferrule_server.executor.cuda.driver import Device, Function
 from ferrule_server.executor.cuda.gpu import Event, Gpu, GpuError, GpuInfo, GpuLost, Graph, Operation, Refused
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin
-from ferrule_server.kernels.cuda.toolchain.driver import Device, Function
-from ferrule_server.kernels.cuda.toolchain.sources import parameters
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, parameters
 from tests.executor.cuda.fake_memory import FakeMemory
 from tests.executor.cuda.fake_stream import Copy, FakeLaunch, FakeStream, Faults, Mark, Replay, StandIn, TorchWork, Work
 from tests.executor.cuda.torch_recorder import recorded, watched
-from tools.gpu.gpu import CELLS
 from tools.gpu.recorded_driver import RecordedDriver
 
 __all__ = ["CUBIN", "UNREAD", "Call", "FakeEvent", "FakeGpu", "FakeGraph", "FakeKernel", "FakeLaunch", "StandIn"]
 
-CUBIN = Cubin("kernel", "sm_90a", b"", "", 0, 0, 0)
+CUBIN = Cubin("kernel", b"")
 """Serves as the code of every kernel."""
 
 UNREAD = 0xDB
@@ -155,7 +152,15 @@ class FakeGpu:
         self._device.num_sms = num_sms
         self._graph_bytes = graph_bytes
         device = self._device
-        self._info = GpuInfo("Fake GPU", device.architecture, num_sms, total_bytes, device.shared_bytes_per_cta)
+        self._info = GpuInfo(
+            "Fake GPU",
+            device.capability,
+            device.cuda_version,
+            num_sms,
+            total_bytes,
+            device.shared_bytes_per_sm,
+            device.shared_bytes_per_cta,
+        )
         self._faults = Faults()
         self._stream = FakeStream(self.memory.simulated, self._faults, self.stand_ins, simulate=simulate, seed=seed)
         self._launched: set[Operation] = set()
@@ -247,7 +252,6 @@ class FakeGpu:
     def load(self, spec: KernelSpec, cubin: Cubin) -> FakeKernel:
         """Return a kernel; the code is not looked at."""
         self._called("load", spec.kernel.__name__)
-        self._driver.kinds = [CELLS[kind] for _, kind in parameters(spec.kernel)]
         return FakeKernel(spec, self, self._device.load(spec, cubin))
 
     @contextmanager

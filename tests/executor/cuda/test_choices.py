@@ -27,10 +27,10 @@ from ferrule_server.executor.cuda.choices import (
     divide,
 )
 from ferrule_server.executor.cuda.kernel_set import KernelSet
+from ferrule_server.kernels.cuda.catalog import kernels_of
 from ferrule_server.kernels.cuda.log_sum_exp import log_sum_exp
 from ferrule_server.kernels.cuda.sample import draw, shape_and_select
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
-from ferrule_server.kernels.cuda.toolchain.catalog import kernels_of
 from ferrule_server.kernels.cuda.top_k import gather_top_k
 from tests.executor.cuda.choice_bench import (
     LARGEST_K,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,69 +14,59 @@ import pytest
 import torch
 
 from ferrule_server.errors import ConfigError
-from ferrule_server.executor.cuda import compose
+from ferrule_server.executor.cuda import bundle, compose
 from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.compose import GpuOptions, Preparation, prepare
 from ferrule_server.executor.cuda.early_launch import EarlyLaunch
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError
-from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed
 from ferrule_server.executor.cuda.memory_plan import format_plan
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, write_bundle
-from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
-from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
+from ferrule_server.kernels.cuda.catalog import merged
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.weights import LoadedModel
-from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu
+from tests.executor.cuda.fake_gpu import FakeGpu
 from tests.executor.cuda.tiny_model import tiny_config, tiny_model
+from tools.kernels.build import write_bundle
 
 GIB = 1 << 30
 
 
-class Compiler:
-    """Has 3 of 9 kernels when it is asked, gets stuck until it is released, and fails then."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[list[KernelSpec], str, CubinCache, Bundle | None]] = []
-        self.has_begun, self.is_released = threading.Event(), threading.Event()
-
-    def __call__(
-        self,
-        specs: list[KernelSpec],
-        architecture: str,
-        *,
-        cache: CubinCache,
-        bundle: Bundle | None,
-        progress: Callable[[int, int, str], None],
-        **_: object,
-    ) -> dict[KernelSpec, Cubin]:
-        """Take the place of ``toolchain.build.load_all``."""
-        self.asked.append((specs, architecture, cache, bundle))
-        progress(3, 9, "embed")
-        self.has_begun.set()
-        self.is_released.wait(20)
-        progress(4, 9, "gemv")
-        raise CompileError("no compiler")
-
-
 @pytest.fixture(autouse=True)
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    """No kernel is compiled here."""
-    compiler = Compiler()
-    monkeypatch.setattr(compose, "KernelBuild", partial(KernelBuild, load=compiler))
-    monkeypatch.setattr(compose, "_POLL_S", 0.01)
-    yield compiler
-    compiler.is_released.set()
+def bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder in which bundles are looked for; empty."""
+    folder = tmp_path / "bundles"
+    folder.mkdir()
+    monkeypatch.setattr(bundle, "_places", lambda: [folder])
+    return folder
+
+
+def write(path: Path, specs: Iterable[KernelSpec], **changes: Any) -> Path:
+    """Write a bundle of stand-ins for sm_90a."""
+    cubins = {spec: Cubin(spec.kernel.__name__, b"early", b"late") for spec in specs}
+    write_bundle(path, **{"architecture": "sm_90a", "cubins": cubins, "cuda": (12, 9)} | changes)
+    return path
 
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
     """Of a model that the kernels can run."""
     return tiny_config()
+
+
+@pytest.fixture(scope="module")
+def specs(config: ModelConfig) -> list[KernelSpec]:
+    """Every kernel of that model."""
+    return specs_needed(shape_of(config), is_deterministic=False)
+
+
+@pytest.fixture
+def _whole(bundles: Path, specs: list[KernelSpec]) -> None:
+    """Have a bundle with all of them."""
+    write(bundles / "sm_90a.bundle", specs)
 
 
 @pytest.fixture
@@ -118,16 +108,15 @@ def finished(preparation: Preparation, model: LoadedModel) -> FallbackExecutor:
     return preparation.finish(model)
 
 
-def test_memory_is_planned_and_kernels_begun_before_the_model_is_read(
-    config: ModelConfig, compiler: Compiler, caplog: pytest.LogCaptureFixture, tmp_path: Path
+@pytest.mark.usefixtures("_whole")
+def test_memory_is_planned_and_kernels_are_found_before_the_model_is_read(
+    config: ModelConfig, specs: list[KernelSpec], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The plan is in the log, a line for each use."""
+    """The plan is in the log, a line for each use; so is where the kernels are from."""
     with caplog.at_level(logging.INFO):
-        preparation = prepared(config, kernel_cache=tmp_path)
-    assert compiler.has_begun.wait(20)
-    ((specs, architecture, cache, bundle),) = compiler.asked
-    assert set(specs) == set(specs_needed(shape_of(config), is_deterministic=False))
-    assert (architecture, cache.folder, bundle) == (FakeGpu().info.architecture, tmp_path, None)
+        preparation = prepared(config)
+    assert preparation.kernels is not None
+    assert set(preparation.kernels.cubins) == set(specs)
     plan = preparation.plan
     assert plan.kv_pool == 1 << 20
     assert plan.buffers > 0
@@ -135,6 +124,7 @@ def test_memory_is_planned_and_kernels_begun_before_the_model_is_read(
     text = "\n".join(record.getMessage() for record in caplog.records)
     for word in ("weights", "KV pool", "buffers", "workspace", "graphs", "free"):
         assert word in text
+    assert f"num={len(specs)} wanted={len(specs)} architecture=sm_90a bundle=" in text
 
 
 def test_the_page_shows_the_plan_as_the_log_does(config: ModelConfig) -> None:
@@ -146,35 +136,53 @@ def test_the_page_shows_the_plan_as_the_log_does(config: ModelConfig) -> None:
     assert {len(line) for line in shown} == {len(line) for line in printed}
 
 
-def test_the_executor_serves_in_torch_while_kernels_are_compiled(
-    config: ModelConfig, model: LoadedModel, compiler: Compiler
+def test_without_a_bundle_torch_serves_and_says_what_to_do(
+    config: ModelConfig, model: LoadedModel, bundles: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its state has the plan, and what is being prepared; nothing went wrong."""
+    """One warning, and the same reason in the state; nothing is compiled."""
     executor = finished(prepared(config), model)
-    assert compiler.has_begun.wait(20)
-    state = executor.state
-    num_kernels = len(compiler.asked[0][0])
-    assert (state.name, state.fallback_reason) == ("torch", "")
-    assert state.preparation == f"compiling kernels, 3 of {num_kernels}"
-    assert state.memory is not None
-    assert state.memory.kv_pool == executor.info.num_blocks * executor.info.bytes_per_block
+    reason = executor.state.fallback_reason
+    assert reason == (
+        f"no kernels for compute capability 9.0 in {bundles}, which has nothing; install the ferrule-kernels of this "
+        "version, or run `make kernels` in a checkout of it"
+    )
+    assert executor.state.name == "torch"
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == [f"event=torch_serves reason={reason!r}"]
     executor.close()
+
+
+@pytest.mark.parametrize(
+    ("lacking", "part"),
+    [("draw", "sampling"), ("attention_mma", "attention of several rows"), ("embed", ""), ("argmax", "")],
+)
+def test_a_kernel_that_the_bundle_lacks_costs_its_part(
+    config: ModelConfig, specs: list[KernelSpec], bundles: Path, lacking: str, part: str
+) -> None:
+    """Its name, with constants, and the bundle are said; without one that every step needs torch serves alone."""
+    path = write(bundles / "sm_90a.bundle", [spec for spec in specs if spec.kernel.__name__ != lacking])
+    preparation = prepared(config)
+    first = next(spec for spec in specs if spec.kernel.__name__ == lacking)
+    reason = f"{first.name} is not in {path}; build the kernels of this model (docs/kernels.md)"
+    if part:
+        assert preparation.kernels is not None
+        assert preparation.kernels.failures == {part: reason}
+    assert preparation.reason == ("" if part else reason)
+    with pytest.raises(ConfigError, match=r"--deterministic needs the kernels of a GPU: \w+\["):
+        prepared(config, is_deterministic=True)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 def test_what_is_allocated_is_what_was_planned(
-    kind: str, is_deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, is_deterministic: bool, bundles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the byte, but for the gaps between tensors: weights, pool, and all that the kernels need besides."""
     monkeypatch.setattr(compose, "TorchExecutor", partial(TorchExecutor, is_plain=True))
-    monkeypatch.setattr(compose, "KernelBuild", partial(KernelBuild, load=_load_stand_ins))
     gpu, config = FakeGpu(), tiny_config(kind)
+    write(bundles / "sm_90a.bundle", specs_needed(shape_of(config), is_deterministic=is_deterministic))
     settings = options(is_deterministic=is_deterministic, max_context=100)
-    preparation = prepare(config, settings, open_gpu=opening(gpu))
-    assert preparation.build is not None
-    assert preparation.build.wait(20)
-    executor = preparation.finish(tiny_model(kind))
+    executor = prepare(config, settings, open_gpu=opening(gpu)).finish(tiny_model(kind))
     executor._has_decoded = True
     assert is_deterministic or executor.tend()
     memory = executor.state.memory
@@ -185,10 +193,6 @@ def test_what_is_allocated_is_what_was_planned(
     executor.close()
 
 
-def _load_stand_ins(specs: list[KernelSpec], *_: object, **__: object) -> dict[KernelSpec, Cubin]:
-    return dict.fromkeys(specs, CUBIN)
-
-
 def test_without_a_size_the_pool_gets_what_the_fraction_leaves(config: ModelConfig) -> None:
     """Of all memory, whoever uses it."""
     plan = prepared(config, kv_memory_bytes=None, memory_fraction=0.5, free_bytes=3 * GIB).plan
@@ -197,13 +201,12 @@ def test_without_a_size_the_pool_gets_what_the_fraction_leaves(config: ModelConf
     assert 0 <= 2 * GIB - used < 1 << 20
 
 
-def test_too_little_memory_is_one_error_before_anything_is_begun(config: ModelConfig, compiler: Compiler) -> None:
-    """No kernel is compiled for a server that will not start."""
+def test_too_little_memory_is_one_error(config: ModelConfig) -> None:
+    """It names the setting."""
     with pytest.raises(ConfigError, match="--kv-memory"):
         prepared(config, kv_memory_bytes=8 * GIB)
     with pytest.raises(ConfigError, match="--gpu-memory-fraction"):
         prepared(config, kv_memory_bytes=None, memory_fraction=0.05)
-    assert compiler.asked == []
 
 
 @pytest.mark.parametrize(
@@ -216,10 +219,10 @@ def test_too_little_memory_is_one_error_before_anything_is_begun(config: ModelCo
 def test_kernels_that_may_not_run_leave_it_to_torch_with_the_reason(
     config: ModelConfig, model: LoadedModel, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], reason: str
 ) -> None:
-    """One warning; no buffers are planned and nothing is compiled."""
+    """One warning; no buffers are planned."""
     preparation = prepared(config, **changes)
     executor = finished(preparation, model)
-    assert preparation.build is None
+    assert preparation.kernels is None
     assert (preparation.plan.buffers, preparation.plan.graphs) == (0, 0)
     assert executor.state.name == executor.info.name == "torch"
     assert reason in executor.state.fallback_reason
@@ -233,22 +236,19 @@ def test_torch_that_was_asked_for_is_no_fallback(
     """Nobody is warned, whatever the kernels would have said."""
     for open_gpu in (opening(FakeGpu()), no_gpu):
         preparation = prepare(config, options(wants_kernels=False), open_gpu=open_gpu)
-        assert (preparation.reason, preparation.build, preparation.plan.buffers) == ("", None, 0)
+        assert (preparation.reason, preparation.kernels, preparation.plan.buffers) == ("", None, 0)
     executor = finished(preparation, model)
     assert (executor.state.name, executor.state.fallback_reason) == ("torch", "")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     executor.close()
 
 
-def test_a_gpu_that_only_torch_can_use_serves_in_torch(
-    config: ModelConfig, model: LoadedModel, compiler: Compiler
-) -> None:
-    """The package of the driver is missing, or the GPU is too old for the kernels."""
+def test_a_gpu_that_only_torch_can_use_serves_in_torch(config: ModelConfig, model: LoadedModel) -> None:
+    """The package of the driver is missing, for example."""
     preparation = prepare(config, options(), open_gpu=no_gpu)
     executor = finished(preparation, model)
     assert executor.state.fallback_reason == "no kernels for cpu"
     assert executor.state.memory == preparation.plan
-    assert compiler.asked == []
     executor.close()
 
 
@@ -305,6 +305,7 @@ def test_weights_are_there_before_they_are_moved(
     assert done == ["cuda:1", "executor"]
 
 
+@pytest.mark.usefixtures("_whole")
 @pytest.mark.parametrize(("setting", "trigger"), [("auto", "late"), ("on", "early"), ("off", "off")])
 def test_the_runner_gets_what_was_planned(
     *,
@@ -324,12 +325,9 @@ def test_the_runner_gets_what_was_planned(
         raise GpuError("enough")
 
     monkeypatch.setattr(compose, "create_runner", create_runner)
-    monkeypatch.setattr(compose, "KernelBuild", partial(KernelBuild, load=_load_stand_ins))
     gpu = FakeGpu()
     settings = options(max_context=100, has_graphs=False, early_launch=setting)
     preparation = prepare(config, settings, open_gpu=opening(gpu))
-    assert preparation.build is not None
-    assert preparation.build.wait(20)
     executor = finished(preparation, model)
     assert f"event=early_launch mode={trigger} " in caplog.text
     executor._has_decoded = True
@@ -338,24 +336,28 @@ def test_the_runner_gets_what_was_planned(
     assert seen["graph_bytes"] == preparation.plan.graphs
     assert seen["trigger"] == trigger
     assert seen["limits"] == Limits(max_blocks=7)
-    assert seen["num_ctas"] == attention_grid(shape_of(config), gpu.info.num_sms)
+    assert seen["num_ctas"] == attention_grid(shape_of(config), gpu.info)
     executor.close()
 
 
-def test_a_gpu_with_too_little_shared_memory_serves_in_torch_from_the_start(
-    config: ModelConfig, caplog: pytest.LogCaptureFixture
+def test_a_kernel_that_takes_more_shared_memory_than_there_is_costs_its_part(
+    config: ModelConfig, bundles: Path
 ) -> None:
-    """Nothing is compiled, and no step gives the kernels up; in deterministic mode no kernel needs that much."""
+    """From the start: no step finds out; in deterministic mode no kernel needs that much."""
     wide, small = replace(config, intermediate_size=32768), opening(FakeGpu(capability=(8, 6)))
+    shape = shape_of(wide)
+    modes = (specs_needed(shape, is_deterministic=mode, limit=99 << 10) for mode in (False, True))
+    specs = merged(chain.from_iterable(modes))
+    write(bundles / "sm_80.bundle", specs, architecture="sm_80")
     preparation = prepare(wide, options(), open_gpu=small)
-    assert (preparation.build, preparation.limits) == (None, None)
-    assert preparation.reason.startswith("gemv[")
-    assert preparation.reason.endswith("] needs 131264 bytes of shared memory per CTA, Fake GPU has 101376")
-    assert prepare(wide, options(wants_kernels=False), open_gpu=small).reason == ""
-    for other in (prepare(wide, options(is_deterministic=True), open_gpu=small), prepared(wide)):
-        assert other.build is not None
-        assert other.reason == ""
-        other.close()
+    assert preparation.kernels is not None
+    ((part, reason),) = preparation.kernels.failures.items()
+    assert part == "steps of 1 or 2 rows"
+    assert reason.startswith("gemv[")
+    assert reason.endswith("] needs 131264 bytes of shared memory per CTA, Fake GPU has 101376")
+    kernels = prepare(wide, options(is_deterministic=True), open_gpu=small).kernels
+    assert kernels is not None
+    assert kernels.failures == {}
 
 
 @pytest.mark.parametrize(
@@ -373,52 +375,24 @@ def test_determinism_without_kernels_ends_the_start(
         prepare(config, options(is_deterministic=True, **changes), open_gpu=open_gpu)
 
 
-def test_a_deterministic_start_waits_for_its_kernels(
-    config: ModelConfig, model: LoadedModel, compiler: Compiler
-) -> None:
-    """Telling how far they are; where there will be none, it ends."""
-    told: list[str] = []
-
-    def on_wait(text: str) -> None:
-        told.append(text)
-        if len(told) == 3:
-            compiler.is_released.set()
-
-    preparation = prepared(config, is_deterministic=True)
-    assert compiler.has_begun.wait(20)
-    assert set(compiler.asked[0][0]) == set(specs_needed(shape_of(config), is_deterministic=True))
-    with pytest.raises(ConfigError, match=r"--deterministic.*no compiler"):
-        preparation.finish(model, on_wait)
-    assert len(told) >= 3
-    assert told[0].startswith("compiling kernels, 3 of ")
-
-
 @pytest.mark.parametrize("content", [None, b"no zip"])
 def test_a_bundle_that_is_none_is_a_setting_to_change(
-    config: ModelConfig, tmp_path: Path, content: bytes | None, compiler: Compiler
+    config: ModelConfig, tmp_path: Path, content: bytes | None
 ) -> None:
-    """Whoever names a file wants it used."""
+    """A bundle that is named must be used."""
     path = tmp_path / "kernels.bundle"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"--kernel-bundle: .*kernels\.bundle"):
         prepared(config, kernel_bundle=path)
-    assert compiler.asked == []
 
 
-def test_a_bundle_for_another_gpu_is_refused(config: ModelConfig, tmp_path: Path, compiler: Compiler) -> None:
-    """Else everything would be compiled in spite of it; the right one is handed on."""
-    path = tmp_path / "kernels.bundle"
-    for architecture in ("sm_80", FakeGpu().info.architecture):
-        write_bundle(path, architecture, "versions", {})
-        if architecture == "sm_80":
-            with pytest.raises(ConfigError, match=r"--kernel-bundle: .* for sm_80"):
-                prepared(config, kernel_bundle=path)
-    prepared(config, kernel_bundle=path)
-    assert compiler.has_begun.wait(20)
-    bundle = compiler.asked[0][3]
-    assert bundle is not None
-    assert bundle.path == path
+def test_a_bundle_for_another_gpu_is_refused(config: ModelConfig, specs: list[KernelSpec], tmp_path: Path) -> None:
+    """Another place is not looked at; the right one is used."""
+    path = write(tmp_path / "kernels.bundle", specs, architecture="sm_80")
+    with pytest.raises(ConfigError, match=r"--kernel-bundle: .* is for sm_80, the GPU has compute capability 9\.0"):
+        prepared(config, kernel_bundle=path)
+    assert prepared(config, kernel_bundle=write(path, specs)).kernels is not None
 
 
 def test_memory_that_somebody_else_took_meanwhile_is_no_fault(
@@ -434,6 +408,7 @@ def test_memory_that_somebody_else_took_meanwhile_is_no_fault(
         prepared(config).finish(model)
 
 
+@pytest.mark.usefixtures("_whole")
 def test_the_test_of_early_launch_has_the_gpu_to_itself(
     config: ModelConfig, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,15 +430,12 @@ def test_the_test_of_early_launch_has_the_gpu_to_itself(
     assert done == ["decided", "allocated"]
 
 
-def test_what_was_begun_can_be_ended(config: ModelConfig, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights that cannot be read must leave neither a compiler nor a test behind."""
+@pytest.mark.usefixtures("_whole")
+def test_what_was_begun_can_be_ended(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that cannot be read must leave no test behind."""
     gpu, closed = FakeGpu(), list[EarlyLaunch]()
     monkeypatch.setattr(EarlyLaunch, "close", lambda choice: closed.append(choice))  # noqa: PLW0108  (it is bound)
     preparation = prepare(config, options(), open_gpu=opening(gpu))
     preparation.close()
     assert closed == [preparation.early_launch]
     assert gpu.names()[-1] == "close"
-    compiler.is_released.set()
-    assert preparation.build is not None
-    with pytest.raises(GpuError, match="the server ends"):
-        preparation.build.result()

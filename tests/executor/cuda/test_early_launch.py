@@ -19,6 +19,7 @@ from ferrule_server.executor.cuda.early_launch import EarlyLaunch
 from ferrule_server.executor.cuda.litmus import Verdict
 from tests.executor.cuda.fake_gpu import FakeGpu
 
+BUNDLE = Path("kernels.bundle")
 PASSED, FAILED, INCONCLUSIVE = Verdict(9, 0, 1), Verdict(9, 1, 1), Verdict(9, 0, 0)
 
 
@@ -68,7 +69,7 @@ def test_settings_and_verdicts_decide(
     if verdict is not None:
         keep(verdict, tmp_path)
     with caplog.at_level(logging.INFO):
-        assert EarlyLaunch(setting, gpu(), tmp_path).decide() == mode
+        assert EarlyLaunch(setting, gpu(), tmp_path, BUNDLE).decide() == mode
     (record,) = caplog.records
     assert record.getMessage() == f"event=early_launch mode={mode} reason={reason!r}"
     assert (record.levelno == logging.WARNING) == (mode == "off")
@@ -81,14 +82,14 @@ def test_a_gpu_that_has_no_early_launch_is_not_tested(
 ) -> None:
     """And nothing is wrong."""
     with caplog.at_level(logging.INFO):
-        assert EarlyLaunch(setting, gpu(capability=(8, 0)), tmp_path).decide() == "off"
+        assert EarlyLaunch(setting, gpu(capability=(8, 0)), tmp_path, BUNDLE).decide() == "off"
     assert [record.levelno for record in caplog.records] == [logging.INFO]
 
 
 @pytest.mark.usefixtures("no_process")
 def test_what_only_looks_like_a_gpu_is_not_tested(tmp_path: Path) -> None:
     """Kernels start late there, as everywhere without a verdict."""
-    assert EarlyLaunch("auto", gpu("cpu"), tmp_path).decide() == "late"
+    assert EarlyLaunch("auto", gpu("cpu"), tmp_path, BUNDLE).decide() == "late"
 
 
 @pytest.mark.parametrize(
@@ -116,13 +117,13 @@ def test_without_a_verdict_the_gpu_is_tested_in_another_process(
     if kept is not None:
         keep(kept, tmp_path)
     child(monkeypatch, tmp_path, script)
-    choice, told = EarlyLaunch("auto", gpu(), tmp_path, tmp_path / "bundle"), list[str]()
+    choice, told = EarlyLaunch("auto", gpu(), tmp_path, BUNDLE), list[str]()
     with caplog.at_level(logging.INFO):
         assert choice.decide(told.append) == mode
     assert told == ["testing early launch"]
     assert caplog.messages == [f"event=early_launch mode={mode} reason={reason!r}"]
     module = "-P -m ferrule_server.executor.cuda.litmus"
-    expected = f"{module} --device 1 --cache {tmp_path} --bundle {tmp_path / 'bundle'}\n"
+    expected = f"{module} --device 1 --cache {tmp_path} --bundle {BUNDLE}\n"
     assert (tmp_path / "arguments").read_text() == expected
 
 
@@ -130,7 +131,7 @@ def test_a_test_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest
     """Its time runs from its start, and kernels start late."""
     monkeypatch.setattr(early_launch, "_LIMIT_S", 0.1)
     child(monkeypatch, tmp_path, "exec sleep 100")
-    choice = EarlyLaunch("auto", gpu(), tmp_path)
+    choice = EarlyLaunch("auto", gpu(), tmp_path, BUNDLE)
     process = choice._process
     assert process is not None
     assert choice.decide() == "late"
@@ -140,7 +141,7 @@ def test_a_test_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest
 def test_a_test_ends_with_a_start_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Closing twice, or what runs no test, is fine."""
     child(monkeypatch, tmp_path, "exec sleep 100")
-    choice = EarlyLaunch("auto", gpu(), tmp_path)
+    choice = EarlyLaunch("auto", gpu(), tmp_path, BUNDLE)
     process = choice._process
     assert process is not None
     choice.close()
@@ -151,12 +152,12 @@ def test_a_test_ends_with_a_start_that_fails(tmp_path: Path, monkeypatch: pytest
 def test_a_process_that_cannot_be_started_is_no_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The start goes on."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
-    assert EarlyLaunch("auto", gpu(), tmp_path).decide() == "late"
+    assert EarlyLaunch("auto", gpu(), tmp_path, BUNDLE).decide() == "late"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="finds the GPU of this machine")
 def test_the_real_command_finds_no_gpu_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The process is started as a server starts it, and ends with the status that says so."""
     with caplog.at_level(logging.INFO):
-        assert EarlyLaunch("auto", gpu(), tmp_path).decide() == "late"
+        assert EarlyLaunch("auto", gpu(), tmp_path, BUNDLE).decide() == "late"
     assert caplog.messages == ["event=early_launch mode=late reason='the litmus ended with 2'"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ import torch
 
 from ferrule_server.errors import HandleLost
 from ferrule_server.executor.base import OutputSpec, PendingStep, RowOutput, SampleSpec, Shaping, StepBatch
+from ferrule_server.executor.cuda.compose import Kernels
 from ferrule_server.executor.cuda.gpu import GpuError, GpuLost
-from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from tests.engine.harness import GREEDY as GREEDY_OUTPUT
 from tests.engine.harness import Harness
@@ -35,10 +36,7 @@ def simulated(kind: str = "qwen3", *, is_deterministic: bool = False) -> tuple[F
     gpu = FakeGpu(simulate=True)
     inner = tiny_executor(kind, num_layers=1)
     cubins = cubins_of(inner, is_deterministic=is_deterministic)
-    build = KernelBuild(cubins, "sm_90a", load=lambda *_, **__: cubins)
-    build.start()
-    assert build.wait(10)
-    executor = executor_over(gpu, inner, build, is_deterministic=is_deterministic)
+    executor = executor_over(gpu, inner, Kernels(Path("bundle"), cubins, {}), is_deterministic=is_deterministic)
     return executor, gpu
 
 

@@ -10,7 +10,8 @@ import torch
 from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.cuda.kernel_set import KernelMissing, KernelSet, Trigger
 from ferrule_server.kernels.cuda import embed, gemv
-from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
+from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeKernel, FakeLaunch
 
 SPEC = embed.spec()
 
@@ -78,12 +79,20 @@ def test_a_refused_kernel_may_be_asked_for_again() -> None:
     assert kernels.load(SPEC).spec == SPEC
 
 
-@pytest.mark.parametrize(("trigger", "starts_early"), [("early", True), ("late", False), ("off", False)])
-def test_kernels_start_when_the_set_says(trigger: Trigger, starts_early: bool) -> None:
-    """Nothing that prepares launches knows of it; what must not start early never does."""
-    gpu = FakeGpu()
-    kernels, arguments = KernelSet(gpu, {SPEC: CUBIN}, trigger), _arguments(gpu)
+@pytest.mark.parametrize("trigger", ["early", "late", "off"])
+def test_kernels_start_when_the_set_says(trigger: Trigger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that prepares launches knows of it; what must not start early never does. Late is other code."""
+    gpu, codes = FakeGpu(), []
+    load = gpu.load
+
+    def noting(spec: KernelSpec, cubin: Cubin) -> FakeKernel:
+        codes.append(cubin.code)
+        return load(spec, cubin)
+
+    monkeypatch.setattr(gpu, "load", noting)
+    kernels, arguments = KernelSet(gpu, {SPEC: Cubin("embed", b"early", b"late")}, trigger), _arguments(gpu)
     for wanted in (True, False):
         launch = kernels.prepare(SPEC, arguments, 1, starts_early=wanted)
         assert isinstance(launch, FakeLaunch)
-        assert launch.starts_early == (wanted and starts_early)
+        assert launch.starts_early == (wanted and trigger != "off")
+    assert codes == [b"late" if trigger == "late" else b"early"]

@@ -30,7 +30,7 @@ def test_the_product_lands_in_the_buffer(has_bias: bool) -> None:
 @pytest.mark.parametrize("most", [2, 16, 64])
 def test_the_border_to_torch_is_one_number(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of more rows are multiplied by torch, but for those that promise bits."""
-    monkeypatch.setattr(linears, "GEMM_ROWS", {"sm_90a": most})
+    monkeypatch.setattr(linears, "GEMM_ROWS", {9: most})
     bench = Bench(max_rows=72, num_layers=1, simulate=False)
     step = {"stores_logits": True}
     for num_rows in (1, 2, 3, 16, 17, 64, 65):

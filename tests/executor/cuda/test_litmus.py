@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from ferrule_server.executor.cuda import litmus
+from ferrule_server.executor.cuda import bundle, litmus
+from ferrule_server.executor.cuda.bundle import BundleError
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError, Operation
 from ferrule_server.executor.cuda.litmus import Verdict, find_verdict, main, run_litmus
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
-from ferrule_server.kernels.cuda.litmus import CONTROL, ROW_BYTES, WAITING
-from ferrule_server.kernels.cuda.toolchain.compile import CompileError
-from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
+from ferrule_server.kernels.cuda.litmus import CONTROL, ROW_BYTES, SPECS, WAITING
+from ferrule_server.kernels.cuda.spec import Cubin
+from tests.executor.cuda.fake_gpu import FakeGpu, FakeLaunch
+from tools.kernels.build import write_bundle
+
+CUBINS = dict.fromkeys(SPECS, Cubin("litmus", b"code"))
 
 
 class Finding:
@@ -55,14 +59,15 @@ def gpu_that_finds(*, waiting: int | None, control: int) -> FakeGpu:
     return gpu
 
 
-@pytest.fixture(autouse=True)
-def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled here."""
-    monkeypatch.setattr(litmus, "load_all", lambda specs, *_, **__: dict.fromkeys(specs, CUBIN))
+@pytest.fixture
+def _bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a bundle where a server looks for one."""
+    write_bundle(tmp_path / "sm_90a.bundle", "sm_90a", CUBINS, (12, 9))
+    monkeypatch.setattr(bundle, "_places", lambda: [tmp_path])
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+def gpu(monkeypatch: pytest.MonkeyPatch, _bundle: None) -> FakeGpu:
     """Return a GPU of this machine, on which the test passes."""
     gpu = gpu_that_finds(waiting=0, control=3)
     monkeypatch.setattr(TorchGpu, "open", lambda _: gpu)
@@ -72,21 +77,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 def test_a_gpu_that_keeps_its_promise_passes() -> None:
     """In the simulator, launches and replays; each launch of a row's kernel adds 1 to it, whatever the way."""
     gpu = gpu_that_finds(waiting=None, control=3)
-    told: list[tuple[int, int, str]] = []
-    verdict = run_litmus(gpu, 3, progress=lambda *how_far: told.append(how_far))
+    verdict = run_litmus(gpu, CUBINS, 3)
     assert verdict == Verdict(num_runs=3, num_stale=0, control_stale=3 * 5 * 3)
     assert verdict.outcome == "passed"
     rows = gpu.memory.tensor("litmus rows").view(torch.int32)
     assert rows.numel() == 5 * gpu.info.num_sms * ROW_BYTES // 4
     assert set(rows.tolist()) == {3 * 3}  # launched once to be captured, launched, replayed
-    assert told == [(3, 3, "launched"), (3, 3, "replayed")] * 2
     assert gpu.graphs == []
 
 
 def test_launches_form_chains_that_start_early_within() -> None:
     """The first of each waits for the chain before; each reads the row before its own, the last one also the first."""
     gpu = RecordingGpu(stand_ins={"litmus": lambda _: None})
-    run_litmus(gpu, 100)
+    run_litmus(gpu, CUBINS, 100)
     waiting = [it for it in gpu.launched if isinstance(it, FakeLaunch) and it.spec == WAITING]
     assert len(waiting) == 3 * 64 * 5  # launched once to be captured, and two whole batches
     rows = [it.arguments["own"] for it in waiting[:5]]
@@ -105,7 +108,7 @@ def test_launches_form_chains_that_start_early_within() -> None:
 )
 def test_what_is_no_pass(waiting: int, control: int, outcome: str) -> None:
     """A stale word, whatever the control says; and a control that found none, as nothing overlapped."""
-    assert run_litmus(gpu_that_finds(waiting=waiting, control=control), 2).outcome == outcome
+    assert run_litmus(gpu_that_finds(waiting=waiting, control=control), CUBINS, 2).outcome == outcome
 
 
 def test_a_control_that_fails_in_one_way_only_is_inconclusive() -> None:
@@ -114,11 +117,12 @@ def test_a_control_that_fails_in_one_way_only_is_inconclusive() -> None:
     control = gpu.stand_ins[CONTROL.name]
     assert isinstance(control, Finding)
 
-    def overlap_no_more(_done: int, _total: int, _way: str) -> None:
-        if control.num_launches:
-            control.num_words = 0
+    def launched(arguments: Mapping[str, int | float]) -> None:
+        control.num_words = int(control.num_launches < 2 * 2 * 5)  # launched before the capture, launched, replayed
+        control(arguments)
 
-    assert run_litmus(gpu, 2, progress=overlap_no_more).outcome == "inconclusive"
+    gpu.stand_ins[CONTROL.name] = launched
+    assert run_litmus(gpu, CUBINS, 2).outcome == "inconclusive"
     assert control.num_launches == 3 * 2 * 5
 
 
@@ -137,7 +141,7 @@ def test_the_command_keeps_the_verdict_for_this_kind_of_gpu(
     (tmp_path / "driver").write_text("580.65.06")
     assert find_verdict(gpu.info, folder) is None
     (tmp_path / "driver").unlink()
-    monkeypatch.setattr(litmus, "source_key", lambda *_: "other sources")
+    monkeypatch.setattr(litmus, "source_hash", lambda: "other sources")
     assert find_verdict(gpu.info, folder) is None
 
 
@@ -148,6 +152,7 @@ def _status(*arguments: str) -> int:
     return ended.value.code
 
 
+@pytest.mark.usefixtures("_bundle")
 @pytest.mark.parametrize(
     ("waiting", "control", "status", "is_kept"), [(0, 1, 0, False), (1, 1, 1, True), (0, 0, 2, False)]
 )
@@ -161,7 +166,7 @@ def test_few_runs_prove_a_fault_and_nothing_else(
     assert (find_verdict(gpu.info, tmp_path) is not None) == is_kept
 
 
-@pytest.mark.parametrize("error", [GpuError("there is no GPU 0"), CompileError("no compiler"), RuntimeError("a bug")])
+@pytest.mark.parametrize("error", [GpuError("there is no GPU 0"), BundleError("no kernels"), RuntimeError("a bug")])
 def test_no_verdict_is_one_line_and_status_2(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,7 +209,8 @@ def test_this_gpu_keeps_its_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a control that fails; a few seconds."""
     monkeypatch.undo()
     gpu = TorchGpu.open()
-    if gpu.info.architecture.startswith("sm_8"):
+    if gpu.info.capability < (9, 0):
         pytest.skip("this GPU has no early launch")
-    assert run_litmus(gpu, 10_000).outcome == "passed"
+    cubins = bundle.find_bundle(None, gpu.info.capability, gpu.info.cuda_version).read(SPECS)
+    assert run_litmus(gpu, cubins, 10_000).outcome == "passed"
     gpu.close()

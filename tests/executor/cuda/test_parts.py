@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ferrule_server.executor.base import DeviceLost, OutputSpec, SampleSpec, StepBatch
 from ferrule_server.executor.cuda.choices import OutputKind
+from ferrule_server.executor.cuda.compose import Kernels
 from ferrule_server.executor.cuda.gpu import GpuError, GpuLost
 from ferrule_server.executor.cuda.graphs import GRAPHS, GraphKey
-from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import shape_of, specs_needed
 from ferrule_server.executor.cuda.parts import ESSENTIAL, PARTS, WorkingParts, part_of
 from ferrule_server.executor.fallback.executor import FallbackExecutor
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
 from tests.executor.cuda.fake_gpu import FakeGpu
 from tests.executor.cuda.tiny_model import KINDS, tiny_config, tiny_executor
 from tests.executor.cuda.toy_runner import GREEDY, Toy, cubins_of, executor_over, rows_of
@@ -99,21 +98,11 @@ CASES = [
 
 
 def opened(refused: Iterable[str] = (), **options: bool) -> tuple[FallbackExecutor, FakeGpu]:
-    """Return an executor whose kernels do nothing, opened; some do not compile."""
+    """Return an executor whose kernels do nothing, opened; the bundle lacks some."""
     gpu, inner = FakeGpu(), tiny_executor(num_layers=1)
-    cubins = cubins_of(inner)
-
-    def load(specs: Iterable[KernelSpec], *_: object, **__: object) -> dict[KernelSpec, Cubin]:
-        specs = list(specs)
-        for spec in specs:
-            if spec.kernel.__name__ in refused:
-                raise CompileError("refused on purpose")
-        return {spec: cubins[spec] for spec in specs}
-
-    build = KernelBuild(cubins, "sm_90a", load=load)
-    build.start()
-    assert build.wait(10)
-    executor = executor_over(gpu, inner, build, **options)
+    cubins = {spec: cubin for spec, cubin in cubins_of(inner).items() if spec.kernel.__name__ not in refused}
+    kernels = Kernels(Path("bundle"), cubins, {part_of(kernel): "refused on purpose" for kernel in refused})
+    executor = executor_over(gpu, inner, kernels, **options)
     executor.run(ONE)
     assert executor.tend() or executor.runner is not None
     return executor, gpu
@@ -147,7 +136,7 @@ def test_a_kernel_that_is_refused_takes_out_its_part(
 
 
 @pytest.mark.parametrize(("kernel", "needing", "path", "other"), CASES)
-def test_a_kernel_that_does_not_compile_takes_out_its_part(
+def test_a_kernel_that_no_bundle_has_takes_out_its_part(
     kernel: str, needing: StepBatch, path: str, other: StepBatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """From the start."""

@@ -12,18 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from ferrule_server.executor.cuda.driver import Device, DriverError, Launch
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost, Refused
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu, translated
 from ferrule_server.kernels.cuda import copy_blocks
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin
-from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError, Launch
-from ferrule_server.kernels.cuda.toolchain.sources import parameters
+from ferrule_server.kernels.cuda.spec import Cubin, parameters
 from tests.executor.cuda.recorded_cuda import POOL, STREAM, RecordedCuda
 from tools.gpu.gpu import CELLS
 from tools.gpu.recorded_driver import LIBRARY, RecordedDriver
 
 SPEC = copy_blocks.spec()
-CUBIN = Cubin("copy_blocks", "sm_90a", b"code", "", 32, 0, 0)
+CUBIN = Cubin("copy_blocks", b"code")
 CPU = torch.device("cpu")
 BYTES = torch.zeros(16, dtype=torch.uint8)
 BIND = ["set_device", "cuCtxSetCurrent"]
@@ -66,8 +65,8 @@ def test_it_is_a_gpu_and_says_what_it_is(doubles: Doubles) -> None:
     """Driver and torch agree on the device; sizes are bytes."""
     gpu: Gpu = doubles.gpu
     info = gpu.info
-    assert (info.name, info.architecture, info.num_sms) == ("Recorded GPU", "sm_90a", 132)
-    assert (info.total_bytes, info.shared_bytes_per_cta) == (80 << 30, 227 << 10)
+    assert (info.name, info.capability, info.cuda_version, info.num_sms) == ("Recorded GPU", (9, 0), (13, 0), 132)
+    assert (info.total_bytes, info.shared_bytes_per_sm, info.shared_bytes_per_cta) == (80 << 30, 228 << 10, 227 << 10)
     assert gpu.free_bytes() == 60 << 30
     assert gpu.torch_device == CPU
 

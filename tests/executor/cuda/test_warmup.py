@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+from pathlib import Path
 
 from ferrule_server.engine.jobs import WarmupJob, WarmupResult
-from ferrule_server.executor.cuda.kernel_build import KernelBuild
+from ferrule_server.executor.cuda.compose import Kernels
 from tests.engine.harness import Harness
 from tests.executor.cuda.fake_gpu import FakeGpu
 from tests.executor.cuda.tiny_model import tiny_executor
@@ -13,22 +13,12 @@ from tests.executor.cuda.toy_runner import cubins_of, executor_over
 
 
 def test_a_warm_up_is_answered_once_the_graphs_of_its_sizes_are_there() -> None:
-    """Asked while kernels are compiled, it waits for them; asked again it finds nothing to do."""
-    gpu, inner, may_end = FakeGpu(simulate=True), tiny_executor(num_layers=1), threading.Event()
-    cubins = cubins_of(inner)
-
-    def load(*_: object, **__: object) -> object:
-        assert may_end.wait(20)
-        return cubins
-
-    build = KernelBuild(cubins, "sm_90a", load=load)  # type: ignore[arg-type]
-    build.start()
-    executor = executor_over(gpu, inner, build)
+    """Asked before the kernels are loaded, it waits for them; asked again it finds nothing to do."""
+    gpu, inner = FakeGpu(simulate=True), tiny_executor(num_layers=1)
+    executor = executor_over(gpu, inner, Kernels(Path("bundle"), cubins_of(inner), {}))
     with Harness(executor, max_step_rows=24) as harness:  # type: ignore[arg-type]
         warming = harness.submit(WarmupJob("admin", (1, 2)))
         harness.prefill(1, 2, 3)
-        assert not warming.is_done
-        may_end.set()
         result = warming.outcome()
         assert isinstance(result, WarmupResult)
         assert result.batch_sizes == (1, 2)

@@ -11,16 +11,15 @@ import torch
 from ferrule_server.executor.base import Int32Array, OutputSpec, StepBatch
 from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs
+from ferrule_server.executor.cuda.compose import Kernels
 from ferrule_server.executor.cuda.cuda_device import CudaDevice
 from ferrule_server.executor.cuda.graphs import GraphKey
-from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed
 from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner, create_runner
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.catalog import merged
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+from ferrule_server.kernels.cuda.catalog import merged
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
 from tests.executor.cuda.tiny_model import tiny_executor
 
@@ -49,23 +48,23 @@ def limits_of(max_rows: int) -> Limits:
 
 def num_ctas_of(executor: TorchExecutor, gpu: FakeGpu) -> int:
     """Return the grid of attention."""
-    return attention_grid(shape_of(executor.info.model.config), gpu.info.num_sms)
+    return attention_grid(shape_of(executor.info.model.config), gpu.info)
 
 
 def executor_over(
-    gpu: FakeGpu, inner: TorchExecutor, build: KernelBuild, *, is_deterministic: bool = False, **options: Any
+    gpu: FakeGpu, inner: TorchExecutor, kernels: Kernels, *, is_deterministic: bool = False, **options: Any
 ) -> FallbackExecutor:
-    """Return an executor whose kernels come from a build that was started."""
+    """Return an executor with these kernels."""
 
     def make_runner() -> CudaDecodeRunner:
         return create_runner(
-            build.result(),
+            kernels.cubins,
             gpu=gpu,
             torch_executor=inner,
             limits=limits_of(8),
             num_ctas=num_ctas_of(inner, gpu),
             is_deterministic=is_deterministic,
-            failures=build.part_failures,
+            failures=kernels.failures,
             **options,
         )
 
@@ -73,7 +72,6 @@ def executor_over(
         inner,
         CudaDevice(gpu, "cpu"),
         name=NAME,
-        build=build,
         make_runner=make_runner,
         is_deterministic=is_deterministic,
     )

@@ -6,7 +6,7 @@ What is put into the stream runs when somebody waits, and a step that fails leav
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -24,13 +24,10 @@ from ferrule_server.executor.base import (
 )
 from ferrule_server.executor.cuda.cuda_device import CudaDevice
 from ferrule_server.executor.cuda.gpu import Gpu, GpuInfo, GpuLost
-from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.parts import part_of, refused_part
 from ferrule_server.executor.cuda.runner import NAME
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.reference import PagedReferenceExecutor
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 GREEDY = OutputSpec(greedy=True)
@@ -46,7 +43,7 @@ class StreamGpu:
     """A stream, and nothing else of a GPU."""
 
     def __init__(self) -> None:
-        self.info = GpuInfo("Stream GPU", "sm_90a", 1, 1 << 30, 0)
+        self.info = GpuInfo("Stream GPU", (9, 0), (13, 0), 1, 1 << 30, 0, 0)
         self.work: deque[Callable[[], None]] = deque()
         self.failures: dict[str, list[Exception | None]] = {}
         self.is_closed = False
@@ -229,32 +226,21 @@ class Torch(PagedReferenceExecutor):
         self.is_closed = True
 
 
-def no_cubins(*_: object, **__: object) -> dict[KernelSpec, Cubin]:
-    """Stands for ``load_all``: there is nothing to be built."""
-    return {}
-
-
 class World:
     """An executor over a stream, with a runner that is ready to be made."""
 
-    def __init__(self, load: Callable[..., dict[KernelSpec, Cubin]] = no_cubins, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         self.gpu = StreamGpu()
         self.torch = Torch()
         self.kernels = PagedReferenceExecutor.run  # of the same pool
         self.runner: ReferenceRunner | None = None
-        self.build = KernelBuild([], "sm_90a", load=load)
-        self.build.start()
-        if load is no_cubins:
-            assert self.build.wait(TIMEOUT_S)
-        make = options.pop("make_runner", self.make_runner)
-        given = {"build": self.build, "make_runner": lambda: make(self.build.result()), "memory": PLAN, **options}
+        given = {"make_runner": self.make_runner, "memory": PLAN, **options}
         self.executor = FallbackExecutor(self.torch, device_of(self.gpu), name=NAME, **given)
         self.stepper = Stepper(self.executor)
         self.seqs = [PooledSequence(), PooledSequence()]
 
-    def make_runner(self, cubins: Mapping[KernelSpec, Cubin]) -> ReferenceRunner:
+    def make_runner(self) -> ReferenceRunner:
         """Make the runner, over the pool that torch has."""
-        assert cubins == {}
         self.runner = ReferenceRunner(self.gpu, cast("PagedReferenceExecutor", _Untold(self.torch)))
         return self.runner
 

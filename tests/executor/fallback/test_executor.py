@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +20,7 @@ from ferrule_server.executor.base import (
 )
 from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.fallback.executor import FallbackExecutor
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin
-from tests.executor.fallback.reference_world import GREEDY, MAX_ROWS, PLAN, TIMEOUT_S, Torch, World, tokens_of
+from tests.executor.fallback.reference_world import GREEDY, MAX_ROWS, PLAN, Torch, World, tokens_of
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 # ---- where steps run ------------------------------------------------------------------------------------------------
@@ -35,54 +31,17 @@ def test_it_is_an_executor_that_takes_steps_ahead() -> None:
     assert isinstance(World().executor, PipelinedExecutor)
 
 
-class Gate:
-    """Stands for ``load_all``: waits until it may go on."""
-
-    def __init__(self) -> None:
-        self.may_go_on = threading.Event()
-
-    def __call__(self, *_: object, progress: Callable[[int, int, str], None], **__: object) -> dict[KernelSpec, Cubin]:
-        """Return nothing, in the end."""
-        assert self.may_go_on.wait(TIMEOUT_S)
-        progress(1, 1, "gemv")
-        return {}
-
-
-def test_torch_serves_until_the_kernels_are_there() -> None:
-    """The state tells what is being prepared; no step waits for the runner, which the gap behind a decode makes."""
-    gate = Gate()
-    world = World(gate)
-    world.executor.run(world.decode(3))
-    state = world.executor.state
-    assert (state.name, state.preparation, state.num_torch_steps) == ("torch", "compiling kernels, 0 of 0", 1)
-    assert not world.executor.tend()
-    gate.may_go_on.set()
-    assert world.build.wait(TIMEOUT_S)
+def test_torch_serves_until_the_runner_is_made() -> None:
+    """No step waits for it: the gap behind a decode makes it."""
+    world = World()
     assert (world.executor.state.name, world.executor.state.preparation) == ("numba-cuda", "")
+    assert not world.executor.tend()
     world.executor.run(world.decode(4))
-    assert (world.executor.runner, world.runner) == (None, None)
+    assert (world.executor.runner, world.runner, world.executor.state.num_torch_steps) == (None, None, 1)
     assert world.executor.tend()
     world.executor.run(world.decode(5))
     assert world.executor.runner is world.made()
-    assert (len(world.made().batches), len(world.torch.batches)) == (1, 2)
-
-
-def test_a_gap_behind_a_decode_makes_the_runner_too() -> None:
-    """The next decode need not wait for it then; who only prompts is not made to."""
-    gate = Gate()
-    world = World(gate)
-    world.executor.run(world.stepper.batch(Piece(world.seqs[0], range(3, 30))))
-    gate.may_go_on.set()
-    assert world.build.wait(TIMEOUT_S)
-    assert not world.executor.tend()
-    assert world.executor.runner is None
-    gate = Gate()
-    world = World(gate)
-    world.executor.run(world.decode(3))
-    gate.may_go_on.set()
-    assert world.build.wait(TIMEOUT_S)
-    assert world.executor.tend()
-    assert world.executor.runner is world.made()
+    assert (len(world.made().batches), len(world.torch.batches)) == (1, 1)
 
 
 def test_a_prompt_is_for_torch_and_makes_no_runner() -> None:

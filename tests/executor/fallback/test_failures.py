@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,14 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import DeviceLost
 from ferrule_server.executor.cuda.gpu import GpuError, GpuLost, Refused
 from ferrule_server.executor.fallback.executor import FallbackExecutor
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin
 from tests.executor.fallback.reference_world import (
     GREEDY,
     MAX_ROWS,
-    TIMEOUT_S,
     ReferenceRunner,
     StreamGpu,
     Torch,
     World,
     device_of,
-    no_cubins,
     tokens_of,
 )
 from tests.model.stepping import Piece, PooledSequence, Stepper
@@ -130,8 +125,8 @@ def test_a_runner_that_cannot_be_made_is_done_without(error: Exception, reason: 
     """The step that wanted it runs in torch, and no later one tries again."""
     calls = []
 
-    def make_runner(cubins: Mapping[KernelSpec, Cubin]) -> ReferenceRunner:
-        calls.append(cubins)
+    def make_runner() -> ReferenceRunner:
+        calls.append(error)
         raise error
 
     world = World(make_runner=make_runner)
@@ -140,26 +135,6 @@ def test_a_runner_that_cannot_be_made_is_done_without(error: Exception, reason: 
         assert not world.executor.tend()
     state = world.executor.state
     assert (state.name, state.fallback_reason, state.num_torch_steps, len(calls)) == ("torch", reason, 2, 1)
-
-
-@pytest.mark.parametrize("wakes_by", ["run", "tend"])
-def test_kernels_that_do_not_compile_are_done_without(wakes_by: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The state says so at once, the log as soon as the engine comes by, once."""
-
-    def load(*_: object, **__: object) -> dict[KernelSpec, Cubin]:
-        raise CompileError("the compiler of GPU kernels is not installed (numba-cuda); pip install 'ferrule[cuda]'")
-
-    world = World(load)
-    assert world.build.wait(TIMEOUT_S)
-    assert "pip install" in world.executor.state.fallback_reason
-    assert world.executor.state.name == "torch"
-    if wakes_by == "run":
-        world.executor.run(world.decode(3))
-    for _ in range(2):
-        assert not world.executor.tend()
-        assert [record.levelno for record in caplog.records].count(logging.WARNING) == 1
-        world.executor.run(world.decode(3))
-    assert world.executor.state.fallback_reason.startswith("the compiler of GPU kernels is not installed")
 
 
 # ---- when a part of the path fails -----------------------------------------------------------------------------------
@@ -343,9 +318,9 @@ def test_the_state_is_whole_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> 
         steps = state.num_graph_steps, state.num_launched_steps
         seen.append((state.name, state.preparation, state.fallback_reason, *steps))
 
-    def make_runner(cubins: Mapping[KernelSpec, Cubin]) -> ReferenceRunner:
+    def make_runner() -> ReferenceRunner:
         look()
-        runner = World.make_runner(world, cubins)
+        runner = World.make_runner(world)
         runner.num_graph_steps = 5
         monkeypatch.setattr(runner, "close", look)
         return runner
@@ -500,16 +475,19 @@ def test_a_failed_capture_in_deterministic_mode_is_a_lost_device(error: Exceptio
         world.executor.tend()
 
 
-@pytest.mark.parametrize("why", ["no device", "compile", "make"])
+@pytest.mark.parametrize("why", ["no kernels", "make"])
 def test_deterministic_mode_does_not_begin_without_kernels(why: str) -> None:
     """The message says what is missing."""
 
-    def fail(*_: object, **__: object) -> Any:
-        raise CompileError(f"reason: {why}\nmore")
+    def fail() -> Any:
+        raise GpuError(f"reason: {why}\nmore")
 
-    options: dict[str, Any] = {"no device": {"build": None, "reason": f"reason: {why}"}, "make": {"make_runner": fail}}
+    options: dict[str, dict[str, Any]] = {
+        "no kernels": {"make_runner": None, "reason": f"reason: {why}"},
+        "make": {"make_runner": fail},
+    }
     with pytest.raises(ConfigError, match=f"--deterministic needs the kernels: reason: {why}$"):
-        World(fail if why == "compile" else no_cubins, is_deterministic=True, **options.get(why, {}))
+        World(is_deterministic=True, **options[why])
 
 
 # ---- closing --------------------------------------------------------------------------------------------------------

@@ -11,23 +11,16 @@ from pathlib import Path
 import pytest
 
 from ferrule_server.kernels.cuda.intrinsics import INTRINSICS
-from ferrule_server.kernels.cuda.toolchain import cubins, report
+from tools.kernels import build
+from tools.kernels.compile import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "kernels.md").read_text()
-TOOLCHAIN = "ferrule_server.kernels.cuda.toolchain"
-PARSERS = {f"{TOOLCHAIN}.cubins": cubins._parse, f"{TOOLCHAIN}.report": report._parse}
+RECORDS = "python -m tests.kernels.cuda.toolchain.records"
 
 
 def _blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-
-
-def _commands() -> list[list[str]]:
-    """Return all commands of the toolchain: in blocks, and complete ones in the text."""
-    lines = [line for block in _blocks("sh") for line in block.replace("\\\n", "").splitlines()]
-    lines += re.findall(rf"`(python -m {re.escape(TOOLCHAIN)}\.\w+ [^`]+)`", PAGE)
-    return [shlex.split(line) for line in lines]
 
 
 def test_the_kernel_of_the_page_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,19 +37,22 @@ def test_the_kernel_of_the_page_is_right(tmp_path: Path, capsys: pytest.CaptureF
     finally:
         del sys.modules[path.stem]
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split(" on ")[0] for line in printed[:-2]] == ["grid_wait", "fence", "fence", "barrier"]
-    assert [line.split("  ")[0] for line in printed[-2:]] == ["sm_80", "sm_90a"]
-    assert all(line.endswith("  no breach") for line in printed[-2:])
+    assert [line.split(" on ")[0] for line in printed[:4]] == ["grid_wait", "fence", "fence", "barrier"]
+    assert [line.split("  ")[0] for line in printed[4:]] == list(ARCHITECTURES)
+    assert all(line.endswith("  no breach") for line in printed[4:])
 
 
 def test_commands_of_the_page_are_understood() -> None:
-    """By the parsers that the commands have; every command of ``cubins`` is shown."""
-    shown = set()
-    for python, option, module, *arguments in _commands():
-        assert (python, option) == ("python", "-m")
-        PARSERS[module](arguments)
-        shown.add((module.rpartition(".")[2], arguments[0]))
-    assert shown == {("cubins", name) for name in ("build", "list", "verify", "prune")} | {("report", "--write")}
+    """By the parser of the one command, whose options are all shown; the other one takes none."""
+    lines = [line for block in _blocks("sh") for line in block.replace("\\\n", "").splitlines()]
+    commands = [shlex.split(line) for line in lines if not line.startswith("make ")]
+    assert commands
+    for command in commands:
+        assert command[:3] == ["python", "-m", "tools.kernels.build"]
+        build._parse(command[3:])
+    shown = {word for command in commands for word in command if word.startswith("--")}
+    assert shown == {"--architecture", "--output", "--shape", "--wheel"}
+    assert f"`{RECORDS}`" in PAGE
 
 
 def test_the_families_name_every_intrinsic() -> None:

@@ -2,9 +2,9 @@
 
 ``docs/cuda_runner.md`` explains how it works; ``executor/fallback`` decides which steps run here. Where to find what::
 
-    compose.py         builds all of it; memory_plan.py: how the memory of the GPU is divided
+    compose.py         puts all of it together; memory_plan.py: how the memory of the GPU is divided
+    bundle.py          finds and reads the compiled kernels; the settings ask it on machines without a GPU too
     cuda_device.py     the GPU as ``executor/fallback`` sees it
-    kernel_build.py    compiles the kernels beside a server that serves
     early_launch.py    when a kernel may start while the one before it runs; litmus.py: whether the GPU does that right
     parts.py           which kernels serve which steps: what is lost if one is refused
     runner.py          one step on the kernels: upload, replay or launches, download; two in flight
@@ -16,8 +16,7 @@
                        (whole rows)
     buffers.py         every buffer; layout.py: where a field lies; inputs.py: a step's arrays into the fields;
                        staging.py: pinned memory that is not overwritten too soon
-    bundle_file.py     whether a setting names a bundle; used on machines without a GPU too
-    gpu.py             what all of this needs of a GPU; torch_gpu.py: the real GPU
+    gpu.py             what all of this needs of a GPU; torch_gpu.py: the real GPU; driver.py: launches
 
 A new kernel of a step goes into ``chain.py`` or ``choice_launches.py``, its buffers into ``buffers.py``; only
 ``torch_gpu.py`` may touch ``torch.cuda``.

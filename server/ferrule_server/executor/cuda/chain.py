@@ -62,7 +62,7 @@ class StepChain:
         return WorkLists(
             num_kv_heads=shape.num_kv_heads,
             rows_per_tile=ROWS // shape.group,
-            num_ctas=attention_grid(shape, kernels.gpu.info.num_sms),
+            num_ctas=attention_grid(shape, kernels.gpu.info),
             num_places=len(self._parts.buffers.attention_partials),
         )
 
@@ -141,5 +141,5 @@ class StepChain:
             "eps": parts.eps,
             "masks": 0,
         }
-        grid = attention_grid(parts.shape, parts.kernels.gpu.info.num_sms)
+        grid = attention_grid(parts.shape, parts.kernels.gpu.info)
         return parts.kernels.prepare(attention_spec(parts.shape, self.block_size), arguments, grid)

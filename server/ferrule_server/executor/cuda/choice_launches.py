@@ -15,8 +15,7 @@ from ferrule_server.executor.cuda.choices import OutputKind
 from ferrule_server.executor.cuda.gpu import Launch, Operation
 from ferrule_server.executor.cuda.kernel_set import Arguments, KernelSet
 from ferrule_server.kernels.cuda import log_sum_exp, sample, top_k
-from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
-from ferrule_server.kernels.cuda.toolchain.sources import parameters
+from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape, parameters
 
 __all__ = ["ChoiceSpecs", "choice_operations"]
 
@@ -87,7 +86,7 @@ def choice_operations(
 
     def launch(spec: KernelSpec, num_rows: int, ctas_of_row: int, **own: Tensor) -> Launch:
         given: Arguments = {**common, "num_rows": num_rows, **own}
-        grid = min(num_rows * ctas_of_row, kernels.gpu.info.num_sms * spec.ctas_per_sm)
+        grid = min(num_rows * ctas_of_row, kernels.gpu.info.wave(spec))
         return kernels.prepare(spec, {name: given[name] for name, _ in parameters(spec.kernel)}, grid)
 
     num_selects = num_rows_bucket * (2 if kind >= OutputKind.TOP else 1)

@@ -1,46 +1,41 @@
 """Puts the executor on a GPU together, in two moves: before the model is read, and with it.
 
-Before: what the memory is for, so that too little of it is said at once; and the kernels begin to be compiled, while
-weights are read. Whatever keeps the kernels away leaves the steps to torch, with the reason; only in deterministic
-mode, which promises the bits of the kernels, it ends the start.
+Before: what the memory is for, so that too little of it is said at once; and the kernels, from a bundle. Nothing is
+compiled: a kernel that the bundle lacks costs the steps that need it. Whatever keeps the kernels away leaves the steps
+to torch, with the reason; only in deterministic mode, which promises the bits of the kernels, it ends the start.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import BLOCK_SIZE, MemoryPlan
 from ferrule_server.executor.cuda.buffers import Limits
+from ferrule_server.executor.cuda.bundle import BundleError, find_bundle
 from ferrule_server.executor.cuda.cuda_device import CudaDevice
 from ferrule_server.executor.cuda.early_launch import EarlyLaunch
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuInfo
-from ferrule_server.executor.cuda.kernel_build import KernelBuild
 from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed, unsupported_reason
 from ferrule_server.executor.cuda.kernel_set import Trigger
 from ferrule_server.executor.cuda.memory_plan import format_plan, plan_memory
+from ferrule_server.executor.cuda.parts import part_of
 from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner, create_runner
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.bundle import Bundle, BundleError
-from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache, default_folder
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.weights import LoadedModel
 
-__all__ = ["GpuOptions", "Preparation", "open_gpu", "prepare"]
-
-_POLL_S: Final = 1.0
-"""How often a start that waits for its kernels says how far they are."""
+__all__ = ["GpuOptions", "Kernels", "Preparation", "load_kernels", "open_gpu", "prepare"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +56,8 @@ class GpuOptions:
         wants_kernels: False leaves everything to torch, and nobody wonders why.
         reason: Why the kernels may not run although they are wanted; empty: they may.
         is_deterministic: Bits must not depend on what else is in a step.
-        kernel_cache: Folder of compiled kernels; None: in the user's cache folder.
-        kernel_bundle: File of kernels compiled elsewhere, or None.
+        kernel_cache: Folder in which the outcome of a test of early launch is kept; None: in the user's cache folder.
+        kernel_bundle: Bundle of kernels, or folder of bundles; None: those that are installed.
         early_launch: Whether kernels may start while the one before them runs: ``on``, ``off``, or ``auto``: if a test
             has shown that this GPU does it right.
         has_graphs: Steps are captured in CUDA graphs.
@@ -85,6 +80,21 @@ class GpuOptions:
     has_graphs: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of a model for a GPU.
+
+    Attributes:
+        bundle: The file that they are from.
+        cubins: By spec.
+        failures: The parts of the path that lack a kernel, with the reasons.
+    """
+
+    bundle: Path
+    cubins: Mapping[KernelSpec, Cubin]
+    failures: Mapping[str, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
     """An executor on a GPU, as far as it can be made without its model. Either finish it or close it.
@@ -95,7 +105,7 @@ class Preparation:
         plan: What the memory is for.
         limits: Of steps on the kernels; None: torch runs them all.
         num_ctas: The largest grid of attention.
-        build: Kernels in the making; None: torch runs all steps.
+        kernels: The kernels of the model; None: torch runs all steps.
         early_launch: When kernels start, perhaps tested now; None: there are none.
         reason: Why torch runs all steps although that was not wanted.
     """
@@ -105,7 +115,7 @@ class Preparation:
     plan: MemoryPlan
     limits: Limits | None
     num_ctas: int
-    build: KernelBuild | None
+    kernels: Kernels | None
     early_launch: EarlyLaunch | None
     reason: str
 
@@ -116,7 +126,7 @@ class Preparation:
 
         Args:
             model: Its weights are taken over.
-            on_wait: Told about each second what is waited for; in deterministic mode that is the kernels, too.
+            on_wait: Told what is waited for.
 
         Raises:
             ConfigError: The GPU has less memory than it had, or there is no deterministic mode.
@@ -128,23 +138,19 @@ class Preparation:
                 torch_executor = self._torch_executor(model)
         except torch.OutOfMemoryError as error:
             raise ConfigError(f"the memory of {self.options.device} is taken by somebody else: {error}") from error
-        if self.build is not None and self.options.is_deterministic:
-            while not self.build.wait(_POLL_S):
-                on_wait(self.build.progress)
         return FallbackExecutor(
             torch_executor,
             CudaDevice(self.gpu, self.options.device),
             name=NAME,
-            build=self.build,
-            make_runner=partial(self._make_runner, torch_executor, trigger),
+            make_runner=None if self.kernels is None else partial(self._make_runner, torch_executor, trigger),
             reason=self.reason,
             is_deterministic=self.options.is_deterministic,
             memory=self.plan,
         )
 
     def close(self) -> None:
-        """Give back what was begun; kernels that are being compiled are not waited for."""
-        for begun in (self.early_launch, self.build, self.gpu):
+        """Give back what was begun."""
+        for begun in (self.early_launch, self.gpu):
             if begun is not None:
                 begun.close()
 
@@ -163,11 +169,11 @@ class Preparation:
         )
 
     def _make_runner(self, torch_executor: TorchExecutor, trigger: Trigger) -> CudaDecodeRunner:
-        assert self.build is not None
+        assert self.kernels is not None
         assert self.gpu is not None
         assert self.limits is not None
         return create_runner(
-            self.build.result(),
+            self.kernels.cubins,
             gpu=self.gpu,
             torch_executor=torch_executor,
             limits=self.limits,
@@ -176,7 +182,7 @@ class Preparation:
             graph_bytes=self.plan.graphs,
             has_graphs=self.options.has_graphs,
             trigger=trigger,
-            failures=self.build.part_failures,
+            failures=self.kernels.failures,
         )
 
 
@@ -198,31 +204,33 @@ def prepare(config: ModelConfig, options: GpuOptions, *, open_gpu: Callable[[str
         open_gpu: Returns a GPU by its name, or raises GpuError.
 
     Raises:
-        ConfigError: The memory is too little, the bundle is none for this GPU, or there is no deterministic mode.
+        ConfigError: The memory is too little, a bundle is named that does not serve, or there is no deterministic mode.
     """
     # What cuBLAS adds up in parts it would round to bfloat16 in between; the kernels and the CPU do not.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     gpu, reason = _opened(config, options, open_gpu)
-    has_kernels = gpu is not None and options.wants_kernels and not reason
-    if options.is_deterministic and not has_kernels:
+    kernels = early_launch = None
+    if gpu is not None and options.wants_kernels and not reason:
+        try:
+            kernels = load_kernels(_specs(config, options, gpu.info), options, gpu.info)
+        except GpuError as error:
+            reason = str(error)
+    if options.is_deterministic and kernels is None:
         raise ConfigError(f"--deterministic needs the kernels of a GPU: {reason}")
-    num_ctas = attention_grid(shape_of(config), gpu.info.num_sms) if gpu is not None and has_kernels else 0
-    limits = Limits(max_blocks=-(-options.max_context // BLOCK_SIZE), block_size=BLOCK_SIZE) if has_kernels else None
+    num_ctas = attention_grid(shape_of(config), gpu.info) if gpu is not None and kernels is not None else 0
+    limits = Limits(max_blocks=-(-options.max_context // BLOCK_SIZE), block_size=BLOCK_SIZE) if kernels else None
     plan = _planned(config, options, limits, num_ctas)
     for line in format_plan(plan).splitlines():
         _log.info("%s", line)
-    build = early_launch = None
-    if gpu is not None and has_kernels:
-        folder = options.kernel_cache or default_folder()
-        build = _building(config, options, gpu.info, CubinCache(folder))
-        early_launch = EarlyLaunch(options.early_launch, gpu, folder, options.kernel_bundle)
+    if gpu is not None and kernels is not None:
+        early_launch = EarlyLaunch(options.early_launch, gpu, options.kernel_cache, kernels.bundle)
     return Preparation(
         options=options,
         gpu=gpu,
         plan=plan,
         limits=limits,
         num_ctas=num_ctas,
-        build=build,
+        kernels=kernels,
         early_launch=early_launch,
         reason=reason,
     )
@@ -237,17 +245,7 @@ def _opened(config: ModelConfig, options: GpuOptions, open_gpu: Callable[[str], 
         gpu = open_gpu(options.device)
     except GpuError as error:
         return None, (reason or str(error)) if options.wants_kernels else ""
-    if options.wants_kernels and not reason:
-        reason = _shared_memory_reason(_specs(config, options, gpu.info), gpu.info)
     return gpu, reason
-
-
-def _shared_memory_reason(specs: list[KernelSpec], gpu: GpuInfo) -> str:
-    """Return why a GPU cannot run all of the kernels; empty if every one fits the shared memory of a CTA."""
-    largest, limit = max(specs, key=lambda spec: spec.shared_bytes), gpu.shared_bytes_per_cta
-    if largest.shared_bytes <= limit:
-        return ""
-    return f"{largest.name} needs {largest.shared_bytes} bytes of shared memory per CTA, {gpu.name} has {limit}"
 
 
 def _specs(config: ModelConfig, options: GpuOptions, gpu: GpuInfo) -> list[KernelSpec]:
@@ -275,28 +273,35 @@ def _planned(config: ModelConfig, options: GpuOptions, limits: Limits | None, nu
     )
 
 
-def _building(config: ModelConfig, options: GpuOptions, gpu: GpuInfo, cache: CubinCache) -> KernelBuild:
-    """Return the kernels of a model, begun."""
-    if not options.has_graphs:
-        _log.warning("event=graphs_off reason=--disable-cuda-graphs: every step is launched kernel by kernel")
-    if options.kernel_bundle is not None:
-        _check_bundle(options.kernel_bundle, gpu.architecture)
-    specs = _specs(config, options, gpu)
-    _log.info("event=kernels_wanted num=%d architecture=%s cache=%s", len(specs), gpu.architecture, cache.folder)
-    build = KernelBuild(
-        specs, gpu.architecture, cache=cache, bundle=options.kernel_bundle, needs_all=options.is_deterministic
-    )
-    build.start()
-    return build
-
-
-def _check_bundle(path: Path, architecture: str) -> None:
-    """Refuse a file that holds no kernels for this GPU: whoever names one wants it used.
+def load_kernels(specs: list[KernelSpec], options: GpuOptions, gpu: GpuInfo) -> Kernels:
+    """Return the kernels of a model for a GPU, from its bundle; a line in the log says where they are from.
 
     Raises:
-        ConfigError: The file is not there, is no bundle, or is of another architecture.
+        ConfigError: A bundle is named, and it does not serve the GPU.
+        GpuError: There is no bundle, or it lacks kernels that every step needs; in deterministic mode, any kernel.
     """
+    if not options.has_graphs:
+        _log.warning("event=graphs_off reason=--disable-cuda-graphs: every step is launched kernel by kernel")
     try:
-        Bundle.open(path).check_architecture([architecture])
+        bundle = find_bundle(options.kernel_bundle, gpu.capability, gpu.cuda_version)
+        cubins = bundle.read(specs)
     except BundleError as error:
-        raise ConfigError(f"--kernel-bundle: {error}") from error
+        if options.kernel_bundle is not None:
+            raise ConfigError(f"--kernel-bundle: {error}") from error
+        raise GpuError(str(error)) from error
+    failures: dict[str, str] = {}
+    for spec in specs:
+        if spec not in cubins:
+            reason = f"{spec.name} is not in {bundle.path}; build the kernels of this model (docs/kernels.md)"
+        elif spec.shared_bytes > (limit := gpu.shared_bytes_per_cta):
+            reason = f"{spec.name} needs {spec.shared_bytes} bytes of shared memory per CTA, {gpu.name} has {limit}"
+        else:
+            continue
+        failures.setdefault(part_of(spec.kernel.__name__), reason)
+    _log.info(
+        "event=kernels_found num=%d wanted=%d architecture=%s bundle=%s",
+        *(len(cubins), len(specs), bundle.architecture, bundle.path),
+    )
+    if failures and ("" in failures or options.is_deterministic):
+        raise GpuError(failures.get("") or next(iter(failures.values())))
+    return Kernels(bundle.path, cubins, failures)

@@ -23,7 +23,7 @@ from ferrule_server.executor.cuda.kernel_set import Trigger
 __all__ = ["EarlyLaunch"]
 
 _LIMIT_S: Final = 60.0
-"""A test takes so long at most, its compiler and the start of its process included."""
+"""A test takes so long at most, the start of its process included."""
 _TRIGGERS: Final[dict[str, Trigger]] = {"on": "early", "passed": "early", "failed": "off", "off": "off", "none": "off"}
 """By setting or outcome; without one it is late. A GPU that breaks the promise is trusted with no part of it."""
 
@@ -36,14 +36,15 @@ class EarlyLaunch:
     Args:
         setting: ``auto``, ``on`` or ``off``.
         gpu: The GPU; one that is not CUDA's is not tested.
-        folder: Where kernels and verdicts are kept.
-        bundle: File of kernels compiled elsewhere, or None.
+        folder: Where verdicts are kept; None: in the user's cache folder.
+        bundle: The file that has the kernels of the GPU.
     """
 
-    def __init__(self, setting: str, gpu: Gpu, folder: Path, bundle: Path | None = None) -> None:
+    def __init__(self, setting: str, gpu: Gpu, folder: Path | None, bundle: Path) -> None:
+        folder = folder or litmus.default_folder()
         self._outcome, self._reason = setting, f"--early-launch {setting}"
         self._process: subprocess.Popen[str] | None = None
-        if gpu.info.architecture.startswith("sm_8"):
+        if gpu.info.capability < (9, 0):
             self._outcome, self._reason = "none", "this GPU has no early launch"
         elif setting == "auto":
             verdict = litmus.find_verdict(gpu.info, folder)
@@ -52,9 +53,9 @@ class EarlyLaunch:
             if self._outcome not in _TRIGGERS and gpu.torch_device.type == "cuda":
                 self._start(gpu.torch_device.index or 0, folder, bundle)
 
-    def _start(self, index: int, folder: Path, bundle: Path | None) -> None:
+    def _start(self, index: int, folder: Path, bundle: Path) -> None:
         command = [sys.executable, "-P", "-m", litmus.__name__, "--device", str(index), "--cache", str(folder)]
-        command += [] if bundle is None else ["--bundle", str(bundle)]
+        command += ["--bundle", str(bundle)]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         self._deadline = time.monotonic() + _LIMIT_S
         with suppress(OSError):

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ferrule_server.executor.fallback.device import DeviceError, DeviceGone
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 
 __all__ = ["Event", "Gpu", "GpuError", "GpuInfo", "GpuLost", "Graph", "Kernel", "Launch", "Operation", "Refused"]
 
@@ -51,17 +50,25 @@ class GpuInfo:
 
     Attributes:
         name: As the driver says it.
-        architecture: Of the cubins it runs: ``sm_80`` or ``sm_90a``.
+        capability: Compute capability.
+        cuda_version: The newest CUDA that its driver knows.
         num_sms: Multiprocessors.
         total_bytes: Of its memory.
+        shared_bytes_per_sm: Shared memory of a multiprocessor.
         shared_bytes_per_cta: Most dynamic shared memory of one CTA.
     """
 
     name: str
-    architecture: str
+    capability: tuple[int, int]
+    cuda_version: tuple[int, int]
     num_sms: int
     total_bytes: int
+    shared_bytes_per_sm: int
     shared_bytes_per_cta: int
+
+    def wave(self, spec: KernelSpec) -> int:
+        """Return how many CTAs of a kernel are planned to run at a time."""
+        return self.num_sms * spec.ctas_on(self.shared_bytes_per_sm)
 
 
 class Launch(Protocol):
@@ -94,7 +101,7 @@ class Kernel(Protocol):
         shared_bytes: int | None = None,
         starts_early: bool = True,
     ) -> Launch:
-        """Return a launch; as ``toolchain.driver.Function.prepare`` says."""
+        """Return a launch; as ``driver.Function.prepare`` says."""
         ...
 
 

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 import torch
 
+from ferrule_server.executor.cuda.gpu import GpuInfo
 from ferrule_server.kernels.cuda import (
     add_norm,
     attention,
@@ -18,8 +19,8 @@ from ferrule_server.kernels.cuda import (
     logit_rows,
 )
 from ferrule_server.kernels.cuda.append import ROWS
+from ferrule_server.kernels.cuda.catalog import OPS, merged
 from ferrule_server.kernels.cuda.spec import SHARED_LIMITS, KernelSpec, LinearShape, ModelShape
-from ferrule_server.kernels.cuda.toolchain.catalog import OPS, merged
 from ferrule_server.model.config import ModelConfig
 
 __all__ = [
@@ -43,8 +44,8 @@ MAX_GEMV_ROWS = 2
 """Rows whose linears are products with vectors, the norm in front of them; above, tensor cores and a norm apart."""
 MAX_GEMM_ROWS = gemm.MAX_TOKENS
 """Most rows whose linears may be kernels of ours."""
-GEMM_ROWS = {"sm_80": 64, "sm_90a": 64}
-"""Rows up to which they are, by architecture, from 2 to MAX_GEMM_ROWS; above, cuBLAS. An estimate, never measured."""
+GEMM_ROWS = {8: 64, 9: 64, 10: 64, 12: 64}
+"""Rows up to which they are, by major compute capability, from 2 to MAX_GEMM_ROWS; above, cuBLAS. An estimate."""
 BLOCK_SIZES = (16, 32, 64)
 """Slots per block that the attention kernels know."""
 HEAD_DIMS = (64, 128)
@@ -122,9 +123,9 @@ def attention_spec(shape: ModelShape, block_size: int) -> KernelSpec:
     return attention.spec(shape, BLOCK_SIZE=block_size)
 
 
-def attention_grid(shape: ModelShape, num_sms: int) -> int:
+def attention_grid(shape: ModelShape, gpu: GpuInfo) -> int:
     """Return the CTAs that the work list of a step is made for; no grid of the output head is larger."""
-    return num_sms * attention_spec(shape, BLOCK_SIZES[0]).ctas_per_sm
+    return gpu.wave(attention_spec(shape, BLOCK_SIZES[0]))
 
 
 def specs_needed(
@@ -132,7 +133,7 @@ def specs_needed(
 ) -> list[KernelSpec]:
     """Return every kernel that steps of a model may launch, each once.
 
-    Those are among ``toolchain.catalog.kernels_of`` where blocks have 16 slots: no trees, of block moves only
+    Those are among ``catalog.kernels_of`` where blocks have 16 slots: no trees, of block moves only
     the copy within the pool; and no products with vectors where bits must not depend on the number of rows.
     """
     logit_kernels = (spec for op in OPS if op.name in _LOGIT_OPS for spec in op.specs(shape))

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from ferrule_server.executor.cuda.gpu import Gpu, GpuLost, Kernel, Launch, Refused
 from ferrule_server.executor.fallback.fast_path import sentence
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin
-from ferrule_server.kernels.cuda.toolchain.sources import parameters
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, parameters
 
 __all__ = ["Arguments", "KernelMissing", "KernelSet", "Trigger"]
 
@@ -24,7 +22,7 @@ Trigger = Literal["early", "late", "off"]
 
 
 class KernelMissing(Refused):
-    """A kernel is needed that was not built."""
+    """A kernel is needed that no bundle had."""
 
 
 class KernelSet:
@@ -35,7 +33,7 @@ class KernelSet:
     Args:
         gpu: That they run on.
         cubins: Of every kernel that may be asked for.
-        trigger: When they let each other start. There is no code yet that does so late, so that is off as well.
+        trigger: When they let each other start; late is other code than early.
     """
 
     def __init__(self, gpu: Gpu, cubins: Mapping[KernelSpec, Cubin], trigger: Trigger = "early") -> None:
@@ -80,7 +78,7 @@ class KernelSet:
         assert arguments.keys() == set(names), f"{spec.name} takes {names}, is given {sorted(arguments)}"
         with _refusing(spec):
             values = [self._value(arguments[name]) for name in names]
-            starts_early = starts_early and self._trigger == "early"
+            starts_early = starts_early and self._trigger != "off"
             return kernel.prepare(values, grid=grid, shared_bytes=spec.shared_bytes, starts_early=starts_early)
 
     def _value(self, argument: float | Tensor) -> int | float:
@@ -94,7 +92,7 @@ class KernelSet:
         if spec.shared_bytes > built.shared_bytes:
             message = f"{spec.name} was built for {built.shared_bytes} bytes, not {spec.shared_bytes}"
             raise KernelMissing(message, spec.kernel.__name__)
-        return self._gpu.load(built, cubin)
+        return self._gpu.load(built, cubin.late if self._trigger == "late" else cubin)
 
 
 @contextmanager

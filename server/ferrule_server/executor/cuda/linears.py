@@ -56,7 +56,7 @@ class StepParts:
 
     def grid(self, spec: KernelSpec, most_ctas: int) -> int:
         """Return how many CTAs :meth:`launch` takes."""
-        return min(most_ctas, self.kernels.gpu.info.num_sms * spec.ctas_per_sm)
+        return min(most_ctas, self.kernels.gpu.info.wave(spec))
 
     def norm(self, weight: Tensor, num_rows: int, delta: Tensor | None = None) -> Launch:
         """Return the launch that puts the norm of ``hidden`` into ``normed``, behind the addition of a delta."""
@@ -123,7 +123,7 @@ def linears_for(parts: StepParts, num_rows: int, *, is_deterministic: bool) -> L
         raise ValueError(f"{num_rows} rows; bits are the same for any number up to {MAX_GEMM_ROWS}")
     if num_rows <= MAX_GEMV_ROWS and not is_deterministic:
         return _Vectors(parts, num_rows)
-    most = MAX_GEMM_ROWS if is_deterministic else GEMM_ROWS.get(parts.kernels.gpu.info.architecture, MAX_GEMM_ROWS)
+    most = MAX_GEMM_ROWS if is_deterministic else GEMM_ROWS[parts.kernels.gpu.info.capability[0]]
     return _Tiles(parts, num_rows) if num_rows <= most else _Large(parts, num_rows)
 
 

@@ -12,7 +12,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -22,19 +22,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ferrule_server.executor.cuda.bundle import find_bundle, source_hash
 from ferrule_server.executor.cuda.gpu import Gpu, GpuInfo, Launch
 from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.fallback.fast_path import sentence
 from ferrule_server.kernels.cuda.litmus import CONTROL, ROW_BYTES, SPECS, WAITING
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.build import Progress, load_all
-from ferrule_server.kernels.cuda.toolchain.bundle import Bundle
-from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache, default_folder
-from ferrule_server.kernels.cuda.toolchain.progress import progress_bar
-from ferrule_server.kernels.cuda.toolchain.sources import source_key
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 
-__all__ = ["Verdict", "find_verdict", "main", "run_litmus"]
+__all__ = ["Verdict", "default_folder", "find_verdict", "main", "run_litmus"]
 
 _NUM_RUNS: Final = 100_000
 """Chains that are launched, and chains that are replayed: fewer are no reason to trust a GPU."""
@@ -69,28 +65,18 @@ class Verdict:
         return "failed" if self.num_stale else "passed" if self.control_stale else "inconclusive"
 
 
-def run_litmus(
-    gpu: Gpu,
-    num_runs: int = _NUM_RUNS,
-    *,
-    cache: CubinCache | None = None,
-    bundle: Bundle | None = None,
-    progress: Progress = lambda *_: None,
-) -> Verdict:
+def run_litmus(gpu: Gpu, cubins: Mapping[KernelSpec, Cubin], num_runs: int = _NUM_RUNS) -> Verdict:
     """Return what chains of kernels show on a GPU that nothing else uses meanwhile; some ten seconds are planned.
 
     Args:
         gpu: Its stream is idle afterwards.
+        cubins: Of ``SPECS``.
         num_runs: Chains that are launched, and that are replayed; rounded up to whole graphs.
-        cache: Where compiled kernels are looked for and kept.
-        bundle: Asked before it.
-        progress: Told of chains that are done, of how many, and of the way they run.
 
     Raises:
-        GpuError: The GPU refuses something.
-        BundleError, CompileError: There are no kernels.
+        GpuError: The GPU refuses something, or a kernel is missing.
     """
-    kernels = KernelSet(gpu, load_all(SPECS, gpu.info.architecture, cache=cache, bundle=bundle, num_workers=1))
+    kernels = KernelSet(gpu, cubins)
     rows = gpu.allocate("litmus rows", (_LENGTH, gpu.info.num_sms * ROW_BYTES), torch.uint8)
     stale = gpu.allocate("litmus counter", (1,), torch.int64)
     batch = min(num_runs, _BATCH)
@@ -98,7 +84,7 @@ def run_litmus(
     counts = {}
     for spec, number in ((WAITING, num_batches), (CONTROL, min(num_batches, _NUM_CONTROLS))):
         launches = [it for i in range(batch) for it in _chain(kernels, spec, rows, stale, _CYCLES[i % len(_CYCLES)])]
-        counts[spec] = _stale_words(gpu, launches, stale, range(batch, (number + 1) * batch, batch), progress)
+        counts[spec] = _stale_words(gpu, launches, stale, number)
     return Verdict(num_batches * batch, sum(counts[WAITING]), min(counts[CONTROL]))
 
 
@@ -112,20 +98,24 @@ def _chain(kernels: KernelSet, spec: KernelSpec, rows: Tensor, stale: Tensor, cy
     return launches
 
 
-def _stale_words(gpu: Gpu, launches: list[Launch], stale: Tensor, batches: range, progress: Progress) -> list[int]:
+def _stale_words(gpu: Gpu, launches: list[Launch], stale: Tensor, number: int) -> list[int]:
     """Return how many words are read too early where kernels are launched, and where a graph of them is replayed."""
     gpu.synchronize()
     totals = [int(stale)]
     gpu.launch(launches)  # what was never launched cannot be captured
     graph = gpu.capture(launches)
-    for way, submit in (("launched", partial(gpu.launch, launches)), ("replayed", partial(gpu.replay, graph))):
-        for done in batches:
+    for submit in (partial(gpu.launch, launches), partial(gpu.replay, graph)):
+        for _ in range(number):
             submit()
             gpu.synchronize()
-            progress(done, batches[-1], way)
         totals.append(int(stale))
     graph.close()
     return [after - before for before, after in pairwise(totals)]
+
+
+def default_folder() -> Path:
+    """Return where verdicts are kept unless a setting says otherwise: in the user's cache folder."""
+    return Path("~/.cache/ferrule").expanduser()
 
 
 def find_verdict(gpu: GpuInfo, folder: Path) -> Verdict | None:
@@ -138,7 +128,7 @@ def find_verdict(gpu: GpuInfo, folder: Path) -> Verdict | None:
 
 def _path(gpu: GpuInfo, folder: Path) -> Path:
     driver = _DRIVER.read_text() if _DRIVER.exists() else ""
-    described = [gpu.name, driver, *(source_key(spec, gpu.architecture) for spec in SPECS)]
+    described = [gpu.name, gpu.capability, driver, source_hash()]
     return folder / f"{hashlib.sha256(json.dumps(described).encode()).hexdigest()[:32]}.litmus"
 
 
@@ -152,12 +142,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", type=int, default=0, metavar="N", help="index of the GPU (default: 0)")
     parser.add_argument("--runs", type=int, default=_NUM_RUNS, metavar="N", help="chains (default: %(default)s)")
     parser.add_argument("--cache", type=Path, default=default_folder(), help="folder (default: %(default)s)")
-    parser.add_argument("--bundle", type=Path, help="kernels that were compiled elsewhere")
+    parser.add_argument("--bundle", type=Path, help="its kernels (default: those that a server finds)")
     args = parser.parse_args(arguments)
     try:
-        gpu, bundle = TorchGpu.open(args.device), args.bundle and Bundle.open(args.bundle)
-        with progress_bar(unit="chains") as show:
-            verdict = run_litmus(gpu, args.runs, cache=CubinCache(args.cache), bundle=bundle, progress=show)
+        gpu = TorchGpu.open(args.device)
+        bundle = find_bundle(args.bundle, gpu.info.capability, gpu.info.cuda_version)
+        verdict = run_litmus(gpu, bundle.read(SPECS), args.runs)
     except Exception as error:  # whatever it is, it is no verdict
         print(f"error: {sentence(error)}", file=sys.stderr)
         raise SystemExit(2) from error

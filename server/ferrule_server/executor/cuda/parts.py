@@ -14,7 +14,7 @@ from ferrule_server.executor.cuda.choices import OutputKind
 from ferrule_server.executor.cuda.gpu import Refused
 from ferrule_server.executor.cuda.graphs import GRAPHS, GraphKey
 from ferrule_server.executor.cuda.kernel_choice import MAX_GEMM_ROWS, MAX_GEMV_ROWS
-from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.spec import ModelShape
 
 __all__ = ["COPIES", "PARTS", "KernelPart", "WorkingParts", "part_of"]
 
@@ -100,11 +100,3 @@ class WorkingParts:
 def refused_part(error: Exception) -> str:
     """Return the part that an error takes out; empty if it takes out the whole path."""
     return part_of(error.subject) if isinstance(error, Refused) else ""
-
-
-def specs_by_part(specs: list[KernelSpec]) -> dict[str, list[KernelSpec]]:
-    """Return the kernels of each part, those that there is no path without under the empty name, first."""
-    parts: dict[str, list[KernelSpec]] = {"": []}
-    for spec in specs:
-        parts.setdefault(part_of(spec.kernel.__name__), []).append(spec)
-    return parts

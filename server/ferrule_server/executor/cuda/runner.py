@@ -42,8 +42,7 @@ from ferrule_server.executor.cuda.staging import Download, DownloadRing, UploadR
 from ferrule_server.executor.cuda.weights import adopt_weights
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
 from ferrule_server.executor.torch import TorchExecutor
-from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.work_list import MAX_NEW
 
 __all__ = ["NAME", "CudaDecodeRunner", "QueuedStep", "create_runner"]

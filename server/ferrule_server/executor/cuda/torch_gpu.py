@@ -22,10 +22,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ferrule_server.executor.cuda.driver import Device, DriverError, Function, Launch, is_context_lost
 from ferrule_server.executor.cuda.gpu import Event, GpuError, GpuInfo, GpuLost, Graph, Kernel, Operation, Refused
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.compile import Cubin
-from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError, Function, Launch, is_context_lost
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 
 __all__ = ["TorchGpu", "translated"]
 
@@ -139,8 +138,15 @@ class TorchGpu:
             self._pool = cuda.graph_pool_handle()
             total_bytes = cuda.mem_get_info(torch_device)[1]
         self._handle = int(self._stream.cuda_stream)
-        shared_bytes = device.shared_bytes_per_cta
-        self._info = GpuInfo(device.name, device.architecture, device.num_sms, total_bytes, shared_bytes)
+        self._info = GpuInfo(
+            device.name,
+            device.capability,
+            device.cuda_version,
+            device.num_sms,
+            total_bytes,
+            device.shared_bytes_per_sm,
+            device.shared_bytes_per_cta,
+        )
 
     @classmethod
     def open(cls, index: int = 0) -> TorchGpu:
@@ -150,8 +156,7 @@ class TorchGpu:
             index: Of the GPU, as torch and the driver count them.
 
         Raises:
-            GpuError: torch, the driver, the package or the GPU is missing, or there are no kernels for it; the message
-                says which.
+            GpuError: torch, the driver, the package or the GPU is missing; the message says which.
         """
         if torch.version.cuda is None:
             raise GpuError(f"torch {torch.__version__} was built without CUDA")
@@ -211,9 +216,10 @@ class TorchGpu:
             self._bind()
             function = self._device.load(spec, cubin)
             num_ctas = function.max_ctas_per_sm(spec.shared_bytes)
+        planned = spec.ctas_on(self._info.shared_bytes_per_sm)
         self._functions.append(function)
-        if num_ctas < spec.ctas_per_sm:
-            _log.warning("event=kernel_too_large kernel=%s ctas=%d planned=%d", spec.name, num_ctas, spec.ctas_per_sm)
+        if num_ctas < planned:
+            _log.warning("event=kernel_too_large kernel=%s ctas=%d planned=%d", spec.name, num_ctas, planned)
         return function
 
     def current(self) -> AbstractContextManager[None]:

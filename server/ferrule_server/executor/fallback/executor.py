@@ -2,8 +2,8 @@
 
 Torch and the fast path share the one queue of the :class:`Device`, so each sees what the other has written::
 
-    no runner yet          torch runs every step while the build continues             state.name torch
-    gap after a decode     the runner is made; if that fails, torch runs every step
+    no runner yet          torch runs every step
+    gap after a decode     the runner is made; if that fails, torch runs every step    state.name torch
     from then on           small sequences on the fast path, long ones in torch        state.name that of the path
     a part is refused      its steps run another way, the others as before             state.fallback_reason
     a DeviceError          the runner is given up, its steps are run again in torch    state.fallback_reason
@@ -39,7 +39,7 @@ from ferrule_server.executor.base import (
     StepResult,
 )
 from ferrule_server.executor.fallback.device import Device, DeviceError, DeviceGone, Processor
-from ferrule_server.executor.fallback.fast_path import Build, FastPath, MakeRunner, Runner, sentence
+from ferrule_server.executor.fallback.fast_path import FastPath, MakeRunner, Runner, sentence
 from ferrule_server.executor.fallback.split import SMALL_ROWS, split_step
 from ferrule_server.executor.fallback.submitted import SubmittedStep, fed_back
 
@@ -57,10 +57,9 @@ class FallbackExecutor:
         torch_executor: Uses the same device; owned from now on. The runner shares its weights and its pool.
         device: The device of both; owned from now on. None: the processor.
         name: Name of the executor while the fast path serves.
-        build: The build that the runner needs, started; owned from now on. None: torch runs every step.
-        make_runner: Makes the runner of the fast path.
-        reason: Why there is no build although one was requested, for people.
-        is_deterministic: Run everything on the fast path; the constructor waits for the build.
+        make_runner: Makes the runner of the fast path; None: torch runs every step.
+        reason: Why there is none although one was requested, for people.
+        is_deterministic: Run everything on the fast path, which the constructor opens.
         memory: The uses of the device's memory.
 
     Raises:
@@ -73,7 +72,6 @@ class FallbackExecutor:
         device: Device | None = None,
         *,
         name: str = "",
-        build: Build | None = None,
         make_runner: MakeRunner | None = None,
         reason: str = "",
         is_deterministic: bool = False,
@@ -86,11 +84,11 @@ class FallbackExecutor:
         info = torch_executor.info
         self._info = replace(
             info,
-            name=name if build else info.name,
+            name=name if make_runner else info.name,
             device_name=self._device.name or info.device_name,
             fallback_reason=reason,
         )
-        self._path = FastPath(name, self._device, build, make_runner, reason)
+        self._path = FastPath(name, self._device, make_runner, reason)
         self._has_decoded = False
         self._pending: deque[SubmittedStep] = deque()
         self._last: SubmittedStep | None = None
@@ -183,7 +181,7 @@ class FallbackExecutor:
         try:
             if self._path.runner is not None:
                 return self._path.runner.capture_next()
-            if self._path.can_open(has_decoded=self._has_decoded):
+            if self._path.can_open and self._has_decoded:
                 with self._on_device():
                     self._path.open()
         except DeviceLost:

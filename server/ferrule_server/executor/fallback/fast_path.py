@@ -1,4 +1,4 @@
-"""The fast path: not built yet, serving, serving without some of its parts, or given up permanently."""
+"""The fast path: not open yet, serving, serving without some of its parts, or given up permanently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 from ferrule_server.executor.base import ExecutorState, Int32Array, MemoryPlan, PendingStep, StepBatch, StepResult
 from ferrule_server.executor.fallback.device import Device, DeviceError, DeviceGone
 
-__all__ = ["Build", "FastPath", "MakeRunner", "Runner", "sentence"]
+__all__ = ["FastPath", "MakeRunner", "Runner", "sentence"]
 
 _TERSE = (LookupError, AssertionError, AttributeError, NameError, TypeError, ArithmeticError)
 """Errors whose message is unclear without the name of the error."""
@@ -83,45 +83,22 @@ class Runner(Protocol):
         ...
 
 
-class Build(Protocol):
-    """The build of what a runner needs, in the background; used by any thread."""
-
-    @property
-    def progress(self) -> str:
-        """The work in progress, for people; empty once the build is done."""
-        ...
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the build has succeeded or failed."""
-        ...
-
-    @property
-    def failure(self) -> str:
-        """Why no runner can be made, in one line; empty unless the build has failed."""
-        ...
-
-    def close(self) -> None:
-        """Start no further work."""
-        ...
-
-
 MakeRunner = Callable[[], Runner]
-"""Waits for the build and returns the runner; raises if none can be made."""
+"""Returns the runner; raises if none can be made."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """The stage of the path; it has at most one of build and runner.
+    """The stage of the path.
 
     Attributes:
-        build: In progress, or done and without a runner yet.
-        is_loading: The runner is being made, or waits for the build.
+        is_closed: No runner has been made yet, and one may be.
+        is_loading: The runner is being made.
         runner: Runs steps.
         spent: The last state of a runner that was given up.
     """
 
-    build: Build | None = None
+    is_closed: bool = False
     is_loading: bool = False
     runner: Runner | None = None
     spent: ExecutorState | None = None
@@ -130,34 +107,29 @@ class _Stage:
         """Return the state of the path, given its name."""
         if self.runner is not None:
             return self.runner.state
-        build = self.build
-        if build is None:
-            return self.spent or ExecutorState("torch")
-        preparation = "loading kernels" if self.is_loading and build.is_done else build.progress
-        return ExecutorState(name if build.is_done and not build.failure else "torch", preparation, build.failure)
+        if self.is_closed:
+            return ExecutorState(name, "loading kernels" if self.is_loading else "")
+        return self.spent or ExecutorState("torch")
 
 
 class FastPath:
-    """Makes the runner of steps once its build is done, and reports the state of both.
+    """Makes the runner of steps when it is first needed, and reports its state.
 
-    Invariant: there is a build that may still lead to a runner, or a runner, or neither. If there is neither although
-    one was requested, ``reason`` says why. Other threads see one value, which is replaced as a whole.
+    Invariant: a runner may still be made, or there is one, or neither. If neither although one was requested,
+    ``reason`` says why. Other threads see one value, which is replaced as a whole.
 
     Args:
         name: Name of the executor while the path serves.
         device: The device that the runner uses.
-        build: Started; None: there is none, and ``reason`` says why if one was requested.
-        make_runner: Makes the runner.
-        reason: Why there is no build, for people; logged at once unless empty.
+        make_runner: Makes the runner; None: there is none, and ``reason`` says why if one was requested.
+        reason: Why there is none, for people; logged at once unless empty.
     """
 
-    def __init__(
-        self, name: str, device: Device, build: Build | None, make_runner: MakeRunner | None, reason: str = ""
-    ) -> None:
+    def __init__(self, name: str, device: Device, make_runner: MakeRunner | None, reason: str = "") -> None:
         self._name = name
         self._device = device
         self._make_runner = make_runner
-        self._now = _Stage(build=build)
+        self._now = _Stage(is_closed=make_runner is not None)
         self.reason = ""
         if reason:
             self._fall_back(reason)
@@ -167,18 +139,18 @@ class FastPath:
         """Runs steps; None if there is no runner, yet or any more."""
         return self._now.runner
 
-    def can_open(self, *, has_decoded: bool) -> bool:
-        """Return whether :meth:`open` is due: the build is done, and it has failed or a decode has run."""
-        build = self._now.build
-        return build is not None and build.is_done and (has_decoded or bool(build.failure))
+    @property
+    def can_open(self) -> bool:
+        """Whether :meth:`open` makes a runner."""
+        return self._now.is_closed
 
     def open(self) -> None:
-        """Make the runner; wait for the build.
+        """Make the runner.
 
         Raises:
-            Exception: There is no build, or the runner cannot be made. The caller must give the path up.
+            Exception: It cannot be made. The caller must give the path up.
         """
-        if self._now.build is None or self._make_runner is None:
+        if self._make_runner is None or not self._now.is_closed:
             raise DeviceError(self.reason or "they are switched off")
         self._now = replace(self._now, is_loading=True)
         runner = self._make_runner()
@@ -223,8 +195,6 @@ class FastPath:
 
     def close(self) -> None:
         """Release everything; errors are ignored."""
-        if self._now.build is not None:
-            self._now.build.close()
         with suppress(Exception):
             self._leave()
 

@@ -32,5 +32,8 @@ specialise.py    a kernel in Python -> straight-line code for given constants
 intrinsics.py    every instruction that Python has no word for
 spec.py          a compiled kernel and its promises; constants.py: shared numbers
 ticket.py        CTAs that meet without waiting; vectors.py: vectors in shared memory
-toolchain/       compiler, cache, driver, checks of machine code
+catalog.py       every kernel that a model needs
+
+The compiler and the checks of machine code are tools of development (``tools/kernels``); ``executor/cuda`` loads the
+compiled kernels from a bundle and launches them.
 """

@@ -1,4 +1,4 @@
-"""What one compiled kernel is and what is promised of its machine code; the shapes of the models it is built for."""
+"""A compiled kernel, what is promised of its machine code, and the shapes of the models that kernels are built for."""
 
 from __future__ import annotations
 
@@ -7,10 +7,22 @@ from dataclasses import dataclass
 
 from ferrule_server.kernels.cuda.specialise import Constant
 
-__all__ = ["MODEL_SHAPES", "SHARED_LIMITS", "KernelSpec", "LinearShape", "ModelShape", "first_that_fits"]
+__all__ = [
+    "MODEL_SHAPES",
+    "SHARED_LIMITS",
+    "Cubin",
+    "KernelSpec",
+    "LinearShape",
+    "ModelShape",
+    "first_that_fits",
+    "parameters",
+]
 
 SHARED_LIMITS = (99 << 10, 227 << 10)
 """Most shared memory of one CTA, in bytes, that kernels are planned for: on 8.0, 8.6, 8.9 and 12.0; on 9.0 and 10.0."""
+
+_SYSTEM_SHARED_BYTES = 1024
+"""Shared memory that the system takes of each CTA; all of it is given out in pieces of 128 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +119,7 @@ class KernelSpec:
         constants: Its keyword-only parameters, sorted by name.
         num_threads: Per CTA, a multiple of 32.
         shared_bytes: Dynamic shared memory per CTA at the largest runtime sizes it is planned for.
-        ctas_per_sm: CTAs that must fit one multiprocessor together; bounds registers and shared memory.
+        ctas_per_sm: CTAs that are planned for one multiprocessor together; bounds registers and shared memory.
         has_mma: The machine code holds tensor-core instructions.
         min_vector_loads: At least so many 16-byte global loads stand in the machine code.
         prefetches: Loads of immutable data stand above ``grid_wait``.
@@ -129,6 +141,11 @@ class KernelSpec:
         """Kernel and constants, readable and unique: ``gemv[M=1,R=2]``."""
         return f"{self.kernel.__name__}[{','.join(f'{key}={value}' for key, value in self.constants)}]"
 
+    def ctas_on(self, shared_bytes_per_sm: int) -> int:
+        """Return how many CTAs are planned for a multiprocessor with so much shared memory: fewer if it has no room."""
+        taken = -(-(self.shared_bytes + _SYSTEM_SHARED_BYTES) // 128) * 128
+        return max(1, min(self.ctas_per_sm, shared_bytes_per_sm // taken))
+
 
 def first_that_fits(variants: Sequence[KernelSpec], limit: int) -> KernelSpec:
     """Return the first variant of which two CTAs fit a multiprocessor, the next kernel beside this one; else the last.
@@ -143,3 +160,29 @@ def first_that_fits(variants: Sequence[KernelSpec], limit: int) -> KernelSpec:
     planned = max(one for one in SHARED_LIMITS if one <= limit)
     most = min((planned - 1024) // 2, *SHARED_LIMITS)
     return next((spec for spec in variants if spec.shared_bytes <= most), variants[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """The machine code of one kernel for one architecture.
+
+    Attributes:
+        name: The entry point.
+        code: The ELF image that the driver loads.
+        late_code: The same kernel, which lets the next one start only at its end; empty: there is no difference.
+    """
+
+    name: str
+    code: bytes
+    late_code: bytes = b""
+
+    @property
+    def late(self) -> Cubin:
+        """The kernel as it lets the next one start at its end."""
+        return Cubin(self.name, self.late_code or self.code)
+
+
+def parameters(kernel: Callable[..., None]) -> tuple[tuple[str, str], ...]:
+    """Return name and kind (``Address``, ``I32``, ``F32``) of a kernel's runtime parameters, in order."""
+    names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
+    return tuple((name, kernel.__annotations__[name]) for name in names)

@@ -6,32 +6,42 @@ compiles all. A change that alters a kernel's PTX has to alter the record as wel
 
     python -m tests.kernels.cuda.toolchain.records
 
-compiles every kernel, checks every rule and writes the record.
+compiles every kernel, checks every rule for every architecture, and writes the record and the table of
+``docs/kernels.md``.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import importlib.util
+import inspect
 import json
+import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 
 from ferrule_server.kernels.cuda import attention
+from ferrule_server.kernels.cuda.catalog import shipped_kernels
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
-from ferrule_server.kernels.cuda.toolchain import addressing, machine_code, sass
-from ferrule_server.kernels.cuda.toolchain.catalog import shipped_kernels
-from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, toolkit
-from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache, default_folder
-from ferrule_server.kernels.cuda.toolchain.machine_code import Made, make_all
-from ferrule_server.kernels.cuda.toolchain.progress import progress_bar
-from ferrule_server.kernels.cuda.toolchain.sources import source_key
+from tools.kernels import compile as compiler
+from tools.kernels.compile import ARCHITECTURES, assemble_all, compile_ptx, has_dependent_launch, toolkit
+from tools.kernels.machine_code import Made, take_apart
+from tools.kernels.report import SHOWN, table, written_into
 
 PATH = Path(__file__).with_name("kernels.json")
-NEWEST = max(ARCHITECTURES)
-"""The architecture that PTX is written for; that of the others is derived from it."""
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "kernels.md"
+PACKAGE = "ferrule_server.kernels.cuda"
+COMPILER = Path(compiler.__file__)
+RULES = [COMPILER.with_name(name) for name in ("addressing.py", "machine_code.py", "sass.py")]
+VARIANTS = [(name, early) for name in ARCHITECTURES for early in (True, False) if early or has_dependent_launch(name)]
+"""What is assembled of each kernel: architecture, and whether it starts early."""
+SOME_VARIANTS = [("sm_80", True), ("sm_90a", True), ("sm_90a", False), ("sm_120", True)]
+"""What ``make test`` checks of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,39 +87,110 @@ def other_blocks() -> list[KernelSpec]:
 
 def versions() -> str:
     """Return the versions that decide the PTX besides the sources."""
-    return f"python={'.'.join(platform.python_version_tuple()[:2])} {toolkit()}"
+    python = ".".join(platform.python_version_tuple()[:2])
+    return f"python={python} {compiler.versions()}"
 
 
 def made_from(spec: KernelSpec) -> str:
-    """Return the hash of a kernel's sources, of what its spec promises, and of the rules."""
+    """Return the hash of all that decides a kernel's PTX, of what its spec promises, and of the rules."""
     promises = {each.name: getattr(spec, each.name) for each in fields(spec) if each.name != "kernel"}
-    rules = [Path(module.__file__ or "").read_text() for module in (addressing, machine_code, sass)]
-    described = json.dumps([source_key(spec, NEWEST), promises, rules], sort_keys=True)
-    return hashlib.sha256(described.encode()).hexdigest()[:32]
+    return _hash([ptx_key(spec), toolkit(), promises, [_text(path) for path in RULES]])
 
 
-def ptx_hashes(made: Sequence[Made]) -> dict[str, str]:
+def ptx_key(spec: KernelSpec) -> str:
+    """Return the hash of all that decides a kernel's PTX: its sources, constants and bounds, and the compiler."""
+    path = inspect.getsourcefile(spec.kernel)
+    assert path is not None, spec
+    sources = [_text(file) for file in (*sorted(closure(Path(path))), COMPILER)]
+    return _hash([spec.name, spec.num_threads, spec.ctas_per_sm, versions(), sources])
+
+
+def _hash(described: object) -> str:
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@cache
+def closure(path: Path) -> frozenset[Path]:
+    """Return a file of kernels and all of their package that it imports, wherever in it."""
+    found, waiting = {path}, [path]
+    while waiting:
+        added = {_path_of(name) for name in _imports(waiting.pop())} - found
+        found |= added
+        waiting += added
+    return frozenset(found)
+
+
+def _imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(_text(path))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.update(f"{node.module}.{alias.name}" for alias in node.names if node.module == PACKAGE)
+            names.add(node.module)
+    return {name for name in names if name.startswith(f"{PACKAGE}.")}
+
+
+@cache
+def _path_of(module: str) -> Path:
+    found = importlib.util.find_spec(module)
+    assert found is not None, module
+    assert found.origin is not None, module
+    return Path(found.origin)
+
+
+@cache
+def _text(path: Path) -> str:
+    return path.read_text()
+
+
+def written(specs: Iterable[KernelSpec], folder: Path | None = None) -> dict[KernelSpec, str]:
+    """Return the PTX of kernels.
+
+    Args:
+        specs: Each once.
+        folder: Where PTX is found again the next time.
+    """
+    specs = list(specs)
+    files = {} if folder is None else {spec: folder / ptx_key(spec) for spec in specs}
+    known = {spec: file.read_text() for spec, file in files.items() if file.exists()}
+    new = compile_ptx([spec for spec in specs if spec not in known])
+    for spec, file in files.items():
+        if spec in new:
+            file.with_suffix(f".{os.getpid()}").write_text(new[spec])
+            file.with_suffix(f".{os.getpid()}").replace(file)
+    return {spec: known.get(spec) or new[spec] for spec in specs}
+
+
+def assembled(ptx: Mapping[KernelSpec, str], variants: Sequence[tuple[str, bool]] = VARIANTS) -> list[Made]:
+    """Return kernels as they are shipped, taken apart, spec by spec."""
+    return take_apart(assemble_all([(spec, text, *variant) for spec, text in ptx.items() for variant in variants]))
+
+
+def ptx_hashes(ptx: Mapping[KernelSpec, str]) -> dict[str, str]:
     """Return the hash of the PTX of each kernel, by name of its spec."""
-    return {
-        it.spec.name: hashlib.sha256(it.cubin.ptx.encode()).hexdigest()
-        for it in made
-        if it.cubin.architecture == NEWEST
-    }
+    return {spec.name: hashlib.sha256(text.encode()).hexdigest() for spec, text in ptx.items()}
+
+
+def shown(made: Iterable[Made]) -> str:
+    """Return the table of the page: of kernels that ship, as they are written."""
+    others = other_blocks()
+    early = (it for it in made if it.compiled.starts_early and it.compiled.spec not in others)
+    return table(it for it in early if it.compiled.architecture in SHOWN)
 
 
 def main() -> None:
-    """Compile and check every kernel, and write the record."""
+    """Compile and check every kernel; write the record and the table."""
     specs = all_specs()
-    with progress_bar() as show:
-        made = make_all(specs, cache=CubinCache(default_folder()), progress=show)
-    if breaches := [str(breach) for it in made for breach in it.breaches()]:
+    ptx = written(specs)
+    made = assembled(ptx)
+    if breaches := [line for it in made for line in it.lines()]:
         sys.exit("\n".join(breaches))
     record = {
         "versions": versions(),
         "made_from": {spec.name: made_from(spec) for spec in specs},
-        "ptx": ptx_hashes(made),
+        "ptx": ptx_hashes(ptx),
     }
     PATH.write_text(json.dumps(record, indent=1) + "\n")
+    PAGE.write_text(written_into(PAGE.read_text(), shown(made)))
 
 
 if __name__ == "__main__":

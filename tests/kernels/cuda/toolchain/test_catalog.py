@@ -1,7 +1,7 @@
 """Layer 2: every shipped kernel compiles for every architecture and keeps every rule; docs/kernels.md says what is so.
 
 What the record of checked kernels answers for is not compiled again (:mod:`tests.kernels.cuda.toolchain.records`). The
-compiled kernels are kept in pytest's cache folder, by what they are made from: a second run compiles nothing.
+PTX of those that are is kept in pytest's cache folder, by what it is made from: a second run compiles nothing.
 """
 
 from __future__ import annotations
@@ -14,56 +14,57 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, ModelShape
-from ferrule_server.kernels.cuda.toolchain import catalog
-from ferrule_server.kernels.cuda.toolchain.catalog import OPS, Op, kernels_of, shipped_kernels
-from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, toolkit
-from ferrule_server.kernels.cuda.toolchain.cubin_cache import CubinCache
-from ferrule_server.kernels.cuda.toolchain.machine_code import Made, make_all
-from ferrule_server.kernels.cuda.toolchain.report import BEGIN, END, table
+from ferrule_server.kernels.cuda import catalog, embed
+from ferrule_server.kernels.cuda.catalog import OPS, Op, kernels_of, shipped_kernels
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
 from tests.kernels.cuda.toolchain import records
+from tools.kernels.machine_code import Made
+from tools.kernels.report import BEGIN, END
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "kernels.md").read_text()
 SHIPPED = shipped_kernels()
 KERNELS = sorted({spec.kernel for spec in SHIPPED}, key=lambda kernel: kernel.__name__)
-SHAPE = MODEL_SHAPES["Qwen3-0.6B"]
+ADVICE = "run python -m tests.kernels.cuda.toolchain.records"
 
 
-OTHER_BLOCKS = records.other_blocks()
 RECORD = records.read()
-CHOSEN = (
-    records.all_specs() if os.environ.get("FERRULE_ALL_KERNELS") else records.to_compile(records.all_specs(), RECORD)
-)
+ALL = bool(os.environ.get("FERRULE_ALL_KERNELS"))
+CHOSEN = records.all_specs() if ALL else records.to_compile(records.all_specs(), RECORD)
 """What is compiled here: see :mod:`tests.kernels.cuda.toolchain.records`."""
 
 
 @pytest.fixture(scope="module")
-def made(request: pytest.FixtureRequest) -> list[Made]:
-    """Return every chosen kernel for every architecture, taken apart."""
+def ptx(request: pytest.FixtureRequest) -> dict[KernelSpec, str]:
+    """Return every chosen kernel as numba writes it."""
     assert request.config.cache is not None
-    return make_all(CHOSEN, cache=CubinCache(request.config.cache.mkdir("cubins")), num_workers=2)
+    return records.written(CHOSEN, request.config.cache.mkdir("ptx"))
+
+
+@pytest.fixture(scope="module")
+def made(ptx: dict[KernelSpec, str]) -> list[Made]:
+    """Return every chosen kernel as it ships, taken apart."""
+    return records.assembled(ptx, records.VARIANTS if ALL else records.SOME_VARIANTS)
 
 
 @pytest.mark.timeout(600)  # the first one compiles them all
 @pytest.mark.parametrize("kernel", [kernel.__name__ for kernel in KERNELS])
 def test_machine_code_keeps_every_rule(made: list[Made], kernel: str) -> None:
-    """At the shapes of all models, for all architectures."""
-    of_kernel = [it for it in made if it.spec.kernel.__name__ == kernel]
-    assert {it.cubin.architecture for it in of_kernel} == set(ARCHITECTURES)
-    breaches = [str(breach) for it in of_kernel for breach in it.breaches()]
+    """At the shapes of all models, for all architectures, early and late."""
+    of_kernel = [it for it in made if it.compiled.spec.kernel.__name__ == kernel]
+    assert of_kernel
+    breaches = [line for it in of_kernel for line in it.lines()]
     assert not breaches, "\n".join(breaches)
 
 
 @pytest.mark.timeout(600)
-def test_ptx_is_that_of_the_record(made: list[Made]) -> None:
+def test_ptx_is_that_of_the_record(ptx: dict[KernelSpec, str]) -> None:
     """A change that alters the PTX of a kernel says so: the record is in the same commit."""
     specs = records.all_specs()
     assert list(RECORD.ptx) == list(RECORD.made_from) == [spec.name for spec in specs]
     if records.versions() != RECORD.versions:
         pytest.skip(f"the record is of {RECORD.versions}")
-    hashes = records.ptx_hashes(made)
-    changed = [name for name, ptx in hashes.items() if ptx != RECORD.ptx[name]]
-    assert not changed, "run python -m tests.kernels.cuda.toolchain.records"
+    changed = [name for name, text in records.ptx_hashes(ptx).items() if text != RECORD.ptx[name]]
+    assert not changed, ADVICE
 
 
 def test_what_differs_from_the_record_is_compiled() -> None:
@@ -83,21 +84,27 @@ def test_what_differs_from_the_record_is_compiled() -> None:
 @pytest.mark.timeout(600)
 def test_page_holds_the_table(made: list[Made]) -> None:
     """A row for each kernel that ships; every figure where the compiler is the one that made the page."""
-    written = PAGE[PAGE.index(BEGIN) + len(BEGIN) : PAGE.index(END)].strip()
-    rows = set(written.splitlines())
-    expected = set(table(it for it in made if it.spec not in OTHER_BLOCKS).splitlines())
-    if toolkit() not in written:
+    before, page = PAGE.split(BEGIN)[1].split(END)[0].strip(), records.shown(made)
+    rows, expected = set(before.splitlines()), set(page.splitlines())
+    if page.splitlines()[0] not in rows:
         rows, expected = (
             {re.sub(r"^Made with .*|( \| [\d ]+){6} \|$", "", row) for row in some} for some in (rows, expected)
         )
-    advice = "run python -m ferrule_server.kernels.cuda.toolchain.report --write docs/kernels.md"
-    assert expected <= rows, advice
-    assert len(re.findall(r"^\| `\w+=.* \|$|^\| {2}\| \d.* \|$", written, re.M)) == len(SHIPPED), advice
+    assert expected <= rows, ADVICE
+    assert len(re.findall(r"^\| `\w+=.* \|$|^\| {2}\| \d.* \|$", before, re.M)) == len(SHIPPED), ADVICE
+
+
+def test_sources_of_a_kernel_are_all_that_it_is_made_of() -> None:
+    """Device functions of other files and the language, not other kernels."""
+    path = Path(inspect.getsourcefile(embed.embed) or "")
+    names = {file.name for file in records.closure(path)}
+    assert {"embed.py", "intrinsics.py", "specialise.py", "spec.py"} <= names
+    assert "argmax.py" not in names
 
 
 def test_every_module_with_kernels_is_in_the_catalog() -> None:
     """In the table of ops, under its name."""
-    folder = Path(inspect.getsourcefile(catalog) or "").parents[1]
+    folder = Path(inspect.getsourcefile(catalog) or "").parent
     modules = {path.stem for path in folder.glob("*.py") if re.search(r"^def specs\(", path.read_text(), re.M)}
     assert {op.name for op in OPS} == modules
     assert all(inspect.getmodule(op.specs).__name__.endswith(f".{op.name}") for op in OPS)  # type: ignore[union-attr]

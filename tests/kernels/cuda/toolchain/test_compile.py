@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import importlib.util
 import re
+import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ferrule_server.kernels.cuda import copy_blocks
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -34,19 +36,24 @@ from ferrule_server.kernels.cuda.intrinsics import (
     store_v4,
     thread_id,
 )
-from ferrule_server.kernels.cuda.spec import KernelSpec
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from ferrule_server.kernels.cuda.specialise import KernelError, i32, registers, u32, unrolled
-from ferrule_server.kernels.cuda.toolchain import compile as compiler
-from ferrule_server.kernels.cuda.toolchain.compile import (
+from tools.kernels import compile as compiler
+from tools.kernels.compile import (
     ARCHITECTURES,
+    Compiled,
     CompileError,
-    Cubin,
-    compile_kernel,
+    assemble,
+    compile_all,
+    compile_ptx,
     compile_spec,
+    has_dependent_launch,
     tool,
     toolkit,
+    versions,
+    write_ptx,
 )
-from ferrule_server.kernels.cuda.toolchain.sass import MachineCode, disassemble
+from tools.kernels.sass import MachineCode, disassemble_all
 
 
 def scale(x: Address, out: Address, factor: F32, *, count: int) -> None:
@@ -58,61 +65,83 @@ def scale(x: Address, out: Address, factor: F32, *, count: int) -> None:
         store_f32(out + place, bits_float(load_u32(x + place)) * factor * 1.5)
 
 
+def planned(kernel: Callable[..., None], num_threads: int = 32, ctas_per_sm: int = 1, **constants: int) -> KernelSpec:
+    """Return a kernel as it is planned."""
+    return KernelSpec(kernel, tuple(constants.items()), num_threads, 0, ctas_per_sm)
+
+
+SCALE = planned(scale, 96, 2, count=2)
+
+
+@pytest.fixture(scope="module")
+def scale_ptx() -> str:
+    """Return the PTX of that kernel."""
+    return write_ptx(SCALE)
+
+
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def scaled(request: pytest.FixtureRequest) -> Cubin:
+def scaled(request: pytest.FixtureRequest, scale_ptx: str) -> Compiled:
     """Return that kernel for one architecture."""
-    return compile_kernel(scale, {"count": 2}, architecture=request.param, num_threads=96, ctas_per_sm=3)
+    return assemble(SCALE, scale_ptx, request.param)
 
 
-def test_cubin_is_an_elf_image_with_the_kernel_under_its_name(scaled: Cubin) -> None:
+def disassemble(compiled: Compiled) -> MachineCode:
+    """Return the machine code of a kernel."""
+    (code,) = disassemble_all([compiled])
+    return code
+
+
+def test_cubin_is_an_elf_image_with_the_kernel_under_its_name(scaled: Compiled) -> None:
     """What the driver is asked for."""
-    assert scaled.code[:4] == b"\x7fELF"
-    assert scaled.name == "scale"
-    assert b"\0.text.scale\0" in scaled.code
-    assert b"NumbaEnv" not in scaled.code
+    assert scaled.cubin.code[:4] == b"\x7fELF"
+    assert scaled.cubin.name == "scale"
+    assert b"\0.text.scale\0" in scaled.cubin.code
+    assert b"NumbaEnv" not in scaled.cubin.code
 
 
-def test_ptx_names_architecture_and_bounds(scaled: Cubin) -> None:
-    """The bounds are what ptxas shares registers out by."""
+def test_ptx_names_architecture_and_bounds(scaled: Compiled) -> None:
+    """The bounds are what ptxas shares registers out by: twice the CTAs that are planned."""
     assert f".target {scaled.architecture}\n" in scaled.ptx
-    assert ".maxntid 96, 1, 1\n.minnctapersm 3\n" in scaled.ptx
+    assert ".maxntid 96, 1, 1\n.minnctapersm 4\n" in scaled.ptx
 
 
-def test_parameters_are_passed_as_what_they_are(scaled: Cubin) -> None:
+def test_parameters_are_passed_as_what_they_are(scaled: Compiled) -> None:
     """Addresses in 64 bits, floats in 32: the layout that the launch path packs."""
     assert re.findall(r"\.param \.(\w+) scale_param_\d", scaled.ptx) == ["u64", "u64", "f32"]
 
 
-def test_arithmetic_is_float32(scaled: Cubin) -> None:
+def test_arithmetic_is_float32(scaled: Compiled) -> None:
     """A Python literal does not make it double precision."""
     assert "f64" not in scaled.ptx
     assert not any("F64" in it.modifiers or it.base.startswith("D") for it in disassemble(scaled).instructions)
 
 
-def test_nothing_spills(scaled: Cubin) -> None:
+def test_nothing_spills(scaled: Compiled) -> None:
     """A small kernel takes few registers."""
     assert 4 < scaled.num_registers < 32
     assert (scaled.num_spilled_bytes, scaled.num_stack_bytes) == (0, 0)
 
 
-def test_before_sm_90_there_is_no_wait() -> None:
-    """Nothing else differs between the architectures before the assembler."""
-    new, old = (
-        compile_kernel(scale, {"count": 1}, architecture=name, num_threads=32).ptx for name in ("sm_90a", "sm_80")
-    )
-    missing = [line for line in new.splitlines() if line not in old.splitlines()]
-    assert [line.strip() for line in missing] == [
-        ".target sm_90a",
-        "griddepcontrol.launch_dependents;",
-        "griddepcontrol.wait;",
-    ]
-    assert "griddepcontrol" not in old
+def test_architectures_differ_in_the_wait_only(scale_ptx: str) -> None:
+    """And in the trigger of late code; the version of the PTX is one that ptxas of CUDA 12 reads."""
+    assert scale_ptx.count(".version 9.0\n.target sm_90a\n") == 1
+    wait, trigger = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
+    for architecture in ARCHITECTURES:
+        for starts_early in (True, False):
+            ptx = assemble(SCALE, scale_ptx, architecture, starts_early=starts_early).ptx
+            assert (wait in ptx) == has_dependent_launch(architecture)
+            assert (trigger in ptx) == (has_dependent_launch(architecture) and starts_early)
+            added = {".version 8.7", f".target {architecture}"}
+            given, made = ([line.strip() for line in text.splitlines()] for text in (scale_ptx, ptx))
+            assert set(made) - set(given) == added - {".target sm_90a"}
+            assert {*given} - {*made} <= {".version 9.0", ".target sm_90a", wait, trigger}
 
 
-def test_a_spec_leaves_half_of_the_multiprocessor_free() -> None:
-    """Twice the CTAs that are planned bound the registers."""
-    spec = KernelSpec(scale, (("count", 1),), num_threads=128, shared_bytes=0, ctas_per_sm=2)
-    assert ".maxntid 128, 1, 1\n.minnctapersm 4\n" in compile_spec(spec, "sm_80").ptx
+def test_late_code_lets_the_next_kernel_start_at_the_end(scale_ptx: str) -> None:
+    """It waits all the same."""
+    for starts_early in (True, False):
+        code = disassemble(assemble(SCALE, scale_ptx, "sm_90a", starts_early=starts_early))
+        assert (len(code.of("PREEXIT")), len(code.of("ACQBULK"))) == (starts_early, 1)
 
 
 def hoards(values: Address, out: Address) -> None:
@@ -126,15 +155,36 @@ def hoards(values: Address, out: Address) -> None:
 
 
 def test_bounds_decide_the_registers_and_spills_are_counted() -> None:
-    """Two CTAs of 1024 threads leave 32 registers to each."""
-    roomy, tight = (
-        compile_kernel(hoards, {}, architecture="sm_80", num_threads=1024, ctas_per_sm=ctas) for ctas in (1, 2)
+    """Two CTAs of 1024 threads leave 32 registers to each; on a GPU without room for two, one CTA has them all."""
+    roomy, tight = planned(hoards, 512), planned(hoards, 1024)
+    made = compile_spec(roomy, "sm_90a")
+    assert 40 <= made.num_registers <= 64
+    assert (made.num_spilled_bytes, made.num_stack_bytes) == (0, 0)
+    ptx = write_ptx(tight)
+    made = assemble(tight, ptx, "sm_90a")
+    assert made.num_registers == 32
+    assert made.num_spilled_bytes > 0
+    assert made.num_stack_bytes > 0
+    made = assemble(tight, ptx, "sm_86")
+    assert 40 <= made.num_registers <= 64
+    assert made.num_spilled_bytes == 0
+
+
+def test_what_does_not_fit_is_named(scaled: Compiled) -> None:
+    """A CTA on each architecture, and the CTAs that are planned where there is room for them."""
+
+    def unfit(times: int = 1, **changes: Any) -> list[str]:
+        return list(replace(scaled, spec=replace(SCALE, **changes)).unfit(times))
+
+    name, has_much = f"scale[count=2] for {scaled.architecture}", scaled.architecture in ("sm_80", "sm_90a", "sm_100")
+    assert unfit(2, shared_bytes=24 << 10) == unfit(shared_bytes=99 << 10) == []
+    too_large = [f"{name}: 101377 bytes of shared memory, a CTA has 101376"]
+    assert unfit(shared_bytes=(99 << 10) + 1) == ([] if has_much else too_large)
+    found = unfit(2, shared_bytes=50 << 10)
+    assert [message.partition(" CTAs of 96 threads, ")[0] for message in found] == (
+        [] if scaled.architecture in ("sm_90a", "sm_100") else [f"{name}: {3 if has_much else 1}"]
     )
-    assert 40 <= roomy.num_registers <= 64
-    assert (roomy.num_spilled_bytes, roomy.num_stack_bytes) == (0, 0)
-    assert tight.num_registers == 32
-    assert tight.num_spilled_bytes > 0
-    assert tight.num_stack_bytes > 0
+    assert unfit(num_threads=100) == [f"{name}: 100 threads are not whole warps"]
 
 
 def test_resources_are_read_from_the_assemblers_report() -> None:
@@ -148,18 +198,22 @@ def test_resources_are_read_from_the_assemblers_report() -> None:
 
 
 def test_compiling_again_gives_the_same_bytes() -> None:
-    """Whatever the process compiled in between."""
-    first = compile_kernel(scale, {"count": 1}, architecture="sm_80", num_threads=64)
-    compile_kernel(scale, {"count": 3}, architecture="sm_80", num_threads=64)
-    compiler._write_ptx.cache_clear()
-    assert compile_kernel(scale, {"count": 1}, architecture="sm_80", num_threads=64) == first
+    """Whatever the process compiled in between, and in another process too."""
+    first = compile_spec(planned(scale, count=1), "sm_80")
+    write_ptx(planned(scale, count=3))
+    assert compile_spec(planned(scale, count=1), "sm_80") == first
+    specs = [planned(copy_blocks.copy_blocks, 64, PARTS=1, THREADS=64, U=1), copy_blocks.spec()]
+    done: list[None] = []
+    assert compile_ptx(specs, 2, lambda: done.append(None)) == {spec: write_ptx(spec) for spec in specs}
+    assert len(done) == 2
 
 
-def test_compiling_leaves_the_garbage_collector_as_it_was() -> None:
-    """It is off meanwhile."""
-    compiler._write_ptx.cache_clear()
-    compile_kernel(scale, {"count": 1}, architecture="sm_80", num_threads=32)
-    assert gc.isenabled()
+def test_kernels_are_compiled_in_memory_where_there_is_a_compiler() -> None:
+    """For one architecture; late code only where it differs."""
+    spec = planned(scale, count=1)
+    early, late = (compile_spec(spec, "sm_90a", starts_early=starts_early).cubin for starts_early in (True, False))
+    assert compile_all([spec], "sm_90a") == {spec: Cubin("scale", early.code, late.code)}
+    assert compile_all([spec], "sm_80") == {spec: compile_spec(spec, "sm_80").cubin}
 
 
 def casts(x: Address, out: Address, n: I32) -> None:
@@ -172,7 +226,7 @@ def casts(x: Address, out: Address, n: I32) -> None:
 
 def test_casts_say_how_32_bits_are_widened() -> None:
     """u32 with zeros, i32 and signed loads with the sign."""
-    ptx = compile_kernel(casts, {}, architecture="sm_80", num_threads=32).ptx
+    ptx = compile_spec(planned(casts), "sm_80").ptx
     stored = [re.escape(value) for value in re.findall(r"st\.global\.u64 \[%rd\d+\], (%rd\d+)", ptx)]
     kinds = [re.findall(rf"cvt\.(\w+\.\w+)\s+{value}, ", ptx) for value in stored]
     assert kinds == [["u64.u32"], ["s64.s32"], ["s64.s32"]]
@@ -187,7 +241,7 @@ def shares(x: Address, out: Address) -> None:
 
 def test_shared_memory_is_dynamic() -> None:
     """The launch says how much; the code holds one symbol without a size."""
-    ptx = compile_kernel(shares, {}, architecture="sm_90a", num_threads=32).ptx
+    ptx = compile_spec(planned(shares), "sm_90a").ptx
     assert re.findall(r"^.*\.shared .*\[.*$", ptx, re.MULTILINE) == [".extern .shared .align 16 .b8 ferrule_shared[];"]
 
 
@@ -236,7 +290,7 @@ def all_intrinsics(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., No
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_intrinsic_is_an_instruction(all_intrinsics: Callable[..., None], architecture: str) -> None:
     """Each is accepted by the assembler, with operands of the kinds that are declared, and none is lost."""
-    cubin = compile_kernel(all_intrinsics, {}, architecture=architecture, num_threads=32)
+    cubin = compile_spec(planned(all_intrinsics), architecture)
     number = int(re.findall(r"\d+", architecture)[0])
     for intrinsic in INTRINSICS.values():
         opcode = re.findall(r"[a-z][\w.:]*\.\w+", re.sub(r"\.reg [^;]*;", "", intrinsic.ptx))[0]
@@ -249,7 +303,7 @@ def _opcodes(code: MachineCode) -> set[str]:
 
 def test_intrinsics_become_the_instructions_they_are_meant_to_be(all_intrinsics: Callable[..., None]) -> None:
     """The ones whose machine code the design rests on."""
-    found = _opcodes(disassemble(compile_kernel(all_intrinsics, {}, architecture="sm_90a", num_threads=32)))
+    found = _opcodes(disassemble(compile_spec(planned(all_intrinsics), "sm_90a")))
     expected = {"ACQBULK", "PREEXIT", "LDG.E.NA.128", "LDG.E.128", "LDG.E.128.STRONG.GPU", "STG.E.128", "LDS.128"}
     expected |= {"HMMA.16816.F32.BF16", "LDGSTS.E.BYPASS.128", "ATOMG.E.INC.STRONG.GPU", "MEMBAR.ALL.GPU", "MUFU.EX2"}
     assert expected <= found, sorted(found)
@@ -272,7 +326,7 @@ def two_kinds(out: Address) -> None:
 def test_what_numba_refuses_is_one_error_with_the_kernels_name(kernel: Callable[..., None]) -> None:
     """Whatever it raised."""
     with pytest.raises(CompileError, match=kernel.__name__):
-        compile_kernel(kernel, {}, architecture="sm_80", num_threads=32)
+        compile_spec(planned(kernel), "sm_80")
 
 
 def test_what_leaves_the_language_is_named_with_its_line() -> None:
@@ -283,48 +337,55 @@ def test_what_leaves_the_language_is_named_with_its_line() -> None:
             store_u32(out + i, 1)
 
     with pytest.raises(KernelError, match=r"test_compile\.py:\d+: write `for i in unrolled"):
-        compile_kernel(divides, {}, architecture="sm_80", num_threads=32)
+        compile_spec(planned(divides), "sm_80")
 
 
-def test_what_ptxas_refuses_is_an_error_with_its_words(scaled: Cubin) -> None:
+def test_what_ptxas_refuses_is_an_error_with_its_words(scaled: Compiled) -> None:
     """And the name of kernel and architecture."""
     with pytest.raises(CompileError, match=rf"(?s)ptxas refuses scale for {scaled.architecture}:.*nonsense"):
-        compiler._assemble(scaled.ptx.replace("ret;", "nonsense.u32 %r1, %r2;"), "scale", scaled.architecture)
+        assemble(SCALE, scaled.ptx.replace("ret;", "nonsense.u32 %r1, %r2;"), scaled.architecture)
 
 
 def test_an_unknown_architecture_names_those_there_are() -> None:
     """Before anything is compiled."""
-    with pytest.raises(CompileError, match=r"sm_70.*sm_80, sm_90a"):
-        compile_kernel(scale, {"count": 1}, architecture="sm_70", num_threads=32)
+    with pytest.raises(CompileError, match=r"sm_70.*sm_80, sm_86"):
+        assemble(SCALE, "", "sm_70")
 
 
-def test_a_cubin_of_another_kernel_is_not_taken_apart(scaled: Cubin) -> None:
+def test_a_cubin_of_another_kernel_is_not_taken_apart(scaled: Compiled) -> None:
     """The name is part of the cubin."""
     with pytest.raises(
         CompileError, match=f"the cubin of other for {scaled.architecture} holds no kernel of that name"
     ):
-        disassemble(replace(scaled, name="other"))
+        disassemble(replace(scaled, cubin=replace(scaled.cubin, name="other")))
 
 
-def test_toolkit_names_every_version_that_shapes_machine_code() -> None:
-    """One line, part of the key of every cached kernel."""
-    assert re.fullmatch(r"(\S+=[\d.]+ ?)+", toolkit())
-    assert [part.partition("=")[0] for part in toolkit().split()] == list(compiler._PACKAGES)
+def test_versions_of_all_that_shapes_machine_code_are_known() -> None:
+    """Of the packages that write PTX, and of the assembler: that of CUDA 12 is taken if there are two."""
+    assert re.fullmatch(r"(\S+=[\d.]+ ?)+", versions())
+    assert toolkit() >= (12, 8), "older ones do not know sm_120"
+    folder = Path(sysconfig.get_paths()["purelib"], "nvidia", "cuda_nvcc")
+    assert (toolkit()[0] == 12) == folder.is_dir()
 
 
-def test_a_missing_toolkit_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server runs without it on cubins made elsewhere."""
+def test_a_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whichever part of it is missing."""
 
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(CompileError, match=r"not installed .*pip install 'ferrule\[cuda\]'"):
-        toolkit.__wrapped__()
-
-
-def test_a_missing_tool_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Both come with the CUDA packages."""
+    with pytest.raises(CompileError, match=r"not installed .*pip install 'ferrule\[kernels\]'"):
+        write_ptx(SCALE)
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
-    with pytest.raises(CompileError, match=r"ptxas is not installed; pip install 'ferrule\[cuda\]'"):
+    with pytest.raises(CompileError, match=r"ptxas is not installed; pip install 'ferrule\[kernels\]'"):
         tool("ptxas")
+
+
+def test_parameters_that_numba_passes_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch packs them by their kinds: a float would be read as the half of an address."""
+    monkeypatch.setattr(compiler, "_SIZES", {"Address": "64", "I32": "32", "F32": "64"})
+    with pytest.raises(
+        CompileError, match=r"scale\[count=2\]: numba passes its parameters in \['64', '64', '32'\] bits"
+    ):
+        write_ptx(SCALE)

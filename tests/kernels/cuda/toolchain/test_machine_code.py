@@ -36,10 +36,9 @@ from ferrule_server.kernels.cuda.intrinsics import (
 )
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import i32, registers, u32, unrolled
-from ferrule_server.kernels.cuda.toolchain.addressing import narrow_addresses
-from ferrule_server.kernels.cuda.toolchain.compile import ARCHITECTURES, Cubin, _assemble, compile_spec
-from ferrule_server.kernels.cuda.toolchain.machine_code import MULTIPROCESSORS, RULES, Made, check
-from ferrule_server.kernels.cuda.toolchain.sass import disassemble
+from tools.kernels.addressing import narrow_addresses
+from tools.kernels.compile import ARCHITECTURES, Compiled, assemble, compile_spec, write_ptx
+from tools.kernels.machine_code import RULES, Made, check, take_apart
 
 Kernel = Callable[..., None]
 
@@ -49,15 +48,13 @@ def _spec(kernel: Kernel, **promises: object) -> KernelSpec:
     return replace(plain, **promises)  # type: ignore[arg-type]
 
 
-def _rules(made: Made) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for violation in made.breaches():
-        found.setdefault(violation.rule, []).append(violation.message)
-    return found
+def _made(compiled: Compiled) -> Made:
+    (made,) = take_apart([compiled])
+    return made
 
 
-def _made(spec: KernelSpec, cubin: Cubin) -> Made:
-    return Made(spec, cubin, disassemble(cubin))
+def _promising(compiled: Compiled, **promises: object) -> Compiled:
+    return replace(compiled, spec=replace(compiled.spec, **promises))  # type: ignore[arg-type]
 
 
 def good(  # noqa: PLR0917  (kernels take what they take)
@@ -93,31 +90,30 @@ GOOD = _spec(good, prefetches=True, has_ticket=True, min_vector_loads=2)
 
 
 @pytest.fixture(scope="module")
-def good_cubins() -> dict[str, Cubin]:
-    """Return the kernel that is right, for both architectures."""
-    return {architecture: compile_spec(GOOD, architecture) for architecture in ARCHITECTURES}
+def good_ptx() -> str:
+    """Return the PTX of the kernel that is right."""
+    return write_ptx(GOOD)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_kernel_that_keeps_the_rules_passes(good_cubins: dict[str, Cubin], architecture: str) -> None:
-    """Prefetch, block table, ticket: nothing is reported."""
-    assert check(GOOD, good_cubins[architecture]) == []
+def test_a_kernel_that_keeps_the_rules_passes(good_ptx: str) -> None:
+    """Prefetch, block table, ticket: nothing is reported, for any architecture, early or late."""
+    made = [assemble(GOOD, good_ptx, name, starts_early=early) for name in ARCHITECTURES for early in (True, False)]
+    assert check(made) == []
 
 
-def test_facts_are_those_of_the_listing(good_cubins: dict[str, Cubin]) -> None:
-    """Registers from ptxas, the rest counted."""
-    cubin = good_cubins["sm_90a"]
-    facts = _made(GOOD, cubin).facts()
-    assert facts.num_registers == cubin.num_registers
-    assert (facts.num_vector_loads, facts.num_mma, facts.num_spilled_bytes, facts.ctas_per_sm) == (2, 0, 0, 16)
-    assert 1000 < facts.code_bytes < 4000
-    assert facts.code_bytes % 16 == 0
-
-
-def test_a_violation_names_kernel_architecture_rule_and_instruction(good_cubins: dict[str, Cubin]) -> None:
+def test_a_breach_names_kernel_architecture_rule_and_instruction(good_ptx: str) -> None:
     """So that one line of a long run is enough."""
-    (violation,) = check(replace(GOOD, has_mma=True), good_cubins["sm_80"])
-    assert str(violation) == "good[] sm_80: tensor cores: 0 HMMA instructions, has_mma is True"
+    (breach,) = check([_promising(assemble(GOOD, good_ptx, "sm_80"), has_mma=True)])
+    assert breach == "good[] sm_80: tensor cores: 0 HMMA instructions, has_mma is True"
+
+
+def test_late_code_must_not_let_the_next_kernel_in(good_ptx: str) -> None:
+    """And early code must."""
+    early, late = (assemble(GOOD, good_ptx, "sm_90a", starts_early=starts) for starts in (True, False))
+    (message,) = _made(replace(early, starts_early=False)).breaches()["wait"]
+    assert message.startswith("lets the next kernel in early: ")
+    (message,) = _made(replace(late, starts_early=True)).breaches()["wait"]
+    assert message.startswith("no PREEXIT")
 
 
 def _waits(out: Address) -> None:
@@ -364,8 +360,9 @@ def made() -> Callable[[KernelSpec], Made]:
 
     def make_once(spec: KernelSpec) -> Made:
         if spec.kernel not in known:
-            known[spec.kernel] = _made(spec, compile_spec(spec, "sm_90a"))
-        return replace(known[spec.kernel], spec=spec)
+            known[spec.kernel] = _made(compile_spec(spec, "sm_90a"))
+        made = known[spec.kernel]
+        return replace(made, compiled=replace(made.compiled, spec=spec))
 
     return make_once
 
@@ -375,7 +372,7 @@ def test_what_breaks_a_rule_is_reported(
     made: Callable[[KernelSpec], Made], spec: KernelSpec, rule: str, message: str
 ) -> None:
     """Under that rule and no other."""
-    found = _rules(made(spec))
+    found = made(spec).breaches()
     assert any(message in reported for reported in found.get(rule, [])), found
     assert set(found) == {rule}
 
@@ -390,27 +387,24 @@ EDITS = [
 
 
 @pytest.mark.parametrize(("old", "new", "rule", "message"), EDITS, ids=lambda it: it)
-def test_what_no_intrinsic_can_say_is_reported(
-    good_cubins: dict[str, Cubin], old: str, new: str, rule: str, message: str
-) -> None:
+def test_what_no_intrinsic_can_say_is_reported(good_ptx: str, old: str, new: str, rule: str, message: str) -> None:
     """The language has no word for these; the PTX of the right kernel is edited."""
-    ptx = good_cubins["sm_90a"].ptx
-    assert old in ptx
-    found = _rules(_made(GOOD, _assemble(ptx.replace(old, new), "good", "sm_90a")))
+    assert old in good_ptx
+    found = _made(assemble(GOOD, good_ptx.replace(old, new), "sm_90a")).breaches()
     assert any(message in reported for reported in found[rule]), found
 
 
 def test_adding_floats_is_reported() -> None:
     """Their sum would depend on who arrives first."""
-    ptx = compile_spec(_spec(adds_above), "sm_80").ptx.replace("global.inc.u32", "global.add.f32")
-    found = _rules(_made(_spec(adds_above), _assemble(ptx, "adds_above", "sm_80")))
+    ptx = write_ptx(_spec(adds_above)).replace("global.inc.u32", "global.add.f32")
+    found = _made(assemble(_spec(adds_above), ptx, "sm_80")).breaches()
     assert any("order of arrival" in reported for reported in found["atomics"])
 
 
-def test_sm_80_has_nothing_to_wait_for(good_cubins: dict[str, Cubin]) -> None:
+def test_sm_80_has_nothing_to_wait_for(good_ptx: str) -> None:
     """And a wait in it would be refused by the assembler, so the rule is tried on code of sm_90a."""
-    sm_90a = _made(GOOD, good_cubins["sm_90a"])
-    found = _rules(replace(sm_90a, cubin=replace(sm_90a.cubin, architecture="sm_80")))
+    made = _made(assemble(GOOD, good_ptx, "sm_90a"))
+    found = replace(made, compiled=replace(made.compiled, architecture="sm_80")).breaches()
     assert any(message.startswith("sm_80 has no ") and "ACQBULK" in message for message in found["wait"])
 
 
@@ -427,10 +421,10 @@ def shuffles(out: Address, num_rows: I32) -> None:
         row = i32(row + 4)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_shuffle_of_diverged_lanes_is_no_call(architecture: str) -> None:
+def test_a_shuffle_of_diverged_lanes_is_no_call() -> None:
     """On sm_80 ptxas calls a helper of its own there."""
-    assert check(_spec(shuffles), compile_spec(_spec(shuffles), architecture)) == []
+    ptx = write_ptx(_spec(shuffles))
+    assert check([assemble(_spec(shuffles), ptx, architecture) for architecture in ARCHITECTURES]) == []
 
 
 def test_every_rule_is_broken_by_some_test() -> None:
@@ -438,43 +432,32 @@ def test_every_rule_is_broken_by_some_test() -> None:
     assert {rule for _, rule, _ in BROKEN} | {rule for _, _, rule, _ in EDITS} | {"tensor cores"} == set(RULES)
 
 
-def test_a_cubin_must_fit_the_smaller_gpus_that_run_it(made: Callable[[KernelSpec], Made]) -> None:
-    """A cubin of sm_80 also runs on 8.6 and 8.9, which give a CTA 99 KiB; a second planned CTA need not fit there."""
-    fits, breaks = (_spec(_waits, shared_bytes=size) for size in (99 * 1024, 99 * 1024 + 1))
-    cubin = compile_spec(fits, "sm_80")
-    assert _rules(_made(fits, cubin)) == {}
-    found = _rules(_made(breaks, cubin))["resources"]
-    assert [message.partition(" of shared memory fit a multiprocessor of ")[2] for message in found] == [
-        "8.6, 1 must (1 planned)",
-        "8.9, 1 must (1 planned)",
-    ]
-    assert _rules(made(breaks)) == {}
-    assert _rules(_made(replace(fits, shared_bytes=80 * 1024, ctas_per_sm=2), cubin)) == {}
-
-
 @pytest.mark.parametrize(
-    ("capability", "resources", "expected"),
+    ("architecture", "resources", "expected"),
     [
-        ((9, 0), (256, 128, 0), 2),
-        ((9, 0), (256, 129, 0), 1),
-        ((9, 0), (1024, 32, 0), 2),
-        ((9, 0), (32, 255, 0), 8),
-        ((9, 0), (32, 16, 0), 32),
-        ((8, 0), (32, 16, 0), 32),
-        ((9, 0), (128, 32, 113 * 1024), 2),
-        ((9, 0), (128, 32, 113 * 1024 + 1), 1),
-        ((9, 0), (128, 32, 227 * 1024 + 1), 0),
-        ((8, 0), (128, 32, 81 * 1024), 2),
-        ((8, 0), (128, 32, 163 * 1024 + 1), 0),
-        ((8, 6), (128, 32, 99 * 1024), 1),
-        ((8, 9), (128, 32, 99 * 1024 + 1), 0),
-        ((8, 6), (32, 16, 0), 16),
-        ((8, 9), (512, 32, 0), 3),
+        ("sm_90a", (256, 128, 0), 2),
+        ("sm_90a", (256, 129, 0), 1),
+        ("sm_90a", (1024, 32, 0), 2),
+        ("sm_90a", (32, 255, 0), 8),
+        ("sm_90a", (32, 16, 0), 32),
+        ("sm_80", (32, 16, 0), 32),
+        ("sm_90a", (128, 32, 113 * 1024), 2),
+        ("sm_90a", (128, 32, 113 * 1024 + 1), 1),
+        ("sm_90a", (128, 32, 227 * 1024 + 1), 0),
+        ("sm_80", (128, 32, 81 * 1024), 2),
+        ("sm_80", (128, 32, 163 * 1024 + 1), 0),
+        ("sm_86", (128, 32, 99 * 1024), 1),
+        ("sm_89", (128, 32, 99 * 1024 + 1), 0),
+        ("sm_86", (32, 16, 0), 16),
+        ("sm_89", (512, 32, 0), 3),
+        ("sm_100", (128, 32, 113 * 1024), 2),
+        ("sm_120", (128, 32, 49 * 1024), 2),
+        ("sm_120", (128, 32, 49 * 1024 + 1), 1),
     ],
 )
-def test_ctas_that_fit(capability: tuple[int, int], resources: tuple[int, int, int], expected: int) -> None:
+def test_ctas_that_fit(architecture: str, resources: tuple[int, int, int], expected: int) -> None:
     """Registers go to whole warps in pieces of 256, shared memory has 1 KiB of the system's per CTA; 32 at most."""
-    assert MULTIPROCESSORS[capability].ctas(*resources) == expected
+    assert ARCHITECTURES[architecture].ctas(*resources) == expected
 
 
 def test_an_address_from_nowhere_is_reported() -> None:

@@ -19,10 +19,11 @@ PTX is in single assignment form but for loops, where one register is written on
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+
+from ferrule_server.kernels.cuda.spec import parameters
 
 __all__ = ["mixed_loads", "narrow_addresses"]
 
@@ -53,17 +54,12 @@ class _Statement:
         return self.opcode.endswith("64") or ".wide." in self.opcode or self.opcode.startswith(("cvt.s64", "cvt.u64"))
 
     @property
-    def is_float(self) -> bool:
-        return ".f32" in self.opcode
-
-    @property
     def written(self) -> list[str]:
-        return [] if self.base in _NO_RESULT else _REGISTER.findall(self.operands[0])
+        return [] if self.base in _NO_RESULT else _registers(self.operands[:1])
 
     @property
     def read(self) -> list[str]:
-        parts = self.operands if self.base in _NO_RESULT else self.operands[1:]
-        return [register for part in parts for register in _REGISTER.findall(part)]
+        return _registers(self.operands if self.base in _NO_RESULT else self.operands[1:])
 
     @property
     def parameter(self) -> int | None:
@@ -85,8 +81,7 @@ class _Statement:
     @property
     def address(self) -> list[str]:
         """Registers of the address in global memory; of a copy to shared memory the second one."""
-        places = [part for part in self.operands if part.startswith("[")]
-        return _REGISTER.findall(places[-1]) if places else []
+        return _registers([part for part in self.operands if part.startswith("[")][-1:])
 
     def __str__(self) -> str:
         return f"{self.opcode} {', '.join(self.operands)}"
@@ -99,12 +94,12 @@ def mixed_loads(kernel: Callable[..., None], ptx: str) -> Iterator[str]:
         kernel: Gives the names of the parameters.
         ptx: What it was compiled to.
     """
-    flow = _Flow(_statements(ptx), _names(kernel))
-    loads = [access for access in flow.accesses() if access.base == "ld"]
+    flow = _Flow(kernel, ptx)
+    loads = [access for access in flow.accesses if access.base == "ld"]
     strong = {name for it in loads if ".relaxed" in it.opcode for name in flow.arrays(it)}
     for load in loads:
-        if ".relaxed" not in load.opcode and strong.intersection(flow.arrays(load)):
-            yield f"{' and '.join(sorted(strong.intersection(flow.arrays(load))))} is read weakly here: {load}"
+        if ".relaxed" not in load.opcode and (mixed := strong & flow.arrays(load)):
+            yield f"{' and '.join(sorted(mixed))} is read weakly here: {load}"
 
 
 def narrow_addresses(kernel: Callable[..., None], ptx: str) -> Iterator[str]:
@@ -114,13 +109,9 @@ def narrow_addresses(kernel: Callable[..., None], ptx: str) -> Iterator[str]:
         kernel: Gives the names of the parameters.
         ptx: What it was compiled to.
     """
-    flow = _Flow(_statements(ptx), _names(kernel))
-    found = [*flow.cut(), *(message for access in flow.accesses() for message in flow.breaches(access))]
+    flow = _Flow(kernel, ptx)
+    found = [*flow.cut(), *(message for access in flow.accesses for message in flow.breaches(access))]
     yield from dict.fromkeys(found)
-
-
-def _names(kernel: Callable[..., None]) -> list[str]:
-    return [it.name for it in inspect.signature(kernel).parameters.values() if it.kind is it.POSITIONAL_OR_KEYWORD]
 
 
 def _statements(ptx: str) -> list[_Statement]:
@@ -139,16 +130,14 @@ def _statements(ptx: str) -> list[_Statement]:
 class _Flow:
     """Which statements write a register, followed backwards."""
 
-    def __init__(self, statements: list[_Statement], names: list[str]) -> None:
-        self._statements = statements
-        self._names = names
+    def __init__(self, kernel: Callable[..., None], ptx: str) -> None:
+        self._statements = _statements(ptx)
+        self._names = [name for name, _ in parameters(kernel)]
         self._writers: dict[str, list[_Statement]] = {}
-        for statement in statements:
+        for statement in self._statements:
             for register in statement.written:
                 self._writers.setdefault(register, []).append(statement)
-
-    def accesses(self) -> list[_Statement]:
-        return [statement for statement in self._statements if statement.is_memory]
+        self.accesses = [statement for statement in self._statements if statement.is_memory]
 
     def arrays(self, access: _Statement) -> set[str]:
         """Return the parameters that an address begins at."""
@@ -206,8 +195,8 @@ class _Flow:
         starts = [it.operands[1] for it in terms if it.opcode.startswith(("cvt.s64.s32", "cvt.u64.u32"))]
         starts += [part for it in terms if ".wide." in it.opcode for part in it.operands[1:3]]
         reached = self._above(starts, lambda it: _is_not_load(it) and it.base not in _BOUNDS)
-        narrow = [it for it in reached if it.base in ("mul", "mad", "shl") and not it.is_wide and not it.is_float]
-        return [it for it in narrow if counts(it)]
+        scaled = [it for it in reached if it.base in ("mul", "mad", "shl") and ".f32" not in it.opcode]
+        return [it for it in scaled if not it.is_wide and counts(it)]
 
     def _sources(self, statement: _Statement) -> set[str]:
         """Return the registers a statement depends on, up to loads and masks."""
@@ -222,7 +211,7 @@ class _Flow:
     ) -> list[_Statement]:
         """Return the statements that registers come from; those that do not follow are the last on their path."""
         seen: dict[_Statement, None] = {}
-        waiting = [register for text in registers for register in _REGISTER.findall(text)]
+        waiting = _registers(registers)
         while waiting:
             for statement in self._writers.get(waiting.pop(), []):
                 if statement in seen:

@@ -11,13 +11,11 @@ Source: NVIDIA, "CUDA Driver API", chapters "Library Management" and "Execution 
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from ferrule_server.kernels.cuda.spec import KernelSpec
-from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin, toolkit
-from ferrule_server.kernels.cuda.toolchain.sources import parameters
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, parameters
 
 __all__ = ["Device", "DriverError", "Function", "Launch", "NoDevice", "is_context_lost"]
 
@@ -26,12 +24,6 @@ _DEFAULT_SHARED_BYTES = 48 << 10
 
 _MAX_SHARED_CARVEOUT = 100
 """Percent of the L1 that is shared memory. All kernels ask for the same: a change of the split drains the SM."""
-
-_PINNED_TOOLKIT = (13, 0)
-"""Version of CUDA that kernels are compiled with where no compiler is installed: they come from a bundle."""
-
-_FIRST_DRIVERS = {12: 525, 13: 580}
-"""By major version of CUDA: the first driver that loads its machine code. Minor versions do not matter to that."""
 
 _LOST = {
     "CUDA_ERROR_DEINITIALIZED": 4,
@@ -95,8 +87,10 @@ class Device:
         index: Of the GPU, as the driver counts them.
         has_dependent_launch: Kernels may start while the one before them runs; see :meth:`Function.prepare`.
         name: As the driver says it.
-        architecture: Of the cubins it runs: ``sm_80`` or ``sm_90a``.
+        capability: Compute capability; decides which cubins it runs.
+        cuda_version: The newest CUDA that the driver knows; likewise.
         num_sms: Multiprocessors.
+        shared_bytes_per_sm: Shared memory of a multiprocessor.
         shared_bytes_per_cta: Most dynamic shared memory of one CTA.
     """
 
@@ -105,14 +99,15 @@ class Device:
         self.index = index
         self._handle = _call(driver, "cuDeviceGet", index)
         kinds = driver.CUdevice_attribute
-        capability = (
+        self.capability = (
             self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
             self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
         )
-        self.architecture = _architecture(*capability)
-        self.has_dependent_launch = capability >= (9, 0)
+        self.cuda_version = divmod(int(_call(driver, "cuDriverGetVersion")) // 10, 100)
+        self.has_dependent_launch = self.capability >= (9, 0)
         self.name = _call(driver, "cuDeviceGetName", 256, self._handle).split(b"\0")[0].decode()
         self.num_sms = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        self.shared_bytes_per_sm = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)
         self.shared_bytes_per_cta = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
         self._context = _call(driver, "cuDevicePrimaryCtxRetain", self._handle)
         self.make_current()
@@ -126,20 +121,17 @@ class Device:
             driver: Stands for ``cuda.bindings.driver``.
 
         Raises:
-            NoDevice: The package, the driver or the GPU is missing, the driver is too old for the code, or there are
-                no kernels for the GPU.
+            NoDevice: The package, the driver or the GPU is missing.
             DriverError: The driver refuses.
         """
         driver = driver or _import_driver()
         try:
             _call(driver, "cuInit", 0)
-            version = int(_call(driver, "cuDriverGetVersion"))
             count = int(_call(driver, "cuDeviceGetCount"))
         except DriverError as error:
             raise NoDevice(f"the CUDA driver does not start: {error}", call=error.call, name=error.name) from error
         except (OSError, RuntimeError) as error:  # the bindings look for the driver's library at the first call
             raise NoDevice(f"no CUDA driver is installed: {error}") from error
-        _check_version(divmod(version // 10, 100))
         if index >= count:
             raise NoDevice(f"there is no GPU {index}, the driver sees {count}")
         return cls(driver, index)
@@ -157,7 +149,7 @@ class Device:
 
         Raises:
             DriverError: The driver refuses the code.
-            ValueError: The cubin takes other parameters than the kernel, or the spec more shared memory than there is.
+            ValueError: The spec takes more shared memory than there is.
         """
         if spec.shared_bytes > self.shared_bytes_per_cta:
             raise ValueError(
@@ -224,8 +216,8 @@ class Function:
         self._library = _call(driver, "cuLibraryLoadData", self._code, None, None, 0, None, None, 0)
         kernel = _call(driver, "cuLibraryGetKernel", self._library, cubin.name.encode())
         self._handle = _call(driver, "cuKernelGetFunction", kernel)
-        _call(driver, "cuFuncLoad", self._handle)
-        self._check_parameters()
+        with suppress(RuntimeError):  # drivers before CUDA 12.4 lack it: the launch before a capture loads the kernel
+            _call(driver, "cuFuncLoad", self._handle)
         kinds = driver.CUfunction_attribute
         if spec.shared_bytes > _DEFAULT_SHARED_BYTES:
             self._set(kinds.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, spec.shared_bytes)
@@ -264,8 +256,8 @@ class Function:
         if starts_early and self._device.has_dependent_launch:
             config.attrs = [_dependent_launch(self._driver)]
             config.numAttrs = 1
-        wave = self.spec.ctas_per_sm * self._device.num_sms if starts_early else None
-        launch = Launch(self._driver, self._handle, self.spec, self.parameters, config, wave)
+        wave = self._device.num_sms * self.spec.ctas_on(self._device.shared_bytes_per_sm) if starts_early else None
+        launch = Launch(self._driver, self._handle, self.spec, config, wave)
         launch.set_grid(grid)
         if len(arguments) != len(self.parameters):
             raise ValueError(f"{self.spec.name} takes {len(self.parameters)} arguments, was given {len(arguments)}")
@@ -294,13 +286,6 @@ class Function:
     def _set(self, kind: object, value: int) -> None:
         _call(self._driver, "cuFuncSetAttribute", self._handle, kind, value)
 
-    def _check_parameters(self) -> None:
-        """Compare the sizes of the cubin's parameters: what is packed wrongly would be read as something else."""
-        for index, (name, kind) in enumerate(self.parameters):
-            _, size = _call_pair(self._driver, "cuFuncGetParamInfo", self._handle, index)
-            if size != ctypes.sizeof(_CELLS[kind]):
-                raise ValueError(f"{self.spec.name}: {name} is {kind}, the cubin takes {size} bytes there")
-
 
 class Launch:
     """A prepared launch: change an argument, call, call again. Not for two threads at a time.
@@ -318,10 +303,10 @@ class Launch:
         driver: _Driver,
         function: object,
         spec: KernelSpec,
-        kinds: Sequence[tuple[str, str]],
         config: Any,
         max_ctas: int | None,
     ) -> None:
+        kinds = parameters(spec.kernel)
         self._driver = driver
         self._function = function
         self.spec = spec
@@ -387,40 +372,6 @@ def _import_driver() -> _Driver:
     return driver
 
 
-def _check_version(found: tuple[int, int]) -> None:
-    """Refuse a driver that cannot load the kernels, before they are compiled: it would call them an invalid image.
-
-    Raises:
-        NoDevice: It is of an older major version of CUDA than the compiler.
-    """
-    wanted = _toolkit_version()
-    if found[0] >= wanted[0]:
-        return
-    first = _FIRST_DRIVERS.get(wanted[0])
-    newer = f"driver {first}" if first else f"a driver for CUDA {wanted[0]}.0"
-    raise NoDevice(
-        f"the NVIDIA driver knows CUDA up to {found[0]}.{found[1]}, and the kernels are compiled with CUDA "
-        f"{wanted[0]}.{wanted[1]}; install {newer} or newer"
-    )
-
-
-def _toolkit_version() -> tuple[int, int]:
-    try:
-        version = re.search(r"nvidia-cuda-nvcc=(\d+)\.(\d+)", toolkit())
-    except CompileError:
-        version = None
-    return (int(version[1]), int(version[2])) if version else _PINNED_TOOLKIT
-
-
-def _architecture(major: int, minor: int) -> str:
-    """Return what cubins a device runs: those of its own capability, or of a lower minor one without suffix."""
-    if (major, minor) == (9, 0):
-        return "sm_90a"
-    if major == 8:
-        return "sm_80"
-    raise NoDevice(f"there are no kernels for compute capability {major}.{minor}, only for 8.x and 9.0")
-
-
 def _dependent_launch(driver: _Driver) -> object:
     value = driver.CUlaunchAttributeValue()
     value.programmaticStreamSerializationAllowed = 1
@@ -435,13 +386,6 @@ def _call(driver: _Driver, name: str, *arguments: object) -> Any:
     if code:
         raise _error(name, code)
     return values[0] if values else None
-
-
-def _call_pair(driver: _Driver, name: str, *arguments: object) -> tuple[int, int]:
-    code, *values = getattr(driver, name)(*arguments)
-    if code:
-        raise _error(name, code)
-    return int(values[0]), int(values[1])
 
 
 def _error(call: str, code: Any, subject: str = "") -> DriverError:

@@ -5,7 +5,7 @@ below. It never has too few paths: where threads meet again (BSYNC) is any place
 
 The code is cut out of the ELF image here, because nvdisasm takes one file at a time and a fifth of a second to start.
 
-Opcodes: NVIDIA, "CUDA Binary Utilities", instruction set references of Ampere and Hopper.
+Opcodes: NVIDIA, "CUDA Binary Utilities", instruction set references of Ampere to Blackwell.
 """
 
 from __future__ import annotations
@@ -18,18 +18,15 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin, tool
+from tools.kernels.compile import Compiled, CompileError, tool
 
-__all__ = ["INSTRUCTION_BYTES", "Instruction", "MachineCode", "disassemble", "disassemble_all"]
+__all__ = ["INSTRUCTION_BYTES", "Instruction", "MachineCode", "disassemble_all"]
 
 INSTRUCTION_BYTES = 16
 
 _JUMPS = frozenset({"BRA", "JMP", "WARPSYNC", "BSYNC", "CALL"})
 _TARGETS = ("BRA", "JMP", "CALL", "BSSY")
-_ALWAYS = frozenset({"", "@PT", "@UPT"})
-
 _SYMBOL_TABLE, _FUNCTION = 2, 2  # kinds of sections and of symbols in ELF
 
 
@@ -62,7 +59,7 @@ class Instruction:
     @property
     def is_always(self) -> bool:
         """No predicate leaves it out."""
-        return self.predicate in _ALWAYS
+        return self.predicate in ("", "@PT", "@UPT")
 
     def __str__(self) -> str:
         parts = (f"{self.index * INSTRUCTION_BYTES:#06x}:", self.predicate, self.opcode, self.operands)
@@ -84,111 +81,86 @@ class MachineCode:
 
     def reached(self, starts: Iterable[int], stop: Callable[[Instruction], bool]) -> list[Instruction]:
         """Return what can run from ``starts`` on before anything that stops; in the order of addresses."""
-        return _walk(self.instructions, self.successors, starts, stop)
+        return self._walk(self.successors, starts, stop)
 
-    def reaching(self, ends: Iterable[int], stop: Callable[[Instruction], bool]) -> list[Instruction]:
-        """Return what can have run before ``ends`` and after anything that stops; in the order of addresses."""
+    def reaching(self, end: int, stop: Callable[[Instruction], bool]) -> list[Instruction]:
+        """Return what can have run before ``end`` and after anything that stops; in the order of addresses."""
         predecessors: list[list[int]] = [[] for _ in self.instructions]
         for index, successors in enumerate(self.successors):
             for successor in successors:
                 predecessors[successor].append(index)
-        starts = [predecessor for end in ends for predecessor in predecessors[end]]
-        return _walk(self.instructions, predecessors, starts, stop)
+        return self._walk(predecessors, predecessors[end], stop)
 
     def of(self, *bases: str) -> list[Instruction]:
         """Return all instructions with one of these opcodes."""
         return [instruction for instruction in self.instructions if instruction.base in bases]
 
-
-def _walk(
-    instructions: tuple[Instruction, ...],
-    edges: Iterable[Iterable[int]],
-    starts: Iterable[int],
-    stop: Callable[[Instruction], bool],
-) -> list[Instruction]:
-    edges = list(edges)
-    seen: set[int] = set()
-    waiting = list(starts)
-    while waiting:
-        index = waiting.pop()
-        if index in seen or stop(instructions[index]):
-            continue
-        seen.add(index)
-        waiting += edges[index]
-    return [instructions[index] for index in sorted(seen)]
+    def _walk(
+        self, edges: Sequence[Iterable[int]], starts: Iterable[int], stop: Callable[[Instruction], bool]
+    ) -> list[Instruction]:
+        seen: set[int] = set()
+        waiting = list(starts)
+        while waiting:
+            index = waiting.pop()
+            if index not in seen and not stop(self.instructions[index]):
+                seen.add(index)
+                waiting += edges[index]
+        return [self.instructions[index] for index in sorted(seen)]
 
 
-def disassemble(cubin: Cubin) -> MachineCode:
-    """Return the machine code of a cubin.
+def disassemble_all(made: Sequence[Compiled]) -> list[MachineCode]:
+    """Return the machine code of each kernel; one run of nvdisasm, which starts slowly, serves all of an architecture.
 
     Raises:
-        CompileError: nvdisasm is not installed or refuses the code, or the cubin holds no kernel of its name.
+        CompileError: nvdisasm is not installed or refuses the code, or a cubin holds no kernel of its name.
     """
-    (code,) = disassemble_all([cubin])
-    return code
+    codes: dict[int, MachineCode] = {}
+    for architecture in {it.architecture for it in made}:
+        places = [place for place, it in enumerate(made) if it.architecture == architecture]
+        codes.update(zip(places, _disassembled([made[place] for place in places]), strict=True))
+    return [codes[place] for place in range(len(made))]
 
 
-def disassemble_all(cubins: Sequence[Cubin]) -> list[MachineCode]:
-    """Return the machine code of each cubin; one run of nvdisasm, which starts slowly, serves them all.
-
-    Args:
-        cubins: Of one architecture.
-
-    Raises:
-        CompileError: As for :func:`disassemble`.
-    """
-    texts = [_text(cubin) for cubin in cubins]
+def _disassembled(made: Sequence[Compiled]) -> Iterator[MachineCode]:
+    """Yield the machine code of each of several kernels of one architecture."""
+    texts = [_text(it) for it in made]
     with tempfile.NamedTemporaryFile(prefix="ferrule-", suffix=".bin") as file:
         Path(file.name).write_bytes(b"".join(content for content, _ in texts))
-        machine = cubins[0].architecture.replace("sm_", "SM")
-        command = [str(tool("nvdisasm")), "--binary", machine, "-json", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        command = [str(tool("nvdisasm")), "--binary", made[0].architecture.replace("sm_", "SM"), "-json", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise CompileError(f"nvdisasm refuses {', '.join(cubin.name for cubin in cubins)}:\n{done.stderr}")
+        raise CompileError(f"nvdisasm refuses {', '.join(it.cubin.name for it in made)}:\n{done.stderr}")
     listing = json.loads(done.stdout)[1][0]["sass-instructions"]
-    found, start = [], 0
+    start = 0
     for content, helpers in texts:
         count = len(content) // INSTRUCTION_BYTES
-        found.append(_machine_code(listing[start : start + count], start * INSTRUCTION_BYTES, helpers))
+        yield _machine_code(listing[start : start + count], start * INSTRUCTION_BYTES, helpers)
         start += count
-    return found
 
 
-def _text(cubin: Cubin) -> tuple[bytes, dict[int, str]]:
+def _text(made: Compiled) -> tuple[bytes, dict[int, str]]:
     """Return the code of a cubin's kernel, and where in it functions of the assembler begin, by name."""
-    image = cubin.code
+    image = made.cubin.code
     (begin,) = struct.unpack_from("<Q", image, 40)
     size, count, names = struct.unpack_from("<HHH", image, 58)
-    sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", image, begin + i * size)) for i in range(count)]
-    for index, section in enumerate(sections):
-        if _string(image, sections[names].offset + section.name) == f".text.{cubin.name}":
-            tables = [table for table in sections if table.kind == _SYMBOL_TABLE]
-            symbols = (it for table in tables for it in _symbols(image, table, sections[table.link].offset))
-            helpers = {value: name for name, kind, where, value in symbols if where == index and kind == _FUNCTION}
-            return image[section.offset : section.offset + section.size], helpers
-    raise CompileError(f"the cubin of {cubin.name} for {cubin.architecture} holds no kernel of that name")
+    # Of each section header: name, kind, flags, address, offset, size, link.
+    sections = [struct.unpack_from("<IIQQQQI", image, begin + i * size) for i in range(count)]
+    for index, (name, _, _, _, offset, length, _) in enumerate(sections):
+        if _string(image, sections[names][4] + name) == f".text.{made.cubin.name}":
+            tables = [(it[4], it[5], sections[it[6]][4]) for it in sections if it[1] == _SYMBOL_TABLE]
+            helpers = {
+                value: name for table in tables for name, where, value in _functions(image, *table) if where == index
+            }
+            return image[offset : offset + length], helpers
+    raise CompileError(f"the cubin of {made.cubin.name} for {made.architecture} holds no kernel of that name")
 
 
-class _Section(NamedTuple):
-    """A section header of ELF64."""
-
-    name: int
-    kind: int
-    flags: int
-    address: int
-    offset: int
-    size: int
-    link: int
-    info: int
-    alignment: int
-    entry_size: int
-
-
-def _symbols(image: bytes, table: _Section, names: int) -> Iterator[tuple[str, int, int, int]]:
-    """Yield name, kind, section and place of each symbol."""
-    for place in range(table.offset, table.offset + table.size, 24):
-        name, kind, _, section, value, _ = struct.unpack_from("<IBBHQQ", image, place)
-        yield _string(image, names + name), kind & 15, section, value
+def _functions(image: bytes, begin: int, size: int, names: int) -> Iterator[tuple[str, int, int]]:
+    """Yield name, section and place of each function in a table of symbols."""
+    for at in range(begin, begin + size, 24):
+        name, kind, _, section, value = struct.unpack_from("<IBBHQ", image, at)
+        if kind & 15 == _FUNCTION:
+            yield _string(image, names + name), section, value
 
 
 def _string(image: bytes, start: int) -> str:
@@ -206,8 +178,7 @@ def _machine_code(listing: list[dict[str, str]], base: int, helpers: dict[int, s
             name, target = instruction.operands.split(",")[:2]
             meetings.setdefault(name, set()).add(int(target, 16) // INSTRUCTION_BYTES)
     successors = (_successors(instruction, meetings) for instruction in instructions)
-    known = [tuple(index for index in indices if index < len(instructions)) for indices in successors]
-    return MachineCode(instructions, tuple(known))
+    return MachineCode(instructions, tuple(tuple(i for i in it if i < len(instructions)) for it in successors))
 
 
 def _operands(line: dict[str, str], base: int, helpers: dict[int, str]) -> str:

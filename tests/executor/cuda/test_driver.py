@@ -8,17 +8,15 @@ import gc
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from cuda.bindings import driver as real
 
-from ferrule_server.kernels.cuda import copy_blocks
+from ferrule_server.executor.cuda.driver import Device, DriverError, Function, NoDevice
 from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
-from ferrule_server.kernels.cuda.toolchain import driver as driver_module
-from ferrule_server.kernels.cuda.toolchain.compile import CompileError, Cubin, compile_spec, toolkit
-from ferrule_server.kernels.cuda.toolchain.driver import Device, DriverError, Function, NoDevice
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from tools.gpu.recorded_driver import FUNCTION, LIBRARY, RecordedDriver, RecordedLaunch
 
 KINDS = (ctypes.c_int64, ctypes.c_int32, ctypes.c_float)
@@ -32,7 +30,7 @@ def _spec(shared_bytes: int = 100 << 10) -> KernelSpec:
     return KernelSpec(scale, (("M", 1),), num_threads=256, shared_bytes=shared_bytes)
 
 
-CUBIN = Cubin("scale", "sm_90a", b"code", "", 32, 0, 0)
+CUBIN = Cubin("scale", b"code")
 
 
 def _load(driver: RecordedDriver, shared_bytes: int = 100 << 10) -> Function:
@@ -120,10 +118,26 @@ def test_launch_outside_the_plan_is_refused() -> None:
         _load(RecordedDriver(kinds=KINDS), 228 << 10)
 
 
-def test_cubin_with_other_parameters_is_refused() -> None:
-    """Else a float would be read as the half of an address."""
-    with pytest.raises(ValueError, match="size is I32, the cubin takes 8 bytes"):
-        _load(RecordedDriver(kinds=(ctypes.c_int64, ctypes.c_int64, ctypes.c_float)))
+def test_a_wave_is_what_the_multiprocessors_have_room_for() -> None:
+    """One with less shared memory than two CTAs take runs one."""
+    spec = replace(_spec(50 << 10), ctas_per_sm=2)
+    for capability, wave in (((9, 0), 264), ((8, 6), 132), ((12, 0), 132)):
+        function = Device.open(0, RecordedDriver(capability=capability, kinds=KINDS)).load(spec, CUBIN)
+        function.prepare((1, 2, 3.0), grid=wave)
+        with pytest.raises(ValueError, match=f"one wave is {wave}"):
+            function.prepare((1, 2, 3.0), grid=wave + 1)
+
+
+def test_a_driver_that_cannot_load_ahead_loads_later() -> None:
+    """``cuFuncLoad`` came with CUDA 12.4; the bindings raise for what a driver lacks."""
+
+    class Older(RecordedDriver):
+        def _cuFuncLoad(self, function: int) -> tuple[int, ...]:  # noqa: N802
+            raise RuntimeError('Function "cuFuncLoad" not found')
+
+    device = Device.open(0, Older(version=12000, kinds=KINDS))
+    device.load(_spec(), CUBIN).prepare((1, 2, 3.0), grid=1)
+    assert device.cuda_version == (12, 0)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +159,7 @@ def test_failures_carry_the_name_of_cuda_and_say_whether_the_context_is_lost(nam
 
 def test_names_and_numbers_of_lost_contexts_exist() -> None:
     """One that is wrong would never match; torch knows the numbers only."""
-    from ferrule_server.kernels.cuda.toolchain import driver
+    from ferrule_server.executor.cuda import driver
 
     codes = {result.name: int(result) for result in RecordedDriver().CUresult}
     assert {name: codes[name] for name in driver._LOST} == driver._LOST  # of 13.0 and later
@@ -177,56 +191,12 @@ def test_copies_take_host_and_device_in_the_order_of_the_driver() -> None:
     [
         (RecordedDriver(failures={"cuInit": "CUDA_ERROR_NO_DEVICE"}), "CUDA_ERROR_NO_DEVICE"),
         (RecordedDriver(num_devices=0), "no GPU 0"),
-        (RecordedDriver(capability=(7, 5)), "compute capability 7.5"),
-        (RecordedDriver(capability=(12, 0)), "compute capability 12.0"),
     ],
 )
 def test_missing_device_is_one_clear_error(driver: RecordedDriver, reason: str) -> None:
     """The reason a server tells for running without one."""
     with pytest.raises(NoDevice, match=reason):
         Device.open(0, driver)
-
-
-@pytest.mark.parametrize(
-    ("nvcc", "version", "message"),
-    [
-        ("nvidia-cuda-nvcc=13.0.88", 12080, "knows CUDA up to 12.8.*compiled with CUDA 13.0.*driver 580 or newer"),
-        ("nvidia-cuda-nvcc=13.0.88", 12000, "up to 12.0"),
-        ("nvidia-cuda-nvcc=13.2.1", 12090, "with CUDA 13.2.*driver 580 or newer"),
-        ("nvidia-cuda-nvcc=12.9.0", 11080, "with CUDA 12.9.*driver 525 or newer"),
-        ("nvidia-cuda-nvcc=14.1.0", 13020, "with CUDA 14.1.*driver for CUDA 14.0 or newer"),
-        (None, 12080, "compiled with CUDA 13.0"),
-        ("nvidia-cuda-nvcc=13.0.88", 13000, ""),
-        ("nvidia-cuda-nvcc=13.2.1", 13000, ""),
-        ("nvidia-cuda-nvcc=12.9.0", 12010, ""),
-        (None, 13010, ""),
-    ],
-)
-def test_a_driver_that_is_too_old_is_known_before_anything_is_compiled(
-    monkeypatch: pytest.MonkeyPatch, nvcc: str | None, version: int, message: str
-) -> None:
-    """It would refuse the machine code after minutes; within a major version all drivers load it."""
-
-    def versions() -> str:
-        if nvcc is None:
-            raise CompileError("the compiler is not installed")  # a bundle was compiled elsewhere
-        return f"numba=0.1 {nvcc}"
-
-    monkeypatch.setattr(driver_module, "toolkit", versions)
-    driver = RecordedDriver(version=version)
-    if not message:
-        Device.open(0, driver)
-        return
-    with pytest.raises(NoDevice, match=message):
-        Device.open(0, driver)
-    assert not driver.named("cuDevicePrimaryCtxRetain")
-
-
-def test_a_machine_without_a_compiler_knows_what_it_would_be() -> None:
-    """That which its bundle was made with."""
-    found = re.search(r"nvidia-cuda-nvcc=(\d+\.\d+)", toolkit())
-    assert found
-    assert found[1] == ".".join(map(str, driver_module._PINNED_TOOLKIT))
 
 
 def test_missing_package_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +216,7 @@ def test_missing_package_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> N
 def test_real_bindings_without_a_driver_give_the_same_error() -> None:
     """In a process of its own: the bindings remember what they did not find."""
     code = (
-        "from ferrule_server.kernels.cuda.toolchain.driver import Device, NoDevice\n"
+        "from ferrule_server.executor.cuda.driver import Device, NoDevice\n"
         "import sys\n"
         "assert not any(name.startswith(('cuda', 'numba')) for name in sys.modules)\n"
         "try:\n    Device.open()\nexcept NoDevice as error:\n    print('none:', error)\nelse:\n    print('found')"
@@ -254,13 +224,3 @@ def test_real_bindings_without_a_driver_give_the_same_error() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.match("none: .+|found", done.stdout)
-
-
-def test_compiled_parameters_have_the_sizes_that_are_packed() -> None:
-    """In the PTX that the cubin is assembled from."""
-    spec = copy_blocks.specs(MODEL_SHAPES["Qwen3-0.6B"])[0]
-    ptx = compile_spec(spec, "sm_80").ptx
-    sizes = re.findall(rf"\.param \.[a-z](\d+) {spec.kernel.__name__}_param_\d+", ptx)
-    expected = {"Address": "64", "I32": "32", "F32": "32"}
-    names = spec.kernel.__code__.co_varnames[: spec.kernel.__code__.co_argcount]
-    assert sizes == [expected[spec.kernel.__annotations__[name]] for name in names]

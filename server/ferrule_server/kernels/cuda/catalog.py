@@ -1,4 +1,4 @@
-"""Every kernel that a model needs: what is built at start-up, shipped, checked and tabled."""
+"""Every kernel that a model needs: what is built, checked and tabled."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from tools.cuda_simulator import run as simulate
 from tools.gpu import attention_cases, cases, measure, run, worker
 from tools.gpu.cases import Case, Instance
 from tools.gpu.gpu import Call
+from tools.gpu.probes import CEILINGS
 
 SHAPE = ModelShape(
     hidden_size=128,
@@ -32,7 +33,7 @@ SHAPE = ModelShape(
     vocab_size=1000,
     has_qk_norm=True,
 )
-IMMUTABLE = ("bias", "k_norm", "norm_weight", "q_norm", "rope", "weight")
+IMMUTABLE = ("bias", "buffer", "k_norm", "norm_weight", "q_norm", "rope", "weight")
 """What kernels may load above their wait."""
 GPU: Any = SimpleNamespace(is_dry=False, torch_device=torch.device("cpu"), num_sms=2)
 
@@ -121,6 +122,7 @@ class SimulatedGpu:
     """Launches in the simulator; what is prepared are the calls."""
 
     is_dry = False
+    starts_early = True
     torch_device = torch.device("cpu")
     num_sms = 2
 
@@ -139,26 +141,44 @@ class SimulatedGpu:
         """Nothing is left to wait for."""
 
 
-@pytest.mark.parametrize("task", ["kernels"])
-def test_worker_checks_replays_and_times(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     """With graphs that are the functions they are captured from, and a clock that says 10 us."""
-    monkeypatch.setattr(worker, "_gpu", lambda task: SimulatedGpu())
+    gpu = SimulatedGpu()
+    monkeypatch.setattr(worker, "_gpu", lambda *_: gpu)
     monkeypatch.setattr(worker, "MODEL_SHAPES", {"toy": SHAPE})
     monkeypatch.setattr(measure, "captured", lambda step: step() or SimpleNamespace(replay=step))
     monkeypatch.setattr(measure, "time_us", lambda graph: [10.0, 20.0, 12.0])
     monkeypatch.setattr(measure, "NUM_REPLAYS", 2)
     monkeypatch.setattr(measure, "COLD_BYTES", 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (8, 8))
-    results = list(worker.TASKS[task]({"task": task, "op": "embed", "shape": "toy", "ceiling_gbs": 100.0}))
+    return {"shape": "toy", "bundle": None, "dry": None}
+
+
+def test_worker_checks_replays_and_times(simulated: dict[str, Any]) -> None:
+    """Right, the same every time, and how fast beside torch and the ceiling."""
+    (result,) = worker.TASKS["op"]({**simulated, "op": "embed", "ceiling_gbs": 100.0})
+    assert (result["status"], result["us"]) == ("ok", 12.0)
+    assert (result["replays"], result["different"], result["times_torch"]) == (2, 0, 1.0)
+    assert result["share_of_ceiling"] == round(result["gbs"] / 100, 3)
+
+
+@pytest.mark.slow
+def test_worker_compares_triggers(simulated: dict[str, Any]) -> None:
+    """The same layer three times."""
+    results = list(worker.TASKS["trigger"](simulated))
+    assert [result["case"].rpartition(" ")[2] for result in results] == ["trigger=early", "trigger=late", "trigger=off"]
     assert {result["status"] for result in results} == {"ok"}
-    assert {result["us"] for result in results} == {12.0}
-    if task == "kernels":
-        (result,) = results
-        assert (result["replays"], result["different"], result["times_torch"]) == (2, 0, 1.0)
-        assert result["share_of_ceiling"] == round(result["gbs"] / 100, 3)
-    else:
-        assert [result["is_default"] for result in results].count(True) == 1
-        assert results[0]["spec"][0]["kernel"] == "embed"
+
+
+def test_readers_give_the_ceiling(simulated: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what they read whole, and what comes later is compared with the best."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 20, 1 << 20))
+    reads: list[float] = []
+    monkeypatch.setattr(worker, "_reads_gbs", reads)
+    results = list(worker.TASKS["ceiling"](simulated))
+    assert [result["status"] for result in results] == ["ok"] * len(CEILINGS)
+    assert reads == [pytest.approx(result["gbs"], abs=0.1) for result in results]
 
 
 def test_every_op_of_the_catalog_is_run() -> None:
@@ -172,7 +192,7 @@ def test_every_op_of_the_catalog_is_run() -> None:
 
 def test_kernels_of_a_run_are_known_beforehand() -> None:
     """A bundle for another machine lacks none: cases and probes."""
-    specs = worker.every_spec(["gemv", "copy_blocks"], SHAPE)
+    specs = worker.every_spec(["gemv", "embed"], SHAPE)
     names = {spec.kernel.__name__ for spec in specs}
-    assert names == {"gemv", "copy_blocks", "read_range", "read_blocks"}
+    assert names == {"gemv", "embed", "litmus", "read_range", "read_blocks"}
     assert len(set(specs)) == len(specs)

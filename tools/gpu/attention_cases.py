@@ -91,7 +91,7 @@ def _case(step: _Step) -> Case:
 
     num_bytes = 2 * step.batch * step.context * shape.num_kv_heads * shape.head_dim * 2
     name = f"attention rows={step.rows} batch={step.batch} context={step.context}"
-    name += f" split={step.split}" if step.split != work_list.SPLIT else ""
+    name += f" split={step.split}"
     bar = 0.8 if (step.rows, step.batch) == (1, 8) else None
     return Case(name, [step.spec], num_bytes, build, bar, most_instances=shape.num_layers, state=state)
 

@@ -12,7 +12,7 @@ import torch
 
 from ferrule_server.executor.cuda.bundle import Bundle, architectures_for
 from ferrule_server.executor.cuda.driver import Device, Function, Launch
-from ferrule_server.kernels.cuda.spec import KernelSpec, parameters
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, parameters
 from tools.gpu.recorded_driver import RecordedDriver
 from tools.kernels.compile import ARCHITECTURES, capability_of, compile_all
 
@@ -45,6 +45,8 @@ class Gpu:
         is_late: Use the code that lets the next kernel start at the end.
 
     Attributes:
+        starts_early: False: kernels follow one another, whatever :meth:`prepare` is told.
+        bundle: The open bundle, or None.
         architecture: That kernels are compiled for.
         num_chains: Launched by tests of layer 1.
         num_without_room: Tests of layer 1 whose memory does not fit the GPU.
@@ -64,20 +66,25 @@ class Gpu:
         self.torch_device = torch.device("cpu" if self.is_dry else "cuda")
         self.num_sms = self.device.num_sms
         self.architecture = next(it for it in architectures_for(self.device.capability) if it in ARCHITECTURES)
-        self._bundle = Bundle.open(bundle) if bundle else None
+        self.bundle = Bundle.open(bundle) if bundle else None
         self._is_late = is_late
+        self.starts_early = True
         self._functions: dict[KernelSpec, Function] = {}
         self.num_chains = 0
         self.num_without_room = 0
 
     def load(self, specs: Sequence[KernelSpec]) -> None:
-        """Compile what is missing of several kernels at once, and load them."""
-        missing = [spec for spec in specs if spec not in self._functions]
-        made = self._bundle.read(missing) if self._bundle else {}
-        if lacking := [spec for spec in missing if spec not in made]:
-            made |= compile_all(lacking, self.architecture)
+        """Load kernels, each once."""
+        made = self.cubins([spec for spec in specs if spec not in self._functions])
         for spec, cubin in made.items():
             self._functions[spec] = self.device.load(spec, cubin.late if self._is_late else cubin)
+
+    def cubins(self, specs: Sequence[KernelSpec]) -> dict[KernelSpec, Cubin]:
+        """Return kernels from the bundle; what it lacks is compiled, all of it at once."""
+        made = self.bundle.read(specs) if self.bundle else {}
+        if lacking := [spec for spec in specs if spec not in made]:
+            made |= compile_all(lacking, self.architecture)
+        return made
 
     def prepare(self, calls: Sequence[Call], *, starts_early: bool = True) -> list[Launch]:
         """Return the launches of several calls, all arguments packed."""
@@ -87,7 +94,7 @@ class Gpu:
                 [_value(call.arguments[name]) for name, _ in parameters(call.spec.kernel)],
                 grid=call.grid,
                 shared_bytes=call.shared_bytes,
-                starts_early=starts_early,
+                starts_early=starts_early and self.starts_early,
             )
             for call in calls
         ]

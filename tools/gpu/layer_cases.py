@@ -18,7 +18,7 @@ from tools.gpu.gpu import Call, Gpu
 
 def cases_of(shape: ModelShape) -> list[Case]:
     """Return the chain for one sequence, its attention included, with weights in rings and in registers."""
-    return [_case(shape, "rings", gemv.RINGS), _case(shape, "registers", (0,))]
+    return [_case(shape, "rings", gemv.RINGS), _case(shape, "0", (0,))]
 
 
 def _case(shape: ModelShape, name: str, rings: Sequence[int]) -> Case:
@@ -32,7 +32,7 @@ def _case(shape: ModelShape, name: str, rings: Sequence[int]) -> Case:
     weights = sum(Linear(linear, 1, False).num_bytes for linear in shape.linears.values())
     kv = 2 * attention_cases.CONTEXT * shape.num_kv_heads * shape.head_dim * 2
     qkv, *others = linears.values()
-    return Case(f"layer M=1 {name}", [qkv, attend, *others], weights + kv, build, most_instances=2, state=state)
+    return Case(f"layer M=1 ring={name}", [qkv, attend, *others], weights + kv, build, most_instances=2, state=state)
 
 
 def _instance(

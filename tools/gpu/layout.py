@@ -16,7 +16,7 @@ import torch
 
 from ferrule_server.kernels.cuda.spec import ModelShape
 from tools.gpu.gpu import Call, Gpu
-from tools.gpu.measure import captured, time_us
+from tools.gpu.measure import STOPPED, captured, time_us
 from tools.gpu.probes import read_blocks_spec
 
 POOL_GIB = (8, 100)
@@ -75,7 +75,7 @@ def _compare(gpu: Gpu, shape: ModelShape, num_bytes: int, wanted_gib: int) -> di
     if gpu.is_dry:
         for chain in launches.values():
             gpu.launch(chain)
-        return {**result, "status": "stopped at the driver"}
+        return {**result, "status": STOPPED}
     graphs = {name: captured(partial(gpu.launch, chain)) for name, chain in launches.items()}
     for _ in range(2):  # sides alternate
         for name, graph in graphs.items():

@@ -21,6 +21,9 @@ NUM_REPLAYS = 1000
 _SAMPLES = 15
 _SAMPLE_US = 3000.0
 
+STOPPED = "stopped at the driver"
+"""Status of a dry run."""
+
 Result = dict[str, Any]
 
 
@@ -28,7 +31,7 @@ def dry_run(gpu: Gpu, case: Case) -> Result:
     """Build the buffers, compile, pack the arguments and stop at the driver."""
     instance = case.build(gpu, 0)
     gpu.launch(gpu.prepare(instance.calls))
-    return {"case": case.name, "status": "stopped at the driver"}
+    return {"case": case.name, "status": STOPPED}
 
 
 def check(gpu: Gpu, case: Case) -> Result:

@@ -107,6 +107,7 @@ def read_blocks_spec(unroll: int = 8, num_threads: int = 256, ctas_per_sm: int =
 
 CEILINGS = tuple(
     read_range_spec(unroll, num_threads, ctas)
-    for unroll, num_threads, ctas in ((4, 512, 2), (8, 256, 2), (8, 512, 1), (8, 512, 2), (16, 256, 2))
+    for unroll, num_threads, ctas in ((8, 256, 2), (8, 512, 1), (12, 256, 2), (12, 512, 1), (24, 128, 2))
 )
-"""What is tried for the ceiling; the best counts."""
+"""What is tried for the ceiling, 64 and 96 KiB in flight per multiprocessor; the best counts. All loads of a turn fit
+the registers that ``compile_spec`` leaves, half of a multiprocessor for all its CTAs."""

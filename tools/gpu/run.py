@@ -1,24 +1,26 @@
-"""Everything that only a GPU can prove, in one command under ten minutes: a table on the screen, and JSON.
+"""Everything that only a GPU can prove, in one command under ten minutes: lines on the screen, and JSON.
 
     make test-gpu
-    python3 tools/gpu/run.py [--shape Qwen3-8B] [--bundle kernels.bundle] [--output FOLDER]
+    python3 tools/gpu/run.py [--shape Qwen3-8B] [--bundle kernels.bundle] [--stages litmus core] [--output FOLDER]
 
-Stages, each with its share of the time; every piece is a process of its own, so that one that hangs or breaks the
-context costs its own result only:
+Stages, what matters most first:
 
-    compile    without --bundle: everything, into a bundle in the output folder
+    litmus     chains of kernels that read too early if kernels may not start early on this GPU
     ceiling    how fast anything reads on this GPU: what bandwidths are compared with
-    kernels    each at the sizes of the model against torch; 1 000 replays of a graph, bit for bit; then time,
-               bandwidth, share of the ceiling, and the same op in torch; a bar that is missed is said, and no failure
+    core       the kernels of decode steps at the sizes of the model: against torch, then 1 000 replays of a graph, bit
+               for bit; then time, bandwidth, share of the ceiling, and the same op in torch
+    trigger    a layer whose kernels start early, late, or behind one another
+    others     all other kernels, as in core
     layout     KV in blocks of all layers against a pool per layer, 8 and 100 GiB
-    numerics   the tests of layer 1, on the GPU in place of the simulator (needs pytest, and a bundle, because
-               their kernels take longer to compile than the rest of the run takes)
-    executor   the tests of the executor that need a GPU: streams, copies and graphs of torch, what torch selects
+    numerics   the tests of layer 1, on the GPU in place of the simulator (needs pytest)
+    executor   the tests that are marked gpu: streams, copies and graphs of torch, its attention, what torch selects
     tools      compute-sanitizer and ncu, where the host lets them
 
+The stages down to layout share one process, because torch takes seconds to start. A task that hangs or loses the
+context is a failure, and the rest goes on in a new process. A bar that is missed is said, and is no failure.
+
 Without a GPU it says so and makes a dry run: buffers on the CPU, kernels compiled, arguments packed, and a stop where
-the driver would be called; about three minutes the first time, and a count for each op (``--verbose``: a line for each
-case). From another machine, without numba-cuda and under other versions:
+the driver would be called (``--verbose``: a line for each case). From another machine, without numba-cuda:
 
     python3 tools/gpu/run.py --build-bundle kernels.bundle --architecture sm_90a      (here)
     PYTHONPATH=server python3 tools/gpu/run.py --bundle kernels.bundle                (there)
@@ -30,60 +32,46 @@ import argparse
 import importlib.util
 import json
 import os
+import queue
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
-OPS = (
-    "embed",
-    "gemv",
-    "gemm",
-    "add_norm",
-    "attention",
-    "head",
-    "argmax",
-    "sample",
-    "log_sum_exp",
-    "top_k",
-    "copy_blocks",
-    "layer",
-)
-"""Modules of kernels; ``layer`` is the chain of five that a layer is, in one graph."""
-BUDGETS_S = {
-    "compile": 120,
-    "ceiling": 25,
-    "kernels": 160,
-    "layout": 35,
-    "numerics": 85,
-    "executor": 30,
-    "tools": 50,
-}
-"""Seconds of each stage, in the order they run; what one leaves over the later ones may use."""
+CORE_OPS = ("layer", "gemv", "attention", "head", "gemm", "add_norm", "argmax", "embed", "sample")
+"""Kernels of decode steps; ``layer`` is the chain of five that a layer is, in one graph."""
+OTHER_OPS = ("log_sum_exp", "top_k", "copy_blocks")
+OPS = (*CORE_OPS, *OTHER_OPS)
+CHOICES = re.compile(r" (ring|split|trigger)=(\w+)")
+"""What tells the sides of a choice apart in the names of cases."""
+WORKER = ("-m", "tools.gpu.worker")
+LIMITS_S = {"litmus": 60, "ceiling": 40, "core": 60, "trigger": 60, "others": 60, "layout": 60}
+"""Seconds that one task of a stage may take without a result, by stage, in the order they run; one process does all."""
+BUDGETS_S = {"numerics": 85, "executor": 30, "tools": 50}
+"""Seconds of the stages behind them, which are processes of their own."""
 TOTAL_S = 590.0
-EXECUTOR_TESTS = ("executor/cuda/test_torch_gpu", "executor/test_device_outputs")
+EXECUTOR_TESTS = (
+    "executor/cuda/test_litmus",
+    "executor/cuda/test_torch_gpu",
+    "executor/test_device_outputs",
+    "model/test_flash_attention",
+)
 """Modules with tests that are marked ``gpu``."""
 
-_DRY = "up to the driver, nothing is executed; about three minutes, half of it to compile"
+_DRY = "up to the driver, nothing is executed; about two minutes, most of it to compile"
 _STOPPED = "stopped at the driver"
 _TOOL_ERROR = 9
-_PLAIN_PYTEST = (
-    "-c",
-    os.devnull,
-    "--rootdir",
-    str(ROOT),
-    "--noconftest",
-    "--import-mode=importlib",
-    "-p",
-    "no:cacheprovider",
-)
+_PLAIN_PYTEST = ["-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "--import-mode=importlib"]
+_PLAIN_PYTEST += ["-p", "no:cacheprovider"]
 """Without the project's settings, which want plugins that another machine need not have."""
 
 Result = dict[str, Any]
@@ -94,58 +82,87 @@ class Run:
     """One run: what it was asked, what it has found, how much time is left.
 
     Attributes:
-        task: What every worker is told.
-        ops: That are run.
+        given: What every worker is told.
         dry: Architecture of a dry run; None: there is a GPU.
         output: Folder of results.
-        stages: That are run.
         is_verbose: A dry run too has a line for each case.
         results: By stage.
         failures: One line each.
+        deadline: When the stage that runs must end.
     """
 
-    task: Result
-    ops: Sequence[str]
+    given: Result
     dry: str | None
     output: Path
-    stages: Sequence[str]
     is_verbose: bool = False
     started: float = field(default_factory=time.monotonic)
     results: dict[str, list[Result]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
-    deadline: float = 0.0
+    deadline: float = float("inf")
 
-    @property
-    def left_s(self) -> float:
-        """Seconds until the stage must end."""
-        return self.deadline - time.monotonic()
+    def work(self, tasks: Sequence[Result]) -> None:
+        """Do tasks one after the other in a worker; where it hangs or dies, the rest is done in another one."""
+        done = 0
+        while done < len(tasks):
+            if time.monotonic() >= self.deadline:
+                self.failures += [f"{subject_of(task)}: not run, the time is over" for task in tasks[done:]]
+                return
+            done += self._work(tasks[done:])
 
-    def work(self, stage: str, limit_s: float, **task: Any) -> list[Result]:
-        """Run one worker and keep what it says; it is killed at its limit or the stage's."""
-        command = [sys.executable, "-m", "tools.gpu.worker", json.dumps({**self.task, "task": stage, **task})]
-        subject = " ".join([stage, *([str(task["op"])] if "op" in task else [])])
-        results = [{**task, **result} for result in self._lines(command, subject, limit_s)]
-        self.results.setdefault(stage, []).extend(results)
-        for result in results:
-            if result.get("status") not in (None, "ok", _STOPPED):
-                self.failures.append(f"{subject}: {json.dumps(result)}")
-        for line in lines_of(results, task.get("op", ""), is_folded=bool(self.dry) and not self.is_verbose):
-            print("  " + line, flush=True)
-        return results
+    def _work(self, tasks: Sequence[Result]) -> int:
+        """Return how many tasks a worker has done, the one that it did not survive among them."""
+        reads_gbs = [result["gbs"] for result in self.results.get("ceiling", []) if "gbs" in result]
+        given = {**self.given, "ceiling_gbs": max(reads_gbs, default=None), "tasks": tasks}
+        command = [sys.executable, *WORKER, json.dumps(given)]
+        with (
+            tempfile.TemporaryFile("w+") as errors,
+            subprocess.Popen(
+                command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+            ) as worker,
+        ):
+            current = self._follow(worker, tasks)
+            if worker.wait() == 0:
+                return len(tasks)
+            errors.seek(0)
+            last = " | ".join(errors.read().strip().splitlines()[-3:])
+        if worker.returncode > 0:
+            self.failures.append(f"{subject_of(tasks[current])}: exit status {worker.returncode}: {last}")
+        return current + 1
 
-    def _lines(self, command: Sequence[str], subject: str, limit_s: float) -> Iterator[Result]:
-        done = self.process(command, subject, limit_s)
-        for line in done.splitlines():
-            if line.startswith("{"):
-                yield json.loads(line)
+    def _follow(self, worker: subprocess.Popen[str], tasks: Sequence[Result]) -> int:
+        """Note what a worker says until it ends, or hangs and is killed; return the task that it was at."""
+        lines = _lines_of(worker)
+        current, limit_s = 0, 60.0
+        while True:
+            try:
+                line = lines.get(timeout=max(0.1, min(limit_s, self.deadline - time.monotonic())))
+            except queue.Empty:
+                worker.kill()
+                self.failures.append(f"{subject_of(tasks[current])}: stopped after {limit_s:.0f} s")
+                return current
+            if line is None:
+                return current
+            if "begin" in line:
+                current = line["begin"]
+                limit_s = 600.0 if self.dry else LIMITS_S.get(tasks[current]["stage"], 60.0)
+            else:
+                self.note(tasks[current], line)
+
+    def note(self, task: Result, result: Result) -> None:
+        """Keep a result of a task, and say it."""
+        self.results.setdefault(task["stage"], []).append({**task, **result})
+        if result.get("status") not in (None, "ok", _STOPPED):
+            self.failures.append(f"{subject_of(task)}: {json.dumps(result)}")
+        if self.is_verbose or result.get("status") != _STOPPED:
+            print(f"  {line_of(result)}", flush=True)
 
     def process(
         self, command: Sequence[str], subject: str, limit_s: float, failing: Sequence[int] | None = None
     ) -> str:
         """Run a process and return what it wrote; a failing exit status is noted, any but 0 unless said otherwise."""
-        limit_s = min(limit_s, self.left_s)
+        limit_s = min(limit_s, self.deadline - time.monotonic())
         if limit_s <= 1:
-            self.failures.append(f"{subject}: not run, the time of the stage is over")
+            self.failures.append(f"{subject}: not run, the time is over")
             return ""
         try:
             done = subprocess.run(
@@ -160,6 +177,26 @@ class Run:
         return done.stdout
 
 
+def _lines_of(worker: subprocess.Popen[str]) -> queue.Queue[Result | None]:
+    """Return a queue of what a worker says, None at its end."""
+    lines: queue.Queue[Result | None] = queue.Queue()
+
+    def read(pipe: IO[str]) -> None:
+        for line in pipe:
+            if line.startswith("{"):
+                lines.put(json.loads(line))
+        lines.put(None)
+
+    assert worker.stdout is not None
+    threading.Thread(target=read, args=(worker.stdout,), daemon=True).start()
+    return lines
+
+
+def subject_of(task: Result) -> str:
+    """Return a task in words."""
+    return " ".join(str(task[name]) for name in ("stage", "op") if name in task)
+
+
 def _environment() -> dict[str, str]:
     paths = [str(ROOT), str(ROOT / "server"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -172,25 +209,34 @@ def main() -> None:
         raise SystemExit(_build_bundle(args))
     device, dry = _find_device(args)
     shape = args.shape or ("Qwen3-0.6B" if dry else "Qwen3-8B")
-    task: Result = {"shape": shape, "dry": dry, "architecture": dry or device["architecture"]}
-    task["bundle"] = str(args.bundle) if args.bundle else None
-    run = Run(task, args.ops, dry, args.output, args.stages, args.verbose)
+    given: Result = {"shape": shape, "dry": dry, "bundle": str(args.bundle) if args.bundle else None}
+    run = Run(given, dry, args.output, args.verbose)
     if args.bundle:
-        _check_bundle(run)
+        _check_bundle(run, dry or device["architecture"], args.ops)
+    elif not dry:
+        given["bundle"] = _compiled(run, device["architecture"], args.ops)
+    later_s = sum(limit_s for stage, limit_s in BUDGETS_S.items() if stage in args.stages)
+    run.deadline = float("inf") if dry else run.started + TOTAL_S - later_s
+    run.work(tasks_of(args.stages, args.ops))
     for stage in [stage for stage in BUDGETS_S if stage in args.stages]:
-        _run_stage(run, stage)
+        print(stage, flush=True)
+        later_s -= BUDGETS_S[stage]
+        run.deadline = float("inf") if dry else run.started + TOTAL_S - later_s
+        STAGES[stage](run, args.ops)
     _write(run, device)
     raise SystemExit(1 if run.failures else 0)
 
 
-def _run_stage(run: Run, stage: str) -> None:
-    began = time.monotonic()
-    whole = run.started + TOTAL_S
-    later = sum(BUDGETS_S[name] for name in list(BUDGETS_S)[list(BUDGETS_S).index(stage) + 1 :] if name in run.stages)
-    run.deadline = began + 3600 if run.dry else min(whole, max(began + BUDGETS_S[stage], whole - later))
-    print(stage, flush=True)
-    STAGES[stage](run)
-    print(f"  {time.monotonic() - began:.0f} s", flush=True)
+def tasks_of(stages: Sequence[str], ops: Sequence[str]) -> list[Result]:
+    """Return what workers do in the order of :data:`LIMITS_S`."""
+    of_ops = {"core": CORE_OPS, "others": OTHER_OPS}
+    tasks: list[Result] = []
+    for stage in [stage for stage in LIMITS_S if stage in stages]:
+        if stage in of_ops:
+            tasks += [{"stage": stage, "task": "op", "op": op} for op in of_ops[stage] if op in ops]
+        else:
+            tasks.append({"stage": stage, "task": stage})
+    return tasks
 
 
 def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -200,7 +246,8 @@ def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespa
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(MODEL_SHAPES), help="the model; Qwen3-8B, in a dry run Qwen3-0.6B")
     parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS), metavar="OP")
-    parser.add_argument("--stages", nargs="+", choices=list(BUDGETS_S), default=list(BUDGETS_S), metavar="STAGE")
+    stages = [*LIMITS_S, *BUDGETS_S]
+    parser.add_argument("--stages", nargs="+", choices=stages, default=stages, metavar="STAGE")
     parser.add_argument("--bundle", type=_path, help="kernels that were compiled elsewhere")
     parser.add_argument("--output", type=_path, default=ROOT / "build" / "test-gpu")
     parser.add_argument("--dry-run", action="store_true", help="up to the driver, whether or not there is a GPU")
@@ -230,94 +277,67 @@ def _what_is_wrong(args: argparse.Namespace) -> str | None:
         if args.bundle:
             option = "--bundle"
             Bundle.open(args.bundle)
-        if args.build_bundle:
-            option = "--build-bundle"
-            with tempfile.TemporaryFile(dir=args.build_bundle.parent):
-                pass
-        else:
-            option = "--output"
-            args.output.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=args.output):
-                pass
+        option = "--build-bundle" if args.build_bundle else "--output"
+        folder = args.build_bundle.parent if args.build_bundle else args.output
+        if args.build_bundle and args.build_bundle.is_dir():
+            raise IsADirectoryError(f"{args.build_bundle} is a folder, not a file")
+        if not args.build_bundle:
+            folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except (BundleError, OSError) as error:
         return f"argument {option}: {error}"
     return None
 
 
-def _check_bundle(run: Run) -> None:
-    """Refuse a bundle that serves nothing of this run; say what it lacks."""
-    run.deadline = time.monotonic() + 60
-    task = json.dumps({**run.task, "task": "bundle", "ops": list(run.ops)})
-    results = list(run._lines([sys.executable, "-m", "tools.gpu.worker", task], "bundle", 60))
-    run.results["bundle"] = results
-    for result in results:
-        if "error" in result:
-            raise SystemExit(f"error: {result['error']}")
-        whole = f"of the {result['kernels']} kernels of this run, {run.task['shape']}"
-        if not result["in_bundle"]:
-            raise SystemExit(f"error: {run.task['bundle']}: none {whole}; it is of other sources or another model")
-        if result["in_bundle"] < result["kernels"]:
-            has = f"{run.task['bundle']}: only {result['in_bundle']} {whole}"
-            print(f"WARNING {has}; the others are compiled", flush=True)
-
-
 def _find_device(args: argparse.Namespace) -> tuple[Result, str | None]:
     """Return what the device says of itself, and the architecture of a dry run where there is none."""
-    if args.dry_run:
-        print(f"dry run for {args.architecture}, as asked: {_DRY}", flush=True)
-        return {"device": None}, args.architecture
-    probe = Run({}, (), None, args.output, (), deadline=time.monotonic() + 60)
-    results = list(probe._lines([sys.executable, "-m", "tools.gpu.worker", '{"task": "device"}'], "device", 60))
-    if results and results[0]["status"] == "ok":
-        print(f"device: {_line(results[0])}\nthis takes up to ten minutes", flush=True)
-        return results[0], None
-    reason = results[0]["error"] if results else "; ".join(probe.failures)
-    print(f"no GPU: {reason}\ndry run for {args.architecture}: {_DRY}", flush=True)
+    reason = "as asked"
+    if not args.dry_run:
+        probe = Run({"bundle": None, "dry": None, "shape": None}, None, args.output)
+        probe.work([{"stage": "device", "task": "device"}])
+        (device,) = probe.results.get("device") or [{"error": "; ".join(probe.failures)}]
+        if "device" in device:
+            print("this takes up to ten minutes", flush=True)
+            return device, None
+        reason = f"no GPU: {device['error']}"
+    print(f"dry run for {args.architecture}, {reason}: {_DRY}", flush=True)
     return {"device": None, "reason": reason}, args.architecture
 
 
-def _compile(run: Run) -> None:
-    if run.task["bundle"]:
-        return
+def _check_bundle(run: Run, architecture: str, ops: Sequence[str]) -> None:
+    """Refuse a bundle that serves nothing of this run; say what it lacks."""
+    run.work([{"stage": "bundle", "task": "bundle", "architecture": architecture, "ops": list(ops)}])
+    result = run.results["bundle"][-1] if "bundle" in run.results else {"error": "; ".join(run.failures)}
+    if "error" in result:
+        raise SystemExit(f"error: {result['error']}")
+    whole = f"of the {result['kernels']} kernels of this run, {run.given['shape']}"
+    if not result["in_bundle"]:
+        raise SystemExit(f"error: {run.given['bundle']}: none {whole}; it is of another model")
+    if result["in_bundle"] < result["kernels"]:
+        has = f"{run.given['bundle']}: only {result['in_bundle']} {whole}"
+        print(f"WARNING {has}; the others are compiled", flush=True)
+
+
+def _compiled(run: Run, architecture: str, ops: Sequence[str]) -> str | None:
+    """Compile what the run needs into a bundle in the output folder, and return its path."""
     bundle = run.output / "kernels.bundle"
+    print("compile", flush=True)
     command = [sys.executable, "-m", "tools.gpu.build_bundle", "--output", str(bundle), "--without-tests"]
-    command += ["--architecture", run.task["architecture"], "--shape", run.task["shape"], "--ops", *run.ops]
-    run.process(command, "compile", run.left_s)
-    run.task["bundle"] = str(bundle) if bundle.exists() else None
+    command += ["--architecture", architecture, "--shape", run.given["shape"], "--ops", *ops]
+    run.process(command, "compile", 300)
+    return str(bundle) if bundle.exists() else None
 
 
-def _ceiling(run: Run) -> None:
-    run.work("ceiling", run.left_s)
-
-
-def _each_op(task: str, limit_s: float) -> Callable[[Run], None]:
-    def stage(run: Run) -> None:
-        more = {"ceiling_gbs": _best_read(run)} if task == "kernels" else {}
-        for op in run.ops:
-            run.work(task, 600 if run.dry else limit_s, op=op, **more)
-
-    return stage
-
-
-def _best_read(run: Run) -> float | None:
-    return max((result["gbs"] for result in run.results.get("ceiling", []) if "gbs" in result), default=None)
-
-
-def _layout(run: Run) -> None:
-    run.work("layout", run.left_s)
-
-
-def _numerics(run: Run) -> None:
+def _numerics(run: Run, ops: Sequence[str]) -> None:
     """Run the tests of layer 1 with the GPU in the simulator's place, one process per file."""
-    if importlib.util.find_spec("pytest") is None:
-        print("  left out: pytest is not installed")
+    if not _has_pytest():
         return
-    if not run.dry and not run.task["bundle"]:
+    if not run.dry and not run.given["bundle"]:
         print("  left out: no --bundle; make one with --build-bundle")
         return
-    for name in _test_files(run):
-        options = ["--gpu"]
-        options += ["--gpu-bundle", run.task["bundle"]] if run.task["bundle"] else []
+    for name in _test_files(run, ops):
+        options = ["--gpu", *(["--gpu-bundle", run.given["bundle"]] if run.given["bundle"] else [])]
         options += ["--gpu-dry", run.dry] if run.dry else []
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.gpu.plugin", *_PLAIN_PYTEST]
         command += ["-m", "not slow", "-r", "fE", *options, f"tests/kernels/cuda/{name}.py"]
@@ -332,10 +352,9 @@ def _numerics(run: Run) -> None:
         print(f"  {name}: {summary}", flush=True)
 
 
-def _executor(run: Run) -> None:
+def _executor(run: Run, _: Sequence[str]) -> None:
     """Run the tests that are marked ``gpu``; one that is left out on a machine with a GPU has failed."""
-    if importlib.util.find_spec("pytest") is None:
-        print("  left out: pytest is not installed")
+    if not _has_pytest():
         return
     for name in EXECUTOR_TESTS:
         command = [sys.executable, "-m", "pytest", "-q", *_PLAIN_PYTEST, "-m", "gpu", "-r", "fEs", f"tests/{name}.py"]
@@ -347,6 +366,13 @@ def _executor(run: Run) -> None:
         print(f"  {name}: {summary}", flush=True)
 
 
+def _has_pytest() -> bool:
+    has_pytest = importlib.util.find_spec("pytest") is not None
+    if not has_pytest:
+        print("  left out: pytest is not installed")
+    return has_pytest
+
+
 def launching_tests() -> list[str]:
     """Return the test modules of layer 1 that launch kernels."""
     paths = sorted((ROOT / "tests" / "kernels" / "cuda").glob("test_*.py"))
@@ -354,16 +380,17 @@ def launching_tests() -> list[str]:
     return [name for name in launching if not name.startswith("test_simulator")]
 
 
-def _test_files(run: Run) -> list[str]:
+def _test_files(run: Run, ops: Sequence[str]) -> list[str]:
     """Return what is tested: a dry run, which compiles each kernel, takes the modules of its ops."""
-    few = {f"test_{op}" for op in (run.ops if len(run.ops) < len(OPS) else ("copy_blocks",))}
+    few = {f"test_{op}" for op in (ops if len(ops) < len(OPS) else ("embed",))}
     return [name for name in launching_tests() if not run.dry or name in few]
 
 
-def _tools(run: Run) -> None:
+def _tools(run: Run, ops: Sequence[str]) -> None:
     """Run some ops under the tools of CUDA; an error that a sanitizer finds fails the run."""
-    wanted = [op for op in ("copy_blocks", "attention", "gemm", "sample") if op in run.ops]
-    worker = [sys.executable, "-m", "tools.gpu.worker", json.dumps({**run.task, "task": "brief", "ops": wanted})]
+    wanted = [op for op in ("embed", "attention", "gemm", "sample") if op in ops]
+    tasks = [{"stage": "tools", "task": "brief", "op": op} for op in wanted]
+    worker = [sys.executable, *WORKER, json.dumps({**run.given, "tasks": tasks})]
     tools = {
         "memcheck": ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", str(_TOOL_ERROR)],
         "racecheck": ["compute-sanitizer", "--tool", "racecheck", "--error-exitcode", str(_TOOL_ERROR)],
@@ -379,13 +406,9 @@ def _tools(run: Run) -> None:
         print(f"  {name}: {said.splitlines()[-1] if said else 'did not run'}", flush=True)
 
 
-STAGES: dict[str, Callable[[Run], None]] = {
-    "ceiling": _ceiling,
-    "compile": _compile,
-    "executor": _executor,
-    "kernels": _each_op("kernels", 50),
-    "layout": _layout,
+STAGES: dict[str, Callable[[Run, Sequence[str]], None]] = {
     "numerics": _numerics,
+    "executor": _executor,
     "tools": _tools,
 }
 
@@ -397,19 +420,33 @@ def _write(run: Run, device: Result) -> None:
         "commit": _commit(),
         "seconds": round(time.monotonic() - run.started, 1),
         "is_dry": run.dry is not None,
-        "shape": run.task["shape"],
+        "shape": run.given["shape"],
         **device,
         "results": run.results,
+        "choices": choices_of(run.results),
         "failures": run.failures,
     }
-    run.output.mkdir(parents=True, exist_ok=True)
+    for name, sides in report["choices"].items():
+        print(f"{name}: {', '.join(f'{side} {us} us' for side, us in sides.items())}")
     (run.output / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     for failure in run.failures:
         print(f"FAILED {failure}")
     outcome = f"{len(run.failures)} failures" if run.failures else "nothing failed"
     limits = " (a dry run: nothing was executed on a GPU)" if run.dry else ""
     print(f"{outcome} in {report['seconds']:.0f} s{limits}; {run.output / 'results.json'}")
-    print(json.dumps({key: value for key, value in report.items() if key != "results"}))
+    print(json.dumps({key: value for key, value in report.items() if key not in ("results", "choices")}))
+
+
+def choices_of(results: dict[str, list[Result]]) -> dict[str, dict[str, float]]:
+    """Return us of each side by case, where cases differ in nothing but a choice; of gemm also those of torch."""
+    found: dict[str, dict[str, float]] = {}
+    for result in (it for stage in results.values() for it in stage if "us" in it):
+        name = CHOICES.sub("", result["case"])
+        for choice, side in CHOICES.findall(result["case"]):
+            found.setdefault(f"{choice} of {name}", {})[side] = result["us"]
+        if result["case"].startswith("gemm ") and "torch_us" in result:
+            found[f"border of {name}"] = {"ours": result["us"], "cuBLAS": result["torch_us"]}
+    return {name: sides for name, sides in found.items() if len(sides) > 1}
 
 
 def _commit() -> str | None:
@@ -417,19 +454,10 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def lines_of(results: Sequence[Result], subject: str, *, is_folded: bool) -> list[str]:
-    """Return what a worker said for people; folded, all that went well up to the driver is one line with a count."""
-    stopped = [result for result in results if result.get("status") == _STOPPED] if is_folded else []
-    lines = [_line(result) for result in results if result not in stopped]
-    if stopped:
-        lines.append(f"{subject}: {len(stopped)} up to the driver".removeprefix(": "))
-    return lines
-
-
-def _line(result: Result) -> str:
+def line_of(result: Result) -> str:
     """Return one row of the table."""
     if "us" not in result:
-        return "  ".join(f"{key}={value}" for key, value in result.items() if key not in ("op", "spec", "ceiling_gbs"))
+        return "  ".join(f"{key}={value}" for key, value in result.items())
     share = f"{100 * result['share_of_ceiling']:5.1f} %" if "share_of_ceiling" in result else "       "
     bar = f"  bar {100 * result['bar']:.0f} %" if "bar" in result else ""
     bar += " MISSED" if "bar" in result and result.get("share_of_ceiling", 0) < result["bar"] else ""
@@ -440,8 +468,7 @@ def _line(result: Result) -> str:
 def _build_bundle(args: argparse.Namespace) -> int:
     """Compile what a run needs, the kernels of the tests of layer 1 included, into one file."""
     command = [sys.executable, "-m", "tools.gpu.build_bundle", "--output", str(args.build_bundle)]
-    command += ["--architecture", args.architecture, "--ops", *args.ops]
-    command += ["--shape", args.shape or "Qwen3-8B"]
+    command += ["--architecture", args.architecture, "--ops", *args.ops, "--shape", args.shape or "Qwen3-8B"]
     return subprocess.run(command, cwd=ROOT, env=_environment(), check=False).returncode
 
 

@@ -25,8 +25,6 @@ from dataclasses import dataclass
 
 from ferrule_server.kernels.cuda.spec import parameters
 
-__all__ = ["mixed_loads", "narrow_addresses"]
-
 _COMMENT = re.compile(r"//.*$", re.MULTILINE)
 _BEFORE_OPCODE = re.compile(r"^[\s{}]*(\$\w+:\s*)*[\s{}]*(@!?%?\w+\s+)?")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")

@@ -35,8 +35,6 @@ from tools.kernels.compile import (
     versions,
 )
 
-__all__ = ["build_bundles", "main", "write_bundle", "write_wheel"]
-
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _INIT = '''"""Compiled GPU kernels for servers of ferrule {ferrule}."""
 

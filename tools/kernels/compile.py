@@ -25,26 +25,6 @@ from ferrule_server.kernels.cuda.intrinsics import INTRINSICS, Intrinsic
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from ferrule_server.kernels.cuda.specialise import specialise
 
-__all__ = [
-    "ARCHITECTURES",
-    "CompileError",
-    "Compiled",
-    "Multiprocessor",
-    "assemble",
-    "assemble_all",
-    "capability_of",
-    "compile_all",
-    "compile_ptx",
-    "compile_spec",
-    "cubins_of",
-    "has_dependent_launch",
-    "has_room_for_two",
-    "tool",
-    "toolkit",
-    "versions",
-    "write_ptx",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessor:

@@ -14,8 +14,6 @@ from tools.kernels.addressing import mixed_loads, narrow_addresses
 from tools.kernels.compile import Compiled, has_dependent_launch, has_room_for_two
 from tools.kernels.sass import Instruction, MachineCode, disassemble_all
 
-__all__ = ["RULES", "Made", "check", "take_apart"]
-
 _GLOBAL_STORES = frozenset({"STG", "ST", "ATOMG", "ATOM", "RED", "REDG", "UBLKRED", "UTMASTG", "UTMAREDG"})
 _ATOMICS = frozenset({"ATOMG", "ATOM", "RED", "REDG"})
 _GLOBAL_LOADS = frozenset({"LDG", "LD", "LDGSTS", "UBLKCP", "UTMALDG"})

@@ -9,8 +9,6 @@ from tools.kernels.compile import toolkit, versions
 from tools.kernels.machine_code import Made
 from tools.kernels.sass import INSTRUCTION_BYTES
 
-__all__ = ["BEGIN", "END", "SHOWN", "table", "written_into"]
-
 SHOWN = ("sm_80", "sm_90a")
 """The architectures whose figures the page has."""
 BEGIN = "<!-- generated: python -m tests.kernels.cuda.toolchain.records -->"

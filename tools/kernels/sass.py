@@ -21,8 +21,6 @@ from pathlib import Path
 
 from tools.kernels.compile import Compiled, CompileError, tool
 
-__all__ = ["INSTRUCTION_BYTES", "Instruction", "MachineCode", "disassemble_all"]
-
 INSTRUCTION_BYTES = 16
 
 _JUMPS = frozenset({"BRA", "JMP", "WARPSYNC", "BSYNC", "CALL"})

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as real
 
+from ferrule_server.executor.cuda import driver as driver_module
 from ferrule_server.executor.cuda.driver import Device, DriverError, Function, NoDevice
 from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
@@ -153,18 +154,23 @@ def test_failures_carry_the_name_of_cuda_and_say_whether_the_context_is_lost(nam
     for call in (launch, device.synchronize):
         with pytest.raises(DriverError, match=name) as caught:
             call(0)
-        assert (caught.value.name, caught.value.is_context_lost) == (name, is_lost)
+        assert (caught.value.code, caught.value.is_context_lost) == (getattr(driver.CUresult, name), is_lost)
         assert ("only a new process" in str(caught.value)) == is_lost
 
 
-def test_names_and_numbers_of_lost_contexts_exist() -> None:
-    """One that is wrong would never match; torch knows the numbers only."""
-    from ferrule_server.executor.cuda import driver
+LOST = """
+DEINITIALIZED DEVICE_UNAVAILABLE ECC_UNCORRECTABLE NVLINK_UNCORRECTABLE CONTAINED ILLEGAL_ADDRESS
+LAUNCH_TIMEOUT CONTEXT_IS_DESTROYED ASSERT HARDWARE_STACK_ERROR ILLEGAL_INSTRUCTION MISALIGNED_ADDRESS
+INVALID_ADDRESS_SPACE INVALID_PC LAUNCH_FAILED TENSOR_MEMORY_LEAK EXTERNAL_DEVICE UNKNOWN
+"""
 
+
+def test_numbers_of_lost_contexts_are_those_of_the_bindings() -> None:
+    """One that is wrong would never match; torch knows the numbers only."""
     codes = {result.name: int(result) for result in RecordedDriver().CUresult}
-    assert {name: codes[name] for name in driver._LOST} == driver._LOST  # of 13.0 and later
-    assert driver.is_context_lost(700)
-    assert not driver.is_context_lost(2)
+    assert {codes[f"CUDA_ERROR_{name}"] for name in LOST.split()} == driver_module._LOST  # of 13.0 and later
+    assert driver_module.is_context_lost(700)
+    assert not driver_module.is_context_lost(2)
 
 
 def test_copies_take_host_and_device_in_the_order_of_the_driver() -> None:

@@ -25,27 +25,9 @@ _DEFAULT_SHARED_BYTES = 48 << 10
 _MAX_SHARED_CARVEOUT = 100
 """Percent of the L1 that is shared memory. All kernels ask for the same: a change of the split drains the SM."""
 
-_LOST = {
-    "CUDA_ERROR_DEINITIALIZED": 4,
-    "CUDA_ERROR_DEVICE_UNAVAILABLE": 46,
-    "CUDA_ERROR_ECC_UNCORRECTABLE": 214,
-    "CUDA_ERROR_NVLINK_UNCORRECTABLE": 220,
-    "CUDA_ERROR_CONTAINED": 226,
-    "CUDA_ERROR_ILLEGAL_ADDRESS": 700,
-    "CUDA_ERROR_LAUNCH_TIMEOUT": 702,
-    "CUDA_ERROR_CONTEXT_IS_DESTROYED": 709,
-    "CUDA_ERROR_ASSERT": 710,
-    "CUDA_ERROR_HARDWARE_STACK_ERROR": 714,
-    "CUDA_ERROR_ILLEGAL_INSTRUCTION": 715,
-    "CUDA_ERROR_MISALIGNED_ADDRESS": 716,
-    "CUDA_ERROR_INVALID_ADDRESS_SPACE": 717,
-    "CUDA_ERROR_INVALID_PC": 718,
-    "CUDA_ERROR_LAUNCH_FAILED": 719,
-    "CUDA_ERROR_TENSOR_MEMORY_LEAK": 721,
-    "CUDA_ERROR_EXTERNAL_DEVICE": 911,
-    "CUDA_ERROR_UNKNOWN": 999,
-}
-"""Errors that end the context. The numbers stand here, as torch knows no more and may run without the package."""
+_LOST = frozenset({4, 46, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 911, 999})
+"""Numbers of the errors that end the context; torch knows no more, and may run without the package. They are faults of
+a kernel (700 to 719, 721), of memory and links (214, 220, 226), and a device or context that is gone."""
 
 _CELLS: dict[str, type[Any]] = {"Address": ctypes.c_int64, "I32": ctypes.c_int32, "F32": ctypes.c_float}
 _BOUNDS = {"Address": (0, 1 << 63), "I32": (-(1 << 31), 1 << 31)}
@@ -56,19 +38,17 @@ class DriverError(Exception):
     """The driver refused a call, or reports what an earlier one broke.
 
     Attributes:
-        call: The driver's function.
-        name: Of the error, such as ``CUDA_ERROR_ILLEGAL_ADDRESS``; empty where it has none.
+        code: Number of the error, such as 700 for an illegal address; 0: it is not an error of the driver.
     """
 
-    def __init__(self, message: str, *, call: str = "", name: str = "") -> None:
+    def __init__(self, message: str, code: int = 0) -> None:
         super().__init__(message)
-        self.call = call
-        self.name = name
+        self.code = code
 
     @property
     def is_context_lost(self) -> bool:
         """Whether every further call of this process on this device fails too: only a new process helps."""
-        return self.name in _LOST
+        return self.code in _LOST
 
 
 class NoDevice(DriverError):
@@ -77,7 +57,7 @@ class NoDevice(DriverError):
 
 def is_context_lost(code: int) -> bool:
     """Return whether an error, of the driver or of the runtime, which number theirs alike, ends the context."""
-    return code in _LOST.values()
+    return code in _LOST
 
 
 class Device:
@@ -129,7 +109,7 @@ class Device:
             _call(driver, "cuInit", 0)
             count = int(_call(driver, "cuDeviceGetCount"))
         except DriverError as error:
-            raise NoDevice(f"the CUDA driver does not start: {error}", call=error.call, name=error.name) from error
+            raise NoDevice(f"the CUDA driver does not start: {error}", error.code) from error
         except (OSError, RuntimeError) as error:  # the bindings look for the driver's library at the first call
             raise NoDevice(f"no CUDA driver is installed: {error}") from error
         if index >= count:
@@ -390,7 +370,5 @@ def _call(driver: _Driver, name: str, *arguments: object) -> Any:
 
 def _error(call: str, code: Any, subject: str = "") -> DriverError:
     name = getattr(code, "name", f"CUDA error {int(code)}")
-    message = f"{call}{f' of {subject}' if subject else ''} failed: {name}"
-    if name in _LOST:
-        message += "; the context is lost, only a new process can use this GPU again"
-    return DriverError(message, call=call, name=name)
+    advice = "; the context is lost, only a new process can use this GPU again" if is_context_lost(int(code)) else ""
+    return DriverError(f"{call}{f' of {subject}' if subject else ''} failed: {name}{advice}", int(code))

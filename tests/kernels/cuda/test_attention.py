@@ -236,6 +236,15 @@ def test_as_launched_for_a_model(model: ModelShape, seqs: tuple[Seq, ...]) -> No
     assert np.array_equal(first.run(), out)
 
 
+def test_splits_may_be_of_64_tokens() -> None:
+    """Then one tile is all that each of four warps does of a split."""
+    step = Step(Shape(num_kv_heads=1, group=4), (Seq(150), Seq(70)))
+    simulation = Simulation(step, split=64, warps=4, num_ctas=4)
+    out = simulation.run_again_and_again()
+    simulation.check(out)
+    assert np.array_equal(Simulation(step, split=64, warps=4, num_ctas=1).run(), out)
+
+
 def test_bits_do_not_depend_on_the_grid() -> None:
     """Ten splits in three segments, dealt to 1 to 16 CTAs, among them cuts inside a segment and at its ends."""
     step = Step(Shape(num_kv_heads=1), (Seq(310, rows=3, new=3), Seq(50, rows=2, new=2)))

@@ -196,11 +196,11 @@ def test_a_step_without_rows_is_a_list_without_work(num_seqs: int) -> None:
     assert (work.num_tiles, work.num_places) == (0, 0)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_lists_of_decode_steps_are_those_made_anew(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "split"), [(0, SPLIT), (1, 64), (2, SPLIT), (3, SPLIT)])
+def test_lists_of_decode_steps_are_those_made_anew(seed: int, split: int) -> None:
     """Over steps in which sequences grow by a token, come, go and are read again, whether the last list does or not."""
     rng = np.random.default_rng(seed)
-    lists = WorkLists(num_kv_heads=2, rows_per_tile=3, num_ctas=12, num_places=20)
+    lists = WorkLists(num_kv_heads=2, rows_per_tile=3, num_ctas=12, num_places=20, split=split)
     kv_lens = rng.integers(1, 5 * SPLIT, 1 + 6 * (seed % 3)).astype(np.int32)
     for number in range(400):
         kv_lens += 1
@@ -208,7 +208,7 @@ def test_lists_of_decode_steps_are_those_made_anew(seed: int) -> None:
             kv_lens = rng.permutation(np.append(kv_lens[1:], rng.integers(1, 3 * SPLIT, 2))).astype(np.int32)
         has_slot = rng.random(len(kv_lens)) < (0.5 if number % 11 == 0 else 1.0)
         arrays = step(kv_lens.tolist(), new=has_slot.astype(int).tolist())
-        expected = make(arrays, num_places=20).items
+        expected = make(arrays, num_places=20, split=split).items
         slots = np.where(has_slot, 5, -1).astype(np.int32)
         found = lists.items(arrays["cu_seqlens_q"], kv_lens, slots, arrays["positions"])
         np.testing.assert_array_equal(found, expected, str(number))
@@ -217,4 +217,6 @@ def test_lists_of_decode_steps_are_those_made_anew(seed: int) -> None:
             others = lists.items(
                 verify["cu_seqlens_q"], verify["kv_lens"], np.arange(7, dtype=np.int32), verify["positions"]
             )
-            np.testing.assert_array_equal(others, make(verify, num_places=20, rows_per_tile=3).items, str(number))
+            np.testing.assert_array_equal(
+                others, make(verify, num_places=20, rows_per_tile=3, split=split).items, str(number)
+            )

@@ -154,7 +154,7 @@ def test_without_a_bundle_torch_serves_and_says_what_to_do(
 
 @pytest.mark.parametrize(
     ("lacking", "part"),
-    [("draw", "sampling"), ("attention_mma", "attention of several rows"), ("embed", ""), ("argmax", "")],
+    [("draw", "sampling"), ("gemm", "steps of 3 to 64 rows"), ("attention", ""), ("embed", ""), ("argmax", "")],
 )
 def test_a_kernel_that_the_bundle_lacks_costs_its_part(
     config: ModelConfig, specs: list[KernelSpec], bundles: Path, lacking: str, part: str

@@ -94,7 +94,7 @@ class Stream:
     def wait(self) -> list[Outcome]:
         """Wait for the end."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self._is_over, 20), f"no end within 20 s of {self.outcomes[-3:]}"
+            assert self._changed.wait_for(lambda: self._is_over, 60), f"no end within 60 s of {self.outcomes[-3:]}"
         return self.outcomes
 
     def wait_for(self, count: int) -> list[Outcome]:

@@ -9,19 +9,9 @@ Bytes moved: ``4 * num_rows * size``. Source: nothing to name.
 
 from __future__ import annotations
 
+from ferrule_server.kernels.cuda import intrinsics as ptx
 from ferrule_server.kernels.cuda.constants import CHUNK
-from ferrule_server.kernels.cuda.intrinsics import (
-    I32,
-    Address,
-    cta_id,
-    grid_launch_dependents,
-    grid_wait,
-    load_i32,
-    load_v4,
-    num_ctas,
-    store_v4,
-    thread_id,
-)
+from ferrule_server.kernels.cuda.intrinsics import I32, Address
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import Constant, i32, registers, unrolled
 
@@ -59,33 +49,33 @@ def embed(
         X: Chunks of a row that a thread copies at a time.
         WARPS: Per CTA.
     """
-    grid_launch_dependents()
-    grid_wait()
-    row = i32(cta_id())
+    ptx.grid_launch_dependents()
+    ptx.grid_wait()
+    row = i32(ptx.cta_id())
     while row < num_rows:
-        token = load_i32(token_ids + row * 4)
+        token = ptx.load_i32(token_ids + row * 4)
         if token < -1:
             place = i32(-2 - token)
             token = i32(-1)
             if place < num_sampled:
-                token = load_i32(sampled + place * 4)
-        left = i32(size - thread_id() * CHUNK)
+                token = ptx.load_i32(sampled + place * 4)
+        left = i32(size - ptx.thread_id() * CHUNK)
         if token < 0 or token >= table_rows:
             left = i32(0)
-        source = table + token * (size * 2) + thread_id() * (CHUNK * 2)
-        target = hidden + row * (size * 2) + thread_id() * (CHUNK * 2)
+        source = table + token * (size * 2) + ptx.thread_id() * (CHUNK * 2)
+        target = hidden + row * (size * 2) + ptx.thread_id() * (CHUNK * 2)
         start = i32(0)
         while start < size:
             chunks = registers(X)
             for i in unrolled(X):
                 chunks[i] = (0, 0, 0, 0)
                 if left > start + 32 * WARPS * CHUNK * i:
-                    chunks[i] = load_v4(source + (start + 32 * WARPS * CHUNK * i) * 2)
+                    chunks[i] = ptx.load_v4(source + (start + 32 * WARPS * CHUNK * i) * 2)
             for i in unrolled(X):
-                if thread_id() * CHUNK + start + 32 * WARPS * CHUNK * i < size:
-                    store_v4(target + (start + 32 * WARPS * CHUNK * i) * 2, chunks[i])
+                if ptx.thread_id() * CHUNK + start + 32 * WARPS * CHUNK * i < size:
+                    ptx.store_v4(target + (start + 32 * WARPS * CHUNK * i) * 2, chunks[i])
             start = i32(start + 32 * WARPS * CHUNK * X)
-        row = i32(row + num_ctas())
+        row = i32(row + ptx.num_ctas())
 
 
 def spec(*, X: int = 4, WARPS: int = 4) -> KernelSpec:

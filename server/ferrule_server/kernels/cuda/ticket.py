@@ -6,19 +6,8 @@ wraps to 0 by itself, so that a captured graph can be replayed.
 
 from __future__ import annotations
 
-from ferrule_server.kernels.cuda.intrinsics import (
-    I32,
-    U32,
-    Address,
-    Offset,
-    atomic_increment_wrapping,
-    barrier,
-    device,
-    fence,
-    shared_load_u32,
-    shared_store_u32,
-    thread_id,
-)
+from ferrule_server.kernels.cuda import intrinsics as ptx
+from ferrule_server.kernels.cuda.intrinsics import I32, U32, Address, Offset, device
 
 __all__ = ["arrive"]
 
@@ -35,11 +24,11 @@ def arrive(ticket: Address, num_arrivals: I32, flag: Offset, *, ALL_STORE: bool)
             any more since the last arrival.
     """
     if ALL_STORE:
-        barrier()
-    if thread_id() == 0:
-        fence()
-        before = atomic_increment_wrapping(ticket, num_arrivals - 1)
-        fence()
-        shared_store_u32(flag, 1 if before == num_arrivals - 1 else 0)
-    barrier()
-    return shared_load_u32(flag)
+        ptx.barrier()
+    if ptx.thread_id() == 0:
+        ptx.fence()
+        before = ptx.atomic_increment_wrapping(ticket, num_arrivals - 1)
+        ptx.fence()
+        ptx.shared_store_u32(flag, 1 if before == num_arrivals - 1 else 0)
+    ptx.barrier()
+    return ptx.shared_load_u32(flag)

@@ -194,6 +194,15 @@ def test_places_are_looked_at_in_order(places: tuple[Path, Path], tmp_path: Path
         find_bundle(folder, HOPPER, CUDA)
 
 
+def test_nothing_is_installed(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it is said what to install."""
+    shutil.rmtree(places[1])
+    shutil.rmtree(places[0])
+    importlib.invalidate_caches()
+    with pytest.raises(BundleError, match=r"^no compiled kernels are installed; install .* run `make kernels`"):
+        find_bundle(None, HOPPER, CUDA)
+
+
 def test_a_stale_package_is_passed_over_and_told_of(places: tuple[Path, Path]) -> None:
     """A checkout may be newer than what is installed; without one, each place says why it does not serve."""
     package, checkout = places

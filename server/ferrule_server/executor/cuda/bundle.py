@@ -160,7 +160,7 @@ def find_bundle(named: Path | None, capability: tuple[int, int], cuda_version: t
             reasons.append(str(error))
         else:
             return bundle
-    raise BundleError(f"{'; '.join(reasons)}; {_ADVICE}")
+    raise BundleError(f"{'; '.join(reasons) or 'no compiled kernels are installed'}; {_ADVICE}")
 
 
 def check_bundle_file(path: Path) -> None:
@@ -199,10 +199,12 @@ def _hash(path: Path) -> str:
 
 
 def _places() -> list[Path]:
+    """Return the folders that there are: of the installed package, and of the checkout."""
     try:
-        return [Path(str(resources.files(PACKAGE))), BUNDLES]
+        package = [Path(str(resources.files(PACKAGE)))]
     except ModuleNotFoundError:
-        return [BUNDLES]
+        package = []
+    return [*package, *([BUNDLES] if BUNDLES.is_dir() else [])]
 
 
 def _file_in(place: Path, capability: tuple[int, int]) -> Path:

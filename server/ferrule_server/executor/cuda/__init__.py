@@ -6,7 +6,6 @@
     bundle.py          finds and reads the compiled kernels; the settings ask it on machines without a GPU too
     cuda_device.py     the GPU as ``executor/fallback`` sees it
     early_launch.py    when a kernel may start while the one before it runs; litmus.py: whether the GPU does that right
-    parts.py           which kernels serve which steps: what is lost if one is refused
     runner.py          one step on the kernels: upload, replay or launches, download; two in flight
     graphs.py          which graphs exist, and which are wanted; buckets.py: their sizes
     chain.py           the launches of a step, from tokens to logits: linears.py, weights.py, kernel_choice.py (which

@@ -15,14 +15,14 @@ from torch import Tensor
 from ferrule_server.executor.cuda.driver import Device, DriverError, Launch
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu, translated
-from ferrule_server.kernels.cuda import copy_blocks
+from ferrule_server.kernels.cuda import embed
 from ferrule_server.kernels.cuda.spec import Cubin, parameters
 from tests.executor.cuda.recorded_cuda import POOL, STREAM, RecordedCuda
 from tools.gpu.gpu import CELLS
 from tools.gpu.recorded_driver import LIBRARY, RecordedDriver
 
-SPEC = copy_blocks.spec()
-CUBIN = Cubin("copy_blocks", b"code")
+SPEC = embed.spec()
+CUBIN = Cubin("embed", b"code")
 CPU = torch.device("cpu")
 BYTES = torch.zeros(16, dtype=torch.uint8)
 BIND = ["set_device", "cuCtxSetCurrent"]

@@ -15,7 +15,6 @@ import numpy as np
 
 from ferrule_server.executor.base import (
     ExecutorState,
-    Int32Array,
     MemoryPlan,
     OutputSpec,
     RowOutput,
@@ -35,7 +34,7 @@ TIMEOUT_S = 10.0
 PLAN = MemoryPlan(total=100, weights=10, kv_pool=20, buffers=5, workspace=5, graphs=8, free=52)
 
 
-_CALLS = ("submit", "result", "current", "synchronize", "capture", "copy_blocks")
+_CALLS = ("submit", "result", "current", "synchronize", "capture")
 
 
 class StreamGpu:
@@ -148,16 +147,6 @@ class ReferenceRunner:
         """Run a step."""
         return self.submit(batch).result()
 
-    def copy_blocks(self, block_pairs: Int32Array) -> None:
-        """Put copies into the stream; refused ones are in it partly."""
-        pairs = block_pairs.copy()
-        try:
-            self.gpu.hit("copy_blocks")
-        except Exception:  # raised again, likewise
-            self.gpu.work.append(lambda: self.executor.copy_blocks(pairs[: len(pairs) // 2]))
-            raise
-        self.gpu.work.append(lambda: self.executor.copy_blocks(pairs))
-
     def capture_next(self) -> bool:
         """One graph is wanted at most."""
         assert not self.gpu.work, "captured with work in the stream"
@@ -264,10 +253,6 @@ class _Untold:
     def run(self, batch: StepBatch) -> StepResult:
         """Run a step on the same pool."""
         return PagedReferenceExecutor.run(self._executor, batch)
-
-    def copy_blocks(self, block_pairs: Int32Array) -> None:
-        """Copy within the same pool."""
-        self._executor.copy_blocks(block_pairs)
 
 
 def device_of(gpu: StreamGpu | None) -> CudaDevice:

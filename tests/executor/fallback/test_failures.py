@@ -275,7 +275,7 @@ def test_the_state_is_whole_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- when the device is lost ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["submit", "result", "current", "capture", "synchronize", "copy_blocks"])
+@pytest.mark.parametrize("call", ["submit", "result", "current", "capture", "synchronize"])
 def test_a_lost_device_is_lost_for_every_later_call(call: str) -> None:
     """Whoever notices it first: nothing is run again, because nothing in the pool can be trusted."""
     world = World()
@@ -287,8 +287,7 @@ def test_a_lost_device_is_lost_for_every_later_call(call: str) -> None:
         world.gpu.fail("result", GpuError("cuBLAS failed"))
     notice = {
         "submit": lambda: world.executor.submit(world.decode(4)),
-        "copy_blocks": lambda: world.executor.copy_blocks(np.array([[1, 2]], np.int32)),
-        "current": lambda: world.executor.copy_slots(np.array([[1, 2]], np.int32)),
+        "current": lambda: world.executor.copy_blocks(np.array([[1, 2]], np.int32)),
         "capture": lambda: (pending.result(), world.executor.tend()),
     }
     with pytest.raises(DeviceLost, match=r"an illegal memory access$"):

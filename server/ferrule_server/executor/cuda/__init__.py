@@ -10,7 +10,6 @@
     graphs.py          which graphs exist, and which are wanted; buckets.py: their sizes
     chain.py           the launches of a step, from tokens to logits: linears.py, weights.py, kernel_choice.py (which
                        kernel for what), kernel_set.py (loads them)
-    block_copies.py    copy-on-write
     choices.py         what rows return, from the logits: choice_inputs.py (records), choice_launches.py, row_copies.py
                        (whole rows)
     buffers.py         every buffer; layout.py: where a field lies; inputs.py: a step's arrays into the fields;

@@ -15,7 +15,6 @@ from ferrule_server.executor.base import (
     StepBatch,
     StepResult,
 )
-from ferrule_server.executor.cuda.block_copies import BlockCopies
 from ferrule_server.executor.cuda.buckets import bucket_for
 from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits
 from ferrule_server.executor.cuda.chain import StepChain
@@ -63,7 +62,6 @@ class CudaDecodeRunner:
         kernels: The model's kernels.
         chain: Leads from tokens to logits; over the same kernels and buffers.
         buffers: What steps read and write.
-        copies: Copies blocks within the pool that the chain reads.
         shape: The model's sizes.
         is_deterministic: A row's bits must not depend on the rows beside it.
         graph_bytes: Memory that graphs may take.
@@ -79,7 +77,6 @@ class CudaDecodeRunner:
         kernels: KernelSet,
         chain: StepChain,
         buffers: DecodeBuffers,
-        copies: BlockCopies,
         *,
         shape: ModelShape,
         is_deterministic: bool = False,
@@ -90,7 +87,6 @@ class CudaDecodeRunner:
         self._kernels = kernels
         self._chain = chain
         self._buffers = buffers
-        self._copies = copies
         self._is_deterministic = is_deterministic
         self._vocab_size = shape.vocab_size
         self._max_rows = min(buffers.limits.max_rows, MAX_GEMM_ROWS) if is_deterministic else buffers.limits.max_rows
@@ -187,17 +183,6 @@ class CudaDecodeRunner:
         rows = [next(selected if by_torch else chosen) for by_torch in is_torch]
         self._row_copies.hand_out(rows)
         return StepResult(rows, tuple(f"{path}+torch" if by_torch else path for by_torch in is_torch))
-
-    def copy_blocks(self, block_pairs: Int32Array) -> None:
-        """Put copies of whole blocks of the pool into the stream.
-
-        Args:
-            block_pairs: int32 [n, 2] of (source, destination), destinations distinct, no source is one.
-
-        Raises:
-            GpuError: It was refused; some may be in the stream.
-        """
-        self._copies.copy(block_pairs)
 
     def capture_next(self) -> bool:
         """Capture a graph that is wanted and return whether there are more; no step is pending.
@@ -368,7 +353,6 @@ def create_runner(
         kernels,
         chain,
         buffers,
-        BlockCopies(gpu, kernels, torch_executor.pool, buffers.block_pairs),
         shape=shape,
         is_deterministic=is_deterministic,
         graph_bytes=graph_bytes,

@@ -277,24 +277,8 @@ class FallbackExecutor:
     def copy_blocks(self, block_pairs: Int32Array) -> None:
         """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct."""
         self._settle()
-        runner = self._path.runner
-        if runner is None or not self._try_copy(runner, block_pairs):
-            with self._on_device():
-                self._torch.copy_blocks(block_pairs)
-
-    def _try_copy(self, runner: Runner, block_pairs: Int32Array) -> bool:
-        """Copy on the fast path and return whether that succeeded; if not, torch can make all copies again.
-
-        Raises:
-            DeviceLost: The device is gone, or torch must not continue.
-        """
-        try:
-            runner.copy_blocks(block_pairs)
-        except Exception as error:  # noqa: BLE001 - after any error torch copies the same bytes
-            self._check_alive(error)
-            self._give_up(error)
-            return False
-        return True
+        with self._on_device():
+            self._torch.copy_blocks(block_pairs)
 
     def copy_slots(self, slot_pairs: Int32Array) -> None:
         """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ferrule_server.executor.base import ExecutorState, Int32Array, MemoryPlan, PendingStep, StepBatch, StepResult
+from ferrule_server.executor.base import ExecutorState, MemoryPlan, PendingStep, StepBatch, StepResult
 from ferrule_server.executor.fallback.device import Device, DeviceError, DeviceGone
 
 __all__ = ["FastPath", "MakeRunner", "Runner", "sentence"]
@@ -56,10 +56,6 @@ class Runner(Protocol):
 
     def run(self, batch: StepBatch) -> StepResult:
         """Run a step; no step is pending."""
-        ...
-
-    def copy_blocks(self, block_pairs: Int32Array) -> None:
-        """Put copies of whole blocks of the pool into the queue."""
         ...
 
     def capture_next(self) -> bool:

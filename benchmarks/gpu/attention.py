@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from benchmarks.gpu import models
+from benchmarks.gpu.executors import BLOCK_SIZE
 from benchmarks.gpu.timing import Row, summary
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from tools.gpu import measure
 from tools.gpu.attention_cases import BATCHES, CONTEXT
-from tools.gpu.cases import BLOCK_SIZE, Case, cases_of
+from tools.gpu.cases import Case, cases_of
 from tools.gpu.gpu import Gpu
 
 _WORKSPACE_BYTES = 128 << 20

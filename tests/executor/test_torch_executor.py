@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.make_random_model import write_model
 from ferrule_server.errors import ConfigError, ModelError
+from ferrule_server.executor import block_pool
 from ferrule_server.executor import torch as torch_executor
 from ferrule_server.executor.base import Executor, OutputSpec, SampleSpec, Shaping
 from ferrule_server.executor.torch import TorchExecutor
@@ -111,8 +112,12 @@ def test_write_blocks_refuses_other_sizes(executor: TorchExecutor) -> None:
     np.testing.assert_array_equal(executor.read_blocks(np.arange(32, dtype=np.int32)), before)
 
 
-def test_copy_blocks_copies_all_layers_and_nothing_else(executor: TorchExecutor) -> None:
-    """Destinations become their sources, one source may have several; all other blocks stay."""
+@pytest.mark.parametrize("num_bytes", [1, 1 << 20])
+def test_copy_blocks_copies_all_layers_and_nothing_else(
+    executor: TorchExecutor, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Destinations become their sources, one source may have several; all other blocks stay, however many at a time."""
+    monkeypatch.setattr(block_pool, "_COPY_BYTES", num_bytes)
     all_blocks = np.arange(32, dtype=np.int32)
     data = random_blocks(executor, 32)
     executor.write_blocks(all_blocks, data)

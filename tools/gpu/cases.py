@@ -15,7 +15,6 @@ from ferrule_server.kernels import reference
 from ferrule_server.kernels.cuda import (
     add_norm,
     argmax,
-    copy_blocks,
     embed,
     gemm,
     gemv,
@@ -25,8 +24,6 @@ from ferrule_server.kernels.cuda.spec import SHARED_LIMITS, KernelSpec, LinearSh
 from tools.gpu.gpu import Call, Gpu
 
 EPS = 1e-6
-BLOCK_SIZE = 16
-_NUM_BLOCKS = 512
 _RINGS = (gemv.RINGS, (2,), (0,))
 """What is compared of products with vectors: the ring of a large multiprocessor, of a small one, and registers."""
 
@@ -41,8 +38,7 @@ class Instance:
         expect: Returns what is expected, from the state before the first launch.
         check: Given that, returns the worst error in units of what is allowed.
         torch_op: The same op in torch, without allocations that matter.
-        restore: Puts back what the op changes in place, or takes away what it copies to.
-        written: Copies of what they write in a pool, for the same comparison.
+        restore: Puts back what the op changes in place.
     """
 
     calls: list[Call]
@@ -51,11 +47,6 @@ class Instance:
     check: Callable[[Any], float]
     torch_op: Callable[[], Any]
     restore: Callable[[], None] = lambda: None
-    written: Callable[[], list[Tensor]] | None = None
-
-    def results(self) -> list[Tensor]:
-        """Return what the kernels wrote."""
-        return [*self.outputs, *(self.written() if self.written else [])]
 
 
 @dataclass
@@ -164,10 +155,6 @@ class Linear:
 
 def _put(target: Tensor, source: Tensor) -> None:
     target.copy_(source)
-
-
-def _clear(pool: Tensor, blocks: Tensor) -> None:
-    pool.index_fill_(0, blocks, 0.0)
 
 
 def gemv_case(role: str, shape: LinearShape, spec: KernelSpec) -> Case:
@@ -304,59 +291,6 @@ def add_norm_case(shape: ModelShape, spec: KernelSpec) -> Case:
     return Case(f"add_norm rows=64{'' if adds else ' first'}", [spec], (8 if adds else 4) * num_rows * size, build)
 
 
-def _pool(gpu: Gpu, shape: ModelShape, state: dict[str, Any]) -> Tensor:
-    """Return a pool with the bytes of 512 blocks of the model, the same for all instances of a case."""
-    if "pool" not in state:
-        inside = (2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
-        state["pool"] = random_bf16(gpu, (_NUM_BLOCKS, shape.num_layers, *inside), 5)
-    pool: Tensor = state["pool"]
-    return pool
-
-
-def _blocks(pool: Tensor, state: dict[str, Any]) -> Tensor:
-    """Return the ids of all blocks but the first, shuffled."""
-    if "order" not in state:
-        state["order"] = torch.randperm(len(pool) - 1, generator=torch.Generator().manual_seed(7)) + 1
-    order: Tensor = state["order"]
-    return order
-
-
-def _strides(pool: Tensor) -> dict[str, Any]:
-    block, layer = (int(pool.stride(axis)) * pool.element_size() for axis in (0, 1))
-    return {"pool": pool, "block_stride": block, "layer_stride": layer, "num_layers": pool.shape[1]}
-
-
-def copy_blocks_case(shape: ModelShape, spec: KernelSpec, num_pairs: int) -> Case:
-    """Return the copy of some blocks."""
-    constants: dict[str, Any] = dict(spec.constants)
-    state: dict[str, Any] = {}
-    layer_bytes = 2 * shape.num_kv_heads * BLOCK_SIZE * shape.head_dim * 2
-
-    def build(gpu: Gpu, index: int) -> Instance:
-        pool = _pool(gpu, shape, state)
-        at = 2 * num_pairs * index
-        chosen = _blocks(pool, state).roll(-at)[: 2 * num_pairs].view(-1, 2)
-        pairs = chosen.to(gpu.torch_device, torch.int32)
-        count = len(pairs)
-        source, target = chosen.to(gpu.torch_device).unbind(1)
-        given = {**_strides(pool), "pairs": pairs, "num_pairs": count, "part_bytes": layer_bytes // constants["PARTS"]}
-        grid = copy_blocks.num_ctas_needed(spec, count, shape.num_layers, gpu.num_sms)
-        return Instance(
-            [Call(spec, given, grid)],
-            [],
-            lambda: None,
-            lambda _: unequal(pool[target], pool[source]),
-            lambda: pool.index_copy_(0, target, pool.index_select(0, source)),
-            lambda: _clear(pool, target),
-            lambda: [pool.index_select(0, target)],
-        )
-
-    num_bytes = 2 * num_pairs * shape.num_layers * layer_bytes
-    return Case(
-        f"copy_blocks pairs={num_pairs}", [spec], num_bytes, build, most_instances=255 // num_pairs, state=state
-    )
-
-
 def _wave(gpu: Gpu, spec: KernelSpec) -> int:
     return gpu.num_sms * spec.ctas_per_sm
 
@@ -381,12 +315,6 @@ def _gemm_cases(shape: ModelShape) -> Iterator[Case]:
             yield gemm_case(role, linear, gemm.spec(TILES=tiles, EPILOGUE=linear.epilogue))
 
 
-def _copy_blocks_cases(shape: ModelShape, specs: Sequence[KernelSpec] | None) -> Iterator[Case]:
-    for spec in specs or copy_blocks.specs(shape):
-        for num_pairs in (1, 64):
-            yield copy_blocks_case(shape, spec, num_pairs)
-
-
 def cases_of(op: str, shape: ModelShape, specs: Sequence[KernelSpec] | None = None) -> list[Case]:
     """Return the cases of one op, with the default kernels or with others that are to be compared."""
     from tools.gpu import attention_cases, layer_cases, logit_cases
@@ -398,7 +326,6 @@ def cases_of(op: str, shape: ModelShape, specs: Sequence[KernelSpec] | None = No
         "head": lambda: _head_cases(shape),
         "embed": lambda: (embed_case(shape, spec) for spec in specs or embed.specs(shape)),
         "add_norm": lambda: (add_norm_case(shape, spec) for spec in specs or add_norm.specs(shape)),
-        "copy_blocks": lambda: _copy_blocks_cases(shape, specs),
     }
     if op == "layer":
         return layer_cases.cases_of(shape)

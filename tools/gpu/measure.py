@@ -44,7 +44,7 @@ def check(gpu: Gpu, case: Case) -> Result:
     gpu.synchronize()
     error = instance.check(expected)
     result = {"case": case.name, "error": error, "status": "ok" if error <= 1 else "WRONG"}
-    if instance.results():
+    if instance.outputs:
         result["replays"], result["different"] = _replay(gpu, instance)
         if result["different"]:
             result["status"] = "NOT REPEATABLE"
@@ -53,14 +53,14 @@ def check(gpu: Gpu, case: Case) -> Result:
 
 def _replay(gpu: Gpu, instance: Instance) -> tuple[int, int]:
     """Return replays of a graph and how many gave other bits than the first launch; compared on the device."""
-    first = [_words(output).clone() for output in instance.results()]
+    first = [_words(output).clone() for output in instance.outputs]
     different = torch.zeros((), dtype=torch.int64, device=gpu.torch_device)
     launches = gpu.prepare(instance.calls)
 
     def step() -> None:
         instance.restore()
         gpu.launch(launches)
-        for output, kept in zip(instance.results(), first, strict=True):
+        for output, kept in zip(instance.outputs, first, strict=True):
             different.add_((_words(output) != kept).any())
 
     graph = captured(step)

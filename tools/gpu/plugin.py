@@ -58,10 +58,9 @@ def _use_gpu(config: pytest.Config) -> None:
 
 def _fit_pools(num_bytes: int) -> None:
     """Have the tests take pools that fit, before they import the size: still more than 32 bits address."""
-    from tests.kernels.cuda import attention_case, padded_pool
+    from tests.kernels.cuda import attention_case
 
     attention_case.set_pool_bytes(min(attention_case.pool_bytes(), num_bytes))
-    padded_pool.POOL_BYTES = min(padded_pool.POOL_BYTES, num_bytes)
 
 
 class _Summary:

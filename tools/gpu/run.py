@@ -49,7 +49,7 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[2]
 CORE_OPS = ("layer", "gemv", "attention", "head", "gemm", "add_norm", "argmax", "embed", "sample")
 """Kernels of decode steps; ``layer`` is the chain of five that a layer is, in one graph."""
-OTHER_OPS = ("log_sum_exp", "top_k", "copy_blocks")
+OTHER_OPS = ("log_sum_exp", "top_k")
 OPS = (*CORE_OPS, *OTHER_OPS)
 CHOICES = re.compile(r" (ring|split|trigger)=(\w+)")
 """What tells the sides of a choice apart in the names of cases."""

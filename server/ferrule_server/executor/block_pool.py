@@ -12,7 +12,7 @@ from ferrule_server.model.memory import new_tensor
 
 __all__ = ["BlockPool", "bytes_per_block"]
 
-_COPY_BYTES = 256 << 20
+_COPY_BYTES = 64 << 20
 """The most bytes of blocks that are copied at a time, which bounds the memory allocated for a copy."""
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ferrule_server.executor.cuda.driver import Device, Function
-from ferrule_server.executor.cuda.gpu import Event, Gpu, GpuError, GpuInfo, GpuLost, Graph, Operation, Refused
+from ferrule_server.executor.cuda.gpu import Event, Gpu, GpuError, GpuInfo, Graph, Operation
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, parameters
 from tests.executor.cuda.fake_memory import FakeMemory
 from tests.executor.cuda.fake_stream import Copy, FakeLaunch, FakeStream, Faults, Mark, Replay, StandIn, TorchWork, Work
@@ -331,12 +331,7 @@ class FakeGpu:
 
     def _work(self, call: str, operation: Operation) -> Work:
         if isinstance(operation, FakeLaunch):
-            try:
-                self._faults.check(f"{call} {operation.kernel}")
-            except GpuLost:
-                raise
-            except GpuError as error:
-                raise Refused(str(error), operation.kernel) from error
+            self._faults.check(f"{call} {operation.kernel}")
             return operation
         assert callable(operation), operation
         self._faults.check(f"{call} torch")

@@ -26,12 +26,12 @@ from ferrule_server.executor.cuda.bundle import (
     kernel_key,
     source_hash,
 )
-from ferrule_server.kernels.cuda import copy_blocks, embed
+from ferrule_server.kernels.cuda import add_norm, embed
 from ferrule_server.kernels.cuda.intrinsics import Address
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from tools.kernels.build import write_bundle, write_wheel
 
-SPEC, OTHER = copy_blocks.spec(), embed.spec()
+SPEC, OTHER = embed.spec(), add_norm.spec(1024, ADD=False)
 HOPPER, CUDA = (9, 0), (13, 0)
 
 
@@ -59,15 +59,15 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
 
 def test_both_codes_of_a_kernel_are_read(tmp_path: Path) -> None:
     """A kernel that the bundle lacks is left out."""
-    found = Bundle.open(write(tmp_path / "kernels")).read([SPEC, copy_blocks.spec(parts=2)])
+    found = Bundle.open(write(tmp_path / "kernels")).read([SPEC, embed.spec(X=2)])
     ((spec, cubin),) = found.items()
-    assert (spec, cubin.name) == (SPEC, "copy_blocks")
+    assert (spec, cubin.name) == (SPEC, "embed")
     assert (cubin.code[:6], cubin.late.code[:5]) == (b"early ", b"late ")
 
 
 def test_code_that_is_the_same_is_kept_once(tmp_path: Path) -> None:
     """Before sm_90 a kernel starts nothing early; and what two kernels share."""
-    cubins = {SPEC: Cubin("copy_blocks", b"code"), OTHER: Cubin("embed", b"code")}
+    cubins = {SPEC: Cubin("embed", b"code"), OTHER: Cubin("add_norm", b"code")}
     path = write(tmp_path / "kernels", "sm_80", cubins=cubins)
     assert len(zipfile.ZipFile(path).namelist()) == 2
     found = Bundle.open(path).read([SPEC, OTHER])
@@ -257,7 +257,7 @@ def elsewhere(out: Address) -> None:
 
 def test_a_kernel_is_named_by_all_that_shapes_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Constants, threads and CTAs; the sources of the package are those of the bundle, other files are named too."""
-    assert kernel_key(SPEC) == f"{SPEC.name} 256x2"
+    assert kernel_key(SPEC) == f"{SPEC.name} 128x1"
     own = KernelSpec(elsewhere, (), 32, 0)
     before = kernel_key(own)
     assert before.startswith("elsewhere[] 32x1 ")

@@ -304,15 +304,6 @@ def test_the_kind_of_a_step_is_the_largest_of_its_rows(spec: OutputSpec, kind: O
             assert division == Division(kind, (), keeps_rows)
 
 
-@pytest.mark.parametrize("largest", [OutputKind.GREEDY, OutputKind.SAMPLE, OutputKind.SCORE])
-def test_kinds_that_kernels_cannot_serve_are_left_to_torch(largest: OutputKind) -> None:
-    """Where a part has failed: the rows that need it, and no others."""
-    specs = [OutputSpec(sample=DRAWN), OutputSpec(num_top_logprobs=1), OutputSpec(), OutputSpec(entropy=True)]
-    kinds = [OutputKind.SAMPLE, OutputKind.TOP, OutputKind.GREEDY, OutputKind.SCORE]
-    torch_rows = tuple(i for i, kind in enumerate(kinds) if kind > largest)
-    assert divide(specs, [], LIMITS, largest) == Division(largest, torch_rows, keeps_rows=True)
-
-
 @pytest.mark.parametrize("record", [OutputSpec, SampleSpec, Shaping, DraftSpec])
 def test_every_field_of_a_row_is_known(record: type) -> None:
     """A new field needs a rule in ``choices.py`` first, and then an entry in ``KNOWN_FIELDS``."""

@@ -9,7 +9,7 @@ import torch
 
 from ferrule_server.executor.cuda import graphs
 from ferrule_server.executor.cuda.choices import OutputKind
-from ferrule_server.executor.cuda.gpu import GpuError, GpuLost, Graph, Operation, Refused
+from ferrule_server.executor.cuda.gpu import GpuError, GpuLost, Graph, Operation
 from ferrule_server.executor.cuda.graphs import GraphKey, GraphStore
 from tests.executor.cuda.fake_gpu import FakeGpu
 
@@ -231,35 +231,6 @@ def test_without_graphs_every_step_is_launched_and_nothing_waits(gpu: FakeGpu, c
     assert store.is_settled(ONE)
     assert [store.put(ONE), store.put(ONE)] == [False, False]
     assert (store.num_wanted, store.capture_next(), store.captured) == (0, False, ())
-
-
-def test_a_replay_that_is_refused_names_graphs_which_can_be_done_without(
-    store: GraphStore, gpu: FakeGpu, counting: Counting
-) -> None:
-    """Then they are given back, and their keys are launched."""
-    store.put(ONE)
-    store.capture_next()
-    gpu.fail("replay", GpuError("no"))
-    with pytest.raises(Refused) as caught:
-        store.put(ONE)
-    assert caught.value.subject == graphs.GRAPHS
-    store.disable()
-    assert (gpu.graphs, store.captured, store.is_settled(ONE)) == ([], (), True)
-    assert not store.put(ONE)
-    assert counting.sum(ONE) == 1
-    assert not store.capture_next()
-
-
-def test_keys_that_are_not_put_any_more_are_forgotten(store: GraphStore, gpu: FakeGpu) -> None:
-    """Their graphs are given back, and none is captured for them."""
-    for key in (ONE, TWO, SAMPLED):
-        store.put(key)
-    store.capture_next()
-    assert store.captured == (ONE,)
-    store.retain(lambda key: key == TWO)
-    assert [store.num_wanted, store.taken_bytes, *store.captured, *gpu.graphs] == [1, 0]
-    store.capture_next()
-    assert store.captured == (TWO,)
 
 
 def test_closing_gives_every_graph_back(store: GraphStore, gpu: FakeGpu) -> None:

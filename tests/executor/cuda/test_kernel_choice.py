@@ -26,8 +26,8 @@ from ferrule_server.executor.cuda.kernel_choice import (
 )
 from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.cuda.weights import adopt_weights
-from ferrule_server.kernels.cuda import attention, copy_blocks
-from ferrule_server.kernels.cuda.catalog import OPS, kernels_of
+from ferrule_server.kernels.cuda import attention
+from ferrule_server.kernels.cuda.catalog import kernels_of
 from ferrule_server.kernels.cuda.logit_rows import num_slices
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, SHARED_LIMITS, KernelSpec, ModelShape
 from ferrule_server.model.config import ModelConfig
@@ -40,7 +40,7 @@ QWEN, LLAMA = MODEL_SHAPES["Qwen3-8B"], MODEL_SHAPES["Llama-3.2-1B"]
 
 @pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_what_steps_need_is_shipped(name: str) -> None:
-    """Less than all of it: no trees, one kernel that moves blocks; less still in deterministic mode."""
+    """Less than all of it: no trees; less still in deterministic mode."""
     shape = MODEL_SHAPES[name]
     shipped = {spec.name: spec for spec in kernels_of(shape)}
     needed = {one: specs_needed(shape, is_deterministic=one) for one in (False, True)}
@@ -51,14 +51,12 @@ def test_what_steps_need_is_shipped(name: str) -> None:
     assert {"gemv", "head"}.isdisjoint(spec.kernel.__name__ for spec in needed[True])
     constants = [dict(spec.constants) for spec in needed[False]]
     assert not any(one.get("TREE") for one in constants)
-    movers = {op.name for op in OPS} & {"copy_blocks"}
-    assert [spec.name for spec in needed[False] if _module(spec) in movers] == [copy_blocks.spec().name]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("is_deterministic", "capability"), [(False, (9, 0)), (False, (8, 6)), (True, (9, 0))])
 def test_no_step_asks_for_more_than_was_said(kind: str, is_deterministic: bool, capability: tuple[int, int]) -> None:
-    """Every size of a graph uses every kernel but those behind the logits and between steps."""
+    """Every size of a graph uses every kernel but those behind the logits."""
     executor = tiny_executor(kind, num_layers=1)
     assert executor.plain_weights is not None
     shape, gpu = shape_of(executor.info.model.config), FakeGpu(num_sms=3, capability=capability)
@@ -78,8 +76,7 @@ def test_no_step_asks_for_more_than_was_said(kind: str, is_deterministic: bool, 
         for launch in chain.operations(num_rows, stores_logits=True, is_deterministic=is_deterministic)
         if isinstance(launch, FakeLaunch)
     }
-    behind = {"log_sum_exp", "sample", "top_k"}
-    assert {_module(spec) for spec in specs if spec.name not in used} == behind | {"copy_blocks"}
+    assert {_module(spec) for spec in specs if spec.name not in used} == {"log_sum_exp", "sample", "top_k"}
 
 
 def _module(spec: KernelSpec) -> str:

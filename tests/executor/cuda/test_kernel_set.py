@@ -1,4 +1,4 @@
-"""Kernels are loaded once, when they are first asked for, and take arguments by name."""
+"""Kernels are loaded when the set is made, and take arguments by name."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ferrule_server.executor.cuda.gpu import GpuError
-from ferrule_server.executor.cuda.kernel_set import KernelMissing, KernelSet, Trigger
-from ferrule_server.kernels.cuda import embed, gemv
+from ferrule_server.executor.cuda.kernel_set import KernelSet, Trigger
+from ferrule_server.kernels.cuda import argmax, embed
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeKernel, FakeLaunch
 
@@ -23,15 +23,19 @@ def _arguments(gpu: FakeGpu) -> dict[str, int | float | torch.Tensor]:
     return {**sizes, "hidden": table[4:], "table": table, "sampled": 0, "token_ids": ids}
 
 
-def test_a_kernel_is_loaded_once() -> None:
-    """And not before it is asked for."""
+def test_every_kernel_is_loaded_once_when_the_set_is_made() -> None:
+    """Whether it is asked for or not; one that the GPU refuses makes no set."""
     gpu = FakeGpu()
-    kernels = KernelSet(gpu, {SPEC: CUBIN})
-    assert not gpu.calls("load")
+    cubins = {SPEC: CUBIN, argmax.spec(): CUBIN}
+    kernels = KernelSet(gpu, cubins)
+    assert [call.subject for call in gpu.calls("load")] == ["embed", "argmax"]
     arguments = _arguments(gpu)
     kernels.prepare(SPEC, arguments, 1)
     kernels.prepare(SPEC, arguments, 2, starts_early=False)
-    assert len(gpu.calls("load")) == 1
+    assert len(gpu.calls("load")) == 2
+    gpu.fail("load argmax", GpuError("no room"))
+    with pytest.raises(GpuError, match="no room"):
+        KernelSet(gpu, cubins)
 
 
 def test_arguments_are_put_in_order() -> None:
@@ -56,27 +60,19 @@ def test_missing_and_unknown_arguments_are_noticed() -> None:
         kernels.prepare(SPEC, arguments, 1)
 
 
-def test_what_was_not_built_is_an_error_of_the_gpu() -> None:
-    """So that it ends in torch: another kernel, and more shared memory than was built for; less is fine."""
+def test_what_was_not_built_is_refused() -> None:
+    """Another kernel, and more shared memory than was built for; less is fine."""
     gpu = FakeGpu()
-    built = gemv.spec(512, M=1, NORM=False, EPILOGUE="store", R=2, U=4, WARPS=8)
-    kernels = KernelSet(gpu, {built: CUBIN})
-    with pytest.raises(KernelMissing, match="was not built"):
-        kernels.load(SPEC)
-    with pytest.raises(GpuError, match="was built for"):
-        kernels.load(replace(built, shared_bytes=built.shared_bytes + 1))
-    kernels.load(replace(built, shared_bytes=built.shared_bytes - 16))
+    built = replace(SPEC, shared_bytes=512)
+    kernels, arguments = KernelSet(gpu, {built: CUBIN}), _arguments(gpu)
+    with pytest.raises(GpuError, match="was not built"):
+        kernels.prepare(argmax.spec(), {}, 1)
+    with pytest.raises(ValueError, match="is planned for 512 bytes, not 513"):
+        kernels.prepare(replace(built, shared_bytes=513), arguments, 1)
+    launch = kernels.prepare(SPEC, arguments, 1)
+    assert isinstance(launch, FakeLaunch)
+    assert launch.spec.shared_bytes == 512
     assert kernels.gpu is gpu
-
-
-def test_a_refused_kernel_may_be_asked_for_again() -> None:
-    """Nothing is kept of a failed load."""
-    gpu = FakeGpu()
-    gpu.fail("load embed", GpuError("no room"))
-    kernels = KernelSet(gpu, {SPEC: CUBIN})
-    with pytest.raises(GpuError, match="no room"):
-        kernels.load(SPEC)
-    assert kernels.load(SPEC).spec == SPEC
 
 
 @pytest.mark.parametrize("trigger", ["early", "late", "off"])

@@ -257,7 +257,7 @@ def test_what_is_remembered_of_a_step_is_what_is_found_anew(seed: int) -> None:
             specs = chance.choices(pool + rare * (chance.random() < 0.2), k=chance.randint(1, 8))
         batch = rows_of([1] * len(specs), [chance.randrange(200) for _ in specs])
         batch = dataclasses.replace(batch, output_specs=tuple(specs))
-        division = toy.runner._division(batch, OutputKind.TOP)
+        division = toy.runner._division(batch)
         kind = division.kind
         kinds.add(kind)
         assert division == divide(batch.output_specs, batch.histories, limits)

@@ -64,7 +64,6 @@ def executor_over(
             limits=limits_of(8),
             num_ctas=num_ctas_of(inner, gpu),
             is_deterministic=is_deterministic,
-            failures=kernels.failures,
             **options,
         )
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from ferrule_server.executor.base import (
     ExecutorState,
-    Int32Array,
     MemoryPlan,
     OutputSpec,
     RowOutput,
@@ -24,7 +23,6 @@ from ferrule_server.executor.base import (
 )
 from ferrule_server.executor.cuda.cuda_device import CudaDevice
 from ferrule_server.executor.cuda.gpu import Gpu, GpuInfo, GpuLost
-from ferrule_server.executor.cuda.parts import part_of, refused_part
 from ferrule_server.executor.cuda.runner import NAME
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.reference import PagedReferenceExecutor
@@ -36,7 +34,7 @@ TIMEOUT_S = 10.0
 PLAN = MemoryPlan(total=100, weights=10, kv_pool=20, buffers=5, workspace=5, graphs=8, free=52)
 
 
-_CALLS = ("submit", "result", "current", "synchronize", "capture", "copy_blocks")
+_CALLS = ("submit", "result", "current", "synchronize", "capture")
 
 
 class StreamGpu:
@@ -105,7 +103,6 @@ class ReferenceRunner:
         self.executor = executor
         self.max_rows = MAX_ROWS
         self.max_seq_rows = MAX_ROWS
-        self.failures: dict[str, str] = {}
         self.batches: list[StepBatch] = []
         self.tokens = np.zeros(MAX_ROWS, np.int32)
         self.num_wanted = 0
@@ -120,30 +117,15 @@ class ReferenceRunner:
         return ExecutorState(
             NAME,
             preparation=f"capturing graphs, {self.num_wanted} left" if self.num_wanted else "",
-            fallback_reason="; ".join(f"{part}: {reason}" for part, reason in self.failures.items()),
             captured_batch_sizes=self.captured_batch_sizes,
             num_graph_steps=self.num_graph_steps,
             num_launched_steps=self.num_launched_steps,
         )
 
-    def can_run(self, batch: StepBatch) -> bool:
-        """One or two rows need one part, everything else another."""
-        kernel = "gemv" if batch.num_rows <= 2 else "gemm"
-        return part_of(kernel) not in self.failures
-
     def can_submit(self, batch: StepBatch) -> bool:
         """Whatever fits."""
         self.gpu.hit("can_submit")
-        return self.can_run(batch) and not any(spec.full_logits for spec in batch.output_specs)
-
-    def part_of(self, error: Exception) -> str:
-        """As the real one."""
-        return refused_part(error)
-
-    def drop(self, part: str, reason: str) -> None:
-        """The stream must be idle."""
-        assert not self.gpu.work
-        self.failures = {**self.failures, part: reason}
+        return not any(spec.full_logits for spec in batch.output_specs)
 
     def submit(self, batch: StepBatch) -> Queued:
         """Put a step into the stream; a failed one is in it partly."""
@@ -164,19 +146,6 @@ class ReferenceRunner:
     def run(self, batch: StepBatch) -> StepResult:
         """Run a step."""
         return self.submit(batch).result()
-
-    def copy_blocks(self, block_pairs: Int32Array) -> bool:
-        """Put copies into the stream; refused ones are in it partly."""
-        if part_of("copy_blocks") in self.failures:
-            return False
-        pairs = block_pairs.copy()
-        try:
-            self.gpu.hit("copy_blocks")
-        except Exception:  # raised again, likewise
-            self.gpu.work.append(lambda: self.executor.copy_blocks(pairs[: len(pairs) // 2]))
-            raise
-        self.gpu.work.append(lambda: self.executor.copy_blocks(pairs))
-        return True
 
     def capture_next(self) -> bool:
         """One graph is wanted at most."""
@@ -284,10 +253,6 @@ class _Untold:
     def run(self, batch: StepBatch) -> StepResult:
         """Run a step on the same pool."""
         return PagedReferenceExecutor.run(self._executor, batch)
-
-    def copy_blocks(self, block_pairs: Int32Array) -> None:
-        """Copy within the same pool."""
-        self._executor.copy_blocks(block_pairs)
 
 
 def device_of(gpu: StreamGpu | None) -> CudaDevice:

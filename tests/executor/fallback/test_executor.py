@@ -229,34 +229,6 @@ def test_whatever_comes_behind_a_pending_step_finds_it_done(call: str) -> None:
         np.testing.assert_array_equal(data[0], data[1])
 
 
-def test_copies_that_the_kernel_refuses_are_made_by_torch() -> None:
-    """All of them anew, whatever part of them is in the stream; the runner is given up."""
-    world = World()
-    world.start()
-    world.executor.run(world.decode(4))
-    world.gpu.fail("copy_blocks", GpuError("no room in the stream"))
-    block, (one, other) = world.seqs[0].blocks[0], world.stepper.free[-2:]
-    world.executor.copy_blocks(np.array([[block, one], [block, other]], np.int32))
-    data = world.executor.read_blocks(np.array([block, one, other], np.int32))
-    assert data[0].any()
-    np.testing.assert_array_equal(data[1:], data[[0, 0]])
-    assert world.executor.state.fallback_reason == "no room in the stream"
-
-
-def test_copies_go_to_the_kernel_where_there_is_one() -> None:
-    """Torch is not asked, so nothing is allocated."""
-    world = World()
-    world.start()
-    world.executor.run(world.decode(4))
-    block, spare = world.seqs[0].blocks[0], world.stepper.free[-1]
-    world.gpu.fail("current", AssertionError("torch was asked"))
-    world.executor.copy_blocks(np.array([[block, spare]], np.int32))
-    world.gpu.failures.clear()
-    data = world.executor.read_blocks(np.array([block, spare], np.int32))
-    assert data[0].any()
-    np.testing.assert_array_equal(data[0], data[1])
-
-
 # ---- all of it at random --------------------------------------------------------------------------------------------
 
 ACTIONS = st.lists(st.sampled_from(["run", "submit", "fed", "read", "copy", "tend"]), max_size=14)
@@ -265,7 +237,7 @@ ACTIONS = st.lists(st.sampled_from(["run", "submit", "fed", "read", "copy", "ten
 @settings(max_examples=60, deadline=None)
 @given(
     actions=ACTIONS,
-    call=st.sampled_from(["submit", "result", "capture", "can_submit", "copy_blocks"]),
+    call=st.sampled_from(["submit", "result", "capture", "can_submit"]),
     nth=st.integers(1, 12),
     error=st.sampled_from([GpuError, KeyError, torch.OutOfMemoryError]),
 )

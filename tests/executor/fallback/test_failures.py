@@ -13,7 +13,7 @@ import torch
 
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import DeviceLost
-from ferrule_server.executor.cuda.gpu import GpuError, GpuLost, Refused
+from ferrule_server.executor.cuda.gpu import GpuError, GpuLost
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from tests.executor.fallback.reference_world import (
     GREEDY,
@@ -135,75 +135,6 @@ def test_a_runner_that_cannot_be_made_is_done_without(error: Exception, reason: 
         assert not world.executor.tend()
     state = world.executor.state
     assert (state.name, state.fallback_reason, state.num_torch_steps, len(calls)) == ("torch", reason, 2, 1)
-
-
-# ---- when a part of the path fails -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("has_pending", [False, True])
-def test_a_refused_part_costs_only_the_steps_that_need_it(has_pending: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """What is in flight is read, the step that met it runs in torch, and everything else stays on the kernels."""
-    world, plain = World(), World()
-    for each in (world, plain):
-        each.start()
-    first = world.executor.submit(world.decode(4, 5))
-    if not has_pending:
-        first.result()
-    world.gpu.fail("submit", Refused("no image", "gemv"))
-    second = world.executor.submit(world.fed(1, 0))
-    rows = [first.result(), second.result()]
-    expected = [plain.executor.run(plain.decode(4, 5))]
-    expected.append(plain.executor.run(plain.decode(*reversed(tokens_of(expected[0])))))  # type: ignore[arg-type]
-    assert rows == expected
-    assert [set(each.paths) for each in rows] == [{"kernels"}, {"torch"}]
-    assert world.pool() == plain.pool()
-    state = world.executor.state
-    assert (state.name, state.fallback_reason) == ("numba-cuda", "steps of 1 or 2 rows: no image")
-    assert not world.executor.can_submit(world.decode(4, 5))
-    assert set(world.executor.run(world.decode(4, 5)).paths) == {"torch"}
-    several = world.stepper.batch(Piece(world.seqs[0], [4, 5, 6], spec=GREEDY))
-    assert set(world.executor.run(several).paths) == {"kernels"}
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warnings == ["event=part_falls_back reason='steps of 1 or 2 rows: no image'"]
-
-
-def test_copies_may_be_the_part_that_fails() -> None:
-    """Torch makes all of them again, and those that come later."""
-    world = World()
-    world.start()
-    world.executor.run(world.decode(4))
-    world.gpu.fail("copy_blocks", Refused("no", "copy_blocks"))
-    block, (one, other) = world.seqs[0].blocks[0], world.stepper.free[-2:]
-    world.executor.copy_blocks(np.array([[block, one], [block, other]], np.int32))
-    data = world.executor.read_blocks(np.array([block, one, other], np.int32))
-    assert data[0].any()
-    np.testing.assert_array_equal(data[1:], data[[0, 0]])
-    assert world.executor.state.fallback_reason == "copies of blocks: no"
-    assert set(world.executor.run(world.decode(4)).paths) == {"kernels"}
-
-
-def test_a_part_that_cannot_be_left_takes_the_path_along() -> None:
-    """Its graphs do not close, say."""
-    world = World()
-    world.start()
-
-    def drop(*_: str) -> None:
-        raise GpuError("busy")
-
-    world.made().drop = drop  # type: ignore[assignment, method-assign]
-    world.gpu.fail("submit", Refused("no", "attention"))
-    assert set(world.executor.run(world.decode(4)).paths) == {"torch"}
-    assert (world.executor.runner, world.executor.state.fallback_reason) == (None, "no")
-
-
-def test_a_refused_part_in_deterministic_mode_is_a_lost_device() -> None:
-    """Nothing else gives the same bits."""
-    world = World(is_deterministic=True)
-    world.start()
-    world.gpu.fail("submit", Refused("no", "attention"))
-    with pytest.raises(DeviceLost, match="no"):
-        world.executor.run(world.decode(3))
-    assert world.torch.batches == []
 
 
 def test_a_reason_not_to_begin_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -344,7 +275,7 @@ def test_the_state_is_whole_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> 
 # ---- when the device is lost ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["submit", "result", "current", "capture", "synchronize", "copy_blocks"])
+@pytest.mark.parametrize("call", ["submit", "result", "current", "capture", "synchronize"])
 def test_a_lost_device_is_lost_for_every_later_call(call: str) -> None:
     """Whoever notices it first: nothing is run again, because nothing in the pool can be trusted."""
     world = World()
@@ -356,8 +287,7 @@ def test_a_lost_device_is_lost_for_every_later_call(call: str) -> None:
         world.gpu.fail("result", GpuError("cuBLAS failed"))
     notice = {
         "submit": lambda: world.executor.submit(world.decode(4)),
-        "copy_blocks": lambda: world.executor.copy_blocks(np.array([[1, 2]], np.int32)),
-        "current": lambda: world.executor.copy_slots(np.array([[1, 2]], np.int32)),
+        "current": lambda: world.executor.copy_blocks(np.array([[1, 2]], np.int32)),
         "capture": lambda: (pending.result(), world.executor.tend()),
     }
     with pytest.raises(DeviceLost, match=r"an illegal memory access$"):

@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from tools.cuda_simulator import Memory
 
 Bits = NDArray[np.uint16]
-POOL_BYTES = 100 << 30
-"""Of the pools that show whether addresses wrap; a run on a GPU makes it fit."""
 GAP = 0x7FC1  # a NaN that no test writes
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ferrule_server.kernels.cuda.catalog import shipped_kernels
-from ferrule_server.kernels.cuda.copy_blocks import copy_blocks
+from ferrule_server.kernels.cuda.embed import embed
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import Specialised, specialise
 from tools.cuda_simulator import Launch, Memory, run
@@ -59,19 +59,21 @@ def test_every_kernel_triggers_and_waits_once_in_every_thread(spec: KernelSpec) 
 
 
 def test_a_chain_without_triggers_computes_the_same() -> None:
-    """Copies of copies, with and without."""
-    constants = {"PARTS": 2, "U": 2, "THREADS": 32}
-    late = _without_trigger(specialise(copy_blocks, constants))
+    """Rows of rows, with and without."""
+    constants = {"WARPS": 1, "X": 2}
+    late = _without_trigger(specialise(embed, constants))
     found = []
     for specialised in (None, late):
         memory = Memory()
-        pool = memory.put("pool", np.arange(4 * 512, dtype=np.uint32), mutable=True)
+        rows = memory.put("rows", np.arange(4 * 64, dtype=np.uint16), mutable=True)
         chain = []
-        for name, pair in (("first", (1, 2)), ("second", (2, 3))):
-            pairs = memory.put(name, np.array([pair], np.int32), mutable=True)
-            arguments = (pool, 2048, 1024, pairs, 1, 2, 512)
-            chain.append(Launch(copy_blocks, constants, arguments, 3, 32, specialised=specialised))
+        for name, tokens in (("first", [2, 0, 3, 1]), ("second", [3, 2, 1, 0])):
+            token_ids = memory.put(f"{name} ids", np.array(tokens, np.int32), mutable=True)
+            hidden = memory.empty(name, (4, 64), np.uint16)
+            arguments = (token_ids, 0, rows, hidden, 4, 0, 4, 64)
+            chain.append(Launch(embed, constants, arguments, 3, 32, specialised=specialised))
+            rows = hidden
         run(memory, chain, seed=5)
-        found.append(memory.get("pool"))
-    assert (found[0].reshape(4, -1)[3] == np.arange(512, 1024)).all()
+        found.append(memory.get("second"))
+    np.testing.assert_array_equal(found[0], np.arange(4 * 64).reshape(4, 64)[[1, 3, 0, 2]])
     np.testing.assert_array_equal(found[0], found[1])

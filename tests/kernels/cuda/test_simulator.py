@@ -373,6 +373,14 @@ def test_every_intrinsic_has_one_twin() -> None:
     assert set(twins) - {"f32", "i32", "u32"} == set(INTRINSICS)
 
 
+def test_an_intrinsic_called_in_python_is_an_error() -> None:
+    """It has no body, and None would go on as if it were a value."""
+    with pytest.raises(RuntimeError, match="load_u32 runs on a device"):
+        load_u32(0)
+    with pytest.raises(RuntimeError, match="barrier runs on a device"):
+        barrier()
+
+
 def unused(size: I32) -> None:
     """Wait."""
     grid_wait()

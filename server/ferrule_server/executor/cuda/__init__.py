@@ -6,12 +6,10 @@
     bundle.py          finds and reads the compiled kernels; the settings ask it on machines without a GPU too
     cuda_device.py     the GPU as ``executor/fallback`` sees it
     early_launch.py    when a kernel may start while the one before it runs; litmus.py: whether the GPU does that right
-    parts.py           which kernels serve which steps: what is lost if one is refused
     runner.py          one step on the kernels: upload, replay or launches, download; two in flight
     graphs.py          which graphs exist, and which are wanted; buckets.py: their sizes
     chain.py           the launches of a step, from tokens to logits: linears.py, weights.py, kernel_choice.py (which
                        kernel for what), kernel_set.py (loads them)
-    block_copies.py    copy-on-write
     choices.py         what rows return, from the logits: choice_inputs.py (records), choice_launches.py, row_copies.py
                        (whole rows)
     buffers.py         every buffer; layout.py: where a field lies; inputs.py: a step's arrays into the fields;

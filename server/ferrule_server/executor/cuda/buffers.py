@@ -21,7 +21,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.cuda.block_copies import PAIR_LAYOUT
 from ferrule_server.executor.cuda.gpu import Gpu
 from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout, pack
 from ferrule_server.kernels.cuda import gemm
@@ -177,8 +176,6 @@ class DecodeBuffers:
     """uint8 [2 * R, 16], what the launches behind the logits tell each other."""
     choice_totals: Tensor
     """int64 [R], written by the draw."""
-    block_pairs: Tensor
-    """uint8 [bytes of MAX_PAIRS pairs], of copies between steps."""
 
     def __init__(self, gpu: Gpu, shape: ModelShape, limits: Limits, num_ctas: int) -> None:
         self.limits = limits
@@ -226,5 +223,4 @@ def _tensors(shape: ModelShape, limits: Limits, num_ctas: int) -> dict[str, tupl
         "choice_tickets": ((2 * rows,), torch.int32),
         "choice_borders": ((2 * rows, BORDER_BYTES), torch.uint8),
         "choice_totals": ((rows,), torch.int64),
-        "block_pairs": ((PAIR_LAYOUT.num_bytes,), torch.uint8),
     }

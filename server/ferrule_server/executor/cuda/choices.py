@@ -104,19 +104,13 @@ def are_same(specs: Sequence[OutputSpec], others: Sequence[OutputSpec]) -> bool:
     return len(specs) == len(others) and all(map(is_, specs, others))
 
 
-def divide(
-    specs: Sequence[OutputSpec],
-    histories: Sequence[Int32Array | None],
-    limits: Limits,
-    largest: OutputKind = OutputKind.TOP,
-) -> Division:
+def divide(specs: Sequence[OutputSpec], histories: Sequence[Int32Array | None], limits: Limits) -> Division:
     """Return which rows the kernels choose for: as many as fit together, in order.
 
     Args:
         specs: Of the output rows.
         histories: As ``StepBatch.histories``.
         limits: What fits; tokens that occur twice are counted twice.
-        largest: The largest kind that kernels can serve.
     """
     kind, torch_rows, num_requests, num_entries = OutputKind.GREEDY, [], 0, 0
     for i, spec in enumerate(specs):
@@ -125,7 +119,7 @@ def divide(
             continue
         with_requests = num_requests + (len(requested_ids(spec)) if row_kind >= OutputKind.SCORE else 0)
         with_entries = num_entries + (_num_entries(spec, histories[i] if histories else None) if spec.shaping else 0)
-        if row_kind > largest or with_requests > limits.max_requests or with_entries > limits.max_entries:
+        if row_kind is OutputKind.TORCH or with_requests > limits.max_requests or with_entries > limits.max_entries:
             torch_rows.append(i)
         else:
             kind, num_requests, num_entries = max(kind, row_kind), with_requests, with_entries

@@ -1,8 +1,8 @@
 """Puts the executor on a GPU together, in two moves: before the model is read, and with it.
 
 Before: what the memory is for, so that too little of it is said at once; and the kernels, from a bundle. Nothing is
-compiled: a kernel that the bundle lacks costs the steps that need it. Whatever keeps the kernels away leaves the steps
-to torch, with the reason; only in deterministic mode, which promises the bits of the kernels, it ends the start.
+compiled. Whatever keeps the kernels away, if only one of them, leaves all steps to torch, with the reason; only in
+deterministic mode, which promises the bits of the kernels, it ends the start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuInfo
 from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed, unsupported_reason
 from ferrule_server.executor.cuda.kernel_set import Trigger
 from ferrule_server.executor.cuda.memory_plan import format_plan, plan_memory
-from ferrule_server.executor.cuda.parts import part_of
 from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner, create_runner
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.fallback.executor import FallbackExecutor
@@ -87,12 +86,10 @@ class Kernels:
     Attributes:
         bundle: The file that they are from.
         cubins: By spec.
-        failures: The parts of the path that lack a kernel, with the reasons.
     """
 
     bundle: Path
     cubins: Mapping[KernelSpec, Cubin]
-    failures: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +179,6 @@ class Preparation:
             graph_bytes=self.plan.graphs,
             has_graphs=self.options.has_graphs,
             trigger=trigger,
-            failures=self.kernels.failures,
         )
 
 
@@ -278,7 +274,7 @@ def load_kernels(specs: list[KernelSpec], options: GpuOptions, gpu: GpuInfo) -> 
 
     Raises:
         ConfigError: A bundle is named, and it does not serve the GPU.
-        GpuError: There is no bundle, or it lacks kernels that every step needs; in deterministic mode, any kernel.
+        GpuError: There is no bundle, or it lacks a kernel, or a kernel takes more shared memory than there is.
     """
     if not options.has_graphs:
         _log.warning("event=graphs_off reason=--disable-cuda-graphs: every step is launched kernel by kernel")
@@ -289,19 +285,14 @@ def load_kernels(specs: list[KernelSpec], options: GpuOptions, gpu: GpuInfo) -> 
         if options.kernel_bundle is not None:
             raise ConfigError(f"--kernel-bundle: {error}") from error
         raise GpuError(str(error)) from error
-    failures: dict[str, str] = {}
-    for spec in specs:
-        if spec not in cubins:
-            reason = f"{spec.name} is not in {bundle.path}; build the kernels of this model (docs/kernels.md)"
-        elif spec.shared_bytes > (limit := gpu.shared_bytes_per_cta):
-            reason = f"{spec.name} needs {spec.shared_bytes} bytes of shared memory per CTA, {gpu.name} has {limit}"
-        else:
-            continue
-        failures.setdefault(part_of(spec.kernel.__name__), reason)
     _log.info(
         "event=kernels_found num=%d wanted=%d architecture=%s bundle=%s",
         *(len(cubins), len(specs), bundle.architecture, bundle.path),
     )
-    if failures and ("" in failures or options.is_deterministic):
-        raise GpuError(failures.get("") or next(iter(failures.values())))
-    return Kernels(bundle.path, cubins, failures)
+    for spec in specs:
+        if spec not in cubins:
+            raise GpuError(f"{spec.name} is not in {bundle.path}; build the kernels of this model (docs/kernels.md)")
+        if spec.shared_bytes > (limit := gpu.shared_bytes_per_cta):
+            needed = f"{spec.name} needs {spec.shared_bytes} bytes of shared memory per CTA"
+            raise GpuError(f"{needed}, {gpu.name} has {limit}")
+    return Kernels(bundle.path, cubins)

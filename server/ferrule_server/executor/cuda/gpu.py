@@ -21,7 +21,7 @@ from torch import Tensor
 from ferrule_server.executor.fallback.device import DeviceError, DeviceGone
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 
-__all__ = ["Event", "Gpu", "GpuError", "GpuInfo", "GpuLost", "Graph", "Kernel", "Launch", "Operation", "Refused"]
+__all__ = ["Event", "Gpu", "GpuError", "GpuInfo", "GpuLost", "Graph", "Kernel", "Launch", "Operation"]
 
 
 class GpuError(DeviceError):
@@ -30,18 +30,6 @@ class GpuError(DeviceError):
 
 class GpuLost(GpuError, DeviceGone):
     """A fault that ends the context: nothing on the GPU can be trusted, and only a new process helps."""
-
-
-class Refused(GpuError):
-    """One kernel cannot be loaded or launched, or no graph can be replayed; other kernels may still work.
-
-    Attributes:
-        subject: Name of the kernel function, or ``graphs.GRAPHS``.
-    """
-
-    def __init__(self, message: str, subject: str) -> None:
-        super().__init__(message)
-        self.subject = subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,11 +170,7 @@ class Gpu(Protocol):
         ...
 
     def launch(self, operations: Sequence[Operation]) -> None:
-        """Put operations into the stream.
-
-        Raises:
-            Refused: One kernel is refused; those before it are in the stream.
-        """
+        """Put operations into the stream; if one is refused, those before it are there."""
         ...
 
     def capture(self, operations: Sequence[Operation]) -> Graph:

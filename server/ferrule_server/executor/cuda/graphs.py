@@ -9,12 +9,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from ferrule_server.executor.cuda.choices import OutputKind
-from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost, Graph, Operation, Refused
+from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost, Graph, Operation
 
-__all__ = ["FIRST_GRAPH_BYTES", "GRAPHS", "NODE_BYTES", "GraphKey", "GraphStore"]
-
-GRAPHS: Final = "graphs"
-"""Subject of the refusal of a replay."""
+__all__ = ["FIRST_GRAPH_BYTES", "NODE_BYTES", "GraphKey", "GraphStore"]
 
 NODE_BYTES: Final = 64 << 10
 """Of the GPU's memory for one captured launch: an estimate on the safe side. No graph of ours was measured yet; others
@@ -76,8 +73,8 @@ class _Launched:
 class GraphStore:
     """Puts steps into the stream: by replaying their graph, or launch by launch as long as they have none.
 
-    Only what was launched before is captured, which is the promise :meth:`Gpu.capture` asks for: kernels are loaded
-    and torch has its workspaces by then. Graphs take the memory that is planned for them, then what nobody needs, in
+    Only what was launched before is captured, which is the promise :meth:`Gpu.capture` asks for: torch has its
+    workspaces by then. Graphs take the memory that is planned for them, then what nobody needs, in
     bounds; where that ends, and where a capture fails, a key is launched for ever, which takes the host longer and
     gives the same bits.
 
@@ -130,11 +127,10 @@ class GraphStore:
         """Put the operations of a key into the stream and return whether that was one replay.
 
         Raises:
-            Refused: The replay or a kernel was refused; part of the operations may be in the stream.
-            GpuError: The operations cannot be prepared.
+            GpuError: The operations cannot be prepared, or were refused; part of them may be in the stream.
         """
         if key in self._captured:
-            self._replay(self._captured[key][0])
+            self._gpu.replay(self._captured[key][0])
             return True
         launched = self._launched.get(key)
         if launched is None:
@@ -162,26 +158,6 @@ class GraphStore:
         self._count()
         return self.num_wanted > 0
 
-    def disable(self) -> None:
-        """Launch every key kernel by kernel from now on; no graph is in the stream any more.
-
-        Raises:
-            GpuError: As :meth:`close`.
-        """
-        self._num_failures = _MOST_FAILURES
-        self.close()
-
-    def retain(self, is_usable: Callable[[GraphKey], bool]) -> None:
-        """Forget the keys that are not put any more; no graph is in the stream any more.
-
-        Raises:
-            GpuError: The GPU refuses to give a graph back.
-        """
-        self._launched = {key: launched for key, launched in self._launched.items() if is_usable(key)}
-        for key in [key for key in self._captured if not is_usable(key)]:
-            self._release(key)
-        self._count()
-
     def close(self) -> None:
         """Give every graph back; none is in the stream any more.
 
@@ -198,14 +174,6 @@ class GraphStore:
         self._count()
         if refused is not None:
             raise refused
-
-    def _replay(self, graph: Graph) -> None:
-        try:
-            self._gpu.replay(graph)
-        except GpuLost:
-            raise
-        except GpuError as error:
-            raise Refused(str(error), GRAPHS) from error
 
     def _prepared(self, key: GraphKey) -> Sequence[Operation]:
         try:

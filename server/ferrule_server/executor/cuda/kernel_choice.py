@@ -11,7 +11,6 @@ from ferrule_server.executor.cuda.gpu import GpuInfo
 from ferrule_server.kernels.cuda import (
     add_norm,
     attention,
-    copy_blocks,
     embed,
     gemm,
     gemv,
@@ -133,11 +132,11 @@ def specs_needed(
 ) -> list[KernelSpec]:
     """Return every kernel that steps of a model may launch, each once.
 
-    Those are among ``catalog.kernels_of`` where blocks have 16 slots: no trees, of block moves only
-    the copy within the pool; and no products with vectors where bits must not depend on the number of rows.
+    Those are among ``catalog.kernels_of`` where blocks have 16 slots: no trees, and no products with vectors where bits
+    must not depend on the number of rows.
     """
     logit_kernels = (spec for op in OPS if op.name in _LOGIT_OPS for spec in op.specs(shape))
-    return merged([*_chain_specs(shape, is_deterministic, block_size, limit), *logit_kernels, copy_blocks.spec()])
+    return merged([*_chain_specs(shape, is_deterministic, block_size, limit), *logit_kernels])
 
 
 def _chain_specs(shape: ModelShape, is_deterministic: bool, block_size: int, limit: int) -> Iterator[KernelSpec]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from ferrule_server.executor.base import (
     StepBatch,
     StepResult,
 )
-from ferrule_server.executor.cuda.block_copies import BlockCopies
 from ferrule_server.executor.cuda.buckets import bucket_for
 from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits
 from ferrule_server.executor.cuda.chain import StepChain
@@ -24,19 +22,17 @@ from ferrule_server.executor.cuda.choice_inputs import DrawMemo, fill_choices
 from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs, choice_operations
 from ferrule_server.executor.cuda.choices import (
     Division,
-    OutputKind,
     are_same,
     divide,
     read_choices,
     with_outputs,
 )
 from ferrule_server.executor.cuda.gpu import Gpu, Operation
-from ferrule_server.executor.cuda.graphs import GRAPHS, GraphKey, GraphStore
+from ferrule_server.executor.cuda.graphs import GraphKey, GraphStore
 from ferrule_server.executor.cuda.inputs import fill_inputs
 from ferrule_server.executor.cuda.kernel_choice import MAX_GEMM_ROWS, shape_of
 from ferrule_server.executor.cuda.kernel_set import KernelSet, Trigger
 from ferrule_server.executor.cuda.layout import Array
-from ferrule_server.executor.cuda.parts import COPIES, WorkingParts, part_of, refused_part
 from ferrule_server.executor.cuda.row_copies import RowCopies
 from ferrule_server.executor.cuda.staging import Download, DownloadRing, UploadRing
 from ferrule_server.executor.cuda.weights import adopt_weights
@@ -66,12 +62,10 @@ class CudaDecodeRunner:
         kernels: The model's kernels.
         chain: Leads from tokens to logits; over the same kernels and buffers.
         buffers: What steps read and write.
-        copies: Copies blocks within the pool that the chain reads.
         shape: The model's sizes.
         is_deterministic: A row's bits must not depend on the rows beside it.
         graph_bytes: Memory that graphs may take.
         has_graphs: Capture steps in graphs; else every step is launched kernel by kernel.
-        failures: Parts of :data:`~ferrule_server.executor.cuda.parts.PARTS` that were not built, with the reasons.
     """
 
     max_seq_rows = MAX_NEW
@@ -83,19 +77,16 @@ class CudaDecodeRunner:
         kernels: KernelSet,
         chain: StepChain,
         buffers: DecodeBuffers,
-        copies: BlockCopies,
         *,
         shape: ModelShape,
         is_deterministic: bool = False,
         graph_bytes: int = _GRAPH_BYTES,
         has_graphs: bool = True,
-        failures: Mapping[str, str] | None = None,
     ) -> None:
         self._gpu = gpu
         self._kernels = kernels
         self._chain = chain
         self._buffers = buffers
-        self._copies = copies
         self._is_deterministic = is_deterministic
         self._vocab_size = shape.vocab_size
         self._max_rows = min(buffers.limits.max_rows, MAX_GEMM_ROWS) if is_deterministic else buffers.limits.max_rows
@@ -105,7 +96,6 @@ class CudaDecodeRunner:
         self._downloads = DownloadRing(gpu, "results", buffers.results, buffers.result_layout)
         self._outputs = DeviceOutputs(gpu.torch_device)
         self._graphs = GraphStore(gpu, self._operations, memory_bytes=graph_bytes, is_enabled=has_graphs)
-        self._parts = WorkingParts(shape, failures or {})
         self._row_copies = RowCopies(gpu, buffers)
         self._latest: tuple[StepBatch, GraphKey, Division] | None = None
         self._plain: tuple[tuple[OutputSpec, ...], Division] = (), Division()
@@ -130,12 +120,11 @@ class CudaDecodeRunner:
 
     @property
     def state(self) -> ExecutorState:
-        """What it has done, which graphs it prepares, and which parts have failed."""
+        """What it has done, and which graphs it prepares."""
         num_wanted = self._graphs.num_wanted
         return ExecutorState(
             NAME,
             preparation=f"capturing graphs, {num_wanted} left" if num_wanted else "",
-            fallback_reason="; ".join(f"{part}: {reason}" for part, reason in self._parts.failures.items()),
             captured_batch_sizes=self._captured_sizes,
             num_graph_steps=self._num_graph_steps,
             num_launched_steps=self._num_launched_steps,
@@ -146,14 +135,6 @@ class CudaDecodeRunner:
         """Memory that graphs take."""
         return self._graphs.taken_bytes
 
-    def can_run(self, batch: StepBatch) -> bool:
-        """Return whether no part that the step needs has failed.
-
-        Args:
-            batch: At most ``max_rows`` rows.
-        """
-        return self._parts.serve(self._plan(batch)[0])
-
     def can_submit(self, batch: StepBatch) -> bool:
         """Return whether :meth:`submit` takes this step without waiting.
 
@@ -163,9 +144,7 @@ class CudaDecodeRunner:
             batch: At most ``max_rows`` rows.
         """
         key, _ = self._plan(batch)
-        return (
-            not key.keeps_rows and self._parts.serve(key) and self._downloads.has_room and self._graphs.is_settled(key)
-        )
+        return not key.keeps_rows and self._downloads.has_room and self._graphs.is_settled(key)
 
     def submit(self, batch: StepBatch) -> QueuedStep:
         """Put a step into the stream; at most two are pending.
@@ -205,20 +184,6 @@ class CudaDecodeRunner:
         self._row_copies.hand_out(rows)
         return StepResult(rows, tuple(f"{path}+torch" if by_torch else path for by_torch in is_torch))
 
-    def copy_blocks(self, block_pairs: Int32Array) -> bool:
-        """Put copies of whole blocks of the pool into the stream; return False if the kernel for it has failed.
-
-        Args:
-            block_pairs: int32 [n, 2] of (source, destination), destinations distinct, no source is one.
-
-        Raises:
-            GpuError: It was refused; some may be in the stream.
-        """
-        if COPIES in self._parts.failures:
-            return False
-        self._copies.copy(block_pairs)
-        return True
-
     def capture_next(self) -> bool:
         """Capture a graph that is wanted and return whether there are more; no step is pending.
 
@@ -228,23 +193,6 @@ class CudaDecodeRunner:
         has_more = self._graphs.capture_next()
         self._captured_sizes = tuple(sorted({key.num_rows for key in self._graphs.captured}))
         return has_more
-
-    def part_of(self, error: Exception) -> str:
-        """Return the part that an error takes out; empty if it takes out the whole path."""
-        return refused_part(error)
-
-    def drop(self, part: str, reason: str) -> None:
-        """Do without a part from now on; the stream is idle.
-
-        Raises:
-            GpuError: The GPU refuses to give graphs back.
-        """
-        self._parts.drop(part, reason)
-        self._latest, self._plain = None, ((), Division())
-        if part == part_of(GRAPHS):
-            self._graphs.disable()
-        else:
-            self._graphs.retain(self._parts.serve)
 
     def close(self) -> None:
         """Give back the graphs; the stream is idle. Memory goes with this object.
@@ -257,19 +205,18 @@ class CudaDecodeRunner:
     def _plan(self, batch: StepBatch) -> tuple[GraphKey, Division]:
         """Return what decides the operations of a step, and who chooses; kept, as it is asked for several times."""
         if self._latest is None or self._latest[0] is not batch:
-            has_outputs = len(batch.output_rows) > 0
             bucket = bucket_for(batch.num_rows, self._max_rows)
-            key = GraphKey(bucket, OutputKind.TOP, has_outputs)
-            division = self._division(batch, self._parts.largest_kind(key))
-            self._latest = batch, replace(key, kind=division.kind, keeps_rows=division.keeps_rows), division
+            division = self._division(batch)
+            key = GraphKey(bucket, division.kind, len(batch.output_rows) > 0, division.keeps_rows)
+            self._latest = batch, key, division
         return self._latest[1:]
 
-    def _division(self, batch: StepBatch, largest: OutputKind) -> Division:
+    def _division(self, batch: StepBatch) -> Division:
         """Return who chooses; as for the last step without shaping where the rows of this one want the same."""
         specs, (plain, division) = batch.output_specs, self._plain
         if are_same(specs, plain):
             return division
-        division = divide(specs, batch.histories, self._buffers.limits, largest)
+        division = divide(specs, batch.histories, self._buffers.limits)
         if all(spec.shaping is None for spec in specs):  # so that no mask is kept, and no history counts
             self._plain = specs, division
         return division
@@ -376,12 +323,11 @@ def create_runner(
     graph_bytes: int = _GRAPH_BYTES,
     has_graphs: bool = True,
     trigger: Trigger = "early",
-    failures: Mapping[str, str] | None = None,
 ) -> CudaDecodeRunner:
     """Return a runner over the weights and the pool of torch.
 
     Args:
-        cubins: Every kernel of the model, but for those of parts that have failed.
+        cubins: Every kernel of the model; all of them are loaded now.
         gpu: The GPU that torch uses too.
         torch_executor: Its weights are plain.
         limits: Limits of a step.
@@ -390,7 +336,6 @@ def create_runner(
         graph_bytes: Memory that graphs may take.
         has_graphs: As :class:`CudaDecodeRunner`.
         trigger: When kernels let each other start.
-        failures: As :class:`CudaDecodeRunner`.
 
     Raises:
         GpuError: Memory is short, or the GPU refuses.
@@ -408,12 +353,10 @@ def create_runner(
         kernels,
         chain,
         buffers,
-        BlockCopies(gpu, kernels, torch_executor.pool, buffers.block_pairs),
         shape=shape,
         is_deterministic=is_deterministic,
         graph_bytes=graph_bytes,
         has_graphs=has_graphs,
-        failures=failures,
     )
 
 

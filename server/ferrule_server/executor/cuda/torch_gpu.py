@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ferrule_server.executor.cuda.driver import Device, DriverError, Function, Launch, is_context_lost
-from ferrule_server.executor.cuda.gpu import Event, GpuError, GpuInfo, GpuLost, Graph, Kernel, Operation, Refused
+from ferrule_server.executor.cuda.gpu import Event, GpuError, GpuInfo, GpuLost, Graph, Kernel, Operation
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 
 __all__ = ["TorchGpu", "translated"]
@@ -320,12 +320,7 @@ class TorchGpu:
         handle = self._handle
         for operation in operations:
             if isinstance(operation, Launch):
-                try:
-                    operation(handle)
-                except DriverError as error:
-                    if error.is_context_lost:
-                        raise
-                    raise Refused(str(error), operation.spec.kernel.__name__) from error
+                operation(handle)
             else:
                 assert callable(operation), operation
                 operation()

@@ -5,7 +5,6 @@ Torch and the fast path share the one queue of the :class:`Device`, so each sees
     no runner yet          torch runs every step
     gap after a decode     the runner is made; if that fails, torch runs every step    state.name torch
     from then on           small sequences on the fast path, long ones in torch        state.name that of the path
-    a part is refused      its steps run another way, the others as before             state.fallback_reason
     a DeviceError          the runner is given up, its steps are run again in torch    state.fallback_reason
     any other error        the same, unless torch refuses the step too: then the step is at fault
     a DeviceGone           DeviceLost, now and at every later call
@@ -203,7 +202,7 @@ class FallbackExecutor:
         try:
             step.queued = runner.submit(batch)
         except Exception as error:  # noqa: BLE001 - after any error the step may run another way
-            if self._ends_path(error):
+            if isinstance(error, DeviceError):
                 self._give_up(error)
                 return
             self._pending.pop()
@@ -238,27 +237,22 @@ class FallbackExecutor:
         self._pending.popleft()
 
     def _run_fast(self, batch: StepBatch) -> StepResult:
-        """Run a step on the fast path if that can run it, else in torch; nothing is pending."""
+        """Run a step on the fast path if it is still there, else in torch; nothing is pending."""
         runner = self._path.runner
         try:
-            if runner is not None and runner.can_run(batch):
+            if runner is not None:
                 return runner.run(batch)
         except Exception as error:  # noqa: BLE001 - after any error the step may run another way
-            if not self._ends_path(error):
+            if not isinstance(error, DeviceError):
                 return self._run_instead(batch, error)
             self._give_up(error)
         return self._run_in_torch(batch)
 
-    def _ends_path(self, error: Exception) -> bool:
-        """Whether an error ends the whole fast path, not only a part of it."""
-        return isinstance(error, DeviceError) and (self._is_deterministic or not self._path.part_of(error))
-
     def _run_instead(self, batch: StepBatch, error: Exception) -> StepResult:
-        """Run a step another way after an error on the fast path that does not end the whole path.
+        """Run a step in torch after an error on the fast path that the device did not report; nothing is pending.
 
-        Nothing is pending. If the error disables a part of the path, the rest of the path runs the step. Otherwise
-        torch runs it. If torch succeeds, the fault is in the fast path and would occur again, so the runner is given
-        up. A temporary lack of memory is not a fault.
+        If torch succeeds, the fault is in the fast path and would occur again, so the runner is given up. A temporary
+        lack of memory is not a fault.
 
         Raises:
             DeviceLost: The device is gone, which caused the error.
@@ -267,8 +261,6 @@ class FallbackExecutor:
         self._check_alive(error)
         if self._is_deterministic:
             raise error
-        if self._drop_part(error):
-            return self._run_fast(batch)
         result = self._run_in_torch(batch)
         if self._path.runner is not None and not isinstance(error, torch.OutOfMemoryError):
             self._give_up(error)
@@ -285,24 +277,8 @@ class FallbackExecutor:
     def copy_blocks(self, block_pairs: Int32Array) -> None:
         """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct."""
         self._settle()
-        runner = self._path.runner
-        if runner is None or not self._try_copy(runner, block_pairs):
-            with self._on_device():
-                self._torch.copy_blocks(block_pairs)
-
-    def _try_copy(self, runner: Runner, block_pairs: Int32Array) -> bool:
-        """Copy on the fast path and return whether that succeeded; if not, torch can make all copies again.
-
-        Raises:
-            DeviceLost: The device is gone, or torch must not continue.
-        """
-        try:
-            return runner.copy_blocks(block_pairs)
-        except Exception as error:  # noqa: BLE001 - after any error torch copies the same bytes
-            self._check_alive(error)
-            if not self._drop_part(error):
-                self._give_up(error)
-            return False
+        with self._on_device():
+            self._torch.copy_blocks(block_pairs)
 
     def copy_slots(self, slot_pairs: Int32Array) -> None:
         """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""
@@ -338,19 +314,6 @@ class FallbackExecutor:
                 self._path.open()
         except Exception as error:
             raise ConfigError(f"--deterministic needs the kernels: {sentence(error)}") from error
-
-    def _drop_part(self, error: Exception) -> bool:
-        """Disable the part of the fast path that an error concerns; return False if it concerns the whole path.
-
-        Raises:
-            DeviceLost: The device is gone.
-        """
-        if self._is_deterministic:
-            return False
-        try:
-            return self._path.drop(error)
-        except DeviceGone as gone:
-            raise self._lose(gone) from gone
 
     def _give_up(self, error: Exception) -> None:
         """Give the fast path up permanently; torch runs the pending steps and all later ones.

@@ -1,4 +1,4 @@
-"""The fast path: not open yet, serving, serving without some of its parts, or given up permanently."""
+"""The fast path: not open yet, serving, or given up permanently."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ferrule_server.executor.base import ExecutorState, Int32Array, MemoryPlan, PendingStep, StepBatch, StepResult
+from ferrule_server.executor.base import ExecutorState, MemoryPlan, PendingStep, StepBatch, StepResult
 from ferrule_server.executor.fallback.device import Device, DeviceError, DeviceGone
 
 __all__ = ["FastPath", "MakeRunner", "Runner", "sentence"]
@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 class Runner(Protocol):
     """Runs steps on the fast path.
 
-    A runner has *parts*, each of which serves some steps or calls. If a part fails, the others continue. All methods
-    may raise :class:`DeviceError`, and so may the result of a submitted step. Properties are read by any thread.
+    All methods may raise :class:`DeviceError`, and so may the result of a submitted step. Properties are read by any
+    thread.
     """
 
     @property
@@ -38,16 +38,12 @@ class Runner(Protocol):
 
     @property
     def state(self) -> ExecutorState:
-        """The work done, the preparation in progress, and the parts that have failed; a new value each time."""
+        """The work done and the preparation in progress; a new value each time."""
         ...
 
     @property
     def graph_bytes(self) -> int:
         """Bytes of memory that graphs use, by estimate."""
-        ...
-
-    def can_run(self, batch: StepBatch) -> bool:
-        """Return whether all parts that the step needs work."""
         ...
 
     def can_submit(self, batch: StepBatch) -> bool:
@@ -59,23 +55,11 @@ class Runner(Protocol):
         ...
 
     def run(self, batch: StepBatch) -> StepResult:
-        """Run a step that :meth:`can_run` accepts; no step is pending."""
-        ...
-
-    def copy_blocks(self, block_pairs: Int32Array) -> bool:
-        """Put copies of whole blocks of the pool into the queue; return False if the part that copies has failed."""
+        """Run a step; no step is pending."""
         ...
 
     def capture_next(self) -> bool:
         """Capture the next graph and return whether there are more; no step is pending."""
-        ...
-
-    def part_of(self, error: Exception) -> str:
-        """Return the part that an error disables; empty if it disables the whole path."""
-        ...
-
-    def drop(self, part: str, reason: str) -> None:
-        """Disable a part permanently; the device is idle."""
         ...
 
     def close(self) -> None:
@@ -156,33 +140,6 @@ class FastPath:
         runner = self._make_runner()
         self._now = _Stage(runner=runner)
         _log.info("event=kernels_serve max_rows=%d", runner.max_rows)
-        if reason := runner.state.fallback_reason:
-            _log.warning("event=part_falls_back reason=%r", reason)
-
-    def drop(self, error: Exception) -> bool:
-        """Disable the part that an error concerns; return False if it concerns the whole path.
-
-        The device is idle. A warning is logged.
-
-        Raises:
-            DeviceGone: The device no longer works.
-        """
-        part = self.part_of(error)
-        if self.runner is None or not part:
-            return False
-        try:
-            self.runner.drop(part, sentence(error))
-        except DeviceGone:
-            raise
-        except Exception as refusal:  # noqa: BLE001 - if the part cannot be disabled, the whole path is given up
-            _log.debug("event=leaving_part part=%r error=%r", part, refusal)
-            return False
-        _log.warning("event=part_falls_back reason=%r", f"{part}: {sentence(error)}", exc_info=error)
-        return True
-
-    def part_of(self, error: Exception) -> str:
-        """Return the part that an error disables; empty if it disables the whole path, or there is no runner."""
-        return "" if self.runner is None else self.runner.part_of(error)
 
     def give_up(self, error: Exception) -> None:
         """Give the path up permanently and log the reason; afterwards nothing in the queue uses the runner.
@@ -206,10 +163,9 @@ class FastPath:
             num_torch_steps: Steps, or parts of steps, that torch ran.
         """
         now = self._now  # read before the reason, which is set before the path is given up
-        state = now.state(self._name)
         return replace(
-            state,
-            fallback_reason=self.reason or state.fallback_reason,
+            now.state(self._name),
+            fallback_reason=self.reason,
             memory=_memory_with(memory, now.runner),
             num_torch_steps=num_torch_steps,
         )
@@ -222,7 +178,7 @@ class FastPath:
         """Release the runner once the device is idle; errors are ignored unless the device is gone."""
         runner = self.runner
         done = self._now.state(self._name)
-        counts = replace(done, name="torch", preparation="", fallback_reason="", captured_batch_sizes=())
+        counts = replace(done, name="torch", preparation="", captured_batch_sizes=())
         self._now = _Stage(spent=counts)
         for step in [self._device.synchronize, *([runner.close] if runner else [])]:
             try:

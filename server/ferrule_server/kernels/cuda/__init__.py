@@ -18,10 +18,6 @@ sample.py        penalties, bias, mask and one draw per row; radix_select.py: to
 log_sum_exp.py   log-sum-exp, entropy, single log-probabilities
 top_k.py         the k largest in order; logit_rows.py: what all of these share
 
-The KV pool:
-
-copy_blocks.py   whole blocks within the pool
-
 A test of the GPU, in no step:
 
 litmus.py        whether a kernel that starts early sees all that the one before it wrote

@@ -9,7 +9,6 @@ from ferrule_server.kernels.cuda import (
     add_norm,
     argmax,
     attention,
-    copy_blocks,
     embed,
     gemm,
     gemv,
@@ -50,7 +49,6 @@ OPS: tuple[Op, ...] = (
     Op("sample", sample.specs),
     Op("log_sum_exp", log_sum_exp.specs),
     Op("top_k", top_k.specs),
-    Op("copy_blocks", copy_blocks.specs),
 )
 """All of them, in the order in which a step runs them."""
 

@@ -1,8 +1,8 @@
 """Every instruction that Python has no word for, in one place: a port to another compiler touches this file alone.
 
 An intrinsic is declared as a plain function whose signature gives the register kinds and whose decorator gives the PTX.
-The body never runs: ``tools/kernels/compile.py`` turns declarations into numba intrinsics, the simulator of the tests
-has a twin of each. Importing this module needs neither numba nor a GPU.
+It has no body: ``tools/kernels/compile.py`` turns declarations into numba intrinsics, the simulator of the tests has a
+twin of each. Importing this module needs neither numba nor a GPU.
 
 Addresses are byte addresses (``Address``, 64 bits, global memory) or byte offsets into the dynamic shared memory of the
 CTA (``Offset``, 32 bits); there is no other shared memory. ``Vec4`` is four 32-bit words, 16 bytes; addresses of vector
@@ -13,11 +13,14 @@ fence with a ticket, or ``grid_wait`` put before a load is certain to be seen by
 scope. Source of the instructions: NVIDIA, "Parallel Thread Execution ISA", version 9.0.
 """
 
+# mypy: disable-error-code="empty-body"
+
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import wraps
+from typing import NoReturn, TypeVar, cast
 
 __all__ = ["INTRINSICS", "Address", "F32x4", "Intrinsic", "Offset", "Vec4", "device"]
 
@@ -78,9 +81,19 @@ def _ptx(ptx: str, *, is_pure: bool = False, since: int = 80) -> Callable[[_Func
         arguments = tuple(_kinds(annotation) for annotation in annotations.values())
         name = function.__name__
         INTRINSICS[name] = Intrinsic(name, ptx, results, arguments, is_pure, since)
-        return function
+        return _compiled_only(function)
 
     return declare
+
+
+def _compiled_only(function: _Function) -> _Function:
+    """Return what raises in place of a declaration that is called in Python, where it means nothing."""
+
+    @wraps(function)
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeError(f"{function.__name__} runs on a device or in the simulator of the tests, not in Python")
+
+    return cast("_Function", refuse)
 
 
 def _kinds(annotation: str) -> tuple[str, ...]:
@@ -89,35 +102,27 @@ def _kinds(annotation: str) -> tuple[str, ...]:
     return _TUPLES.get(annotation) or (_KINDS[annotation],)
 
 
-def _compiled_only() -> RuntimeError:
-    return RuntimeError("an intrinsic runs on a device or in the simulator of the tests, not in Python")
-
-
 # Threads. All but the clock are constant during a kernel.
 
 
 @_ptx("mov.u32 $0, %tid.x;", is_pure=True)
 def thread_id() -> I32:
     """Return the index of this thread in its CTA."""
-    raise _compiled_only()
 
 
 @_ptx("mov.u32 $0, %ctaid.x;", is_pure=True)
 def cta_id() -> I32:
     """Return the index of this CTA in the grid."""
-    raise _compiled_only()
 
 
 @_ptx("mov.u32 $0, %nctaid.x;", is_pure=True)
 def num_ctas() -> I32:
     """Return the number of CTAs of the grid."""
-    raise _compiled_only()
 
 
 @_ptx("mov.u64 $0, %clock64;")
 def clock() -> U64:
     """Return the cycles that this thread's multiprocessor has counted; compare those of one thread only."""
-    raise _compiled_only()
 
 
 # Global memory.
@@ -129,13 +134,11 @@ def load_stream_v4(address: Address) -> Vec4:
 
     Not ``.nc``: with it ptxas sinks the load below the wait, and the prefetch is lost.
     """
-    raise _compiled_only()
 
 
 @_ptx("ld.global.v4.u32 {$0, $1, $2, $3}, [$4];")
 def load_v4(address: Address) -> Vec4:
     """Load 16 bytes, weak."""
-    raise _compiled_only()
 
 
 _LOAD_IF = (
@@ -148,109 +151,91 @@ _LOAD_IF = (
 @_ptx(_LOAD_IF.format("global"))
 def load_if_v4(condition: I32, address: Address, otherwise: Vec4) -> Vec4:
     """Load 16 bytes, weak, where the condition is not 0; elsewhere return ``otherwise``, and nothing is read."""
-    raise _compiled_only()
 
 
 @_ptx("ld.global.u32 $0, [$1];")
 def load_u32(address: Address) -> U32:
     """Load 32 bits, weak."""
-    raise _compiled_only()
 
 
 @_ptx("ld.global.s32 $0, [$1];")
 def load_i32(address: Address) -> I32:
     """Load a signed 32-bit integer, weak."""
-    raise _compiled_only()
 
 
 @_ptx("ld.global.u64 $0, [$1];")
 def load_u64(address: Address) -> U64:
     """Load 64 bits, weak."""
-    raise _compiled_only()
 
 
 @_ptx("ld.global.f32 $0, [$1];")
 def load_f32(address: Address) -> F32:
     """Load a float32, weak."""
-    raise _compiled_only()
 
 
 @_ptx("{ .reg .b16 h; ld.global.u16 h, [$1]; cvt.u32.u16 $0, h; }")
 def load_u16(address: Address) -> U32:
     """Load 16 bits (the raw bits of one bf16), zero-extended, weak."""
-    raise _compiled_only()
 
 
 @_ptx("ld.relaxed.gpu.global.v4.u32 {$0, $1, $2, $3}, [$4];")
 def load_relaxed_v4(address: Address) -> Vec4:
     """Load 16 bytes that another CTA of this grid wrote, strong at gpu scope."""
-    raise _compiled_only()
 
 
 @_ptx("ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4];")
 def load_relaxed_f32x4(address: Address) -> F32x4:
     """Load four float32 that another CTA of this grid wrote, strong at gpu scope."""
-    raise _compiled_only()
 
 
 @_ptx("ld.relaxed.gpu.global.f32 $0, [$1];")
 def load_relaxed_f32(address: Address) -> F32:
     """Load a float32 that another CTA of this grid wrote, strong at gpu scope."""
-    raise _compiled_only()
 
 
 @_ptx("ld.relaxed.gpu.global.u32 $0, [$1];")
 def load_relaxed_u32(address: Address) -> U32:
     """Load 32 bits that another CTA of this grid wrote, strong at gpu scope."""
-    raise _compiled_only()
 
 
 @_ptx("ld.relaxed.gpu.global.u64 $0, [$1];")
 def load_relaxed_u64(address: Address) -> U64:
     """Load 64 bits that another CTA of this grid wrote, strong at gpu scope."""
-    raise _compiled_only()
 
 
 @_ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};")
 def store_v4(address: Address, value: Vec4) -> None:
     """Store 16 bytes, weak."""
-    raise _compiled_only()
 
 
 @_ptx("st.global.v4.f32 [$0], {$1, $2, $3, $4};")
 def store_f32x4(address: Address, value: F32x4) -> None:
     """Store four float32, weak."""
-    raise _compiled_only()
 
 
 @_ptx("st.global.u32 [$0], $1;")
 def store_u32(address: Address, value: U32) -> None:
     """Store 32 bits, weak."""
-    raise _compiled_only()
 
 
 @_ptx("st.global.s32 [$0], $1;")
 def store_i32(address: Address, value: I32) -> None:
     """Store a signed 32-bit integer, weak."""
-    raise _compiled_only()
 
 
 @_ptx("st.global.u64 [$0], $1;")
 def store_u64(address: Address, value: U64) -> None:
     """Store 64 bits, weak."""
-    raise _compiled_only()
 
 
 @_ptx("st.global.f32 [$0], $1;")
 def store_f32(address: Address, value: F32) -> None:
     """Store a float32, weak."""
-    raise _compiled_only()
 
 
 @_ptx("{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.u16 [$0], h; }")
 def store_u16(address: Address, value: U32) -> None:
     """Store the low 16 bits (the raw bits of one bf16), weak."""
-    raise _compiled_only()
 
 
 # Global memory, atomic: relaxed at gpu scope, order comes from fences.
@@ -259,13 +244,11 @@ def store_u16(address: Address, value: U32) -> None:
 @_ptx("atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;")
 def atomic_increment_wrapping(address: Address, last: U32) -> U32:
     """Add 1, or go back to 0 from ``last``; return the value before: a ticket counter that resets itself."""
-    raise _compiled_only()
 
 
 @_ptx("red.relaxed.gpu.global.add.u64 [$0], $1;")
 def atomic_add_u64(address: Address, value: U64) -> None:
     """Add to a 64-bit counter."""
-    raise _compiled_only()
 
 
 # Shared memory: offsets in bytes from the start of the CTA's dynamic shared memory.
@@ -274,79 +257,66 @@ def atomic_add_u64(address: Address, value: U64) -> None:
 @_ptx("ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];")
 def shared_load_v4(offset: Offset) -> Vec4:
     """Load 16 bytes from shared memory."""
-    raise _compiled_only()
 
 
 @_ptx(_LOAD_IF.format("shared"))
 def shared_load_if_v4(condition: I32, offset: Offset, otherwise: Vec4) -> Vec4:
     """Load 16 bytes from shared memory where the condition is not 0; elsewhere return ``otherwise``."""
-    raise _compiled_only()
 
 
 @_ptx("ld.shared.u32 $0, [$1];")
 def shared_load_u32(offset: Offset) -> U32:
     """Load 32 bits from shared memory."""
-    raise _compiled_only()
 
 
 @_ptx("ld.shared.u64 $0, [$1];")
 def shared_load_u64(offset: Offset) -> U64:
     """Load 64 bits from shared memory."""
-    raise _compiled_only()
 
 
 @_ptx("ld.shared.f32 $0, [$1];")
 def shared_load_f32(offset: Offset) -> F32:
     """Load a float32 from shared memory."""
-    raise _compiled_only()
 
 
 @_ptx("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];")
 def shared_load_f32x4(offset: Offset) -> F32x4:
     """Load four float32 from shared memory."""
-    raise _compiled_only()
 
 
 @_ptx("st.shared.v4.u32 [$0], {$1, $2, $3, $4};")
 def shared_store_v4(offset: Offset, value: Vec4) -> None:
     """Store 16 bytes to shared memory."""
-    raise _compiled_only()
 
 
 @_ptx("st.shared.u32 [$0], $1;")
 def shared_store_u32(offset: Offset, value: U32) -> None:
     """Store 32 bits to shared memory."""
-    raise _compiled_only()
 
 
 @_ptx("st.shared.u64 [$0], $1;")
 def shared_store_u64(offset: Offset, value: U64) -> None:
     """Store 64 bits to shared memory."""
-    raise _compiled_only()
 
 
 @_ptx("st.shared.f32 [$0], $1;")
 def shared_store_f32(offset: Offset, value: F32) -> None:
     """Store a float32 to shared memory."""
-    raise _compiled_only()
 
 
 @_ptx("st.shared.v4.f32 [$0], {$1, $2, $3, $4};")
 def shared_store_f32x4(offset: Offset, value: F32x4) -> None:
     """Store four float32 to shared memory."""
-    raise _compiled_only()
 
 
 @_ptx("atom.shared.add.u32 $0, [$1], $2;")
 def shared_fetch_add_u32(offset: Offset, value: U32) -> U32:
     """Add atomically to 32 bits of shared memory, which wraps; return the value before."""
-    raise _compiled_only()
 
 
 @_ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;")
 def copy_async_16_or_zeros(offset: Offset, address: Address, num_bytes: I32) -> None:
     """Begin to copy 16 bytes if ``num_bytes`` is 16; if it is 0 read nothing and write zeros instead."""
-    raise _compiled_only()
 
 
 @_ptx("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;")
@@ -356,22 +326,20 @@ def copy_async_stream_16_or_zeros(offset: Offset, address: Address, num_bytes: I
     The hint asks for whole lines of 128 bytes, which is what warps read anyway; machine code shows by it which copy
     this is.
     """
-    raise _compiled_only()
 
 
 @_ptx("cp.async.commit_group;")
 def copy_async_commit() -> None:
     """Close the group of this thread's copies begun since the last commit."""
-    raise _compiled_only()
 
 
+@_compiled_only
 def copy_async_wait(groups: I32) -> None:
     """Wait until all of this thread's groups but the last ``groups`` have arrived; others see them after a barrier.
 
     ``groups`` is a compile-time constant from 0 to 7, and a part of the instruction: ``copy_async_wait(2)`` is
     ``copy_async_wait_2``.
     """
-    raise _compiled_only()
 
 
 INTRINSICS |= {
@@ -387,19 +355,16 @@ INTRINSICS |= {
 @_ptx("bar.sync 0;")
 def barrier() -> None:
     """Wait for all threads of the CTA; what any of them did before is seen by all after."""
-    raise _compiled_only()
 
 
 @_ptx("bar.warp.sync 0xffffffff;")
 def warp_barrier() -> None:
     """Wait for all threads of the warp; what any of them did before is seen by all after."""
-    raise _compiled_only()
 
 
 @_ptx("fence.acq_rel.gpu;")
 def fence() -> None:
     """Order this thread's accesses, and those it has observed, before and after it for the whole GPU."""
-    raise _compiled_only()
 
 
 @_ptx("griddepcontrol.wait;", since=90)
@@ -408,13 +373,11 @@ def grid_wait() -> None:
 
     Before sm_90 there is nothing to wait for: kernels of one stream follow each other whole.
     """
-    raise _compiled_only()
 
 
 @_ptx("griddepcontrol.launch_dependents;", since=90)
 def grid_launch_dependents() -> None:
     """Let the next kernel of the chain start what it does before its own ``grid_wait``."""
-    raise _compiled_only()
 
 
 # Warps. All 32 lanes take part; nobody else's memory accesses are ordered by them.
@@ -423,19 +386,16 @@ def grid_launch_dependents() -> None:
 @_ptx("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;")
 def shuffle_xor_f32(value: F32, lane_mask: I32) -> F32:
     """Return the value of the lane whose index differs in the bits of ``lane_mask``."""
-    raise _compiled_only()
 
 
 @_ptx("shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;")
 def shuffle_xor_u32(value: U32, lane_mask: I32) -> U32:
     """Return the value of the lane whose index differs in the bits of ``lane_mask``."""
-    raise _compiled_only()
 
 
 @_ptx("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;")
 def shuffle_u32(value: U32, lane: I32) -> U32:
     """Return the value of ``lane``."""
-    raise _compiled_only()
 
 
 _MMA_BF16 = (
@@ -451,7 +411,6 @@ def mma_bf16(a: Vec4, b: Vec2, c: F32x4) -> F32x4:
     Fragments of lane ``4 g + t``: a = (row g, k 2t..2t+1), (row g+8, k 2t..), (row g, k 2t+8..), (row g+8, k 2t+8..);
     b = (k 2t..2t+1, column g), (k 2t+8.., column g); c = (row g, columns 2t, 2t+1), (row g+8, columns 2t, 2t+1).
     """
-    raise _compiled_only()
 
 
 # Numbers. Approximations follow the PTX ISA: ex2, rcp and rsqrt err by at most 2 ulp in float32, lg2 by 2^-22 between
@@ -461,43 +420,36 @@ def mma_bf16(a: Vec4, b: Vec2, c: F32x4) -> F32x4:
 @_ptx("mov.b32 $0, $1;", is_pure=True)
 def float_bits(value: F32) -> U32:
     """Return the bits of a float32."""
-    raise _compiled_only()
 
 
 @_ptx("mov.b32 $0, $1;", is_pure=True)
 def bits_float(bits: U32) -> F32:
     """Return the float32 of these bits."""
-    raise _compiled_only()
 
 
 @_ptx("shl.b32 $0, $1, 16;", is_pure=True)
 def bf16_low(word: U32) -> F32:
     """Return the lower bf16 of a word."""
-    raise _compiled_only()
 
 
 @_ptx("and.b32 $0, $1, 0xffff0000;", is_pure=True)
 def bf16_high(word: U32) -> F32:
     """Return the upper bf16 of a word."""
-    raise _compiled_only()
 
 
 @_ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", is_pure=True)
 def pack_bf16(low: F32, high: F32) -> U32:
     """Return two values rounded to bf16, to nearest even."""
-    raise _compiled_only()
 
 
 @_ptx("{ .reg .b32 w; cvt.rn.bf16x2.f32 w, 0f00000000, $1; shl.b32 $0, w, 16; }", is_pure=True)
 def round_bf16(value: F32) -> F32:
     """Return the value rounded to bf16, as a float32."""
-    raise _compiled_only()
 
 
 @_ptx("fma.rn.ftz.f32 $0, $1, $2, $3;", is_pure=True)
 def fma(a: F32, b: F32, c: F32) -> F32:
     """Return ``a * b + c``, rounded once."""
-    raise _compiled_only()
 
 
 def _dot_bf16() -> str:
@@ -513,91 +465,76 @@ def _dot_bf16() -> str:
 @_ptx(_dot_bf16(), is_pure=True)
 def dot_bf16(total: F32, a: Vec4, b: Vec4) -> F32:
     """Return ``total`` plus eight products of bf16 values, in order, rounded to float32 after each."""
-    raise _compiled_only()
 
 
 @_ptx("ex2.approx.ftz.f32 $0, $1;", is_pure=True)
 def exp2(value: F32) -> F32:
     """Return 2 to the power of the value."""
-    raise _compiled_only()
 
 
 @_ptx("lg2.approx.ftz.f32 $0, $1;", is_pure=True)
 def log2(value: F32) -> F32:
     """Return the binary logarithm."""
-    raise _compiled_only()
 
 
 @_ptx("rcp.approx.ftz.f32 $0, $1;", is_pure=True)
 def reciprocal(value: F32) -> F32:
     """Return 1 / value."""
-    raise _compiled_only()
 
 
 @_ptx("rsqrt.approx.ftz.f32 $0, $1;", is_pure=True)
 def reciprocal_sqrt(value: F32) -> F32:
     """Return 1 / sqrt(value)."""
-    raise _compiled_only()
 
 
 @_ptx("{ .reg .pred p; setp.ne.s32 p, $1, 0; selp.b32 $0, $2, $3, p; }", is_pure=True)
 def select_f32(condition: I32, chosen: F32, otherwise: F32) -> F32:
     """Return ``chosen`` where the condition is not 0: what ``if`` says too, but cheaper to compile."""
-    raise _compiled_only()
 
 
 @_ptx("max.f32 $0, $1, $2;", is_pure=True)
 def max_f32(a: F32, b: F32) -> F32:
     """Return the larger; of a number and NaN the number."""
-    raise _compiled_only()
 
 
 @_ptx("prmt.b32 $0, $1, $2, $3;", is_pure=True)
 def permute_bytes(a: U32, b: U32, selector: U32) -> U32:
     """Return four of the eight bytes of (a, b), chosen by the four nibbles of the selector; 4..7 are b's."""
-    raise _compiled_only()
 
 
 @_ptx("cvt.rn.f32.s32 $0, $1;", is_pure=True)
 def float_of(value: I32) -> F32:
     """Return the integer as a float32, rounded to nearest."""
-    raise _compiled_only()
 
 
 @_ptx("cvt.rni.u64.f32 $0, $1;", is_pure=True)
 def round_u64(value: F32) -> U64:
     """Return the nearest unsigned 64-bit integer; values below 0 give 0."""
-    raise _compiled_only()
 
 
 @_ptx("cvt.rn.f32.u64 $0, $1;", is_pure=True)
 def float_of_u64(value: U64) -> F32:
     """Return the unsigned integer as a float32, rounded to nearest."""
-    raise _compiled_only()
 
 
 @_ptx("mul.hi.u32 $0, $1, $2;", is_pure=True)
 def multiply_high(a: U32, b: U32) -> U32:
     """Return the upper 32 bits of the product."""
-    raise _compiled_only()
 
 
 @_ptx("mul.lo.u32 $0, $1, $2;", is_pure=True)
 def multiply_low(a: U32, b: U32) -> U32:
     """Return the lower 32 bits of the product: wraps on purpose."""
-    raise _compiled_only()
 
 
 @_ptx("mul.hi.u64 $0, $1, $2;", is_pure=True)
 def multiply_high_u64(a: U64, b: U64) -> U64:
     """Return the upper 64 bits of the product."""
-    raise _compiled_only()
 
 
 @_ptx("add.u32 $0, $1, $2;", is_pure=True)
 def add_wrapping(a: U32, b: U32) -> U32:
     """Return the lower 32 bits of the sum: wraps on purpose."""
-    raise _compiled_only()
 
 
 @_ptx(
@@ -607,4 +544,3 @@ def add_wrapping(a: U32, b: U32) -> U32:
 )
 def order_key(bits: U32) -> U32:
     """Return a key that rises with the float of these bits; -0 and 0 have the same."""
-    raise _compiled_only()

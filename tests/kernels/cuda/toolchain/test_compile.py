@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ferrule_server.kernels.cuda import copy_blocks
+from ferrule_server.kernels.cuda import embed
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
     I32,
@@ -202,7 +202,7 @@ def test_compiling_again_gives_the_same_bytes() -> None:
     first = compile_spec(planned(scale, count=1), "sm_80")
     write_ptx(planned(scale, count=3))
     assert compile_spec(planned(scale, count=1), "sm_80") == first
-    specs = [planned(copy_blocks.copy_blocks, 64, PARTS=1, THREADS=64, U=1), copy_blocks.spec()]
+    specs = [planned(embed.embed, 64, WARPS=2, X=1), embed.spec()]
     done: list[None] = []
     assert compile_ptx(specs, 2, lambda: done.append(None)) == {spec: write_ptx(spec) for spec in specs}
     assert len(done) == 2

@@ -178,7 +178,12 @@ def _call(launch: Launch) -> Call:
     spec = spec_of(launch.kernel, launch.constants, launch.num_threads, launch.shared_bytes)
     names = [name for name, _ in parameters(launch.kernel)]
     values = [_plain(value) for value in launch.args]
-    return Call(spec, dict(zip(names, values, strict=True)), launch.grid, launch.shared_bytes)
+    return Call(spec, dict(zip(names, values, strict=True)), _grid(launch), launch.shared_bytes)
+
+
+def _grid(launch: Launch) -> int:
+    assert isinstance(launch.grid, int), f"kernels of steps have grids of one dimension, not {launch.grid}"
+    return launch.grid
 
 
 def _plain(value: Any) -> int | float:

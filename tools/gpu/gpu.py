@@ -32,7 +32,7 @@ class Call:
 
     spec: KernelSpec
     arguments: Mapping[str, Any]
-    grid: int | tuple[int, int]
+    grid: int
     shared_bytes: int | None = None
 
 
@@ -104,7 +104,7 @@ class Gpu:
         stream = 0 if self.is_dry else torch.cuda.current_stream().cuda_stream
         for launch in launches:
             if self._recorded:
-                self._recorded.kinds = [CELLS[kind] for kind in launch.kinds]
+                self._recorded.kinds = [CELLS[kind] for _, kind in parameters(launch.spec.kernel)]
             launch(stream)
 
     def synchronize(self) -> None:

@@ -69,7 +69,7 @@ class FakeKernel:
         self,
         arguments: Sequence[int | float],
         *,
-        grid: int | tuple[int, int],
+        grid: int,
         shared_bytes: int | None = None,
         starts_early: bool = True,
     ) -> FakeLaunch:

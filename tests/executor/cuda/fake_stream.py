@@ -66,7 +66,7 @@ class FakeLaunch:
 
     spec: KernelSpec
     arguments: Mapping[str, int | float]
-    grid: int | tuple[int, int]
+    grid: int
     shared_bytes: int
     starts_early: bool
 

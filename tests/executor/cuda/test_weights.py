@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ferrule_server.executor.cuda.weights import adopt_weights, rope_bytes
+from ferrule_server.executor.cuda.weights import adopt_weights
 from ferrule_server.kernels import reference
 from ferrule_server.model.rope import inverse_frequencies
 from tests.executor.cuda.fake_gpu import FakeGpu
@@ -22,8 +22,8 @@ def test_every_weight_is_adopted_once(kind: str) -> None:
     tensors += [getattr(layer, name) for layer in plain.layers for name in layer.__slots__]
     distinct = {id(tensor): tensor for tensor in tensors if tensor is not None}
     adopted = gpu.calls("adopt")
-    assert sum(call.num_bytes for call in adopted) == sum(tensor.nbytes for tensor in distinct.values()) + rope_bytes(
-        model.config, 64
+    assert sum(call.num_bytes for call in adopted) == sum(tensor.nbytes for tensor in distinct.values()) + (
+        4 * 64 * model.config.head_dim
     )
     assert len(adopted) == len(distinct) + 1
     assert weights.layers[1].down is plain.layers[1].down

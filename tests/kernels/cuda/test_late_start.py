@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ferrule_server.kernels.cuda.catalog import shipped_kernels
 from ferrule_server.kernels.cuda.embed import embed
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import Specialised, specialise
+from tests.kernels.cuda.toolchain.records import shipped_kernels
 from tools.cuda_simulator import Launch, Memory, run
 
 KERNELS = {spec.kernel.__name__: spec for spec in reversed(shipped_kernels())}

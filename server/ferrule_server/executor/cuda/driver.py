@@ -207,7 +207,7 @@ class Function:
         self,
         arguments: Sequence[int | float],
         *,
-        grid: int | tuple[int, int],
+        grid: int,
         shared_bytes: int | None = None,
         starts_early: bool = True,
     ) -> Launch:
@@ -237,12 +237,14 @@ class Function:
             config.attrs = [_dependent_launch(self._driver)]
             config.numAttrs = 1
         wave = self._device.num_sms * self.spec.ctas_on(self._device.shared_bytes_per_sm) if starts_early else None
-        launch = Launch(self._driver, self._handle, self.spec, config, wave)
-        launch.set_grid(grid)
+        if wave is not None and grid > wave:
+            raise ValueError(f"{self.spec.name}: a grid of {grid} CTAs that start early, one wave is {wave}")
+        if grid < 1:
+            raise ValueError(f"{self.spec.name}: a grid of {grid} CTAs")
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
         if len(arguments) != len(self.parameters):
             raise ValueError(f"{self.spec.name} takes {len(self.parameters)} arguments, was given {len(arguments)}")
-        launch.set(**{name: value for (name, _), value in zip(self.parameters, arguments, strict=True)})
-        return launch
+        return Launch(self._driver, self._handle, self.spec, config, arguments)
 
     def max_ctas_per_sm(self, shared_bytes: int) -> int:
         """Return how many CTAs fit one multiprocessor at a time.
@@ -268,64 +270,22 @@ class Function:
 
 
 class Launch:
-    """A prepared launch: change an argument, call, call again. Not for two threads at a time.
-
-    The driver copies the arguments during the call, and a capture keeps those of its moment: changes afterwards reach
-    later calls only.
+    """A prepared launch: call, call again. Not for two threads at a time.
 
     Attributes:
         spec: Of the kernel.
-        kinds: Of the parameters, in order.
     """
 
     def __init__(
-        self,
-        driver: _Driver,
-        function: object,
-        spec: KernelSpec,
-        config: Any,
-        max_ctas: int | None,
+        self, driver: _Driver, function: object, spec: KernelSpec, config: Any, arguments: Sequence[float]
     ) -> None:
-        kinds = parameters(spec.kernel)
-        self._driver = driver
-        self._function = function
         self.spec = spec
-        self._name = spec.name
-        self.kinds = [kind for _, kind in kinds]
-        self._kinds = dict(kinds)
-        self._cells = {parameter: _CELLS[kind]() for parameter, kind in kinds}
-        self._addresses = (ctypes.c_void_p * len(kinds))(*map(ctypes.addressof, self._cells.values()))
+        self._driver, self._function, self._config = driver, function, config
+        named = zip(parameters(spec.kernel), arguments, strict=True)
+        self._cells = [_cell(f"{spec.name}: {name}", kind, value) for (name, kind), value in named]
+        self._addresses = (ctypes.c_void_p * len(self._cells))(*map(ctypes.addressof, self._cells))
         self._arguments = ctypes.addressof(self._addresses)
-        self._config = config
-        self._max_ctas = max_ctas
         self._stream: int | None = None
-
-    def set(self, **values: float) -> None:
-        """Change arguments by name.
-
-        Raises:
-            ValueError: There is no such parameter, or a value does not fit its kind.
-        """
-        for name, value in values.items():
-            if name not in self._cells:
-                raise ValueError(f"{self._name} has no parameter {name}; it has {', '.join(self._cells)}")
-            bounds = _BOUNDS.get(self._kinds[name])
-            if bounds and not (isinstance(value, int) and bounds[0] <= value < bounds[1]):
-                raise ValueError(f"{self._name}: {name} = {value!r} is no {self._kinds[name]}")
-            self._cells[name].value = value
-
-    def set_grid(self, grid: int | tuple[int, int]) -> None:
-        """Change the number of CTAs.
-
-        Raises:
-            ValueError: Less than one, or more than a wave where the kernel starts early.
-        """
-        x, y = (grid, 1) if isinstance(grid, int) else grid
-        if self._max_ctas is not None and x * y > self._max_ctas:
-            raise ValueError(f"{self._name}: a grid of {x * y} CTAs that start early, one wave is {self._max_ctas}")
-        if x < 1 or y < 1:
-            raise ValueError(f"{self._name}: a grid of {grid} CTAs")
-        self._config.gridDimX, self._config.gridDimY, self._config.gridDimZ = x, y, 1
 
     def __call__(self, stream: int) -> None:
         """Put the kernel into a stream; faults of the kernel itself show at later calls.
@@ -341,7 +301,15 @@ class Launch:
             self._stream = stream
         code = self._driver.cuLaunchKernelEx(self._config, self._function, self._arguments, 0)[0]
         if code:
-            raise _error("cuLaunchKernelEx", code, self._name)
+            raise _error("cuLaunchKernelEx", code, self.spec.name)
+
+
+def _cell(name: str, kind: str, value: float) -> Any:
+    """Return the memory of an argument; one that would wrap is refused."""
+    bounds = _BOUNDS.get(kind)
+    if bounds and not (isinstance(value, int) and bounds[0] <= value < bounds[1]):
+        raise ValueError(f"{name} = {value!r} is no {kind}")
+    return _CELLS[kind](value)
 
 
 def _import_driver() -> _Driver:

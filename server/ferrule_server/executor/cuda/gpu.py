@@ -85,7 +85,7 @@ class Kernel(Protocol):
         self,
         arguments: Sequence[int | float],
         *,
-        grid: int | tuple[int, int],
+        grid: int,
         shared_bytes: int | None = None,
         starts_early: bool = True,
     ) -> Launch:

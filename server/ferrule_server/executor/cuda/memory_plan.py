@@ -39,8 +39,6 @@ _BIAS_LAUNCHES = 1
 """And for each product of a layer that has a bias."""
 _STEP_LAUNCHES = 11
 """Besides layers: embedding, norm, head, and what the largest kind of outputs adds."""
-_GRAPHS_PER_BUCKET = 1
-"""That there is memory for in any case; what is free takes further ones (``graphs.py``)."""
 _LEAST_FREE_BYTES = 512 << 20
 _LEAST_FREE_SHARE = 50
 """That much, and a part of the weights, always stays free: the context grows by the code that is loaded late (100 to
@@ -160,11 +158,10 @@ def _buffer_bytes(config: ModelConfig, limits: Limits | None, max_context: int, 
 
 
 def _graph_bytes(config: ModelConfig, limits: Limits | None) -> int:
-    """Return what is kept for graphs."""
+    """Return what is kept for graphs: one of each size in any case; what is free takes further ones (``graphs.py``)."""
     if limits is None:
         return 0
-    num_graphs = _GRAPHS_PER_BUCKET * len(bucket_sizes(limits.max_rows))
-    return FIRST_GRAPH_BYTES + num_graphs * num_launches(config) * NODE_BYTES
+    return FIRST_GRAPH_BYTES + len(bucket_sizes(limits.max_rows)) * num_launches(config) * NODE_BYTES
 
 
 def _spare_bytes(plan: MemoryPlan) -> int:

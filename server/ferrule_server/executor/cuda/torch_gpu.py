@@ -15,7 +15,7 @@ import gc
 import logging
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Final
 
@@ -238,17 +238,18 @@ class TorchGpu:
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy pinned memory to the device."""
-        num_bytes = _num_bytes(target, source)
-        with _TRANSLATING:
-            self._bind()
-            self._device.upload(target.data_ptr(), source.data_ptr(), num_bytes, self._handle)
+        self._copy(self._device.upload, target, source)
 
     def download(self, target: Tensor, source: Tensor) -> None:
         """Copy device memory to pinned memory."""
-        num_bytes = _num_bytes(target, source)
+        self._copy(self._device.download, target, source)
+
+    def _copy(self, put: Callable[[int, int, int, int], None], target: Tensor, source: Tensor) -> None:
+        if target.nbytes != source.nbytes or not (target.is_contiguous() and source.is_contiguous()):
+            raise ValueError(f"{source.nbytes} bytes do not fit {target.nbytes}, or either has holes")
         with _TRANSLATING:
             self._bind()
-            self._device.download(target.data_ptr(), source.data_ptr(), num_bytes, self._handle)
+            put(target.data_ptr(), source.data_ptr(), target.nbytes, self._handle)
 
     def record(self) -> Event:
         """Mark the place that the stream has come to."""
@@ -344,12 +345,6 @@ class TorchGpu:
             raise
         except GpuError as error:
             raise GpuError(f"no {wanted}: {error}") from error
-
-
-def _num_bytes(target: Tensor, source: Tensor) -> int:
-    if target.nbytes != source.nbytes or not (target.is_contiguous() and source.is_contiguous()):
-        raise ValueError(f"{source.nbytes} bytes do not fit {target.nbytes}, or either has holes")
-    return target.nbytes
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.rope import inverse_frequencies
 from ferrule_server.model.weights import LayerWeights, ModelWeights
 
-__all__ = ["StepWeights", "adopt_weights", "rope_bytes"]
+__all__ = ["StepWeights", "adopt_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,6 @@ class StepWeights:
     final_norm: Tensor
     layers: tuple[LayerWeights, ...]
     rope: Tensor
-
-
-def rope_bytes(config: ModelConfig, max_context: int) -> int:
-    """Return what the table of rotations takes."""
-    return 4 * max_context * config.head_dim
 
 
 def adopt_weights(gpu: Gpu, weights: ModelWeights, config: ModelConfig, max_context: int) -> StepWeights:

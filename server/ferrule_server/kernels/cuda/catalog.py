@@ -17,10 +17,10 @@ from ferrule_server.kernels.cuda import (
     sample,
     top_k,
 )
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, SHARED_LIMITS, KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.spec import SHARED_LIMITS, KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import KernelError
 
-__all__ = ["OPS", "Op", "kernels_of", "merged", "shipped_kernels"]
+__all__ = ["OPS", "Op", "kernels_of", "merged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +60,6 @@ def kernels_of(shape: ModelShape, limits: Sequence[int] = SHARED_LIMITS) -> list
         KernelError: Different things are promised of one kernel.
     """
     return merged(spec for op in OPS for spec in (op.specs(shape, limits) if op.has_limits else op.specs(shape)))
-
-
-def shipped_kernels() -> list[KernelSpec]:
-    """Return the kernels of all :data:`~ferrule_server.kernels.cuda.spec.MODEL_SHAPES`, each once, op by op.
-
-    Raises:
-        KernelError: Different things are promised of one kernel.
-    """
-    return merged(spec for op in OPS for shape in MODEL_SHAPES.values() for spec in op.specs(shape))
 
 
 def merged(specs: Iterable[KernelSpec]) -> list[KernelSpec]:

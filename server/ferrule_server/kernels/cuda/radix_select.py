@@ -29,16 +29,7 @@ from ferrule_server.kernels.cuda.intrinsics import F32, I32, U32, U64, Address, 
 from ferrule_server.kernels.cuda.logit_rows import ID_BITS
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 
-__all__ = [
-    "ALL_IDS",
-    "LOWEST",
-    "ONE",
-    "PROBABILITY_BITS",
-    "SCRATCH",
-    "find_border",
-    "select_shared_bytes",
-    "weight_of",
-]
+__all__ = ["ALL_IDS", "LOWEST", "ONE", "PROBABILITY_BITS", "SCRATCH", "find_border", "select_shared_bytes", "weight_of"]
 
 ONE = 549755813888.0
 """The weight of the largest logit, 2^39: a row of 2^20 tokens stays below 2^59."""

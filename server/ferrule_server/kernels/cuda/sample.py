@@ -42,19 +42,7 @@ from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 from ferrule_server.kernels.cuda.ticket import arrive
 
-__all__ = [
-    "BITS",
-    "BORDER_BYTES",
-    "DRAW_SHARED_BYTES",
-    "RECORD",
-    "ROOM",
-    "draw",
-    "mask_bytes",
-    "passed_by",
-    "philox",
-    "shape_and_select",
-    "specs",
-]
+__all__ = ["BORDER_BYTES", "RECORD", "draw", "mask_bytes", "shape_and_select", "specs"]
 
 RECORD = np.dtype(
     [

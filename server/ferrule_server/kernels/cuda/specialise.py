@@ -40,18 +40,9 @@ CASTS = ("f32", "i32", "u32")
 
 _PARAMETER_KINDS = ("Address", "I32", "F32")
 _BUILTINS = {"min": min, "max": max, "abs": abs, "len": len, "range": range, "int": int, "bool": bool}
-_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-}
+_NAMES = {"Add": "add", "Sub": "sub", "Mult": "mul", "FloorDiv": "floordiv", "Mod": "mod", "LShift": "lshift"}
+_NAMES |= {"RShift": "rshift", "BitAnd": "and_", "BitOr": "or_", "BitXor": "xor"}
+_OPERATIONS = {getattr(ast, name): getattr(operator, function) for name, function in _NAMES.items()}
 """The common ones: all others are left to ``eval``, which takes its time."""
 _DIVISION = "write a shift, a mask or a product with reciprocal(...)"
 _INSTEAD: dict[type[ast.operator], str] = {

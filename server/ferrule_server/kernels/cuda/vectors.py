@@ -13,15 +13,7 @@ from ferrule_server.kernels.cuda.constants import CHUNK
 from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address, Offset, Vec4, device
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 
-__all__ = [
-    "load_vector",
-    "normalise",
-    "prefetch_norm",
-    "scale_chunk",
-    "stage_vectors",
-    "vector_stride",
-    "warp_sum",
-]
+__all__ = ["load_vector", "normalise", "prefetch_norm", "stage_vectors", "vector_stride", "warp_sum"]
 
 
 @device

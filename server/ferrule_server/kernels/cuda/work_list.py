@@ -21,19 +21,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "FIELDS",
-    "MAX_NEW",
-    "SEGMENT",
-    "SPLIT",
-    "WorkList",
-    "WorkListError",
-    "WorkLists",
-    "count_new_tokens",
-    "make_work_list",
-    "max_items",
-    "max_places",
-]
+__all__ = ["FIELDS", "MAX_NEW", "SEGMENT", "SPLIT", "WorkLists", "make_work_list", "max_items", "max_places"]
 
 Int32Array = npt.NDArray[np.int32]
 _Ints = npt.NDArray[np.int64]

@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 
 from ferrule_server.kernels.cuda import attention
-from ferrule_server.kernels.cuda.catalog import shipped_kernels
+from ferrule_server.kernels.cuda.catalog import kernels_of, merged
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from tools.kernels import compile as compiler
 from tools.kernels.compile import ARCHITECTURES, assemble_all, compile_ptx, has_dependent_launch, toolkit
@@ -72,6 +72,11 @@ def to_compile(specs: Sequence[KernelSpec], record: Record) -> list[KernelSpec]:
     """Return what the record does not answer for, and the first spec of each kernel so that the record is tested."""
     first = {spec.kernel: spec for spec in reversed(specs)}
     return [spec for spec in specs if spec is first[spec.kernel] or not record.has_checked(spec)]
+
+
+def shipped_kernels() -> list[KernelSpec]:
+    """Return the kernels of all :data:`~ferrule_server.kernels.cuda.spec.MODEL_SHAPES`, each once."""
+    return merged(spec for shape in MODEL_SHAPES.values() for spec in kernels_of(shape))
 
 
 def all_specs() -> list[KernelSpec]:

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from ferrule_server.kernels.cuda import catalog, embed
-from ferrule_server.kernels.cuda.catalog import OPS, Op, kernels_of, shipped_kernels
+from ferrule_server.kernels.cuda.catalog import OPS, Op, kernels_of
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
 from tests.kernels.cuda.toolchain import records
 from tools.kernels.machine_code import Made
 from tools.kernels.report import BEGIN, END
 
 PAGE = (Path(__file__).resolve().parents[4] / "docs" / "kernels.md").read_text()
-SHIPPED = shipped_kernels()
+SHIPPED = records.shipped_kernels()
 KERNELS = sorted({spec.kernel for spec in SHIPPED}, key=lambda kernel: kernel.__name__)
 ADVICE = "run python -m tests.kernels.cuda.toolchain.records"
 

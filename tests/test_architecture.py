@@ -163,7 +163,7 @@ MAX_FILES = 10
 """In each room of these packages."""
 MAX_FILE_LINES = 400
 """Code lines of a file."""
-LONGER_FILES = {"kernels/cuda/gemm.py": 462}
+LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
     ".": 1570,
     "api": 365,
@@ -185,12 +185,12 @@ BUDGET: dict[str, int] = {
     "engine/steps": 1010,
     "executor": 545,
     "executor/cpu": 940,
-    "executor/cuda": 2730,
-    "executor/fallback": 590,
+    "executor/cuda": 2705,
+    "executor/fallback": 520,
     "executor/sampling": 640,
     "kernels": 110,
     "kernels/cpu": 2565,
-    "kernels/cuda": 7680,
+    "kernels/cuda": 3540,
     "kv": 1380,
     "model": 1155,
     "model/families": 190,

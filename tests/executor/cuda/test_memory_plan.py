@@ -202,7 +202,7 @@ def test_a_step_has_no_more_launches_than_planned(kind: str) -> None:
 
 @pytest.mark.parametrize(("num_rows", "per_layer", "besides"), [(1, 5, 2), (2, 5, 2), (3, 7, 4), (64, 7, 4)])
 def test_launches_of_a_decode_step(num_rows: int, per_layer: int, besides: int) -> None:
-    """At one row 5 per layer and 2: 142 for the 28 layers of Qwen3-0.6B, 182 for the 36 of Qwen3-8B; choices add few."""
+    """At one row 5 per layer and 2: 142 for 28 layers of Qwen3-0.6B, 182 for 36 of Qwen3-8B; choices add few."""
     runner, config = _runner("qwen3")
     chain = per_layer * config.num_layers + besides
     more = {OutputKind.GREEDY: 0, OutputKind.SAMPLE: 2, OutputKind.SCORE: 3, OutputKind.TOP: 4}

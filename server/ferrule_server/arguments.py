@@ -147,7 +147,7 @@ examples:
 Without --token-file and --tls-client-ca, all clients are one principal, 'local', and share their handles. This is
 allowed on 127.0.0.1, [::1] and unix sockets; on other addresses it requires --insecure.
 
-Kernels exist for GPUs of compute capability 9.0 (H100, H200) and 8.x (A100, A10, L4, L40S, RTX 30 and 40). If the
+Kernels exist for GPUs of compute capability 8.0, 8.6, 8.9, 9.0, 10.x and 12.x, as bundles (`make kernels`). If the
 kernels cannot be used on a GPU, the model runs in torch; a warning in the log and GetStatus say why.
 
 When the model is loaded, the server prints one line that begins with 'ready' on stdout. SIGTERM or Ctrl-C stops the

@@ -128,8 +128,8 @@ class ServerConfig:
     start runs; off, which is slower, shows whether a fault comes from overlapping kernels
     """
     kernel_bundle: Path | None = _GPU.optional("--kernel-bundle", FILE, "the package ferrule-kernels, if installed")
-    """bundle of compiled kernels, or a folder of them; what needs a kernel that it lacks runs in torch; a file that is
-    not a bundle is an error on any machine
+    """bundle of compiled kernels, or a folder of them; torch runs every step if it lacks a kernel of the model; a file
+    that is not a bundle is an error on any machine
     """
     kv_memory_bytes: int | None = _LIMITS.optional(
         "--kv-memory",

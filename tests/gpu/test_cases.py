@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ferrule_server.executor.cuda.driver import Device
 from ferrule_server.kernels.cuda.spec import ModelShape, parameters
 from tools.cuda_simulator import Launch, Memory
 from tools.cuda_simulator import run as simulate
@@ -178,6 +179,17 @@ def test_readers_give_the_ceiling(simulated: dict[str, Any], monkeypatch: pytest
     results = list(worker.TASKS["ceiling"](simulated))
     assert [result["status"] for result in results] == ["ok"] * len(CEILINGS)
     assert reads == [pytest.approx(result["gbs"], abs=0.1) for result in results]
+
+
+def test_a_gpu_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, which the run takes apart."""
+    device = SimpleNamespace(name="H100", capability=(9, 0), num_sms=132)
+    monkeypatch.setattr(Device, "open", lambda: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 80 << 30))
+    (said,) = worker.TASKS["device"]({})
+    assert (said["device"], said["architecture"], said["num_sms"], said["memory_gib"]) == ("H100", "sm_90a", 132, 80.0)
+    monkeypatch.setattr(Device, "open", lambda: SimpleNamespace(name="T4", capability=(7, 5), num_sms=40))
+    assert list(worker.TASKS["device"]({})) == [{"error": "T4 has compute capability 7.5, there are no kernels for it"}]
 
 
 def test_every_op_of_the_catalog_is_run() -> None:

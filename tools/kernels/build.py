@@ -99,7 +99,7 @@ def _shape(name: str) -> ModelShape:
 
 
 def build_bundles(specs: Iterable[KernelSpec], paths: Mapping[str, Path], num_workers: int | None = None) -> None:
-    """Compile kernels and write a bundle for each architecture; says meanwhile how far it is.
+    """Compile kernels and write a bundle for each architecture, without those that do not fit it; says how far it is.
 
     Args:
         specs: Kernels.
@@ -108,7 +108,7 @@ def build_bundles(specs: Iterable[KernelSpec], paths: Mapping[str, Path], num_wo
 
     Raises:
         KernelError: A kernel's source leaves the language.
-        CompileError: The compiler is missing or refuses a kernel, or one does not fit an architecture.
+        CompileError: The compiler is missing or refuses a kernel.
     """
     specs, console = list(specs), Console(stderr=True)
     console.print(f"compiling {len(specs)} kernels for {', '.join(paths)}", soft_wrap=True)
@@ -118,9 +118,10 @@ def build_bundles(specs: Iterable[KernelSpec], paths: Mapping[str, Path], num_wo
         bar = progress.add_task("ptxas", total=len(paths))
         for architecture, path in paths.items():
             made = cubins_of(ptx, architecture)
-            if unfit := [message for compiled, _ in made for message in compiled.unfit()]:
-                raise CompileError("\n".join(unfit))
-            write_bundle(path, architecture, {compiled.spec: cubin for compiled, cubin in made})
+            for compiled, _ in made:
+                for message in compiled.unfit():
+                    console.print(f"{architecture} is without a kernel: {message}", soft_wrap=True)
+            write_bundle(path, architecture, {it.spec: cubin for it, cubin in made if not list(it.unfit())})
             progress.advance(bar)
     for path in paths.values():
         console.print(f"{path}: {len(specs)} kernels, {path.stat().st_size / 1e6:.1f} MB", soft_wrap=True)

@@ -338,7 +338,8 @@ class ExecutorState:
     Attributes:
         name: What runs the next decode step: ``numba-cuda`` or ``torch``.
         preparation: The preparation in progress, for people: ``capturing graphs, 3 left``; empty if there is none.
-        fallback_reason: Why torch runs every step permanently; empty if there is nothing to report.
+        fallback_reason: Why torch runs every step permanently, or why kernels run slower than they could;
+            empty if there is nothing to report.
         memory: The uses of the memory; None if no device was found.
         captured_batch_sizes: Rows of the graphs that exist, ascending.
         num_graph_steps: Steps that replayed a graph.

@@ -134,5 +134,5 @@ def test_results_begin_with_what_every_step_returns() -> None:
     """The tokens, which the step after reads where they are."""
     assert result_layout(LIMITS).offset_of("tokens") == 0
     names = [field.name for field in input_layout(SHAPE, LIMITS, NUM_CTAS).fields]
-    assert names[:4] == ["token_ids", "positions", "slot_mapping", "work"]
-    assert LAYOUTS[0].fields[3].shape[1] == TABLE_WIDTH == 16
+    assert names[:6] == ["token_ids", "positions", "slot_mapping", "logits_rows", "hidden_state_rows", "work"]
+    assert LAYOUTS[0].fields[5].shape[1] == TABLE_WIDTH == 16

@@ -87,6 +87,15 @@ def test_a_gpu_that_has_no_early_launch_is_not_tested(
 
 
 @pytest.mark.usefixtures("no_process")
+def test_a_test_that_proved_nothing_is_not_run_at_every_start(tmp_path: Path) -> None:
+    """Kernels start late, and the status says so."""
+    keep(INCONCLUSIVE, tmp_path)
+    choice = EarlyLaunch("auto", gpu(), tmp_path, BUNDLE)
+    assert choice.decide() == "late"
+    assert choice.notice == "kernels start late: the litmus inconclusive"
+
+
+@pytest.mark.usefixtures("no_process")
 def test_what_only_looks_like_a_gpu_is_not_tested(tmp_path: Path) -> None:
     """Kernels start late there, as everywhere without a verdict."""
     assert EarlyLaunch("auto", gpu("cpu"), tmp_path, BUNDLE).decide() == "late"
@@ -98,30 +107,28 @@ def test_what_only_looks_like_a_gpu_is_not_tested(tmp_path: Path) -> None:
         ("echo passed on H100: ...", "early", "the litmus passed"),
         ("echo failed on H100: ...; exit 1", "off", "the litmus failed"),
         ("echo inconclusive on H100: ...; exit 2", "late", "the litmus inconclusive"),
-        ("echo No module named torch >&2; exit 1", "late", "the litmus ended with 1"),
-        ("kill -9 $$", "late", "the litmus ended with -9"),
+        ("echo No module named torch >&2; exit 1", "late", "the litmus gave no verdict: No module named torch"),
+        ("kill -9 $$", "late", "the litmus gave no verdict: exit status -9"),
     ],
 )
-@pytest.mark.parametrize("kept", [None, INCONCLUSIVE])
 def test_without_a_verdict_the_gpu_is_tested_in_another_process(
     *,
     script: str,
     mode: str,
     reason: str,
-    kept: Verdict | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its first word counts; a process that breaks says none. One that proved nothing is tried again."""
-    if kept is not None:
-        keep(kept, tmp_path)
+    """Its first word counts; a process that breaks says none, and its last line is the reason."""
     child(monkeypatch, tmp_path, script)
     choice, told = EarlyLaunch("auto", gpu(), tmp_path, BUNDLE), list[str]()
     with caplog.at_level(logging.INFO):
         assert choice.decide(told.append) == mode
     assert told == ["testing early launch"]
     assert caplog.messages == [f"event=early_launch mode={mode} reason={reason!r}"]
+    later = {"early": "", "late": "kernels start late: ", "off": "kernels start one behind the other: "}[mode]
+    assert choice.notice == (later and f"{later}{reason}")
     module = "-P -m ferrule_server.executor.cuda.litmus"
     expected = f"{module} --device 1 --cache {tmp_path} --bundle {BUNDLE}\n"
     assert (tmp_path / "arguments").read_text() == expected
@@ -160,4 +167,6 @@ def test_the_real_command_finds_no_gpu_here(tmp_path: Path, caplog: pytest.LogCa
     """The process is started as a server starts it, and ends with the status that says so."""
     with caplog.at_level(logging.INFO):
         assert EarlyLaunch("auto", gpu(), tmp_path, BUNDLE).decide() == "late"
-    assert caplog.messages == ["event=early_launch mode=late reason='the litmus ended with 2'"]
+    assert [it.partition(" torch ")[0] for it in caplog.messages] == [
+        "event=early_launch mode=late reason='the litmus gave no verdict: error:"
+    ]

@@ -161,7 +161,7 @@ def test_epilogue_equals_the_reference_on_exact_sums(epilogue: str) -> None:
         (8, 1, 70, 264, WHOLE),
         (9, 2, 16, 256, (128, 1)),
         (17, 4, 100, 648, WHOLE),
-        (26, 4, 64, 520, (256, 2)),
+        (26, 4, 64, 904, (256, 2)),
         (40, 8, 70, 400, WHOLE),
         (64, 8, 20, 904, (128, 3)),
     ],

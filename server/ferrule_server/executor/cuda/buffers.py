@@ -3,7 +3,7 @@
 What the host writes for a step lies side by side in ``inputs``, what it reads in ``results``, so that one copy each way
 does; their fields are in ``input`` and ``result``::
 
-    inputs    token_ids positions slot_mapping work | choice_records score_records request_ids masks entries
+    inputs    token_ids positions slot_mapping logits_rows hidden_state_rows work | choice_records ... entries
               every step, up to what is in use      | further spans, where tokens are not chosen greedily alone
     results   tokens | greedy chosen_logprobs figures requested top_ids top_logits
               every step, then as far as it was asked for
@@ -79,6 +79,8 @@ def input_layout(shape: ModelShape, limits: Limits, num_ctas: int) -> Layout:
             ("token_ids", (rows,)),
             ("positions", (rows,)),
             ("slot_mapping", (rows,)),
+            ("logits_rows", (rows,)),
+            ("hidden_state_rows", (rows,)),
             ("work", (num_work, width)),
             ("choice_records", (2 * rows, RECORD.itemsize // 4)),
             ("score_records", (rows, 4)),
@@ -123,7 +125,8 @@ class DecodeBuffers:
         input_layout: Of ``inputs``.
         result_layout: Of ``results``.
         input: The fields of ``inputs``, all int32: ``token_ids`` [R] (-1: no token, zeros; -2 - j: ``tokens[j]`` of the
-            step before), ``positions`` [R], ``slot_mapping`` [R], ``work`` [rows, 16] (see above; both the items and
+            step before), ``positions`` [R], ``slot_mapping`` [R], ``logits_rows`` and ``hidden_state_rows`` [R], which
+            rows are copied whole, ``work`` [rows, 16] (see above; both the items and
             the block tables that kernels are given begin here), ``choice_records`` [2 * R, 20], each a
             ``sample.RECORD``, ``score_records`` [R, 4], ``request_ids`` [max_requests], ``masks``
             [R, mask_bytes(V) / 4], ``entries`` [max_entries, 4].

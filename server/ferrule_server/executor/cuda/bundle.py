@@ -50,7 +50,17 @@ BUNDLES = _KERNELS / "bundles"
 _FIRST_DRIVERS = {12: 525, 13: 580}
 """By major version of CUDA: the first driver that loads its machine code, whatever the minor version. Source: NVIDIA,
 "CUDA Compatibility", "Minor Version Compatibility", table 1."""
-_UNREADABLE = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, zipfile.BadZipFile, zlib.error)
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    AttributeError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 """What reading a damaged zip file may raise."""
 _ADVICE = "install the ferrule-kernels of this version, or run `make kernels` in a checkout of it"
 

@@ -87,7 +87,6 @@ class StepChain:
             has_outputs: False: only KV is wanted; there are neither logits nor tokens.
 
         Raises:
-            KernelMissing: A kernel was not built.
             GpuError: The GPU refuses one.
             ValueError: ``is_deterministic`` and more than 64 rows.
         """

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -36,6 +37,7 @@ from ferrule_server.model.weights import LoadedModel
 
 __all__ = ["GpuOptions", "Kernels", "Preparation", "load_kernels", "open_gpu", "prepare"]
 
+_FIRST_CAPABILITY: Final = (8, 0)
 _log = logging.getLogger(__name__)
 
 
@@ -169,7 +171,8 @@ class Preparation:
         assert self.kernels is not None
         assert self.gpu is not None
         assert self.limits is not None
-        return create_runner(
+        assert self.early_launch is not None
+        runner = create_runner(
             self.kernels.cubins,
             gpu=self.gpu,
             torch_executor=torch_executor,
@@ -180,6 +183,8 @@ class Preparation:
             has_graphs=self.options.has_graphs,
             trigger=trigger,
         )
+        runner.notice = self.early_launch.notice
+        return runner
 
 
 def open_gpu(device: str) -> Gpu:
@@ -241,6 +246,8 @@ def _opened(config: ModelConfig, options: GpuOptions, open_gpu: Callable[[str], 
         gpu = open_gpu(options.device)
     except GpuError as error:
         return None, (reason or str(error)) if options.wants_kernels else ""
+    if options.wants_kernels and not reason and gpu.info.capability < _FIRST_CAPABILITY:
+        reason = f"{gpu.info.name} has compute capability {'.'.join(map(str, gpu.info.capability))}, kernels need 8.0"
     return gpu, reason
 
 

@@ -25,6 +25,7 @@ __all__ = ["EarlyLaunch"]
 _LIMIT_S: Final = 60.0
 """A test takes so long at most, the start of its process included."""
 _TRIGGERS: Final[dict[str, Trigger]] = {"on": "early", "passed": "early", "failed": "off", "off": "off", "none": "off"}
+_TRIGGERS["inconclusive"] = "late"
 """By setting or outcome; without one it is late. A GPU that breaks the promise is trusted with no part of it."""
 
 _log = logging.getLogger(__name__)
@@ -38,7 +39,12 @@ class EarlyLaunch:
         gpu: The GPU; one that is not CUDA's is not tested.
         folder: Where verdicts are kept; None: in the user's cache folder.
         bundle: The file that has the kernels of the GPU.
+
+    Attributes:
+        notice: Behind :meth:`decide`, what the status says of kernels that do not start early although they might.
     """
+
+    notice = ""
 
     def __init__(self, setting: str, gpu: Gpu, folder: Path | None, bundle: Path) -> None:
         folder = folder or litmus.default_folder()
@@ -59,7 +65,7 @@ class EarlyLaunch:
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         self._deadline = time.monotonic() + _LIMIT_S
         with suppress(OSError):
-            self._process = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, text=True)  # noqa: S603
+            self._process = subprocess.Popen(command, stdin=null, stdout=pipe, stderr=pipe, text=True)  # noqa: S603
 
     def decide(self, on_wait: Callable[[str], None] = lambda _: None) -> Trigger:
         """Return when kernels start, and log why; a test that runs is waited for until its time is over."""
@@ -67,12 +73,16 @@ class EarlyLaunch:
             on_wait("testing early launch")
             self._outcome = "did not end"
             with suppress(subprocess.TimeoutExpired):
-                printed, _ = self._process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
-                self._outcome = printed.partition(" ")[0] or f"ended with {self._process.returncode}"
+                printed, errors = self._process.communicate(timeout=max(0.0, self._deadline - time.monotonic()))
+                last = errors.strip().rpartition("\n")[2] or f"exit status {self._process.returncode}"
+                self._outcome = printed.partition(" ")[0] or f"gave no verdict: {last}"
             self.close()
         trigger = _TRIGGERS.get(self._outcome, "late")
         level = logging.WARNING if self._outcome in ("failed", "off") else logging.INFO
-        _log.log(level, "event=early_launch mode=%s reason=%r", trigger, self._reason.format(self._outcome))
+        reason = self._reason.format(self._outcome)
+        _log.log(level, "event=early_launch mode=%s reason=%r", trigger, reason)
+        if trigger != "early" and self._reason.startswith("the litmus"):
+            self.notice = f"kernels start {'late' if trigger == 'late' else 'one behind the other'}: {reason}"
         return trigger
 
     def close(self) -> None:

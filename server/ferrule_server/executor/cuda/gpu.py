@@ -65,7 +65,6 @@ class Launch(Protocol):
     @property
     def spec(self) -> KernelSpec:
         """Of the kernel."""
-        ...
 
 
 Operation = Launch | Callable[[], None]
@@ -79,7 +78,6 @@ class Kernel(Protocol):
     @property
     def spec(self) -> KernelSpec:
         """What it was made from."""
-        ...
 
     def prepare(
         self,
@@ -90,7 +88,6 @@ class Kernel(Protocol):
         starts_early: bool = True,
     ) -> Launch:
         """Return a launch; as ``driver.Function.prepare`` says."""
-        ...
 
 
 class Event(Protocol):
@@ -102,7 +99,6 @@ class Event(Protocol):
         Raises:
             GpuError: Something in the stream failed, perhaps long ago.
         """
-        ...
 
 
 class Graph(Protocol):
@@ -110,7 +106,6 @@ class Graph(Protocol):
 
     def close(self) -> None:
         """Give its memory back; it is not replayed again."""
-        ...
 
 
 class Gpu(Protocol):
@@ -122,69 +117,52 @@ class Gpu(Protocol):
     @property
     def info(self) -> GpuInfo:
         """What it is; constant."""
-        ...
 
     @property
     def torch_device(self) -> torch.device:
         """Where its tensors are."""
-        ...
 
     def free_bytes(self) -> int:
         """Return how much of its memory nobody uses now; what torch keeps for later counts as used."""
-        ...
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a zeroed tensor that stays where it is for as long as it lives, at a multiple of 256 bytes."""
-        ...
 
     def allocate_pinned(self, name: str, num_bytes: int) -> Tensor:
         """Return page-locked memory of the host: uint8 [num_bytes]."""
-        ...
 
     def adopt(self, name: str, tensor: Tensor, *, is_mutable: bool) -> None:
         """Let kernels use a tensor that somebody else allocated on the device; it must outlive the launches."""
-        ...
 
     def address(self, tensor: Tensor) -> int:
         """Return where kernels find a tensor (or a view of one) that was allocated or adopted here."""
-        ...
 
     def load(self, spec: KernelSpec, cubin: Cubin) -> Kernel:
         """Load a kernel, wholly."""
-        ...
 
     def current(self) -> AbstractContextManager[None]:
         """Have torch put what it does inside into the stream."""
-        ...
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy pinned memory to the device, uint8 tensors of one size; it is read when the stream gets there."""
-        ...
 
     def download(self, target: Tensor, source: Tensor) -> None:
         """Copy device memory to pinned memory, likewise."""
-        ...
 
     def record(self) -> Event:
         """Mark the place that the stream has come to."""
-        ...
 
     def launch(self, operations: Sequence[Operation]) -> None:
         """Put operations into the stream; if one is refused, those before it are there."""
-        ...
 
     def capture(self, operations: Sequence[Operation]) -> Graph:
         """Return a graph of operations; they do not run. Each must have been launched before, outside of a capture."""
-        ...
 
     def replay(self, graph: Graph) -> None:
         """Put all operations of a graph into the stream, with one call of the driver."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until the stream is idle."""
-        ...
 
     def close(self) -> None:
         """Give back what this object holds."""
-        ...

@@ -91,11 +91,9 @@ class Linears(Protocol):
 
     def project(self, layer: int) -> list[Operation]:
         """Return what leads from ``hidden`` to ``qkv``."""
-        ...
 
     def finish(self, layer: int) -> list[Operation]:
         """Return what leads from ``attended`` to the ``hidden`` of the next layer."""
-        ...
 
     def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:
         """Return what leads from ``hidden`` to the best token of every row.
@@ -105,7 +103,6 @@ class Linears(Protocol):
             stores_logits: ``logits`` must be written too.
             keeps_hidden: ``normed`` must hold the rows behind the final norm.
         """
-        ...
 
 
 def linears_for(parts: StepParts, num_rows: int, *, is_deterministic: bool) -> Linears:

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -115,7 +116,10 @@ def _stale_words(gpu: Gpu, launches: list[Launch], stale: Tensor, number: int) -
 
 def default_folder() -> Path:
     """Return where verdicts are kept unless a setting says otherwise: in the user's cache folder."""
-    return Path("~/.cache/ferrule").expanduser()
+    try:
+        return Path("~/.cache/ferrule").expanduser()
+    except RuntimeError:  # this user has no home
+        return Path(tempfile.gettempdir(), "ferrule")
 
 
 def find_verdict(gpu: GpuInfo, folder: Path) -> Verdict | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ferrule_server.executor.base import Int32Array, RowOutput, StepBatch
 from ferrule_server.executor.cuda.buffers import DecodeBuffers
 from ferrule_server.executor.cuda.gpu import Gpu
+from ferrule_server.executor.cuda.layout import Array
 
 __all__ = ["RowCopies"]
 
@@ -35,20 +36,30 @@ class RowCopies:
             "hidden_state": (buffers.normed, buffers.hidden),
         }
         self._memory = {name: torch.empty(0, dtype=torch.uint8) for name in _FLAGS}
+        self._inputs = buffers.input
+        self._wanted: dict[str, tuple[list[int], Int32Array]] = {}
         self._arriving: dict[str, tuple[list[int], Tensor]] = {}
 
-    def put(self, batch: StepBatch) -> None:
-        """Put the copies of a step into the stream, after its kernels.
+    def fill(self, arrays: Mapping[str, Array], batch: StepBatch) -> None:
+        """Write into the inputs of a step which rows are copied."""
+        self._wanted = {}
+        for name, flag in _FLAGS.items():
+            outputs = [i for i, spec in enumerate(batch.output_specs) if getattr(spec, flag)]
+            if outputs:
+                places = batch.output_rows[outputs]
+                arrays[f"{name}_rows"][: len(places)] = places
+                self._wanted[name] = outputs, places
+
+    def put(self) -> None:
+        """Put the copies of the step that was filled in last into the stream, after its kernels.
 
         Raises:
             GpuError: The stream refused one, or memory is short.
         """
-        self._arriving = {}
-        for name, flag in _FLAGS.items():
-            outputs = [i for i, spec in enumerate(batch.output_specs) if getattr(spec, flag)]
-            if outputs:
-                rows = self._gathered(name, batch.output_rows[outputs])
-                self._arriving[name] = outputs, self._download(name, rows)
+        self._arriving = {
+            name: (outputs, self._download(name, self._gathered(name, places)))
+            for name, (outputs, places) in self._wanted.items()
+        }
 
     def hand_out(self, outputs: Sequence[RowOutput]) -> None:
         """Fill in the rows of the last :meth:`put`, which have arrived, copied, so that nothing overwrites them."""
@@ -66,7 +77,7 @@ class RowCopies:
         if int(places[-1]) - first == len(places) - 1:
             return source[first : first + len(places)]
         with self._gpu.current():
-            index = torch.from_numpy(places).to(source.device)
+            index = self._inputs[f"{name}_rows"][: len(places)]
             return torch.index_select(source, 0, index, out=scratch[: len(places)])
 
     def _download(self, name: str, rows: Tensor) -> Tensor:

@@ -66,6 +66,9 @@ class CudaDecodeRunner:
         is_deterministic: A row's bits must not depend on the rows beside it.
         graph_bytes: Memory that graphs may take.
         has_graphs: Capture steps in graphs; else every step is launched kernel by kernel.
+
+    Attributes:
+        notice: What the status says besides; set before it serves.
     """
 
     max_seq_rows = MAX_NEW
@@ -102,6 +105,7 @@ class CudaDecodeRunner:
         self._draws = DrawMemo()
         self._captured_sizes: tuple[int, ...] = ()
         self._num_graph_steps = self._num_launched_steps = 0
+        self.notice = ""
 
     @property
     def buffers(self) -> DecodeBuffers:
@@ -125,6 +129,7 @@ class CudaDecodeRunner:
         return ExecutorState(
             NAME,
             preparation=f"capturing graphs, {num_wanted} left" if num_wanted else "",
+            fallback_reason=self.notice,
             captured_batch_sizes=self._captured_sizes,
             num_graph_steps=self._num_graph_steps,
             num_launched_steps=self._num_launched_steps,
@@ -233,6 +238,8 @@ class CudaDecodeRunner:
         arrays, layout = self._uploads.fill(), self._buffers.input_layout
         block_size = self._chain.block_size
         num_work = fill_inputs(arrays, batch, key.num_rows, work_lists=self._work_lists, block_size=block_size)
+        if key.keeps_rows:
+            self._row_copies.fill(arrays, batch)
         used = fill_choices(
             arrays,
             served,
@@ -247,7 +254,7 @@ class CudaDecodeRunner:
         self._num_graph_steps += is_graph
         self._num_launched_steps += not is_graph
         if key.keeps_rows:
-            self._row_copies.put(batch)
+            self._row_copies.put()
         download = self._downloads.download(*self._buffers.result_layout.spans(used))
         return download, "graph" if is_graph else "kernels"
 

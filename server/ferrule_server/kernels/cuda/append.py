@@ -21,17 +21,7 @@ from ferrule_server.kernels.cuda.intrinsics import F32, I32, Address, device
 from ferrule_server.kernels.cuda.specialise import i32, registers, unrolled
 from ferrule_server.kernels.cuda.work_list import MAX_NEW
 
-__all__ = [
-    "Registers",
-    "kv_address",
-    "larger",
-    "rope_table",
-    "rotate_head",
-    "shared_bytes",
-    "smaller",
-    "stage",
-    "token_of_row",
-]
+__all__ = ["Registers", "kv_address", "larger", "rope_table", "rotate_head", "shared_bytes", "smaller", "stage"]
 
 Registers = Any
 """What ``registers`` makes: known to the specialiser alone, indexed by one or several constants."""

@@ -7,16 +7,7 @@ from dataclasses import dataclass
 
 from ferrule_server.kernels.cuda.specialise import Constant
 
-__all__ = [
-    "MODEL_SHAPES",
-    "SHARED_LIMITS",
-    "Cubin",
-    "KernelSpec",
-    "LinearShape",
-    "ModelShape",
-    "first_that_fits",
-    "parameters",
-]
+__all__ = ["MODEL_SHAPES", "SHARED_LIMITS", "Cubin", "KernelSpec", "LinearShape", "ModelShape", "parameters"]
 
 SHARED_LIMITS = (99 << 10, 227 << 10)
 """Most shared memory of one CTA, in bytes, that kernels are planned for: on 8.0, 8.6, 8.9 and 12.0; on 9.0 and 10.0."""

@@ -272,16 +272,8 @@ def write_ptx(spec: KernelSpec) -> str:
     return text
 
 
-_NEEDLESS_PASSES = frozenset(
-    {
-        "DeadBranchPrune",
-        "InlineClosureLikes",
-        "InlineOverloads",
-        "NopythonRewrites",
-        "PreLowerStripPhis",
-        "ReconstructSSA",
-    }
-)
+_NEEDLESS_PASSES = {"DeadBranchPrune", "InlineClosureLikes", "InlineOverloads", "NopythonRewrites"}
+_NEEDLESS_PASSES |= {"PreLowerStripPhis", "ReconstructSSA"}
 """Passes of numba that take half of its time and change nothing that matters in the machine code: a kernel has no
 closures, overloads or array expressions, constant branches are gone already, and LLVM finds the SSA form by itself."""
 

@@ -218,6 +218,9 @@ def main() -> None:
     later_s = sum(limit_s for stage, limit_s in BUDGETS_S.items() if stage in args.stages)
     run.deadline = float("inf") if dry else run.started + TOTAL_S - later_s
     run.work(tasks_of(args.stages, args.ops))
+    if dry:
+        for stage, results in run.results.items():
+            print(f"{stage}: {len(results)} up to the driver", flush=True)
     for stage in [stage for stage in BUDGETS_S if stage in args.stages]:
         print(stage, flush=True)
         later_s -= BUDGETS_S[stage]

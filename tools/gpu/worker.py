@@ -96,7 +96,7 @@ def _bundle(task: Result) -> Iterator[Result]:
 
 
 def _litmus(task: Result) -> Iterator[Result]:
-    """Yield the verdict; one that is not passed is no failure of the run, but everything behind it is in doubt."""
+    """Yield the verdict. Any but ``passed`` is a failure of the run: kernels that start early may read stale data."""
     gpu = _gpu_of(task)
     if gpu.is_dry:
         gpu.load(litmus.SPECS)

@@ -219,9 +219,9 @@ def make_work_list(
 class WorkLists:
     """Makes the work lists of steps; the last one is used again as long as that is right.
 
-    Where each sequence has one row, a list depends on how many splits each has and on whether its row is new; of its
-    fields only ``kv_len`` changes from token to token within a split. So one sequence makes a list anew every SPLIT
-    tokens, and 128 of different lengths in two of three steps.
+    Where each sequence has one row, a list depends on the number of splits of each sequence and on whether its row is
+    new. Within a split only the field ``kv_len`` changes. So a single sequence needs a new list every SPLIT tokens, and
+    128 sequences of different lengths need one in two of three steps.
 
     Args:
         num_kv_heads, rows_per_tile, num_ctas, num_places, split: As :func:`make_work_list` takes them.

@@ -18,7 +18,7 @@ from benchmarks.load.loops import Refused, Work
 from benchmarks.load.records import Record
 from ferrule.v1 import cache_pb2, executor_pb2_grpc, policy_pb2, types_pb2
 from ferrule.v1 import executor_pb2 as pb
-from ferrule_client._route import INSTANCE_KEY, instance_of_id
+from ferrule_client._route import INSTANCE_KEY
 from ferrule_client._status import error_from_call, error_from_status
 from ferrule_client.errors import ExecutorError
 
@@ -99,7 +99,7 @@ def _refused(error: ExecutorError) -> Refused:
 
 def _owner(handle: types_pb2.KvCacheHandle) -> _Metadata:
     """Return the metadata by which a proxy finds the server that has a sequence."""
-    return ((INSTANCE_KEY, instance_of_id(handle.cache_id)),)
+    return ((INSTANCE_KEY, handle.instance),)
 
 
 async def _by_stream(stub: _Stub, prompt: list[int], num_tokens: int, record: Record) -> None:

@@ -88,7 +88,13 @@ def handle_to_message(handle: t.Handle) -> types_pb2.KvCacheHandle:
         TypeError: It is no handle.
     """
     check_handle(handle)
-    return types_pb2.KvCacheHandle(cache_id=handle.cache_id, length=handle.length, lineage=handle.lineage)
+    return types_pb2.KvCacheHandle(
+        cache_id=handle.cache_id,
+        length=handle.length,
+        lineage=handle.lineage,
+        instance=handle.instance,
+        handle_id=handle.handle_id,
+    )
 
 
 def check_handle(value: object) -> None:
@@ -106,7 +112,7 @@ def check_handle(value: object) -> None:
 
 def handle_from_message(message: types_pb2.KvCacheHandle) -> t.Handle:
     """Return the value that a wire handle stands for."""
-    return t.Handle(message.cache_id, message.length, message.lineage)
+    return t.Handle(message.cache_id, message.length, message.lineage, message.instance, message.handle_id)
 
 
 def duration(seconds: float | None) -> duration_pb2.Duration | None:

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from ferrule_client._route import instance_of_id
+from ferrule_client._route import instance_of_handle
 from ferrule_client._tip import Tip
 from ferrule_client.errors import ExecutorError
 from ferrule_client.types import Handle, Lease
@@ -165,7 +165,7 @@ def due_groups(due: Iterable[tuple[Tip, float]], now: float, num_failures: Count
     groups: dict[str, list[Tip]] = {}
     urgent = set()
     for tip, end in sorted(due, key=lambda one: one[1]):
-        instance = instance_of_id(tip.handle.cache_id)
+        instance = instance_of_handle(tip.handle)
         groups.setdefault(instance, []).append(tip)
         if end <= now:
             urgent.add(instance)

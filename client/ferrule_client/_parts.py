@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from ferrule.v1 import types_pb2
 from ferrule_client import _convert
-from ferrule_client._route import by_instance, instance_of_id
+from ferrule_client._route import by_instance, instance_of_handle
 from ferrule_client.errors import ExecutorError, InvalidRequestError, MessageTooLargeError, RequestTooLargeError
 from ferrule_client.types import Handle
 
-__all__ = ["HandleLimit", "Parts", "instance_of_handle"]
+__all__ = ["HandleLimit", "Parts", "checked_instance"]
 
 _ASSUMED = 512
 """Default of ``max_handles_per_request``; a list of this length is sent without asking for the server's own limit."""
@@ -73,7 +73,7 @@ class Parts:
     """
 
     def __init__(self, handles: Sequence[Handle], limit: HandleLimit) -> None:
-        groups = by_instance(handles, instance_of_handle) or {"": []}
+        groups = by_instance(handles, checked_instance) or {"": []}
         self.is_alone = len(groups) == 1
         self._handles = handles
         self._limit = limit
@@ -98,14 +98,14 @@ class Parts:
         return True
 
 
-def instance_of_handle(handle: Handle) -> str:
+def checked_instance(handle: Handle) -> str:
     """Return the instance that a handle names; empty: none.
 
     Raises:
         TypeError: It is not a handle.
     """
     _convert.check_handle(handle)
-    return instance_of_id(handle.cache_id)
+    return instance_of_handle(handle)
 
 
 def _allowed(error: ExecutorError, num_handles: int) -> int:

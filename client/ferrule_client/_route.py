@@ -1,7 +1,7 @@
 """Which instance of several servers a call is for: the one that has the sequence it names.
 
-A proxy in front of several instances reads the metadata ``ferrule-instance`` and needs to know nothing else. A handle
-names its instance in the first part of its ``cache_id``; this module is the only one that looks inside.
+A proxy in front of several instances reads the metadata ``ferrule-instance`` and needs to know nothing else. Every
+handle carries the name of its instance.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from ferrule.v1 import cache_pb2, executor_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
 from ferrule_client.errors import HandleNotFoundError, InstanceUnreachableError, WrongInstanceError
 from ferrule_client.types import Handle
 
-__all__ = ["INSTANCE_KEY", "by_instance", "instance_of", "instance_of_id", "is_lost"]
+__all__ = ["INSTANCE_KEY", "by_instance", "instance_of", "instance_of_handle", "is_lost"]
 
 INSTANCE_KEY = "ferrule-instance"
 """Key of the metadata that says where a call belongs."""
@@ -25,10 +25,9 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _Item = TypeVar("_Item")
 
 
-def instance_of_id(cache_id: str) -> str:
-    """Return the instance that a cache_id names; empty, if it is not of the form that names one."""
-    name, point, _ = cache_id.partition(".")
-    return name if point and _is_name(name) else ""
+def instance_of_handle(handle: Handle | types_pb2.KvCacheHandle) -> str:
+    """Return the instance that a handle names; empty if it names none, or by a text that metadata cannot carry."""
+    return handle.instance if _is_name(handle.instance) else ""
 
 
 @functools.lru_cache(maxsize=256)  # a frame has many handles of few instances
@@ -42,7 +41,7 @@ def instance_of(request: object) -> str:
     Of a request with many handles the first decides: who sends it has put those of one instance together.
     """
     find = _FINDERS.get(type(request))
-    return instance_of_id(find(request)) if find is not None else ""
+    return instance_of_handle(find(request)) if find is not None else ""
 
 
 def by_instance(items: Iterable[_Item], instance: Callable[[_Item], str]) -> dict[str, list[int]]:
@@ -68,31 +67,32 @@ def is_lost(error: object, handle: Handle) -> bool:
     not lead to it: it was taken out of service, or goes by another name since it was started anew.
     """
     if isinstance(error, WrongInstanceError):
-        return bool(error.instance) and error.instance == instance_of_id(handle.cache_id)
+        return bool(error.instance) and error.instance == instance_of_handle(handle)
     return isinstance(error, (HandleNotFoundError, InstanceUnreachableError))
 
 
-# Any: each message has its own fields. What is unset reads as an empty cache_id.
-_Finder = Callable[[Any], str]
+# Any: each message has its own fields. What is unset reads as a handle without a name.
+_Finder = Callable[[Any], types_pb2.KvCacheHandle]
+_NO_HANDLE = types_pb2.KvCacheHandle()
 
 
-def _own(request: Any) -> str:
-    return request.kv_cache.cache_id  # type: ignore[no-any-return]
+def _own(request: Any) -> types_pb2.KvCacheHandle:
+    return request.kv_cache  # type: ignore[no-any-return]
 
 
-def _of_input(request: Any) -> str:
-    return request.input.kv_cache.cache_id  # type: ignore[no-any-return]
+def _of_input(request: Any) -> types_pb2.KvCacheHandle:
+    return request.input.kv_cache  # type: ignore[no-any-return]
 
 
-def _first(handles: Iterable[Any]) -> str:
-    return next((one.cache_id for one in handles if one.cache_id), "")
+def _first(handles: Iterable[types_pb2.KvCacheHandle]) -> types_pb2.KvCacheHandle:
+    return next((one for one in handles if one.instance), _NO_HANDLE)
 
 
-def _first_of_inputs(request: Any) -> str:
+def _first_of_inputs(request: Any) -> types_pb2.KvCacheHandle:
     return _first(one.kv_cache for one in request.inputs)
 
 
-def _first_of_handles(request: Any) -> str:
+def _first_of_handles(request: Any) -> types_pb2.KvCacheHandle:
     return _first(request.kv_caches)
 
 

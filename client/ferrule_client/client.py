@@ -20,7 +20,7 @@ from ferrule_client._connection import USE_DEFAULT, Connection, Timeout
 from ferrule_client._exchange import take
 from ferrule_client._lease import LeaseKeeper
 from ferrule_client._messages import Append, Appended, PromptOptions
-from ferrule_client._parts import Parts, instance_of_handle
+from ferrule_client._parts import Parts, checked_instance
 from ferrule_client._retry import RetrySettings
 from ferrule_client._route import by_instance
 from ferrule_client._status import error_from_status
@@ -1059,7 +1059,7 @@ def _check_one_instance(handles: Sequence[Handle]) -> None:
     Raises:
         ValueError: It has not.
     """
-    names = sorted(by_instance(handles, instance_of_handle))
+    names = sorted(by_instance(handles, checked_instance))
     if len(names) > 1:
         text = " and ".join(map(repr, names))
         raise ValueError(f"the sequences are on the instances {text}: reserve on each by a call of its own")

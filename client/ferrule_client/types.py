@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -88,16 +87,15 @@ class Handle:
         cache_id: The sequence, opaque and secret.
         length: Number of tokens covered, 1 or more.
         lineage: Fingerprint of the model and these tokens, 16 bytes; equal means equal tokens and model.
+        instance: Name of the server instance that has the sequence; the client sends its calls there.
+        handle_id: Loggable id of the sequence, the same as in the server's logs and lists.
     """
 
     cache_id: str
     length: int
     lineage: bytes
-
-    @property
-    def handle_id(self) -> str:
-        """Loggable id of the sequence, the same as in the server's logs and lists."""
-        return hashlib.sha256(self.cache_id.encode()).hexdigest()[:16]
+    instance: str = field(default="", compare=False)
+    handle_id: str = field(default="", compare=False)
 
     def __repr__(self) -> str:
         return f"Handle({self.handle_id}, length={self.length})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from grpc_status import rpc_status
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
-from tests.api.harness import PROMPT, Refusal, RunningServer, decode_item, read_status, refused
+from tests.api.harness import INSTANCE, PROMPT, Refusal, RunningServer, decode_item, read_status, refused
 from tests.fakes import FakeExecutor
 
 Code = grpc.StatusCode
@@ -333,3 +334,22 @@ def test_a_reused_request_id_has_its_path(server: RunningServer) -> None:
     for at, refusal in refusals.items():
         path = f"{at}request_id"
         assert (refusal.reason, refusal.fields, refusal.metadata["field"]) == ("REQUEST_ID_REUSED", (path,), path)
+
+
+def test_what_may_be_logged_of_a_handle_is_set_in_replies_and_ignored_in_requests(server: RunningServer) -> None:
+    """Only cache_id names the sequence, so a forged instance or handle_id opens nothing and breaks nothing."""
+    handle = server.prefill().kv_cache
+    expected = hashlib.sha256(handle.cache_id.encode()).hexdigest()[:16]
+    assert (handle.instance, handle.handle_id) == (INSTANCE, expected)
+    assert {(each.instance, len(each.handle_id)) for each in server.fork(handle, 2)} == {(INSTANCE, 16)}
+    other = server.prefill().kv_cache
+    forged = types_pb2.KvCacheHandle(
+        cache_id=handle.cache_id,
+        length=handle.length,
+        lineage=handle.lineage,
+        instance="elsewhere",
+        handle_id=other.handle_id,
+    )
+    moved = server.decode(forged, 7).kv_cache
+    assert (moved.cache_id, moved.instance, moved.handle_id) == (handle.cache_id, INSTANCE, expected)
+    assert server.info(other).kv_cache == other

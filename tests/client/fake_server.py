@@ -186,8 +186,14 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
             refusal = status_of(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", field=field, **told)
             context.abort_with_status(rpc_status.to_status(refusal))
 
-    def _handle(self, cache_id: str) -> types_pb2.KvCacheHandle:
-        return types_pb2.KvCacheHandle(cache_id=cache_id, length=len(self.sequences[cache_id]), lineage=self.lineage)
+    def _handle(self, cache_id: str, length: int | None = None) -> types_pb2.KvCacheHandle:
+        return types_pb2.KvCacheHandle(
+            cache_id=cache_id,
+            length=len(self.sequences[cache_id]) if length is None else length,
+            lineage=self.lineage,
+            instance=cache_id.split(".", maxsplit=1)[0],
+            handle_id=hashlib.sha256(cache_id.encode()).hexdigest()[:16],
+        )
 
     def lose_all(self) -> None:
         """Forget every sequence, as a new run of the server has."""
@@ -245,7 +251,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
             return status_of(grpc.StatusCode.ABORTED, "HANDLE_STALE", "stale", tip_length=str(len(tokens)))
         if not replayed:
             tokens.extend(new)
-        handle = types_pb2.KvCacheHandle(cache_id=item.kv_cache.cache_id, length=start + len(new), lineage=self.lineage)
+        handle = self._handle(item.kv_cache.cache_id, start + len(new))
         outputs = self._outputs(handle.length, item.logits_policy)
         return executor_pb2.DecodeOutput(kv_cache=handle, outputs=outputs, replayed=replayed)
 

@@ -147,6 +147,6 @@ def test_features_are_the_flags_that_are_true() -> None:
 
 def test_handles_survive_the_round_trip() -> None:
     """A handle is sent back as it was received."""
-    handle = Handle("a.b.c", 12, b"0123456789abcdef")
-    assert _convert.handle_from_message(_convert.handle_to_message(handle)) == handle
-    assert len(handle.handle_id) == 16
+    handle = Handle("a.b.c", 12, b"0123456789abcdef", "a", "0011223344556677")
+    back = _convert.handle_from_message(_convert.handle_to_message(handle))
+    assert (back, back.instance, back.handle_id) == (handle, "a", "0011223344556677")

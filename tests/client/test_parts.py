@@ -41,7 +41,7 @@ PROMPT = [1, 2, 3]
 
 def strangers(count: int, instance: str = "test") -> list[Handle]:
     """Return handles that no server gave out."""
-    return [Handle(f"{instance}.e1.{number:022d}", 1, bytes(16)) for number in range(count)]
+    return [Handle(f"{instance}.e1.{number:022d}", 1, bytes(16), instance) for number in range(count)]
 
 
 def too_many(limit: int | None, field: str = "kv_caches") -> ExecutorError:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from tests.conformance.matching import Json, handle_id_of
+from tests.conformance.matching import Json
 
 FOLDER = Path(__file__).parent / "cases"
 _REFERENCE = re.compile(r"\$\{([^}]+)\}")
@@ -76,11 +76,6 @@ def fill(value: Json, saved: Mapping[str, Json]) -> Json:
     return _MADE[name](filled[name]) if name in _MADE else filled
 
 
-def _handle_id(handle: Mapping[str, Json]) -> str:
-    """``$handle_id: X``: the loggable id of a handle."""
-    return handle_id_of(handle["cacheId"])
-
-
 def _times(argument: list[Json]) -> list[Json]:
     """``$times: [n, X]``: n times X in a list."""
     count, one = argument
@@ -104,7 +99,6 @@ def _text(size: int) -> str:
 
 
 _MADE: Mapping[str, Callable[[Any], Json]] = {
-    "$handle_id": _handle_id,
     "$times": _times,
     "$join": _join,
     "$masks": _masks,

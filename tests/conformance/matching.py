@@ -7,7 +7,6 @@ A mapping with one key that starts with ``$`` is a matcher; all others are compa
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import re
 import struct
@@ -206,8 +205,3 @@ MATCHERS: Mapping[str, Callable[[Any, Json, str], Iterator[str]]] = {
     "$status": _status,
 }
 """What a case can say about a value besides the value itself."""
-
-
-def handle_id_of(cache_id: str) -> str:
-    """Return the loggable id that the contract derives from a handle's secret."""
-    return hashlib.sha256(cache_id.encode()).hexdigest()[:16]

@@ -12,7 +12,7 @@ import pytest
 
 from tests.conformance.cases import fill, load
 from tests.conformance.contract import METHODS, full_name
-from tests.conformance.matching import differences, handle_id_of
+from tests.conformance.matching import differences
 from tests.conformance.play import merged
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,7 +101,6 @@ def test_references_are_filled_in() -> None:
     assert fill(handle, saved) == {"cacheId": "a.b.c", "length": 3}
     assert fill({"x": ["${p.output.rows.1}", "<${p.output.rows.0}>"]}, saved) == {"x": [8, "<7>"]}
     assert fill({"$with": handle, "length": 9}, saved) == {"cacheId": "a.b.c", "length": 9}
-    assert fill({"$handle_id": handle}, saved) == handle_id_of("a.b.c")
     assert fill({"$times": [3, 1]}, saved) == [1, 1, 1]
     assert fill({"$join": ["${p.output.rows}", [9]]}, saved) == [7, 8, 9]
     assert [base64.b64decode(mask) for mask in fill({"$masks": [2, 16]}, saved)] == [b"\x01\x00", b"\x02\x00"]

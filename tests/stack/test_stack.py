@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from ferrule_client import Cache, Client
-from ferrule_client._route import instance_of_id
 from tests.stack.promql import DASHBOARD, Prometheus, filled_in, panels
 from tests.stack.traffic import traffic
 from tests.tools import KERNEL_CACHE, tool
@@ -166,4 +165,4 @@ def test_an_upgrade_of_one_server_after_the_other_fails_nobody(tmp_path: Path) -
 
 
 def _instance(cache: Cache) -> str:
-    return instance_of_id(cache.handle.cache_id)
+    return cache.handle.instance

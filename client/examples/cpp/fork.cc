@@ -54,7 +54,7 @@ int main(int argc, char** argv) {
   prompt.mutable_input()->mutable_logits_policy()->mutable_greedy_argmax();
   prompt.mutable_input()->set_request_id(std::to_string(std::random_device{}()));
   const auto first = Call(*executor, &Executor::Stub::Prefill, prompt).output();
-  owner = first.kv_cache().cache_id().substr(0, first.kv_cache().cache_id().find('.'));
+  owner = first.kv_cache().instance();
   Tokens tokens = first.outputs().tokens();
   DecodeInput trunk;
   *trunk.mutable_kv_cache() = first.kv_cache();

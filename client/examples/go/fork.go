@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log"
 	"os"
-	"strings"
 	"time"
 
 	ferrule "ferrule/v1"
@@ -50,7 +49,7 @@ func main() {
 	first := must(executor.Prefill(ctx, &ferrule.PrefillRequest{Input: prompt})).Output
 	trunk := &ferrule.DecodeInput{InputIds: first.Outputs.Tokens, KvCache: first.KvCache, LogitsPolicy: policy}
 	// Names the server that has the handles, for the proxy on the way.
-	ctx = metadata.AppendToOutgoingContext(ctx, "ferrule-instance", strings.Split(first.KvCache.CacheId, ".")[0])
+	ctx = metadata.AppendToOutgoingContext(ctx, "ferrule-instance", first.KvCache.Instance)
 	stream := must(executor.StreamDecode(ctx))
 	tokens := append(first.Outputs.Tokens, decode(stream, trunk, 4)...)
 

@@ -19,7 +19,7 @@ const policy = { greedyArgmax: {} };
 const prompt = { inputIds: tokenIds, logitsPolicy: policy, requestId: randomUUID() };
 const { output } = await call(executor, "Prefill", { input: prompt });
 const trunk = { handle: output.kvCache, tokens: output.outputs.tokens, policy };
-owner.set("ferrule-instance", trunk.handle.cacheId.split(".")[0]);
+owner.set("ferrule-instance", trunk.handle.instance);
 const stream = executor.StreamDecode(owner); // its answers: one for each item, in any order, in any number of frames
 const answers = (async function* () { for await (const { results } of stream) yield* results; })();
 

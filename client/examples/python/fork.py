@@ -14,7 +14,7 @@ tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
 ids = tokenizer.Encode(tokenizer_pb2.EncodeRequest(text="def read_file(path):"), timeout=30).token_ids
 start = executor_pb2.PrefillInput(input_ids=ids, logits_policy={"greedy_argmax": {}}, request_id=str(uuid.uuid4()))
 out = executor.Prefill(executor_pb2.PrefillRequest(input=start), timeout=30).output
-owner = (("ferrule-instance", out.kv_cache.cache_id.split(".")[0]),)  # for the proxy on the way
+owner = (("ferrule-instance", out.kv_cache.instance),)  # for the proxy on the way
 sent: queue.SimpleQueue[executor_pb2.StreamDecodeRequest | None] = queue.SimpleQueue()
 results = (result for reply in executor.StreamDecode(iter(sent.get, None), metadata=owner) for result in reply.results)
 

@@ -27,7 +27,7 @@ prompt=$(jq -n --argjson ids "$ids" --arg id "$RANDOM$RANDOM-$$" \
   '{input: {inputIds: $ids, logitsPolicy: {greedyArgmax: {}}, requestId: $id}}')
 trunk=$(call ModelExecutorService/Prefill "$prompt" |
   jq '[.output | {tokens: .outputs.tokens, handle: .kvCache, policy: {greedyArgmax: {}}}]')
-owner=$(jq -r '.[0].handle.cacheId | split(".")[0]' <<< "$trunk")
+owner=$(jq -r '.[0].handle.instance' <<< "$trunk")
 for _ in 1 2 3 4; do trunk=$(step "$trunk"); done
 forked=$(call ModelExecutorService/ForkCache "$(jq '{kvCache: .[0].handle, count: 2}' <<< "$trunk")")
 branches=$(jq --argjson trunk "$trunk" '[.kvCaches | to_entries[] |

@@ -73,7 +73,7 @@ class Batch:
                 done[place] = result.output if result.HasField("output") else error_from_status(result.error)
 
     def _instance_of(self, sent: Append) -> str:
-        return self._connection.instance_of_id(sent.kv_cache.cache_id)
+        return self._connection.instance_of_handle(sent.kv_cache)
 
     async def _call(
         self, inputs: Sequence[Append], attempts: Attempts

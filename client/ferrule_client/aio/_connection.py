@@ -14,13 +14,13 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
 from ferrule_client import _check, _convert
 from ferrule_client._connection import REQUEST_IDS, USE_DEFAULT, Timeout, Until, UseDefault
 from ferrule_client._messages import inline_masks
 from ferrule_client._parts import HandleLimit
 from ferrule_client._retry import Attempts, RetrySettings
-from ferrule_client._route import instance_of, instance_of_id
+from ferrule_client._route import instance_of, instance_of_handle
 from ferrule_client._status import behind_proxy, cut_off, error_from_call, no_answer, no_server
 from ferrule_client.aio._stream_call import ReplyCall
 from ferrule_client.aio._wire import Extra, Wire
@@ -33,7 +33,7 @@ from ferrule_client.errors import (
     WrongInstanceError,
 )
 from ferrule_client.masks import TokenMask
-from ferrule_client.types import Capabilities, ModelInfo, TlsConfig
+from ferrule_client.types import Capabilities, Handle, ModelInfo, TlsConfig
 
 __all__ = ["REQUEST_IDS", "USE_DEFAULT", "Connection", "Timeout", "Until", "UseDefault"]
 
@@ -220,9 +220,9 @@ class Connection:
         """Return the instance that a request is for; empty: any."""
         return instance_of(request) or self._instance
 
-    def instance_of_id(self, cache_id: str) -> str:
+    def instance_of_handle(self, handle: Handle | types_pb2.KvCacheHandle) -> str:
         """Return the instance that a call on a sequence is for; empty: any."""
-        return instance_of_id(cache_id) or self._instance
+        return instance_of_handle(handle) or self._instance
 
     def open_replies(
         self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply], request: _Request, instance: str = ""

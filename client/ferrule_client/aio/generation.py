@@ -16,7 +16,7 @@ from ferrule.v1 import executor_pb2
 from ferrule_client import _convert, _messages
 from ferrule_client._messages import GenerationPlan, PromptOptions
 from ferrule_client._retry import Attempts
-from ferrule_client._route import instance_of_id, is_lost
+from ferrule_client._route import instance_of_handle, is_lost
 from ferrule_client._status import may_have_happened
 from ferrule_client._tip import Tip, using
 from ferrule_client._token_log import TokenLog
@@ -272,8 +272,8 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
     def _open(
         self, request: executor_pb2.GenerateRequest, courses: Sequence[Course], *, is_repeat: bool = False
     ) -> None:
-        owner = next((course.branch.cache.handle.cache_id for course in courses if course.branch.has_cache), "")
-        instance = instance_of_id(owner)  # who made some of the branches knows the others too
+        owners = (instance_of_handle(course.branch.cache.handle) for course in courses if course.branch.has_cache)
+        instance = next(owners, "")  # the instance of one branch has the others too
         call = self._connection.open_replies(self._connection.executor.Generate, request, instance)
         leg = Leg(call, request, courses, is_repeat=is_repeat)
         self._legs.append(leg)

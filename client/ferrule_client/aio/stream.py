@@ -16,7 +16,7 @@ from ferrule.v1 import executor_pb2
 from ferrule_client import _convert, _messages
 from ferrule_client._messages import Append, Appended
 from ferrule_client._retry import Attempts
-from ferrule_client._route import by_instance, instance_of_id
+from ferrule_client._route import by_instance, instance_of_handle
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
@@ -451,7 +451,7 @@ class AsyncStream:
         """Send what is not answered yet: a frame to each instance that has some of it."""
         waiting = [place for place in range(len(inputs)) if place not in done]
         groups = by_instance([inputs[place] for place in waiting], self._instance_of)
-        ends = by_instance(losers, lambda tip: self._connection.instance_of_id(tip.handle.cache_id))
+        ends = by_instance(losers, lambda tip: self._connection.instance_of_handle(tip.handle))
         if "" in groups:  # new sequences alone: any instance will do, so the one that is asked anyway
             groups = {next(iter(ends), "") or next(iter(self._calls), ""): groups[""]}
         legs = []
@@ -466,11 +466,11 @@ class AsyncStream:
         return legs
 
     def _count_instances(self, inputs: Sequence[Append], losers: Sequence[Tip]) -> int:
-        ends = {self._connection.instance_of_id(tip.handle.cache_id) for tip in losers}
+        ends = {self._connection.instance_of_handle(tip.handle) for tip in losers}
         return len(ends.union(map(self._instance_of, inputs)) - {""}) or 1
 
     def _instance_of(self, sent: Append) -> str:
-        return self._connection.instance_of_id(sent.kv_cache.cache_id)
+        return self._connection.instance_of_handle(sent.kv_cache)
 
     async def _serve(self, leg: _Leg, done: Done, attempts: Attempts, *, is_alone: bool, is_reading: bool) -> None:
         """See that a part of a frame is on its way, or read until it is answered; or note what it failed with."""
@@ -503,7 +503,7 @@ class AsyncStream:
             place, answer = leg.waiting.pop(result.seq), _messages.stream_answer(result)
             done[place] = answer or error_from_status(result.error)
             if answer is not None and not leg.instance:
-                leg.instance = instance_of_id(answer.kv_cache.cache_id)
+                leg.instance = instance_of_handle(answer.kv_cache)
                 if leg.instance and leg.instance not in self._calls:
                     self._calls[leg.instance] = self._calls.pop("")
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66\x65rrule/v1/types.proto\x12\nferrule.v1\"B\n\rKvCacheHandle\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x0f\n\x07lineage\x18\x03 \x01(\x0c\"J\n\x06Tensor\x12#\n\x05\x64type\x18\x01 \x01(\x0e\x32\x14.ferrule.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"=\n\x06Timing\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x0e\n\x06run_ns\x18\x02 \x01(\x04\x12\x11\n\tstep_rows\x18\x03 \x01(\r*\xed\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x12\x12\n\x0e\x44\x41TA_TYPE_INT8\x10\x04\x12\x12\n\x0e\x44\x41TA_TYPE_INT4\x10\x05\x12\x19\n\x15\x44\x41TA_TYPE_FLOAT8_E4M3\x10\x06\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x07\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x08\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\t*r\n\x0bStalePolicy\x12\x1c\n\x18STALE_POLICY_UNSPECIFIED\x10\x00\x12\x15\n\x11STALE_POLICY_FAIL\x10\x01\x12\x15\n\x11STALE_POLICY_FORK\x10\x02\x12\x17\n\x13STALE_POLICY_REWIND\x10\x03*h\n\x0fLogitsPositions\x12 \n\x1cLOGITS_POSITIONS_UNSPECIFIED\x10\x00\x12\x19\n\x15LOGITS_POSITIONS_LAST\x10\x01\x12\x18\n\x14LOGITS_POSITIONS_ALL\x10\x02*T\n\nDeviceType\x12\x1b\n\x17\x44\x45VICE_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44\x45VICE_TYPE_CPU\x10\x01\x12\x14\n\x10\x44\x45VICE_TYPE_CUDA\x10\x02\x42\x18P\x01Z\x14\x66\x65rrule/v1;ferrulev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66\x65rrule/v1/types.proto\x12\nferrule.v1\"g\n\rKvCacheHandle\x12\x10\n\x08\x63\x61\x63he_id\x18\x01 \x01(\t\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x0f\n\x07lineage\x18\x03 \x01(\x0c\x12\x10\n\x08instance\x18\x04 \x01(\t\x12\x11\n\thandle_id\x18\x05 \x01(\t\"J\n\x06Tensor\x12#\n\x05\x64type\x18\x01 \x01(\x0e\x32\x14.ferrule.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"=\n\x06Timing\x12\x10\n\x08queue_ns\x18\x01 \x01(\x04\x12\x0e\n\x06run_ns\x18\x02 \x01(\x04\x12\x11\n\tstep_rows\x18\x03 \x01(\r*\xed\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x12\x12\n\x0e\x44\x41TA_TYPE_INT8\x10\x04\x12\x12\n\x0e\x44\x41TA_TYPE_INT4\x10\x05\x12\x19\n\x15\x44\x41TA_TYPE_FLOAT8_E4M3\x10\x06\x12\x13\n\x0f\x44\x41TA_TYPE_UINT8\x10\x07\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x08\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\t*r\n\x0bStalePolicy\x12\x1c\n\x18STALE_POLICY_UNSPECIFIED\x10\x00\x12\x15\n\x11STALE_POLICY_FAIL\x10\x01\x12\x15\n\x11STALE_POLICY_FORK\x10\x02\x12\x17\n\x13STALE_POLICY_REWIND\x10\x03*h\n\x0fLogitsPositions\x12 \n\x1cLOGITS_POSITIONS_UNSPECIFIED\x10\x00\x12\x19\n\x15LOGITS_POSITIONS_LAST\x10\x01\x12\x18\n\x14LOGITS_POSITIONS_ALL\x10\x02*T\n\nDeviceType\x12\x1b\n\x17\x44\x45VICE_TYPE_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x44\x45VICE_TYPE_CPU\x10\x01\x12\x14\n\x10\x44\x45VICE_TYPE_CUDA\x10\x02\x42\x18P\x01Z\x14\x66\x65rrule/v1;ferrulev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,18 +32,18 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'ferrule.v1.types_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'P\001Z\024ferrule/v1;ferrulev1'
-  _globals['_DATATYPE']._serialized_start=246
-  _globals['_DATATYPE']._serialized_end=483
-  _globals['_STALEPOLICY']._serialized_start=485
-  _globals['_STALEPOLICY']._serialized_end=599
-  _globals['_LOGITSPOSITIONS']._serialized_start=601
-  _globals['_LOGITSPOSITIONS']._serialized_end=705
-  _globals['_DEVICETYPE']._serialized_start=707
-  _globals['_DEVICETYPE']._serialized_end=791
+  _globals['_DATATYPE']._serialized_start=283
+  _globals['_DATATYPE']._serialized_end=520
+  _globals['_STALEPOLICY']._serialized_start=522
+  _globals['_STALEPOLICY']._serialized_end=636
+  _globals['_LOGITSPOSITIONS']._serialized_start=638
+  _globals['_LOGITSPOSITIONS']._serialized_end=742
+  _globals['_DEVICETYPE']._serialized_start=744
+  _globals['_DEVICETYPE']._serialized_end=828
   _globals['_KVCACHEHANDLE']._serialized_start=38
-  _globals['_KVCACHEHANDLE']._serialized_end=104
-  _globals['_TENSOR']._serialized_start=106
-  _globals['_TENSOR']._serialized_end=180
-  _globals['_TIMING']._serialized_start=182
-  _globals['_TIMING']._serialized_end=243
+  _globals['_KVCACHEHANDLE']._serialized_end=141
+  _globals['_TENSOR']._serialized_start=143
+  _globals['_TENSOR']._serialized_end=217
+  _globals['_TIMING']._serialized_start=219
+  _globals['_TIMING']._serialized_end=280
 # @@protoc_insertion_point(module_scope)

@@ -60,14 +60,18 @@ DEVICE_TYPE_CPU: DeviceType
 DEVICE_TYPE_CUDA: DeviceType
 
 class KvCacheHandle(_message.Message):
-    __slots__ = ("cache_id", "length", "lineage")
+    __slots__ = ("cache_id", "length", "lineage", "instance", "handle_id")
     CACHE_ID_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
     cache_id: str
     length: int
     lineage: bytes
-    def __init__(self, cache_id: _Optional[str] = ..., length: _Optional[int] = ..., lineage: _Optional[bytes] = ...) -> None: ...
+    instance: str
+    handle_id: str
+    def __init__(self, cache_id: _Optional[str] = ..., length: _Optional[int] = ..., lineage: _Optional[bytes] = ..., instance: _Optional[str] = ..., handle_id: _Optional[str] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape", "data")

@@ -32,10 +32,7 @@ def fill_append(output: AppendOutput, result: AppendResult, planned: PlannedAppe
     """Write the fields that all appends return into a fresh message: handle, rows, timing."""
     if planned.job.request_id:
         output.request_id = planned.job.request_id
-    handle, sent = result.handle, output.kv_cache
-    sent.cache_id = handle.cache_id
-    sent.length = handle.length
-    sent.lineage = handle.lineage
+    fill_handle(output.kv_cache, result.handle)
     if result.replayed:
         output.replayed = True
         output.recomputed = result.recomputed
@@ -82,7 +79,16 @@ def fork_response(result: ForkResult) -> cache_pb2.ForkCacheResponse:
 
 def handle_message(handle: Handle) -> types_pb2.KvCacheHandle:
     """Return a handle as a message."""
-    return types_pb2.KvCacheHandle(cache_id=handle.cache_id, length=handle.length, lineage=handle.lineage)
+    message = types_pb2.KvCacheHandle()
+    fill_handle(message, handle)
+    return message
+
+
+def fill_handle(message: types_pb2.KvCacheHandle, handle: Handle) -> None:
+    """Write a handle into a fresh message. Replies alone have the last two fields."""
+    message.cache_id, message.length, message.lineage = handle
+    message.instance = handle.instance
+    message.handle_id = handle.handle_id
 
 
 def release_results(handles: Sequence[Handle], freed: Sequence[int | None]) -> list[cache_pb2.ReleaseResult]:

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from ferrule.v1 import executor_pb2, types_pb2
 from ferrule_server.api.limits import LOOP_SLICE
 from ferrule_server.api.requests.policy import OutputPlan
-from ferrule_server.api.responses.outputs import encoded, fill_rows
+from ferrule_server.api.responses.outputs import encoded, fill_handle, fill_rows
 from ferrule_server.api.rpc.refusals import Refusals
 from ferrule_server.api.rpc.status import to_status
 from ferrule_server.engine.jobs import BranchFrame, Finish, ForwardFrame, GenerateFrame, StepTiming
@@ -136,8 +136,7 @@ class GenerateReplies:
             rows = tuple(row for frame in frames for row in frame.rows)
             handle = next((frame.handle for frame in reversed(frames) if frame.handle is not None), None)
         if handle is not None:
-            sent = output.kv_cache
-            sent.cache_id, sent.length, sent.lineage = handle.cache_id, handle.length, handle.lineage
+            fill_handle(output.kv_cache, handle)
         if rows:
             fill_rows(output.outputs, rows, first.seed, self.plan)
         if self.new_decoder is not None:

@@ -58,6 +58,8 @@ def lengths(limits: ApiLimits, model: ModelSizes) -> dict[str, int]:
         "GenerateRequest.stop_strings": limits.max_stops,
         "GenerateRequest.stop_token_ids": limits.max_stops,
         "KvCacheHandle.cache_id": 4 * limits.max_cache_id_chars,
+        "KvCacheHandle.handle_id": 64,
+        "KvCacheHandle.instance": 64,
         "KvCacheHandle.lineage": 64,
         "ListCachesRequest.page_token": 64,
         "LogitsReturnPolicy.logprob_token_ids": limits.max_logprob_token_ids,

@@ -191,7 +191,7 @@ async def _run_grpc(
     handles: dict[tuple[int, int], types_pb2.KvCacheHandle] = {}
     policy = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
 
-    none = policy_pb2.LogitsReturnPolicy(none=True)
+    none = policy_pb2.LogitsReturnPolicy()
     inputs = [executor_pb2.PrefillInput(input_ids=prompt, logits_policy=none) for prompt in prompts]
     prefilled = await stub.BatchPrefill(executor_pb2.BatchPrefillRequest(inputs=inputs))
     made = [result.output.kv_cache for result in prefilled.results]

@@ -36,9 +36,9 @@ from ferrule.v1 import executor_pb2 as pb
 
 BAR_MS = 0.1
 INSTANCE = "ferrule-a"
-NO_OUTPUT = policy_pb2.LogitsReturnPolicy(none=True)
+NO_OUTPUT = policy_pb2.LogitsReturnPolicy()
 GREEDY = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
-LOGITS = policy_pb2.LogitsReturnPolicy()
+LOGITS = policy_pb2.LogitsReturnPolicy(full_logits=policy_pb2.FullLogits())
 METADATA = (("ferrule-instance", INSTANCE),)
 PROMPT = list(range(64))
 MOST_APPENDS = 400

@@ -28,7 +28,7 @@ class Stream:
     async def prefill(self, seed: int) -> Handle:
         """Make a sequence of PROMPT_TOKENS tokens."""
         ids = [(seed * 7 + i) % 250 for i in range(PROMPT_TOKENS)]
-        none = policy_pb2.LogitsReturnPolicy(none=True)
+        none = policy_pb2.LogitsReturnPolicy()
         reply = await self._stub.Prefill(pb.PrefillRequest(input=pb.PrefillInput(input_ids=ids, logits_policy=none)))
         return reply.output.kv_cache
 

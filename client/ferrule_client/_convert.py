@@ -147,17 +147,16 @@ def acceptance_to_message(acceptance: t.Acceptance) -> executor_pb2.AcceptanceRu
     return _ACCEPTANCE[cast("t.Acceptance", _check.choice("acceptance", acceptance, _ACCEPTANCE))]
 
 
-def policy_to_message(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy | None:
-    """Return the wire form of a policy; None stays None, which the contract reads as full logits.
+def policy_to_message(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy:
+    """Return the wire form of a policy; None is full logits in float32.
 
     Raises:
         TypeError: It is no policy.
     """
     check_policy(policy)
     if policy is None:
-        return None
+        return policy_pb2.LogitsReturnPolicy(full_logits=policy_pb2.FullLogits())
     message = policy_pb2.LogitsReturnPolicy(
-        none=policy.nothing,
         logprobs=policy.logprobs,
         top_logprobs=policy.top_logprobs,
         logprob_token_ids=policy.logprob_token_ids,

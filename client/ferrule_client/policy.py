@@ -9,7 +9,7 @@ A policy goes with every call that runs tokens::
     cache.decode(token, policy=no_output())
     cache.decode(token, policy=sample(mask=allowed, repetition_penalty=1.1, logit_bias={7: -2.0}))
 
-Only what is asked for is computed and sent. No policy at all means full logits in float32.
+Only what is asked for is computed and sent. Without a policy the client asks for full logits in float32.
 """
 
 from __future__ import annotations
@@ -118,7 +118,6 @@ class Policy:
     Attributes:
         selection: How one token is chosen per row; None chooses none.
         logits: Element type of full logits on the wire; None returns none.
-        nothing: True: only append, return nothing. Excludes all else.
         logprobs: Return the chosen token's log-probability, raw and under the distribution it was drawn from.
         top_logprobs: Return this many most likely tokens with their raw log-probabilities.
         logprob_token_ids: Return the raw log-probabilities of these tokens.
@@ -129,7 +128,6 @@ class Policy:
 
     selection: Greedy | Sampling | None = None
     logits: DType | None = None
-    nothing: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
     logprob_token_ids: tuple[int, ...] = ()
@@ -354,7 +352,7 @@ def full_logits(
 
 def no_output() -> Policy:
     """Return a policy that only appends: nothing is computed for the output row and nothing comes back."""
-    return Policy(nothing=True)
+    return Policy()
 
 
 def _ids(ids: Sequence[int]) -> tuple[int, ...]:

@@ -45,7 +45,8 @@ tell_hang_ups_quietly()  # as every server does
 EPOCH = "feedc0ffee00"
 INSTANCE = "test"
 GREEDY = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
-NOTHING = policy_pb2.LogitsReturnPolicy(none=True)
+FULL = policy_pb2.LogitsReturnPolicy(full_logits=policy_pb2.FullLogits())
+NOTHING = policy_pb2.LogitsReturnPolicy()
 PROMPT = tuple(range(1, 20))
 
 

@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
-from tests.api.harness import INSTANCE, PROMPT, Refusal, RunningServer, decode_item, read_status, refused
+from tests.api.harness import FULL, INSTANCE, PROMPT, Refusal, RunningServer, decode_item, read_status, refused
 from tests.fakes import FakeExecutor
 
 Code = grpc.StatusCode
@@ -115,7 +115,7 @@ def test_a_reply_that_would_be_too_large_runs_nothing() -> None:
     """Refused before the engine sees it: no step, no sequence."""
     executor = FakeExecutor(vocab_size=1000)
     with RunningServer(executor, limits=ApiLimits(max_reply_bytes=100_000)) as server:
-        refusal = _refusal(lambda: server.prefill((1,) * 30, Policy(), logits_positions=types_pb2.LOGITS_POSITIONS_ALL))
+        refusal = _refusal(lambda: server.prefill((1,) * 30, FULL, logits_positions=types_pb2.LOGITS_POSITIONS_ALL))
         assert refusal.reason == "REPLY_TOO_LARGE"
         assert int(refusal.metadata["reply_bytes"]) > 120_000
         assert not executor.batches
@@ -129,7 +129,6 @@ def _sample(**fields: float) -> Policy:
 
 
 BAD_POLICIES: list[tuple[Policy, str]] = [
-    (Policy(none=True, top_logprobs=1), "none"),
     (Policy(logprobs=True), "logprobs"),
     (Policy(top_logprobs=1025), "top_logprobs"),
     (Policy(full_logits=policy_pb2.FullLogits(dtype=types_pb2.DATA_TYPE_INT8)), "full_logits.dtype"),
@@ -164,7 +163,7 @@ GOOD_POLICIES = [
     Policy(sample=policy_pb2.Sample(seed=2**64 - 1, penalty_start=5)),
     Policy(top_logprobs=1024),
     Policy(target_logprobs=True),
-    Policy(none=True),
+    Policy(),
 ]
 
 

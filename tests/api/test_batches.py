@@ -18,6 +18,7 @@ from ferrule_server.executor.base import DeviceLost
 from ferrule_server.quotas import QuotaLimits
 from tests.api.harness import (
     EPOCH,
+    FULL,
     GREEDY,
     INSTANCE,
     NOTHING,
@@ -30,7 +31,6 @@ from tests.api.harness import (
 )
 from tests.fakes import FakeExecutor
 
-FULL = policy_pb2.LogitsReturnPolicy()
 SAMPLE = policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(temperature=0.7, seed=5), logprobs=True)
 POLICIES = [FULL, GREEDY, SAMPLE, NOTHING]
 FORK = types_pb2.STALE_POLICY_FORK

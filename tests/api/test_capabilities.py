@@ -23,7 +23,7 @@ from ferrule_server.config import ServerConfig
 from ferrule_server.executor.base import ExecutorState
 from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.loading import create_executor
-from tests.api.harness import GREEDY, RunningServer, decode_item, read_status, refusal_of, refused
+from tests.api.harness import FULL, GREEDY, RunningServer, decode_item, read_status, refusal_of, refused
 
 Policy = policy_pb2.LogitsReturnPolicy
 Server = RunningServer
@@ -97,7 +97,8 @@ def _generate(server: Server) -> None:
 
 
 def _forward(server: Server) -> None:
-    assert list(server.stub.Forward(executor_pb2.ForwardRequest(input_ids=[1, 2]), timeout=20))[-1].is_last
+    request = executor_pb2.ForwardRequest(input_ids=[1, 2], logits_policy=FULL)
+    assert list(server.stub.Forward(request, timeout=20))[-1].is_last
 
 
 def _fork(server: Server) -> None:

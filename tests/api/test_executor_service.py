@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, info_pb2, policy_pb2, types_pb2
-from tests.api.harness import EPOCH, GREEDY, INSTANCE, NOTHING, PROMPT, RunningServer, refused, wait_until
+from tests.api.harness import EPOCH, FULL, GREEDY, INSTANCE, NOTHING, PROMPT, RunningServer, refused, wait_until
 from tests.fakes import FakeExecutor, fake_next_token
-
-FULL = policy_pb2.LogitsReturnPolicy()
 
 
 def logits_of(outputs: policy_pb2.Outputs) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -69,12 +67,25 @@ def test_prefill_returns_a_handle_and_the_greedy_token(server: RunningServer) ->
     assert not output.replayed
 
 
-def test_unset_policy_means_full_logits(server: RunningServer) -> None:
-    """Nothing asked for is everything: raw logits in float32, and the greedy token is their argmax."""
-    handle = server.prefill(policy=FULL).kv_cache
-    query = executor_pb2.DecodeRequest(input=executor_pb2.DecodeInput(kv_cache=handle))
-    logits = logits_of(server.stub.Decode(query).output.outputs)
+def test_an_unset_policy_returns_nothing_and_appends(server: RunningServer) -> None:
+    """The handle alone comes back; a query that asks for nothing runs no row."""
+    message = executor_pb2.PrefillInput(input_ids=PROMPT)
+    output = server.stub.Prefill(executor_pb2.PrefillRequest(input=message), timeout=20).output
+    assert output.kv_cache.length == len(PROMPT)
+    assert not output.HasField("outputs")
+    steps = server.engine.counters.steps
+    query = executor_pb2.DecodeRequest(input=executor_pb2.DecodeInput(kv_cache=output.kv_cache))
+    answer = server.stub.Decode(query, timeout=20).output
+    assert (answer.kv_cache, answer.HasField("outputs")) == (output.kv_cache, False)
+    assert server.engine.counters.steps == steps
+
+
+def test_full_logits_are_those_that_the_greedy_token_is_chosen_by(server: RunningServer) -> None:
+    """Raw, in float32 if no type is named; the greedy token is their argmax."""
+    handle = server.prefill().kv_cache
+    logits = logits_of(server.decode(handle, policy=FULL).outputs)
     assert logits.shape == (1, 256)
+    assert logits.dtype == np.float32
     assert int(logits[0].argmax()) == server.decode(handle).outputs.tokens[0]
 
 

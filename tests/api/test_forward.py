@@ -13,10 +13,9 @@ import pytest
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.engine.settings import EngineSettings
-from tests.api.harness import GREEDY, PROMPT, RunningServer, refusal_of, refused, wait_until
+from tests.api.harness import FULL, GREEDY, NOTHING, PROMPT, RunningServer, refusal_of, refused, wait_until
 from tests.fakes import FakeExecutor, fake_logits
 
-FULL = policy_pb2.LogitsReturnPolicy()
 ALL = types_pb2.LOGITS_POSITIONS_ALL
 LONG = tuple((7 * i) % 256 for i in range(300))
 MEAN, LAST = executor_pb2.HIDDEN_POOLING_MEAN, executor_pb2.HIDDEN_POOLING_LAST
@@ -94,7 +93,7 @@ def test_hidden_states_become_one_vector(server: RunningServer) -> None:
         forward(server, *LONG, policy=policy_pb2.LogitsReturnPolicy(hidden_state=True))[0].outputs.hidden_state
     )
     for pooling, expected in ((MEAN, states.astype(np.float64).mean(axis=0)), (LAST, states[-1])):
-        (frame,) = forward(server, *LONG, hidden_pooling=pooling)
+        (frame,) = forward(server, *LONG, hidden_pooling=pooling, policy=NOTHING)
         assert not frame.HasField("outputs")
         np.testing.assert_allclose(_vector(frame.pooled_hidden_state), expected, rtol=1e-6, atol=1e-7)
         (both,) = forward(server, *LONG, hidden_pooling=pooling, policy=GREEDY)
@@ -124,7 +123,7 @@ def test_bad_requests_say_what_is_wrong(server: RunningServer) -> None:
         (request_of(1, 256), "input_ids[1]"),
         (request_of(1, request_id="x" * 129), "request_id"),
         (request_of(1, hidden_pooling=9), "hidden_pooling"),
-        (request_of(1, policy=policy_pb2.LogitsReturnPolicy(none=True)), "logits_policy.none"),
+        (request_of(1, policy=policy_pb2.LogitsReturnPolicy()), "logits_policy"),
         (request_of(1, policy=policy_pb2.LogitsReturnPolicy(logprobs=True)), "logits_policy.logprobs"),
     ):
         with refused() as refusals:

@@ -24,6 +24,7 @@ from tests.api.harness import (
     EPOCH,
     GREEDY,
     INSTANCE,
+    NOTHING,
     PROMPT,
     RunningServer,
     read_status,
@@ -33,7 +34,6 @@ from tests.api.harness import (
 )
 from tests.fakes import FakeExecutor, fake_next_token
 
-FULL = policy_pb2.LogitsReturnPolicy()
 REWIND = types_pb2.STALE_POLICY_REWIND
 Handle = types_pb2.KvCacheHandle
 Output = executor_pb2.GenerateOutput
@@ -165,14 +165,14 @@ def test_rows_come_with_all_that_the_policy_asks_for(server: RunningServer) -> N
 
 def test_without_a_selection_it_draws_and_tells_the_seed(server: RunningServer) -> None:
     """In the first frame of a branch; with it the same tokens come again."""
-    frames = generate(server, *PROMPT, policy=FULL, max_tokens=6)
+    frames = generate(server, *PROMPT, policy=NOTHING, max_tokens=6)
     seeds = [output.outputs.seed for output in Branch(frames).outputs if output.outputs.HasField("seed")]
     assert len(seeds) == 1
     assert Branch(frames).outputs[0].outputs.HasField("seed")
     assert not any(output.outputs.HasField("logits") for output in Branch(frames).outputs)
     again = Branch(generate(server, *PROMPT, policy=sampled(seeds[0]), max_tokens=6))
     assert again.tokens == Branch(frames).tokens
-    other = Branch(generate(server, *PROMPT, policy=FULL, max_tokens=6))
+    other = Branch(generate(server, *PROMPT, policy=NOTHING, max_tokens=6))
     assert other.outputs[0].outputs.seed != seeds[0]
 
 
@@ -195,9 +195,9 @@ def test_branches_are_sequences_of_their_own_with_seeds_of_their_own(server: Run
 
 def test_a_repeated_request_id_goes_on_from_the_same_sequence(server: RunningServer) -> None:
     """Its prompt is not run again, and the same tokens come again, with the seed that was drawn."""
-    first = Branch(generate(server, *PROMPT, policy=FULL, request_id="one loop", max_tokens=4))
+    first = Branch(generate(server, *PROMPT, policy=NOTHING, request_id="one loop", max_tokens=4))
     num_rows = server.engine.counters.prefill_tokens
-    again = Branch(generate(server, *PROMPT, policy=FULL, request_id="one loop", max_tokens=6))
+    again = Branch(generate(server, *PROMPT, policy=NOTHING, request_id="one loop", max_tokens=6))
     assert again.outputs[0].replayed
     assert not first.outputs[0].replayed
     assert again.handle.cache_id == first.handle.cache_id
@@ -322,7 +322,6 @@ def test_bad_requests_say_what_is_wrong(server: RunningServer) -> None:
         (request_of(1, 256), "input_ids[1]"),
         (request_of(1, n=0), "n"),
         (request_of(1, n=257), "n"),
-        (request_of(1, policy=policy_pb2.LogitsReturnPolicy(none=True)), "logits_policy.none"),
         (request_of(1, policy=sampled(temperature=-1.0)), "logits_policy.sample.temperature"),
         (request_of(1, stop_token_ids=[256]), "stop_token_ids[0]"),
         (request_of(1, stop_sequences=[ids()]), "stop_sequences[0].token_ids"),

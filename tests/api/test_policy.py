@@ -50,13 +50,12 @@ def _bits(*token_ids: int, num_bytes: int = NUM_MASK_BYTES) -> bytes:
 # ---- what is asked for ----------------------------------------------------------------------------------------------
 
 
-def test_nothing_asked_for_is_full_logits() -> None:
-    """Unset and empty read the same."""
-    spec = _read(Policy()).job.output.spec
-    assert spec is not None
-    assert spec.full_logits
-    assert not spec.greedy
-    assert spec.sample is None
+def test_a_policy_that_asks_for_nothing_gets_nothing() -> None:
+    """An empty policy and one whose fields all have their defaults compute no row."""
+    for policy in (Policy(), Policy(top_logprobs=0, entropy=False)):
+        planned = _read(policy)
+        assert planned.job.output.spec is None
+        assert planned.plan.row_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -120,13 +119,6 @@ def test_temperature_0_is_greedy_with_all_that_shapes() -> None:
     assert output.is_seeded
     assert output.spec.shaping is not None
     assert (output.spec.shaping.frequency_penalty, output.spec.shaping.bias) == (0.5, ((3, -1.0),))
-
-
-def test_none_stands_alone() -> None:
-    """No row, and nothing besides."""
-    assert _read(Policy(none=True)).job.output.spec is None
-    with pytest.raises(FerruleError, match="excludes entropy"):
-        _read(Policy(none=True, entropy=True))
 
 
 # ---- shaping --------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ferrule_server.api.rpc.status import MAX_DETAILS_BYTES, STATUS_TABLE, fault
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import DeviceLost
-from tests.api.harness import EPOCH, INSTANCE, Refusal, RunningServer, read_status, refusal_of, refused
+from tests.api.harness import EPOCH, FULL, INSTANCE, Refusal, RunningServer, read_status, refusal_of, refused
 from tests.fakes import FakeExecutor
 
 Code = grpc.StatusCode
@@ -138,7 +138,7 @@ def test_an_unknown_exception_is_logged_and_hidden(caplog: pytest.LogCaptureFixt
 
 
 def _full(server: RunningServer) -> None:
-    server.prefill((1,) * 20, policy_pb2.LogitsReturnPolicy(), logits_positions=types_pb2.LOGITS_POSITIONS_ALL)
+    server.prefill((1,) * 20, FULL, logits_positions=types_pb2.LOGITS_POSITIONS_ALL)
 
 
 def _other(server: RunningServer, cache_id: str) -> None:

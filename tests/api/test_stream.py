@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
+from ferrule.v1 import executor_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.services import executor as executor_service
 from ferrule_server.api.streams.decode_stream import DecodeStream
 from tests.api.harness import (
+    FULL,
     PROMPT,
     RunningServer,
     StreamClient,
@@ -27,8 +28,6 @@ from tests.api.harness import (
     wait_until,
 )
 from tests.fakes import FakeExecutor, fake_next_token
-
-FULL = policy_pb2.LogitsReturnPolicy()
 
 
 def test_32_items_of_one_frame_share_a_step_and_a_frame(server: RunningServer) -> None:

@@ -16,14 +16,13 @@ from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec, SampleSpec
 from ferrule_server.kv.handle import StalePolicy
 from ferrule_server.text.tokenizer import Tokenizer
-from tests.api.harness import DEMO_FOLDER
+from tests.api.harness import DEMO_FOLDER, FULL
 from tests.api.reading import make_reader
 
 Policy = policy_pb2.LogitsReturnPolicy
 Ids = policy_pb2.TokenIdList
 
 HANDLE = types_pb2.KvCacheHandle(cache_id="i.e.s", length=3, lineage=bytes(16))
-FULL = Policy(full_logits=policy_pb2.FullLogits())
 
 
 def _generate(
@@ -36,7 +35,7 @@ def _generate(
 
 
 def _forward(limits: ApiLimits | None = None, **fields: Any) -> tuple[ForwardJob, OutputPlan]:  # of ForwardRequest
-    request = executor_pb2.ForwardRequest(**{"input_ids": [1, 2, 3], **fields})
+    request = executor_pb2.ForwardRequest(**{"input_ids": [1, 2, 3], "logits_policy": FULL, **fields})
     return make_reader(limits=limits).streams.forward(request, "alice")
 
 
@@ -126,7 +125,6 @@ GENERATE_REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "handle": ({"kv_cache": types_pb2.KvCacheHandle(cache_id="i")}, "INVALID_FIELD", "kv_cache.length"),
     "request id": ({"request_id": "x" * 129}, "INVALID_FIELD", "request_id"),
     "stale policy": ({"on_stale": 9}, "INVALID_FIELD", "on_stale"),
-    "nothing comes back": ({"logits_policy": Policy(none=True)}, "INVALID_FIELD", "logits_policy.none"),
     "policy": ({"logits_policy": Policy(top_logprobs=9999)}, "INVALID_FIELD", "logits_policy.top_logprobs"),
     "no branch": ({"n": 0}, "INVALID_FIELD", "n"),
     "too many branches": ({"n": 257}, "INVALID_FIELD", "n"),
@@ -184,7 +182,7 @@ def test_a_forward_has_rows_of_all_positions() -> None:
 def test_chunks_fit_into_messages() -> None:
     """As many rows as a frame of the limit holds, at most a step of them, one at least."""
     assert _forward(input_ids=[1] * 500)[0].chunk_rows == 32
-    row_bytes = _forward(logits_policy=FULL)[0].row_bytes
+    row_bytes = _forward()[0].row_bytes
     limits = ApiLimits(max_stream_frame_bytes=5 * row_bytes + 1)
     assert _forward(limits, input_ids=[1] * 500)[0].chunk_rows == 5
     assert _forward(ApiLimits(max_stream_frame_bytes=100), input_ids=[1] * 500)[0].chunk_rows == 1
@@ -202,8 +200,8 @@ def test_chunks_fit_into_messages() -> None:
 def test_pooling_leaves_the_rows_out_unless_they_are_asked_for(
     pooling: executor_pb2.HiddenPooling, read: Pooling
 ) -> None:
-    """An empty policy, or ``none``, is the pooled vector alone."""
-    for policy in (Policy(), Policy(none=True)):
+    """An empty policy is the pooled vector alone."""
+    for policy in (None, Policy()):
         job = _forward(hidden_pooling=pooling, logits_policy=policy)[0]
         assert (job.output.spec, job.output.all_positions, job.pooling) == (None, True, read)
         assert job.row_bytes == 0
@@ -218,11 +216,11 @@ FORWARD_REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "token": ({"input_ids": [1, 97]}, "TOKEN_OUT_OF_VOCAB", "input_ids[1]"),
     "request id": ({"request_id": "x" * 129}, "INVALID_FIELD", "request_id"),
     "pooling": ({"hidden_pooling": 9}, "INVALID_FIELD", "hidden_pooling"),
-    "nothing comes back": ({"logits_policy": Policy(none=True)}, "INVALID_FIELD", "logits_policy.none"),
+    "nothing comes back": ({"logits_policy": Policy()}, "INVALID_FIELD", "logits_policy"),
     "policy": (
-        {"logits_policy": Policy(none=True, entropy=True), "hidden_pooling": 1},
+        {"logits_policy": Policy(logprobs=True), "hidden_pooling": 1},
         "INVALID_FIELD",
-        "logits_policy.none",
+        "logits_policy.logprobs",
     ),
 }
 

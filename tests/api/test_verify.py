@@ -12,9 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
-from tests.api.harness import EPOCH, GREEDY, INSTANCE, PROMPT, RunningServer, decode_item, read_status, refused
+from tests.api.harness import EPOCH, FULL, GREEDY, INSTANCE, PROMPT, RunningServer, decode_item, read_status, refused
 
-FULL = policy_pb2.LogitsReturnPolicy()
 EXACT, REJECTION = executor_pb2.ACCEPTANCE_RULE_EXACT, executor_pb2.ACCEPTANCE_RULE_REJECTION
 NONE = executor_pb2.ACCEPTANCE_RULE_NONE
 REWIND = types_pb2.STALE_POLICY_REWIND

@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "rule": ({"acceptance": 9}, "INVALID_FIELD", "acceptance"),
     "exact without a selection": ({"acceptance": EXACT, "logits_policy": Policy()}, "INVALID_FIELD", "logits_policy"),
     "exact of nothing": (
-        {"acceptance": EXACT, "logits_policy": Policy(none=True)},
+        {"acceptance": EXACT, "logits_policy": Policy()},
         "INVALID_FIELD",
         "logits_policy",
     ),
@@ -365,7 +365,7 @@ def test_more_tokens_than_a_context_are_refused_unread() -> None:
 def test_rows_of_all_drafts_count_in_the_reply() -> None:
     """REPLY_TOO_LARGE before anything runs."""
     limits = ApiLimits(max_reply_bytes=1200)
-    _read(limits, logits_policy=Policy(), draft_ids=[1])
+    _read(limits, logits_policy=Policy(full_logits=policy_pb2.FullLogits()), draft_ids=[1])
     with pytest.raises(FerruleError) as caught:
-        _read(limits, logits_policy=Policy(), draft_ids=[1] * 6)
+        _read(limits, logits_policy=Policy(full_logits=policy_pb2.FullLogits()), draft_ids=[1] * 6)
     assert (caught.value.reason, caught.value.metadata["field"]) == ("REPLY_TOO_LARGE", "input.logits_policy")

@@ -33,7 +33,7 @@ from ferrule.v1 import cache_pb2, executor_pb2_grpc, policy_pb2, types_pb2
 from ferrule.v1 import executor_pb2 as pb
 
 GREEDY = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax())
-NOTHING = policy_pb2.LogitsReturnPolicy(none=True)
+NOTHING = policy_pb2.LogitsReturnPolicy()
 FULL = policy_pb2.LogitsReturnPolicy(full_logits=policy_pb2.FullLogits())
 TIMEOUT_S = 60.0
 

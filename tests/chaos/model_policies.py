@@ -59,7 +59,7 @@ class Policy:
     def message(self, mask: policy_pb2.TokenMask | None = None) -> policy_pb2.LogitsReturnPolicy:
         """Return it as the contract writes it; its mask as ``mask``, or as a list of ids."""
         if self.kind == NOTHING:
-            return policy_pb2.LogitsReturnPolicy(none=True)
+            return policy_pb2.LogitsReturnPolicy()
         if self.shape != PLAIN and mask is None:
             mask = listed(MASKS[self.shape])
         if self.kind == GREEDY:

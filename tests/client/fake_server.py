@@ -219,7 +219,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
             reply.ttl.FromNanoseconds(int(1e9 * self.granted_ttl_s))
 
     def _outputs(self, length: int, policy: policy_pb2.LogitsReturnPolicy) -> policy_pb2.Outputs | None:
-        if policy.none:
+        if not policy.ByteSize():
             return None
         outputs = policy_pb2.Outputs(num_rows=1)
         if policy.WhichOneof("selection"):

@@ -9,7 +9,7 @@ from ferrule.v1 import cache_pb2, info_pb2, policy_pb2, types_pb2
 from ferrule_client import Handle, Policy, _convert, full_logits, greedy, no_output, sample
 
 
-def message_of(policy: Policy) -> policy_pb2.LogitsReturnPolicy:
+def message_of(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy:
     """Return the wire form of a policy."""
     message = _convert.policy_to_message(policy)
     assert message is not None
@@ -18,7 +18,7 @@ def message_of(policy: Policy) -> policy_pb2.LogitsReturnPolicy:
 
 def test_unset_stays_unset() -> None:
     """None means "as the contract says for unset"; zero is a value."""
-    assert _convert.policy_to_message(None) is None
+    assert message_of(None) == policy_pb2.LogitsReturnPolicy(full_logits=policy_pb2.FullLogits())
     assert message_of(sample()).sample == policy_pb2.Sample()
     assert message_of(sample()).WhichOneof("selection") == "sample"
     zero = message_of(sample(temperature=0, seed=0)).sample
@@ -57,7 +57,7 @@ def test_every_sampling_setting_travels() -> None:
 
 def test_other_policies_travel() -> None:
     """So for the rest."""
-    assert message_of(no_output()) == policy_pb2.LogitsReturnPolicy(none=True)
+    assert message_of(no_output()) == policy_pb2.LogitsReturnPolicy()
     wanted = message_of(full_logits("bfloat16", entropy=True, hidden_state=True, top_logprobs=2))
     assert {field.name for field, _ in wanted.ListFields()} == {
         "full_logits",

@@ -79,7 +79,7 @@ def test_every_call_brings_a_lost_sequence_back(fake: FakeServer, fake_client: C
         assert [bytes(prompt.input_ids) for prompt in fake.prompts] == [b"the", b"the qu"]
         first, again = fake.prompts
         assert again.cache == first.cache
-        assert again.logits_policy.none
+        assert not again.logits_policy.ByteSize()
         assert again.request_id not in ("", first.request_id)
         held = fake.sequences[cache.handle.cache_id]
         assert held[:2] == [*b"th"]

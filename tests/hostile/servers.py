@@ -22,7 +22,7 @@ ATTACKER = "mallory"
 VICTIMS = ("alice", "bob")
 PROBER = "carol"
 ATTACKER_QUOTAS = "handles=64 kv_tokens=20000 queued_rows=2048 prefill_rate=20000 retained=16MiB mask_bytes=64MiB"
-NOTHING = policy_pb2.LogitsReturnPolicy(none=True)
+NOTHING = policy_pb2.LogitsReturnPolicy()
 MIB = 1 << 20
 _BASE = ("--executor=torch", "--dtype=float32", "--kv-memory=128MiB", "--max-ttl=1h")
 _DIRTY = re.compile(r"\b(Traceback \(most recent call last\)|INTERNAL|ENGINE_FAULT)")

@@ -408,7 +408,7 @@ class AsyncClient:
         request = executor_pb2.ForwardRequest(
             request_id=_messages.new_request_id(),
             input_ids=_check.token_list(tokens),
-            logits_policy=_convert.policy_to_message(seeded(policy)),
+            logits_policy=None if policy is None and pooling else _convert.policy_to_message(seeded(policy)),
             hidden_pooling=_convert.pooling_to_message(pooling),
         )
         return AsyncForwardPass(self._connection, request, timeout)

@@ -8,8 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LogitsReturnPolicy(_message.Message):
-    __slots__ = ("none", "full_logits", "greedy_argmax", "sample", "logprobs", "top_logprobs", "logprob_token_ids", "target_logprobs", "entropy", "hidden_state")
-    NONE_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("full_logits", "greedy_argmax", "sample", "logprobs", "top_logprobs", "logprob_token_ids", "target_logprobs", "entropy", "hidden_state")
     FULL_LOGITS_FIELD_NUMBER: _ClassVar[int]
     GREEDY_ARGMAX_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
@@ -19,7 +18,6 @@ class LogitsReturnPolicy(_message.Message):
     TARGET_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ENTROPY_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_STATE_FIELD_NUMBER: _ClassVar[int]
-    none: bool
     full_logits: FullLogits
     greedy_argmax: GreedyArgmax
     sample: Sample
@@ -29,7 +27,7 @@ class LogitsReturnPolicy(_message.Message):
     target_logprobs: bool
     entropy: bool
     hidden_state: bool
-    def __init__(self, none: bool = ..., full_logits: _Optional[_Union[FullLogits, _Mapping]] = ..., greedy_argmax: _Optional[_Union[GreedyArgmax, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., logprobs: bool = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., target_logprobs: bool = ..., entropy: bool = ..., hidden_state: bool = ...) -> None: ...
+    def __init__(self, full_logits: _Optional[_Union[FullLogits, _Mapping]] = ..., greedy_argmax: _Optional[_Union[GreedyArgmax, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., logprobs: bool = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., target_logprobs: bool = ..., entropy: bool = ..., hidden_state: bool = ...) -> None: ...
 
 class FullLogits(_message.Message):
     __slots__ = ("dtype",)

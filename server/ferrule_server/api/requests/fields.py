@@ -17,7 +17,7 @@ from ferrule_server.errors import ContextExceeded, InvalidRequest, ReplyTooLarge
 from ferrule_server.kv.handle import Handle, StalePolicy
 
 _LINEAGE_BYTES: Final = 16
-_REPLY_OVERHEAD_BYTES: Final = 512
+_REPLY_OVERHEAD_BYTES: Final = 640
 """Upper bound of the size of a result on the wire, without its rows and its request_id."""
 _STALE_POLICIES: Final[Mapping[int, StalePolicy]] = {
     types_pb2.STALE_POLICY_UNSPECIFIED: StalePolicy.FAIL,

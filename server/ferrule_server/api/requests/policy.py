@@ -68,7 +68,7 @@ class PolicyReader:
     def read(
         self, policy: policy_pb2.LogitsReturnPolicy, at: str, principal: str, all_positions: bool = False
     ) -> OutputPlan:
-        """Return the plan for a policy; an empty one returns full logits in float32.
+        """Return the plan for a policy; an empty one returns no rows.
 
         Args:
             policy: The message; not changed.
@@ -82,6 +82,8 @@ class PolicyReader:
             MaskUnknown: A mask is not registered.
         """
         key = (policy.SerializeToString(), all_positions)
+        if not key[0]:
+            return NO_ROWS
         plan = self._remembered.get(key)
         if plan is None:
             plan = self._read(policy, f"{at}logits_policy", principal, all_positions)
@@ -96,12 +98,9 @@ class PolicyReader:
     def _read(
         self, policy: policy_pb2.LogitsReturnPolicy, path: str, principal: str, all_positions: bool
     ) -> OutputPlan:
-        if policy.none:
-            _check_none_alone(policy, path)
-            return NO_ROWS
         spec = replace(
             self._selection(policy, path, principal),
-            full_logits=policy.HasField("full_logits") or is_empty(policy),
+            full_logits=policy.HasField("full_logits"),
             logprobs=policy.logprobs,
             num_top_logprobs=self._num_top_logprobs(policy.top_logprobs, f"{path}.top_logprobs"),
             logprob_ids=self._logprob_ids(policy.logprob_token_ids, f"{path}.logprob_token_ids"),
@@ -196,30 +195,10 @@ class PolicyReader:
         return num_bytes
 
 
-def is_empty(policy: policy_pb2.LogitsReturnPolicy) -> bool:
-    """Return whether a policy requests nothing; by default such a policy means full logits."""
-    return not (
-        policy.none
-        or policy.HasField("full_logits")
-        or policy.WhichOneof("selection") is not None
-        or policy.top_logprobs
-        or policy.logprob_token_ids
-        or policy.target_logprobs
-        or policy.entropy
-        or policy.hidden_state
-    )
-
-
 def _mask_name(policy: policy_pb2.LogitsReturnPolicy) -> bytes:
     """Return the fingerprint of the registered mask that a policy names; empty if it names none."""
     selection = policy.WhichOneof("selection")
     return b"" if selection is None else bytes(getattr(policy, selection).token_mask.fingerprint)
-
-
-def _check_none_alone(policy: policy_pb2.LogitsReturnPolicy, path: str) -> None:
-    others = [field.name for field, _ in policy.ListFields() if field.name != "none"]
-    if others:
-        raise InvalidRequest(f"{path}.none", f"excludes {', '.join(others)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ferrule.v1 import executor_pb2, policy_pb2
 from ferrule_server.api.requests.fields import FieldReader, check_count, choice
-from ferrule_server.api.requests.policy import NO_ROWS, OutputPlan, PolicyReader, is_empty
+from ferrule_server.api.requests.policy import NO_ROWS, OutputPlan, PolicyReader
 from ferrule_server.engine.jobs import ForwardJob, GenerateJob, Pooling, StopRules, Window
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
 from ferrule_server.executor.base import ModelDescription
@@ -80,8 +80,6 @@ class StreamReader:
 
     def _generate_plan(self, policy: policy_pb2.LogitsReturnPolicy, principal: str) -> OutputPlan:
         """Return the plan for each token; without a selection the token is sampled with the defaults."""
-        if policy.none:
-            raise InvalidRequest("logits_policy.none", "must not be set: Generate always returns its tokens")
         if policy.WhichOneof("selection") is None:
             sampled = policy_pb2.LogitsReturnPolicy()
             sampled.CopyFrom(policy)
@@ -150,14 +148,12 @@ class StreamReader:
 
     def _forward_plan(self, request: executor_pb2.ForwardRequest, pooling: Pooling, principal: str) -> OutputPlan:
         """Return the plan for each row; no rows are returned if the request asks only for the pooled vector."""
-        policy = request.logits_policy
-        if pooling is Pooling.NONE:
-            if policy.none:
-                raise InvalidRequest("logits_policy.none", "must not be set without hidden_pooling: no result is left")
-        elif policy.none or is_empty(policy):
-            self._policies.read(policy, "", principal)
+        plan = self._policies.read(request.logits_policy, "", principal, all_positions=True)
+        if plan is NO_ROWS:
+            if pooling is Pooling.NONE:
+                text = "asks for nothing: set one of its fields, such as full_logits, or hidden_pooling"
+                raise InvalidRequest("logits_policy", text)
             return OutputPlan(replace(NO_ROWS.output, all_positions=True), NO_ROWS.dtype, 0)
-        plan = self._policies.read(policy, "", principal, all_positions=True)
         self._fields.reply_bytes(1, plan.row_bytes, request.request_id, "")  # one row must fit into a message
         return plan
 

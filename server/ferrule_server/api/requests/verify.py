@@ -26,7 +26,7 @@ _RULES: Final[Mapping[int, Acceptance]] = {
     executor_pb2.ACCEPTANCE_RULE_REJECTION: Acceptance.REJECTION,
 }
 _INDEX_BYTES: Final = 5
-_HANDLE_BYTES: Final = 160
+_HANDLE_BYTES: Final = 256
 
 
 class VerifyReader:

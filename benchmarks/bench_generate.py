@@ -209,7 +209,7 @@ async def _run_grpc(
         async for reply in stub.Generate(request):
             for output in reply.outputs:
                 arrivals.add((index, output.index), len(output.outputs.tokens), reply.timing.run_ns)
-                handles[index, output.index] = output.kv_cache
+                handles[index, output.index] = output.resume_from
 
     await asyncio.gather(*(draw(index, prompt) for index, prompt in enumerate(prompts)))
     await stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=handles.values()))

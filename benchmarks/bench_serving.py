@@ -148,7 +148,7 @@ async def _call(
             tally.run_ns += reply.timing.run_ns
             for output in reply.outputs:
                 tally.tokens += len(output.outputs.tokens)
-                handle = output.kv_cache
+                handle = output.resume_from
         await stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=[handle] if handle else []))
 
 

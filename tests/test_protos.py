@@ -319,11 +319,10 @@ def test_readme_limits_are_those_of_the_server() -> None:
 
 
 def test_fields_share_names_and_numbers_across_outputs() -> None:
-    """Prefill, decode, unified and verify outputs lay their common fields out alike, so one converter serves all."""
+    """Prefill, decode and verify outputs lay their common fields out alike, so one converter serves all."""
     outputs = (
         executor_pb2.PrefillOutput,
         executor_pb2.DecodeOutput,
-        executor_pb2.UnifiedOutput,
         executor_pb2.VerifyOutput,
     )
     common = ("request_id", "kv_cache", "outputs", "timing", "replayed", "recomputed")
@@ -334,10 +333,11 @@ def test_fields_share_names_and_numbers_across_outputs() -> None:
 def test_numbers_that_may_be_zero_have_presence() -> None:
     """Unset and 0 are told apart where 0 is a legal value with another meaning than unset."""
     optional: dict[type[Message], tuple[str, ...]] = {
-        policy_pb2.Sample: ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "penalty_start"),
+        policy_pb2.Sample: ("temperature", "top_p", "seed"),
         policy_pb2.Outputs: ("seed",),
         executor_pb2.VerifyOutput: ("next_token",),
         executor_pb2.UnifiedBatchItem: ("pos_offset", "is_final_chunk"),
+        executor_pb2.GenerateRequest: ("max_tokens",),
         info_pb2.ExecutorStatus: ("load_progress",),
     }
     for message, fields in optional.items():

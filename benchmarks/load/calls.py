@@ -132,7 +132,7 @@ async def _by_generate(stub: _Stub, prompt: list[int], num_tokens: int, record: 
     async with AsyncExitStack() as stack:
         async for reply in stub.Generate(request, timeout=_TIMEOUT_S):
             if not record.arrivals:
-                await stack.enter_async_context(_released(stub, reply.outputs[0].kv_cache))
+                await stack.enter_async_context(_released(stub, reply.outputs[0].resume_from))
             _note(record, sum(len(output.outputs.tokens) for output in reply.outputs))
             _check_end(reply.outputs[-1])
     if sum(count for _, count in record.arrivals) != num_tokens:

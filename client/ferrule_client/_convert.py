@@ -76,9 +76,7 @@ _POOLING: dict[t.Pooling, executor_pb2.HiddenPooling] = {
 }
 _MAX_DURATION_S = 315_576_000_000.0
 
-AnyOutput = (
-    executor_pb2.PrefillOutput | executor_pb2.DecodeOutput | executor_pb2.UnifiedOutput | executor_pb2.VerifyOutput
-)
+AnyOutput = executor_pb2.PrefillOutput | executor_pb2.DecodeOutput | executor_pb2.VerifyOutput
 
 
 def handle_to_message(handle: t.Handle) -> types_pb2.KvCacheHandle:
@@ -313,7 +311,7 @@ def drawn_from_message(message: executor_pb2.GenerateResponse, output: executor_
     """Return the outputs of the tokens that a frame brought for one branch, one by one; their handle is the frame's."""
     rows = rows_from_message(
         output.outputs,
-        handle=handle_from_message(output.kv_cache),
+        handle=handle_from_message(output.resume_from),
         timing=timing_from_message(message.timing),
         replayed=output.replayed,
         cached_tokens=output.cached_tokens,
@@ -393,10 +391,11 @@ def _floats(values: Sequence[float], num_rows: int = 0) -> t.FloatArray | None:
 
 
 def _top_logprobs(rows: policy_pb2.Outputs) -> tuple[tuple[t.TokenLogprob, ...], ...]:
-    if not rows.top_k:
+    if not rows.top_token_ids:
         return ()
+    k = len(rows.top_token_ids) // rows.num_rows
     pairs = [t.TokenLogprob(*pair) for pair in zip(rows.top_token_ids, rows.top_logprobs, strict=True)]
-    return tuple(tuple(pairs[at : at + rows.top_k]) for at in range(0, len(pairs), rows.top_k))
+    return tuple(tuple(pairs[at : at + k]) for at in range(0, len(pairs), k))
 
 
 def verification_from_message(message: executor_pb2.VerifyOutput) -> t.Verification:

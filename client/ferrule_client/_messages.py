@@ -59,9 +59,7 @@ SequenceRequest = (
 Append = executor_pb2.DecodeInput | executor_pb2.VerifyInput | executor_pb2.UnifiedBatchItem | executor_pb2.PrefillInput
 """One item of a frame or a batch."""
 
-Appended = (
-    executor_pb2.DecodeOutput | executor_pb2.VerifyOutput | executor_pb2.UnifiedOutput | executor_pb2.PrefillOutput
-)
+Appended = executor_pb2.DecodeOutput | executor_pb2.VerifyOutput | executor_pb2.PrefillOutput
 """What comes of one."""
 
 VerifyOutput = executor_pb2.VerifyOutput
@@ -250,8 +248,8 @@ def _cache_options(options: PromptOptions) -> executor_pb2.CacheOptions:
     _check.whole("reserve_length", options.reserve_length)
     return executor_pb2.CacheOptions(
         ttl=_convert.duration(options.ttl),
-        reuse_prefix=options.reuse_prefix,
-        publish_prefix=options.publish_prefix,
+        skip_prefix_reuse=options.reuse_prefix is False,
+        skip_prefix_publish=options.publish_prefix is False,
         reserve_length=options.reserve_length,
     )
 

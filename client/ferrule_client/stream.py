@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Stream"]
 
+_MAX_SEQ = 0xFFFF_FFFF
+"""Numbers of items wrap around beyond it."""
+
 
 class Stream:
     """One open StreamDecode: each ``decode`` is one frame out and, as a rule, one frame back.
@@ -448,7 +451,7 @@ class Stream:
         legs = []
         for instance in dict.fromkeys((*groups, *ends)) or ("",):
             places = [waiting[one] for one in groups.get(instance, ())]
-            seqs = {next(self._seq): place for place in places}
+            seqs = {next(self._seq) & _MAX_SEQ: place for place in places}
             leg = _Leg(instance, self._open_call(instance), seqs, [losers[one] for one in ends.get(instance, ())])
             items = [_messages.stream_item(seq, inputs[place]) for seq, place in leg.waiting.items()]
             handles = [_convert.handle_to_message(tip.handle) for tip in leg.losers]

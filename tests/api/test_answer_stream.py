@@ -193,7 +193,7 @@ def test_frames_merge_while_a_write_is_in_flight() -> None:
         call.context.lets_through()
         assert await call.reason() is None
         assert call.tokens == [[1], [2, 3, 4]]
-        assert call.context.written[1].outputs[0].kv_cache.length == 4
+        assert call.context.written[1].outputs[0].resume_from.length == 4
 
     _play(scene)
 

@@ -142,7 +142,7 @@ BAD_POLICIES: list[tuple[Policy, str]] = [
     (_sample(min_p=-0.1), "sample.min_p"),
     (_sample(min_p=1.5), "sample.min_p"),
     (_sample(min_p=math.nan), "sample.min_p"),
-    (_sample(repetition_penalty=0.0), "sample.repetition_penalty"),
+    (_sample(repetition_penalty=-1.0), "sample.repetition_penalty"),
     (_sample(frequency_penalty=math.nan), "sample.frequency_penalty"),
     (_sample(presence_penalty=math.inf), "sample.presence_penalty"),
     (Policy(greedy_argmax=policy_pb2.GreedyArgmax(repetition_penalty=-1)), "greedy_argmax.repetition_penalty"),

@@ -326,11 +326,11 @@ def test_hints_about_prefixes_change_no_answer(server: Server) -> None:
     """What is found, or kept, and nothing else."""
     hints = executor_pb2.CacheOptions
     hidden, shown = range(150, 200), range(200, 250)
-    first = server.prefill(hidden, cache=hints(publish_prefix=False))
-    assert server.prefill(hidden, cache=hints(publish_prefix=False)).cached_tokens == 0
-    plain = server.prefill(shown, cache=hints(publish_prefix=True))
-    again = server.prefill(shown, cache=hints(reuse_prefix=False))
-    found = server.prefill(shown, cache=hints(reuse_prefix=True))
+    first = server.prefill(hidden, cache=hints(skip_prefix_publish=True))
+    assert server.prefill(hidden, cache=hints(skip_prefix_publish=True)).cached_tokens == 0
+    plain = server.prefill(shown, cache=hints(skip_prefix_publish=False))
+    again = server.prefill(shown, cache=hints(skip_prefix_reuse=True))
+    found = server.prefill(shown, cache=hints(skip_prefix_reuse=False))
     assert (plain.cached_tokens, again.cached_tokens, found.cached_tokens) == (0, 0, 48)
     assert plain.outputs == again.outputs == found.outputs
     assert first.kv_cache.lineage != plain.kv_cache.lineage
@@ -342,5 +342,5 @@ def test_without_a_prefix_cache_the_hints_have_no_effect() -> None:
         served = server.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
         assert not served.supports_prefix_cache
         for value in (True, False):
-            options = executor_pb2.CacheOptions(reuse_prefix=value, publish_prefix=value)
+            options = executor_pb2.CacheOptions(skip_prefix_reuse=value, skip_prefix_publish=value)
             assert server.prefill(cache=options).cached_tokens == 0

@@ -33,7 +33,7 @@ def test_model_info_describes_the_executor(server: RunningServer) -> None:
 def test_status_counts_what_happened(server: RunningServer) -> None:
     """GetStatus is measured: each number moves with what was done."""
     before = server.stub.GetStatus(executor_pb2.GetStatusRequest()).status
-    handle = server.prefill(cache=executor_pb2.CacheOptions(reuse_prefix=False)).kv_cache
+    handle = server.prefill(cache=executor_pb2.CacheOptions(skip_prefix_reuse=True)).kv_cache
     server.decode(handle, 7)
     after = server.stub.GetStatus(executor_pb2.GetStatusRequest()).status
     assert after.state == info_pb2.EXECUTOR_STATE_READY
@@ -55,7 +55,7 @@ def test_status_counts_what_happened(server: RunningServer) -> None:
 
 def test_prefill_returns_a_handle_and_the_greedy_token(server: RunningServer) -> None:
     """The reference model repeats the last token it saw; the handle covers the prompt."""
-    output = server.prefill(request_id="mine", cache=executor_pb2.CacheOptions(reuse_prefix=False))
+    output = server.prefill(request_id="mine", cache=executor_pb2.CacheOptions(skip_prefix_reuse=True))
     assert output.request_id == "mine"
     assert output.kv_cache.length == len(PROMPT)
     assert output.kv_cache.cache_id.startswith(f"{INSTANCE}.{EPOCH}.")
@@ -104,8 +104,8 @@ def test_sampling_answers_the_seed_and_logprobs(server: RunningServer) -> None:
     """A seed given is used; none given is drawn and returned, and drawing again with it gives the same token."""
     policy = policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(temperature=2.0), logprobs=True, top_logprobs=3)
     first = server.prefill(policy=policy)
+    assert 0 <= first.outputs.seed < 2**52
     assert first.outputs.HasField("seed")
-    assert first.outputs.top_k == 3
     assert len(first.outputs.top_token_ids) == len(first.outputs.top_logprobs) == 3
     assert len(first.outputs.model_logprobs) == len(first.outputs.sampled_logprobs) == 1
     policy.sample.seed = first.outputs.seed

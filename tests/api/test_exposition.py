@@ -348,7 +348,8 @@ def test_how_branches_ended_is_counted(server: RunningServer) -> None:
     """Two branches that reach their limit, and one whose client goes away in the middle."""
     request = executor_pb2.GenerateRequest(input_ids=[1, 2], logits_policy=GREEDY, max_tokens=4, n=2)
     list(server.stub.Generate(request, timeout=10))
-    request.max_tokens, request.n = 0, 1
+    request.ClearField("max_tokens")
+    request.n = 1
     call = server.stub.Generate(request, timeout=10)
     next(call)
     call.cancel()

@@ -79,7 +79,7 @@ class Branch:
     @property
     def handle(self) -> Handle:
         """The newest handle."""
-        return next(output.kv_cache for output in reversed(self.outputs) if output.HasField("kv_cache"))
+        return next(output.resume_from for output in reversed(self.outputs) if output.HasField("resume_from"))
 
     @property
     def text(self) -> str:
@@ -125,10 +125,10 @@ def test_a_handle_covers_all_before_the_newest_token(server: RunningServer) -> N
     for frame in frames:
         (output,) = frame.outputs
         drawn += output.outputs.tokens
-        assert output.kv_cache.length == len(PROMPT) + len(drawn) - 1
+        assert output.resume_from.length == len(PROMPT) + len(drawn) - 1
         assert frame.timing.run_ns > 0
         assert frame.timing.step_rows > 0
-    handles = {output.kv_cache.length: output.kv_cache for output in Branch(frames).outputs}
+    handles = {output.resume_from.length: output.resume_from for output in Branch(frames).outputs}
     for length, handle in handles.items():
         again = server.decode(handle, drawn[length - len(PROMPT)])
         assert again.replayed is (length < len(PROMPT) + 5)
@@ -250,7 +250,7 @@ def test_every_rule_ends_a_branch_with_its_name(talker: RunningServer) -> None:
         ({"ignore_eos": True}, 8, "MAX_TOKENS"),
         ({"stop_token_ids": [drawn[2]]}, 3, "STOP_TOKEN"),
         ({"stop_sequences": [ids(token_ids=[9, 9]), ids(token_ids=drawn[1:4])]}, 4, "STOP_SEQUENCE"),
-        ({"max_tokens": 0, "ignore_eos": True}, 62, "CONTEXT_FULL"),
+        ({"max_tokens": None, "ignore_eos": True}, 62, "CONTEXT_FULL"),
     ):
         branch = Branch(generate(talker, 1, 2, 3, **{"max_tokens": 8, **fields}))
         assert (len(branch.tokens), branch.finish) == (num_tokens, finish), fields
@@ -288,7 +288,7 @@ def test_a_pool_that_is_full_ends_a_branch_whose_handle_stays_good() -> None:
     """Room that others free is room to go on in."""
     with RunningServer(FakeExecutor(num_blocks=7, block_size=4)) as server:
         other = server.prefill((9, 9, 9, 9)).kv_cache
-        branch = Branch(generate(server, 1, 2, 3, max_tokens=0))
+        branch = Branch(generate(server, 1, 2, 3, max_tokens=None))
         assert branch.finish == "KV_BLOCKS_EXHAUSTED"
         assert server.info(branch.handle).kv_cache.length == 20
         server.release(other)
@@ -320,7 +320,7 @@ def test_bad_requests_say_what_is_wrong(server: RunningServer) -> None:
     for request, field in (
         (request_of(), "input_ids"),
         (request_of(1, 256), "input_ids[1]"),
-        (request_of(1, n=0), "n"),
+        (request_of(1, max_tokens=0), "max_tokens"),
         (request_of(1, n=257), "n"),
         (request_of(1, policy=sampled(temperature=-1.0)), "logits_policy.sample.temperature"),
         (request_of(1, stop_token_ids=[256]), "stop_token_ids[0]"),
@@ -386,7 +386,7 @@ def test_what_a_principal_may_not_use_is_refused() -> None:
             wait_until(lambda server=server: server.engine.snapshot().num_streams == 0)
             wait_until(lambda server=server: server.engine._gate.num_jobs == 0)
     with RunningServer(FakeExecutor(step_time_s=0.01), settings=EngineSettings(max_waiting_jobs=1)) as server:
-        call = server.stub.Generate(request_of(1, 2, max_tokens=0), timeout=20)
+        call = server.stub.Generate(request_of(1, 2, max_tokens=None), timeout=20)
         next(call)
         with refused() as refusals:
             generate(server, 3)
@@ -423,7 +423,9 @@ def test_a_caller_who_leaves_stops_it_within_a_step(leaves_by: str) -> None:
     """The tip may be ahead of what was read; REWIND goes on from there."""
     executor = FakeExecutor(step_time_s=0.01, num_blocks=256, max_context=512)
     with RunningServer(executor) as server:
-        call = server.stub.Generate(request_of(1, 2, 3, max_tokens=0), timeout=0.3 if leaves_by == "deadline" else 20)
+        call = server.stub.Generate(
+            request_of(1, 2, 3, max_tokens=None), timeout=0.3 if leaves_by == "deadline" else 20
+        )
         frames = [next(call) for _ in range(3)]
         if leaves_by == "cancel":
             call.cancel()
@@ -539,7 +541,7 @@ def test_a_draining_server_lets_it_go_on_and_refuses_new_ones() -> None:
     with RunningServer(executor) as server:
         handle = server.prefill((1, 2, 3)).kv_cache
         before = Branch(generate(server, 8, 9, request_id="before", max_tokens=3))
-        running = server.stub.Generate(request_of(kv_cache=handle, max_tokens=0), timeout=20)
+        running = server.stub.Generate(request_of(kv_cache=handle, max_tokens=None), timeout=20)
         next(running)
         drained = asyncio.run_coroutine_threadsafe(server.server.drain(0.6), server.loop)
         wait_until(lambda: server.state.phase.value == "draining")
@@ -574,7 +576,7 @@ def test_an_engine_that_closes_ends_it_with_a_status(tmp_path: Path) -> None:
     """DRAINING, in the last frame or as the status of the call; never silence."""
     executor = FakeExecutor(step_time_s=0.01, num_blocks=256, max_context=512)
     with RunningServer(executor) as server:
-        call = server.stub.Generate(request_of(1, 2, 3, max_tokens=0), timeout=20)
+        call = server.stub.Generate(request_of(1, 2, 3, max_tokens=None), timeout=20)
         first = next(call)
         server.engine.close()
         frames, reason = [first], ""

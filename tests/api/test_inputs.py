@@ -92,10 +92,10 @@ def test_how_a_new_sequence_is_kept_is_read(read: Any) -> None:
     """Unset hints are on; lease and room as asked for."""
     job = read().job
     assert (job.ttl_s, job.reserved_length, job.reuse_prefix, job.publish_prefix) == (None, 0, True, True)
-    options = Options(ttl={"seconds": 7, "nanos": 500_000_000}, reuse_prefix=False, reserve_length=9)
+    options = Options(ttl={"seconds": 7, "nanos": 500_000_000}, skip_prefix_reuse=True, reserve_length=9)
     job = read(cache=options).job
     assert (job.ttl_s, job.reserved_length, job.reuse_prefix, job.publish_prefix) == (7.5, 9, False, True)
-    job = read(cache=Options(publish_prefix=False)).job
+    job = read(cache=Options(skip_prefix_publish=True)).job
     assert (job.reuse_prefix, job.publish_prefix) == (True, False)
     job = read(cache=options, kv_cache=HANDLE).job
     assert (job.ttl_s, job.reserved_length) == (7.5, 0)
@@ -158,12 +158,3 @@ def test_masks_are_registered_all_or_none() -> None:
     assert reader.masks.num_masks == 0
     fingerprints = reader.register_masks(cache_pb2.RegisterTokenMaskRequest(masks=[good] * 64), "alice")
     assert (len(fingerprints), len(set(fingerprints)), reader.masks.num_masks) == (64, 1, 1)
-
-
-def test_ids_that_are_too_long_are_not_echoed() -> None:
-    """An error's result must stay small."""
-    reader = make_reader()
-    assert reader.short_id("x" * 128) == "x" * 128
-    assert reader.short_id("\u4e16" * 43) == ""
-    item = executor_pb2.StreamItem(verify=executor_pb2.VerifyInput(request_id="v"))
-    assert reader.echoed_id(item) == "v"

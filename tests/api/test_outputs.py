@@ -61,7 +61,7 @@ def test_a_reply_never_passes_its_bound(dtype: types_pb2.DataType, num_rows: int
     output = executor_pb2.PrefillOutput()
     fill_prefill(output, _result(num_rows, np.ones(VOCAB_SIZE, np.float32)), planned)
     frame = executor_pb2.StreamDecodeResponse(free_blocks=2**32 - 1)
-    result = frame.results.add(seq=2**64 - 1, request_id=message.request_id)
+    result = frame.results.add(seq=2**32 - 1)
     result.decode.MergeFromString(output.SerializeToString())
     assert output.outputs.num_rows == num_rows
     assert len(output.outputs.top_token_ids) == 1000 * num_rows
@@ -87,7 +87,7 @@ def test_a_reply_of_a_verify_never_passes_its_bound(num_drafts: int, has_handles
     row_handles = (HANDLE,) * num_rows if has_handles else ()
     result.verified = Verified(num_drafts, VOCAB_SIZE - 1, row_handles)
     frame = executor_pb2.StreamDecodeResponse(free_blocks=2**32 - 1)
-    sent = frame.results.add(seq=2**64 - 1, request_id=message.request_id)
+    sent = frame.results.add(seq=2**32 - 1)
     fill_verify(sent.verify, result, planned)
     assert list(sent.verify.accepted_indices) == list(range(1, num_rows))
     assert (sent.verify.accepted_count, sent.verify.next_token) == (num_drafts, VOCAB_SIZE - 1)

@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Policy, str, str]] = {
     "temperature nan": (Policy(sample=Sample(temperature=math.nan)), "INVALID_FIELD", "sample.temperature"),
     "top_p 0": (Policy(sample=Sample(top_p=0.0)), "INVALID_FIELD", "sample.top_p"),
     "min_p": (Policy(sample=Sample(min_p=1.5)), "INVALID_FIELD", "sample.min_p"),
-    "repetition 0": (Policy(sample=Sample(repetition_penalty=0.0)), "INVALID_FIELD", "sample.repetition_penalty"),
+    "repetition": (Policy(sample=Sample(repetition_penalty=-0.5)), "INVALID_FIELD", "sample.repetition_penalty"),
     "repetition of greedy": (
         Policy(greedy_argmax=Greedy(repetition_penalty=-1.0)),
         "INVALID_FIELD",

@@ -73,8 +73,8 @@ def test_frames_that_wait_merge_by_branch() -> None:
     assert [list(first.outputs.tokens), list(second.outputs.tokens)] == [[3, 5, 7], [4, 6]]
     assert first.outputs.num_rows == 3
     assert list(first.outputs.model_logprobs) == [-3.0, -5.0, -7.0]
-    assert (first.kv_cache.cache_id, first.kv_cache.length) == ("i.e.0", 7)
-    assert (second.kv_cache.cache_id, second.kv_cache.length) == ("i.e.1", 6)
+    assert (first.resume_from.cache_id, first.resume_from.length) == ("i.e.0", 7)
+    assert (second.resume_from.cache_id, second.resume_from.length) == ("i.e.1", 6)
     assert second.finish_reason == executor_pb2.FINISH_REASON_EOS
     assert message.timing.run_ns == 60
 
@@ -86,8 +86,8 @@ def test_an_end_without_a_token_keeps_the_handle_of_the_row_before() -> None:
     replies.add(_frame(_branch(0, finish=Finish.CONTEXT_FULL)))
     replies.add(_frame(_branch(1, finish=Finish.BLOCKS_EXHAUSTED), is_last=True))
     first, second = _next(replies).outputs
-    assert (first.kv_cache.length, first.finish_reason) == (3, executor_pb2.FINISH_REASON_CONTEXT_FULL)
-    assert not second.HasField("kv_cache")
+    assert (first.resume_from.length, first.finish_reason) == (3, executor_pb2.FINISH_REASON_CONTEXT_FULL)
+    assert not second.HasField("resume_from")
     assert not second.HasField("outputs")
     assert second.finish_reason == executor_pb2.FINISH_REASON_KV_BLOCKS_EXHAUSTED
 

@@ -78,7 +78,7 @@ def test_everything_asked_for_arrives() -> None:
 
 def test_how_a_new_sequence_is_kept_arrives() -> None:
     """Room, and both hints about prefixes."""
-    options = executor_pb2.CacheOptions(reserve_length=40, reuse_prefix=False, publish_prefix=False)
+    options = executor_pb2.CacheOptions(reserve_length=40, skip_prefix_reuse=True, skip_prefix_publish=True)
     job = _generate(cache=options)[0]
     assert (job.reserved_length, job.reuse_prefix, job.publish_prefix) == (40, False, False)
     job = _generate()[0]
@@ -126,7 +126,7 @@ GENERATE_REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "request id": ({"request_id": "x" * 129}, "INVALID_FIELD", "request_id"),
     "stale policy": ({"on_stale": 9}, "INVALID_FIELD", "on_stale"),
     "policy": ({"logits_policy": Policy(top_logprobs=9999)}, "INVALID_FIELD", "logits_policy.top_logprobs"),
-    "no branch": ({"n": 0}, "INVALID_FIELD", "n"),
+    "no tokens": ({"max_tokens": 0}, "INVALID_FIELD", "max_tokens"),
     "too many branches": ({"n": 257}, "INVALID_FIELD", "n"),
     "room": ({"cache": executor_pb2.CacheOptions(reserve_length=1)}, "INVALID_FIELD", "cache.reserve_length"),
     "stop token": ({"stop_token_ids": [3, 97]}, "TOKEN_OUT_OF_VOCAB", "stop_token_ids[1]"),

@@ -136,7 +136,7 @@ class Client:
         num_wanted = self._chance.randint(1, 60)
         async for frame in call:
             for output in frame.outputs:
-                handle = output.kv_cache if output.index == 0 and output.HasField("kv_cache") else handle
+                handle = output.resume_from if output.index == 0 and output.HasField("resume_from") else handle
             num_wanted -= 1
             if not num_wanted and self._fate != STAYS:
                 call.cancel()

@@ -68,7 +68,7 @@ class Heard:
         self.tokens += output.outputs.tokens
         assert output.HasField("kv_cache") == bool(output.outputs.tokens)
         if output.outputs.tokens:
-            self.handles.append((len(self.tokens), output.kv_cache))
+            self.handles.append((len(self.tokens), output.resume_from))
         self.finish = output.finish_reason
         self.error = read_status(output.error) if output.HasField("error") else None
 

@@ -83,7 +83,7 @@ class Breaks:
 
 
 Input = executor_pb2.DecodeInput | executor_pb2.VerifyInput
-Output = executor_pb2.DecodeOutput | executor_pb2.VerifyOutput | executor_pb2.UnifiedOutput
+Output = executor_pb2.DecodeOutput | executor_pb2.VerifyOutput | executor_pb2.PrefillOutput
 """They have all in common that is read here: a handle, rows and whether it is a replay."""
 
 
@@ -147,8 +147,8 @@ class BatchAppender(UnaryAppender):
         return self._read(self._call(self._stub.BatchDecode, request))
 
     def _read(self, reply: executor_pb2.BatchDecodeResponse | executor_pb2.UnifiedDecodeResponse) -> Sequence[Output]:
-        for result in reply.results:
-            assert result.HasField("output"), f"item {result.seq} failed: {result.error}"
+        for place, result in enumerate(reply.results):
+            assert result.HasField("output"), f"item {place} failed: {result}"
         outputs = [result.output for result in reply.results]
         self._breaks.replayed += sum(output.replayed for output in outputs)
         return outputs
@@ -273,11 +273,11 @@ class Session:
         """Return the append of the newest token."""
         return executor_pb2.DecodeInput(input_ids=self.tokens[-1:], kv_cache=self.handle, logits_policy=self.policy)
 
-    def take(self, output: executor_pb2.PrefillOutput | Output) -> None:
+    def take(self, output: Output) -> None:
         """Note an answer."""
         self.handle = output.kv_cache
         self.tokens += output.outputs.tokens
-        if output.outputs.top_k == 2:
+        if len(output.outputs.top_logprobs) == 2:
             first, second = output.outputs.top_logprobs
             self.gaps.append(first - second)
 
@@ -324,7 +324,7 @@ class VerifySession(Session):
         )
         return item
 
-    def take(self, output: executor_pb2.PrefillOutput | Output) -> None:
+    def take(self, output: Output) -> None:
         """Note an answer: the drafts that hold and the token that follows."""
         super().take(output)
         if isinstance(output, executor_pb2.VerifyOutput):

@@ -113,7 +113,7 @@ class LoopClient:
                     assert not output.HasField("error"), output.error
                     assert output.outputs.tokens
                     branch.tokens += output.outputs.tokens
-                    branch.handle = output.kv_cache
+                    branch.handle = output.resume_from
                     branch.is_over = output.finish_reason == executor_pb2.FINISH_REASON_MAX_TOKENS
         except grpc.RpcError as error:
             self._breaks.note(error)

@@ -507,7 +507,7 @@ class _Branch:
                 self._draw(output)
             if self.has_ended or not self._context.is_active():
                 break
-        output.kv_cache.CopyFrom(self._handle)
+        output.resume_from.CopyFrom(self._handle)
 
     def _append(self) -> status_pb2.Status | None:
         """Append the token drawn last."""

@@ -154,7 +154,7 @@ def test_seeded_texts_come_of_the_whole_prompt(fake: FakeServer, capsys: pytest.
     """With a seed the prefix cache is left out, because its rounding could change the text the second time."""
     options = ("generate", "--target", fake.target, "--max-tokens", "2", "the")
     assert run(*options, "--seed", "7") == run(*options) == 0
-    assert [request.cache.reuse_prefix for request in fake.generates] == [False, True]
+    assert [request.cache.skip_prefix_reuse for request in fake.generates] == [True, False]
 
 
 def test_drawn_seeds_are_exact_in_json(capsys: pytest.CaptureFixture[str]) -> None:

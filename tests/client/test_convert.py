@@ -24,7 +24,7 @@ def test_unset_stays_unset() -> None:
     zero = message_of(sample(temperature=0, seed=0)).sample
     assert zero.HasField("temperature")
     assert zero.HasField("seed")
-    assert not zero.HasField("top_k")
+    assert not zero.HasField("top_p")
 
 
 def test_every_sampling_setting_travels() -> None:
@@ -106,7 +106,6 @@ def test_rows_of_lists_are_cut_where_they_belong() -> None:
 
     rows = policy_pb2.Outputs(
         num_rows=2,
-        top_k=2,
         top_token_ids=[1, 2, 3, 4],
         top_logprobs=[-1, -2, -3, -4],
         requested_logprobs=[-1, -2, -3, -4, -5, -6],

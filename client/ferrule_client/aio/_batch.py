@@ -77,7 +77,7 @@ class Batch:
 
     async def _call(
         self, inputs: Sequence[Append], attempts: Attempts
-    ) -> Sequence[executor_pb2.PrefillResult | executor_pb2.DecodeResult | executor_pb2.UnifiedResult]:
+    ) -> Sequence[executor_pb2.PrefillResult | executor_pb2.DecodeResult]:
         stub, run = self._connection.executor, self._connection
         request = _messages.batch_request(inputs)
         if isinstance(request, executor_pb2.BatchPrefillRequest):

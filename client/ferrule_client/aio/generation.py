@@ -377,14 +377,14 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
         """Make the cache of a branch whose first frame has come."""
         log = self._prompt_log.branch()
         log.extend(message.outputs.tokens[:-1])
-        if log.end != message.kv_cache.length:
-            log.forget(message.kv_cache.length)
-        tip = Tip(_convert.handle_from_message(message.kv_cache), log=log)
+        if log.end != message.resume_from.length:
+            log.forget(message.resume_from.length)
+        tip = Tip(_convert.handle_from_message(message.resume_from), log=log)
         tip.is_ahead, tip.running, course.was_ahead = True, course.give_way, False
         tip.num_unseen = max(0, len(message.outputs.tokens) - 1)
         course.branch.attach(self.branches[0].cache.sibling(tip) if self._follow is None else self._follow(tip))
         if len(message.outputs.tokens) <= 1:
-            course.start = Start(message.kv_cache, ())
+            course.start = Start(message.resume_from, ())
 
     async def _hand_out(self, event: Event) -> DrawnToken | None:
         """Move a branch by one event and return its token; None: it has none, or is no longer wanted."""

@@ -77,16 +77,16 @@ class PrefillInput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., attention_mask: _Optional[_Iterable[int]] = ..., position_ids: _Optional[_Iterable[int]] = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ..., logits_positions: _Optional[_Union[_types_pb2.LogitsPositions, str]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., on_stale: _Optional[_Union[_types_pb2.StalePolicy, str]] = ...) -> None: ...
 
 class CacheOptions(_message.Message):
-    __slots__ = ("ttl", "reuse_prefix", "publish_prefix", "reserve_length")
+    __slots__ = ("ttl", "skip_prefix_reuse", "skip_prefix_publish", "reserve_length")
     TTL_FIELD_NUMBER: _ClassVar[int]
-    REUSE_PREFIX_FIELD_NUMBER: _ClassVar[int]
-    PUBLISH_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    SKIP_PREFIX_REUSE_FIELD_NUMBER: _ClassVar[int]
+    SKIP_PREFIX_PUBLISH_FIELD_NUMBER: _ClassVar[int]
     RESERVE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     ttl: _duration_pb2.Duration
-    reuse_prefix: bool
-    publish_prefix: bool
+    skip_prefix_reuse: bool
+    skip_prefix_publish: bool
     reserve_length: int
-    def __init__(self, ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reuse_prefix: bool = ..., publish_prefix: bool = ..., reserve_length: _Optional[int] = ...) -> None: ...
+    def __init__(self, ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., skip_prefix_reuse: bool = ..., skip_prefix_publish: bool = ..., reserve_length: _Optional[int] = ...) -> None: ...
 
 class PrefillOutput(_message.Message):
     __slots__ = ("request_id", "kv_cache", "outputs", "timing", "replayed", "recomputed", "cached_tokens", "ttl")
@@ -165,24 +165,6 @@ class UnifiedBatch(_message.Message):
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     items: _containers.RepeatedCompositeFieldContainer[UnifiedBatchItem]
     def __init__(self, items: _Optional[_Iterable[_Union[UnifiedBatchItem, _Mapping]]] = ...) -> None: ...
-
-class UnifiedOutput(_message.Message):
-    __slots__ = ("request_id", "kv_cache", "outputs", "timing", "replayed", "recomputed", "cached_tokens")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
-    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
-    TIMING_FIELD_NUMBER: _ClassVar[int]
-    REPLAYED_FIELD_NUMBER: _ClassVar[int]
-    RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    kv_cache: _types_pb2.KvCacheHandle
-    outputs: _policy_pb2.Outputs
-    timing: _types_pb2.Timing
-    replayed: bool
-    recomputed: bool
-    cached_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., replayed: bool = ..., recomputed: bool = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class VerifyInput(_message.Message):
     __slots__ = ("request_id", "input_ids", "kv_cache", "logits_policy", "on_stale", "draft_ids", "parents", "acceptance", "draft_probs", "token_masks", "return_row_handles")
@@ -309,16 +291,12 @@ class BatchPrefillResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[PrefillResult, _Mapping]]] = ..., free_blocks: _Optional[int] = ...) -> None: ...
 
 class PrefillResult(_message.Message):
-    __slots__ = ("seq", "request_id", "output", "error")
-    SEQ_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("output", "error")
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    seq: int
-    request_id: str
     output: PrefillOutput
     error: _status_pb2.Status
-    def __init__(self, seq: _Optional[int] = ..., request_id: _Optional[str] = ..., output: _Optional[_Union[PrefillOutput, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    def __init__(self, output: _Optional[_Union[PrefillOutput, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
     __slots__ = ("input",)
@@ -347,16 +325,12 @@ class BatchDecodeResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[DecodeResult, _Mapping]]] = ..., free_blocks: _Optional[int] = ...) -> None: ...
 
 class DecodeResult(_message.Message):
-    __slots__ = ("seq", "request_id", "output", "error")
-    SEQ_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("output", "error")
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    seq: int
-    request_id: str
     output: DecodeOutput
     error: _status_pb2.Status
-    def __init__(self, seq: _Optional[int] = ..., request_id: _Optional[str] = ..., output: _Optional[_Union[DecodeOutput, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    def __init__(self, output: _Optional[_Union[DecodeOutput, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class StreamDecodeRequest(_message.Message):
     __slots__ = ("items", "release")
@@ -389,20 +363,18 @@ class StreamDecodeResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[StreamResult, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[_cache_pb2.ReleaseResult, _Mapping]]] = ..., free_blocks: _Optional[int] = ...) -> None: ...
 
 class StreamResult(_message.Message):
-    __slots__ = ("seq", "request_id", "decode", "verify", "unified", "error")
+    __slots__ = ("seq", "decode", "verify", "unified", "error")
     SEQ_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
     UNIFIED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     seq: int
-    request_id: str
     decode: DecodeOutput
     verify: VerifyOutput
-    unified: UnifiedOutput
+    unified: PrefillOutput
     error: _status_pb2.Status
-    def __init__(self, seq: _Optional[int] = ..., request_id: _Optional[str] = ..., decode: _Optional[_Union[DecodeOutput, _Mapping]] = ..., verify: _Optional[_Union[VerifyOutput, _Mapping]] = ..., unified: _Optional[_Union[UnifiedOutput, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    def __init__(self, seq: _Optional[int] = ..., decode: _Optional[_Union[DecodeOutput, _Mapping]] = ..., verify: _Optional[_Union[VerifyOutput, _Mapping]] = ..., unified: _Optional[_Union[PrefillOutput, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class UnifiedDecodeRequest(_message.Message):
     __slots__ = ("batch",)
@@ -414,21 +386,9 @@ class UnifiedDecodeResponse(_message.Message):
     __slots__ = ("results", "free_blocks")
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    results: _containers.RepeatedCompositeFieldContainer[UnifiedResult]
+    results: _containers.RepeatedCompositeFieldContainer[PrefillResult]
     free_blocks: int
-    def __init__(self, results: _Optional[_Iterable[_Union[UnifiedResult, _Mapping]]] = ..., free_blocks: _Optional[int] = ...) -> None: ...
-
-class UnifiedResult(_message.Message):
-    __slots__ = ("seq", "request_id", "output", "error")
-    SEQ_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    OUTPUT_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    seq: int
-    request_id: str
-    output: UnifiedOutput
-    error: _status_pb2.Status
-    def __init__(self, seq: _Optional[int] = ..., request_id: _Optional[str] = ..., output: _Optional[_Union[UnifiedOutput, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    def __init__(self, results: _Optional[_Iterable[_Union[PrefillResult, _Mapping]]] = ..., free_blocks: _Optional[int] = ...) -> None: ...
 
 class ForwardVerifyRequest(_message.Message):
     __slots__ = ("input",)
@@ -513,9 +473,9 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[GenerateOutput, _Mapping]]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ...) -> None: ...
 
 class GenerateOutput(_message.Message):
-    __slots__ = ("index", "kv_cache", "outputs", "finish_reason", "error", "cached_tokens", "text", "replayed")
+    __slots__ = ("index", "resume_from", "outputs", "finish_reason", "error", "cached_tokens", "text", "replayed")
     INDEX_FIELD_NUMBER: _ClassVar[int]
-    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FROM_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -523,11 +483,11 @@ class GenerateOutput(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     REPLAYED_FIELD_NUMBER: _ClassVar[int]
     index: int
-    kv_cache: _types_pb2.KvCacheHandle
+    resume_from: _types_pb2.KvCacheHandle
     outputs: _policy_pb2.Outputs
     finish_reason: FinishReason
     error: _status_pb2.Status
     cached_tokens: int
     text: str
     replayed: bool
-    def __init__(self, index: _Optional[int] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., text: _Optional[str] = ..., replayed: bool = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., resume_from: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., text: _Optional[str] = ..., replayed: bool = ...) -> None: ...

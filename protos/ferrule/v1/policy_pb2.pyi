@@ -95,14 +95,13 @@ class TokenIdList(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Outputs(_message.Message):
-    __slots__ = ("num_rows", "logits", "tokens", "model_logprobs", "sampled_logprobs", "target_logprobs", "top_k", "top_token_ids", "top_logprobs", "requested_logprobs", "entropies", "hidden_state", "seed")
+    __slots__ = ("num_rows", "logits", "tokens", "model_logprobs", "sampled_logprobs", "target_logprobs", "top_token_ids", "top_logprobs", "requested_logprobs", "entropies", "hidden_state", "seed")
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     LOGITS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MODEL_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TARGET_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     REQUESTED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -115,11 +114,10 @@ class Outputs(_message.Message):
     model_logprobs: _containers.RepeatedScalarFieldContainer[float]
     sampled_logprobs: _containers.RepeatedScalarFieldContainer[float]
     target_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    top_k: int
     top_token_ids: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
     requested_logprobs: _containers.RepeatedScalarFieldContainer[float]
     entropies: _containers.RepeatedScalarFieldContainer[float]
     hidden_state: _types_pb2.Tensor
     seed: int
-    def __init__(self, num_rows: _Optional[int] = ..., logits: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., model_logprobs: _Optional[_Iterable[float]] = ..., sampled_logprobs: _Optional[_Iterable[float]] = ..., target_logprobs: _Optional[_Iterable[float]] = ..., top_k: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., requested_logprobs: _Optional[_Iterable[float]] = ..., entropies: _Optional[_Iterable[float]] = ..., hidden_state: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_rows: _Optional[int] = ..., logits: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., model_logprobs: _Optional[_Iterable[float]] = ..., sampled_logprobs: _Optional[_Iterable[float]] = ..., target_logprobs: _Optional[_Iterable[float]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., requested_logprobs: _Optional[_Iterable[float]] = ..., entropies: _Optional[_Iterable[float]] = ..., hidden_state: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ..., seed: _Optional[int] = ...) -> None: ...

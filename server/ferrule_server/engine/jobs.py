@@ -20,12 +20,15 @@ import enum
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import DraftDistribution, Float32Array, OutputSpec, RowOutput, TokenMask
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.suffixes import Suffixes
+
+SEED_BITS: Final = 52
+"""Size of the seeds that the server draws: a double, and so every language and JSON, holds them exactly."""
 
 _R_co = TypeVar("_R_co", covariant=True)
 

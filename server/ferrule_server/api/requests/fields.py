@@ -116,12 +116,12 @@ class FieldReader:
             raise InvalidRequest(f"{at}request_id", f"is longer than {self.limits.max_request_id_bytes} bytes")
 
     def reply_bytes(self, num_rows: int, row_bytes: int, request_id: str, at: str) -> int:
-        """Return an upper bound of the size of a result on the wire; streams and batches send its id twice.
+        """Return an upper bound of the size of a result on the wire.
 
         Raises:
             ReplyTooLarge: The result may not fit into a message.
         """
-        id_bytes = 2 * self.limits.max_request_id_bytes if request_id else 0
+        id_bytes = self.limits.max_request_id_bytes if request_id else 0
         num_bytes = num_rows * row_bytes + _REPLY_OVERHEAD_BYTES + id_bytes
         if num_bytes > self.limits.max_reply_bytes:
             raise ReplyTooLarge(f"{at}logits_policy", num_bytes, self.limits.max_reply_bytes)
@@ -137,12 +137,12 @@ class FieldReader:
         if job.handle is not None:
             return
         length, num_tokens = options.reserve_length, len(job.token_ids)
-        if options.HasField("reserve_length") and length < num_tokens:
+        if 0 < length < num_tokens:
             path = f"{at}cache.reserve_length"
             raise InvalidRequest(path, f"{length} is less than the {num_tokens} tokens of the input")
         job.reserved_length = length
-        job.reuse_prefix = options.reuse_prefix if options.HasField("reuse_prefix") else True
-        job.publish_prefix = options.publish_prefix if options.HasField("publish_prefix") else True
+        job.reuse_prefix = not options.skip_prefix_reuse
+        job.publish_prefix = not options.skip_prefix_publish
 
 
 def seconds(ttl: Duration, path: str) -> float:

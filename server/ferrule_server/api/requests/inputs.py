@@ -144,15 +144,6 @@ class InputReader:
         masks = [self._masks.packed(data, f"masks[{index}]") for index, data in enumerate(request.masks)]
         return self.masks.register(principal, masks)
 
-    def echoed_id(self, item: executor_pb2.StreamItem) -> str:
-        """Return the request id of the input of an item; empty if it is too long."""
-        kind = item.WhichOneof("input")
-        return self.short_id(getattr(item, kind).request_id) if kind is not None else ""
-
-    def short_id(self, request_id: str) -> str:
-        """Return a request id as it is echoed with an error: empty if it is too long."""
-        return request_id if len(request_id.encode()) <= self._fields.limits.max_request_id_bytes else ""
-
     def _append(
         self,
         message: executor_pb2.PrefillInput | executor_pb2.DecodeInput | executor_pb2.UnifiedBatchItem,

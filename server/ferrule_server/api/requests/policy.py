@@ -45,6 +45,8 @@ class OutputPlan:
 NO_ROWS: Final = OutputPlan(OutputRequest(spec=None), types_pb2.DATA_TYPE_FLOAT32, 0)
 """The plan that returns no rows."""
 _UNCHANGED: Final = Shaping()
+_WITH_PRESENCE: Final = frozenset({"temperature", "top_p"})
+"""Fields in which 0 is not the same as unset."""
 
 
 class PolicyReader:
@@ -226,14 +228,15 @@ MIN_P: Final = Interval("in [0, 1]", 0.0, 1.0)
 def number(
     message: policy_pb2.GreedyArgmax | policy_pb2.Sample, name: str, path: str, interval: Interval, unset: float
 ) -> float:
-    """Return an optional float of ``message``, or ``unset`` if it is not set.
+    """Return a float of ``message``, or ``unset`` if it is not set; without presence, 0 is not set.
 
     Raises:
         InvalidRequest: The value is outside the interval.
     """
-    if not message.HasField(name):
-        return unset
     value: float = getattr(message, name)
+    is_set = message.HasField(name) if name in _WITH_PRESENCE else value != 0.0
+    if not is_set:
+        return unset
     if not interval.holds(value):
         raise InvalidRequest(f"{path}.{name}", f"must be {interval.name}, got {value}")
     return value

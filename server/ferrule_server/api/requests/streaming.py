@@ -90,14 +90,18 @@ class StreamReader:
         return plan
 
     def _num_branches(self, request: executor_pb2.GenerateRequest) -> int:
-        count, limit = request.n if request.HasField("n") else 1, self._fields.limits.max_fork_count
-        if not 1 <= count <= limit:
-            raise InvalidRequest("n", f"{count} is outside [1, {limit}]")
-        return count
+        limit = self._fields.limits.max_fork_count
+        if request.n > limit:
+            raise InvalidRequest("n", f"{request.n} is more than the limit, {limit}")
+        return request.n or 1
 
     def _stop(self, request: executor_pb2.GenerateRequest, token_ids: tuple[int, ...]) -> StopRules:
         for name in ("stop_token_ids", "stop_sequences", "stop_strings"):
             check_count(name, len(getattr(request, name)), self._fields.limits.max_stops)
+        if request.HasField("max_tokens") and not request.max_tokens:
+            raise InvalidRequest(
+                "max_tokens", "must be at least 1; leave it unset to draw until something else ends it"
+            )
         return StopRules(
             request.max_tokens,
             frozenset() if request.ignore_eos else self._stop_ids,

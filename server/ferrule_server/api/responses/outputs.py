@@ -22,9 +22,7 @@ from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.reserved_slots import SlotReservation
 
-AppendOutput = (
-    executor_pb2.PrefillOutput | executor_pb2.DecodeOutput | executor_pb2.UnifiedOutput | executor_pb2.VerifyOutput
-)
+AppendOutput = executor_pb2.PrefillOutput | executor_pb2.DecodeOutput | executor_pb2.VerifyOutput
 """The output message of any append."""
 
 
@@ -46,16 +44,10 @@ def fill_append(output: AppendOutput, result: AppendResult, planned: PlannedAppe
 
 
 def fill_prefill(output: executor_pb2.PrefillOutput, result: AppendResult, planned: PlannedAppend) -> None:
-    """Write the output of a Prefill into a fresh message."""
+    """Write the output of a Prefill, or of one item of a unified batch, into a fresh message."""
     fill_append(output, result, planned)
     output.cached_tokens = result.cached_tokens
     output.ttl.CopyFrom(duration(result.ttl_s))
-
-
-def fill_unified(output: executor_pb2.UnifiedOutput, result: AppendResult, planned: PlannedAppend) -> None:
-    """Write the output of one item of a unified batch into a fresh message."""
-    fill_append(output, result, planned)
-    output.cached_tokens = result.cached_tokens
 
 
 def fill_verify(output: executor_pb2.VerifyOutput, result: AppendResult, planned: PlannedAppend) -> None:
@@ -214,7 +206,6 @@ def _fill_rare(outputs: policy_pb2.Outputs, rows: Sequence[RowOutput], spec: Out
 def _fill_top(outputs: policy_pb2.Outputs, rows: Sequence[RowOutput]) -> None:
     for row in rows:
         if row.top_ids is not None and row.top_logprobs is not None:
-            outputs.top_k = len(row.top_ids)
             outputs.top_token_ids.extend(row.top_ids.tolist())
             outputs.top_logprobs.extend(row.top_logprobs.tolist())
 

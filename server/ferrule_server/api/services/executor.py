@@ -130,7 +130,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         serving = self.state.use()
         require(request, "batch")
         serving.inputs.check_unified(request.batch)
-        batch = Batch("UnifiedDecode", "batch.items", request.batch.items, serving.inputs.unified, outputs.fill_unified)
+        batch = Batch("UnifiedDecode", "batch.items", request.batch.items, serving.inputs.unified, outputs.fill_prefill)
         return await batch.run(self.state, serving, principal_of(context), executor_pb2.UnifiedDecodeResponse())
 
     # ---- answers piece by piece -------------------------------------------------------------------------------------

@@ -65,10 +65,9 @@ class Batch:
         outcomes = iter(await run_jobs(serving.engine, jobs))
         refusals = Refusals(self.rpc, principal)
         turns = Turns()
-        for index, each in enumerate(planned):
+        for each in planned:
             outcome = next(outcomes) if isinstance(each, PlannedAppend) else each
-            request_id = serving.inputs.short_id(self.items[index].request_id)
-            self._write(response.results.add(seq=index, request_id=request_id), each, outcome, refusals)
+            self._write(response.results.add(), each, outcome, refusals)
             await turns.pause()
         refusals.log()
         response.free_blocks = serving.engine.num_free_blocks()

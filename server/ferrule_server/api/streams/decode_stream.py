@@ -24,7 +24,7 @@ from ferrule.v1 import executor_pb2
 from ferrule_server.api.receiving.turns import Turns
 from ferrule_server.api.requests.fields import check_count
 from ferrule_server.api.requests.planned import PlannedAppend
-from ferrule_server.api.responses.outputs import fill_append, fill_unified, fill_verify, release_results
+from ferrule_server.api.responses.outputs import fill_append, fill_prefill, fill_verify, release_results
 from ferrule_server.api.rpc.calls import Context, admit_new, cancel
 from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.api.rpc.refusals import Refusals
@@ -45,7 +45,7 @@ _FRAME_BYTES: Final = 256
 """Size that a queued frame counts besides its results, so that empty frames count too."""
 _RELEASE_BYTES: Final = 32
 _FILL: Final[Mapping[str, Callable[[Any, AppendResult, PlannedAppend], None]]] = MappingProxyType(
-    {"decode": fill_append, "verify": fill_verify, "unified": fill_unified}
+    {"decode": fill_append, "verify": fill_verify, "unified": fill_prefill}
 )
 """How the output of each kind of item is written."""
 
@@ -162,7 +162,7 @@ class DecodeStream:
             else:
                 assert isinstance(outcome, FerruleError)
                 planned = self._pending.pop(job)
-                self._add_error(self._error_result(planned.seq, planned.job.request_id, planned.refusal(outcome)))
+                self._add_error(self._error_result(planned.seq, planned.refusal(outcome)))
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)
             self.end(fault_of(failure, _RPC))
 
@@ -196,14 +196,12 @@ class DecodeStream:
     def _add_output(self, planned: PlannedAppend, output: AppendResult) -> None:
         result = self._frame(planned.reply_bytes).results.add()
         result.seq = planned.seq
-        if planned.job.request_id:
-            result.request_id = planned.job.request_id
         _FILL[planned.kind](getattr(result, planned.kind), output, planned)
 
-    def _error_result(self, seq: int, request_id: str, error: FerruleError) -> executor_pb2.StreamResult:
+    def _error_result(self, seq: int, error: FerruleError) -> executor_pb2.StreamResult:
         self._refusals.add(error)
         self._state.shares.charge(self._principal, _ERROR_NS)
-        return executor_pb2.StreamResult(seq=seq, request_id=request_id, error=to_status(error))
+        return executor_pb2.StreamResult(seq=seq, error=to_status(error))
 
     def _add_error(self, result: executor_pb2.StreamResult) -> None:
         self._frame(result.ByteSize()).results.append(result)
@@ -272,7 +270,7 @@ class DecodeStream:
                 planned = self._plan(item, index)
             except FerruleError as error:
                 self._state.calls.refuse_item(error.reason)
-                bad_items.append(self._error_result(item.seq, self._inputs.echoed_id(item), error))
+                bad_items.append(self._error_result(item.seq, error))
                 continue
             planned.seq = item.seq
             self._pending[planned.job] = planned

@@ -136,7 +136,7 @@ class GenerateReplies:
             rows = tuple(row for frame in frames for row in frame.rows)
             handle = next((frame.handle for frame in reversed(frames) if frame.handle is not None), None)
         if handle is not None:
-            fill_handle(output.kv_cache, handle)
+            fill_handle(output.resume_from, handle)
         if rows:
             fill_rows(output.outputs, rows, first.seed, self.plan)
         if self.new_decoder is not None:

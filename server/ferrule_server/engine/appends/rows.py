@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-from ferrule_server.engine.jobs import Acceptance, Drafts, OutputRequest, Verified
+from ferrule_server.engine.jobs import SEED_BITS, Acceptance, Drafts, OutputRequest, Verified
 from ferrule_server.executor.base import DraftSpec, OutputSpec, RowOutput, Shaping
 from ferrule_server.kv.sequence import Sequence
 
@@ -91,7 +91,7 @@ def row_specs(
     if spec.sample is not None:
         seed = spec.sample.seed
         if not output.is_seeded:
-            seed = secrets.randbits(64) if known_seed is None else known_seed
+            seed = secrets.randbits(SEED_BITS) if known_seed is None else known_seed
             spec = replace(spec, sample=replace(spec.sample, seed=seed))
     last = len(token_ids) - 1
     if last == 0 and drafts is None and not output.wants_targets:

@@ -27,6 +27,7 @@ from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.faults import fault
 from ferrule_server.engine.jobs import (
+    SEED_BITS,
     GenerateJob,
     Job,
     LaneJob,
@@ -267,12 +268,12 @@ class Drivers:
         if job.output.is_seeded:
             return spec.sample.seed
         if not job.request_id:
-            return secrets.randbits(64)
+            return secrets.randbits(SEED_BITS)
         handle = tuple(job.handle) if isinstance(job, GenerateJob) and job.handle is not None else None
         digest = hashlib.blake2b(key=self._seed_key, digest_size=8)
         digest.update(repr((job.principal, job.request_id, handle, len(job.token_ids))).encode())
         digest.update(array("I", job.token_ids).tobytes())
-        return int.from_bytes(digest.digest(), "little")
+        return int.from_bytes(digest.digest(), "little") >> (64 - SEED_BITS)
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 

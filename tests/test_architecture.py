@@ -170,7 +170,7 @@ BUDGET: dict[str, int] = {
     "api/receiving": 640,
     "api/requests": 925,
     "api/responses": 605,
-    "api/rpc": 775,
+    "api/rpc": 780,
     "api/security": 475,
     "api/services": 350,
     "api/streams": 605,

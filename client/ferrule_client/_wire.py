@@ -32,10 +32,12 @@ __all__ = [
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
 
+_MAX_REPLY_BYTES = 256 << 20
+
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # What we may send is the server's to decide; what we take is bounded, as a guard against nonsense.
     ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", 256 << 20),
+    ("grpc.max_receive_message_length", _MAX_REPLY_BYTES),
     # Notice a dead peer while calls are open. Servers refuse pings more often than every 10 s.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -63,6 +65,8 @@ _MOST_KNOWN = 256
 class Labels:
     """Makes what travels with each call: the token, the instance that it is for, and what the caller adds.
 
+    Each call also says how large a reply the channel takes, else the server would refuse replies beyond 4 MiB.
+
     Args:
         token: Bearer token sent with every call, or None.
         extra: Called for each attempt, in the thread that makes the call; None: nothing is added. What we set
@@ -70,7 +74,9 @@ class Labels:
     """
 
     def __init__(self, token: str | None, extra: Extra | None) -> None:
-        self._always: Metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._always: Metadata = (("ferrule-max-reply-bytes", str(_MAX_REPLY_BYTES)),)
+        if token:
+            self._always = (*self._always, ("authorization", f"Bearer {token}"))
         self._extra = extra
         self._known: dict[str, Metadata] = {"": self._always}
 

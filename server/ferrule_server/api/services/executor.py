@@ -10,6 +10,7 @@ from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.responses import describe, outputs
 from ferrule_server.api.rpc.calls import Context, admit_new, run_job
 from ferrule_server.api.rpc.refusals import Refusals
+from ferrule_server.api.rpc.reply_limit import check_reply
 from ferrule_server.api.rpc.state import Phase, ServerState, Serving
 from ferrule_server.api.security.principal import caller_of, principal_of
 from ferrule_server.api.streams.answer_stream import AnswerStream
@@ -66,7 +67,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         require(request, "input")
         planned = serving.inputs.prefill(request.input, "input.", principal_of(context))
         planned.job.is_repeat_only = is_new and self.state.phase is Phase.DRAINING
-        result = await _append(serving, planned)
+        result = await _append(serving, planned, context)
         response = executor_pb2.PrefillResponse()
         outputs.fill_prefill(response.output, result, planned)
         return response
@@ -76,7 +77,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         serving = self.state.use()
         require(request, "input")
         planned = serving.inputs.decode(request.input, "input.", principal_of(context))
-        result = await _append(serving, planned)
+        result = await _append(serving, planned, context)
         response = executor_pb2.DecodeResponse()
         outputs.fill_append(response.output, result, planned)
         return response
@@ -88,7 +89,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         serving = self.state.use()
         require(request, "input")
         planned = serving.inputs.verifies.read(request.input, "input.", principal_of(context))
-        result = await _append(serving, planned)
+        result = await _append(serving, planned, context)
         response = executor_pb2.ForwardVerifyResponse()
         outputs.fill_verify(response.output, result, planned)
         return response
@@ -112,7 +113,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         batch = Batch(
             "BatchPrefill", "inputs", request.inputs, serving.inputs.prefill, outputs.fill_prefill, is_cohort=False
         )
-        return await batch.run(self.state, serving, principal_of(context), executor_pb2.BatchPrefillResponse())
+        return await batch.run(self.state, serving, context, executor_pb2.BatchPrefillResponse())
 
     async def BatchDecode(
         self, request: executor_pb2.BatchDecodeRequest, context: Context
@@ -121,7 +122,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         serving = self.state.use()
         serving.inputs.check_batch(len(request.inputs), "inputs")
         batch = Batch("BatchDecode", "inputs", request.inputs, serving.inputs.decode, outputs.fill_append)
-        return await batch.run(self.state, serving, principal_of(context), executor_pb2.BatchDecodeResponse())
+        return await batch.run(self.state, serving, context, executor_pb2.BatchDecodeResponse())
 
     async def UnifiedDecode(
         self, request: executor_pb2.UnifiedDecodeRequest, context: Context
@@ -131,7 +132,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         require(request, "batch")
         serving.inputs.check_unified(request.batch)
         batch = Batch("UnifiedDecode", "batch.items", request.batch.items, serving.inputs.unified, outputs.fill_prefill)
-        return await batch.run(self.state, serving, principal_of(context), executor_pb2.UnifiedDecodeResponse())
+        return await batch.run(self.state, serving, context, executor_pb2.UnifiedDecodeResponse())
 
     # ---- answers piece by piece -------------------------------------------------------------------------------------
 
@@ -141,6 +142,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         """Run tokens without keeping a cache."""
         serving, principal = self.state.use_for_new(), principal_of(context)
         job, plan = serving.inputs.streams.forward(request, principal)
+        check_reply(context, plan.row_bytes, "logits_policy")
         replies = ForwardReplies(plan, request.request_id, Refusals("Forward", principal))
         await AnswerStream("Forward", self.state, serving.engine, context, job=job, replies=replies).run()
 
@@ -150,6 +152,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         """Run the decode loop."""
         serving, principal = self.state.use(), principal_of(context)
         job, plan = serving.inputs.streams.generate(request, principal)
+        check_reply(context, plan.row_bytes, "logits_policy")
         admit_new(self.state, job)
         replies = GenerateReplies(
             plan,
@@ -237,7 +240,8 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         return cache_pb2.RegisterTokenMaskResponse(fingerprints=fingerprints)
 
 
-async def _append(serving: Serving, planned: PlannedAppend) -> AppendResult:
+async def _append(serving: Serving, planned: PlannedAppend, context: Context) -> AppendResult:
+    check_reply(context, planned.reply_bytes, f"{planned.at}logits_policy")
     try:
         return await run_job(serving.engine, planned.job)
     except FerruleError as error:

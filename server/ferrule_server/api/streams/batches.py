@@ -13,12 +13,14 @@ from typing import Any, Final, TypeVar
 from ferrule.v1 import executor_pb2
 from ferrule_server.api.receiving.turns import Turns
 from ferrule_server.api.requests.planned import PlannedAppend
-from ferrule_server.api.rpc.calls import admit_new, run_jobs
+from ferrule_server.api.rpc.calls import Context, admit_new, run_jobs
 from ferrule_server.api.rpc.refusals import Refusals
+from ferrule_server.api.rpc.reply_limit import check_reply
 from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.api.rpc.status import to_status
+from ferrule_server.api.security.principal import principal_of
 from ferrule_server.engine.jobs import AppendResult
-from ferrule_server.errors import FerruleError, ReplyTooLarge
+from ferrule_server.errors import FerruleError
 
 _RESULT_BYTES: Final = 512
 """Size of an error in a reply; the size of an output is known from its request."""
@@ -51,14 +53,16 @@ class Batch:
     fill: Callable[[Any, AppendResult, PlannedAppend], None]
     is_cohort: bool = True
 
-    async def run(self, state: ServerState, serving: Serving, principal: str, response: _Response) -> _Response:
+    async def run(self, state: ServerState, serving: Serving, context: Context, response: _Response) -> _Response:
         """Run the items and return ``response`` with one result for each item, in item order.
 
         Raises:
-            ReplyTooLarge: All results together could exceed the limit of one message; nothing was run.
+            ReplyTooLarge: All results together could be larger than the client accepts; nothing was run.
         """
+        principal = principal_of(context)
         planned = await self._plan(state, principal)
-        self._check_reply(planned, state.limits.max_reply_bytes)
+        sizes = [each.reply_bytes if isinstance(each, PlannedAppend) else _RESULT_BYTES for each in planned]
+        check_reply(context, sum(sizes), self.field, state.limits.max_reply_bytes)
         jobs = [each.job for each in planned if isinstance(each, PlannedAppend)]
         if self.is_cohort:
             state.as_cohort(jobs)
@@ -88,11 +92,6 @@ class Batch:
             else:
                 planned.append(each)
         return planned
-
-    def _check_reply(self, planned: Sequence[PlannedAppend | FerruleError], limit_bytes: int) -> None:
-        reply_bytes = sum(each.reply_bytes if isinstance(each, PlannedAppend) else _RESULT_BYTES for each in planned)
-        if reply_bytes > limit_bytes:
-            raise ReplyTooLarge(self.field, reply_bytes, limit_bytes)
 
     def _write(self, result: Any, planned: PlannedAppend | FerruleError, outcome: object, refusals: Refusals) -> None:
         """Write the result of one item."""

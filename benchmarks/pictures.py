@@ -72,7 +72,7 @@ def _server(folder: Path) -> Iterator[tuple[str, str]]:
     lines = [f"{hashlib.sha256(name.encode()).hexdigest()} {name}{role}\n" for name, role in PRINCIPALS.items()]
     tokens.write_text("".join(lines), "utf-8")
     command = [sys.executable, "-m", "ferrule_server", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
-    command += ["--ui", "on", "--instance", "gpu-a1", "--kv-memory", "16MiB", "--token-file", str(tokens)]
+    command += ["--ui", "on", "--instance", "ferrule-1", "--kv-memory", "16MiB", "--token-file", str(tokens)]
     command += ["--drain-grace", "0s", "--log-level", "error"]
     with guarded.start(command, folder, subprocess.PIPE) as process:
         try:

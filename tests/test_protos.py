@@ -315,7 +315,7 @@ def test_readme_limits_are_those_of_the_server() -> None:
             assert defaults[name] == int(value), name
             named.add(name)
     published = {field.name for field in info_pb2.ExecutorCapabilities.DESCRIPTOR.fields}
-    assert named == {name for name in published if name.startswith("max_")} - {"max_sequence_length", "max_ttl"}
+    assert named == {name for name in published if name.startswith("max_")} - {"max_ttl"}
 
 
 def test_fields_share_names_and_numbers_across_outputs() -> None:
@@ -338,7 +338,7 @@ def test_numbers_that_may_be_zero_have_presence() -> None:
         executor_pb2.VerifyOutput: ("next_token",),
         executor_pb2.UnifiedBatchItem: ("pos_offset", "is_final_chunk"),
         executor_pb2.GenerateRequest: ("max_tokens",),
-        info_pb2.ExecutorStatus: ("load_progress",),
+        cache_pb2.ForkCacheRequest: ("count", "length"),
     }
     for message, fields in optional.items():
         assert all(message.DESCRIPTOR.fields_by_name[name].has_presence for name in fields)

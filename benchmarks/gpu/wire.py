@@ -153,12 +153,8 @@ def _one_way(way: _Way, arm: str, cell: Sequence[int], task: Row, client: Client
 
 def _steps_between(before: Status, after: Status) -> Row:
     """Return how steps ran between two looks."""
-    return {
-        "graph_steps": after.num_graph_steps - before.num_graph_steps,
-        "launched_steps": after.num_launched_steps - before.num_launched_steps,
-        "torch_steps": after.num_torch_steps - before.num_torch_steps,
-        "queued_steps": after.num_queued_steps - before.num_queued_steps,
-    }
+    names = ("graph_steps", "launched_steps", "torch_steps", "queued_steps")
+    return {name: int(after.debug.get(name, 0)) - int(before.debug.get(name, 0)) for name in names}
 
 
 def _prompt_steps(context: int, client: Client) -> int:
@@ -194,13 +190,15 @@ def _make_ready(client: Client, way: _Way, batch: int, *, is_dry: bool) -> str:
         if _has_graph(status, wanted):
             return ""
         if status.fallback_reason or time.monotonic() > deadline:
-            return status.fallback_reason or f"no graph for {batch} rows: {status.preparation or status}"
+            preparation = status.debug.get("preparation")
+            return status.fallback_reason or f"no graph for {batch} rows: {preparation or status}"
         time.sleep(0.2)
 
 
 def _has_graph(status: Status, num_rows: int) -> bool:
     """Whether a bucket has its graph, and none is to be captured any more."""
-    return num_rows in status.captured_batch_sizes and not status.preparation
+    captured = status.debug.get("captured_batch_sizes", "").split(",")
+    return str(num_rows) in captured and "preparation" not in status.debug
 
 
 class _Branches:

@@ -416,13 +416,19 @@ def granted_ttl_s(message: executor_pb2.PrefillOutput | cache_pb2.ForkCacheRespo
 
 def lease_from_message(message: cache_pb2.Lease) -> t.Lease:
     """Return a lease."""
-    return t.Lease(message.ttl.ToNanoseconds() / 1e9, _plain(message, "expire_time"))
+    return _copy(t.Lease, message)
 
 
 def cache_info_from_message(message: cache_pb2.CacheInfo) -> t.CacheInfo:
     """Return the state of a sequence."""
     return _copy(
-        t.CacheInfo, message, handle=handle_from_message(message.kv_cache), lease=lease_from_message(message.lease)
+        t.CacheInfo,
+        message.summary,
+        handle=handle_from_message(message.kv_cache),
+        token_ids=tuple(message.token_ids),
+        block_ids=tuple(message.block_ids),
+        block_ref_counts=tuple(message.block_ref_counts),
+        lease=lease_from_message(message.summary.lease),
     )
 
 
@@ -438,17 +444,14 @@ def model_info_from_message(message: info_pb2.ModelInfo) -> t.ModelInfo:
 
 def capabilities_from_message(message: info_pb2.ExecutorCapabilities) -> t.Capabilities:
     """Return what the server can do."""
-    flags = [name for name in message.DESCRIPTOR.fields_by_name if name.startswith("supports_")]
     memory = message.memory_requirements
     return _copy(
         t.Capabilities,
         message,
-        features=frozenset(name.removeprefix("supports_") for name in flags if getattr(message, name)),
+        features=frozenset(_enum_word(info_pb2.Feature.DESCRIPTOR, one) for one in message.features),
         parameter_bytes=memory.parameter_bytes,
-        activation_bytes_per_row=memory.activation_bytes_per_row,
         kv_bytes_per_token=memory.kv_bytes_per_token,
         kv_pool_bytes=memory.kv_pool_bytes,
-        overhead_bytes=memory.overhead_bytes,
         caller=_caller_from_message(message.caller) if message.HasField("caller") else None,
     )
 
@@ -465,8 +468,7 @@ def reservation_from_message(message: cache_pb2.KvSlotReservation) -> t.Reservat
 
 def status_from_message(message: info_pb2.ExecutorStatus) -> t.Status:
     """Return how the server is doing."""
-    plan = _copy(t.MemoryPlan, message.memory_plan) if message.HasField("memory_plan") else None
-    return _copy(t.Status, message, memory=_copy(t.MemoryUsage, message.memory), memory_plan=plan)
+    return _copy(t.Status, message, memory=_copy(t.MemoryUsage, message.memory), debug=dict(message.debug))
 
 
 def metrics_from_message(message: cache_pb2.CacheMetrics) -> t.CacheMetrics:
@@ -482,7 +484,7 @@ def warmed_from_message(message: admin_pb2.WarmupResponse) -> t.Warmed:
 def server_view_from_message(message: admin_pb2.ServerView) -> v.ServerView:
     """Return the server at one moment."""
     names = [field.name for field in dataclasses.fields(v.ServerView) if field.name.endswith("_seconds")]
-    histograms = {name: _copy(v.Histogram, getattr(message, name)) for name in names}
+    histograms = {name: _histogram(getattr(message, name.removesuffix("seconds") + "times")) for name in names}
     return _copy(
         v.ServerView,
         message,
@@ -490,9 +492,29 @@ def server_view_from_message(message: admin_pb2.ServerView) -> v.ServerView:
         cache_metrics=metrics_from_message(message.cache_metrics),
         num_refused=dict(message.num_refused),
         block_map=_copy(v.BlockMap, message.block_map) if message.HasField("block_map") else None,
-        sequences=tuple(_copy(v.SequenceView, one) for one in message.sequences),
+        sequences=tuple(_sequence_view(one, message.time) for one in message.sequences),
         principals=tuple(_copy(v.PrincipalView, one) for one in message.principals),
         **histograms,
+    )
+
+
+def _histogram(message: admin_pb2.Histogram) -> v.Histogram:
+    bounds = tuple(bound / 1e9 for bound in message.upper_bounds_ns)
+    return v.Histogram(upper_bounds=bounds, counts=tuple(message.counts), sum=message.sum_ns / 1e9)
+
+
+def _sequence_view(message: admin_pb2.SequenceView, now: timestamp_pb2.Timestamp) -> v.SequenceView:
+    summary = message.summary
+    return _copy(
+        v.SequenceView,
+        summary,
+        parent_handle_id=message.parent_handle_id,
+        principal=message.principal,
+        num_pending=message.num_pending,
+        is_appending=message.is_appending,
+        ttl_s=summary.lease.ttl.ToNanoseconds() / 1e9,
+        expires_in_s=summary.lease.expires_in.ToNanoseconds() / 1e9,
+        age_s=(now.ToNanoseconds() - summary.create_time.ToNanoseconds()) / 1e9,
     )
 
 

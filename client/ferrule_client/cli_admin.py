@@ -76,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
 def _sentence(action: str, done: Warmed | Drained) -> str:
     if isinstance(done, Warmed):
         sizes = ", ".join(map(str, done.batch_sizes))
-        return f"warm for batches of {sizes or 'no size'}: {len(done.steps)} steps in {done.run_ns / 1e6:.0f} ms"
+        run_ms = sum(step.run_ns for step in done.steps) / 1e6
+        return f"warm for batches of {sizes or 'no size'}: {len(done.steps)} steps in {run_ms:.0f} ms"
     if action == "drain":
         return f"draining: {done.live_sequences} live handles, {done.pending_jobs} requests under way"
     return f"ending: {done.live_sequences} live handles, served until the grace ends"

@@ -116,7 +116,7 @@ def _client(args: argparse.Namespace, err: Console) -> Iterator[Client]:
                     def show(loading: Status | None) -> None:
                         server.check()
                         if loading is not None:
-                            share = f" {loading.load_progress:.0%}" if loading.load_progress is not None else ""
+                            share = f" {loading.load_progress:.0%}" if loading.load_progress < 1 else ""
                             status.update(f"{loading.load_stage}{share}")
 
                     client.wait_until_ready(on_progress=show, timeout=_LOAD_S)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from ferrule_client.cli_common import add_connection_options, connect, print_json
-from ferrule_client.types import CacheSummary, Status
+from ferrule_client.types import CacheSummary
 
 __all__ = ["EXAMPLES", "add_options", "run"]
 
@@ -37,14 +37,13 @@ def run(args: argparse.Namespace) -> int:
     """
     with connect(args) as client:
         caches = list(client.list_caches())
-        status = client.status()
+        free, total = client.status().free_blocks, client.capabilities().total_blocks
     if args.json:
-        blocks = {"free_blocks": status.free_blocks, "total_blocks": status.total_blocks}
-        print_json({"caches": [_as_dict(cache) for cache in caches], **blocks})
+        print_json({"caches": [_as_dict(cache) for cache in caches], "free_blocks": free, "total_blocks": total})
     elif sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-        _print_table(caches, status)
+        _print_table(caches, free, total)
     else:
-        _print_columns(caches, status)
+        _print_columns(caches, free, total)
     return 0
 
 
@@ -54,36 +53,36 @@ def _as_dict(cache: CacheSummary) -> dict[str, object]:
         "length": cache.length,
         "num_blocks": cache.num_blocks,
         "num_shared_blocks": cache.num_shared_blocks,
-        "ttl_s": round(cache.lease.ttl_s, 3),
+        "expires_in_s": round(cache.lease.expires_in_s, 3),
         "create_time": None if cache.create_time is None else cache.create_time.isoformat(),
     }
 
 
 def _row(cache: CacheSummary) -> tuple[str, ...]:
     blocks = (str(cache.num_blocks), str(cache.num_shared_blocks))
-    return (cache.handle_id, str(cache.length), *blocks, f"{cache.lease.ttl_s:.0f} s", _age(cache))
+    return (cache.handle_id, str(cache.length), *blocks, f"{cache.lease.expires_in_s:.0f} s", _age(cache))
 
 
-def _total(caches: Sequence[CacheSummary], status: Status) -> str:
-    return f"{len(caches)} live handles, {status.free_blocks} of {status.total_blocks} blocks free"
+def _total(caches: Sequence[CacheSummary], free: int, total: int) -> str:
+    return f"{len(caches)} live handles, {free} of {total} blocks free"
 
 
-def _print_columns(caches: Sequence[CacheSummary], status: Status) -> None:
+def _print_columns(caches: Sequence[CacheSummary], free: int, total: int) -> None:
     """Print the table for pipes, and where rich is not installed."""
     rows = [_HEADINGS, *map(_row, caches)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
         cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
         print("  ".join(cells))
-    print(_total(caches, status))
+    print(_total(caches, free, total))
 
 
-def _print_table(caches: Sequence[CacheSummary], status: Status) -> None:
+def _print_table(caches: Sequence[CacheSummary], free: int, total: int) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, caption=_total(caches, status), caption_justify="left")
+    table = Table(box=SIMPLE_HEAD, caption=_total(caches, free, total), caption_justify="left")
     first, *others = _HEADINGS
     table.add_column(first, style="cyan", no_wrap=True)
     for name in others:

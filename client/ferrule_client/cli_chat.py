@@ -242,7 +242,7 @@ def _check_model(client: Client) -> str:
         CommandError: It has no chat template.
     """
     info = client.model_info()
-    if not info.has_chat_template:
+    if "chat_template" not in client.capabilities().features:
         text = f"{info.model_id} has no chat template, so nothing tells how to talk to it; use ferrule generate"
         raise CommandError(text, "CHAT_TEMPLATE_MISSING")
     return info.model_id

@@ -209,7 +209,7 @@ def wait_for_model(client: Client, args: argparse.Namespace) -> None:
 
 def _show_loading(status: Status | None) -> None:
     if status is not None:
-        done = 0.0 if status.load_progress is None else status.load_progress
+        done = status.load_progress
         bar = ("=" * round(20 * done)).ljust(20)
         print(f"\r\x1b[Kloading [{bar}] {done:4.0%} {status.load_stage}", end="", file=sys.stderr, flush=True)
 

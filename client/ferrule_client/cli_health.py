@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 
 from ferrule_client.cli_common import add_connection_options, connect, print_json
 from ferrule_client.client import Client
@@ -64,7 +63,6 @@ def _model(client: Client) -> ModelInfo | None:
 
 
 def _values(status: Status, model: ModelInfo | None) -> dict[str, object]:
-    plan = status.memory_plan
     return {
         "model_id": None if model is None else model.model_id,
         "device": None if model is None else model.device_type,
@@ -74,14 +72,11 @@ def _values(status: Status, model: ModelInfo | None) -> dict[str, object]:
         "load_progress": status.load_progress,
         "executor": status.executor,
         "fallback_reason": status.fallback_reason,
-        "preparation": status.preparation,
-        "captured_batch_sizes": list(status.captured_batch_sizes),
-        "memory_plan": None if plan is None else dataclasses.asdict(plan),
         "instance": status.instance,
         "server_version": status.server_version,
         "live_sequences": status.live_sequences,
         "free_blocks": status.free_blocks,
-        "total_blocks": status.total_blocks,
+        "debug": dict(status.debug),
     }
 
 
@@ -119,12 +114,12 @@ def _place(model: ModelInfo | None) -> str:
 
 def _sentence(is_serving: bool, status: Status, model: ModelInfo | None) -> str:
     if is_serving:
-        pool = f"{status.free_blocks} of {status.total_blocks} blocks free"
+        pool = f"{status.free_blocks} blocks free"
         where = f"{status.executor}{_place(model)}"
         lines = [f"serving: {where}, {status.live_sequences} live handles, {pool}, instance {status.instance}"]
-        lines += [f"preparing: {status.preparation}"] if status.preparation else []
+        lines += [f"preparing: {preparation}"] if (preparation := status.debug.get("preparation")) else []
         lines += [f"fallback: {status.fallback_reason}"] if status.fallback_reason else []
         return "\n".join(lines)
-    progress = "" if status.load_progress is None else f" {status.load_progress:.0%}"
+    progress = f" {status.load_progress:.0%}" if status.load_progress < 1 else ""
     state = f"{status.state}{progress} {status.load_stage}".rstrip()
     return f"not serving: {state}, instance {status.instance}"

@@ -35,11 +35,7 @@ _STATUS = (
     "num_errors",
     "avg_prefill_ns",
     "avg_decode_ns",
-    "num_graph_steps",
-    "num_launched_steps",
-    "num_torch_steps",
-    "num_queued_steps",
-    "num_discarded_rows",
+    "live_sequences",
 )
 
 

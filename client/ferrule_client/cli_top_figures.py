@@ -28,12 +28,16 @@ class Look:
         status: How the server is doing.
         view: The rest; None: the model is not loaded.
         note: Why there is less to see than usual, for people; empty: nothing is missing.
+        model_id: Name of the model; empty: it is not loaded.
+        max_step_rows: Most rows in one step.
     """
 
     at_s: float
     status: Status
     view: ServerView | None = None
     note: str = ""
+    model_id: str = ""
+    max_step_rows: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -197,8 +201,8 @@ def as_dict(figures: Figures) -> dict[str, object]:
     facts["rates"] = None if figures.rates is None else dataclasses.asdict(figures.rates)
     if view is None:
         return facts | {"load_progress": look.status.load_progress, "load_stage": look.status.load_stage}
-    facts |= {"uptime_s": round(view.uptime_s, 3), "model_id": view.model_id, "executor": look.status.executor}
-    facts |= {"max_step_rows": view.max_step_rows, "running_appends": view.running_appends}
+    facts |= {"uptime_s": round(view.uptime_s, 3), "model_id": look.model_id, "executor": look.status.executor}
+    facts |= {"max_step_rows": look.max_step_rows, "running_appends": view.running_appends}
     facts |= {"queued_jobs": view.queued_jobs, "queue_depth": look.status.queue_depth}
     facts["active_streams"] = look.status.active_streams
     facts["kv"] = dataclasses.asdict(view.cache_metrics)

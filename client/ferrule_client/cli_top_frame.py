@@ -93,7 +93,7 @@ class Frame:
             return Text.assemble(state, "  ", name)
         if view is not None:
             line.append(f"  up {span(view.uptime_s)}", "dim")
-            line.append(f"  {clean(view.model_id)} on {clean(status.executor)}")
+            line.append(f"  {clean(look.model_id)} on {clean(status.executor)}")
         return line
 
     def _activity(self, figures: Figures, view: ServerView) -> list[Text]:
@@ -126,7 +126,7 @@ class Frame:
             return [*parts, _words(("sequences in the last", short(view.status.current_batch_size)))]
         has_rows = rates is not None and rates.rows_per_step is not None
         rows = _rate(rates, "rows_per_step") if has_rows else _UNKNOWN
-        parts.append(_words(("rows each", f"{rows} of {view.max_step_rows}")))
+        parts.append(_words(("rows each", f"{rows} of {figures.look.max_step_rows}")))
         busy = 0.0 if rates is None or rates.busy is None else rates.busy
         parts.append(_words(("busy", f"{busy:.0%}")))
         width = max(0, min(30, self.width - 11 - sum(cell_len(str(part)) for part in parts)))
@@ -151,7 +151,8 @@ class Frame:
 
     def _pool(self, view: ServerView) -> list[Text]:
         kv, levels = view.cache_metrics, self.glyphs.levels
-        total = max(1, kv.total_blocks)
+        num_blocks = kv.used_blocks + kv.cached_blocks + kv.empty_blocks
+        total = max(1, num_blocks)
         shares = (
             (kv.shared_blocks, levels[0], "cyan"),
             (kv.used_blocks - kv.shared_blocks, levels[1], "blue"),
@@ -162,7 +163,7 @@ class Frame:
         picture = bar([(count / total, glyph, style) for count, glyph, style in shares], width)
         counts = _words(
             ("used", f"{kv.used_blocks / total:.0%}"),
-            ("of", f"{short(kv.total_blocks)}"),
+            ("of", f"{short(num_blocks)}"),
             ("shared", short(kv.shared_blocks), "bold cyan"),
             ("own", short(kv.used_blocks - kv.shared_blocks), "bold blue"),
             ("cached", short(kv.cached_blocks)),
@@ -212,7 +213,7 @@ def _notes(figures: Figures) -> list[str]:
     look = figures.look
     notes = [look.note]
     if look.view is None:
-        progress = "" if look.status.load_progress is None else f" {look.status.load_progress:.0%}"
+        progress = f" {look.status.load_progress:.0%}" if look.status.load_progress < 1 else ""
         notes.append(f"{look.status.state}{progress} {look.status.load_stage}".rstrip())
     if look.status.fallback_reason:
         notes.append(f"fallback: {look.status.fallback_reason}")

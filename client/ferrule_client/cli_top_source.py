@@ -35,6 +35,7 @@ class Source:
         self._client = client
         self._timeout_s = timeout_s
         self._model_id = ""
+        self._max_step_rows = 0
         self._note = ""
         self._is_loaded = False
 
@@ -55,14 +56,15 @@ class Source:
         if not self._is_loaded:  # the other calls would be tried again until they time out
             status = client.status(timeout=timeout)
             self._is_loaded = status.state != "starting"
-            self._note = ""
+            self._note = self._model_id = ""
             if not self._is_loaded:
                 return Look(time.monotonic(), status)
         if self._note:  # asking again and again would fill the server's log
             return self._look_as_guest()
         try:
             view = client.admin.server_view(max_cells=max_cells, max_sequences=MAX_SEQUENCES, timeout=timeout)
-            return Look(time.monotonic(), view.status, view)
+            self._learn()
+            return Look(time.monotonic(), view.status, view, "", self._model_id, self._max_step_rows)
         except AuthError as error:
             self._note = _NO_ROLE if error.reason == "ROLE_REQUIRED" else _NO_NAME
         except UnsupportedError:
@@ -75,13 +77,19 @@ class Source:
     def _look_as_guest(self) -> Look:
         client, timeout = self._client, self._timeout_s
         status = client.status(timeout=timeout)
-        self._model_id = self._model_id or client.model_info(timeout=timeout).model_id
+        self._learn()
         metrics = client.cache_metrics(timeout=timeout)
         caches = list(itertools.islice(client.list_caches(timeout=timeout), _MAX_OWN))
-        return Look(time.monotonic(), status, _guest_view(status, metrics, caches, self._model_id), self._note)
+        return Look(time.monotonic(), status, _guest_view(status, metrics, caches), self._note, self._model_id)
+
+    def _learn(self) -> None:
+        """Ask for what does not change while the server runs."""
+        if not self._model_id:
+            self._model_id = self._client.model_info(timeout=self._timeout_s).model_id
+            self._max_step_rows = self._client.capabilities(timeout=self._timeout_s).max_step_rows
 
 
-def _guest_view(status: Status, metrics: CacheMetrics, caches: list[CacheSummary], model_id: str) -> ServerView:
+def _guest_view(status: Status, metrics: CacheMetrics, caches: list[CacheSummary]) -> ServerView:
     """Return what a caller without the admin role sees, in the shape of what admins do."""
     sequences = sorted(map(_own_sequence, caches), key=lambda one: one.expires_in_s)
     now = time.time()
@@ -90,8 +98,6 @@ def _guest_view(status: Status, metrics: CacheMetrics, caches: list[CacheSummary
         uptime_s=0.0 if status.start_time is None else max(0.0, now - status.start_time.timestamp()),
         status=status,
         cache_metrics=metrics,
-        model_id=model_id,
-        max_step_rows=0,
         running_appends=0,
         queued_jobs=0,
         num_step_rows=0,
@@ -116,12 +122,12 @@ def _own_sequence(cache: CacheSummary) -> SequenceView:
         parent_handle_id="",
         principal="",
         length=cache.length,
-        reserved_length=0,
+        reserved_length=cache.reserved_length,
         num_blocks=cache.num_blocks,
         num_shared_blocks=cache.num_shared_blocks,
-        kv_bytes=0,
-        expires_in_s=cache.lease.ttl_s,
-        ttl_s=0.0,
+        kv_bytes=cache.kv_bytes,
+        expires_in_s=cache.lease.expires_in_s,
+        ttl_s=cache.lease.ttl_s,
         age_s=age_s,
         num_pending=0,
         is_appending=False,

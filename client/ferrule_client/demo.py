@@ -131,7 +131,7 @@ def _wait(client: Client, server: ServerProcess, view: View, figures: Figures) -
         if status is None:
             view.loading(0.0, "starting Python")
         else:
-            view.loading(min(0.99, status.load_progress or 0.0), status.load_stage)
+            view.loading(min(0.99, status.load_progress), status.load_stage)
 
     start = time.perf_counter()
     client.wait_until_ready(on_progress=show, timeout=_LOAD_S)
@@ -149,7 +149,9 @@ class _Story:
         self._max_tokens = max_tokens
         self._info: ModelInfo = client.model_info()
         self._stops = frozenset(self._info.eos_token_ids + self._info.stop_token_ids)
-        self._total_blocks = client.status().total_blocks
+        capabilities = client.capabilities()
+        self._total_blocks = capabilities.total_blocks
+        self._has_text = "tokenizer" in capabilities.features
         self._beginning = ""
 
     def tell(self) -> None:
@@ -168,7 +170,7 @@ class _Story:
     def _prefill(self) -> tuple[Cache, list[int]]:
         info, view, figures = self._info, self._view, self._figures
         figures.model, figures.executor = info.model_id, self._client.status().executor
-        text = _PROMPT if info.has_tokenizer else ""
+        text = _PROMPT if self._has_text else ""
         ids = self._client.encode(text) if text else [(7 * i + 3) % info.vocab_size for i in range(72)]
         size = f"{info.num_parameters / 1e6:.1f} M parameters, " if info.num_parameters else ""
         about = f"{info.architecture}, {size}{info.dtype}, {info.device_name or info.device_type}"
@@ -185,11 +187,10 @@ class _Story:
         return trunk, ids
 
     def _generate(self, cache: Cache, seed: int) -> Generation:
-        has_text = self._info.has_tokenizer
-        return cache.generate(self._max_tokens, temperature=_TEMPERATURE, seed=seed, text=has_text)
+        return cache.generate(self._max_tokens, temperature=_TEMPERATURE, seed=seed, text=self._has_text)
 
     def _piece(self, token: DrawnToken) -> str:
-        return token.text if self._info.has_tokenizer else f"{int(token)} "
+        return token.text if self._has_text else f"{int(token)} "
 
     def _speak(self, trunk: Cache) -> None:
         text = f"the server draws at temperature {_TEMPERATURE} and streams the text: one call"
@@ -276,7 +277,7 @@ class _Story:
 
     def _reader(self, context: Sequence[int]) -> Callable[[int], str]:
         """Return what turns one branch's tokens into pieces of text, or into numbers without a tokenizer."""
-        if not self._info.has_tokenizer:
+        if not self._has_text:
             return "{} ".format
         detokenizer = self._client.detokenizer(context)
         return lambda token: "" if token in self._stops else detokenizer.push(token)

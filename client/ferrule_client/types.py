@@ -30,7 +30,6 @@ __all__ = [
     "ForwardChunk",
     "Handle",
     "Lease",
-    "MemoryPlan",
     "MemoryUsage",
     "ModelInfo",
     "OnStale",
@@ -336,12 +335,12 @@ class Lease:
     """How long a sequence lives without being used.
 
     Attributes:
-        ttl_s: Seconds left when the server answered.
-        expire_time: When it ends, by the server's wall clock.
+        ttl_s: Seconds as granted: what each renewal sets.
+        expires_in_s: Seconds left when the server answered.
     """
 
     ttl_s: float
-    expire_time: datetime | None
+    expires_in_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +376,6 @@ class CacheInfo:
     Attributes:
         handle: Handle at the tip.
         token_ids: Token ids up to the tip, if asked for.
-        block_size: Tokens in one block.
         num_blocks: Blocks it holds, shared and reserved ones included.
         num_shared_blocks: Of these, blocks that other sequences hold too.
         block_ids: Blocks in token order, if asked for; equal ids in two sequences are one shared block.
@@ -390,7 +388,6 @@ class CacheInfo:
 
     handle: Handle
     token_ids: tuple[int, ...]
-    block_size: int
     num_blocks: int
     num_shared_blocks: int
     block_ids: tuple[int, ...]
@@ -410,6 +407,8 @@ class CacheSummary:
         length: Tokens at the tip.
         num_blocks: Blocks it holds, shared ones included.
         num_shared_blocks: Of these, blocks that other sequences hold too.
+        kv_bytes: Bytes of KV that the blocks take.
+        reserved_length: Length in tokens up to which room is reserved.
         lease: Its lease.
         create_time: When it was created, by the server's wall clock.
     """
@@ -418,6 +417,8 @@ class CacheSummary:
     length: int
     num_blocks: int
     num_shared_blocks: int
+    kv_bytes: int
+    reserved_length: int
     lease: Lease
     create_time: datetime | None
 
@@ -445,8 +446,6 @@ class ModelInfo:
         eos_token_ids: Tokens that end a text.
         stop_token_ids: Tokens at which to stop by default: those and the chat template's.
         bos_token_id: Token put before a text, or None.
-        has_tokenizer: True: text can be encoded and decoded.
-        has_chat_template: True: the model brings a chat template.
     """
 
     model_id: str
@@ -467,8 +466,6 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    has_tokenizer: bool
-    has_chat_template: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -519,16 +516,13 @@ class Capabilities:
     """What the server can do, and its limits; they do not change while the server runs, but for those of ``caller``.
 
     Attributes:
-        executor: Name of the executor that runs decode steps.
-        features: Names of everything served, such as ``fork`` or ``forward_verify``: the contract's ``supports_``
-            flags that are true, without their prefix.
+        features: Names of everything served, such as ``fork`` or ``chat_template``: the contract's ``Feature`` in lower
+            case, without its prefix.
         max_batch_size: Most sequences in one step.
         max_step_rows: Most rows (tokens) in one step.
-        max_sequence_length: Longest sequence, in tokens.
         max_fork_count: Most branches of one fork.
         max_top_logprobs: Largest ``top_logprobs``.
         max_draft_tokens: Most drafts in one verify.
-        max_page_size: Largest page of a list.
         max_request_bytes: Largest message the server takes.
         max_reply_bytes: Largest message it sends.
         block_size: Tokens in one block of the KV pool.
@@ -545,27 +539,21 @@ class Capabilities:
         max_logprob_token_ids: Most ``logprob_token_ids`` of a policy.
         max_logit_biases: Most entries of a ``logit_bias``.
         max_stops: Most stop tokens, stop sequences and stop strings of a generation, each.
-        max_stop_length: Longest stop sequence in tokens, and stop string in bytes of UTF-8.
-        attention_mechanisms: Kinds of attention that model and executor use, such as ``grouped_query``.
+        max_stop_tokens: Longest stop sequence, in tokens.
+        max_stop_bytes: Longest stop string, in bytes of UTF-8.
         supported_dtypes: Element types in which a model can be loaded.
-        supported_devices: Kinds of device present and usable.
         parameter_bytes: Bytes of all weights as loaded.
-        activation_bytes_per_row: Bytes of intermediate buffers per row of a step; 0: not known.
         kv_bytes_per_token: Bytes of KV of one token, over all layers.
         kv_pool_bytes: Bytes of the whole KV pool.
-        overhead_bytes: Bytes taken besides, as far as the executor knows them.
         caller: Who we are there, and our quotas, as they were when this was asked for. None: an older server.
     """
 
-    executor: str
     features: frozenset[str]
     max_batch_size: int
     max_step_rows: int
-    max_sequence_length: int
     max_fork_count: int
     max_top_logprobs: int
     max_draft_tokens: int
-    max_page_size: int
     max_request_bytes: int
     max_reply_bytes: int
     block_size: int
@@ -581,15 +569,12 @@ class Capabilities:
     max_logprob_token_ids: int
     max_logit_biases: int
     max_stops: int
-    max_stop_length: int
-    attention_mechanisms: tuple[str, ...]
+    max_stop_tokens: int
+    max_stop_bytes: int
     supported_dtypes: tuple[str, ...]
-    supported_devices: tuple[str, ...]
     parameter_bytes: int
-    activation_bytes_per_row: int
     kv_bytes_per_token: int
     kv_pool_bytes: int
-    overhead_bytes: int
     caller: Caller | None
 
 
@@ -613,29 +598,6 @@ class MemoryUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryPlan:
-    """What the memory of the server's device is for, in bytes.
-
-    Attributes:
-        total_bytes: Of the whole device.
-        weights_bytes: Weights of the model.
-        kv_pool_bytes: The KV pool.
-        buffer_bytes: Buffers of a step, allocated once.
-        workspace_bytes: Kept for prompts and for outputs that the kernels do not cover.
-        graph_bytes: Taken by captured graphs.
-        free_bytes: Left over; what ``total_bytes`` has beyond all of these others use.
-    """
-
-    total_bytes: int
-    weights_bytes: int
-    kv_pool_bytes: int
-    buffer_bytes: int
-    workspace_bytes: int
-    graph_bytes: int
-    free_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """How the server is doing now; every figure is measured.
 
@@ -645,18 +607,16 @@ class Status:
     Attributes:
         state: ``starting``, ``ready``, ``busy``, ``draining`` or ``failed``.
         is_ready: True: requests are accepted.
-        load_progress: From 0 to 1 while loading, None once loaded.
+        load_progress: From 0 to 1; 1 once loaded.
         load_stage: What is being loaded, for people; empty once loaded.
         executor: Name of the executor that runs decode steps.
         fallback_reason: Why the preferred executor is not the one that runs; empty: it is, or it is being prepared.
-        preparation: What is still being prepared while requests are served, for people; empty: nothing.
         instance: Name of this server.
         epoch: Text that is new with every server run.
         server_version: Version of the server.
         start_time: When this run began.
         live_sequences: Sequences alive: one's own; with the role admin those of all callers.
         queue_depth: Requests waiting for a step.
-        total_blocks: Blocks in the KV pool.
         free_blocks: Blocks free or reclaimable at once.
         current_batch_size: Sequences in the step that runs now, or in the last one.
         active_streams: Generations and forward passes under way.
@@ -674,30 +634,22 @@ class Status:
         avg_decode_ns: Mean nanoseconds of the step of a decode; 0: none yet.
         last_step_time: When the last step ended, by the server's wall clock; None: none yet, or without the role.
         memory: Memory of the server's process and its device.
-        memory_plan: What the memory of the device is for; None: the model runs in the memory of the host.
-        captured_batch_sizes: Rows of the steps that start with one call of the driver, ascending.
-        num_graph_steps: Steps since start that did; 0 as the next two where the executor does not tell them apart.
-        num_launched_steps: Steps since start whose kernels were launched one by one.
-        num_torch_steps: Steps since start, or parts of steps, that torch ran on a GPU, or in the place of kernels that
-            were asked for; prompts among them. 0 on an executor that is torch alone, as are the four around it.
-        num_queued_steps: Steps since start that were queued before the results of those before them had been read.
-        num_discarded_rows: Rows of these that were computed for nothing.
+        debug: How the executor does it, by name, for people: what is being prepared, its kernels, the plan of the
+            device's memory, counters of steps. Anything of it may change with the server's version.
     """
 
     state: str
     is_ready: bool
-    load_progress: float | None
+    load_progress: float
     load_stage: str
     executor: str
     fallback_reason: str
-    preparation: str
     instance: str
     epoch: str
     server_version: str
     start_time: datetime | None
     live_sequences: int
     queue_depth: int
-    total_blocks: int
     free_blocks: int
     current_batch_size: int
     active_streams: int
@@ -715,13 +667,7 @@ class Status:
     avg_decode_ns: int
     last_step_time: datetime | None
     memory: MemoryUsage
-    memory_plan: MemoryPlan | None
-    captured_batch_sizes: tuple[int, ...]
-    num_graph_steps: int
-    num_launched_steps: int
-    num_torch_steps: int
-    num_queued_steps: int
-    num_discarded_rows: int
+    debug: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -732,13 +678,10 @@ class CacheMetrics:
     ``num_prefix_evictions`` and ``num_exhausted``, which are kept for all callers together, are 0.
 
     Attributes:
-        block_size: Tokens in one block.
-        total_blocks: Blocks that sequences can use: free, cached and used ones.
         empty_blocks: Blocks that hold nothing.
         cached_blocks: Blocks that only the prefix cache holds; reclaimed when needed.
         used_blocks: Blocks that sequences hold, each counted once.
         shared_blocks: Of these, blocks that two or more sequences hold.
-        live_sequences: Sequences alive.
         tombstones: Tombstones kept for released and expired sequences.
         num_created: Sequences created, forks included.
         num_forks: Branches made.
@@ -756,13 +699,10 @@ class CacheMetrics:
         token_mask_bytes: Bytes of these.
     """
 
-    block_size: int
-    total_blocks: int
     empty_blocks: int
     cached_blocks: int
     used_blocks: int
     shared_blocks: int
-    live_sequences: int
     tombstones: int
     num_created: int
     num_forks: int
@@ -813,12 +753,10 @@ class Warmed:
     """What warming up did.
 
     Attributes:
-        run_ns: Nanoseconds it took.
         batch_sizes: Batch sizes that are warm now, ascending.
         steps: The steps that were run for it; none where everything was warm.
     """
 
-    run_ns: int
     batch_sizes: tuple[int, ...]
     steps: tuple[WarmStep, ...]
 

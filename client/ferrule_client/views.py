@@ -147,8 +147,6 @@ class ServerView:
         uptime_s: Seconds since its process started, by a clock that never jumps.
         status: State, instance, memory, tokens, steps, queue, as ``client.status`` returns them.
         cache_metrics: Blocks, prefix cache, forks, expiries, as ``client.cache_metrics`` returns them.
-        model_id: Name of the model.
-        max_step_rows: Most rows in one step.
         running_appends: Appends with rows in the next step.
         queued_jobs: Requests accepted and not finished, those that run included.
         num_step_rows: Rows of all steps.
@@ -170,8 +168,6 @@ class ServerView:
     uptime_s: float
     status: Status
     cache_metrics: CacheMetrics
-    model_id: str
-    max_step_rows: int
     running_appends: int
     queued_jobs: int
     num_step_rows: int

@@ -73,7 +73,7 @@ def test_warming_up_runs_real_steps_and_tells_which(own: RunningServer) -> None:
     assert list(response.batch_sizes) == [1, 4]
     assert {(step.num_sequences, step.num_rows) for step in response.steps} >= {(1, 1), (4, 4)}
     assert max(step.num_rows for step in response.steps) == 512
-    assert response.run_ns == sum(step.run_ns for step in response.steps) > 0
+    assert sum(step.run_ns for step in response.steps) > 0
     assert own.free_blocks == free_blocks
     assert own.engine.snapshot().num_sequences == 1
     assert own.engine.counters.steps >= steps_before
@@ -87,7 +87,7 @@ def test_what_is_warm_is_left_alone(own: RunningServer) -> None:
     again = _admin(own).Warmup(admin_pb2.WarmupRequest(), timeout=20)
     assert first.steps
     assert list(first.batch_sizes) == sorted(set(first.batch_sizes))
-    assert (list(again.steps), again.run_ns) == ([], 0)
+    assert not again.steps
     assert again.batch_sizes == first.batch_sizes
 
 

@@ -21,7 +21,6 @@ from ferrule.v1 import (
 )
 from ferrule_server.config import ServerConfig
 from ferrule_server.executor.base import ExecutorState
-from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.loading import create_executor
 from tests.api.harness import FULL, GREEDY, RunningServer, decode_item, read_status, refusal_of, refused
 
@@ -121,6 +120,11 @@ def _reserve(server: Server) -> None:
     server.stub.ReserveKvSlots(cache_pb2.ReserveKvSlotsRequest(requests=[wanted]), timeout=20)
 
 
+def _tokenize(server: Server) -> None:
+    ids = server.text.Encode(tokenizer_pb2.EncodeRequest(text="Hello"), timeout=20).token_ids
+    server.text.Decode(tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=ids), timeout=20)
+
+
 def _chat(server: Server) -> None:
     message = tokenizer_pb2.ChatMessage(role="user", content="Hello")
     server.text.ApplyChatTemplate(tokenizer_pb2.ApplyChatTemplateRequest(messages=[message]), timeout=20)
@@ -151,34 +155,35 @@ class _ItemError(Exception):
     """The item of a stream failed; the argument is the reason."""
 
 
-CALLS: dict[str, Callable[[Server], object]] = {
-    "supports_batch_prefill": _batch_prefill,
-    "supports_batch_decode": _batch_decode,
-    "supports_stream_decode": lambda server: _stream(server, decode_item(server.prefill().kv_cache, 7)),
-    "supports_unified_decode": _unified,
-    "supports_forward_verify": _verify,
-    "supports_tree_verify": lambda server: _verify(server, 0, 0),
-    "supports_forward": _forward,
-    "supports_generate": _generate,
-    "supports_fork": _fork,
-    "supports_truncate": _truncate,
-    "supports_reserve": _reserve,
-    "supports_token_masks": _masked,
-    "supports_penalties": _penalised,
-    "supports_logit_bias": lambda server: server.prefill(policy=_sample(logit_bias={1: 0.5})),
-    "supports_logprob_token_ids": lambda server: server.prefill(policy=Policy(logprob_token_ids=[1])),
-    "supports_target_logprobs": lambda server: server.prefill(policy=Policy(target_logprobs=True)),
-    "supports_entropy": lambda server: server.prefill(policy=Policy(entropy=True)),
-    "supports_hidden_state": lambda server: server.prefill(policy=Policy(hidden_state=True)),
-    "supports_all_positions": lambda server: server.prefill(logits_positions=types_pb2.LOGITS_POSITIONS_ALL),
-    "supports_chat_template": _chat,
-    "supports_cache_metrics": lambda server: server.stub.GetCacheMetrics(cache_pb2.GetCacheMetricsRequest()),
-    "supports_admin": _administer,
+CALLS: dict[info_pb2.Feature, Callable[[Server], object]] = {
+    info_pb2.FEATURE_BATCH_PREFILL: _batch_prefill,
+    info_pb2.FEATURE_BATCH_DECODE: _batch_decode,
+    info_pb2.FEATURE_STREAM_DECODE: lambda server: _stream(server, decode_item(server.prefill().kv_cache, 7)),
+    info_pb2.FEATURE_UNIFIED_DECODE: _unified,
+    info_pb2.FEATURE_FORWARD_VERIFY: _verify,
+    info_pb2.FEATURE_TREE_VERIFY: lambda server: _verify(server, 0, 0),
+    info_pb2.FEATURE_FORWARD: _forward,
+    info_pb2.FEATURE_GENERATE: _generate,
+    info_pb2.FEATURE_FORK: _fork,
+    info_pb2.FEATURE_TRUNCATE: _truncate,
+    info_pb2.FEATURE_RESERVE: _reserve,
+    info_pb2.FEATURE_TOKEN_MASKS: _masked,
+    info_pb2.FEATURE_PENALTIES: _penalised,
+    info_pb2.FEATURE_LOGIT_BIAS: lambda server: server.prefill(policy=_sample(logit_bias={1: 0.5})),
+    info_pb2.FEATURE_LOGPROB_TOKEN_IDS: lambda server: server.prefill(policy=Policy(logprob_token_ids=[1])),
+    info_pb2.FEATURE_TARGET_LOGPROBS: lambda server: server.prefill(policy=Policy(target_logprobs=True)),
+    info_pb2.FEATURE_ENTROPY: lambda server: server.prefill(policy=Policy(entropy=True)),
+    info_pb2.FEATURE_HIDDEN_STATE: lambda server: server.prefill(policy=Policy(hidden_state=True)),
+    info_pb2.FEATURE_ALL_POSITIONS: lambda server: server.prefill(logits_positions=types_pb2.LOGITS_POSITIONS_ALL),
+    info_pb2.FEATURE_TOKENIZER: _tokenize,
+    info_pb2.FEATURE_CHAT_TEMPLATE: _chat,
+    info_pb2.FEATURE_CACHE_METRICS: lambda server: server.stub.GetCacheMetrics(cache_pb2.GetCacheMetricsRequest()),
+    info_pb2.FEATURE_ADMIN: _administer,
 }
-"""One call per flag that succeeds where the thing is served."""
+"""One call per feature that succeeds where it is served."""
 
-NOT_CALLABLE = {"supports_prefix_cache", "supports_request_id", "supports_deterministic"}
-"""Flags about what a call does, not whether it succeeds: tested below."""
+NOT_CALLABLE = {info_pb2.FEATURE_PREFIX_CACHE, info_pb2.FEATURE_REQUEST_ID, info_pb2.FEATURE_DETERMINISTIC}
+"""Features about what a call does, not whether it succeeds: tested below."""
 
 
 @pytest.fixture
@@ -187,41 +192,39 @@ def capabilities(server: Server) -> info_pb2.ExecutorCapabilities:
     return server.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
 
 
-def test_every_flag_is_tested() -> None:
-    """A new flag needs a call here."""
-    flags = {field.name for field in info_pb2.ExecutorCapabilities.DESCRIPTOR.fields if "supports_" in field.name}
-    assert flags == set(CALLS) | NOT_CALLABLE
+def test_every_feature_is_tested() -> None:
+    """A new feature needs a call here."""
+    assert set(info_pb2.Feature.values()) == set(CALLS) | NOT_CALLABLE | {info_pb2.FEATURE_UNSPECIFIED}
 
 
-@pytest.mark.parametrize("flag", CALLS)
-def test_a_flag_is_true_exactly_if_the_call_succeeds(
-    server: Server, capabilities: info_pb2.ExecutorCapabilities, flag: str
+@pytest.mark.parametrize("feature", CALLS, ids=info_pb2.Feature.Name)
+def test_a_feature_is_listed_exactly_if_the_call_succeeds(
+    server: Server, capabilities: info_pb2.ExecutorCapabilities, feature: info_pb2.Feature
 ) -> None:
-    """False means FEATURE_UNSUPPORTED, never something else."""
-    _check_flag(server, capabilities, flag)
+    """Without it the answer is FEATURE_UNSUPPORTED, never something else."""
+    _check_feature(server, capabilities, feature)
 
 
 @pytest.fixture(scope="module")
 def shipped() -> Iterator[Server]:
-    """The model that ships on the kernels of the processor, with its tokenizer and its chat template."""
+    """The bundled model on the kernels of the processor, with its tokenizer and its chat template."""
     loaded = create_executor(ServerConfig(dtype="float32", kv_memory_bytes=16 << 20), lambda _stage, _share: None)
     with RunningServer(loaded.executor, tokenizer=loaded.tokenizer, chat_template=loaded.chat_template) as server:
         yield server
 
 
-@pytest.mark.parametrize("flag", CALLS)
-def test_flags_of_the_model_that_ships_are_true_exactly_if_the_call_succeeds(shipped: Server, flag: str) -> None:
+@pytest.mark.parametrize("feature", CALLS, ids=info_pb2.Feature.Name)
+def test_the_bundled_model_has_every_feature_but_trees(shipped: Server, feature: info_pb2.Feature) -> None:
     """The same where there is a tokenizer."""
     capabilities = shipped.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
-    assert capabilities.executor == "numba-cpu"
-    _check_flag(shipped, capabilities, flag)
-    assert getattr(capabilities, flag) is (flag != "supports_tree_verify")
+    _check_feature(shipped, capabilities, feature)
+    assert (feature in capabilities.features) is (feature != info_pb2.FEATURE_TREE_VERIFY)
 
 
-def _check_flag(server: Server, capabilities: info_pb2.ExecutorCapabilities, flag: str) -> None:
-    reason = _reason_of_refusal(lambda: CALLS[flag](server))
+def _check_feature(server: Server, capabilities: info_pb2.ExecutorCapabilities, feature: info_pb2.Feature) -> None:
+    reason = _reason_of_refusal(lambda: CALLS[feature](server))
     assert reason in (None, "FEATURE_UNSUPPORTED")
-    assert getattr(capabilities, flag) is (reason is None)
+    assert (feature in capabilities.features) is (reason is None)
 
 
 def _reason_of_refusal(call: Callable[[], object]) -> str | None:
@@ -235,22 +238,21 @@ def _reason_of_refusal(call: Callable[[], object]) -> str | None:
     return None
 
 
-def test_flags_about_what_a_call_does(server: Server, capabilities: info_pb2.ExecutorCapabilities) -> None:
+def test_features_about_what_a_call_does(server: Server, capabilities: info_pb2.ExecutorCapabilities) -> None:
     """Creation by request_id, prompts found again; nothing deterministic beyond what executors are."""
-    assert not capabilities.supports_deterministic
-    assert capabilities.supports_prefix_cache
+    assert info_pb2.FEATURE_DETERMINISTIC not in capabilities.features
+    assert info_pb2.FEATURE_PREFIX_CACHE in capabilities.features
     assert server.prefill(range(100, 150)).cached_tokens == 0
     found = server.prefill(range(100, 150)).cached_tokens
     assert found == 50 // capabilities.block_size * capabilities.block_size
     first, second = server.prefill(request_id="same"), server.prefill(request_id="same")
-    assert capabilities.supports_request_id
+    assert info_pb2.FEATURE_REQUEST_ID in capabilities.features
     assert first.kv_cache == second.kv_cache
 
 
 def test_limits_are_those_that_hold(server: Server, capabilities: info_pb2.ExecutorCapabilities) -> None:
     """Each limit named is served, one more is refused."""
     info = server.engine.info
-    assert capabilities.executor == "paged-reference"
     assert (capabilities.block_size, capabilities.total_blocks) == (info.block_size, info.num_blocks - 1)
     assert capabilities.memory_requirements.kv_pool_bytes == info.num_blocks * info.bytes_per_block
     assert capabilities.memory_requirements.kv_bytes_per_token * info.block_size == info.bytes_per_block
@@ -268,34 +270,18 @@ def test_limits_are_those_that_hold(server: Server, capabilities: info_pb2.Execu
         "max_logprob_token_ids",
         "max_logit_biases",
         "max_stops",
-        "max_stop_length",
+        "max_stop_tokens",
+        "max_stop_bytes",
     ):
         assert getattr(capabilities, name) == getattr(limits, name) > 0
-    assert info_pb2.ATTENTION_MECHANISM_PAGED in capabilities.attention_mechanisms
     handle = server.prefill().kv_cache
     assert len(server.fork(handle, capabilities.max_fork_count)) == capabilities.max_fork_count
     with refused() as refusals:
         server.fork(handle, capabilities.max_fork_count + 1)
     assert refusals[0].fields == ("count",)
     with refused() as refusals:
-        server.prefill((1,) * (capabilities.max_sequence_length + 1), GREEDY)
+        server.prefill((1,) * (info.model.max_context + 1), GREEDY)
     assert refusals[0].reason == "CONTEXT_EXCEEDED"
-
-
-@pytest.mark.parametrize(
-    ("num_kv_heads", "mechanism"),
-    [
-        (4, info_pb2.ATTENTION_MECHANISM_MULTI_HEAD),
-        (2, info_pb2.ATTENTION_MECHANISM_GROUPED_QUERY),
-        (1, info_pb2.ATTENTION_MECHANISM_MULTI_QUERY),
-    ],
-)
-def test_the_attention_is_that_of_the_model(num_kv_heads: int, mechanism: info_pb2.AttentionMechanism) -> None:
-    """By its query heads per head of K and V."""
-    executor = PagedReferenceExecutor(kv_memory_bytes=4 << 20, num_heads=4, num_kv_heads=num_kv_heads)
-    with RunningServer(executor=executor) as server:
-        served = server.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
-        assert list(served.attention_mechanisms) == [info_pb2.ATTENTION_MECHANISM_PAGED, mechanism]
 
 
 def test_the_executor_is_the_one_that_serves() -> None:
@@ -304,8 +290,7 @@ def test_the_executor_is_the_one_that_serves() -> None:
         serving = server.state.serving
         assert serving is not None
         server.state.serving = dataclasses.replace(serving, executor_state=lambda: ExecutorState("torch"))
-        served = server.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
-        assert served.executor == "torch"
+        assert server.stub.GetStatus(executor_pb2.GetStatusRequest()).status.executor == "torch"
 
 
 def test_the_description_of_the_model_reads_no_file(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,10 +322,10 @@ def test_hints_about_prefixes_change_no_answer(server: Server) -> None:
 
 
 def test_without_a_prefix_cache_the_hints_have_no_effect() -> None:
-    """And the flag says so."""
+    """And the feature is not listed."""
     with RunningServer(has_prefix_cache=False) as server:
         served = server.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
-        assert not served.supports_prefix_cache
+        assert info_pb2.FEATURE_PREFIX_CACHE not in served.features
         for value in (True, False):
             options = executor_pb2.CacheOptions(skip_prefix_reuse=value, skip_prefix_publish=value)
             assert server.prefill(cache=options).cached_tokens == 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -67,17 +68,17 @@ def test_status_tells_what_is_prepared_and_what_the_memory_is_for(executor: Prep
     with RunningServer(executor) as server:
         status = _status(server)
         assert (status.executor, status.fallback_reason) == ("torch", "")
-        assert status.preparation == "capturing graphs, 3 left"
-        plan = status.memory_plan
-        assert (plan.total_bytes, plan.weights_bytes, plan.kv_pool_bytes) == (900, 100, 200)
-        assert (plan.buffer_bytes, plan.workspace_bytes, plan.graph_bytes, plan.free_bytes) == (30, 40, 5, 525)
+        assert status.debug["preparation"] == "capturing graphs, 3 left"
+        plan = {name: status.debug[f"memory_plan.{name}_bytes"] for name in asdict(PLAN)}
+        assert plan == {name: str(size) for name, size in asdict(PLAN).items()}
         memory = status.memory
         assert (memory.device_total_bytes, memory.device_allocated_bytes, memory.device_peak_bytes) == (900, 330, 340)
-        assert list(status.captured_batch_sizes) == [1, 2, 8]
-        assert (status.num_graph_steps, status.num_launched_steps, status.num_torch_steps) == (3, 4, 5)
+        assert status.debug["captured_batch_sizes"] == "1,2,8"
+        assert [status.debug[f"{how}_steps"] for how in ("graph", "launched", "torch")] == ["3", "4", "5"]
         executor.state = replace(STATE, name="numba-cuda", preparation="", num_graph_steps=99)
         later = _status(server)
-        assert (later.executor, later.preparation, later.num_graph_steps) == ("numba-cuda", "", 99)
+        assert (later.executor, later.debug["graph_steps"]) == ("numba-cuda", "99")
+        assert "preparation" not in later.debug
 
 
 def test_steps_queued_ahead_are_counted() -> None:
@@ -85,7 +86,7 @@ def test_steps_queued_ahead_are_counted() -> None:
     with RunningServer() as server:
         server.engine.counters.queued_steps, server.engine.counters.discarded_rows = 5, 2
         status = _status(server)
-        assert (status.num_queued_steps, status.num_discarded_rows) == (5, 2)
+        assert (status.debug["queued_steps"], status.debug["discarded_rows"]) == ("5", "2")
 
 
 def test_a_fallback_is_told_with_its_reason(executor: PreparingExecutor) -> None:
@@ -95,36 +96,17 @@ def test_a_fallback_is_told_with_its_reason(executor: PreparingExecutor) -> None
         executor.state = ExecutorState("torch", fallback_reason="kernels: no memory for a graph", memory=plan)
         status = _status(server)
         assert status.fallback_reason == "kernels: no memory for a graph"
-        assert status.memory_plan.free_bytes == 0
+        assert status.debug["memory_plan.free_bytes"] == "0"
 
 
 def test_an_executor_without_a_device_of_its_own_leaves_all_of_it_unset() -> None:
     """No plan, no zeros that look like one."""
     with RunningServer() as server:
         status = _status(server)
-        assert (status.executor, status.fallback_reason, status.preparation) == ("paged-reference", "", "")
-        assert not status.HasField("memory_plan")
+        assert (status.executor, status.fallback_reason) == ("paged-reference", "")
+        assert set(status.debug) == {"queued_steps", "discarded_rows"}
         assert (status.memory.device_allocated_bytes, status.memory.device_total_bytes) == (0, 0)
-        assert not status.captured_batch_sizes
-        assert _capabilities(server).memory_requirements.overhead_bytes == 0
-        assert not _capabilities(server).supports_deterministic
-
-
-def test_capabilities_count_what_a_device_needs_besides(executor: PreparingExecutor) -> None:
-    """Buffers and workspace."""
-    with RunningServer(executor) as server:
-        assert _capabilities(server).memory_requirements.overhead_bytes == 70
-
-
-def test_capabilities_repeat_what_the_executor_measured(
-    monkeypatch: pytest.MonkeyPatch, executor: PreparingExecutor
-) -> None:
-    """The memory of a row is the executor's figure, 0 where it has none."""
-    with RunningServer() as server:
-        assert _capabilities(server).memory_requirements.activation_bytes_per_row == 0
-    monkeypatch.setattr(PreparingExecutor, "info", replace(executor.info, activation_bytes_per_row=146432))
-    with RunningServer(PreparingExecutor(kv_memory_bytes=4 << 20)) as server:
-        assert _capabilities(server).memory_requirements.activation_bytes_per_row == 146432
+        assert info_pb2.FEATURE_DETERMINISTIC not in _capabilities(server).features
 
 
 def test_the_device_goes_by_its_drivers_name(monkeypatch: pytest.MonkeyPatch, executor: PreparingExecutor) -> None:
@@ -147,9 +129,9 @@ def test_the_process_hands_state_and_promise_on(executor: PreparingExecutor) -> 
 
 
 def test_determinism_is_announced_where_it_is_kept(executor: PreparingExecutor) -> None:
-    """The flag of the settings becomes the flag of the capabilities."""
+    """The flag of the settings becomes a feature."""
     with RunningServer(executor, is_deterministic=True) as server:
-        assert _capabilities(server).supports_deterministic
+        assert info_pb2.FEATURE_DETERMINISTIC in _capabilities(server).features
 
 
 def test_the_client_reads_it_and_the_command_line_says_it(
@@ -158,14 +140,13 @@ def test_the_client_reads_it_and_the_command_line_says_it(
     """``Client.status`` has every field; ``ferrule health`` a line for what is prepared, or for what went wrong."""
     with RunningServer(executor) as server, Client.connect(server.address.target) as client:
         status = client.status()
-        assert status.memory_plan is not None
-        assert (status.memory_plan.kv_pool_bytes, status.captured_batch_sizes) == (200, (1, 2, 8))
-        assert (status.preparation, status.num_torch_steps) == ("capturing graphs, 3 left", 5)
+        assert (status.debug["memory_plan.kv_pool_bytes"], status.debug["captured_batch_sizes"]) == ("200", "1,2,8")
+        assert (status.debug["preparation"], status.debug["torch_steps"]) == ("capturing graphs, 3 left", "5")
         assert main(["health", "--target", server.address.target]) == 0
         assert capsys.readouterr().out.splitlines()[1:] == ["preparing: capturing graphs, 3 left"]
         executor.state = ExecutorState("torch", fallback_reason="there is no GPU")
-        assert client.status().memory_plan is None
+        assert "memory_plan.kv_pool_bytes" not in client.status().debug
         assert main(["health", "--target", server.address.target]) == 0
         assert capsys.readouterr().out.splitlines()[1:] == ["fallback: there is no GPU"]
-        assert main(["metrics", "--target", server.address.target]) == 0
-        assert "num_graph_steps" in capsys.readouterr().out
+        assert main(["health", "--json", "--target", server.address.target]) == 0
+        assert json.loads(capsys.readouterr().out)["debug"]["graph_steps"] == "0"

@@ -39,8 +39,7 @@ TIME = re.compile(r"^list\.caches\[\d+\]\.(lease|create_time)\.")
 """Fields of one's own sequences that change as time passes."""
 
 HIDDEN = {
-    *("last_step_time", "num_steps", "num_graph_steps", "num_launched_steps", "num_torch_steps"),
-    *("num_queued_steps", "num_discarded_rows"),
+    *("last_step_time", "num_steps", "debug"),
     *("shared_blocks", "tombstones", "num_prefix_evictions", "num_exhausted"),
 }
 """Counters that are kept for all principals together: 0 without the role."""
@@ -110,6 +109,8 @@ def fields_of(path: str, message: Message) -> Iterator[tuple[str, object]]:
         value = getattr(message, field.name)
         if field.message_type is None:
             yield f"{path}.{field.name}", list(value) if field.is_repeated else value
+        elif field.message_type.GetOptions().map_entry:
+            yield f"{path}.{field.name}", dict(value)
         elif field.is_repeated:
             yield f"{path}.{field.name}.count", len(value)
             for i, each in enumerate(value):

@@ -66,7 +66,7 @@ def _fill(message: Message, field: Any) -> None:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         getattr(message, field.name).update((2**32 - 1 - index, 1.0) for index in range(count))
     elif name == "GenerateRequest.stop_sequences":
-        tokens = policy_pb2.TokenIdList(token_ids=[2**32 - 1] * LIMITS.max_stop_length)
+        tokens = policy_pb2.TokenIdList(token_ids=[2**32 - 1] * LIMITS.max_stop_tokens)
         getattr(message, field.name).extend(tokens for _ in range(count))
     elif field.message_type is not None:
         one = _largest(field.message_type)

@@ -62,10 +62,7 @@ def test_the_reply_is_the_evidence(server: RunningServer) -> None:
     first, again = reserve(server, *wanted), reserve(server, *wanted)
     assert (first.block_size, first.total_blocks) == (size, server.engine.info.num_blocks - 1)
     assert (first.free_blocks_before, first.free_blocks_after) == (free, free - 3)
-    assert [(each.handle_id, each.blocks_before, each.blocks_after) for each in first.allocations] == [
-        (server.info(handle).handle_id, 1, 3),
-        (server.info(other).handle_id, 1, 2),
-    ]
+    assert [(each.blocks_before, each.blocks_after) for each in first.allocations] == [(1, 3), (1, 2)]
     assert (new_blocks(first), new_blocks(again), again.free_blocks_before) == ([2, 1], [0, 0], free - 3)
     assert reserve(server).free_blocks_before == free - 3
 
@@ -76,12 +73,12 @@ def test_what_is_reserved_can_be_seen(server: RunningServer) -> None:
     size, plain = server.engine.info.block_size, server.info(handle)
     reserve(server, (handle, 3 * size))
     info = server.info(handle, include_blocks=True)
-    assert (plain.reserved_length, info.reserved_length) == (0, 3 * size)
-    assert (info.num_blocks, len(info.block_ids), info.kv_bytes) == (3, 1, 3 * plain.kv_bytes)
+    assert (plain.summary.reserved_length, info.summary.reserved_length) == (0, 3 * size)
+    assert (info.summary.num_blocks, len(info.block_ids), info.summary.kv_bytes) == (3, 1, 3 * plain.summary.kv_bytes)
     listed = server.stub.ListCaches(cache_pb2.ListCachesRequest()).caches
     assert [each.num_blocks for each in listed] == [3]
     (branch,) = server.fork(handle)
-    assert server.info(branch).reserved_length == 0
+    assert server.info(branch).summary.reserved_length == 0
     assert server.release(handle).freed_blocks == 3  # its two, and the spare for the copy the fork made necessary
 
 
@@ -100,7 +97,7 @@ def test_appends_up_to_the_reservation_succeed_in_a_full_pool(small: RunningServ
         assert [each[0].reason for each in (refusals, beyond)] == ["KV_BLOCKS_EXHAUSTED"] * 2
         rewound = server.decode(handle, 8, on_stale=types_pb2.STALE_POLICY_REWIND).kv_cache
         assert server.truncate(rewound, 1).freed_blocks == 0
-        assert server.info(rewound).num_blocks == 3
+        assert server.info(rewound).summary.num_blocks == 3
 
 
 def test_a_prompt_can_come_with_room(small: RunningServer) -> None:
@@ -111,7 +108,7 @@ def test_a_prompt_can_come_with_room(small: RunningServer) -> None:
             server.prefill((1, 2), cache=with_room((free + 1) * size))
         assert (refusals[0].code, refusals[0].reason) == (Code.OUT_OF_RANGE, "EXCEEDS_POOL")
         handle = server.prefill((1, 2), cache=with_room(2 * size)).kv_cache
-        assert (server.free_blocks, server.info(handle).reserved_length) == (free - 2, 2 * size)
+        assert (server.free_blocks, server.info(handle).summary.reserved_length) == (free - 2, 2 * size)
         fill(server)
         assert server.decode(handle, *(7,) * (2 * size - 2)).kv_cache.length == 2 * size
 
@@ -139,7 +136,7 @@ def test_for_a_sequence_that_exists_the_option_has_no_effect(server: RunningServ
     """ReserveKvSlots is the call for that."""
     handle = server.prefill((1, 2, 3)).kv_cache
     handle = server.prefill((4,), kv_cache=handle, cache=with_room(99)).kv_cache
-    assert server.info(handle).reserved_length == 0
+    assert server.info(handle).summary.reserved_length == 0
 
 
 def test_it_is_all_or_nothing(server: RunningServer) -> None:
@@ -161,7 +158,7 @@ def test_it_is_all_or_nothing(server: RunningServer) -> None:
             server.stub.ReserveKvSlots(cache_pb2.ReserveKvSlotsRequest(requests=[good, bad]), timeout=20)
         assert refusals[0].reason == reason
     assert refusals[0].fields == ("requests[1].kv_cache",)
-    assert (server.free_blocks, server.info(handle).num_blocks) == (free, 1)
+    assert (server.free_blocks, server.info(handle).summary.num_blocks) == (free, 1)
 
 
 def test_an_admission_target_only_has_to_fit(small: RunningServer) -> None:
@@ -175,7 +172,7 @@ def test_an_admission_target_only_has_to_fit(small: RunningServer) -> None:
             reserve(server, (handle, 2 * size, (free + 1) * size))
         assert (refusals[0].code, refusals[0].reason) == (Code.RESOURCE_EXHAUSTED, "KV_BLOCKS_EXHAUSTED")
         assert refusals[0].metadata["needed_blocks"] == str(free)
-        assert server.info(handle).num_blocks == 1
+        assert server.info(handle).summary.num_blocks == 1
 
 
 def test_reserved_room_counts_in_the_quota() -> None:
@@ -217,7 +214,7 @@ def test_room_can_be_reserved_while_an_append_is_in_flight() -> None:
         executor.gate.set()
         assert new_blocks(reserving.result(20).reservation) == [1, 1]
         assert stream.rest()[0].results[0].decode.kv_cache.length == 4
-        wait_until(lambda: server.info(handle).num_blocks == 2)
+        wait_until(lambda: server.info(handle).summary.num_blocks == 2)
 
 
 def test_too_many_requests_are_refused(server: RunningServer) -> None:

@@ -52,14 +52,13 @@ def test_a_view_agrees_with_status_and_metrics(own: RunningServer) -> None:
         message.ClearField("memory")
     assert view.status == status
     assert view.cache_metrics == own.stub.GetCacheMetrics(cache_pb2.GetCacheMetricsRequest(), timeout=10).metrics
-    assert view.model_id == own.engine.info.model.model_id
     assert view.num_step_rows == len(PROMPT) + 1
     assert dict(view.num_refused) == {"HANDLE_STALE": 1}
     assert view.step_ns > 0
     assert 0 < view.uptime.ToNanoseconds() < 60e9
-    assert sum(view.step_seconds.counts) == status.num_steps == 2
-    assert len(view.step_seconds.counts) == len(view.step_seconds.upper_bounds) + 1
-    assert sum(view.first_token_seconds.counts) == sum(view.decode_seconds.counts) == 1
+    assert sum(view.step_times.counts) == status.num_steps == 2
+    assert len(view.step_times.counts) == len(view.step_times.upper_bounds_ns) + 1
+    assert sum(view.first_token_times.counts) == sum(view.decode_times.counts) == 1
 
 
 def test_sequences_are_told_without_what_makes_a_handle(own: RunningServer) -> None:
@@ -67,16 +66,19 @@ def test_sequences_are_told_without_what_makes_a_handle(own: RunningServer) -> N
     root = own.prefill(range(1, 40)).kv_cache
     branches = own.fork(root, 2)
     view = _view(own)
-    listed = {each.handle_id: each for each in view.sequences}
+    listed = {each.summary.handle_id: each for each in view.sequences}
     infos = [own.info(handle) for handle in (root, *branches)]
-    assert set(listed) == {info.handle_id for info in infos}
+    assert set(listed) == {info.summary.handle_id for info in infos}
     for info in infos:
-        seen = listed[info.handle_id]
-        assert (seen.length, seen.num_blocks, seen.kv_bytes) == (39, info.num_blocks, info.kv_bytes)
-        assert seen.num_shared_blocks == info.num_shared_blocks == 3
-        assert 0 < seen.expires_in.ToNanoseconds() <= seen.ttl.ToNanoseconds() == 60e9
-    parents = [listed[info.handle_id].parent_handle_id for info in infos]
-    assert parents == ["", infos[0].handle_id, infos[0].handle_id]
+        seen = listed[info.summary.handle_id]
+        for message in (seen.summary, info.summary):
+            assert 0 < message.lease.expires_in.ToNanoseconds() <= message.lease.ttl.ToNanoseconds() == 60e9
+            message.ClearField("lease")
+            message.ClearField("create_time")
+        assert seen.summary == info.summary
+        assert (info.summary.length, info.summary.num_shared_blocks) == (39, 3)
+    parents = [listed[info.summary.handle_id].parent_handle_id for info in infos]
+    assert parents == ["", infos[0].summary.handle_id, infos[0].summary.handle_id]
     text = json_format.MessageToJson(view) + repr(view)
     for handle in (root, *branches):
         assert handle.cache_id not in text
@@ -84,7 +86,7 @@ def test_sequences_are_told_without_what_makes_a_handle(own: RunningServer) -> N
     own.release(root)
     _age(own)
     orphans = _view(own).sequences
-    assert [each.parent_handle_id for each in orphans] == [infos[0].handle_id] * 2
+    assert [each.parent_handle_id for each in orphans] == [infos[0].summary.handle_id] * 2
 
 
 def test_a_view_is_within_its_bounds(own: RunningServer) -> None:
@@ -101,7 +103,7 @@ def test_a_view_is_within_its_bounds(own: RunningServer) -> None:
     assert not none.HasField("block_map")
     assert len(none.sequences) == 0
     most = _view(own, max_cells=2**32 - 1, max_sequences=2**32 - 1, max_principals=2**32 - 1)
-    assert len(most.block_map.cells) == most.cache_metrics.total_blocks <= 16384
+    assert len(most.block_map.cells) == own.engine.info.num_blocks - 1 <= 16384
 
 
 def test_only_admins_see_everybody() -> None:

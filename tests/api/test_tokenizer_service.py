@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import grpc
 import pytest
 
-from ferrule.v1 import executor_pb2, tokenizer_pb2
+from ferrule.v1 import executor_pb2, info_pb2, tokenizer_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.security.auth import TokenAccess
 from ferrule_server.api.security.token_file import TokenFile
@@ -74,10 +74,10 @@ def test_a_token_beyond_the_vocabulary_is_named(texts: RunningServer) -> None:
 
 def test_model_info_tells_that_there_is_a_tokenizer(texts: RunningServer) -> None:
     """And that there is no chat template to apply."""
-    info = texts.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).info
-    assert info.has_tokenizer
-    assert not info.has_chat_template
-    assert not info.HasField("bos_token_id")
+    features = texts.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities.features
+    assert info_pb2.FEATURE_TOKENIZER in features
+    assert info_pb2.FEATURE_CHAT_TEMPLATE not in features
+    assert not texts.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).info.HasField("bos_token_id")
 
 
 def test_model_info_tells_what_is_put_before_a_text() -> None:
@@ -257,8 +257,7 @@ def test_model_info_and_capabilities_tell_of_the_template(chats: RunningServer) 
     """And the token that ends a turn by the tokenizer's configuration is one to stop at."""
     info = chats.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).info
     capabilities = chats.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
-    assert info.has_chat_template
-    assert capabilities.supports_chat_template
+    assert {info_pb2.FEATURE_TOKENIZER, info_pb2.FEATURE_CHAT_TEMPLATE} <= set(capabilities.features)
     assert 0 in info.stop_token_ids
     assert set(info.eos_token_ids) <= set(info.stop_token_ids)
 

@@ -82,7 +82,7 @@ def test_a_call_is_a_span_below_that_of_its_client(traced: Traced) -> None:
         "network.transport": "tcp",
         "network.peer.address": "127.0.0.1",
         "ferrule.principal": "local",
-        "ferrule.handle_id": info.handle_id,
+        "ferrule.handle_id": info.summary.handle_id,
     }
     assert {key: attributes.get(key) for key in expected} == expected
     assert "ferrule.reason" not in attributes
@@ -180,7 +180,7 @@ def test_a_refused_call_says_why(traced: Traced) -> None:
     attributes = attributes_of(span.attributes)
     assert attributes["rpc.response.status_code"] == "ABORTED"
     assert attributes["ferrule.reason"] == "HANDLE_STALE"
-    assert attributes["ferrule.handle_id"] == server.info(handle).handle_id
+    assert attributes["ferrule.handle_id"] == server.info(handle).summary.handle_id
     assert span.status.code == Status.STATUS_CODE_UNSET
     assert "error.type" not in attributes
 

@@ -298,11 +298,10 @@ class _Counting:
         return SimpleNamespace(max_step_rows=16)
 
     def status(self) -> SimpleNamespace:
-        names = ("num_graph_steps", "num_launched_steps", "num_torch_steps")
-        counts = {name: self.num_samples * count for name, count in zip(names, self.steps, strict=True)}
-        return SimpleNamespace(
-            **counts, num_queued_steps=0, captured_batch_sizes=self.sizes, preparation="", fallback_reason="none"
-        )
+        names = ("graph_steps", "launched_steps", "torch_steps")
+        debug = {name: str(self.num_samples * count) for name, count in zip(names, self.steps, strict=True)}
+        debug["captured_batch_sizes"] = ",".join(map(str, self.sizes))
+        return SimpleNamespace(debug=debug, fallback_reason="none")
 
     def way(self, num_steps: int) -> list[list[float]]:
         self.num_samples += 1

@@ -101,8 +101,8 @@ class ServerProcess:
     @property
     def used_blocks(self) -> int:
         """Blocks of the pool that sequences hold."""
-        status = self.status()
-        return status.total_blocks - status.free_blocks
+        capabilities = self.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest(), timeout=20).capabilities
+        return capabilities.total_blocks - self.status().free_blocks
 
 
 def wait_for(what: str, holds: object, timeout_s: float, poll_s: float = 0.05) -> float:

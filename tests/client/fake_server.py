@@ -256,14 +256,14 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         return executor_pb2.DecodeOutput(kv_cache=handle, outputs=outputs, replayed=replayed)
 
     def GetModelInfo(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
-        info = info_pb2.ModelInfo(model_id="fake", vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], has_tokenizer=True)
+        info = info_pb2.ModelInfo(model_id="fake", vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
         reply = executor_pb2.GetModelInfoResponse(info=info)
         return self._run("GetModelInfo", context, lambda: reply)
 
     def GetCapabilities(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         capabilities = info_pb2.ExecutorCapabilities(
-            supports_forward_verify=True,
-            supports_request_id=self.has_request_ids,
+            features=[info_pb2.FEATURE_FORWARD_VERIFY, info_pb2.FEATURE_TOKENIZER]
+            + [info_pb2.FEATURE_REQUEST_ID] * self.has_request_ids,
             max_handles_per_request=self.advertised,
         )
         reply = executor_pb2.GetCapabilitiesResponse(capabilities=capabilities)

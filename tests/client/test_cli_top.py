@@ -116,7 +116,7 @@ def test_who_is_no_admin_sees_less_and_is_told(capsys: pytest.CaptureFixture[str
         assert run("--once", "--target", server.address.target) == 0
         text = capsys.readouterr().out
         assert "without the admin role" in text
-        assert server.info(handle).handle_id in text
+        assert handle.handle_id in text
         assert run("--json", "--target", server.address.target) == 0
         facts = json.loads(capsys.readouterr().out)
         assert (facts["is_whole"], len(facts["sequences"]), facts["principals"]) == (False, 1, [])

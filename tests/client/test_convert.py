@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from ferrule.v1 import cache_pb2, info_pb2, policy_pb2, types_pb2
-from ferrule_client import Handle, Policy, _convert, full_logits, greedy, no_output, sample
+from ferrule_client import Handle, Lease, Policy, _convert, full_logits, greedy, no_output, sample
 
 
 def message_of(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy:
@@ -126,22 +128,22 @@ def test_values_speak_plain_words() -> None:
     info = _convert.model_info_from_message(info_pb2.ModelInfo(dtype=types_pb2.DATA_TYPE_FLOAT8_E4M3))
     assert (info.dtype, info.device_type, info.bos_token_id) == ("float8_e4m3", "unspecified", None)
     status = _convert.status_from_message(info_pb2.ExecutorStatus(state=99))  # type: ignore[arg-type]
-    assert (status.state, status.load_progress, status.start_time) == ("99", None, None)
+    assert (status.state, status.load_progress, status.start_time) == ("99", 0.0, None)
     message = cache_pb2.CacheInfo()
-    message.create_time.FromSeconds(0)
-    message.lease.ttl.FromMilliseconds(1500)
+    message.summary.create_time.FromSeconds(0)
+    message.summary.lease.ttl.FromMilliseconds(1500)
+    message.summary.lease.expires_in.FromMilliseconds(700)
     cache_info = _convert.cache_info_from_message(message)
     assert cache_info.create_time is not None
     assert cache_info.create_time.isoformat() == "1970-01-01T00:00:00+00:00"
-    assert cache_info.lease.ttl_s == 1.5
+    assert cache_info.lease == Lease(1.5, 0.7)
 
 
-def test_features_are_the_flags_that_are_true() -> None:
-    """A flag of a newer server needs no newer client."""
-    capabilities = _convert.capabilities_from_message(
-        info_pb2.ExecutorCapabilities(supports_fork=True, supports_truncate=False)
-    )
-    assert capabilities.features == {"fork"}
+def test_features_are_words() -> None:
+    """A feature that only a newer client knows is there by its number."""
+    served: list[Any] = [info_pb2.FEATURE_FORK, info_pb2.FEATURE_CHAT_TEMPLATE, 9999]
+    capabilities = _convert.capabilities_from_message(info_pb2.ExecutorCapabilities(features=served))
+    assert capabilities.features == {"fork", "chat_template", "9999"}
 
 
 def test_handles_survive_the_round_trip() -> None:

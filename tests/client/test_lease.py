@@ -87,7 +87,7 @@ def test_keeping_survives_a_connection_that_hangs() -> None:
         if len(calls) == 1:
             time.sleep(timeout_s)
             raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "hung")
-        return [Lease(300.0, None) for _ in handles]
+        return [Lease(300.0, 300.0) for _ in handles]
 
     keeper = LeaseKeeper(renew)
     tip = Tip(Handle("a.b.c", 1, bytes(16)), ttl_s=1.5)
@@ -105,7 +105,7 @@ def test_lease_of_a_sequence_left_behind_changes_nothing() -> None:
 
     def renew(handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
         if handles[0].cache_id == "a.b.new":
-            return [Lease(300.0, None)]
+            return [Lease(300.0, 300.0)]
         tip.revive(Handle("a.b.new", 1, bytes(16)), ttl_s=None)
         return [HandleNotFoundError(grpc.StatusCode.NOT_FOUND, "EPOCH_CHANGED", "gone")]
 

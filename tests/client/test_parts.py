@@ -309,7 +309,7 @@ class FlakyServer:
             raise DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "hung")
         part = handles[:3]
         self.renewed.append([one.cache_id for one in part])
-        return [Lease(300.0, None) for _ in part]
+        return [Lease(300.0, 300.0) for _ in part]
 
 
 @pytest.mark.usefixtures("quick")

@@ -18,7 +18,7 @@ BLOCK = 16
 
 def test_room_is_taken_once_and_kept_until_release(client: Client) -> None:
     """The length is absolute; a truncate keeps the room, and a fork has none of it."""
-    total = client.status().total_blocks
+    total = client.capabilities().total_blocks
     with client.prefill([1, 2, 3], policy=no_output()) as cache:
         assert cache.reserve(3 * BLOCK) == 2
         assert cache.reserve(3 * BLOCK) == cache.reserve(1) == 0

@@ -42,11 +42,13 @@ class Scene:
     Attributes:
         limits: What the server publishes.
         vocab_size: Number of token ids.
+        max_length: Longest sequence.
         handle: A live handle of the attacker.
     """
 
     limits: info_pb2.ExecutorCapabilities
     vocab_size: int
+    max_length: int
     handle: types_pb2.KvCacheHandle
 
     def unknown(self, count: int, instance: str | None = None) -> list[types_pb2.KvCacheHandle]:
@@ -128,7 +130,7 @@ def batch_decode(scene: Scene) -> Sequence[Body]:
 
 def unified_decode(scene: Scene) -> Sequence[Body]:
     """UnifiedDecode of as many rows as a step holds, each time others, so that none is a repetition."""
-    num_rows = min(scene.limits.max_step_rows, scene.limits.max_sequence_length - scene.handle.length)
+    num_rows = min(scene.limits.max_step_rows, scene.max_length - scene.handle.length)
 
     def request(token_id: int) -> executor_pb2.UnifiedDecodeRequest:
         chunk = executor_pb2.UnifiedBatchItem(
@@ -194,7 +196,7 @@ def get_cache_info(scene: Scene) -> Sequence[Body]:
 
 def list_caches(scene: Scene) -> Sequence[Body]:
     """ListCaches with the largest page."""
-    return _executor("ListCaches", cache_pb2.ListCachesRequest(page_size=scene.limits.max_page_size))
+    return _executor("ListCaches", cache_pb2.ListCachesRequest(page_size=1000))
 
 
 def idle_streams(scene: Scene) -> Sequence[Body]:
@@ -204,7 +206,7 @@ def idle_streams(scene: Scene) -> Sequence[Body]:
 
 def forward(scene: Scene) -> Sequence[Body]:
     """Forward of 2 000 tokens."""
-    num_tokens = min(2000, scene.limits.max_sequence_length)
+    num_tokens = min(2000, scene.max_length)
     return _executor("Forward", executor_pb2.ForwardRequest(input_ids=range(num_tokens), logits_policy=GREEDY))
 
 
@@ -273,6 +275,6 @@ def generate(space_id: int, stop_strings: Sequence[str]) -> Sequence[Body]:
 
 def worst_stops(limits: info_pb2.ExecutorCapabilities) -> list[str]:
     """Return stop strings that a naive search looks for in quadratic time, as many and as long as are taken."""
-    half, longest = limits.max_stop_length // 4, limits.max_stop_length
+    half, longest = limits.max_stop_tokens // 4, limits.max_stop_bytes
     strings = [" " * (half - 1 - index) + "b" + " " * (half + index) for index in range(limits.max_stops - 1)]
     return [*strings, " " * (longest // 2) + "b" + " " * (longest - longest // 2 - 1)]

@@ -414,8 +414,9 @@ def _comparison(setup: tuple[int, int], measurement: Measurement, victims: Seque
 
 def scene_of(server: ServerProcess) -> Scene:
     """Return what the attacker learns before it attacks."""
-    info = server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest(), metadata=bearer(ATTACKER), timeout=20)
-    return Scene(capabilities(server, ATTACKER), info.info.vocab_size, prefill(server, ATTACKER, range(1, 20)))
+    info = server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest(), metadata=bearer(ATTACKER), timeout=20).info
+    handle = prefill(server, ATTACKER, range(1, 20))
+    return Scene(capabilities(server, ATTACKER), info.vocab_size, info.max_sequence_length, handle)
 
 
 def run_flood(campaign: Campaign, name: str) -> Outcome:

@@ -93,7 +93,7 @@ def test_ready_line_names_the_address_and_sigterm_ends_with_0() -> None:
             status = stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10).status
             assert status.is_ready
             assert status.server_version == __version__
-            assert status.total_blocks == int(values["blocks"])
+            assert status.free_blocks == int(values["blocks"])
         out, err = _end(process)
     assert process.returncode == 0
     assert out == ""

@@ -28,7 +28,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66\x65rrule/v1/admin.proto\x12\nferrule.v1\x1a\x16\x66\x65rrule/v1/cache.proto\x1a\x15\x66\x65rrule/v1/info.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"$\n\rWarmupRequest\x12\x13\n\x0b\x62\x61tch_sizes\x18\x01 \x03(\r\"\\\n\x0eWarmupResponse\x12\x0e\n\x06run_ns\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61tch_sizes\x18\x02 \x03(\r\x12%\n\x05steps\x18\x03 \x03(\x0b\x32\x16.ferrule.v1.WarmupStep\"E\n\nWarmupStep\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x0e\n\x06run_ns\x18\x03 \x01(\x04\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\rDrainResponse\x12\x16\n\x0elive_sequences\x18\x01 \x01(\r\x12\x14\n\x0cpending_jobs\x18\x02 \x01(\r\";\n\x0fShutdownRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"*\n\x10ShutdownResponse\x12\x16\n\x0elive_sequences\x18\x01 \x01(\r\"\x9a\x01\n\x14GetServerViewRequest\x12\x16\n\tmax_cells\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rmax_sequences\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0emax_principals\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\x0c\n\n_max_cellsB\x10\n\x0e_max_sequencesB\x11\n\x0f_max_principals\"=\n\x15GetServerViewResponse\x12$\n\x04view\x18\x01 \x01(\x0b\x32\x16.ferrule.v1.ServerView\"\xbe\x06\n\nServerView\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x06uptime\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x06status\x18\x03 \x01(\x0b\x32\x1a.ferrule.v1.ExecutorStatus\x12/\n\rcache_metrics\x18\x04 \x01(\x0b\x32\x18.ferrule.v1.CacheMetrics\x12\x10\n\x08model_id\x18\x05 \x01(\t\x12\x15\n\rmax_step_rows\x18\x06 \x01(\r\x12\x17\n\x0frunning_appends\x18\x07 \x01(\r\x12\x13\n\x0bqueued_jobs\x18\x08 \x01(\r\x12\x15\n\rnum_step_rows\x18\t \x01(\x04\x12\x0f\n\x07step_ns\x18\n \x01(\x04\x12;\n\x0bnum_refused\x18\x0b \x03(\x0b\x32&.ferrule.v1.ServerView.NumRefusedEntry\x12\'\n\tblock_map\x18\x0c \x01(\x0b\x32\x14.ferrule.v1.BlockMap\x12+\n\tsequences\x18\r \x03(\x0b\x32\x18.ferrule.v1.SequenceView\x12-\n\nprincipals\x18\x0e \x03(\x0b\x32\x19.ferrule.v1.PrincipalView\x12\x18\n\x10known_principals\x18\x0f \x01(\r\x12+\n\x0cstep_seconds\x18\x10 \x01(\x0b\x32\x15.ferrule.v1.Histogram\x12,\n\rqueue_seconds\x18\x11 \x01(\x0b\x32\x15.ferrule.v1.Histogram\x12\x32\n\x13\x66irst_token_seconds\x18\x12 \x01(\x0b\x32\x15.ferrule.v1.Histogram\x12\x32\n\x13inter_token_seconds\x18\x13 \x01(\x0b\x32\x15.ferrule.v1.Histogram\x12-\n\x0e\x64\x65\x63ode_seconds\x18\x14 \x01(\x0b\x32\x15.ferrule.v1.Histogram\x1a\x31\n\x0fNumRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"<\n\x08\x42lockMap\x12\x13\n\x0b\x63\x65ll_blocks\x18\x01 \x01(\r\x12\r\n\x05\x63\x65lls\x18\x02 \x01(\x0c\x12\x0c\n\x04\x66ill\x18\x03 \x01(\x0c\"\xe2\x02\n\x0cSequenceView\x12\x11\n\thandle_id\x18\x01 \x01(\t\x12\x18\n\x10parent_handle_id\x18\x02 \x01(\t\x12\x11\n\tprincipal\x18\x03 \x01(\t\x12\x0e\n\x06length\x18\x04 \x01(\r\x12\x17\n\x0freserved_length\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x19\n\x11num_shared_blocks\x18\x07 \x01(\r\x12\x10\n\x08kv_bytes\x18\x08 \x01(\x04\x12-\n\nexpires_in\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03ttl\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03\x61ge\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bnum_pending\x18\x0c \x01(\r\x12\x14\n\x0cis_appending\x18\r \x01(\x08\"\xc2\x01\n\rPrincipalView\x12\x11\n\tprincipal\x18\x01 \x01(\t\x12\x16\n\x0elive_sequences\x18\x02 \x01(\r\x12\x11\n\tkv_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bqueued_jobs\x18\x04 \x01(\r\x12\x13\n\x0bqueued_rows\x18\x05 \x01(\x04\x12\x13\n\x0bnum_appends\x18\x06 \x01(\x04\x12\x12\n\nnum_tokens\x18\x07 \x01(\x04\x12\x10\n\x08queue_ns\x18\x08 \x01(\x04\x12\x0e\n\x06run_ns\x18\t \x01(\x04\">\n\tHistogram\x12\x14\n\x0cupper_bounds\x18\x01 \x03(\x01\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\x12\x0b\n\x03sum\x18\x03 \x01(\x01\x32\xaa\x02\n\x0c\x41\x64minService\x12?\n\x06Warmup\x12\x19.ferrule.v1.WarmupRequest\x1a\x1a.ferrule.v1.WarmupResponse\x12<\n\x05\x44rain\x12\x18.ferrule.v1.DrainRequest\x1a\x19.ferrule.v1.DrainResponse\x12\x45\n\x08Shutdown\x12\x1b.ferrule.v1.ShutdownRequest\x1a\x1c.ferrule.v1.ShutdownResponse\x12T\n\rGetServerView\x12 .ferrule.v1.GetServerViewRequest\x1a!.ferrule.v1.GetServerViewResponseB\x18P\x01Z\x14\x66\x65rrule/v1;ferrulev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x66\x65rrule/v1/admin.proto\x12\nferrule.v1\x1a\x16\x66\x65rrule/v1/cache.proto\x1a\x15\x66\x65rrule/v1/info.proto\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"$\n\rWarmupRequest\x12\x13\n\x0b\x62\x61tch_sizes\x18\x01 \x03(\r\"L\n\x0eWarmupResponse\x12\x13\n\x0b\x62\x61tch_sizes\x18\x01 \x03(\r\x12%\n\x05steps\x18\x02 \x03(\x0b\x32\x16.ferrule.v1.WarmupStep\"E\n\nWarmupStep\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\x12\x10\n\x08num_rows\x18\x02 \x01(\r\x12\x0e\n\x06run_ns\x18\x03 \x01(\x04\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\rDrainResponse\x12\x16\n\x0elive_sequences\x18\x01 \x01(\r\x12\x14\n\x0cpending_jobs\x18\x02 \x01(\r\";\n\x0fShutdownRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"*\n\x10ShutdownResponse\x12\x16\n\x0elive_sequences\x18\x01 \x01(\r\"\x9a\x01\n\x14GetServerViewRequest\x12\x16\n\tmax_cells\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rmax_sequences\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0emax_principals\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\x0c\n\n_max_cellsB\x10\n\x0e_max_sequencesB\x11\n\x0f_max_principals\"=\n\x15GetServerViewResponse\x12$\n\x04view\x18\x01 \x01(\x0b\x32\x16.ferrule.v1.ServerView\"\x8b\x06\n\nServerView\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x06uptime\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x06status\x18\x03 \x01(\x0b\x32\x1a.ferrule.v1.ExecutorStatus\x12/\n\rcache_metrics\x18\x04 \x01(\x0b\x32\x18.ferrule.v1.CacheMetrics\x12\x17\n\x0frunning_appends\x18\x05 \x01(\r\x12\x13\n\x0bqueued_jobs\x18\x06 \x01(\r\x12\x15\n\rnum_step_rows\x18\x07 \x01(\x04\x12\x0f\n\x07step_ns\x18\x08 \x01(\x04\x12;\n\x0bnum_refused\x18\t \x03(\x0b\x32&.ferrule.v1.ServerView.NumRefusedEntry\x12\'\n\tblock_map\x18\n \x01(\x0b\x32\x14.ferrule.v1.BlockMap\x12+\n\tsequences\x18\x0b \x03(\x0b\x32\x18.ferrule.v1.SequenceView\x12-\n\nprincipals\x18\x0c \x03(\x0b\x32\x19.ferrule.v1.PrincipalView\x12\x18\n\x10known_principals\x18\r \x01(\r\x12)\n\nstep_times\x18\x0e \x01(\x0b\x32\x15.ferrule.v1.Histogram\x12*\n\x0bqueue_times\x18\x0f \x01(\x0b\x32\x15.ferrule.v1.Histogram\x12\x30\n\x11\x66irst_token_times\x18\x10 \x01(\x0b\x32\x15.ferrule.v1.Histogram\x12\x30\n\x11inter_token_times\x18\x11 \x01(\x0b\x32\x15.ferrule.v1.Histogram\x12+\n\x0c\x64\x65\x63ode_times\x18\x12 \x01(\x0b\x32\x15.ferrule.v1.Histogram\x1a\x31\n\x0fNumRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"<\n\x08\x42lockMap\x12\x13\n\x0b\x63\x65ll_blocks\x18\x01 \x01(\r\x12\r\n\x05\x63\x65lls\x18\x02 \x01(\x0c\x12\x0c\n\x04\x66ill\x18\x03 \x01(\x0c\"\x91\x01\n\x0cSequenceView\x12)\n\x07summary\x18\x01 \x01(\x0b\x32\x18.ferrule.v1.CacheSummary\x12\x18\n\x10parent_handle_id\x18\x02 \x01(\t\x12\x11\n\tprincipal\x18\x03 \x01(\t\x12\x13\n\x0bnum_pending\x18\x04 \x01(\r\x12\x14\n\x0cis_appending\x18\x05 \x01(\x08\"\xc2\x01\n\rPrincipalView\x12\x11\n\tprincipal\x18\x01 \x01(\t\x12\x16\n\x0elive_sequences\x18\x02 \x01(\r\x12\x11\n\tkv_tokens\x18\x03 \x01(\x04\x12\x13\n\x0bqueued_jobs\x18\x04 \x01(\r\x12\x13\n\x0bqueued_rows\x18\x05 \x01(\x04\x12\x13\n\x0bnum_appends\x18\x06 \x01(\x04\x12\x12\n\nnum_tokens\x18\x07 \x01(\x04\x12\x10\n\x08queue_ns\x18\x08 \x01(\x04\x12\x0e\n\x06run_ns\x18\t \x01(\x04\"D\n\tHistogram\x12\x17\n\x0fupper_bounds_ns\x18\x01 \x03(\x04\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\x12\x0e\n\x06sum_ns\x18\x03 \x01(\x04\x32\xaa\x02\n\x0c\x41\x64minService\x12?\n\x06Warmup\x12\x19.ferrule.v1.WarmupRequest\x1a\x1a.ferrule.v1.WarmupResponse\x12<\n\x05\x44rain\x12\x18.ferrule.v1.DrainRequest\x1a\x19.ferrule.v1.DrainResponse\x12\x45\n\x08Shutdown\x12\x1b.ferrule.v1.ShutdownRequest\x1a\x1c.ferrule.v1.ShutdownResponse\x12T\n\rGetServerView\x12 .ferrule.v1.GetServerViewRequest\x1a!.ferrule.v1.GetServerViewResponseB\x18P\x01Z\x14\x66\x65rrule/v1;ferrulev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,33 +41,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WARMUPREQUEST']._serialized_start=150
   _globals['_WARMUPREQUEST']._serialized_end=186
   _globals['_WARMUPRESPONSE']._serialized_start=188
-  _globals['_WARMUPRESPONSE']._serialized_end=280
-  _globals['_WARMUPSTEP']._serialized_start=282
-  _globals['_WARMUPSTEP']._serialized_end=351
-  _globals['_DRAINREQUEST']._serialized_start=353
-  _globals['_DRAINREQUEST']._serialized_end=409
-  _globals['_DRAINRESPONSE']._serialized_start=411
-  _globals['_DRAINRESPONSE']._serialized_end=472
-  _globals['_SHUTDOWNREQUEST']._serialized_start=474
-  _globals['_SHUTDOWNREQUEST']._serialized_end=533
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=535
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=577
-  _globals['_GETSERVERVIEWREQUEST']._serialized_start=580
-  _globals['_GETSERVERVIEWREQUEST']._serialized_end=734
-  _globals['_GETSERVERVIEWRESPONSE']._serialized_start=736
-  _globals['_GETSERVERVIEWRESPONSE']._serialized_end=797
-  _globals['_SERVERVIEW']._serialized_start=800
-  _globals['_SERVERVIEW']._serialized_end=1630
-  _globals['_SERVERVIEW_NUMREFUSEDENTRY']._serialized_start=1581
-  _globals['_SERVERVIEW_NUMREFUSEDENTRY']._serialized_end=1630
-  _globals['_BLOCKMAP']._serialized_start=1632
-  _globals['_BLOCKMAP']._serialized_end=1692
-  _globals['_SEQUENCEVIEW']._serialized_start=1695
-  _globals['_SEQUENCEVIEW']._serialized_end=2049
-  _globals['_PRINCIPALVIEW']._serialized_start=2052
-  _globals['_PRINCIPALVIEW']._serialized_end=2246
-  _globals['_HISTOGRAM']._serialized_start=2248
-  _globals['_HISTOGRAM']._serialized_end=2310
-  _globals['_ADMINSERVICE']._serialized_start=2313
-  _globals['_ADMINSERVICE']._serialized_end=2611
+  _globals['_WARMUPRESPONSE']._serialized_end=264
+  _globals['_WARMUPSTEP']._serialized_start=266
+  _globals['_WARMUPSTEP']._serialized_end=335
+  _globals['_DRAINREQUEST']._serialized_start=337
+  _globals['_DRAINREQUEST']._serialized_end=393
+  _globals['_DRAINRESPONSE']._serialized_start=395
+  _globals['_DRAINRESPONSE']._serialized_end=456
+  _globals['_SHUTDOWNREQUEST']._serialized_start=458
+  _globals['_SHUTDOWNREQUEST']._serialized_end=517
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=519
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=561
+  _globals['_GETSERVERVIEWREQUEST']._serialized_start=564
+  _globals['_GETSERVERVIEWREQUEST']._serialized_end=718
+  _globals['_GETSERVERVIEWRESPONSE']._serialized_start=720
+  _globals['_GETSERVERVIEWRESPONSE']._serialized_end=781
+  _globals['_SERVERVIEW']._serialized_start=784
+  _globals['_SERVERVIEW']._serialized_end=1563
+  _globals['_SERVERVIEW_NUMREFUSEDENTRY']._serialized_start=1514
+  _globals['_SERVERVIEW_NUMREFUSEDENTRY']._serialized_end=1563
+  _globals['_BLOCKMAP']._serialized_start=1565
+  _globals['_BLOCKMAP']._serialized_end=1625
+  _globals['_SEQUENCEVIEW']._serialized_start=1628
+  _globals['_SEQUENCEVIEW']._serialized_end=1773
+  _globals['_PRINCIPALVIEW']._serialized_start=1776
+  _globals['_PRINCIPALVIEW']._serialized_end=1970
+  _globals['_HISTOGRAM']._serialized_start=1972
+  _globals['_HISTOGRAM']._serialized_end=2040
+  _globals['_ADMINSERVICE']._serialized_start=2043
+  _globals['_ADMINSERVICE']._serialized_end=2341
 # @@protoc_insertion_point(module_scope)

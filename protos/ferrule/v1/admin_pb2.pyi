@@ -19,14 +19,12 @@ class WarmupRequest(_message.Message):
     def __init__(self, batch_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("run_ns", "batch_sizes", "steps")
-    RUN_NS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("batch_sizes", "steps")
     BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
-    run_ns: int
     batch_sizes: _containers.RepeatedScalarFieldContainer[int]
     steps: _containers.RepeatedCompositeFieldContainer[WarmupStep]
-    def __init__(self, run_ns: _Optional[int] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[_Union[WarmupStep, _Mapping]]] = ...) -> None: ...
+    def __init__(self, batch_sizes: _Optional[_Iterable[int]] = ..., steps: _Optional[_Iterable[_Union[WarmupStep, _Mapping]]] = ...) -> None: ...
 
 class WarmupStep(_message.Message):
     __slots__ = ("num_sequences", "num_rows", "run_ns")
@@ -81,7 +79,7 @@ class GetServerViewResponse(_message.Message):
     def __init__(self, view: _Optional[_Union[ServerView, _Mapping]] = ...) -> None: ...
 
 class ServerView(_message.Message):
-    __slots__ = ("time", "uptime", "status", "cache_metrics", "model_id", "max_step_rows", "running_appends", "queued_jobs", "num_step_rows", "step_ns", "num_refused", "block_map", "sequences", "principals", "known_principals", "step_seconds", "queue_seconds", "first_token_seconds", "inter_token_seconds", "decode_seconds")
+    __slots__ = ("time", "uptime", "status", "cache_metrics", "running_appends", "queued_jobs", "num_step_rows", "step_ns", "num_refused", "block_map", "sequences", "principals", "known_principals", "step_times", "queue_times", "first_token_times", "inter_token_times", "decode_times")
     class NumRefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -93,8 +91,6 @@ class ServerView(_message.Message):
     UPTIME_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     CACHE_METRICS_FIELD_NUMBER: _ClassVar[int]
-    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
-    MAX_STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_APPENDS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_JOBS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
@@ -104,17 +100,15 @@ class ServerView(_message.Message):
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PRINCIPALS_FIELD_NUMBER: _ClassVar[int]
     KNOWN_PRINCIPALS_FIELD_NUMBER: _ClassVar[int]
-    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    INTER_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TIMES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_TIMES_FIELD_NUMBER: _ClassVar[int]
+    INTER_TOKEN_TIMES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TIMES_FIELD_NUMBER: _ClassVar[int]
     time: _timestamp_pb2.Timestamp
     uptime: _duration_pb2.Duration
     status: _info_pb2.ExecutorStatus
     cache_metrics: _cache_pb2.CacheMetrics
-    model_id: str
-    max_step_rows: int
     running_appends: int
     queued_jobs: int
     num_step_rows: int
@@ -124,12 +118,12 @@ class ServerView(_message.Message):
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceView]
     principals: _containers.RepeatedCompositeFieldContainer[PrincipalView]
     known_principals: int
-    step_seconds: Histogram
-    queue_seconds: Histogram
-    first_token_seconds: Histogram
-    inter_token_seconds: Histogram
-    decode_seconds: Histogram
-    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., status: _Optional[_Union[_info_pb2.ExecutorStatus, _Mapping]] = ..., cache_metrics: _Optional[_Union[_cache_pb2.CacheMetrics, _Mapping]] = ..., model_id: _Optional[str] = ..., max_step_rows: _Optional[int] = ..., running_appends: _Optional[int] = ..., queued_jobs: _Optional[int] = ..., num_step_rows: _Optional[int] = ..., step_ns: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ..., block_map: _Optional[_Union[BlockMap, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceView, _Mapping]]] = ..., principals: _Optional[_Iterable[_Union[PrincipalView, _Mapping]]] = ..., known_principals: _Optional[int] = ..., step_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., queue_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., first_token_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., inter_token_seconds: _Optional[_Union[Histogram, _Mapping]] = ..., decode_seconds: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
+    step_times: Histogram
+    queue_times: Histogram
+    first_token_times: Histogram
+    inter_token_times: Histogram
+    decode_times: Histogram
+    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., status: _Optional[_Union[_info_pb2.ExecutorStatus, _Mapping]] = ..., cache_metrics: _Optional[_Union[_cache_pb2.CacheMetrics, _Mapping]] = ..., running_appends: _Optional[int] = ..., queued_jobs: _Optional[int] = ..., num_step_rows: _Optional[int] = ..., step_ns: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ..., block_map: _Optional[_Union[BlockMap, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceView, _Mapping]]] = ..., principals: _Optional[_Iterable[_Union[PrincipalView, _Mapping]]] = ..., known_principals: _Optional[int] = ..., step_times: _Optional[_Union[Histogram, _Mapping]] = ..., queue_times: _Optional[_Union[Histogram, _Mapping]] = ..., first_token_times: _Optional[_Union[Histogram, _Mapping]] = ..., inter_token_times: _Optional[_Union[Histogram, _Mapping]] = ..., decode_times: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
 
 class BlockMap(_message.Message):
     __slots__ = ("cell_blocks", "cells", "fill")
@@ -142,34 +136,18 @@ class BlockMap(_message.Message):
     def __init__(self, cell_blocks: _Optional[int] = ..., cells: _Optional[bytes] = ..., fill: _Optional[bytes] = ...) -> None: ...
 
 class SequenceView(_message.Message):
-    __slots__ = ("handle_id", "parent_handle_id", "principal", "length", "reserved_length", "num_blocks", "num_shared_blocks", "kv_bytes", "expires_in", "ttl", "age", "num_pending", "is_appending")
-    HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("summary", "parent_handle_id", "principal", "num_pending", "is_appending")
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
     PARENT_HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
     PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_FIELD_NUMBER: _ClassVar[int]
-    RESERVED_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
-    EXPIRES_IN_FIELD_NUMBER: _ClassVar[int]
-    TTL_FIELD_NUMBER: _ClassVar[int]
-    AGE_FIELD_NUMBER: _ClassVar[int]
     NUM_PENDING_FIELD_NUMBER: _ClassVar[int]
     IS_APPENDING_FIELD_NUMBER: _ClassVar[int]
-    handle_id: str
+    summary: _cache_pb2.CacheSummary
     parent_handle_id: str
     principal: str
-    length: int
-    reserved_length: int
-    num_blocks: int
-    num_shared_blocks: int
-    kv_bytes: int
-    expires_in: _duration_pb2.Duration
-    ttl: _duration_pb2.Duration
-    age: _duration_pb2.Duration
     num_pending: int
     is_appending: bool
-    def __init__(self, handle_id: _Optional[str] = ..., parent_handle_id: _Optional[str] = ..., principal: _Optional[str] = ..., length: _Optional[int] = ..., reserved_length: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., expires_in: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_pending: _Optional[int] = ..., is_appending: bool = ...) -> None: ...
+    def __init__(self, summary: _Optional[_Union[_cache_pb2.CacheSummary, _Mapping]] = ..., parent_handle_id: _Optional[str] = ..., principal: _Optional[str] = ..., num_pending: _Optional[int] = ..., is_appending: bool = ...) -> None: ...
 
 class PrincipalView(_message.Message):
     __slots__ = ("principal", "live_sequences", "kv_tokens", "queued_jobs", "queued_rows", "num_appends", "num_tokens", "queue_ns", "run_ns")
@@ -194,11 +172,11 @@ class PrincipalView(_message.Message):
     def __init__(self, principal: _Optional[str] = ..., live_sequences: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., queued_jobs: _Optional[int] = ..., queued_rows: _Optional[int] = ..., num_appends: _Optional[int] = ..., num_tokens: _Optional[int] = ..., queue_ns: _Optional[int] = ..., run_ns: _Optional[int] = ...) -> None: ...
 
 class Histogram(_message.Message):
-    __slots__ = ("upper_bounds", "counts", "sum")
-    UPPER_BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("upper_bounds_ns", "counts", "sum_ns")
+    UPPER_BOUNDS_NS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
-    SUM_FIELD_NUMBER: _ClassVar[int]
-    upper_bounds: _containers.RepeatedScalarFieldContainer[float]
+    SUM_NS_FIELD_NUMBER: _ClassVar[int]
+    upper_bounds_ns: _containers.RepeatedScalarFieldContainer[int]
     counts: _containers.RepeatedScalarFieldContainer[int]
-    sum: float
-    def __init__(self, upper_bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
+    sum_ns: int
+    def __init__(self, upper_bounds_ns: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., sum_ns: _Optional[int] = ...) -> None: ...

@@ -89,16 +89,14 @@ class KvSlotReservation(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks_before: _Optional[int] = ..., free_blocks_after: _Optional[int] = ..., allocations: _Optional[_Iterable[_Union[KvSlotAllocation, _Mapping]]] = ...) -> None: ...
 
 class KvSlotAllocation(_message.Message):
-    __slots__ = ("handle_id", "blocks_before", "blocks_after", "new_blocks")
-    HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("blocks_before", "blocks_after", "new_blocks")
     BLOCKS_BEFORE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_AFTER_FIELD_NUMBER: _ClassVar[int]
     NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    handle_id: str
     blocks_before: int
     blocks_after: int
     new_blocks: int
-    def __init__(self, handle_id: _Optional[str] = ..., blocks_before: _Optional[int] = ..., blocks_after: _Optional[int] = ..., new_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, blocks_before: _Optional[int] = ..., blocks_after: _Optional[int] = ..., new_blocks: _Optional[int] = ...) -> None: ...
 
 class ReleaseCacheRequest(_message.Message):
     __slots__ = ("kv_caches",)
@@ -137,22 +135,20 @@ class KeepAliveResponse(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[KeepAliveResult, _Mapping]]] = ...) -> None: ...
 
 class KeepAliveResult(_message.Message):
-    __slots__ = ("handle_id", "lease", "error")
-    HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("lease", "error")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    handle_id: str
     lease: Lease
     error: _status_pb2.Status
-    def __init__(self, handle_id: _Optional[str] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("ttl", "expire_time")
+    __slots__ = ("ttl", "expires_in")
     TTL_FIELD_NUMBER: _ClassVar[int]
-    EXPIRE_TIME_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_FIELD_NUMBER: _ClassVar[int]
     ttl: _duration_pb2.Duration
-    expire_time: _timestamp_pb2.Timestamp
-    def __init__(self, ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., expire_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    expires_in: _duration_pb2.Duration
+    def __init__(self, ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., expires_in: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class GetCacheInfoRequest(_message.Message):
     __slots__ = ("kv_cache", "include_token_ids", "include_blocks")
@@ -171,32 +167,18 @@ class GetCacheInfoResponse(_message.Message):
     def __init__(self, info: _Optional[_Union[CacheInfo, _Mapping]] = ...) -> None: ...
 
 class CacheInfo(_message.Message):
-    __slots__ = ("handle_id", "kv_cache", "token_ids", "block_size", "num_blocks", "num_shared_blocks", "block_ids", "block_ref_counts", "kv_bytes", "reserved_length", "lease", "create_time")
-    HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("summary", "kv_cache", "token_ids", "block_ids", "block_ref_counts")
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_REF_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
-    RESERVED_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    LEASE_FIELD_NUMBER: _ClassVar[int]
-    CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
-    handle_id: str
+    summary: CacheSummary
     kv_cache: _types_pb2.KvCacheHandle
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    block_size: int
-    num_blocks: int
-    num_shared_blocks: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     block_ref_counts: _containers.RepeatedScalarFieldContainer[int]
-    kv_bytes: int
-    reserved_length: int
-    lease: Lease
-    create_time: _timestamp_pb2.Timestamp
-    def __init__(self, handle_id: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., block_ref_counts: _Optional[_Iterable[int]] = ..., kv_bytes: _Optional[int] = ..., reserved_length: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    def __init__(self, summary: _Optional[_Union[CacheSummary, _Mapping]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_ids: _Optional[_Iterable[int]] = ..., block_ref_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ListCachesRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
@@ -215,20 +197,24 @@ class ListCachesResponse(_message.Message):
     def __init__(self, caches: _Optional[_Iterable[_Union[CacheSummary, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class CacheSummary(_message.Message):
-    __slots__ = ("handle_id", "length", "num_blocks", "num_shared_blocks", "lease", "create_time")
+    __slots__ = ("handle_id", "length", "num_blocks", "num_shared_blocks", "kv_bytes", "reserved_length", "lease", "create_time")
     HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
     handle_id: str
     length: int
     num_blocks: int
     num_shared_blocks: int
+    kv_bytes: int
+    reserved_length: int
     lease: Lease
     create_time: _timestamp_pb2.Timestamp
-    def __init__(self, handle_id: _Optional[str] = ..., length: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    def __init__(self, handle_id: _Optional[str] = ..., length: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., reserved_length: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class RegisterTokenMaskRequest(_message.Message):
     __slots__ = ("masks",)
@@ -253,14 +239,11 @@ class GetCacheMetricsResponse(_message.Message):
     def __init__(self, metrics: _Optional[_Union[CacheMetrics, _Mapping]] = ...) -> None: ...
 
 class CacheMetrics(_message.Message):
-    __slots__ = ("block_size", "total_blocks", "empty_blocks", "cached_blocks", "used_blocks", "shared_blocks", "live_sequences", "tombstones", "num_created", "num_forks", "num_truncates", "num_released", "num_expired", "num_block_copies", "num_prefix_lookup_tokens", "num_prefix_hit_tokens", "num_prefix_evictions", "num_exhausted", "num_replays", "num_stale", "token_masks", "token_mask_bytes")
-    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("empty_blocks", "cached_blocks", "used_blocks", "shared_blocks", "tombstones", "num_created", "num_forks", "num_truncates", "num_released", "num_expired", "num_block_copies", "num_prefix_lookup_tokens", "num_prefix_hit_tokens", "num_prefix_evictions", "num_exhausted", "num_replays", "num_stale", "token_masks", "token_mask_bytes")
     EMPTY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    LIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TOMBSTONES_FIELD_NUMBER: _ClassVar[int]
     NUM_CREATED_FIELD_NUMBER: _ClassVar[int]
     NUM_FORKS_FIELD_NUMBER: _ClassVar[int]
@@ -276,13 +259,10 @@ class CacheMetrics(_message.Message):
     NUM_STALE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_MASKS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_MASK_BYTES_FIELD_NUMBER: _ClassVar[int]
-    block_size: int
-    total_blocks: int
     empty_blocks: int
     cached_blocks: int
     used_blocks: int
     shared_blocks: int
-    live_sequences: int
     tombstones: int
     num_created: int
     num_forks: int
@@ -298,4 +278,4 @@ class CacheMetrics(_message.Message):
     num_stale: int
     token_masks: int
     token_mask_bytes: int
-    def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., empty_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., live_sequences: _Optional[int] = ..., tombstones: _Optional[int] = ..., num_created: _Optional[int] = ..., num_forks: _Optional[int] = ..., num_truncates: _Optional[int] = ..., num_released: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_block_copies: _Optional[int] = ..., num_prefix_lookup_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_evictions: _Optional[int] = ..., num_exhausted: _Optional[int] = ..., num_replays: _Optional[int] = ..., num_stale: _Optional[int] = ..., token_masks: _Optional[int] = ..., token_mask_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, empty_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., tombstones: _Optional[int] = ..., num_created: _Optional[int] = ..., num_forks: _Optional[int] = ..., num_truncates: _Optional[int] = ..., num_released: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_block_copies: _Optional[int] = ..., num_prefix_lookup_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_evictions: _Optional[int] = ..., num_exhausted: _Optional[int] = ..., num_replays: _Optional[int] = ..., num_stale: _Optional[int] = ..., token_masks: _Optional[int] = ..., token_mask_bytes: _Optional[int] = ...) -> None: ...

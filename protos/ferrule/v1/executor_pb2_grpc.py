@@ -203,7 +203,8 @@ class ModelExecutorServiceServicer(object):
 
     def BatchPrefill(self, request, context):
         """Runs several prompts, each on its own: one that fails does not touch the others. Idempotence and errors of each
-        item as in Prefill, the errors in its result.
+        item as in Prefill, the errors in its result. The batch is refused as a whole, before anything runs, if it has too
+        many items or its reply could be too large: INVALID_ARGUMENT (INVALID_FIELD, REPLY_TOO_LARGE).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,7 +220,8 @@ class ModelExecutorServiceServicer(object):
 
     def BatchDecode(self, request, context):
         """Decodes several sequences, each on its own: one that fails does not touch the others. Items on one sequence are
-        judged in item order. Idempotence and errors of each item as in Decode, the errors in its result.
+        judged in item order. Idempotence and errors of each item as in Decode, the errors in its result. Refused as a whole as
+        BatchPrefill.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -229,7 +231,7 @@ class ModelExecutorServiceServicer(object):
         """Decodes many sequences over one stream, without a call per token.
 
         The server answers every item exactly once, in any order, errors included; the items of one step on one stream
-        come back in one frame. One bad item never ends the stream. Half-closing lets what is under way finish. A broken
+        come back together, in one frame or, if they are large, in several. One bad item never ends the stream. Half-closing lets what is under way finish. A broken
         stream frees nothing: leases do; what it had under way may or may not have been appended, and sending it again on
         a new stream is safe by the append rule. Items as in Decode, ForwardVerify and UnifiedDecode.
         Ends with RESOURCE_EXHAUSTED / SLOW_CONSUMER when the client does not read, and with INVALID_ARGUMENT /

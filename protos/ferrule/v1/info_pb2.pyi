@@ -12,6 +12,36 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Feature(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FEATURE_UNSPECIFIED: _ClassVar[Feature]
+    FEATURE_BATCH_PREFILL: _ClassVar[Feature]
+    FEATURE_BATCH_DECODE: _ClassVar[Feature]
+    FEATURE_STREAM_DECODE: _ClassVar[Feature]
+    FEATURE_UNIFIED_DECODE: _ClassVar[Feature]
+    FEATURE_FORWARD_VERIFY: _ClassVar[Feature]
+    FEATURE_TREE_VERIFY: _ClassVar[Feature]
+    FEATURE_FORWARD: _ClassVar[Feature]
+    FEATURE_GENERATE: _ClassVar[Feature]
+    FEATURE_FORK: _ClassVar[Feature]
+    FEATURE_TRUNCATE: _ClassVar[Feature]
+    FEATURE_RESERVE: _ClassVar[Feature]
+    FEATURE_TOKEN_MASKS: _ClassVar[Feature]
+    FEATURE_PENALTIES: _ClassVar[Feature]
+    FEATURE_LOGIT_BIAS: _ClassVar[Feature]
+    FEATURE_LOGPROB_TOKEN_IDS: _ClassVar[Feature]
+    FEATURE_TARGET_LOGPROBS: _ClassVar[Feature]
+    FEATURE_ENTROPY: _ClassVar[Feature]
+    FEATURE_HIDDEN_STATE: _ClassVar[Feature]
+    FEATURE_ALL_POSITIONS: _ClassVar[Feature]
+    FEATURE_CACHE_METRICS: _ClassVar[Feature]
+    FEATURE_ADMIN: _ClassVar[Feature]
+    FEATURE_TOKENIZER: _ClassVar[Feature]
+    FEATURE_CHAT_TEMPLATE: _ClassVar[Feature]
+    FEATURE_PREFIX_CACHE: _ClassVar[Feature]
+    FEATURE_REQUEST_ID: _ClassVar[Feature]
+    FEATURE_DETERMINISTIC: _ClassVar[Feature]
+
 class ExecutorState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     EXECUTOR_STATE_UNSPECIFIED: _ClassVar[ExecutorState]
@@ -20,32 +50,42 @@ class ExecutorState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXECUTOR_STATE_BUSY: _ClassVar[ExecutorState]
     EXECUTOR_STATE_DRAINING: _ClassVar[ExecutorState]
     EXECUTOR_STATE_FAILED: _ClassVar[ExecutorState]
-
-class AttentionMechanism(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    ATTENTION_MECHANISM_UNSPECIFIED: _ClassVar[AttentionMechanism]
-    ATTENTION_MECHANISM_MULTI_HEAD: _ClassVar[AttentionMechanism]
-    ATTENTION_MECHANISM_MULTI_QUERY: _ClassVar[AttentionMechanism]
-    ATTENTION_MECHANISM_GROUPED_QUERY: _ClassVar[AttentionMechanism]
-    ATTENTION_MECHANISM_PAGED: _ClassVar[AttentionMechanism]
-    ATTENTION_MECHANISM_FLASH: _ClassVar[AttentionMechanism]
-    ATTENTION_MECHANISM_SLIDING_WINDOW: _ClassVar[AttentionMechanism]
+FEATURE_UNSPECIFIED: Feature
+FEATURE_BATCH_PREFILL: Feature
+FEATURE_BATCH_DECODE: Feature
+FEATURE_STREAM_DECODE: Feature
+FEATURE_UNIFIED_DECODE: Feature
+FEATURE_FORWARD_VERIFY: Feature
+FEATURE_TREE_VERIFY: Feature
+FEATURE_FORWARD: Feature
+FEATURE_GENERATE: Feature
+FEATURE_FORK: Feature
+FEATURE_TRUNCATE: Feature
+FEATURE_RESERVE: Feature
+FEATURE_TOKEN_MASKS: Feature
+FEATURE_PENALTIES: Feature
+FEATURE_LOGIT_BIAS: Feature
+FEATURE_LOGPROB_TOKEN_IDS: Feature
+FEATURE_TARGET_LOGPROBS: Feature
+FEATURE_ENTROPY: Feature
+FEATURE_HIDDEN_STATE: Feature
+FEATURE_ALL_POSITIONS: Feature
+FEATURE_CACHE_METRICS: Feature
+FEATURE_ADMIN: Feature
+FEATURE_TOKENIZER: Feature
+FEATURE_CHAT_TEMPLATE: Feature
+FEATURE_PREFIX_CACHE: Feature
+FEATURE_REQUEST_ID: Feature
+FEATURE_DETERMINISTIC: Feature
 EXECUTOR_STATE_UNSPECIFIED: ExecutorState
 EXECUTOR_STATE_STARTING: ExecutorState
 EXECUTOR_STATE_READY: ExecutorState
 EXECUTOR_STATE_BUSY: ExecutorState
 EXECUTOR_STATE_DRAINING: ExecutorState
 EXECUTOR_STATE_FAILED: ExecutorState
-ATTENTION_MECHANISM_UNSPECIFIED: AttentionMechanism
-ATTENTION_MECHANISM_MULTI_HEAD: AttentionMechanism
-ATTENTION_MECHANISM_MULTI_QUERY: AttentionMechanism
-ATTENTION_MECHANISM_GROUPED_QUERY: AttentionMechanism
-ATTENTION_MECHANISM_PAGED: AttentionMechanism
-ATTENTION_MECHANISM_FLASH: AttentionMechanism
-ATTENTION_MECHANISM_SLIDING_WINDOW: AttentionMechanism
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model_id", "architecture", "num_parameters", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_sequence_length", "dtype", "kv_dtype", "device_type", "device_name", "fingerprint", "eos_token_ids", "stop_token_ids", "bos_token_id", "has_tokenizer", "has_chat_template", "kernel_set", "numerics_fingerprint")
+    __slots__ = ("model_id", "architecture", "num_parameters", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_sequence_length", "dtype", "kv_dtype", "device_type", "device_name", "fingerprint", "eos_token_ids", "stop_token_ids", "bos_token_id", "kernel_set", "numerics_fingerprint")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
@@ -64,8 +104,6 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BOS_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
-    HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
-    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     KERNEL_SET_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     model_id: str
@@ -86,22 +124,18 @@ class ModelInfo(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bos_token_id: int
-    has_tokenizer: bool
-    has_chat_template: bool
     kernel_set: str
     numerics_fingerprint: bytes
-    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., num_parameters: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., kv_dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., device_type: _Optional[_Union[_types_pb2.DeviceType, str]] = ..., device_name: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., has_tokenizer: bool = ..., has_chat_template: bool = ..., kernel_set: _Optional[str] = ..., numerics_fingerprint: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., num_parameters: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., kv_dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., device_type: _Optional[_Union[_types_pb2.DeviceType, str]] = ..., device_name: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., kernel_set: _Optional[str] = ..., numerics_fingerprint: _Optional[bytes] = ...) -> None: ...
 
 class ExecutorCapabilities(_message.Message):
-    __slots__ = ("executor", "max_batch_size", "max_step_rows", "max_sequence_length", "max_fork_count", "max_top_logprobs", "max_draft_tokens", "max_page_size", "max_request_bytes", "max_reply_bytes", "block_size", "total_blocks", "min_ttl", "max_ttl", "default_ttl", "attention_mechanisms", "supported_dtypes", "supported_devices", "memory_requirements", "supports_batch_prefill", "supports_batch_decode", "supports_stream_decode", "supports_unified_decode", "supports_forward_verify", "supports_tree_verify", "supports_forward", "supports_generate", "supports_fork", "supports_truncate", "supports_reserve", "supports_token_masks", "supports_penalties", "supports_logit_bias", "supports_logprob_token_ids", "supports_target_logprobs", "supports_entropy", "supports_hidden_state", "supports_all_positions", "supports_prefix_cache", "supports_request_id", "supports_chat_template", "supports_deterministic", "supports_cache_metrics", "supports_admin", "max_handles_per_request", "max_items_per_frame", "max_text_bytes", "max_text_tokens", "caller", "max_masks_per_request", "max_logprob_token_ids", "max_logit_biases", "max_stops", "max_stop_length")
-    EXECUTOR_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("features", "max_batch_size", "max_step_rows", "max_fork_count", "max_top_logprobs", "max_draft_tokens", "max_request_bytes", "max_reply_bytes", "block_size", "total_blocks", "min_ttl", "max_ttl", "default_ttl", "supported_dtypes", "memory_requirements", "caller", "max_handles_per_request", "max_items_per_frame", "max_text_bytes", "max_text_tokens", "max_masks_per_request", "max_logprob_token_ids", "max_logit_biases", "max_stops", "max_stop_tokens", "max_stop_bytes")
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_STEP_ROWS_FIELD_NUMBER: _ClassVar[int]
-    MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_FORK_COUNT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MAX_PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_REPLY_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -109,53 +143,25 @@ class ExecutorCapabilities(_message.Message):
     MIN_TTL_FIELD_NUMBER: _ClassVar[int]
     MAX_TTL_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_TTL_FIELD_NUMBER: _ClassVar[int]
-    ATTENTION_MECHANISMS_FIELD_NUMBER: _ClassVar[int]
     SUPPORTED_DTYPES_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTED_DEVICES_FIELD_NUMBER: _ClassVar[int]
     MEMORY_REQUIREMENTS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_BATCH_PREFILL_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_BATCH_DECODE_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_STREAM_DECODE_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_UNIFIED_DECODE_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_FORWARD_VERIFY_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_TREE_VERIFY_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_FORWARD_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_GENERATE_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_FORK_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_TRUNCATE_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_RESERVE_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_TOKEN_MASKS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_PENALTIES_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_TARGET_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_ENTROPY_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_HIDDEN_STATE_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_ALL_POSITIONS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_CACHE_METRICS_FIELD_NUMBER: _ClassVar[int]
-    SUPPORTS_ADMIN_FIELD_NUMBER: _ClassVar[int]
+    CALLER_FIELD_NUMBER: _ClassVar[int]
     MAX_HANDLES_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
     MAX_ITEMS_PER_FRAME_FIELD_NUMBER: _ClassVar[int]
     MAX_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_TEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CALLER_FIELD_NUMBER: _ClassVar[int]
     MAX_MASKS_PER_REQUEST_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGPROB_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_LOGIT_BIASES_FIELD_NUMBER: _ClassVar[int]
     MAX_STOPS_FIELD_NUMBER: _ClassVar[int]
-    MAX_STOP_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    executor: str
+    MAX_STOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STOP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    features: _containers.RepeatedScalarFieldContainer[Feature]
     max_batch_size: int
     max_step_rows: int
-    max_sequence_length: int
     max_fork_count: int
     max_top_logprobs: int
     max_draft_tokens: int
-    max_page_size: int
     max_request_bytes: int
     max_reply_bytes: int
     block_size: int
@@ -163,46 +169,20 @@ class ExecutorCapabilities(_message.Message):
     min_ttl: _duration_pb2.Duration
     max_ttl: _duration_pb2.Duration
     default_ttl: _duration_pb2.Duration
-    attention_mechanisms: _containers.RepeatedScalarFieldContainer[AttentionMechanism]
     supported_dtypes: _containers.RepeatedScalarFieldContainer[_types_pb2.DataType]
-    supported_devices: _containers.RepeatedScalarFieldContainer[_types_pb2.DeviceType]
     memory_requirements: MemoryRequirements
-    supports_batch_prefill: bool
-    supports_batch_decode: bool
-    supports_stream_decode: bool
-    supports_unified_decode: bool
-    supports_forward_verify: bool
-    supports_tree_verify: bool
-    supports_forward: bool
-    supports_generate: bool
-    supports_fork: bool
-    supports_truncate: bool
-    supports_reserve: bool
-    supports_token_masks: bool
-    supports_penalties: bool
-    supports_logit_bias: bool
-    supports_logprob_token_ids: bool
-    supports_target_logprobs: bool
-    supports_entropy: bool
-    supports_hidden_state: bool
-    supports_all_positions: bool
-    supports_prefix_cache: bool
-    supports_request_id: bool
-    supports_chat_template: bool
-    supports_deterministic: bool
-    supports_cache_metrics: bool
-    supports_admin: bool
+    caller: CallerInfo
     max_handles_per_request: int
     max_items_per_frame: int
     max_text_bytes: int
     max_text_tokens: int
-    caller: CallerInfo
     max_masks_per_request: int
     max_logprob_token_ids: int
     max_logit_biases: int
     max_stops: int
-    max_stop_length: int
-    def __init__(self, executor: _Optional[str] = ..., max_batch_size: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_fork_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_page_size: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_reply_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., min_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., default_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., attention_mechanisms: _Optional[_Iterable[_Union[AttentionMechanism, str]]] = ..., supported_dtypes: _Optional[_Iterable[_Union[_types_pb2.DataType, str]]] = ..., supported_devices: _Optional[_Iterable[_Union[_types_pb2.DeviceType, str]]] = ..., memory_requirements: _Optional[_Union[MemoryRequirements, _Mapping]] = ..., supports_batch_prefill: bool = ..., supports_batch_decode: bool = ..., supports_stream_decode: bool = ..., supports_unified_decode: bool = ..., supports_forward_verify: bool = ..., supports_tree_verify: bool = ..., supports_forward: bool = ..., supports_generate: bool = ..., supports_fork: bool = ..., supports_truncate: bool = ..., supports_reserve: bool = ..., supports_token_masks: bool = ..., supports_penalties: bool = ..., supports_logit_bias: bool = ..., supports_logprob_token_ids: bool = ..., supports_target_logprobs: bool = ..., supports_entropy: bool = ..., supports_hidden_state: bool = ..., supports_all_positions: bool = ..., supports_prefix_cache: bool = ..., supports_request_id: bool = ..., supports_chat_template: bool = ..., supports_deterministic: bool = ..., supports_cache_metrics: bool = ..., supports_admin: bool = ..., max_handles_per_request: _Optional[int] = ..., max_items_per_frame: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_text_tokens: _Optional[int] = ..., caller: _Optional[_Union[CallerInfo, _Mapping]] = ..., max_masks_per_request: _Optional[int] = ..., max_logprob_token_ids: _Optional[int] = ..., max_logit_biases: _Optional[int] = ..., max_stops: _Optional[int] = ..., max_stop_length: _Optional[int] = ...) -> None: ...
+    max_stop_tokens: int
+    max_stop_bytes: int
+    def __init__(self, features: _Optional[_Iterable[_Union[Feature, str]]] = ..., max_batch_size: _Optional[int] = ..., max_step_rows: _Optional[int] = ..., max_fork_count: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_reply_bytes: _Optional[int] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., min_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., default_ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., supported_dtypes: _Optional[_Iterable[_Union[_types_pb2.DataType, str]]] = ..., memory_requirements: _Optional[_Union[MemoryRequirements, _Mapping]] = ..., caller: _Optional[_Union[CallerInfo, _Mapping]] = ..., max_handles_per_request: _Optional[int] = ..., max_items_per_frame: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_text_tokens: _Optional[int] = ..., max_masks_per_request: _Optional[int] = ..., max_logprob_token_ids: _Optional[int] = ..., max_logit_biases: _Optional[int] = ..., max_stops: _Optional[int] = ..., max_stop_tokens: _Optional[int] = ..., max_stop_bytes: _Optional[int] = ...) -> None: ...
 
 class CallerInfo(_message.Message):
     __slots__ = ("principal", "is_admin", "quotas")
@@ -237,21 +217,24 @@ class QuotaLimits(_message.Message):
     def __init__(self, handles: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., queued_rows: _Optional[int] = ..., prefill_tokens_per_second: _Optional[int] = ..., retained_bytes: _Optional[int] = ..., mask_bytes: _Optional[int] = ..., calls_per_second: _Optional[int] = ..., request_bytes_per_second: _Optional[int] = ..., text_bytes_per_second: _Optional[int] = ...) -> None: ...
 
 class MemoryRequirements(_message.Message):
-    __slots__ = ("parameter_bytes", "activation_bytes_per_row", "kv_bytes_per_token", "kv_pool_bytes", "overhead_bytes")
+    __slots__ = ("parameter_bytes", "kv_bytes_per_token", "kv_pool_bytes")
     PARAMETER_BYTES_FIELD_NUMBER: _ClassVar[int]
-    ACTIVATION_BYTES_PER_ROW_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     KV_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
-    OVERHEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     parameter_bytes: int
-    activation_bytes_per_row: int
     kv_bytes_per_token: int
     kv_pool_bytes: int
-    overhead_bytes: int
-    def __init__(self, parameter_bytes: _Optional[int] = ..., activation_bytes_per_row: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_pool_bytes: _Optional[int] = ..., overhead_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, parameter_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_pool_bytes: _Optional[int] = ...) -> None: ...
 
 class ExecutorStatus(_message.Message):
-    __slots__ = ("state", "is_ready", "load_progress", "load_stage", "executor", "fallback_reason", "instance", "epoch", "server_version", "start_time", "live_sequences", "queue_depth", "total_blocks", "free_blocks", "current_batch_size", "num_steps", "num_prefills", "num_decodes", "num_verifies", "num_prefill_tokens", "num_decode_tokens", "num_errors", "avg_prefill_ns", "avg_decode_ns", "memory", "last_step_time", "num_draft_tokens", "num_accepted_tokens", "num_generates", "active_streams", "preparation", "memory_plan", "captured_batch_sizes", "num_graph_steps", "num_launched_steps", "num_torch_steps", "num_queued_steps", "num_discarded_rows", "kernel_set", "kernel_set_reason")
+    __slots__ = ("state", "is_ready", "load_progress", "load_stage", "executor", "fallback_reason", "instance", "epoch", "server_version", "start_time", "live_sequences", "queue_depth", "free_blocks", "current_batch_size", "num_steps", "num_prefills", "num_decodes", "num_verifies", "num_prefill_tokens", "num_decode_tokens", "num_errors", "avg_prefill_ns", "avg_decode_ns", "memory", "last_step_time", "num_draft_tokens", "num_accepted_tokens", "num_generates", "active_streams", "debug")
+    class DebugEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     STATE_FIELD_NUMBER: _ClassVar[int]
     IS_READY_FIELD_NUMBER: _ClassVar[int]
     LOAD_PROGRESS_FIELD_NUMBER: _ClassVar[int]
@@ -264,7 +247,6 @@ class ExecutorStatus(_message.Message):
     START_TIME_FIELD_NUMBER: _ClassVar[int]
     LIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     QUEUE_DEPTH_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CURRENT_BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -282,16 +264,7 @@ class ExecutorStatus(_message.Message):
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_GENERATES_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_STREAMS_FIELD_NUMBER: _ClassVar[int]
-    PREPARATION_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_PLAN_FIELD_NUMBER: _ClassVar[int]
-    CAPTURED_BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
-    NUM_GRAPH_STEPS_FIELD_NUMBER: _ClassVar[int]
-    NUM_LAUNCHED_STEPS_FIELD_NUMBER: _ClassVar[int]
-    NUM_TORCH_STEPS_FIELD_NUMBER: _ClassVar[int]
-    NUM_QUEUED_STEPS_FIELD_NUMBER: _ClassVar[int]
-    NUM_DISCARDED_ROWS_FIELD_NUMBER: _ClassVar[int]
-    KERNEL_SET_FIELD_NUMBER: _ClassVar[int]
-    KERNEL_SET_REASON_FIELD_NUMBER: _ClassVar[int]
+    DEBUG_FIELD_NUMBER: _ClassVar[int]
     state: ExecutorState
     is_ready: bool
     load_progress: float
@@ -304,7 +277,6 @@ class ExecutorStatus(_message.Message):
     start_time: _timestamp_pb2.Timestamp
     live_sequences: int
     queue_depth: int
-    total_blocks: int
     free_blocks: int
     current_batch_size: int
     num_steps: int
@@ -322,35 +294,8 @@ class ExecutorStatus(_message.Message):
     num_accepted_tokens: int
     num_generates: int
     active_streams: int
-    preparation: str
-    memory_plan: MemoryPlan
-    captured_batch_sizes: _containers.RepeatedScalarFieldContainer[int]
-    num_graph_steps: int
-    num_launched_steps: int
-    num_torch_steps: int
-    num_queued_steps: int
-    num_discarded_rows: int
-    kernel_set: str
-    kernel_set_reason: str
-    def __init__(self, state: _Optional[_Union[ExecutorState, str]] = ..., is_ready: bool = ..., load_progress: _Optional[float] = ..., load_stage: _Optional[str] = ..., executor: _Optional[str] = ..., fallback_reason: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[str] = ..., server_version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., live_sequences: _Optional[int] = ..., queue_depth: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., current_batch_size: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_decodes: _Optional[int] = ..., num_verifies: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_errors: _Optional[int] = ..., avg_prefill_ns: _Optional[int] = ..., avg_decode_ns: _Optional[int] = ..., memory: _Optional[_Union[MemoryUsage, _Mapping]] = ..., last_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_generates: _Optional[int] = ..., active_streams: _Optional[int] = ..., preparation: _Optional[str] = ..., memory_plan: _Optional[_Union[MemoryPlan, _Mapping]] = ..., captured_batch_sizes: _Optional[_Iterable[int]] = ..., num_graph_steps: _Optional[int] = ..., num_launched_steps: _Optional[int] = ..., num_torch_steps: _Optional[int] = ..., num_queued_steps: _Optional[int] = ..., num_discarded_rows: _Optional[int] = ..., kernel_set: _Optional[str] = ..., kernel_set_reason: _Optional[str] = ...) -> None: ...
-
-class MemoryPlan(_message.Message):
-    __slots__ = ("total_bytes", "weights_bytes", "kv_pool_bytes", "buffer_bytes", "workspace_bytes", "graph_bytes", "free_bytes")
-    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_BYTES_FIELD_NUMBER: _ClassVar[int]
-    KV_POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
-    BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
-    WORKSPACE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    GRAPH_BYTES_FIELD_NUMBER: _ClassVar[int]
-    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    total_bytes: int
-    weights_bytes: int
-    kv_pool_bytes: int
-    buffer_bytes: int
-    workspace_bytes: int
-    graph_bytes: int
-    free_bytes: int
-    def __init__(self, total_bytes: _Optional[int] = ..., weights_bytes: _Optional[int] = ..., kv_pool_bytes: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., workspace_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
+    debug: _containers.ScalarMap[str, str]
+    def __init__(self, state: _Optional[_Union[ExecutorState, str]] = ..., is_ready: bool = ..., load_progress: _Optional[float] = ..., load_stage: _Optional[str] = ..., executor: _Optional[str] = ..., fallback_reason: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[str] = ..., server_version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., live_sequences: _Optional[int] = ..., queue_depth: _Optional[int] = ..., free_blocks: _Optional[int] = ..., current_batch_size: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_decodes: _Optional[int] = ..., num_verifies: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_errors: _Optional[int] = ..., avg_prefill_ns: _Optional[int] = ..., avg_decode_ns: _Optional[int] = ..., memory: _Optional[_Union[MemoryUsage, _Mapping]] = ..., last_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_generates: _Optional[int] = ..., active_streams: _Optional[int] = ..., debug: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class MemoryUsage(_message.Message):
     __slots__ = ("host_resident_bytes", "host_peak_bytes", "device_allocated_bytes", "device_peak_bytes", "device_total_bytes")

@@ -43,7 +43,8 @@ class ApiLimits:
         max_logprob_token_ids: Most ``logprob_token_ids`` in one policy.
         max_logit_biases: Most entries of ``logit_bias`` in one policy.
         max_stops: Most stop token ids, stop sequences and stop strings in one Generate, each.
-        max_stop_length: Longest stop sequence in tokens, and longest stop string in bytes of UTF-8.
+        max_stop_tokens: Longest stop sequence, in tokens.
+        max_stop_bytes: Longest stop string, in bytes of UTF-8.
         stream_window_bytes: How far Generate may run ahead of its reader; Forward, whose rows are large, always has
             room for two chunks.
         max_text_bytes: Longest text of Encode, in bytes of UTF-8; more than any context holds.
@@ -74,7 +75,8 @@ class ApiLimits:
     max_logprob_token_ids: int = 1024
     max_logit_biases: int = 4096
     max_stops: int = 64
-    max_stop_length: int = 1024
+    max_stop_tokens: int = 1024
+    max_stop_bytes: int = 1024
     stream_window_bytes: int = 4 << 20
     max_text_bytes: int = 1 << 20
     max_text_tokens: int = 1 << 15

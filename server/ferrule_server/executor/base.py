@@ -281,7 +281,6 @@ class ExecutorInfo:
         supported_dtypes: Types of weights that this executor can run.
         fallback_reason: Why a faster executor is not in use; empty if none was requested.
         device_name: The name that the driver reports; empty if it is unknown.
-        activation_bytes_per_row: Memory of intermediate tensors for each row of a step, measured; 0 if it is unknown.
         kernel_set: Name of the kernels whose bits are promised: the same tokens give the same bits, whatever is around
             them. Empty: nothing is promised.
         kernel_set_reason: Why these kernels, for people.
@@ -297,7 +296,6 @@ class ExecutorInfo:
     supported_dtypes: tuple[str, ...] = ("float32",)
     fallback_reason: str = ""
     device_name: str = ""
-    activation_bytes_per_row: int = 0
     kernel_set: str = ""
     kernel_set_reason: str = ""
 

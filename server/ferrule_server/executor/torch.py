@@ -75,7 +75,6 @@ class TorchExecutor:
             bytes_per_block=num_bytes,
             model=describe(model, max_context),
             supported_dtypes=("float32", "bfloat16"),
-            activation_bytes_per_row=self._decoder.activation_bytes_per_row(),
         )
         self.blocks = BlockPool(self._info, model.torch_dtype)
         self._has_flash = not is_plain and can_attend(self.pool)

@@ -29,13 +29,13 @@ class Handle(NamedTuple):
         """The loggable name of the sequence: see :func:`handle_id_of`."""
         return handle_id_of(self.cache_id)
 
-    @property
-    def instance(self) -> str:
-        """The name of the server that has the sequence."""
-        return self.cache_id.partition(".")[0]
+
+@functools.lru_cache(maxsize=4096)  # each decoded token asks for them
+def names_of(cache_id: str) -> tuple[str, str]:
+    """Return the server that has a sequence, and the loggable name of the sequence."""
+    return cache_id.partition(".")[0], handle_id_of(cache_id)
 
 
-@functools.lru_cache(maxsize=4096)  # each decoded token asks for it
 def handle_id_of(cache_id: str) -> str:
     """Return the first 16 hex digits of SHA-256 over ``cache_id``: safe in logs, metrics and lists."""
     return hashlib.sha256(cache_id.encode()).hexdigest()[:16]

@@ -7,7 +7,6 @@ decoder.py          the decoder
 attention.py        attention over the block pool
 flash_attention.py  the same by torch's flash attention operator, on GPUs
 pool_shape.py       places of K and V in the pool, and how they are written
-activations.py      memory that a row takes while a layer runs
 linear.py           linear layers, repacked for oneDNN where that is faster
 rope.py             frequencies of rotary positions
 memory.py           large tensors in huge pages

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrule_server.kernels import reference
-from ferrule_server.model.activations import LiveBytes
 from ferrule_server.model.attention import StepAttention
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.linear import (
@@ -124,19 +123,6 @@ class Decoder:
             float32 [rows, vocab_size].
         """
         return self._head(hidden).float()
-
-    def activation_bytes_per_row(self) -> int:
-        """Return how much memory one row takes at most while a layer runs, measured on the first layer.
-
-        Not included are the keys and values that attention gathers, and the logits of rows that return something: the
-        context decides the former, and a tile of fixed size bounds the latter.
-        """
-        zero = torch.zeros(1, dtype=torch.int64, device=self._final_norm.device)
-        live = LiveBytes()
-        with torch.inference_mode(), live:
-            hidden = self._embed(zero)
-            self._run_layer(0, hidden, _rotation(zero, self._frequencies), _NoAttention())
-        return live.peak
 
     def _run_layer(self, index: int, hidden: Tensor, rotation: Tensor, attention: StepAttention) -> None:
         """Replace the rows of ``hidden`` by what a layer makes of them."""

@@ -33,13 +33,14 @@ def test_a_message_is_the_view_of_the_contract(running: tuple[RunningServer, Web
         branches[0].decode([7])
         told = next(messages(listener.address))
         assert (told["phase"], told["instance"], told["run"]) == ("ready", "test", str(server.state.start_ns))
+        assert (told["view"].pop("model_id"), told["view"].pop("block_size")) == ("paged-reference", 16)
         view = json_format.ParseDict(told["view"], admin_pb2.ServerView())
-        listed = {each.handle_id: each for each in view.sequences}
+        listed = {each.summary.handle_id: each for each in view.sequences}
         assert set(listed) == {each.handle.handle_id for each in (root, *branches)}
         assert {listed[each.handle.handle_id].parent_handle_id for each in branches} == {root.handle.handle_id}
-        assert listed[branches[0].handle.handle_id].length == 50
+        assert listed[branches[0].handle.handle_id].summary.length == 50
         assert view.cache_metrics.used_blocks == server.store.metrics().used_blocks
-        assert len(view.block_map.cells) == view.cache_metrics.total_blocks
+        assert len(view.block_map.cells) == server.engine.info.num_blocks - 1
         for each in (root, *branches):
             secret = each.handle.cache_id.rpartition(".")[2]
             assert secret not in str(told)

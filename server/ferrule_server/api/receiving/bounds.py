@@ -99,8 +99,8 @@ def lengths(limits: ApiLimits, model: ModelSizes) -> dict[str, int]:
 def element_lengths(limits: ApiLimits, model: ModelSizes) -> dict[str, int]:
     """Return the most bytes of an entry of lists of strings or bytes, and of messages whose own lists are shorter."""
     return {
-        "GenerateRequest.stop_strings": limits.max_stop_length,
-        "GenerateRequest.stop_sequences": 6 * limits.max_stop_length,
+        "GenerateRequest.stop_strings": limits.max_stop_bytes,
+        "GenerateRequest.stop_sequences": 6 * limits.max_stop_tokens,
         "RegisterTokenMaskRequest.masks": _mask_bytes(model),
     }
 

@@ -7,7 +7,7 @@ import binascii
 from collections.abc import Sequence
 
 from ferrule.v1 import cache_pb2, types_pb2
-from ferrule_server.api.requests.fields import FieldReader, check_count, require, seconds
+from ferrule_server.api.requests.fields import FieldReader, check_count, lease, require
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import CacheInfo, ForkJob, HostCall, ListResult, SlotsWanted, TruncateJob
 from ferrule_server.errors import InvalidRequest
@@ -37,7 +37,7 @@ class CacheReader:
         length = request.length if request.HasField("length") else handle.length
         if not 1 <= length <= handle.length:
             raise InvalidRequest("length", f"{length} is outside [1, {handle.length}], the handle's length")
-        ttl_s = seconds(request.ttl, "ttl") if request.HasField("ttl") else None
+        ttl_s = lease(request.ttl, "ttl")
         return ForkJob(principal, handle, length, count, ttl_s, request.request_id)
 
     def truncate(self, request: cache_pb2.TruncateKvRequest, principal: str) -> TruncateJob:

@@ -133,7 +133,7 @@ class FieldReader:
         Raises:
             InvalidRequest: The lease is invalid, or ``reserve_length`` is less than the input needs.
         """
-        job.ttl_s = seconds(options.ttl, f"{at}cache.ttl") if options.HasField("ttl") else None
+        job.ttl_s = lease(options.ttl, f"{at}cache.ttl")
         if job.handle is not None:
             return
         length, num_tokens = options.reserve_length, len(job.token_ids)
@@ -145,8 +145,17 @@ class FieldReader:
         job.publish_prefix = not options.skip_prefix_publish
 
 
+def lease(ttl: Duration, path: str) -> float | None:
+    """Return a lease in seconds; None if it is unset or 0, which mean the same.
+
+    Raises:
+        InvalidRequest: The duration is invalid or negative.
+    """
+    return seconds(ttl, path) or None
+
+
 def seconds(ttl: Duration, path: str) -> float:
-    """Return a duration, such as a lease, in seconds.
+    """Return a duration in seconds.
 
     Raises:
         InvalidRequest: The duration is invalid or negative.

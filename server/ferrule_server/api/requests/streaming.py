@@ -90,10 +90,10 @@ class StreamReader:
         return plan
 
     def _num_branches(self, request: executor_pb2.GenerateRequest) -> int:
-        limit = self._fields.limits.max_fork_count
-        if request.n > limit:
-            raise InvalidRequest("n", f"{request.n} is more than the limit, {limit}")
-        return request.n or 1
+        count, limit = request.n if request.HasField("n") else 1, self._fields.limits.max_fork_count
+        if not 1 <= count <= limit:
+            raise InvalidRequest("n", f"{count} is outside [1, {limit}]")
+        return count
 
     def _stop(self, request: executor_pb2.GenerateRequest, token_ids: tuple[int, ...]) -> StopRules:
         for name in ("stop_token_ids", "stop_sequences", "stop_strings"):
@@ -112,21 +112,17 @@ class StreamReader:
 
     def _sequence(self, message: policy_pb2.TokenIdList, index: int) -> tuple[int, ...]:
         at = f"stop_sequences[{index}]."
-        self._check_length(len(message.token_ids), "tokens", f"{at}token_ids")
+        _check_length(len(message.token_ids), self._fields.limits.max_stop_tokens, "tokens", f"{at}token_ids")
         return self._fields.token_ids(message.token_ids, at, "token_ids")
 
     def _text_stop(self, request: executor_pb2.GenerateRequest, token_ids: tuple[int, ...]) -> StopStrings | None:
         if not request.stop_strings:
             return None
         for index, text in enumerate(request.stop_strings):
-            self._check_length(len(text.encode()), "bytes", f"stop_strings[{index}]")
+            _check_length(len(text.encode()), self._fields.limits.max_stop_bytes, "bytes", f"stop_strings[{index}]")
         if self._tokenizer is None:
             raise FeatureUnsupported("stop_strings", "the loaded model has no tokenizer; send stop_sequences")
         return StopStrings(self._tokenizer, request.stop_strings, request.skip_special_tokens, token_ids)
-
-    def _check_length(self, length: int, unit: str, path: str) -> None:
-        if not 1 <= length <= self._fields.limits.max_stop_length:
-            raise InvalidRequest(path, f"has {length} {unit}, not 1 to {self._fields.limits.max_stop_length}")
 
     # ---- Forward ----------------------------------------------------------------------------------------------------
 
@@ -165,6 +161,11 @@ class StreamReader:
         """Return the most rows of one frame, at least one however large a row is."""
         fitting = self._fields.limits.max_stream_frame_bytes // max(1, row_bytes)
         return max(1, min(fitting, self._max_step_rows, num_tokens))
+
+
+def _check_length(length: int, limit: int, unit: str, path: str) -> None:
+    if not 1 <= length <= limit:
+        raise InvalidRequest(path, f"has {length} {unit}, not 1 to {limit}")
 
 
 def stop_ids_of(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[int, ...]:

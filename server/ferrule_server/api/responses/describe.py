@@ -15,7 +15,7 @@ from ferrule_server.api.rpc.state import Phase, ServerState, Serving
 from ferrule_server.api.security.principal import Caller
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot, OwnCounters, OwnFigures
-from ferrule_server.executor.base import ExecutorInfo, ExecutorState, MemoryPlan, ModelDescription
+from ferrule_server.executor.base import ExecutorInfo, ExecutorState
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import QuotaLimits
 
@@ -26,6 +26,30 @@ _DTYPES: Final = {
     "int8": types_pb2.DATA_TYPE_INT8,
     "int4": types_pb2.DATA_TYPE_INT4,
 }
+_ALWAYS: Final = (
+    info_pb2.FEATURE_BATCH_PREFILL,
+    info_pb2.FEATURE_BATCH_DECODE,
+    info_pb2.FEATURE_STREAM_DECODE,
+    info_pb2.FEATURE_UNIFIED_DECODE,
+    info_pb2.FEATURE_FORWARD_VERIFY,
+    info_pb2.FEATURE_FORWARD,
+    info_pb2.FEATURE_GENERATE,
+    info_pb2.FEATURE_FORK,
+    info_pb2.FEATURE_TRUNCATE,
+    info_pb2.FEATURE_RESERVE,
+    info_pb2.FEATURE_TOKEN_MASKS,
+    info_pb2.FEATURE_PENALTIES,
+    info_pb2.FEATURE_LOGIT_BIAS,
+    info_pb2.FEATURE_LOGPROB_TOKEN_IDS,
+    info_pb2.FEATURE_TARGET_LOGPROBS,
+    info_pb2.FEATURE_ENTROPY,
+    info_pb2.FEATURE_HIDDEN_STATE,
+    info_pb2.FEATURE_ALL_POSITIONS,
+    info_pb2.FEATURE_CACHE_METRICS,
+    info_pb2.FEATURE_ADMIN,
+    info_pb2.FEATURE_REQUEST_ID,
+)
+"""Features of every server; trees of drafts are of none."""
 _SHARED_FIELDS: Final = ("shared_blocks", "tombstones", "num_prefix_evictions", "num_exhausted")
 """Fields of GetCacheMetrics that only an administrator sees: the pool counts them for all principals together."""
 _PROC_STATUS: Final = Path("/proc/self/status")
@@ -57,55 +81,42 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
         eos_token_ids=config.eos_ids,
         stop_token_ids=serving.inputs.stop_ids,
         bos_token_id=None if serving.tokenizer is None else serving.tokenizer.bos_id,
-        has_tokenizer=serving.tokenizer is not None,
-        has_chat_template=serving.chat_template is not None,
     )
 
 
 def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInfo) -> info_pb2.ExecutorCapabilities:
-    """Return what this server supports. A flag that is not set here is false: its calls answer FEATURE_UNSUPPORTED."""
-    info, state = serving.engine.info, serving.executor_state()
+    """Return what this server supports."""
+    info = serving.engine.info
     return info_pb2.ExecutorCapabilities(
+        features=_features(serving),
         caller=caller,
-        executor=info.name if state is None else state.name,
         max_batch_size=serving.max_step_rows,
         max_step_rows=serving.max_step_rows,
-        max_sequence_length=info.model.max_context,
         **same_fields(limits, info_pb2.ExecutorCapabilities),
         block_size=info.block_size,
         total_blocks=info.num_blocks - 1,
         min_ttl=duration(limits.min_ttl_s),
         max_ttl=duration(limits.max_ttl_s),
         default_ttl=duration(min(limits.default_ttl_s, limits.max_ttl_s)),
-        attention_mechanisms=[info_pb2.ATTENTION_MECHANISM_PAGED, _attention(info.model)],
         supported_dtypes=[_DTYPES[name] for name in info.supported_dtypes],
-        supported_devices=[_device_type(info)],
-        memory_requirements=_memory_requirements(info, state),
-        supports_batch_prefill=True,
-        supports_batch_decode=True,
-        supports_stream_decode=True,
-        supports_unified_decode=True,
-        supports_forward_verify=True,
-        supports_forward=True,
-        supports_generate=True,
-        supports_fork=True,
-        supports_truncate=True,
-        supports_reserve=True,
-        supports_token_masks=True,
-        supports_penalties=True,
-        supports_logit_bias=True,
-        supports_logprob_token_ids=True,
-        supports_target_logprobs=True,
-        supports_entropy=True,
-        supports_hidden_state=True,
-        supports_all_positions=True,
-        supports_prefix_cache=serving.has_prefix_cache,
-        supports_request_id=True,
-        supports_chat_template=serving.chat_template is not None,
-        supports_deterministic=serving.is_deterministic or bool(_kernel_set(info, state)),
-        supports_cache_metrics=True,
-        supports_admin=True,
+        memory_requirements=info_pb2.MemoryRequirements(
+            parameter_bytes=info.model.weights_bytes,
+            kv_bytes_per_token=info.bytes_per_block // info.block_size,
+            kv_pool_bytes=info.bytes_per_block * info.num_blocks,
+        ),
     )
+
+
+def _features(serving: Serving) -> list[info_pb2.Feature]:
+    """Return the features of this server. The calls of any other one answer FEATURE_UNSUPPORTED."""
+    bits = serving.is_deterministic or bool(_kernel_set(serving.engine.info, serving.executor_state()))
+    depends = {
+        info_pb2.FEATURE_TOKENIZER: serving.tokenizer is not None,
+        info_pb2.FEATURE_CHAT_TEMPLATE: serving.chat_template is not None,
+        info_pb2.FEATURE_PREFIX_CACHE: serving.has_prefix_cache,
+        info_pb2.FEATURE_DETERMINISTIC: bits,
+    }
+    return [*_ALWAYS, *(feature for feature, is_served in depends.items() if is_served)]
 
 
 def caller_info(caller: Caller, quotas: QuotaLimits) -> info_pb2.CallerInfo:
@@ -148,6 +159,7 @@ def status(
         message.load_stage = state.load_stage
         return message
     snapshot = snapshot or serving.engine.snapshot()
+    message.load_progress = 1.0
     message.state = _executor_state(state.phase, snapshot)
     message.is_ready = message.state in (info_pb2.EXECUTOR_STATE_READY, info_pb2.EXECUTOR_STATE_BUSY)
     executor_state = serving.executor_state()
@@ -178,7 +190,7 @@ def cache_metrics(
     """Return the counters of the KV pool and of the masks for all principals, from the arguments or as of now."""
     snapshot, masks = snapshot or serving.engine.snapshot(), serving.inputs.masks
     return cache_pb2.CacheMetrics(
-        **asdict(kv or serving.engine.kv_metrics()),
+        **same_fields(kv or serving.engine.kv_metrics(), cache_pb2.CacheMetrics),
         num_replays=snapshot.counters.replays,
         num_stale=snapshot.refused().get("HANDLE_STALE", 0),
         token_masks=masks.num_masks,
@@ -190,7 +202,6 @@ def _narrow_metrics(message: cache_pb2.CacheMetrics, own: OwnFigures, masks: Mas
     """Replace the counters of all principals by those of one."""
     for name in _SHARED_FIELDS:
         message.ClearField(name)
-    message.live_sequences = own.num_sequences
     for name, count in asdict(own.kv).items():
         setattr(message, name, count)
     message.num_replays = own.counters.replays
@@ -202,17 +213,16 @@ def _fill_executor(message: info_pb2.ExecutorStatus, info: ExecutorInfo, state: 
     """Write which executor runs the steps and why; only an executor that prepares kernels has a state."""
     message.executor = info.name if state is None else state.name
     message.fallback_reason = info.fallback_reason if state is None else state.fallback_reason
-    message.kernel_set = _kernel_set(info, state)
-    message.kernel_set_reason = info.kernel_set_reason
-    if state is None:
-        return
-    message.preparation = state.preparation
-    message.captured_batch_sizes.extend(state.captured_batch_sizes)
-    message.memory.device_allocated_bytes = state.device_allocated_bytes
-    message.memory.device_peak_bytes = state.device_peak_bytes
-    if state.memory is not None:
-        message.memory_plan.CopyFrom(_memory_plan(state.memory))
-        message.memory.device_total_bytes = state.memory.total
+    debug: dict[str, object] = {"kernel_set": _kernel_set(info, state), "kernel_set_reason": info.kernel_set_reason}
+    if state is not None:
+        debug["preparation"] = state.preparation
+        debug["captured_batch_sizes"] = ",".join(map(str, state.captured_batch_sizes))
+        message.memory.device_allocated_bytes = state.device_allocated_bytes
+        message.memory.device_peak_bytes = state.device_peak_bytes
+        if state.memory is not None:
+            debug |= {f"memory_plan.{name}_bytes": max(0, size) for name, size in asdict(state.memory).items()}
+            message.memory.device_total_bytes = state.memory.total
+    message.debug.update({name: str(value) for name, value in debug.items() if value != ""})
 
 
 def _kernel_set(info: ExecutorInfo, state: ExecutorState | None) -> str:
@@ -220,21 +230,8 @@ def _kernel_set(info: ExecutorInfo, state: ExecutorState | None) -> str:
     return info.kernel_set if state is None or state.name == info.name else ""
 
 
-def _memory_plan(plan: MemoryPlan) -> info_pb2.MemoryPlan:
-    return info_pb2.MemoryPlan(
-        total_bytes=plan.total,
-        weights_bytes=plan.weights,
-        kv_pool_bytes=plan.kv_pool,
-        buffer_bytes=plan.buffers,
-        workspace_bytes=plan.workspace,
-        graph_bytes=plan.graphs,
-        free_bytes=max(0, plan.free),
-    )
-
-
 def _fill_load(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -> None:
     message.queue_depth = snapshot.num_waiting
-    message.total_blocks = snapshot.total_blocks
     message.free_blocks = snapshot.free_blocks
     message.current_batch_size = snapshot.counters.last_step_seqs
     message.active_streams = snapshot.num_streams
@@ -244,12 +241,12 @@ def _fill_steps(message: info_pb2.ExecutorStatus, counters: EngineCounters, stat
     if counters.last_step_unix_ns:
         message.last_step_time.CopyFrom(timestamp(counters.last_step_unix_ns))
     message.num_steps = counters.steps
-    message.num_queued_steps = counters.queued_steps
-    message.num_discarded_rows = counters.discarded_rows
+    debug = {"queued_steps": counters.queued_steps, "discarded_rows": counters.discarded_rows}
     if state is not None:
-        message.num_graph_steps = state.num_graph_steps
-        message.num_launched_steps = state.num_launched_steps
-        message.num_torch_steps = state.num_torch_steps
+        debug["graph_steps"] = state.num_graph_steps
+        debug["launched_steps"] = state.num_launched_steps
+        debug["torch_steps"] = state.num_torch_steps
+    message.debug.update({name: str(count) for name, count in debug.items()})
 
 
 def _fill_appends(message: info_pb2.ExecutorStatus, figures: EngineSnapshot | OwnFigures) -> None:
@@ -278,17 +275,6 @@ def _executor_state(phase: Phase, snapshot: EngineSnapshot) -> info_pb2.Executor
     return info_pb2.EXECUTOR_STATE_BUSY if is_busy else info_pb2.EXECUTOR_STATE_READY
 
 
-def _memory_requirements(info: ExecutorInfo, state: ExecutorState | None) -> info_pb2.MemoryRequirements:
-    plan = None if state is None else state.memory
-    return info_pb2.MemoryRequirements(
-        parameter_bytes=info.model.weights_bytes,
-        activation_bytes_per_row=info.activation_bytes_per_row,
-        kv_bytes_per_token=info.bytes_per_block // info.block_size,
-        kv_pool_bytes=info.bytes_per_block * info.num_blocks,
-        overhead_bytes=0 if plan is None else plan.buffers + plan.workspace,
-    )
-
-
 def _memory_usage() -> info_pb2.MemoryUsage:
     """Return the memory of the process as Linux counts it; zeros on other systems."""
     usage = info_pb2.MemoryUsage()
@@ -307,15 +293,6 @@ def _device_type(info: ExecutorInfo) -> types_pb2.DeviceType:
 def _device_name(info: ExecutorInfo) -> str:
     """Return the name of the device as its driver reports it, or the name of the CPU as the system reports it."""
     return info.device_name or (_CPU_NAME if info.device == "cpu" else info.device)
-
-
-def _attention(model: ModelDescription) -> info_pb2.AttentionMechanism:
-    """Return how the query heads share the KV heads."""
-    if model.config.num_kv_heads == model.config.num_heads:
-        return info_pb2.ATTENTION_MECHANISM_MULTI_HEAD
-    if model.config.num_kv_heads == 1:
-        return info_pb2.ATTENTION_MECHANISM_MULTI_QUERY
-    return info_pb2.ATTENTION_MECHANISM_GROUPED_QUERY
 
 
 def _lines_of(path: Path) -> list[str]:

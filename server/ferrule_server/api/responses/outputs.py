@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ from ferrule_server.api.rpc.status import to_status
 from ferrule_server.engine.jobs import AppendResult, CacheInfo, ForkResult, Lease, ListResult
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput
-from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.handle import Handle, names_of
 from ferrule_server.kv.reserved_slots import SlotReservation
 
 AppendOutput = executor_pb2.PrefillOutput | executor_pb2.DecodeOutput | executor_pb2.VerifyOutput
@@ -30,7 +29,9 @@ def fill_append(output: AppendOutput, result: AppendResult, planned: PlannedAppe
     """Write the fields that all appends return into a fresh message: handle, rows, timing."""
     if planned.job.request_id:
         output.request_id = planned.job.request_id
-    fill_handle(output.kv_cache, result.handle)
+    sent = output.kv_cache  # as fill_handle, without the call
+    sent.cache_id, sent.length, sent.lineage = result.handle
+    sent.instance, sent.handle_id = names_of(sent.cache_id)
     if result.replayed:
         output.replayed = True
         output.recomputed = result.recomputed
@@ -79,8 +80,7 @@ def handle_message(handle: Handle) -> types_pb2.KvCacheHandle:
 def fill_handle(message: types_pb2.KvCacheHandle, handle: Handle) -> None:
     """Write a handle into a fresh message. Replies alone have the last two fields."""
     message.cache_id, message.length, message.lineage = handle
-    message.instance = handle.instance
-    message.handle_id = handle.handle_id
+    message.instance, message.handle_id = names_of(handle.cache_id)
 
 
 def release_results(handles: Sequence[Handle], freed: Sequence[int | None]) -> list[cache_pb2.ReleaseResult]:
@@ -91,37 +91,25 @@ def release_results(handles: Sequence[Handle], freed: Sequence[int | None]) -> l
     ]
 
 
-async def keep_alive_response(
-    handles: Sequence[Handle], leases: Sequence[Lease | FerruleError]
-) -> cache_pb2.KeepAliveResponse:
+async def keep_alive_response(leases: Sequence[Lease | FerruleError]) -> cache_pb2.KeepAliveResponse:
     """Return the renewed leases. There may be thousands, so other tasks get turns on the event loop."""
     response = cache_pb2.KeepAliveResponse()
     turns = Turns()
-    for handle, lease in zip(handles, leases, strict=True):
+    for lease in leases:
         await turns.pause()
-        entry = response.results.add(handle_id=handle.handle_id)
+        entry = response.results.add()
         if isinstance(lease, FerruleError):
             entry.error.CopyFrom(to_status(lease))
         else:
-            entry.lease.CopyFrom(_lease(lease))
+            entry.lease.CopyFrom(lease_message(lease))
     return response
 
 
-def cache_info(info: CacheInfo, block_size: int, *, with_blocks: bool) -> cache_pb2.CacheInfo:
+def cache_info(info: CacheInfo, *, with_blocks: bool) -> cache_pb2.CacheInfo:
     """Return one sequence as its owner may see it."""
-    message = cache_pb2.CacheInfo(
-        handle_id=info.handle_id,
-        token_ids=info.token_ids or (),
-        block_size=block_size,
-        num_blocks=info.num_blocks,
-        num_shared_blocks=info.num_shared_blocks,
-        reserved_length=info.reserved_length,
-        kv_bytes=info.kv_bytes,
-        lease=_lease(info.lease),
-        create_time=from_now(-info.age_s),
-    )
+    message = cache_pb2.CacheInfo(summary=_summary(info), token_ids=info.token_ids or ())
     if info.tip is not None:
-        message.kv_cache.CopyFrom(handle_message(info.tip))
+        fill_handle(message.kv_cache, info.tip)
     if with_blocks:
         message.block_ids.extend(info.block_ids)
         message.block_ref_counts.extend(info.block_refcounts)
@@ -134,15 +122,21 @@ async def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
     turns = Turns()
     for info in result.caches:
         await turns.pause()
-        response.caches.add(
-            handle_id=info.handle_id,
-            length=info.length,
-            num_blocks=info.num_blocks,
-            num_shared_blocks=info.num_shared_blocks,
-            lease=_lease(info.lease),
-            create_time=from_now(-info.age_s),
-        )
+        response.caches.append(_summary(info))
     return response
+
+
+def _summary(info: CacheInfo) -> cache_pb2.CacheSummary:
+    return cache_pb2.CacheSummary(
+        handle_id=info.handle_id,
+        length=info.length,
+        num_blocks=info.num_blocks,
+        num_shared_blocks=info.num_shared_blocks,
+        kv_bytes=info.kv_bytes,
+        reserved_length=info.reserved_length,
+        lease=lease_message(info.lease),
+        create_time=from_now(-info.age_s),
+    )
 
 
 def slot_reservation(evidence: SlotReservation, block_size: int, total_blocks: int) -> cache_pb2.KvSlotReservation:
@@ -153,7 +147,10 @@ def slot_reservation(evidence: SlotReservation, block_size: int, total_blocks: i
         free_blocks_before=evidence.free_blocks_before,
         free_blocks_after=evidence.free_blocks_after,
         allocations=[
-            cache_pb2.KvSlotAllocation(**asdict(each), new_blocks=each.new_blocks) for each in evidence.allocations
+            cache_pb2.KvSlotAllocation(
+                blocks_before=each.blocks_before, blocks_after=each.blocks_after, new_blocks=each.new_blocks
+            )
+            for each in evidence.allocations
         ],
     )
 
@@ -230,6 +227,6 @@ def _bfloat16_bits(row: Float32Array) -> npt.NDArray[np.uint32]:
     return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
 
 
-def _lease(lease: Lease) -> cache_pb2.Lease:
-    left_s = max(0.0, lease.expires_in_s)
-    return cache_pb2.Lease(ttl=duration(left_s), expire_time=from_now(left_s))
+def lease_message(lease: Lease) -> cache_pb2.Lease:
+    """Return a lease as a message."""
+    return cache_pb2.Lease(ttl=duration(lease.ttl_s), expires_in=duration(max(0.0, lease.expires_in_s)))

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ferrule.v1 import admin_pb2
+from ferrule.v1 import admin_pb2, cache_pb2
 from ferrule_server.api.responses import describe
 from ferrule_server.api.responses.times import duration, timestamp
 from ferrule_server.api.rpc.calls import run_job
@@ -182,8 +182,6 @@ def _message(state: ServerState, serving: Serving, snapshot: _Snapshot, bounds: 
         uptime=duration(view.at_s - state.started_at_s),
         status=describe.status(state, view.snapshot),
         cache_metrics=describe.cache_metrics(serving, view.snapshot, view.kv),
-        model_id=serving.engine.info.model.model_id,
-        max_step_rows=serving.max_step_rows,
         running_appends=view.snapshot.num_running,
         queued_jobs=view.num_jobs,
         num_step_rows=round(view.timings["step_rows"].sum),
@@ -192,11 +190,11 @@ def _message(state: ServerState, serving: Serving, snapshot: _Snapshot, bounds: 
         sequences=snapshot.sequences[: bounds.max_sequences],
         principals=[_principal(each, size) for each in view.principals[: bounds.max_principals]],
         known_principals=view.num_principals,
-        step_seconds=_histogram(view.timings["step"]),
-        queue_seconds=_histogram(view.timings["queue"]),
-        first_token_seconds=_histogram(view.timings["first_token"]),
-        inter_token_seconds=_histogram(view.timings["inter_token"]),
-        decode_seconds=_histogram(view.timings["decode"]),
+        step_times=_histogram(view.timings["step"]),
+        queue_times=_histogram(view.timings["queue"]),
+        first_token_times=_histogram(view.timings["first_token"]),
+        inter_token_times=_histogram(view.timings["inter_token"]),
+        decode_times=_histogram(view.timings["decode"]),
     )
     if bounds.max_cells:
         message.block_map.CopyFrom(block_map(snapshot.owners, view.is_cached, bounds.max_cells))
@@ -205,15 +203,15 @@ def _message(state: ServerState, serving: Serving, snapshot: _Snapshot, bounds: 
 
 def _sequence(seen: SequenceSeen, view: View, bytes_per_block: int) -> admin_pb2.SequenceView:
     num_blocks = len(seen.block_ids) + seen.num_spares
-    return admin_pb2.SequenceView(
-        **describe.same_fields(seen, admin_pb2.SequenceView),
+    summary = cache_pb2.CacheSummary(
+        **describe.same_fields(seen, cache_pb2.CacheSummary),
         num_blocks=num_blocks,
         num_shared_blocks=num_shared(seen.block_ids, view.refcounts),
         kv_bytes=num_blocks * bytes_per_block,
-        expires_in=duration(seen.expires_in_s),
-        ttl=duration(seen.ttl_s),
-        age=duration(seen.age_s),
+        lease=cache_pb2.Lease(ttl=duration(seen.ttl_s), expires_in=duration(seen.expires_in_s)),
+        create_time=timestamp(view.unix_ns - round(seen.age_s * 1e9)),
     )
+    return admin_pb2.SequenceView(summary=summary, **describe.same_fields(seen, admin_pb2.SequenceView))
 
 
 def _principal(seen: PrincipalSeen, block_size: int) -> admin_pb2.PrincipalView:
@@ -228,7 +226,8 @@ def _principal(seen: PrincipalSeen, block_size: int) -> admin_pb2.PrincipalView:
 
 
 def _histogram(reading: HistogramReading) -> admin_pb2.Histogram:
-    return admin_pb2.Histogram(upper_bounds=reading.bounds, counts=reading.counts, sum=reading.sum)
+    bounds = [round(bound * 1e9) for bound in reading.bounds]
+    return admin_pb2.Histogram(upper_bounds_ns=bounds, counts=reading.counts, sum_ns=round(reading.sum * 1e9))
 
 
 def block_map(owners: npt.NDArray[np.int32], is_cached: bytes, max_cells: int) -> admin_pb2.BlockMap:

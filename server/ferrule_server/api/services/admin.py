@@ -52,7 +52,6 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         batch_sizes = _batch_sizes(request.batch_sizes, serving.max_step_rows)
         result = await run_job(serving.engine, WarmupJob(principal_of(context), batch_sizes))
         return admin_pb2.WarmupResponse(
-            run_ns=sum(step.run_ns for step in result.steps),
             batch_sizes=result.batch_sizes,
             steps=[
                 admin_pb2.WarmupStep(num_sequences=step.num_seqs, num_rows=step.num_rows, run_ns=step.run_ns)

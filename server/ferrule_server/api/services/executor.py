@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
-from ferrule_server.api.requests.fields import require, seconds
+from ferrule_server.api.requests.fields import lease, require
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.responses import describe, outputs
 from ferrule_server.api.rpc.calls import Context, admit_new, run_job
@@ -203,10 +203,10 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
     async def KeepAlive(self, request: cache_pb2.KeepAliveRequest, context: Context) -> cache_pb2.KeepAliveResponse:
         """Renew leases."""
         serving = self.state.use()
-        ttl_s = seconds(request.ttl, "ttl") if request.HasField("ttl") else None
+        ttl_s = lease(request.ttl, "ttl")
         handles = serving.inputs.caches.named(request.kv_caches, "kv_caches")
         leases = await run_job(serving.engine, host_calls.keep_alive(principal_of(context), handles, ttl_s))
-        return await outputs.keep_alive_response(handles, leases)
+        return await outputs.keep_alive_response(leases)
 
     async def GetCacheInfo(
         self, request: cache_pb2.GetCacheInfoRequest, context: Context
@@ -214,10 +214,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         """Describe one sequence."""
         serving = self.state.use()
         result = await run_job(serving.engine, serving.inputs.caches.cache_info(request, principal_of(context)))
-        block_size = serving.engine.info.block_size
-        return cache_pb2.GetCacheInfoResponse(
-            info=outputs.cache_info(result, block_size, with_blocks=request.include_blocks)
-        )
+        return cache_pb2.GetCacheInfoResponse(info=outputs.cache_info(result, with_blocks=request.include_blocks))
 
     async def ListCaches(self, request: cache_pb2.ListCachesRequest, context: Context) -> cache_pb2.ListCachesResponse:
         """List the caller's sequences."""

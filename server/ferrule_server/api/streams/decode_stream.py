@@ -28,7 +28,7 @@ from ferrule_server.api.responses.outputs import fill_append, fill_prefill, fill
 from ferrule_server.api.rpc.calls import Context, admit_new, cancel
 from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.api.rpc.refusals import Refusals
-from ferrule_server.api.rpc.reply_limit import check_reply
+from ferrule_server.api.rpc.reply_limit import USUAL_REPLY_BYTES, check_reply
 from ferrule_server.api.rpc.state import Phase, ServerState, Serving
 from ferrule_server.api.rpc.status import fault_of, to_status
 from ferrule_server.api.streams.writer import Writer
@@ -288,7 +288,8 @@ class DecodeStream:
         if kind is None or read is None:
             raise InvalidRequest(f"items[{index}]", "one of decode, verify and unified must be set")
         planned = read(getattr(item, kind), f"items[{index}].{kind}.", self._principal)
-        check_reply(self._context, planned.reply_bytes, f"{planned.at}logits_policy")
+        if planned.reply_bytes > USUAL_REPLY_BYTES:
+            check_reply(self._context, planned.reply_bytes, f"{planned.at}logits_policy")
         planned.kind = kind
         if kind == "unified":
             admit_new(self._state, planned.job)

@@ -188,14 +188,10 @@ def _memory(look: Look) -> dict[str, int]:
 
 def _steps(look: Look) -> dict[str, int]:
     """Return steps by path; a step that torch and the kernels ran together counts for both."""
-    if look.serving.executor_state() is None:
+    state = look.serving.executor_state()
+    if state is None:
         return {look.serving.engine.info.name: look.counters.steps}
-    status = look.status
-    return {
-        "graph": status.num_graph_steps,
-        "launched": status.num_launched_steps,
-        "torch": status.num_torch_steps,
-    }
+    return {"graph": state.num_graph_steps, "launched": state.num_launched_steps, "torch": state.num_torch_steps}
 
 
 def _short(text: str) -> str:

@@ -119,7 +119,10 @@ class PageMessage:
         self._has_failed = False
 
     async def __call__(self) -> bytes:
-        """Return one server-sent event in JSON: the phase of the server and the ``ServerView`` of the contract."""
+        """Return one server-sent event in JSON: the phase of the server and the ``ServerView`` of the contract.
+
+        The view also has the ``model_id`` and the ``block_size``.
+        """
         state = self._state
         message: dict[str, Any] = {
             "run": str(state.start_ns),
@@ -136,6 +139,9 @@ class PageMessage:
     async def _view(self) -> dict[str, Any]:
         try:
             view = json_format.MessageToDict(await self._read_view(), preserving_proto_field_name=True)
+            if (serving := self._state.serving) is not None:
+                info = serving.engine.info
+                view |= {"model_id": info.model.model_id, "block_size": info.block_size}
         except TimeoutError:
             return {"problem": "The server is too busy to answer"}
         except FerruleError as error:

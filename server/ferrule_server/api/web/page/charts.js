@@ -17,11 +17,11 @@ const CHARTS = [
   { name: "Tokens per second", first: "decoded", second: "prompt", show: asCount, label: "decoded", also: "prompt", area: true },
   { name: "Rows per step", first: "rows", show: asCount, also: "steps/s", small: "steps", area: true },
   { name: "KV pool in use", first: "used", second: "held", show: asPercent, also: "with cached", top: 100, area: true },
-  { name: "Step time", quantiles: "step_seconds" },
-  { name: "Wait for a step", quantiles: "queue_seconds" },
-  { name: "Time to first token", quantiles: "first_token_seconds" },
-  { name: "Between tokens of a Generate", quantiles: "inter_token_seconds" },
-  { name: "Decode of a client's own loop", quantiles: "decode_seconds" },
+  { name: "Step time", quantiles: "step_times" },
+  { name: "Wait for a step", quantiles: "queue_times" },
+  { name: "Time to first token", quantiles: "first_token_times" },
+  { name: "Between tokens of a Generate", quantiles: "inter_token_times" },
+  { name: "Decode of a client's own loop", quantiles: "decode_times" },
 ].map((chart) =>
   chart.quantiles
     ? { ...chart, first: `${chart.quantiles}_p50`, second: `${chart.quantiles}_p99`, show: duration, label: "p50", also: "p99", isLog: true }

@@ -9,8 +9,9 @@ const SOON_SHARE = 0.2;
 
 /** The sequences of a view with their branches, oldest first: trees before those that stand alone. */
 export function forestOf(view) {
-  const blockSize = num(view.cache_metrics?.block_size) || 1;
-  const nodes = new Map((view.sequences ?? []).map((each) => [each.handle_id, nodeOf(each, blockSize)]));
+  const blockSize = num(view.block_size) || 1;
+  const now = Date.parse(view.time);
+  const nodes = new Map((view.sequences ?? []).map((each) => [each.summary.handle_id, nodeOf(each, blockSize, now)]));
   const roots = [];
   for (const node of nodes.values()) {
     const parent = nodes.get(node.parentId);
@@ -23,20 +24,21 @@ export function forestOf(view) {
   return { nodes, trees, alone: roots.filter((node) => !node.children.length) };
 }
 
-function nodeOf(each, blockSize) {
-  const left = num(each.expires_in);
-  const ttl = num(each.ttl);
+function nodeOf(each, blockSize, now) {
+  const { summary } = each;
+  const left = num(summary.lease?.expires_in);
+  const ttl = num(summary.lease?.ttl);
   const isAtWork = Boolean(each.is_appending) || num(each.num_pending) > 0;
-  const length = num(each.length);
+  const length = num(summary.length);
   return {
-    id: each.handle_id,
+    id: summary.handle_id,
     parentId: each.parent_handle_id ?? "",
     principal: each.principal ?? "",
     length,
-    shared: Math.min(length, num(each.num_shared_blocks) * blockSize),
-    blocks: num(each.num_blocks),
-    sharedBlocks: num(each.num_shared_blocks),
-    age: num(each.age),
+    shared: Math.min(length, num(summary.num_shared_blocks) * blockSize),
+    blocks: num(summary.num_blocks),
+    sharedBlocks: num(summary.num_shared_blocks),
+    age: (now - Date.parse(summary.create_time)) / 1e3 || 0,
     left,
     ttl,
     pending: num(each.num_pending),

@@ -50,7 +50,7 @@ function show({ run, view, instance, version }) {
   showTotals(view);
   const executor = view.status?.executor;
   const notes = [instance, view.model_id, executor, `version ${version}`, `up ${span(num(view.uptime))}`];
-  if (view.status?.preparation) notes.push(view.status.preparation);
+  if (view.status?.debug?.preparation) notes.push(view.status.debug.preparation);
   about.textContent = notes.filter(Boolean).join("  ·  ");
   document.title = `${instance} – Ferrule`;
 }

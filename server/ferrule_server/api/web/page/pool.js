@@ -28,16 +28,16 @@ export class Pool {
 
   /** Shows the pool of a view. */
   show(view) {
-    const { block_map: map = {}, cache_metrics: cache = {} } = view;
+    const { block_map: map = {}, cache_metrics: cache = {}, block_size: blockSize } = view;
     this.#cells = bytes(map.cells);
     this.#fill = bytes(map.fill);
     this.#perCell = num(map.cell_blocks) || 1;
-    this.#total = num(cache.total_blocks);
-    this.#tell(cache);
+    this.#total = num(cache.empty_blocks) + num(cache.cached_blocks) + num(cache.used_blocks);
+    this.#tell(cache, blockSize);
     this.#draw();
   }
 
-  #tell(cache) {
+  #tell(cache, blockSize) {
     const used = num(cache.used_blocks);
     const shared = num(cache.shared_blocks);
     const owners = [0, 0, 0];
@@ -49,7 +49,7 @@ export class Pool {
       document.querySelector(`#legend [data-count="${name}"]`).textContent = value === null ? "" : count(value);
     }
     const each = isExact ? "a cell is a block" : `a cell is ${this.#perCell} blocks, filled as far as they are held`;
-    const note = `${some(this.#total, "block")} of ${some(num(cache.block_size), "token")}, ${count(used)} held, ${count(shared)} of them shared; ${each}.`;
+    const note = `${some(this.#total, "block")} of ${some(num(blockSize), "token")}, ${count(used)} held, ${count(shared)} of them shared; ${each}.`;
     document.getElementById("pool-note").textContent = note;
     this.#canvas.setAttribute("aria-label", `Picture of the block pool: ${note}`);
     this.#say();

@@ -4,7 +4,7 @@ import { num, percent } from "./format.js";
 export const SPAN_S = 300;
 const WINDOW_S = 5;
 
-const HISTOGRAMS = ["step_seconds", "queue_seconds", "first_token_seconds", "inter_token_seconds", "decode_seconds"];
+const HISTOGRAMS = ["step_times", "queue_times", "first_token_times", "inter_token_times", "decode_times"];
 
 /** Views of the last minutes as points; begins anew with every server run. */
 export class Series {
@@ -53,21 +53,23 @@ export class Series {
 
 function read(view) {
   const { status = {}, cache_metrics: cache = {} } = view;
+  const held = num(cache.used_blocks) + num(cache.cached_blocks);
+  const total = held + num(cache.empty_blocks);
   return {
     at: num(view.uptime),
     steps: num(status.num_steps),
     rows: num(view.num_step_rows),
     prompt: num(status.num_prefill_tokens),
     decoded: num(status.num_decode_tokens),
-    used: percent(num(cache.used_blocks), num(cache.total_blocks)),
-    held: percent(num(cache.used_blocks) + num(cache.cached_blocks), num(cache.total_blocks)),
+    used: percent(num(cache.used_blocks), total),
+    held: percent(held, total),
     histograms: Object.fromEntries(HISTOGRAMS.map((name) => [name, readHistogram(view[name])])),
     principals: new Map((view.principals ?? []).map((each) => [each.principal ?? "", readPrincipal(each)])),
   };
 }
 
 function readHistogram(histogram = {}) {
-  return { bounds: (histogram.upper_bounds ?? []).map(num), counts: (histogram.counts ?? []).map(num) };
+  return { bounds: (histogram.upper_bounds_ns ?? []).map((bound) => num(bound) / 1e9), counts: (histogram.counts ?? []).map(num) };
 }
 
 function readPrincipal(each) {

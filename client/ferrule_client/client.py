@@ -707,10 +707,10 @@ class Client:
             ``ids = client.encode("def area(")``
         """
         _check.text(text)
-        request = tokenizer_pb2.EncodeRequest(
+        request = tokenizer_pb2.TokenizeRequest(
             text=text, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
         )
-        reply = self._connection.unary(self._connection.tokenizer.Encode, request, timeout=timeout)
+        reply = self._connection.unary(self._connection.tokenizer.Tokenize, request, timeout=timeout)
         return list(reply.token_ids)
 
     def decode_tokens(
@@ -728,10 +728,10 @@ class Client:
             TokenOutOfVocabError: A token is not in the vocabulary.
             ExecutorError: Anything else, see ``errors``.
         """
-        request = tokenizer_pb2.TokenizerServiceDecodeRequest(
+        request = tokenizer_pb2.DetokenizeRequest(
             token_ids=_check.token_list(tokens), skip_special_tokens=skip_special_tokens
         )
-        return self._connection.unary(self._connection.tokenizer.Decode, request, timeout=timeout).text
+        return self._connection.unary(self._connection.tokenizer.Detokenize, request, timeout=timeout).text
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """Return what turns the tokens of a loop of your own into text, never half a character.

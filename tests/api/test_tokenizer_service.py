@@ -32,11 +32,11 @@ def texts() -> Iterator[RunningServer]:
 
 
 def _encode(server: RunningServer, text: str) -> list[int]:
-    return list(server.text.Encode(tokenizer_pb2.EncodeRequest(text=text)).token_ids)
+    return list(server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text=text)).token_ids)
 
 
-def _decode(server: RunningServer, token_ids: list[int]) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
-    return server.text.Decode(tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=token_ids))
+def _decode(server: RunningServer, token_ids: list[int]) -> tokenizer_pb2.DetokenizeResponse:
+    return server.text.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=token_ids))
 
 
 @pytest.mark.parametrize("text", ["", "def f(x):\n    return x\n", "na\u00efve \u2615 \U0001f980", "x = 1\n" * 2000])
@@ -59,10 +59,10 @@ def test_skipped_special_tokens_do_not_end_a_character(texts: RunningServer) -> 
     """Where they are left out, the bytes before and after them belong together."""
     first, *rest = _encode(texts, "\U0001f980")
     for skips, is_open in ((False, False), (True, True)):
-        request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=[first, 0], skip_special_tokens=skips)
-        assert texts.text.Decode(request).ends_mid_character is is_open
-    request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=[first, 0, *rest], skip_special_tokens=True)
-    assert texts.text.Decode(request).text == "\U0001f980"
+        request = tokenizer_pb2.DetokenizeRequest(token_ids=[first, 0], skip_special_tokens=skips)
+        assert texts.text.Detokenize(request).ends_mid_character is is_open
+    request = tokenizer_pb2.DetokenizeRequest(token_ids=[first, 0, *rest], skip_special_tokens=True)
+    assert texts.text.Detokenize(request).text == "\U0001f980"
 
 
 def test_a_token_beyond_the_vocabulary_is_named(texts: RunningServer) -> None:
@@ -81,7 +81,7 @@ def test_model_info_tells_that_there_is_a_tokenizer(texts: RunningServer) -> Non
 
 
 def test_model_info_tells_what_is_put_before_a_text() -> None:
-    """As Encode does it with ``add_special_tokens``; here token 7."""
+    """As Tokenize does it with ``add_special_tokens``; here token 7."""
     described = json.loads((DEMO_FOLDER / "tokenizer.json").read_text())
     token = {"id": "x", "ids": [7], "tokens": ["x"]}
     single = [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -93,8 +93,8 @@ def test_model_info_tells_what_is_put_before_a_text() -> None:
     }
     with RunningServer(tokenizer=Tokenizer(json.dumps(described))) as server:
         assert server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).info.bos_token_id == 7
-        request = tokenizer_pb2.EncodeRequest(text="x", add_special_tokens=True)
-        assert server.text.Encode(request).token_ids[0] == 7
+        request = tokenizer_pb2.TokenizeRequest(text="x", add_special_tokens=True)
+        assert server.text.Tokenize(request).token_ids[0] == 7
 
 
 def test_without_a_tokenizer_every_call_is_unsupported(server: RunningServer) -> None:
@@ -124,7 +124,7 @@ def test_long_texts_and_lists_are_bounded() -> None:
 def test_a_long_text_freezes_nobody_else(texts: RunningServer) -> None:
     """While a text of 1 MB is encoded, another caller is answered, again and again."""
     text = "def f(x):\n  return x\n" * 49_000
-    encoding = texts.text.Encode.future(tokenizer_pb2.EncodeRequest(text=text), timeout=60)
+    encoding = texts.text.Tokenize.future(tokenizer_pb2.TokenizeRequest(text=text), timeout=60)
     worst_s, last = 0.0, time.monotonic()
     while not encoding.done():
         texts.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10)
@@ -287,7 +287,7 @@ def test_long_texts_take_the_memory_of_one() -> None:
     template = ChatTemplate(TokenizerConfig({}, {"default": "{{ messages[0].content }}"}))
     with RunningServer(tokenizer=tokenizer, chat_template=template) as server:
         text = "x = 1\n" * 40_000
-        calls: list[Any] = [server.text.Encode.future(tokenizer_pb2.EncodeRequest(text=text)) for _ in range(4)]
+        calls: list[Any] = [server.text.Tokenize.future(tokenizer_pb2.TokenizeRequest(text=text)) for _ in range(4)]
         request = tokenizer_pb2.ApplyChatTemplateRequest(messages=[said("user", text)])
         calls += [server.text.ApplyChatTemplate.future(request) for _ in range(4)]
         assert len({len(call.result().token_ids) for call in calls}) == 1
@@ -358,8 +358,8 @@ class Stopped(Tokenizer):
 
 def _encode_later(server: RunningServer, length: int, token: str) -> Any:
     metadata = (("authorization", f"Bearer {token}"),)
-    request = tokenizer_pb2.EncodeRequest(text="x" * length)
-    return server.text.Encode.future(request, timeout=30, metadata=metadata)
+    request = tokenizer_pb2.TokenizeRequest(text="x" * length)
+    return server.text.Tokenize.future(request, timeout=30, metadata=metadata)
 
 
 @pytest.fixture
@@ -435,14 +435,14 @@ def test_text_counts_in_a_quota_whatever_is_done_with_it(shared_by_two: tuple[Ru
     """Long or short, encoded or decoded; the error says when to try again, and others are not affected."""
     server, tokenizer = shared_by_two
     tokenizer.gate.set()
-    ids = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=[300] * 20_000)
+    ids = tokenizer_pb2.DetokenizeRequest(token_ids=[300] * 20_000)
     as_eve, as_alice = ((("authorization", f"Bearer {token}"),) for token in ("eve", "ali"))
-    server.text.Decode(ids, metadata=as_eve)
+    server.text.Detokenize(ids, metadata=as_eve)
     calls: list[Callable[[], object]] = [
-        lambda: server.text.Decode(ids, metadata=as_eve),
-        lambda: server.text.Encode(tokenizer_pb2.EncodeRequest(text="x"), metadata=as_eve),
-        lambda: server.text.Encode(tokenizer_pb2.EncodeRequest(text="x" * 9000), metadata=as_eve),
-        lambda: server.text.Decode(tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=[300]), metadata=as_eve),
+        lambda: server.text.Detokenize(ids, metadata=as_eve),
+        lambda: server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text="x"), metadata=as_eve),
+        lambda: server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text="x" * 9000), metadata=as_eve),
+        lambda: server.text.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=[300]), metadata=as_eve),
     ]
     for call in calls:
         with refused() as refusals:
@@ -450,7 +450,7 @@ def test_text_counts_in_a_quota_whatever_is_done_with_it(shared_by_two: tuple[Ru
         assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_TEXT_RATE")
         assert refusals[0].metadata["limit"] == str(64 << 10)
         assert refusals[0].retry_after_s is not None
-    server.text.Decode(ids, metadata=as_alice)
+    server.text.Detokenize(ids, metadata=as_alice)
 
 
 def test_what_is_too_large_is_refused_while_the_threads_are_busy() -> None:
@@ -458,13 +458,13 @@ def test_what_is_too_large_is_refused_while_the_threads_are_busy() -> None:
     template = ChatTemplate(TokenizerConfig({}, {"default": "{{ messages[0].content }}"}))
     tokenizer = Stopped()
     with RunningServer(tokenizer=tokenizer, chat_template=template, limits=ApiLimits(max_text_bytes=9000)) as server:
-        encode = tokenizer_pb2.EncodeRequest(text="x" * 9000)
-        busy: list[Any] = [server.text.Encode.future(encode) for _ in range(3)]
+        encode = tokenizer_pb2.TokenizeRequest(text="x" * 9000)
+        busy: list[Any] = [server.text.Tokenize.future(encode) for _ in range(3)]
         chat = tokenizer_pb2.ApplyChatTemplateRequest(messages=[said("user", "x" * 8000)])
         busy += [server.text.ApplyChatTemplate.future(chat) for _ in range(3)]
         calls: list[Callable[[], object]] = [
-            lambda: server.text.Encode(tokenizer_pb2.EncodeRequest(text="x" * 9001), timeout=5),
-            lambda: server.text.Encode(tokenizer_pb2.EncodeRequest(text="\u00e9" * 4501), timeout=5),
+            lambda: server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text="x" * 9001), timeout=5),
+            lambda: server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text="\u00e9" * 4501), timeout=5),
             lambda: _decode(server, [300] * ((1 << 16) + 1)),
             lambda: _chat(server, said("user", "x" * 9000)),
             lambda: _chat(server, *[said("user")] * 4097),

@@ -721,10 +721,10 @@ class AsyncClient:
             ``ids = await client.encode("def area(")``
         """
         _check.text(text)
-        request = tokenizer_pb2.EncodeRequest(
+        request = tokenizer_pb2.TokenizeRequest(
             text=text, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
         )
-        reply = await self._connection.unary(self._connection.tokenizer.Encode, request, timeout=timeout)
+        reply = await self._connection.unary(self._connection.tokenizer.Tokenize, request, timeout=timeout)
         return list(reply.token_ids)
 
     async def decode_tokens(
@@ -742,10 +742,10 @@ class AsyncClient:
             TokenOutOfVocabError: A token is not in the vocabulary.
             ExecutorError: Anything else, see ``errors``.
         """
-        request = tokenizer_pb2.TokenizerServiceDecodeRequest(
+        request = tokenizer_pb2.DetokenizeRequest(
             token_ids=_check.token_list(tokens), skip_special_tokens=skip_special_tokens
         )
-        return (await self._connection.unary(self._connection.tokenizer.Decode, request, timeout=timeout)).text
+        return (await self._connection.unary(self._connection.tokenizer.Detokenize, request, timeout=timeout)).text
 
     def detokenizer(self, context: Sequence[int] = ()) -> AsyncDetokenizer:
         """Return what turns the tokens of a loop of your own into text, never half a character.

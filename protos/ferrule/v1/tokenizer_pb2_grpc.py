@@ -39,15 +39,15 @@ class TokenizerServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Encode = channel.unary_unary(
-                '/ferrule.v1.TokenizerService/Encode',
-                request_serializer=ferrule_dot_v1_dot_tokenizer__pb2.EncodeRequest.SerializeToString,
-                response_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.EncodeResponse.FromString,
+        self.Tokenize = channel.unary_unary(
+                '/ferrule.v1.TokenizerService/Tokenize',
+                request_serializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
-        self.Decode = channel.unary_unary(
-                '/ferrule.v1.TokenizerService/Decode',
-                request_serializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeRequest.SerializeToString,
-                response_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeResponse.FromString,
+        self.Detokenize = channel.unary_unary(
+                '/ferrule.v1.TokenizerService/Detokenize',
+                request_serializer=ferrule_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.ApplyChatTemplate = channel.unary_unary(
                 '/ferrule.v1.TokenizerService/ApplyChatTemplate',
@@ -64,14 +64,14 @@ class TokenizerServiceServicer(object):
     with RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
     """
 
-    def Encode(self, request, context):
+    def Tokenize(self, request, context):
         """Turns text into token ids. More than `max_text_bytes` of the capabilities: INVALID_ARGUMENT / INVALID_FIELD.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Decode(self, request, context):
+    def Detokenize(self, request, context):
         """Turns token ids into text. Ids outside the vocabulary: INVALID_ARGUMENT / TOKEN_OUT_OF_VOCAB; more than
         `max_text_tokens` of the capabilities: INVALID_ARGUMENT / INVALID_FIELD.
         """
@@ -90,15 +90,15 @@ class TokenizerServiceServicer(object):
 
 def add_TokenizerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Encode': grpc.unary_unary_rpc_method_handler(
-                    servicer.Encode,
-                    request_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.EncodeRequest.FromString,
-                    response_serializer=ferrule_dot_v1_dot_tokenizer__pb2.EncodeResponse.SerializeToString,
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizeRequest.FromString,
+                    response_serializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizeResponse.SerializeToString,
             ),
-            'Decode': grpc.unary_unary_rpc_method_handler(
-                    servicer.Decode,
-                    request_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeRequest.FromString,
-                    response_serializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeResponse.SerializeToString,
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.FromString,
+                    response_serializer=ferrule_dot_v1_dot_tokenizer__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ApplyChatTemplate': grpc.unary_unary_rpc_method_handler(
                     servicer.ApplyChatTemplate,
@@ -122,7 +122,7 @@ class TokenizerService(object):
     """
 
     @staticmethod
-    def Encode(request,
+    def Tokenize(request,
             target,
             options=(),
             channel_credentials=None,
@@ -135,9 +135,9 @@ class TokenizerService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ferrule.v1.TokenizerService/Encode',
-            ferrule_dot_v1_dot_tokenizer__pb2.EncodeRequest.SerializeToString,
-            ferrule_dot_v1_dot_tokenizer__pb2.EncodeResponse.FromString,
+            '/ferrule.v1.TokenizerService/Tokenize',
+            ferrule_dot_v1_dot_tokenizer__pb2.TokenizeRequest.SerializeToString,
+            ferrule_dot_v1_dot_tokenizer__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -149,7 +149,7 @@ class TokenizerService(object):
             _registered_method=True)
 
     @staticmethod
-    def Decode(request,
+    def Detokenize(request,
             target,
             options=(),
             channel_credentials=None,
@@ -162,9 +162,9 @@ class TokenizerService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ferrule.v1.TokenizerService/Decode',
-            ferrule_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeRequest.SerializeToString,
-            ferrule_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeResponse.FromString,
+            '/ferrule.v1.TokenizerService/Detokenize',
+            ferrule_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.SerializeToString,
+            ferrule_dot_v1_dot_tokenizer__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

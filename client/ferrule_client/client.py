@@ -775,7 +775,7 @@ class Client:
         request = tokenizer_pb2.ApplyChatTemplateRequest(
             messages=_chat_messages(messages),
             tools_json=json.dumps(list(tools)) if tools else "",
-            add_generation_prompt=add_generation_prompt,
+            skip_generation_prompt=not add_generation_prompt,
             variables_json=json.dumps(dict(variables)) if variables else "",
         )
         reply = self._connection.unary(self._connection.tokenizer.ApplyChatTemplate, request, timeout=timeout)

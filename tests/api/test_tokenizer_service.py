@@ -47,6 +47,16 @@ def test_text_survives_the_round_trip(texts: RunningServer, text: str) -> None:
     assert bool(token_ids) is bool(text)
 
 
+def test_text_of_a_special_token_stays_text_unless_it_is_to_be_parsed(texts: RunningServer) -> None:
+    """So text from others cannot contain control tokens by accident."""
+    literal = _encode(texts, "<|endoftext|>")
+    assert len(literal) > 1
+    assert 0 not in literal
+    assert _decode(texts, literal).text == "<|endoftext|>"
+    request = tokenizer_pb2.TokenizeRequest(text="<|endoftext|>", parse_special_tokens=True)
+    assert list(texts.text.Tokenize(request).token_ids) == [0]
+
+
 def test_half_a_character_is_told(texts: RunningServer) -> None:
     """A streaming client holds tokens back until the character is whole."""
     token_ids = _encode(texts, "\U0001f980")
@@ -168,10 +178,10 @@ def test_a_conversation_becomes_text_and_tokens(chats: RunningServer) -> None:
     """Special tokens of the template are tokens; the header of the answer comes unless it is unwanted."""
     reply = _chat(chats, said("user", "x = 1"), said("assistant", "y"))
     assert reply.text == "[user] x = 1<|endoftext|>[assistant] y<|endoftext|>[assistant]"
-    assert list(reply.token_ids) == _encode(chats, reply.text)
+    request = tokenizer_pb2.TokenizeRequest(text=reply.text, parse_special_tokens=True)
+    assert reply.token_ids == chats.text.Tokenize(request).token_ids
     assert list(reply.token_ids).count(0) == 2
-    assert _chat(chats, said("user", "x"), add_generation_prompt=False).text == "[user] x<|endoftext|>"
-    assert _chat(chats, said("user", "x"), add_generation_prompt=True).text.endswith("[assistant]")
+    assert _chat(chats, said("user", "x"), skip_generation_prompt=True).text == "[user] x<|endoftext|>"
 
 
 def test_tools_variables_and_more_keys_reach_the_template(chats: RunningServer) -> None:

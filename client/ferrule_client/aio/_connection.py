@@ -363,7 +363,7 @@ class Connection:
             ValueError: It cannot be written in UTF-8.
         """
         _check.text(text)
-        request = tokenizer_pb2.TokenizeRequest(text=text)
+        request = tokenizer_pb2.TokenizeRequest(text=text, parse_special_tokens=True)
         return list(
             (await self.run(self.tokenizer.Tokenize, request, self.attempts(timeout, is_patient=is_patient))).token_ids
         )

@@ -789,7 +789,7 @@ class AsyncClient:
         request = tokenizer_pb2.ApplyChatTemplateRequest(
             messages=_chat_messages(messages),
             tools_json=json.dumps(list(tools)) if tools else "",
-            add_generation_prompt=add_generation_prompt,
+            skip_generation_prompt=not add_generation_prompt,
             variables_json=json.dumps(dict(variables)) if variables else "",
         )
         reply = await self._connection.unary(self._connection.tokenizer.ApplyChatTemplate, request, timeout=timeout)

@@ -39,16 +39,16 @@ class DetokenizeResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ..., ends_mid_character: bool = ...) -> None: ...
 
 class ApplyChatTemplateRequest(_message.Message):
-    __slots__ = ("messages", "tools_json", "add_generation_prompt", "variables_json")
+    __slots__ = ("messages", "tools_json", "skip_generation_prompt", "variables_json")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
-    ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_JSON_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     tools_json: str
-    add_generation_prompt: bool
+    skip_generation_prompt: bool
     variables_json: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., add_generation_prompt: bool = ..., variables_json: _Optional[str] = ...) -> None: ...
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., skip_generation_prompt: bool = ..., variables_json: _Optional[str] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "extra_json")

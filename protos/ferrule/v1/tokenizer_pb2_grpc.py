@@ -28,9 +28,9 @@ if _version_not_supported:
 class TokenizerServiceStub(object):
     """Turns text into token ids and back. Stateless; every call is idempotent.
     Without a tokenizer (ModelInfo.has_tokenizer) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
-    Long requests wait in a bounded queue, in which principals take turns: beyond it a call is refused with
-    RESOURCE_EXHAUSTED / QUEUE_FULL, beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE, both
-    with RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
+    Long requests wait in a bounded queue, in which principals take turns. If the queue is full, a call is refused with
+    RESOURCE_EXHAUSTED / QUEUE_FULL; beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE. Both
+    have RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
     """
 
     def __init__(self, channel):
@@ -59,9 +59,9 @@ class TokenizerServiceStub(object):
 class TokenizerServiceServicer(object):
     """Turns text into token ids and back. Stateless; every call is idempotent.
     Without a tokenizer (ModelInfo.has_tokenizer) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
-    Long requests wait in a bounded queue, in which principals take turns: beyond it a call is refused with
-    RESOURCE_EXHAUSTED / QUEUE_FULL, beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE, both
-    with RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
+    Long requests wait in a bounded queue, in which principals take turns. If the queue is full, a call is refused with
+    RESOURCE_EXHAUSTED / QUEUE_FULL; beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE. Both
+    have RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
     """
 
     def Tokenize(self, request, context):
@@ -81,7 +81,8 @@ class TokenizerServiceServicer(object):
 
     def ApplyChatTemplate(self, request, context):
         """Renders a conversation by the model's chat template and turns it into token ids. Without a template:
-        UNIMPLEMENTED / FEATURE_UNSUPPORTED; a template error: INVALID_ARGUMENT / INVALID_FIELD.
+        UNIMPLEMENTED / FEATURE_UNSUPPORTED. INVALID_ARGUMENT / INVALID_FIELD: a template error, or a conversation with
+        more than `max_text_bytes` of the capabilities.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,9 +117,9 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
 class TokenizerService(object):
     """Turns text into token ids and back. Stateless; every call is idempotent.
     Without a tokenizer (ModelInfo.has_tokenizer) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
-    Long requests wait in a bounded queue, in which principals take turns: beyond it a call is refused with
-    RESOURCE_EXHAUSTED / QUEUE_FULL, beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE, both
-    with RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
+    Long requests wait in a bounded queue, in which principals take turns. If the queue is full, a call is refused with
+    RESOURCE_EXHAUSTED / QUEUE_FULL; beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE. Both
+    have RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
     """
 
     @staticmethod

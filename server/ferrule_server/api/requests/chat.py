@@ -38,7 +38,7 @@ def read_conversation(request: tokenizer_pb2.ApplyChatTemplateRequest) -> Conver
     return Conversation(
         messages=[_message(message, f"messages[{i}].") for i, message in enumerate(request.messages)],
         tools=_tools(request.tools_json) if request.tools_json else None,
-        add_generation_prompt=request.add_generation_prompt if request.HasField("add_generation_prompt") else True,
+        add_generation_prompt=not request.skip_generation_prompt,
         variables=_object(request.variables_json, "variables_json", RESERVED_VARIABLES),
     )
 

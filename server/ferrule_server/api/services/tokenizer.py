@@ -127,8 +127,7 @@ def _num_bytes(text: str, limit: int) -> int:
 
 
 def _tokenized(codec: Tokenizer, request: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeResponse:
-    is_parsing = request.parse_special_tokens if request.HasField("parse_special_tokens") else True
-    token_ids = codec.encode(request.text, request.add_special_tokens, is_parsing)
+    token_ids = codec.encode(request.text, request.add_special_tokens, request.parse_special_tokens)
     response = tokenizer_pb2.TokenizeResponse()
     _extend(response.token_ids, token_ids)
     return response

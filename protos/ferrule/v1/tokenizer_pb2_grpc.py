@@ -81,8 +81,9 @@ class TokenizerServiceServicer(object):
 
     def ApplyChatTemplate(self, request, context):
         """Renders a conversation by the model's chat template and turns it into token ids. Without a template:
-        UNIMPLEMENTED / FEATURE_UNSUPPORTED. INVALID_ARGUMENT / INVALID_FIELD: a template error, or a conversation with
-        more than `max_text_bytes` of the capabilities.
+        UNIMPLEMENTED / FEATURE_UNSUPPORTED. INVALID_ARGUMENT / INVALID_FIELD: a template error, a conversation with more
+        than `max_text_bytes` of the capabilities, or one that contains the text of a special token (see
+        `allow_special_tokens`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

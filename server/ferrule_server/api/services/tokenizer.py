@@ -7,7 +7,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ferrule.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from ferrule_server.api.requests.chat import check_conversation, read_conversation
+from ferrule_server.api.requests.chat import check_conversation, check_special_tokens, read_conversation
 from ferrule_server.api.requests.fields import check_count
 from ferrule_server.api.rpc.calls import Context
 from ferrule_server.api.rpc.state import ServerState
@@ -148,7 +148,10 @@ def _detokenized(codec: Tokenizer, request: tokenizer_pb2.DetokenizeRequest) -> 
 def _rendered(
     codec: Tokenizer, template: ChatTemplate, request: tokenizer_pb2.ApplyChatTemplateRequest
 ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-    text = template.render(read_conversation(request))
+    conversation = read_conversation(request)
+    if not request.allow_special_tokens:
+        check_special_tokens(request, conversation, codec.find_special_token)
+    text = template.render(conversation)
     response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)
     _extend(response.token_ids, codec.encode(text))
     return response

@@ -168,7 +168,7 @@ BUDGET: dict[str, int] = {
     ".": 1570,
     "api": 365,
     "api/receiving": 640,
-    "api/requests": 925,
+    "api/requests": 960,
     "api/responses": 605,
     "api/rpc": 780,
     "api/security": 475,
@@ -195,7 +195,7 @@ BUDGET: dict[str, int] = {
     "model": 1155,
     "model/families": 190,
     "model/hub": 550,
-    "text": 700,
+    "text": 730,
     "training": 665,
 }
 """Code lines of each package of the server, its subpackages counted for themselves (``python -m tools.code_lines``)."""

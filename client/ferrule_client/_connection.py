@@ -366,8 +366,8 @@ class Connection:
         self, token_ids: Sequence[int], *, timeout: Timeout = USE_DEFAULT, is_patient: bool = False
     ) -> tuple[str, bool]:
         """Return the text of tokens without special ones, and whether it ends inside a character."""
-        request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=token_ids, skip_special_tokens=True)
-        reply = self.run(self.tokenizer.Decode, request, self.attempts(timeout, is_patient=is_patient))
+        request = tokenizer_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=True)
+        reply = self.run(self.tokenizer.Detokenize, request, self.attempts(timeout, is_patient=is_patient))
         return reply.text, reply.ends_mid_character
 
     def encode_text(self, text: str, *, timeout: Timeout = USE_DEFAULT, is_patient: bool = False) -> list[int]:
@@ -378,8 +378,8 @@ class Connection:
             ValueError: It cannot be written in UTF-8.
         """
         _check.text(text)
-        request = tokenizer_pb2.EncodeRequest(text=text)
-        return list(self.run(self.tokenizer.Encode, request, self.attempts(timeout, is_patient=is_patient)).token_ids)
+        request = tokenizer_pb2.TokenizeRequest(text=text, parse_special_tokens=True)
+        return list(self.run(self.tokenizer.Tokenize, request, self.attempts(timeout, is_patient=is_patient)).token_ids)
 
     def close(self) -> None:
         """Close the channel; calls under way are cancelled. Closing twice changes nothing."""

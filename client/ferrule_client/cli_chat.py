@@ -138,13 +138,22 @@ class _Chat:
         except ExecutorError as error:
             if not self.is_live:
                 raise
-            _note(f"error: {error}")
+            _note(self._complaint(error))
         except KeyboardInterrupt:  # before the first token was asked for
             if not self.is_live:
                 raise
             _note("\nstopped; nothing was said")
         else:
             self._finish(answer)
+
+    def _complaint(self, error: ExecutorError) -> str:
+        """Return why nothing was said, and what to do about it."""
+        token, field = error.metadata.get("special_token"), error.metadata.get("field", "")
+        if token is None:
+            return f"error: {error}"
+        is_earlier = not field.startswith(f"messages[{len(self._conversation.all_messages)}]")
+        where, remedy = ("the conversation", "/undo or /system -") if is_earlier else ("the text", "reword it")
+        return f"not sent: {where} contains the special token {token}, which would end or begin a message; {remedy}"
 
     def _show(self, piece: str) -> None:
         """Print a piece of the answer; many an answer begins with a space or a line's end that only a model needs."""

@@ -707,10 +707,10 @@ class Client:
             ``ids = client.encode("def area(")``
         """
         _check.text(text)
-        request = tokenizer_pb2.EncodeRequest(
+        request = tokenizer_pb2.TokenizeRequest(
             text=text, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
         )
-        reply = self._connection.unary(self._connection.tokenizer.Encode, request, timeout=timeout)
+        reply = self._connection.unary(self._connection.tokenizer.Tokenize, request, timeout=timeout)
         return list(reply.token_ids)
 
     def decode_tokens(
@@ -728,10 +728,10 @@ class Client:
             TokenOutOfVocabError: A token is not in the vocabulary.
             ExecutorError: Anything else, see ``errors``.
         """
-        request = tokenizer_pb2.TokenizerServiceDecodeRequest(
+        request = tokenizer_pb2.DetokenizeRequest(
             token_ids=_check.token_list(tokens), skip_special_tokens=skip_special_tokens
         )
-        return self._connection.unary(self._connection.tokenizer.Decode, request, timeout=timeout).text
+        return self._connection.unary(self._connection.tokenizer.Detokenize, request, timeout=timeout).text
 
     def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
         """Return what turns the tokens of a loop of your own into text, never half a character.
@@ -751,6 +751,7 @@ class Client:
         tools: Sequence[Mapping[str, object]] = (),
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
+        allow_special_tokens: bool = False,
         timeout: Timeout = USE_DEFAULT,
     ) -> ChatPrompt:
         """Return a conversation as the model's chat template writes it, as text and as token ids.
@@ -761,12 +762,15 @@ class Client:
             tools: Definitions of tools, handed to the template as ``tools``.
             add_generation_prompt: False: end after the last message, without the header that makes the model answer.
             variables: More variables for the template.
+            allow_special_tokens: True: text of special tokens in the conversation becomes these tokens; only if you
+                trust every author of it. False: such a conversation is refused.
             timeout: Seconds this may take, retries included.
 
         Raises:
             TypeError: It is no list of messages, one has no text as ``role``, or holds what JSON cannot.
             UnsupportedError: The model has no chat template.
-            InvalidRequestError: The template refuses the conversation.
+            InvalidRequestError: The template refuses the conversation, or a string of it contains the text of a
+                special token: ``field`` says where, and ``metadata["special_token"]`` which.
             ExecutorError: Anything else, see ``errors``.
 
         Example:
@@ -775,8 +779,9 @@ class Client:
         request = tokenizer_pb2.ApplyChatTemplateRequest(
             messages=_chat_messages(messages),
             tools_json=json.dumps(list(tools)) if tools else "",
-            add_generation_prompt=add_generation_prompt,
+            skip_generation_prompt=not add_generation_prompt,
             variables_json=json.dumps(dict(variables)) if variables else "",
+            allow_special_tokens=allow_special_tokens,
         )
         reply = self._connection.unary(self._connection.tokenizer.ApplyChatTemplate, request, timeout=timeout)
         return ChatPrompt(reply.text, tuple(reply.token_ids))

@@ -243,7 +243,7 @@ GARBAGE = b"\xff\xff\xff\xff"
         ("ModelExecutorService/Prefill", GARBAGE, "ferrule.v1.PrefillRequest"),
         ("ModelExecutorService/GetCacheInfo", NOT_UTF8, "ferrule.v1.GetCacheInfoRequest"),
         ("ModelExecutorService/BatchDecode", GARBAGE, "ferrule.v1.BatchDecodeRequest"),
-        ("TokenizerService/Encode", GARBAGE, "ferrule.v1.EncodeRequest"),
+        ("TokenizerService/Tokenize", GARBAGE, "ferrule.v1.TokenizeRequest"),
         ("AdminService/Drain", GARBAGE, "ferrule.v1.DrainRequest"),
     ],
 )

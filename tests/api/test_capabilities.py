@@ -1,4 +1,4 @@
-"""Every supports_ flag is true exactly if a call to the thing succeeds; each is called here."""
+"""A feature is listed exactly if a call to it succeeds; each is called here."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def _reserve(server: Server) -> None:
 
 
 def _tokenize(server: Server) -> None:
-    ids = server.text.Encode(tokenizer_pb2.EncodeRequest(text="Hello"), timeout=20).token_ids
-    server.text.Decode(tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=ids), timeout=20)
+    ids = server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text="Hello"), timeout=20).token_ids
+    server.text.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=ids), timeout=20)
 
 
 def _chat(server: Server) -> None:

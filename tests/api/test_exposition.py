@@ -417,7 +417,7 @@ def test_a_method_has_its_name_for_itself() -> None:
     ]
     names = [name_of(each) for each in methods]
     assert len(names) == len(set(names)) > 25
-    assert {"Decode", "TokenizerService/Decode", "Health/Check"} < set(names)
+    assert {"Decode", "TokenizerService/Detokenize", "Health/Check"} < set(names)
 
 
 # ---- phases ----------------------------------------------------------------------------------------------------------

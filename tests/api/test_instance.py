@@ -79,7 +79,7 @@ def test_every_kind_of_call_is_refused_and_does_nothing(server: RunningServer) -
         lambda: server.stub.ReleaseCache(
             cache_pb2.ReleaseCacheRequest(kv_caches=[handle]), metadata=elsewhere, timeout=10
         ),
-        lambda: server.text.Encode(tokenizer_pb2.EncodeRequest(text="a"), metadata=elsewhere, timeout=10),
+        lambda: server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text="a"), metadata=elsewhere, timeout=10),
         lambda: list(server.stub.Generate(generate, metadata=elsewhere, timeout=10)),
         lambda: list(
             server.stub.StreamDecode(

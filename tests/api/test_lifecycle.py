@@ -54,7 +54,7 @@ def test_while_loading_everything_but_status_and_health_is_refused() -> None:
             server.prefill,
             lambda: server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()),
             lambda: server.stub.BatchDecode(executor_pb2.BatchDecodeRequest()),
-            lambda: server.text.Encode(tokenizer_pb2.EncodeRequest(text="x")),
+            lambda: server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text="x")),
             lambda: server.open_stream().read(),
         ):
             with refused() as refusals:

@@ -304,9 +304,6 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         return self._run("Prefill", context, work)
 
     def Decode(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
-        if isinstance(request, tokenizer_pb2.TokenizerServiceDecodeRequest):
-            return self._decode_text(request)
-
         def work() -> executor_pb2.DecodeResponse:
             with self._lock:
                 result = self._decode(request.input)
@@ -451,15 +448,12 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
 
         return self._run("ReleaseCache", context, work)
 
-    def Encode(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
-        return tokenizer_pb2.EncodeResponse(token_ids=request.text.encode())
+    def Tokenize(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        return tokenizer_pb2.TokenizeResponse(token_ids=request.text.encode())
 
-    @staticmethod
-    def _decode_text(
-        request: tokenizer_pb2.TokenizerServiceDecodeRequest,
-    ) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
+    def Detokenize(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         text, ends_mid_character = bytes_to_text(list(request.token_ids))
-        return tokenizer_pb2.TokenizerServiceDecodeResponse(text=text, ends_mid_character=ends_mid_character)
+        return tokenizer_pb2.DetokenizeResponse(text=text, ends_mid_character=ends_mid_character)
 
 
 NO_OWNER = "upstream connect error or disconnect/reset before headers. reset reason: remote connection failure"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_client import Client, cli
+from ferrule_client import Client, InvalidRequestError, cli
 from ferrule_client._conversation import Conversation, DrawSettings
 
 GREEDY = DrawSettings(max_tokens=12, temperature=0)
@@ -220,6 +220,22 @@ def test_errors_end_a_script(chat: Callable[..., tuple[int, str, str]]) -> None:
     assert "context" in err.lower()
 
 
+def test_text_of_a_special_token_ends_a_script(chat: Callable[..., tuple[int, str, str]]) -> None:
+    """As every error does; the line names the field and the token."""
+    code, out, err = chat("What is <|endoftext|>?\nHello\n")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "messages[0].content: contains the text of the special token <|endoftext|>" in err
+
+
+def test_special_tokens_of_a_conversation_are_the_callers_choice(client: Client) -> None:
+    """Refused by field and token unless they are allowed."""
+    messages = [{"role": "user", "content": "x"}, {"role": "tool", "content": "<|endoftext|>"}]
+    with pytest.raises(InvalidRequestError) as caught:
+        client.apply_chat_template(messages)
+    assert (caught.value.field, caught.value.metadata["special_token"]) == ("messages[1].content", "<|endoftext|>")
+    assert 0 in client.apply_chat_template(messages, allow_special_tokens=True).token_ids
+
+
 @pytest.mark.parametrize("arguments", [("--variables", "{"), ("--variables", "[]"), ("--max-tokens", "0")])
 def test_wrong_use_has_an_exit_code_of_its_own(
     chat: Callable[..., tuple[int, str, str]], arguments: tuple[str, ...]
@@ -305,6 +321,26 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(terminal: Callable[..., Termina
     chat.type("/quit")
     assert chat.process.wait(20) == 0
     assert list(client.list_caches()) == []
+
+
+def test_text_of_a_special_token_is_refused_and_the_chat_goes_on(terminal: Callable[..., Terminal]) -> None:
+    """The message says which token and what to do: reword the text, or take back what is in the conversation."""
+    chat = terminal("--max-tokens", "3", "--temperature", "0", "--system", "Be brief.")
+    at = chat.wait_for("> ", chat.wait_for("demo at "))
+    chat.type("What is <|endoftext|>?")
+    at = chat.wait_for("not sent: the text contains the special token <|endoftext|>", at)
+    at = chat.wait_for("reword it\r\n> ", at)
+    chat.type("/system <|endoftext|>")
+    at = chat.wait_for("> ", chat.wait_for("system message: ", at))
+    chat.type("Hello")
+    at = chat.wait_for("not sent: the conversation contains the special token <|endoftext|>", at)
+    at = chat.wait_for("/undo or /system -\r\n> ", at)
+    chat.type("/system -")
+    at = chat.wait_for("> ", chat.wait_for("system message: none", at))
+    chat.type("Hello")
+    at = chat.wait_for("> ", chat.wait_for("tokens/s, prompt ", at))
+    chat.type("/quit")
+    assert chat.process.wait(20) == 0
 
 
 def test_the_end_of_input_leaves_and_speed_is_shown(terminal: Callable[..., Terminal]) -> None:

@@ -122,11 +122,11 @@ def test_frames_are_merged_however_they_were_cut() -> None:
 
 
 def test_names_of_methods_are_of_one_service() -> None:
-    """Decode is a call of the executor and another one of the tokenizer; what there is not is no name."""
+    """A name alone is a method of the executor; others need their service. Unknown names are refused."""
     assert full_name("Decode") == "ferrule.v1.ModelExecutorService/Decode"
-    assert full_name("TokenizerService/Decode") == "ferrule.v1.TokenizerService/Decode"
+    assert full_name("TokenizerService/Detokenize") == "ferrule.v1.TokenizerService/Detokenize"
     assert full_name("Health/Watch") == "grpc.health.v1.Health/Watch"
-    for wrong in ("Encode", "Service/Decode", "AdminService/Decode", "decode", ""):
+    for wrong in ("Tokenize", "TokenizerService/Decode", "Service/Decode", "AdminService/Decode", "decode", ""):
         with pytest.raises(LookupError):
             full_name(wrong)
 

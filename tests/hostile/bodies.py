@@ -169,23 +169,23 @@ def logit_bias(scene: Scene) -> Sequence[Body]:
 
 
 def encode_10mb(scene: Scene) -> Sequence[Body]:
-    """Encode of a text beyond the limit."""
-    message = tokenizer_pb2.EncodeRequest(text="ab " * (10_000_000 // 3))
-    return [Body(_TOKENIZER + "Encode", message.SerializeToString())]
+    """Tokenize of a text beyond the limit."""
+    message = tokenizer_pb2.TokenizeRequest(text="ab " * (10_000_000 // 3))
+    return [Body(_TOKENIZER + "Tokenize", message.SerializeToString())]
 
 
 def encode_longest(scene: Scene) -> Sequence[Body]:
-    """Encode of the longest text."""
+    """Tokenize of the longest text."""
     line = "The quick brown fox jumps over the lazy dog, again and again. "
     text = (line * (scene.limits.max_text_bytes // len(line) + 1))[: scene.limits.max_text_bytes]
-    return [Body(_TOKENIZER + "Encode", tokenizer_pb2.EncodeRequest(text=text).SerializeToString())]
+    return [Body(_TOKENIZER + "Tokenize", tokenizer_pb2.TokenizeRequest(text=text).SerializeToString())]
 
 
 def tokenizer_decode(scene: Scene) -> Sequence[Body]:
-    """TokenizerService Decode of as many ids as it takes."""
+    """TokenizerService Detokenize of as many ids as it takes."""
     ids = [300 + index % 1000 for index in range(scene.limits.max_text_tokens)]
-    message = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=ids)
-    return [Body(_TOKENIZER + "Decode", message.SerializeToString())]
+    message = tokenizer_pb2.DetokenizeRequest(token_ids=ids)
+    return [Body(_TOKENIZER + "Detokenize", message.SerializeToString())]
 
 
 def get_cache_info(scene: Scene) -> Sequence[Body]:

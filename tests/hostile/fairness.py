@@ -460,8 +460,8 @@ def run_stop_strings(campaign: Campaign) -> Outcome:
     found = []
     with serving(campaign, "stop_strings", f"--token-file={token_file(campaign.folder)}") as server:
         scene = scene_of(server)
-        encode = tokenizer_pb2_grpc.TokenizerServiceStub(server.channel).Encode
-        space = encode(tokenizer_pb2.EncodeRequest(text=" "), metadata=bearer(ATTACKER), timeout=20).token_ids[0]
+        tokenize = tokenizer_pb2_grpc.TokenizerServiceStub(server.channel).Tokenize
+        space = tokenize(tokenizer_pb2.TokenizeRequest(text=" "), metadata=bearer(ATTACKER), timeout=20).token_ids[0]
         worst = bodies.generate(space, bodies.worst_stops(scene.limits))
         for setup in flood.connections[:1] if campaign.is_quick else flood.connections:
             found.append(compare(server, campaign, flood, worst, setup=setup, control=bodies.generate(space, ())))

@@ -47,17 +47,17 @@ def run_text_queue(campaign: Campaign) -> Outcome:
             attacker.end()
     figures = {"alone_s": alone_s, "victim_s": took_s, "victim": status, "rss_growth_mib": watch.grown_mib}
     is_met = status == "OK" and took_s <= alone_s + QUEUE_SPARE_S and watch.grown_mib < QUEUE_GROWTH_MIB
-    summary = f"Encode of 88 KB: {alone_s} -> {took_s} s, {status}; RSS + {watch.grown_mib} MiB"
+    summary = f"Tokenize of 88 KB: {alone_s} -> {took_s} s, {status}; RSS + {watch.grown_mib} MiB"
     return Outcome(summary, figures, "<= its time alone + 1 s; RSS + < 300 MiB", is_met)
 
 
 def _encode(server: ServerProcess) -> tuple[float, str]:
-    """Time an Encode of the victim and return its status."""
+    """Time a Tokenize of the victim and return its status."""
     stub = tokenizer_pb2_grpc.TokenizerServiceStub(server.channel)
-    request = tokenizer_pb2.EncodeRequest(text=("def main(): return 1\n" * _VICTIM_BYTES)[:_VICTIM_BYTES])
+    request = tokenizer_pb2.TokenizeRequest(text=("def main(): return 1\n" * _VICTIM_BYTES)[:_VICTIM_BYTES])
     began_s, status = time.monotonic(), "OK"
     try:
-        stub.Encode(request, metadata=bearer(VICTIMS[0]), timeout=_PATIENCE_S)
+        stub.Tokenize(request, metadata=bearer(VICTIMS[0]), timeout=_PATIENCE_S)
     except grpc.RpcError as error:
         status = error.code().name
     return round(time.monotonic() - began_s, 3), status

@@ -47,10 +47,10 @@ int main(int argc, char** argv) {
   auto channel = grpc::CreateChannel(argc > 1 ? argv[1] : "127.0.0.1:50051", grpc::InsecureChannelCredentials());
   auto executor = Executor::NewStub(channel);
   auto tokenizer = TokenizerService::NewStub(channel);
-  EncodeRequest text;
+  TokenizeRequest text;
   text.set_text("def read_file(path):");
   PrefillRequest prompt;
-  *prompt.mutable_input()->mutable_input_ids() = Call(*tokenizer, &TokenizerService::Stub::Encode, text).token_ids();
+  *prompt.mutable_input()->mutable_input_ids() = Call(*tokenizer, &TokenizerService::Stub::Tokenize, text).token_ids();
   prompt.mutable_input()->mutable_logits_policy()->mutable_greedy_argmax();
   prompt.mutable_input()->set_request_id(std::to_string(std::random_device{}()));
   const auto first = Call(*executor, &Executor::Stub::Prefill, prompt).output();
@@ -75,10 +75,10 @@ int main(int argc, char** argv) {
     *branch.mutable_kv_cache() = handle;
     branch.mutable_logits_policy()->mutable_sample()->set_temperature(0.8);
     branch.mutable_logits_policy()->mutable_sample()->set_seed(release.kv_caches_size() - 1);
-    TokenizerServiceDecodeRequest said;
+    DetokenizeRequest said;
     *said.mutable_token_ids() = tokens;
     Decode(*stream, 8, branch, *said.mutable_token_ids());
-    std::cout << Call(*tokenizer, &TokenizerService::Stub::Decode, said).text() << "\n--\n";
+    std::cout << Call(*tokenizer, &TokenizerService::Stub::Detokenize, said).text() << "\n--\n";
     *release.add_kv_caches() = branch.kv_cache();
   }
   const auto released = Call(*executor, &Executor::Stub::ReleaseCache, release);

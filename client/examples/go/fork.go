@@ -43,7 +43,7 @@ func main() {
 	channel := must(grpc.Dial(append(os.Args, "127.0.0.1:50051")[1], grpc.WithInsecure()))
 	executor, tokenizer := ferrule.NewModelExecutorServiceClient(channel), ferrule.NewTokenizerServiceClient(channel)
 
-	ids := must(tokenizer.Encode(ctx, &ferrule.EncodeRequest{Text: "def read_file(path):"})).TokenIds
+	ids := must(tokenizer.Tokenize(ctx, &ferrule.TokenizeRequest{Text: "def read_file(path):"})).TokenIds
 	policy := &ferrule.LogitsReturnPolicy{Selection: &ferrule.LogitsReturnPolicy_GreedyArgmax{GreedyArgmax: &ferrule.GreedyArgmax{}}}
 	prompt := &ferrule.PrefillInput{InputIds: ids, LogitsPolicy: policy, RequestId: fmt.Sprint(time.Now().UnixNano())}
 	first := must(executor.Prefill(ctx, &ferrule.PrefillRequest{Input: prompt})).Output
@@ -60,7 +60,7 @@ func main() {
 		policy := &ferrule.LogitsReturnPolicy{Selection: &ferrule.LogitsReturnPolicy_Sample{Sample: sample}}
 		branch := &ferrule.DecodeInput{InputIds: trunk.InputIds, KvCache: handle, LogitsPolicy: policy}
 		whole := append(tokens[:len(tokens):len(tokens)], decode(stream, branch, 8)...)
-		fmt.Println(must(tokenizer.Decode(ctx, &ferrule.TokenizerServiceDecodeRequest{TokenIds: whole})).Text + "\n--")
+		fmt.Println(must(tokenizer.Detokenize(ctx, &ferrule.DetokenizeRequest{TokenIds: whole})).Text + "\n--")
 		handles = append(handles, branch.KvCache)
 	}
 	count := 0

@@ -14,7 +14,7 @@ const owner = new grpc.Metadata(); // names the server that has the handles, for
 const call = (stub, name, request) => new Promise((resolve, reject) => stub[name](
   request, owner, { deadline: Date.now() + 30_000 }, (error, reply) => (error ? reject(error) : resolve(reply))));
 
-const { tokenIds } = await call(tokenizer, "Encode", { text: "def read_file(path):" });
+const { tokenIds } = await call(tokenizer, "Tokenize", { text: "def read_file(path):" });
 const policy = { greedyArgmax: {} };
 const prompt = { inputIds: tokenIds, logitsPolicy: policy, requestId: randomUUID() };
 const { output } = await call(executor, "Prefill", { input: prompt });
@@ -39,7 +39,7 @@ const { kvCaches } = await call(executor, "ForkCache", { kvCache: trunk.handle, 
 const branches = kvCaches.map((handle, seed) => (
   { handle, tokens: [...trunk.tokens], policy: { sample: { temperature: 0.8, seed } } }));
 for (let i = 0; i < 8; i++) await step(...branches);
-for (const { tokens } of branches) console.log((await call(tokenizer, "Decode", { tokenIds: tokens })).text + "\n--");
+for (const { tokens } of branches) console.log((await call(tokenizer, "Detokenize", { tokenIds: tokens })).text + "\n--");
 stream.end();
 const { results } = await call(executor, "ReleaseCache", { kvCaches: [trunk.handle, ...kvCaches] });
 console.log(`released ${results.filter(({ released }) => released).length}`);

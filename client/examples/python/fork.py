@@ -11,7 +11,7 @@ from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, tokenizer_pb2
 channel = grpc.insecure_channel((sys.argv[1:] or ["127.0.0.1:50051"])[0])
 executor = executor_pb2_grpc.ModelExecutorServiceStub(channel)
 tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-ids = tokenizer.Encode(tokenizer_pb2.EncodeRequest(text="def read_file(path):"), timeout=30).token_ids
+ids = tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="def read_file(path):"), timeout=30).token_ids
 start = executor_pb2.PrefillInput(input_ids=ids, logits_policy={"greedy_argmax": {}}, request_id=str(uuid.uuid4()))
 out = executor.Prefill(executor_pb2.PrefillRequest(input=start), timeout=30).output
 owner = (("ferrule-instance", out.kv_cache.instance),)  # for the proxy on the way
@@ -38,8 +38,8 @@ branches = [executor_pb2.DecodeInput(kv_cache=handle, input_ids=tokens[-1:]) for
 for seed, branch in enumerate(branches):
     branch.logits_policy.sample.temperature, branch.logits_policy.sample.seed = 0.8, seed
 for said in zip(*(step(branches) for _ in range(8)), strict=True):
-    whole = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=[*tokens, *said])
-    sys.stdout.write(f"{tokenizer.Decode(whole, timeout=30).text}\n--\n")
+    whole = tokenizer_pb2.DetokenizeRequest(token_ids=[*tokens, *said])
+    sys.stdout.write(f"{tokenizer.Detokenize(whole, timeout=30).text}\n--\n")
 sent.put(None)
 release = cache_pb2.ReleaseCacheRequest(kv_caches=[branch.kv_cache for branch in (trunk, *branches)])
 released = executor.ReleaseCache(release, timeout=30, metadata=owner).results

@@ -22,7 +22,7 @@ step() { # step BRANCHES: [{tokens, handle, policy}, ...]
       .[$i].handle = $result.decode.kvCache | .[$i].tokens += $result.decode.outputs.tokens)'
 }
 
-ids=$(call TokenizerService/Encode '{"text": "def read_file(path):"}' | jq .tokenIds)
+ids=$(call TokenizerService/Tokenize '{"text": "def read_file(path):"}' | jq .tokenIds)
 prompt=$(jq -n --argjson ids "$ids" --arg id "$RANDOM$RANDOM-$$" \
   '{input: {inputIds: $ids, logitsPolicy: {greedyArgmax: {}}, requestId: $id}}')
 trunk=$(call ModelExecutorService/Prefill "$prompt" |
@@ -34,7 +34,7 @@ branches=$(jq --argjson trunk "$trunk" '[.kvCaches | to_entries[] |
   {tokens: $trunk[0].tokens, handle: .value, policy: {sample: {temperature: 0.8, seed: .key}}}]' <<< "$forked")
 for _ in 1 2 3 4 5 6 7 8; do branches=$(step "$branches"); done
 for i in 0 1; do
-  call TokenizerService/Decode "$(jq "{tokenIds: .[$i].tokens}" <<< "$branches")" | jq -r '.text + "\n--"'
+  call TokenizerService/Detokenize "$(jq "{tokenIds: .[$i].tokens}" <<< "$branches")" | jq -r '.text + "\n--"'
 done
 release=$(jq -n --argjson all "[$trunk, $branches]" '{kvCaches: ($all | add | map(.handle))}')
 call ModelExecutorService/ReleaseCache "$release" | jq -r '"released \(.results | map(select(.released)) | length)"'

@@ -351,8 +351,8 @@ class Connection:
         self, token_ids: Sequence[int], *, timeout: Timeout = USE_DEFAULT, is_patient: bool = False
     ) -> tuple[str, bool]:
         """Return the text of tokens without special ones, and whether it ends inside a character."""
-        request = tokenizer_pb2.TokenizerServiceDecodeRequest(token_ids=token_ids, skip_special_tokens=True)
-        reply = await self.run(self.tokenizer.Decode, request, self.attempts(timeout, is_patient=is_patient))
+        request = tokenizer_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=True)
+        reply = await self.run(self.tokenizer.Detokenize, request, self.attempts(timeout, is_patient=is_patient))
         return reply.text, reply.ends_mid_character
 
     async def encode_text(self, text: str, *, timeout: Timeout = USE_DEFAULT, is_patient: bool = False) -> list[int]:
@@ -363,9 +363,9 @@ class Connection:
             ValueError: It cannot be written in UTF-8.
         """
         _check.text(text)
-        request = tokenizer_pb2.EncodeRequest(text=text)
+        request = tokenizer_pb2.TokenizeRequest(text=text, parse_special_tokens=True)
         return list(
-            (await self.run(self.tokenizer.Encode, request, self.attempts(timeout, is_patient=is_patient))).token_ids
+            (await self.run(self.tokenizer.Tokenize, request, self.attempts(timeout, is_patient=is_patient))).token_ids
         )
 
     async def close(self) -> None:

@@ -6,7 +6,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class EncodeRequest(_message.Message):
+class TokenizeRequest(_message.Message):
     __slots__ = ("text", "add_special_tokens", "parse_special_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -16,13 +16,13 @@ class EncodeRequest(_message.Message):
     parse_special_tokens: bool
     def __init__(self, text: _Optional[str] = ..., add_special_tokens: bool = ..., parse_special_tokens: bool = ...) -> None: ...
 
-class EncodeResponse(_message.Message):
+class TokenizeResponse(_message.Message):
     __slots__ = ("token_ids",)
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class TokenizerServiceDecodeRequest(_message.Message):
+class DetokenizeRequest(_message.Message):
     __slots__ = ("token_ids", "skip_special_tokens")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -30,7 +30,7 @@ class TokenizerServiceDecodeRequest(_message.Message):
     skip_special_tokens: bool
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., skip_special_tokens: bool = ...) -> None: ...
 
-class TokenizerServiceDecodeResponse(_message.Message):
+class DetokenizeResponse(_message.Message):
     __slots__ = ("text", "ends_mid_character")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     ENDS_MID_CHARACTER_FIELD_NUMBER: _ClassVar[int]
@@ -39,16 +39,18 @@ class TokenizerServiceDecodeResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ..., ends_mid_character: bool = ...) -> None: ...
 
 class ApplyChatTemplateRequest(_message.Message):
-    __slots__ = ("messages", "tools_json", "add_generation_prompt", "variables_json")
+    __slots__ = ("messages", "tools_json", "skip_generation_prompt", "variables_json", "allow_special_tokens")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
-    ADD_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SKIP_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_JSON_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     tools_json: str
-    add_generation_prompt: bool
+    skip_generation_prompt: bool
     variables_json: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., add_generation_prompt: bool = ..., variables_json: _Optional[str] = ...) -> None: ...
+    allow_special_tokens: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., skip_generation_prompt: bool = ..., variables_json: _Optional[str] = ..., allow_special_tokens: bool = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "extra_json")

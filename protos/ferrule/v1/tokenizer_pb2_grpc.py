@@ -27,10 +27,10 @@ if _version_not_supported:
 
 class TokenizerServiceStub(object):
     """Turns text into token ids and back. Stateless; every call is idempotent.
-    Without a tokenizer (ModelInfo.has_tokenizer) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
-    Long requests wait in a bounded queue, in which principals take turns: beyond it a call is refused with
-    RESOURCE_EXHAUSTED / QUEUE_FULL, beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE, both
-    with RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
+    Without a tokenizer (FEATURE_TOKENIZER) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
+    Long requests wait in a bounded queue, in which principals take turns. If the queue is full, a call is refused with
+    RESOURCE_EXHAUSTED / QUEUE_FULL; beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE. Both
+    have RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
     """
 
     def __init__(self, channel):
@@ -39,15 +39,15 @@ class TokenizerServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Encode = channel.unary_unary(
-                '/ferrule.v1.TokenizerService/Encode',
-                request_serializer=ferrule_dot_v1_dot_tokenizer__pb2.EncodeRequest.SerializeToString,
-                response_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.EncodeResponse.FromString,
+        self.Tokenize = channel.unary_unary(
+                '/ferrule.v1.TokenizerService/Tokenize',
+                request_serializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
-        self.Decode = channel.unary_unary(
-                '/ferrule.v1.TokenizerService/Decode',
-                request_serializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeRequest.SerializeToString,
-                response_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeResponse.FromString,
+        self.Detokenize = channel.unary_unary(
+                '/ferrule.v1.TokenizerService/Detokenize',
+                request_serializer=ferrule_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.ApplyChatTemplate = channel.unary_unary(
                 '/ferrule.v1.TokenizerService/ApplyChatTemplate',
@@ -58,20 +58,20 @@ class TokenizerServiceStub(object):
 
 class TokenizerServiceServicer(object):
     """Turns text into token ids and back. Stateless; every call is idempotent.
-    Without a tokenizer (ModelInfo.has_tokenizer) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
-    Long requests wait in a bounded queue, in which principals take turns: beyond it a call is refused with
-    RESOURCE_EXHAUSTED / QUEUE_FULL, beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE, both
-    with RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
+    Without a tokenizer (FEATURE_TOKENIZER) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
+    Long requests wait in a bounded queue, in which principals take turns. If the queue is full, a call is refused with
+    RESOURCE_EXHAUSTED / QUEUE_FULL; beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE. Both
+    have RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
     """
 
-    def Encode(self, request, context):
+    def Tokenize(self, request, context):
         """Turns text into token ids. More than `max_text_bytes` of the capabilities: INVALID_ARGUMENT / INVALID_FIELD.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Decode(self, request, context):
+    def Detokenize(self, request, context):
         """Turns token ids into text. Ids outside the vocabulary: INVALID_ARGUMENT / TOKEN_OUT_OF_VOCAB; more than
         `max_text_tokens` of the capabilities: INVALID_ARGUMENT / INVALID_FIELD.
         """
@@ -81,7 +81,9 @@ class TokenizerServiceServicer(object):
 
     def ApplyChatTemplate(self, request, context):
         """Renders a conversation by the model's chat template and turns it into token ids. Without a template:
-        UNIMPLEMENTED / FEATURE_UNSUPPORTED; a template error: INVALID_ARGUMENT / INVALID_FIELD.
+        UNIMPLEMENTED / FEATURE_UNSUPPORTED. INVALID_ARGUMENT / INVALID_FIELD: a template error, a conversation with more
+        than `max_text_bytes` of the capabilities, or one that contains the text of a special token (see
+        `allow_special_tokens`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,15 +92,15 @@ class TokenizerServiceServicer(object):
 
 def add_TokenizerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Encode': grpc.unary_unary_rpc_method_handler(
-                    servicer.Encode,
-                    request_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.EncodeRequest.FromString,
-                    response_serializer=ferrule_dot_v1_dot_tokenizer__pb2.EncodeResponse.SerializeToString,
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizeRequest.FromString,
+                    response_serializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizeResponse.SerializeToString,
             ),
-            'Decode': grpc.unary_unary_rpc_method_handler(
-                    servicer.Decode,
-                    request_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeRequest.FromString,
-                    response_serializer=ferrule_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeResponse.SerializeToString,
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=ferrule_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.FromString,
+                    response_serializer=ferrule_dot_v1_dot_tokenizer__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ApplyChatTemplate': grpc.unary_unary_rpc_method_handler(
                     servicer.ApplyChatTemplate,
@@ -115,14 +117,14 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class TokenizerService(object):
     """Turns text into token ids and back. Stateless; every call is idempotent.
-    Without a tokenizer (ModelInfo.has_tokenizer) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
-    Long requests wait in a bounded queue, in which principals take turns: beyond it a call is refused with
-    RESOURCE_EXHAUSTED / QUEUE_FULL, beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE, both
-    with RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
+    Without a tokenizer (FEATURE_TOKENIZER) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
+    Long requests wait in a bounded queue, in which principals take turns. If the queue is full, a call is refused with
+    RESOURCE_EXHAUSTED / QUEUE_FULL; beyond the caller's quota of text with RESOURCE_EXHAUSTED / QUOTA_TEXT_RATE. Both
+    have RetryInfo. A limit that a request exceeds is reported at once. A call that is cancelled leaves the queue.
     """
 
     @staticmethod
-    def Encode(request,
+    def Tokenize(request,
             target,
             options=(),
             channel_credentials=None,
@@ -135,9 +137,9 @@ class TokenizerService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ferrule.v1.TokenizerService/Encode',
-            ferrule_dot_v1_dot_tokenizer__pb2.EncodeRequest.SerializeToString,
-            ferrule_dot_v1_dot_tokenizer__pb2.EncodeResponse.FromString,
+            '/ferrule.v1.TokenizerService/Tokenize',
+            ferrule_dot_v1_dot_tokenizer__pb2.TokenizeRequest.SerializeToString,
+            ferrule_dot_v1_dot_tokenizer__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -149,7 +151,7 @@ class TokenizerService(object):
             _registered_method=True)
 
     @staticmethod
-    def Decode(request,
+    def Detokenize(request,
             target,
             options=(),
             channel_credentials=None,
@@ -162,9 +164,9 @@ class TokenizerService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ferrule.v1.TokenizerService/Decode',
-            ferrule_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeRequest.SerializeToString,
-            ferrule_dot_v1_dot_tokenizer__pb2.TokenizerServiceDecodeResponse.FromString,
+            '/ferrule.v1.TokenizerService/Detokenize',
+            ferrule_dot_v1_dot_tokenizer__pb2.DetokenizeRequest.SerializeToString,
+            ferrule_dot_v1_dot_tokenizer__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

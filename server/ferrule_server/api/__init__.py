@@ -7,7 +7,7 @@ responses/      result -> message
 streams/        StreamDecode, Generate, Forward, and batches
 rpc/            the code around every method: registration, admission, observers, errors
 receiving/      memory, time and turns for messages before they are parsed
-texts/          the queue and the threads for Encode, Decode and ApplyChatTemplate
+texts/          the queue and the threads for Tokenize, Detokenize and ApplyChatTemplate
 security/       tokens, certificates, TLS, principals
 telemetry/      call log, metrics, traces
 web/            the HTTP side: /metrics and the page

@@ -47,8 +47,8 @@ class ApiLimits:
         max_stop_bytes: Longest stop string, in bytes of UTF-8.
         stream_window_bytes: How far Generate may run ahead of its reader; Forward, whose rows are large, always has
             room for two chunks.
-        max_text_bytes: Longest text of Encode, in bytes of UTF-8; more than any context holds.
-        max_text_tokens: Most token ids of TokenizerService Decode.
+        max_text_bytes: Longest text of Tokenize, in bytes of UTF-8; more than any context holds.
+        max_text_tokens: Most token ids of TokenizerService Detokenize.
         min_ttl_s: Shortest lease, in seconds.
         default_ttl_s: Lease if the client sets none.
         max_ttl_s: Longest lease.

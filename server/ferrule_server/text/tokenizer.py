@@ -14,6 +14,7 @@ import tokenizers
 
 from ferrule_server.errors import InvalidRequest, ModelError, TokenOutOfVocab
 from ferrule_server.model_files import MAX_TOKENIZER_BYTES, FileMissing, read_text, shown
+from ferrule_server.text.special_tokens import SpecialTokenFinder
 from ferrule_server.text.tokenizer_config import TokenizerConfig
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
@@ -48,6 +49,8 @@ class Tokenizer:
         self._literal.encode_special_tokens = True
         added = self._parsing.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        with _refusing("its special tokens are not usable"):
+            self._special_finder = SpecialTokenFinder(self._parsing)
         decoder_types = _decoder_types(self._parsing)
         self._byte_of_character = _byte_alphabet() if "ByteLevel" in decoder_types else {}
         self._has_byte_fallback = "ByteFallback" in decoder_types
@@ -94,6 +97,10 @@ class Tokenizer:
         (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids: list[int] = encoding.ids
         return token_ids
+
+    def find_special_token(self, text: str) -> str | None:
+        """Return a special token that :meth:`encode` would make of a part of this text; None: there is none."""
+        return self._special_finder.find(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids; bytes that are not UTF-8 appear as U+FFFD.

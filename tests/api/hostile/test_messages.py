@@ -94,7 +94,8 @@ def _valid(name: str, live: types_pb2.KvCacheHandle) -> Message:
         "TruncateKv": cache_pb2.TruncateKvRequest(kv_cache=live, new_length=live.length),
         "KeepAlive": cache_pb2.KeepAliveRequest(kv_caches=[live]),
         "GetCacheInfo": cache_pb2.GetCacheInfoRequest(kv_cache=live),
-        "Encode": tokenizer_pb2.EncodeRequest(text="def main():"),
+        "Tokenize": tokenizer_pb2.TokenizeRequest(text="def main():"),
+        "Detokenize": tokenizer_pb2.DetokenizeRequest(token_ids=[1, 2, 3]),
     }
     return known.get(name, executor_pb2.GetStatusRequest())
 

@@ -72,9 +72,9 @@ GENERATE = Method(
     executor_pb2.GenerateResponse,
 )
 ENCODE = Method(
-    "ferrule.v1.TokenizerService/Encode",
-    tokenizer_pb2.EncodeRequest(text="def area(").SerializeToString(),
-    tokenizer_pb2.EncodeResponse,
+    "ferrule.v1.TokenizerService/Tokenize",
+    tokenizer_pb2.TokenizeRequest(text="def area(").SerializeToString(),
+    tokenizer_pb2.TokenizeResponse,
 )
 CHECK = Method(
     "grpc.health.v1.Health/Check",

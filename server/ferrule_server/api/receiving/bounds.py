@@ -83,7 +83,7 @@ def lengths(limits: ApiLimits, model: ModelSizes) -> dict[str, int]:
         "VerifyInput.draft_ids": limits.max_draft_tokens,
         "VerifyInput.parents": limits.max_draft_tokens,
         "VerifyInput.token_masks": limits.max_draft_tokens + 1,
-        "EncodeRequest.text": limits.max_text_bytes,
+        "TokenizeRequest.text": limits.max_text_bytes,
         "ExtensionRequest.containing_type": 1024,
         "ServerReflectionRequest.all_extension_numbers_of_type": 1024,
         "ServerReflectionRequest.file_by_filename": 1024,
@@ -92,7 +92,7 @@ def lengths(limits: ApiLimits, model: ModelSizes) -> dict[str, int]:
         "ServerReflectionRequest.list_services": 1024,
         "HealthCheckRequest.service": 1024,
         "WarmupRequest.batch_sizes": 1024,
-        "TokenizerServiceDecodeRequest.token_ids": limits.max_text_tokens,
+        "DetokenizeRequest.token_ids": limits.max_text_tokens,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NoReturn
 
 from ferrule.v1 import tokenizer_pb2
@@ -38,9 +39,72 @@ def read_conversation(request: tokenizer_pb2.ApplyChatTemplateRequest) -> Conver
     return Conversation(
         messages=[_message(message, f"messages[{i}].") for i, message in enumerate(request.messages)],
         tools=_tools(request.tools_json) if request.tools_json else None,
-        add_generation_prompt=request.add_generation_prompt if request.HasField("add_generation_prompt") else True,
+        add_generation_prompt=not request.skip_generation_prompt,
         variables=_object(request.variables_json, "variables_json", RESERVED_VARIABLES),
     )
+
+
+def check_special_tokens(
+    request: tokenizer_pb2.ApplyChatTemplateRequest, conversation: Conversation, find: Callable[[str], str | None]
+) -> None:
+    """Refuse a conversation that would bring special tokens of its own into a prompt.
+
+    The strings of all fields are searched at once; only if that finds something, field by field.
+
+    Args:
+        request: The request.
+        conversation: What :func:`read_conversation` returned for it.
+        find: Returns a special token that occurs in a text, or None.
+
+    Raises:
+        InvalidRequest: A string, decoded from JSON where it is in JSON, contains the text of a special token.
+    """
+    texts = {field: "\n".join(strings) for field, strings in _strings_by_field(request, conversation)}
+    if find("\n".join(texts.values())) is None:
+        return
+    for field, text in texts.items():
+        token = find(text)
+        if token is not None:
+            description = (
+                f"contains the text of the special token {token}, which would become this token; remove it, or set "
+                "allow_special_tokens if all authors of the conversation may write special tokens"
+            )
+            raise InvalidRequest(field, description, special_token=token)
+
+
+def _strings_by_field(
+    request: tokenizer_pb2.ApplyChatTemplateRequest, conversation: Conversation
+) -> Iterator[tuple[str, Iterable[str]]]:
+    for i, (sent, message) in enumerate(zip(request.messages, conversation.messages, strict=True)):
+        own = ("role", "content") if sent.content else ("role",)
+        extra = {key: value for key, value in message.items() if key not in own}
+        yield f"messages[{i}].role", [sent.role]
+        yield f"messages[{i}].content", [sent.content]
+        yield f"messages[{i}].extra_json", [*_strings(extra), _text_of_parts(message["content"])]
+    yield "tools_json", _strings(conversation.tools)
+    yield "variables_json", _strings(conversation.variables)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every string in a value of JSON, keys of objects too. It may be nested deeper than functions may call."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, dict):
+            yield from one
+            waiting.extend(one.values())
+        elif isinstance(one, list):
+            waiting.extend(one)
+
+
+def _text_of_parts(content: Any) -> str:
+    """Return the text of a content that is a list of parts, which templates write one after the other."""
+    if not isinstance(content, list):
+        return ""
+    texts = (part.get("text") if isinstance(part, dict) else part for part in content)
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _message(message: tokenizer_pb2.ChatMessage, at: str) -> dict[str, Any]:

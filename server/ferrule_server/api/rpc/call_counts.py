@@ -77,8 +77,8 @@ class CallCounts:
 
 
 def name_of(call: Call) -> str:
-    """Return the name that a method is counted by: ``Prefill``, but ``TokenizerService/Encode`` for other services.
+    """Return the name that a method is counted by: ``Prefill``, but ``TokenizerService/Tokenize`` for other services.
 
-    Both the executor and the tokenizer have a ``Decode``.
+    So methods of two services are counted apart even if they have the same name.
     """
     return call.rpc if call.service == _MAIN_SERVICE else f"{call.service.rpartition('.')[2]}/{call.rpc}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ferrule.v1 import tokenizer_pb2, tokenizer_pb2_grpc
-from ferrule_server.api.requests.chat import check_conversation, read_conversation
+from ferrule_server.api.requests.chat import check_conversation, check_special_tokens, read_conversation
 from ferrule_server.api.requests.fields import check_count
 from ferrule_server.api.rpc.calls import Context
 from ferrule_server.api.rpc.state import ServerState
@@ -56,19 +56,21 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         largest_bytes = max(limits.max_text_bytes, TEXT_BYTES_PER_TOKEN * limits.max_text_tokens)
         self._workers = TextWorkers(state.limits_of, _NUM_LARGEST * largest_bytes, charge=self._charge)
 
-    async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Context) -> tokenizer_pb2.EncodeResponse:
+    async def Tokenize(
+        self, request: tokenizer_pb2.TokenizeRequest, context: Context
+    ) -> tokenizer_pb2.TokenizeResponse:
         """Turn text into token ids."""
         codec, num_bytes = self._codec(), _num_bytes(request.text, self.state.limits.max_text_bytes)
-        work = functools.partial(_encoded, codec, request)
+        work = functools.partial(_tokenized, codec, request)
         return await self._run(context, work, num_bytes, is_inline=num_bytes <= _INLINE_LENGTH)
 
-    async def Decode(
-        self, request: tokenizer_pb2.TokenizerServiceDecodeRequest, context: Context
-    ) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
+    async def Detokenize(
+        self, request: tokenizer_pb2.DetokenizeRequest, context: Context
+    ) -> tokenizer_pb2.DetokenizeResponse:
         """Turn token ids into text."""
         codec, num_tokens = self._codec(), len(request.token_ids)
         check_count("token_ids", num_tokens, self.state.limits.max_text_tokens, "send them in pieces")
-        work = functools.partial(_decoded, codec, request)
+        work = functools.partial(_detokenized, codec, request)
         return await self._run(context, work, TEXT_BYTES_PER_TOKEN * num_tokens, is_inline=num_tokens <= _INLINE_LENGTH)
 
     async def ApplyChatTemplate(
@@ -124,10 +126,9 @@ def _num_bytes(text: str, limit: int) -> int:
     return num_bytes
 
 
-def _encoded(codec: Tokenizer, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
-    is_parsing = request.parse_special_tokens if request.HasField("parse_special_tokens") else True
-    token_ids = codec.encode(request.text, request.add_special_tokens, is_parsing)
-    response = tokenizer_pb2.EncodeResponse()
+def _tokenized(codec: Tokenizer, request: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeResponse:
+    token_ids = codec.encode(request.text, request.add_special_tokens, request.parse_special_tokens)
+    response = tokenizer_pb2.TokenizeResponse()
     _extend(response.token_ids, token_ids)
     return response
 
@@ -137,19 +138,20 @@ def _extend(field: MutableSequence[int], token_ids: Sequence[int]) -> None:
         field.extend(token_ids[start : start + _SLICE_LENGTH])
 
 
-def _decoded(
-    codec: Tokenizer, request: tokenizer_pb2.TokenizerServiceDecodeRequest
-) -> tokenizer_pb2.TokenizerServiceDecodeResponse:
+def _detokenized(codec: Tokenizer, request: tokenizer_pb2.DetokenizeRequest) -> tokenizer_pb2.DetokenizeResponse:
     token_ids = list(request.token_ids)
     text = codec.decode(token_ids, request.skip_special_tokens)
     last = list(codec.shown(token_ids[-_TAIL_LENGTH:], request.skip_special_tokens))
-    return tokenizer_pb2.TokenizerServiceDecodeResponse(text=text, ends_mid_character=codec.ends_mid_character(last))
+    return tokenizer_pb2.DetokenizeResponse(text=text, ends_mid_character=codec.ends_mid_character(last))
 
 
 def _rendered(
     codec: Tokenizer, template: ChatTemplate, request: tokenizer_pb2.ApplyChatTemplateRequest
 ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-    text = template.render(read_conversation(request))
+    conversation = read_conversation(request)
+    if not request.allow_special_tokens:
+        check_special_tokens(request, conversation, codec.find_special_token)
+    text = template.render(conversation)
     response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)
     _extend(response.token_ids, codec.encode(text))
     return response

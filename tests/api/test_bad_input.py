@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
-from tests.api.harness import FULL, INSTANCE, PROMPT, Refusal, RunningServer, decode_item, read_status, refused
+from tests.api.harness import FULL, GREEDY, INSTANCE, PROMPT, Refusal, RunningServer, decode_item, read_status, refused
 from tests.fakes import FakeExecutor
 
 Code = grpc.StatusCode
@@ -352,3 +352,38 @@ def test_what_may_be_logged_of_a_handle_is_set_in_replies_and_ignored_in_request
     moved = server.decode(forged, 7).kv_cache
     assert (moved.cache_id, moved.instance, moved.handle_id) == (handle.cache_id, INSTANCE, expected)
     assert server.info(other).kv_cache == other
+
+
+NEWER = b"\xfa\x07\x01x"
+"""Field 127 of a message, which no message of the contract has: what a newer client may send."""
+
+
+@pytest.mark.parametrize("num_tokens", [3, 33_000])
+def test_a_field_of_a_newer_contract_is_refused_not_ignored(server: RunningServer, num_tokens: int) -> None:
+    """At any depth, in small and in large requests; nothing was run."""
+    steps = server.engine.counters.steps
+    prompt = executor_pb2.PrefillInput(input_ids=[300] * num_tokens, logits_policy=GREEDY)
+    policy = policy_pb2.LogitsReturnPolicy.FromString(NEWER)
+    options = executor_pb2.CacheOptions.FromString(NEWER)
+    for newer in (
+        executor_pb2.PrefillInput(logits_policy=policy),
+        executor_pb2.PrefillInput(cache=options),
+        executor_pb2.PrefillInput.FromString(NEWER),
+    ):
+        newer.MergeFrom(prompt)
+        data = executor_pb2.PrefillRequest(input=newer).SerializeToString()
+        refusal = _refusal(lambda data=data: server.raw_unary("ModelExecutorService/Prefill", data))  # type: ignore[misc]
+        assert (refusal.code, refusal.reason) == (Code.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
+        assert "older than the client" in refusal.message
+    assert server.engine.counters.steps == steps
+
+
+def test_a_frame_of_a_newer_contract_ends_its_stream(server: RunningServer) -> None:
+    """No item of it was run, and the sequence is as it was."""
+    handle = server.prefill().kv_cache
+    item = executor_pb2.StreamItem(decode=executor_pb2.DecodeInput.FromString(NEWER))
+    item.decode.MergeFrom(decode_item(handle, 7))
+    frame = executor_pb2.StreamDecodeRequest(items=[item]).SerializeToString()
+    refusal = _refusal(lambda: list(server.raw_stream(frame)))
+    assert (refusal.code, refusal.reason) == (Code.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
+    assert server.info(handle).kv_cache == handle

@@ -34,6 +34,10 @@ class ModelExecutorServiceStub(object):
     (STARTING, DRAINING), INVALID_ARGUMENT (REQUEST_TOO_LARGE), DEADLINE_EXCEEDED (REQUEST_TIMEOUT), UNIMPLEMENTED
     (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
 
+    A request that has a field, or a value of an enum, which the server does not know is refused as a whole, and a stream
+    ends: UNIMPLEMENTED / FEATURE_UNSUPPORTED for a field, INVALID_ARGUMENT / INVALID_FIELD for a value. To ignore what a
+    newer client asks for would be to answer something else.
+
     "The append rule" below: input tokens are appended at the handle's length. A retry of an append that already
     happened is answered as a replay and appends nothing, so every append may be repeated after a lost reply. An input
     without tokens is a query: the last row is run again under the policy sent and nothing changes. Appends on one
@@ -160,6 +164,10 @@ class ModelExecutorServiceServicer(object):
     reasons is in protos/README.md. Any call can answer UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), UNAVAILABLE
     (STARTING, DRAINING), INVALID_ARGUMENT (REQUEST_TOO_LARGE), DEADLINE_EXCEEDED (REQUEST_TIMEOUT), UNIMPLEMENTED
     (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
+
+    A request that has a field, or a value of an enum, which the server does not know is refused as a whole, and a stream
+    ends: UNIMPLEMENTED / FEATURE_UNSUPPORTED for a field, INVALID_ARGUMENT / INVALID_FIELD for a value. To ignore what a
+    newer client asks for would be to answer something else.
 
     "The append rule" below: input tokens are appended at the handle's length. A retry of an append that already
     happened is answered as a replay and appends nothing, so every append may be repeated after a lost reply. An input
@@ -484,6 +492,10 @@ class ModelExecutorService(object):
     reasons is in protos/README.md. Any call can answer UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), UNAVAILABLE
     (STARTING, DRAINING), INVALID_ARGUMENT (REQUEST_TOO_LARGE), DEADLINE_EXCEEDED (REQUEST_TIMEOUT), UNIMPLEMENTED
     (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
+
+    A request that has a field, or a value of an enum, which the server does not know is refused as a whole, and a stream
+    ends: UNIMPLEMENTED / FEATURE_UNSUPPORTED for a field, INVALID_ARGUMENT / INVALID_FIELD for a value. To ignore what a
+    newer client asks for would be to answer something else.
 
     "The append rule" below: input tokens are appended at the handle's length. A retry of an append that already
     happened is answered as a replay and appends nothing, so every append may be repeated after a lost reply. An input

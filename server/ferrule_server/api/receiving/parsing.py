@@ -15,7 +15,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from ferrule_server.api.receiving.turns import Turns
-from ferrule_server.errors import InvalidRequest
+from ferrule_server.errors import FeatureUnsupported, InvalidRequest
 
 PIECE_BYTES: Final = 64 << 10
 """So much is parsed without a pause, in a few milliseconds at most."""
@@ -43,9 +43,15 @@ async def parse(message: Message, data: bytes) -> int:
     Raises:
         DecodeError: The bytes are not such a message.
         InvalidRequest: The message has more messages or fields than any request needs.
+        FeatureUnsupported: A field is not of this version of the contract. To ignore it would be to do something else
+            than the client asks for.
     """
     if len(data) <= PIECE_BYTES:
         message.ParseFromString(data)
+        num_bytes = message.ByteSize()
+        message.DiscardUnknownFields()
+        if message.ByteSize() != num_bytes:
+            raise _unknown_field(message.DESCRIPTOR)
         return 0
     turns = Turns()
     num_messages = 0
@@ -57,6 +63,12 @@ async def parse(message: Message, data: bytes) -> int:
             await turns.pause()
     await _merge(message, data, turns)
     return num_messages
+
+
+def _unknown_field(descriptor: Any) -> FeatureUnsupported:
+    """Return the error of a client that is newer than this server, with the name of the message."""
+    text = f"{descriptor.full_name} has a field that this server does not know; it is older than the client"
+    return FeatureUnsupported("unknown field", text)
 
 
 async def _merge(message: Message, data: bytes, turns: Turns) -> None:
@@ -110,6 +122,8 @@ def _fields(descriptor: Any, data: bytes, position: int, end: int) -> Iterator[b
         inner, field_end = _extent(wire_type, data, position)
         if field_end > end:
             raise DecodeError("a field is longer than its message")
+        if number not in descriptor.fields_by_number:
+            raise _unknown_field(descriptor)
         field = _message_field(descriptor, number, wire_type)
         if field is None:
             position = field_end

@@ -231,4 +231,4 @@ def test_counters_of_the_page_exist() -> None:
     named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
     counters = {field.name for field in dataclasses.fields(CacheMetrics)}
     assert named <= counters | {field.name for field in dataclasses.fields(Status)}
-    assert counters - named == {"block_size", "total_blocks", "tombstones"}
+    assert counters - named == {"tombstones"}

@@ -228,8 +228,8 @@ class ModelExecutorServiceServicer(object):
 
     def BatchDecode(self, request, context):
         """Decodes several sequences, each on its own: one that fails does not touch the others. Items on one sequence are
-        judged in item order. Idempotence and errors of each item as in Decode, the errors in its result. Refused as a whole as
-        BatchPrefill.
+        judged in item order. Idempotence and errors of each item as in Decode, the errors in its result. Refused as a
+        whole as BatchPrefill.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,9 +239,10 @@ class ModelExecutorServiceServicer(object):
         """Decodes many sequences over one stream, without a call per token.
 
         The server answers every item exactly once, in any order, errors included; the items of one step on one stream
-        come back together, in one frame or, if they are large, in several. One bad item never ends the stream. Half-closing lets what is under way finish. A broken
-        stream frees nothing: leases do; what it had under way may or may not have been appended, and sending it again on
-        a new stream is safe by the append rule. Items as in Decode, ForwardVerify and UnifiedDecode.
+        come back together, in one frame or, if they are large, in several. One bad item never ends the stream.
+        Half-closing lets what is under way finish. A broken stream frees nothing: leases do; what it had under way may or
+        may not have been appended, and sending it again on a new stream is safe by the append rule. Items as in Decode,
+        ForwardVerify and UnifiedDecode.
         Ends with RESOURCE_EXHAUSTED / SLOW_CONSUMER when the client does not read, and with INVALID_ARGUMENT /
         INVALID_FIELD after a frame that is no valid message or larger than the capabilities allow.
         """

@@ -1,8 +1,8 @@
 //! Prefill a prompt, decode it on a stream, fork it, decode both branches in the same frames, release.
-use ferrule::ferrule::v1::logits_return_policy::Selection;
-use ferrule::ferrule::v1::model_executor_service_client::ModelExecutorServiceClient;
-use ferrule::ferrule::v1::tokenizer_service_client::TokenizerServiceClient;
-use ferrule::ferrule::v1::{stream_item::Input, stream_result::Result as Answer, *};
+use ferrule::v1::logits_return_policy::Selection;
+use ferrule::v1::model_executor_service_client::ModelExecutorServiceClient;
+use ferrule::v1::tokenizer_service_client::TokenizerServiceClient;
+use ferrule::v1::{stream_item::Input, stream_result::Result as Answer, *};
 use tokio::sync::mpsc::Sender;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{metadata::AsciiMetadataValue, transport::Endpoint, Request, Streaming};

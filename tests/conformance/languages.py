@@ -75,16 +75,25 @@ def _node() -> Runner:
     return Runner(command, {"NODE_PATH": str(node_modules())})
 
 
-def node_modules() -> Path:
-    """Return where the packages of the Node example are installed.
+def node_modules(example: str = "node") -> Path:
+    """Return where the packages of an example for Node are installed.
 
     Raises:
         Missing: They are not.
     """
-    folder = EXAMPLES / "node" / "node_modules"
+    folder = EXAMPLES / example / "node_modules"
     if not (folder / "@grpc" / "grpc-js").is_dir():
-        raise Missing("client/examples/node/node_modules: npm install --prefix client/examples/node")
+        raise Missing(f"client/examples/{example}/node_modules: npm install --prefix client/examples/{example}")
     return folder
+
+
+def compile_typescript() -> Path:
+    """Return the example in TypeScript as a program of Node; its own script makes the types and checks it by them."""
+    folder = node_modules("typescript").parent
+    program = folder / "dist" / "fork.js"
+    if not _is_newer(program, [folder / "fork.ts", folder / "package.json", *_contract_paths()]):
+        subprocess.run([need("npm"), "run", "--silent", "build"], cwd=folder, check=True)
+    return program
 
 
 def _go() -> Runner:

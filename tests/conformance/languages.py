@@ -101,7 +101,7 @@ def _go() -> Runner:
 
 
 def compile_go(name: str, source: Path) -> Path:
-    """Return the program made of one Go file in the module of the example, with the code that ``go generate`` writes."""
+    """Return the program made of one Go file in the module of the example, after ``go generate`` there."""
     module, program, environment = EXAMPLES / "go", BUILD / "go" / name, go_environment()
     if not _is_newer(program, [source, module / "go.mod", module / "fork.go", *_contract_paths()]):
         for command in (["generate"], ["build", "-o", str(program), str(source)]):

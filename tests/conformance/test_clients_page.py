@@ -135,10 +135,13 @@ def test_a_package_of_ones_own_has_messages_and_services(tmp_path: Path) -> None
     ],
 )
 def test_code_is_generated_as_the_page_says(language: str, file: str, line: str, tmp_path: Path) -> None:
-    """By the protoc of grpcio-tools, which every developer has; in the package that the page names."""
+    """In the package that the page names; no compiler of these languages is asked."""
+    try:
+        need("protoc")
+    except Missing as missing:
+        absent(missing)
     assert line.split()[1].rstrip(";") in PAGE
     script = "\n".join(["set -e", *_block(PAGE, language)]).replace("build/", f"{tmp_path}/")
-    script = re.sub(r"^protoc ", f"{sys.executable} -m grpc_tools.protoc ", script, flags=re.MULTILINE)
     subprocess.run(["bash", "-c", script], cwd=ROOT, check=True)
     assert line in (tmp_path / language / file).read_text("utf-8").splitlines()
 

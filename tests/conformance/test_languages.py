@@ -54,7 +54,7 @@ MOST_LINES = {
     "python/fork.py": 46,
     "typescript/fork.ts": 80,
     "go/fork.go": 80,
-    "rust/fork.rs": 90,
+    "rust/fork.rs": 95,
     "cpp/fork.cc": 90,
 }
 """Of an example: what one reads before writing a client. Languages that declare more take more."""

@@ -3,11 +3,23 @@ use ferrule::v1::logits_return_policy::Selection;
 use ferrule::v1::model_executor_service_client::ModelExecutorServiceClient;
 use ferrule::v1::tokenizer_service_client::TokenizerServiceClient;
 use ferrule::v1::{stream_item::Input, stream_result::Result as Answer, *};
+use std::sync::OnceLock;
 use tokio::sync::mpsc::Sender;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::{metadata::AsciiMetadataValue, transport::Endpoint, Request, Streaming};
+use tonic::service::interceptor::InterceptedService;
+use tonic::{metadata::AsciiMetadataValue, transport::Endpoint, Request, Status, Streaming};
 
 type Failure = Box<dyn std::error::Error>;
+
+/// Names the server that has the handles, for the proxy on the way.
+static OWNER: OnceLock<AsciiMetadataValue> = OnceLock::new();
+
+fn with_owner(mut call: Request<()>) -> Result<Request<()>, Status> {
+    if let Some(owner) = OWNER.get() {
+        call.metadata_mut().insert("ferrule-instance", owner.clone());
+    }
+    Ok(call)
+}
 
 /// Moves every branch by the token that was chosen for it, in one frame, and has the next one chosen.
 async fn step(
@@ -39,22 +51,18 @@ async fn step(
 async fn main() -> Result<(), Failure> {
     let target = std::env::args().nth(1).unwrap_or("127.0.0.1:50051".into());
     let channel = Endpoint::from_shared(format!("http://{target}"))?.connect().await?;
-    let mut tokenizer = TokenizerServiceClient::new(channel.clone());
+    let mut tokenizer = TokenizerServiceClient::new(InterceptedService::new(channel.clone(), with_owner));
+    let mut executor = ModelExecutorServiceClient::new(InterceptedService::new(channel, with_owner));
     let text = "def read_file(path):".into();
     let input_ids = tokenizer.encode(EncodeRequest { text, ..Default::default() }).await?.into_inner().token_ids;
     let policy = |selection| Some(LogitsReturnPolicy { selection: Some(selection), ..Default::default() });
     let logits_policy = policy(Selection::GreedyArgmax(GreedyArgmax::default()));
     let request_id = format!("{:?}", std::time::SystemTime::now());
     let input = PrefillInput { input_ids, request_id, logits_policy: logits_policy.clone(), ..Default::default() };
-    let mut executor = ModelExecutorServiceClient::new(channel.clone());
-    let first = executor.prefill(PrefillRequest { input: Some(input) }).await?.into_inner().output.ok_or("no output")?;
+    let first =
+        executor.prefill(PrefillRequest { input: Some(input) }).await?.into_inner().output.ok_or("no output")?;
     let kv_cache = first.kv_cache.ok_or("no handle")?;
-    // Names the server that has the handles, for the proxy on the way.
-    let owner: AsciiMetadataValue = kv_cache.cache_id.split('.').next().unwrap_or_default().parse()?;
-    let mut executor = ModelExecutorServiceClient::with_interceptor(channel, move |mut call: Request<()>| {
-        call.metadata_mut().insert("ferrule-instance", owner.clone());
-        Ok(call)
-    });
+    OWNER.set(kv_cache.cache_id.split('.').next().unwrap_or_default().parse()?).expect("it is set once");
     let tokens = first.outputs.ok_or("no outputs")?.tokens;
     let next = DecodeInput { kv_cache: Some(kv_cache), input_ids: tokens.clone(), logits_policy, ..Default::default() };
     let mut branches = vec![(next, tokens)];

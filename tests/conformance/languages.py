@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,8 @@ CONTRACT: Final = tuple(
 )
 DETAILS: Final = ("google/rpc/code.proto", "google/rpc/error_details.proto", "google/rpc/status.proto")
 HEALTH: Final = ("grpc/health/v1/health.proto",)
+DEBIAN: Final = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ferrule" / "debian"
+"""Packages of a newer Debian that ``install.py`` unpacks: Go with its modules, and the crates of Rust."""
 
 
 class Missing(Exception):
@@ -72,16 +75,25 @@ def _node() -> Runner:
     return Runner(command, {"NODE_PATH": str(node_modules())})
 
 
-def node_modules() -> Path:
-    """Return where the packages of the Node example are installed.
+def node_modules(example: str = "node") -> Path:
+    """Return where the packages of an example for Node are installed.
 
     Raises:
         Missing: They are not.
     """
-    folder = EXAMPLES / "node" / "node_modules"
+    folder = EXAMPLES / example / "node_modules"
     if not (folder / "@grpc" / "grpc-js").is_dir():
-        raise Missing("client/examples/node/node_modules: npm install --prefix client/examples/node")
+        raise Missing(f"client/examples/{example}/node_modules: npm install --prefix client/examples/{example}")
     return folder
+
+
+def compile_typescript() -> Path:
+    """Return the example in TypeScript as a program of Node; its own script makes the types and checks it by them."""
+    folder = node_modules("typescript").parent
+    program = folder / "dist" / "fork.js"
+    if not _is_newer(program, [folder / "fork.ts", folder / "package.json", *_contract_paths()]):
+        subprocess.run([need("npm"), "run", "--silent", "build"], cwd=folder, check=True)
+    return program
 
 
 def _go() -> Runner:
@@ -89,16 +101,70 @@ def _go() -> Runner:
 
 
 def compile_go(name: str, source: Path) -> Path:
-    """Return the program made of one Go file and the code generated from the contract, with Debian's packages."""
-    for wanted in ("go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"):
-        need(wanted)
-    path, program = BUILD / "go", BUILD / "go" / "bin" / name
-    (path / "src").mkdir(parents=True, exist_ok=True)
-    if not _is_newer(program, [source, *_contract_paths()]):
-        protoc(f"--go_out={path / 'src'}", f"--go-grpc_out={path / 'src'}", *CONTRACT)
-        environment = os.environ | {"GO111MODULE": "off", "GOFLAGS": "", "GOPATH": f"{path}:/usr/share/gocode"}
-        subprocess.run([need("go"), "build", "-o", str(program), str(source)], env=environment, check=True)
+    """Return the program made of one Go file in the module of the example, after ``go generate`` there."""
+    module, program, environment = EXAMPLES / "go", BUILD / "go" / name, go_environment()
+    if not _is_newer(program, [source, module / "go.mod", module / "fork.go", *_contract_paths()]):
+        for command in (["generate"], ["build", "-o", str(program), str(source)]):
+            subprocess.run(["go", *command], cwd=module, env=environment, check=True)
     return program
+
+
+def go_environment() -> dict[str, str]:
+    """Return the environment in which ``go`` finds every module of the example's ``go.mod`` among Debian's sources.
+
+    They are of other versions than ``go.mod`` says, so a copy of it requires versions above all, and replaces them.
+
+    Raises:
+        Missing: A program or the sources are not there.
+    """
+    need("protoc")
+    tools, sources = DEBIAN / "usr", DEBIAN / "usr" / "share" / "gocode" / "src"
+    compilers = sorted(tools.glob("lib/go-*/bin/go"))
+    if not compilers or not sources.is_dir():
+        raise Missing(f"{tools} has no Go")
+    modules = re.findall(r"^\t(\S+) v", (EXAMPLES / "go" / "go.mod").read_text("utf-8"), re.MULTILINE)
+    lines = ["module ferrule.internal/go", f"go {compilers[-1].parents[1].name.removeprefix('go-')}"]
+    for module in (*modules, "github.com/golang/protobuf"):  # the last one serves Debian's copy of grpc-go alone
+        lines += [f"require {module} v1.999.0", f"replace {module} => {sources / module}"]
+    offline = BUILD / "go" / "go.mod"
+    offline.parent.mkdir(parents=True, exist_ok=True)
+    offline.write_text("\n".join([*lines, ""]), "utf-8")
+    path = f"{compilers[-1].parent}:{tools / 'bin'}:{os.environ['PATH']}"
+    return os.environ | {"PATH": path, "GOFLAGS": f"-modfile={offline}", "GOPROXY": "off", "GOTOOLCHAIN": "local"}
+
+
+def _rust() -> Runner:
+    contract = BUILD / "rust" / "contract.binpb"
+    runner = compile_rust("runner", RUNNERS / "rust")
+    protoc(f"--descriptor_set_out={contract}", "--include_imports", *CONTRACT, *DETAILS, *HEALTH)
+    return Runner([str(runner), str(contract)])
+
+
+def compile_rust(name: str, crate: Path) -> Path:
+    """Return a program of a crate, made with Debian's sources of the crates it needs."""
+    environment = rust_environment()
+    (crate / "Cargo.lock").unlink(missing_ok=True)  # names versions that were there before
+    subprocess.run(["cargo", "build", "-q", "--bin", name], cwd=crate, env=environment, check=True)
+    return Path(environment["CARGO_TARGET_DIR"]) / "debug" / name
+
+
+def rust_environment() -> dict[str, str]:
+    """Return the environment in which ``cargo`` finds the crates among Debian's sources.
+
+    Raises:
+        Missing: A program or the sources are not there.
+    """
+    need("cargo")
+    need("protoc")
+    crates, home = DEBIAN / "usr" / "share" / "cargo" / "registry", BUILD / "rust" / "home"
+    if not crates.is_dir():
+        raise Missing(f"{crates} is not there")
+    home.mkdir(parents=True, exist_ok=True)
+    offline = {"crates-io": 'replace-with = "debian"', "debian": f'directory = "{crates}"'}
+    text = "\n".join(f"[source.{name}]\n{setting}" for name, setting in offline.items())
+    (home / "config.toml").write_text(f"{text}\n", "utf-8")
+    places = {"CARGO_HOME": str(home), "CARGO_TARGET_DIR": str(BUILD / "rust" / "target"), "CARGO_NET_OFFLINE": "true"}
+    return os.environ | places
 
 
 def _cpp() -> Runner:
@@ -150,6 +216,7 @@ LANGUAGES: Final[Mapping[str, Callable[[], Runner]]] = {
     "python": _python,
     "node": _node,
     "go": _go,
+    "rust": _rust,
     "cpp": _cpp,
     "buf": _buf,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -14,24 +15,37 @@ import pytest
 
 from ferrule_client import Client, InvalidRequestError, UnsupportedError, no_output
 from tests.conformance.cases import load
-from tests.conformance.languages import ROOT, Missing, need, node_modules
+from tests.conformance.languages import (
+    EXAMPLES,
+    ROOT,
+    Missing,
+    compile_go,
+    go_environment,
+    need,
+    node_modules,
+    rust_environment,
+)
 from tests.conformance.servers import TOKENS, Servers
 from tests.conformance.test_languages import absent
 
 PAGE = (ROOT / "docs" / "clients.md").read_text("utf-8")
 README = (ROOT / "README.md").read_text("utf-8")
 CONTRACT = (ROOT / "protos" / "README.md").read_text("utf-8")
-INSTALLS = ("sudo apt", "npm install", "pip install", "make demo")
+INSTALLS = ("sudo apt", "npm install", "pip install", "go install", "go mod tidy", "make demo")
 TOOLS = {
     "node": ["node"],
-    "go": ["go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc"],
+    "typescript": ["node", "npm"],
+    "go": ["protoc"],
+    "rust": ["cargo", "protoc"],
     "cpp": ["g++", "protoc", "grpc_cpp_plugin", "pkg-config"],
     "python": [],
     "shell": ["jq", "buf"],
     "curl": ["buf"],
     "curl-tls": ["buf"],
 }
-SLOW = ("go", "cpp", "shell")
+SLOW = ("typescript", "go", "rust", "cpp", "shell")
+PREPARE = {"go": go_environment, "rust": rust_environment}
+"""Where the modules of a language are found without a network."""
 
 
 def _block(text: str, name: str) -> list[str]:
@@ -69,14 +83,67 @@ def test_the_commands_of_a_language_run(language: str, servers: Servers, tmp_pat
     try:
         for program in TOOLS[language]:
             need(program)
-        if language == "node":
-            node_modules()
+        if language in ("node", "typescript"):
+            node_modules(language)
+        environment = PREPARE.get(language, dict)()
     except Missing as missing:
         absent(missing)
     target = servers.target("secured" if language == "curl-tls" else "shipped")
     secrets = {"FERRULE_TLS_CA": str(servers.folder / "ca.pem"), "FERRULE_TOKEN": TOKENS["bob"]}
-    said = _run(_block(PAGE, language), target, tmp_path, **secrets)
+    said = _run(_block(PAGE, language), target, tmp_path, **environment, **secrets)
     assert "EXECUTOR_STATE" in said if language.startswith("curl") else said.endswith("released 3\n")
+
+
+@pytest.mark.slow
+def test_a_module_of_ones_own_imports_the_package(tmp_path: Path) -> None:
+    """By the line on the page; the example in a module of another name is built with it."""
+    try:
+        compile_go("fork", EXAMPLES / "go" / "fork.go")
+        environment = go_environment()
+    except Missing as missing:
+        absent(missing)
+    shutil.copy(EXAMPLES / "go" / "fork.go", tmp_path)
+    offline = Path(environment["GOFLAGS"].partition("=")[2]).read_text("utf-8")
+    (tmp_path / "go.mod").write_text(offline.replace("module ferrule.internal/go", "module example.org/you"), "utf-8")
+    (command,) = _block(PAGE, "go-module")
+    script = f"{command.replace('client/examples', f'{EXAMPLES}')} && go vet . && go build -o fork ."
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment | {"GOFLAGS": ""}, check=True)
+
+
+@pytest.mark.slow
+def test_a_package_of_ones_own_has_messages_and_services(tmp_path: Path) -> None:
+    """All files are in one package, which compiles."""
+    try:
+        environment = go_environment()
+    except Missing as missing:
+        absent(missing)
+    script = "\n".join(["set -e", *_block(PAGE, "go-mapped")]).replace("build/", f"{tmp_path}/build/")
+    subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, check=True)
+    module = tmp_path / "build" / "go"
+    assert {path.name for path in module.iterdir()} == {"ferrule"}
+    assert len(list(module.glob("ferrule/*_grpc.pb.go"))) == 3
+    offline = Path(environment["GOFLAGS"].partition("=")[2]).read_text("utf-8")
+    (module / "go.mod").write_text(offline.replace("module ferrule.internal/go", "module example.org/you"), "utf-8")
+    subprocess.run(["go", "build", "./ferrule"], cwd=module, env=environment | {"GOFLAGS": ""}, check=True)
+
+
+@pytest.mark.parametrize(
+    ("language", "file", "line"),
+    [
+        ("java", "ferrule/v1/PrefillRequest.java", "package ferrule.v1;"),
+        ("csharp", "Executor.cs", "namespace Ferrule.V1 {"),
+    ],
+)
+def test_code_is_generated_as_the_page_says(language: str, file: str, line: str, tmp_path: Path) -> None:
+    """In the package that the page names; no compiler of these languages is asked."""
+    try:
+        need("protoc")
+    except Missing as missing:
+        absent(missing)
+    assert line.split()[1].rstrip(";") in PAGE
+    script = "\n".join(["set -e", *_block(PAGE, language)]).replace("build/", f"{tmp_path}/")
+    subprocess.run(["bash", "-c", script], cwd=ROOT, check=True)
+    assert line in (tmp_path / language / file).read_text("utf-8").splitlines()
 
 
 def test_the_server_without_weights_is_as_the_page_says(servers: Servers) -> None:
@@ -155,12 +222,13 @@ def test_links_lead_to_files() -> None:
 
 def test_packages_of_node_are_pinned() -> None:
     """Exact versions and no lock file, which would name a registry."""
-    folder = ROOT / "client" / "examples" / "node"
-    text = (folder / "package.json").read_text("utf-8")
-    assert json.loads(text)["engines"] == {"node": ">=18"}
     assert "Node 18 or newer" in PAGE
-    versions = re.findall(r'"@grpc/[a-z-]+": "([^"]+)"', text)
-    assert len(versions) == 2
-    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions)
-    assert "package-lock=false" in (folder / ".npmrc").read_text("utf-8")
-    assert not (folder / "package-lock.json").exists()
+    for example in ("node", "typescript"):
+        folder = EXAMPLES / example
+        told = json.loads((folder / "package.json").read_text("utf-8"))
+        assert told["engines"] == {"node": ">=18"}
+        versions = told["dependencies"] | told.get("devDependencies", {})
+        assert {"@grpc/grpc-js", "@grpc/proto-loader"} <= versions.keys()
+        assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions.values())
+        assert "package-lock=false" in (folder / ".npmrc").read_text("utf-8")
+        assert not (folder / "package-lock.json").exists()

@@ -12,13 +12,22 @@ from pathlib import Path
 import pytest
 
 from tests.api.certificates import Authority
-from tests.conformance.languages import EXAMPLES, ROOT, Missing, compile_cpp, compile_go, need, node_modules
+from tests.conformance.languages import (
+    EXAMPLES,
+    ROOT,
+    Missing,
+    compile_cpp,
+    compile_go,
+    compile_rust,
+    need,
+    node_modules,
+)
 from tests.conformance.servers import TOKENS, Servers
 from tests.conformance.test_clients_page import PAGE
 from tests.conformance.test_languages import COMMANDS as EXAMPLE_OF
 from tests.conformance.test_languages import SLOW, absent
 
-FIRST = ("import ", "#include ")
+FIRST = ("import ", "#include ", "use ")
 """Begins of what stands at the head of a file, in any of the languages."""
 
 
@@ -27,17 +36,27 @@ def _node(path: Path) -> list[str]:
     return [need("node"), str(path)]
 
 
+def _rust(path: Path) -> list[str]:
+    """Build the crate of the example again, with this file in the place of its own."""
+    for name in ("Cargo.toml", "build.rs", "lib.rs"):
+        text = (EXAMPLES / "rust" / name).read_text("utf-8")
+        (path.parent / name).write_text(text.replace("../../../protos", str(ROOT / "protos")), "utf-8")
+    return [str(compile_rust("fork", path.parent))]
+
+
 RUN: Mapping[str, tuple[str, str, Callable[[Path], list[str]]]] = {
     "node": ("fork.js", r"^const connect = .*$", _node),
     "python": ("fork.py", r"^channel = .*$", lambda path: [sys.executable, str(path)]),
     "go": ("fork.go", r"^\tchannel := .*$", lambda path: [str(compile_go("fork-tls", path))]),
+    "rust": ("fork.rs", r"^    let channel = .*$", _rust),
     "cpp": ("fork.cc", r"^  auto channel = .*$", lambda path: [str(compile_cpp("fork-tls", path))]),
 }
 """The example of a language, the line of it that a piece replaces, and what makes a program of it."""
 WITHOUT_TLS = {
     "node": "No connection established",
     "python": "Socket closed",
-    "go": "connection closed",
+    "go": "error reading server preface",
+    "rust": "transport error",
     "cpp": "Socket closed",
 }
 """What an example reads at a port with TLS."""
@@ -57,7 +76,8 @@ def _secured(language: str, folder: Path) -> list[str]:
     piece = "\n".join(each for each in found[1].splitlines() if each not in heads)
     text, count = re.subn(line, lambda _: piece, (EXAMPLES / language / name).read_text("utf-8"), flags=re.MULTILINE)
     assert count == 1
-    place = r"(?<=^package main\n)" if language == "go" else r"^(?=import |#include )"
+    text = text.replace('\t"google.golang.org/grpc/credentials/insecure"\n', "")
+    place = r"(?<=^package main\n)" if language == "go" else r"^(?=import |#include |use )"
     text = re.sub(place, lambda _: "\n".join([*heads, ""]), text, count=1, flags=re.MULTILINE)
     path = folder / name
     path.write_text(text.replace("../../../protos", (ROOT / "protos").as_uri()), "utf-8")
@@ -85,7 +105,7 @@ def test_an_example_with_its_piece_is_let_in(language: str, servers: Servers, tm
     assert run.stderr == ""
     assert "the token is not accepted" in _run(command, servers, FERRULE_TOKEN="wrong").stderr
     (tmp_path / "other.pem").write_bytes(Authority("another authority").cert)
-    assert "certificate" in _run(command, servers, FERRULE_TLS_CA=str(tmp_path / "other.pem")).stderr
+    assert "certificate" in _run(command, servers, FERRULE_TLS_CA=str(tmp_path / "other.pem")).stderr.lower()
 
 
 @pytest.mark.parametrize("language", _marked(WITHOUT_TLS))

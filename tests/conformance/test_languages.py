@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.cases import Case, load
-from tests.conformance.languages import EXAMPLES, Missing, compile_cpp, compile_go, need, node_modules
+from tests.conformance.languages import (
+    EXAMPLES,
+    Missing,
+    compile_cpp,
+    compile_go,
+    compile_rust,
+    compile_typescript,
+    need,
+    node_modules,
+)
 from tests.conformance.run import FAILED, SKIPPED, by_topic, main, play_all
 from tests.conformance.servers import Servers
 
@@ -33,11 +42,21 @@ def _run_shell() -> list[str]:
 COMMANDS: dict[str, Callable[[], list[str]]] = {
     "node": _run_node,
     "shell": _run_shell,
+    "typescript": lambda: [need("node"), str(compile_typescript())],
+    "rust": lambda: [str(compile_rust("fork", EXAMPLES / "rust"))],
     "go": lambda: [str(compile_go("fork", EXAMPLES / "go" / "fork.go"))],
     "cpp": lambda: [str(compile_cpp("fork", EXAMPLES / "cpp" / "fork.cc"))],
 }
-SLOW = ("go", "cpp")
-MOST_LINES = {"shell/fork.sh": 40, "node/fork.js": 46, "python/fork.py": 46, "go/fork.go": 75, "cpp/fork.cc": 90}
+SLOW = ("typescript", "go", "rust", "cpp")
+MOST_LINES = {
+    "shell/fork.sh": 40,
+    "node/fork.js": 46,
+    "python/fork.py": 46,
+    "typescript/fork.ts": 80,
+    "go/fork.go": 80,
+    "rust/fork.rs": 95,
+    "cpp/fork.cc": 90,
+}
 """Of an example: what one reads before writing a client. Languages that declare more take more."""
 
 

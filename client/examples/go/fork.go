@@ -1,6 +1,8 @@
 // Prefill a prompt, decode it on a stream, fork it, decode both branches, release.
 package main
 
+//go:generate sh -c "protoc -I../../../protos -I../../../protos/third_party --go_out=. --go_opt=module=ferrule.internal/go --go-grpc_out=. --go-grpc_opt=module=ferrule.internal/go ../../../protos/ferrule/v1/*.proto"
+
 import (
 	"context"
 	"fmt"
@@ -8,9 +10,10 @@ import (
 	"os"
 	"time"
 
-	ferrule "ferrule/v1"
+	ferrule "ferrule.internal/go/ferrule/v1"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/proto"
 )
@@ -40,7 +43,8 @@ func decode(stream ferrule.ModelExecutorService_StreamDecodeClient, next *ferrul
 func main() {
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 	defer cancel()
-	channel := must(grpc.Dial(append(os.Args, "127.0.0.1:50051")[1], grpc.WithInsecure()))
+	target := append(os.Args, "127.0.0.1:50051")[1]
+	channel := must(grpc.NewClient(target, grpc.WithTransportCredentials(insecure.NewCredentials())))
 	executor, tokenizer := ferrule.NewModelExecutorServiceClient(channel), ferrule.NewTokenizerServiceClient(channel)
 
 	ids := must(tokenizer.Tokenize(ctx, &ferrule.TokenizeRequest{Text: "def read_file(path):"})).TokenIds

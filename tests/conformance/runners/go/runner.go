@@ -9,11 +9,11 @@ import (
 	"strings"
 	"time"
 
-	_ "ferrule/v1" // registers the messages and services of the contract
+	_ "ferrule.internal/go/ferrule/v1" // registers the messages and services of the contract
 
-	legacy "github.com/golang/protobuf/proto"
 	_ "google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
 	_ "google.golang.org/grpc/encoding/gzip" // registers the compressor
 	_ "google.golang.org/grpc/health/grpc_health_v1"
 	"google.golang.org/grpc/metadata"
@@ -54,11 +54,6 @@ func newMessage(kind protoreflect.MessageDescriptor) proto.Message {
 	return found.New().Interface()
 }
 
-// wire returns a message as Debian's grpc-go takes it: some of its own, such as those of health, are of the older kind.
-func wire(message proto.Message) legacy.Message {
-	return legacy.MessageV1(message)
-}
-
 func parse(text string, kind protoreflect.MessageDescriptor) proto.Message {
 	message := newMessage(kind)
 	must(protojson.Unmarshal([]byte(text), message))
@@ -76,12 +71,12 @@ func end(err error) string {
 	if err == nil || err.Error() == "EOF" {
 		return "end\t{}"
 	}
-	return line("end", legacy.MessageV2(status.Convert(err).Proto()))
+	return line("end", status.Convert(err).Proto())
 }
 
 func channel(target string) *grpc.ClientConn {
 	if channels[target] == nil {
-		made, err := grpc.Dial(target, grpc.WithInsecure(),
+		made, err := grpc.NewClient(target, grpc.WithTransportCredentials(insecure.NewCredentials()),
 			grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(limit), grpc.MaxCallSendMsgSize(limit)))
 		must(err)
 		channels[target] = made
@@ -110,8 +105,8 @@ func unary(target, name, request string, pairs []string) string {
 	ctx, cancel := newContext(pairs)
 	defer cancel()
 	reply := newMessage(method.Output())
-	message := wire(parse(request, method.Input()))
-	if err := channel(target).Invoke(ctx, "/"+name, message, wire(reply), options(pairs)...); err != nil {
+	message := parse(request, method.Input())
+	if err := channel(target).Invoke(ctx, "/"+name, message, reply, options(pairs)...); err != nil {
 		return end(err)
 	}
 	return line("message", reply)
@@ -128,13 +123,13 @@ func open(target, name string, pairs []string) string {
 }
 
 func send(request string) string {
-	_ = stream.SendMsg(wire(parse(request, stream.method.Input()))) // an error here is told by receive
+	_ = stream.SendMsg(parse(request, stream.method.Input())) // an error here is told by receive
 	return "ok"
 }
 
 func receive() string {
 	reply := newMessage(stream.method.Output())
-	if err := stream.RecvMsg(wire(reply)); err != nil {
+	if err := stream.RecvMsg(reply); err != nil {
 		return end(err)
 	}
 	return line("message", reply)

@@ -350,3 +350,32 @@ def test_tensors_never_travel_as_repeated_floats() -> None:
         assert policy_pb2.Outputs.DESCRIPTOR.fields_by_name[name].message_type is types_pb2.Tensor.DESCRIPTOR
     data = types_pb2.Tensor.DESCRIPTOR.fields_by_name["data"]
     assert data.type == FieldDescriptorProto.TYPE_BYTES
+
+
+MAX_FIELDS = 450
+"""Most fields of the contract. A feature that raises it says in its commit what it cannot do without them."""
+
+
+def test_the_contract_stays_small() -> None:
+    """Fields of all messages; the entries of maps are not counted."""
+    files = (admin_pb2, cache_pb2, executor_pb2, info_pb2, policy_pb2, tokenizer_pb2, types_pb2)
+    messages = [message for file in files for message in file.DESCRIPTOR.message_types_by_name.values()]
+    assert sum(len(message.fields) for message in messages) <= MAX_FIELDS
+
+
+def test_no_client_looks_into_a_handle() -> None:
+    """Not its secret for the instance, nor for a loggable id: replies carry both."""
+    sources = [
+        path for folder in ("client", "examples") for path in (ROOT / folder).rglob("*") if path.suffix in SOURCES
+    ]
+    assert len(sources) > 50
+    for path in sources:
+        if not {"node_modules", "target", "types"} & set(path.parts):
+            assert not LOOKS_INSIDE.search(path.read_text()), path
+
+
+SOURCES = {".py", ".js", ".ts", ".go", ".rs", ".cc", ".sh"}
+LOOKS_INSIDE = re.compile(
+    r"""cache_?id(\(\))?\)?\.?(split|partition|substr|find|encode|as_bytes|indexOf|match)|(split|Split|sha256|SHA256)\([^)\n]*cache_?id""",
+    re.IGNORECASE,
+)

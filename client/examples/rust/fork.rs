@@ -28,7 +28,7 @@ async fn step(
     branches: &mut [(DecodeInput, Vec<u32>)],
 ) -> Result<(), Failure> {
     let moves = branches.iter().map(|(next, _)| Some(Input::Decode(next.clone())));
-    let items = moves.enumerate().map(|(seq, input)| StreamItem { seq: seq as u64, input, ..Default::default() });
+    let items = moves.enumerate().map(|(seq, input)| StreamItem { seq: seq as u32, input, ..Default::default() });
     frames.send(StreamDecodeRequest { items: items.collect(), ..Default::default() }).await?;
     let mut missing = branches.len(); // answers come in any order, in any number of frames
     while missing > 0 {
@@ -54,7 +54,7 @@ async fn main() -> Result<(), Failure> {
     let mut tokenizer = TokenizerServiceClient::new(InterceptedService::new(channel.clone(), with_owner));
     let mut executor = ModelExecutorServiceClient::new(InterceptedService::new(channel, with_owner));
     let text = "def read_file(path):".into();
-    let input_ids = tokenizer.encode(EncodeRequest { text, ..Default::default() }).await?.into_inner().token_ids;
+    let input_ids = tokenizer.tokenize(TokenizeRequest { text, ..Default::default() }).await?.into_inner().token_ids;
     let policy = |selection| Some(LogitsReturnPolicy { selection: Some(selection), ..Default::default() });
     let logits_policy = policy(Selection::GreedyArgmax(GreedyArgmax::default()));
     let request_id = format!("{:?}", std::time::SystemTime::now());
@@ -62,7 +62,7 @@ async fn main() -> Result<(), Failure> {
     let first =
         executor.prefill(PrefillRequest { input: Some(input) }).await?.into_inner().output.ok_or("no output")?;
     let kv_cache = first.kv_cache.ok_or("no handle")?;
-    OWNER.set(kv_cache.cache_id.split('.').next().unwrap_or_default().parse()?).expect("it is set once");
+    OWNER.set(kv_cache.instance.parse()?).expect("it is set once");
     let tokens = first.outputs.ok_or("no outputs")?.tokens;
     let next = DecodeInput { kv_cache: Some(kv_cache), input_ids: tokens.clone(), logits_policy, ..Default::default() };
     let mut branches = vec![(next, tokens)];
@@ -83,8 +83,8 @@ async fn main() -> Result<(), Failure> {
     }
     let mut kv_caches = Vec::from_iter(trunk.kv_cache);
     for (branch, token_ids) in branches {
-        let whole = TokenizerServiceDecodeRequest { token_ids, ..Default::default() };
-        println!("{}\n--", tokenizer.decode(whole).await?.into_inner().text);
+        let whole = DetokenizeRequest { token_ids, ..Default::default() };
+        println!("{}\n--", tokenizer.detokenize(whole).await?.into_inner().text);
         kv_caches.extend(branch.kv_cache);
     }
     let released = executor.release_cache(ReleaseCacheRequest { kv_caches }).await?.into_inner().results;

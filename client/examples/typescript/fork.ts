@@ -38,12 +38,12 @@ function given<T>(value: T | null | undefined): T {
 }
 interface Branch { handle: KvCacheHandle; tokens: number[]; policy: LogitsReturnPolicy }
 
-const encoded = given(await promisify(tokenizer.Encode.bind(tokenizer))({ text: "def read_file(path):" }));
+const encoded = given(await promisify(tokenizer.Tokenize.bind(tokenizer))({ text: "def read_file(path):" }));
 const policy = { greedyArgmax: {} };
 const prompt = { inputIds: encoded.tokenIds, logitsPolicy: policy, requestId: randomUUID() };
 const output = given(given(await promisify(executor.Prefill.bind(executor))({ input: prompt })).output);
 const trunk: Branch = { handle: given(output.kvCache), tokens: given(output.outputs).tokens, policy };
-owner = given(trunk.handle.cacheId?.split(".")[0]);
+owner = given(trunk.handle.instance);
 const stream = executor.StreamDecode(); // its answers: one for each item, in any order, in any number of frames
 const answers = (async function* (): AsyncGenerator<StreamResult__Output, undefined> {
   for await (const { results } of stream as AsyncIterable<StreamDecodeResponse__Output>) yield* results;
@@ -56,7 +56,7 @@ async function step(...branches: Branch[]): Promise<void> {
   for (const _ of branches) {
     const { seq, decode, error } = given((await answers.next()).value);
     if (error) throw new Error(error.message); // a google.rpc.Status; the other items of the frame went on
-    const branch = given(branches[Number(seq)]);
+    const branch = given(branches[seq]);
     branch.handle = given(decode?.kvCache);
     branch.tokens.push(...given(decode?.outputs).tokens);
   }
@@ -68,7 +68,7 @@ const branches: Branch[] = kvCaches.map((handle, seed) => (
   { handle, tokens: [...trunk.tokens], policy: { sample: { temperature: 0.8, seed } } }));
 for (let i = 0; i < 8; i++) await step(...branches);
 for (const { tokens } of branches) {
-  console.log(given(await promisify(tokenizer.Decode.bind(tokenizer))({ tokenIds: tokens })).text + "\n--");
+  console.log(given(await promisify(tokenizer.Detokenize.bind(tokenizer))({ tokenIds: tokens })).text + "\n--");
 }
 stream.end();
 const release = { kvCaches: [trunk, ...branches].map(({ handle }) => handle) };

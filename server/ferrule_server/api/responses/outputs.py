@@ -29,9 +29,9 @@ def fill_append(output: AppendOutput, result: AppendResult, planned: PlannedAppe
     """Write the fields that all appends return into a fresh message: handle, rows, timing."""
     if planned.job.request_id:
         output.request_id = planned.job.request_id
-    sent = output.kv_cache  # as fill_handle, without the call
-    sent.cache_id, sent.length, sent.lineage = result.handle
-    sent.instance, sent.handle_id = names_of(sent.cache_id)
+    handle, sent = result.handle, output.kv_cache  # as fill_handle, without the call
+    sent.cache_id, sent.length, sent.lineage = handle
+    sent.instance, sent.handle_id = names_of(handle.cache_id)
     if result.replayed:
         output.replayed = True
         output.recomputed = result.recomputed

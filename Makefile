@@ -44,7 +44,7 @@ test-hostile: $(VENV)/.ok ## attack servers, with and without credentials: laten
 	@$(BIN)/python -m tests.hostile $(HOSTILE)
 
 DCLINT := npx --yes dclint@3.1.0 --config deploy/dclint.yaml --max-warnings 0
-test-conformance: $(VENV)/.ok ## the contract in Python, Node, Go, C++ and buf curl; installs what it needs (5 minutes)
+test-conformance: $(VENV)/.ok ## the contract in Python, Node, Go, Rust, C++ and buf curl; installs what it needs (15 minutes)
 	@$(BIN)/python -m tests.conformance.install
 	@$(BIN)/python -m tests.conformance.run --require
 	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q --timeout=600 tests/conformance tests/test_docs.py::test_the_contract_runs_in_node

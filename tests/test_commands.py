@@ -23,7 +23,7 @@ from ferrule_client.cli import build_parser, main
 from ferrule_server.arguments import parse_config
 from tests.command_story import Story
 from tests.commands import PAGES, ROOT, Command, in_help, in_page, in_sentences
-from tests.conformance.test_clients_page import TOOLS
+from tests.conformance.test_clients_page import GENERATING, TOOLS
 from tests.stack.test_pages import compose_commands
 from tests.tools import tool
 from tools.compose.compose_file import ON_TOP, RECIPE, image_variables
@@ -239,7 +239,7 @@ RULES: Final = (
 )
 
 NAMED: Final = Rule("", _named_block)
-NAMED_BLOCKS: Final = {*TOOLS, "newcomer", "local"}
+NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local"}
 NAMED_BY: Final = ("tests/conformance/test_clients_page.py", "tests/stack/test_scale_local.py")
 
 

@@ -36,6 +36,7 @@ RUN_BY = {
     ("docs/clients.md", "go go-tls"): "tests/conformance/test_clients_tls.py",
     ("docs/clients.md", "js node-tls"): "tests/conformance/test_clients_tls.py",
     ("docs/clients.md", "python python-tls"): "tests/conformance/test_clients_tls.py",
+    ("docs/clients.md", "rust rust-tls"): "tests/conformance/test_clients_tls.py",
     ("docs/handles.md", "python"): "tests/test_docs.py",
     ("docs/kernels.md", "python"): "tests/kernels/cuda/test_kernels_page.py",
     ("docs/metrics.md", "promql"): "tests/api/test_exposition.py",

@@ -43,6 +43,8 @@ TOOLS = {
     "curl": ["buf"],
     "curl-tls": ["buf"],
 }
+GENERATING = ("go-module", "go-mapped", "java", "csharp")
+"""Blocks that run no example."""
 SLOW = ("typescript", "go", "rust", "cpp", "shell")
 PREPARE = {"go": go_environment, "rust": rust_environment}
 """Where the modules of a language are found without a network."""

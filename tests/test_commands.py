@@ -48,7 +48,7 @@ SAYS: Final = {
     r".*ferrule health --probe": r"\Aserving$",
     r".*ferrule health": r"serving: ",
     r".*ferrule metrics.*jq": r"^\d+$",
-    r".*ferrule metrics": r"total_blocks",
+    r".*ferrule metrics": r"empty_blocks",
     r".*ferrule top.*svg": r"\A\Z",
     r".*ferrule top.*jq": r"\A\d[\d.]*$",
     r".*ferrule top": r"tokens/s",

@@ -129,7 +129,7 @@ def whole_contract(client: Any) -> Script:
     yield cache.truncate(cache.length)
     facts.append((place(cache.handle), cache.token_ids))
     facts.append((yield client.admin.warmup([1])).batch_sizes)
-    facts.append((yield client.cache_metrics()).block_size)
+    facts.append((yield client.capabilities()).block_size)
     yield client.release([cache, many[0], many[2], chunks[0], mixed[2], *loop.caches])
     return facts
 
@@ -141,7 +141,7 @@ def asking(client: Any) -> Script:
     facts.append((yield client.capabilities()))
     facts.append((yield client.health()))
     facts.append((yield client.health("ferrule.v1.ModelExecutorService")))
-    facts.append((yield client.status()).total_blocks)
+    facts.append((yield client.capabilities()).total_blocks)
     cache = yield client.prefill([1, 2, 3], policy=no_output(), ttl=30)
     other = yield client.prefill([1, 2, 3, 4], policy=no_output(), keep_alive=False)
     facts.append([round(lease.ttl_s) for lease in (yield client.keep_alive([cache, other.handle], ttl=77))])
@@ -160,6 +160,7 @@ def mistakes(client: Any) -> Script:
     for make in (
         lambda: client.prefill([999]),
         lambda: client.prefill("text"),
+        lambda: client.prefill(b"text"),
         lambda: client.prefill([1], ttl=-1),
         lambda: cache.decode([999]),
         lambda: cache.decode(1, on_stale="panic"),

@@ -65,11 +65,17 @@ def test_tokens_fit_the_wire(tokens: object) -> None:
         token_list(tokens)
 
 
+def test_a_prompt_may_be_a_text(fake: FakeServer, fake_client: Client) -> None:
+    """Encoded by the server as ``encode`` does, so the cache is that of its tokens."""
+    with fake_client.prefill("the", policy=no_output()) as cache:
+        assert cache.token_ids == fake_client.encode("the") == list(fake.prompts[-1].input_ids)
+
+
 def test_every_way_in_checks_tokens(fake: FakeServer, fake_client: Client) -> None:
     """Prefill, decode, streams, loops and the tokenizer; the cache is as before."""
     with fake_client.prefill([1], policy=no_output()) as cache:
         calls: list[Callable[[], object]] = [
-            lambda: fake_client.prefill("def f"),  # type: ignore[arg-type]
+            lambda: fake_client.prefill(b"def f"),
             lambda: cache.decode("123"),  # type: ignore[arg-type]
             lambda: cache.prefill(1.5),  # type: ignore[arg-type]
             lambda: fake_client.decode_many([cache], [b"ab"]),

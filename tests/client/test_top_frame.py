@@ -63,7 +63,7 @@ def _starting() -> Figures:
 
 
 def _empty() -> Figures:
-    return _figures(look(0.0, cells=bytes(340), used_blocks=0, shared_blocks=0, cached_blocks=0, total_blocks=0))
+    return _figures(look(0.0, cells=bytes(340), used_blocks=0, shared_blocks=0, cached_blocks=0, empty_blocks=0))
 
 
 CASES = {"busy": _busy, "guest": _guest, "starting": _starting, "empty": _empty}

@@ -42,8 +42,8 @@ def server_view(uptime_s: float = 100.0, cells: bytes | None = b"\0\1\2\3", **gi
     """Return a view; what Status or CacheMetrics have goes there."""
     names = {cls: {field.name for field in dataclasses.fields(cls)} for cls in (Status, CacheMetrics, ServerView)}
     status: dict[str, Any] = {"state": "busy", "instance": "here", "epoch": "e1", "executor": "torch"}
-    metrics: dict[str, Any] = {"total_blocks": 100, "used_blocks": 40, "shared_blocks": 15, "cached_blocks": 10}
-    own: dict[str, Any] = {"model_id": "demo", "max_step_rows": 512, "num_refused": {}, "sequences": ()}
+    metrics: dict[str, Any] = {"used_blocks": 40, "shared_blocks": 15, "cached_blocks": 10}
+    own: dict[str, Any] = {"num_refused": {}, "sequences": ()}
     for name, value in given.items():
         part = own if name in names[ServerView] else status if name in names[Status] else metrics
         assert any(name in known for known in names.values()), name
@@ -64,7 +64,7 @@ def server_view(uptime_s: float = 100.0, cells: bytes | None = b"\0\1\2\3", **gi
     return view
 
 
-def look(uptime_s: float = 100.0, note: str = "", **given: Any) -> Look:
+def look(uptime_s: float = 100.0, note: str = "", model_id: str = "demo", **given: Any) -> Look:
     """Return a look at such a view, by a clock of our own that is 1000 s ahead."""
     view = server_view(uptime_s, **given)
-    return Look(uptime_s + 1000.0, view.status, view, note)
+    return Look(uptime_s + 1000.0, view.status, view, note, model_id, 512)

@@ -163,7 +163,7 @@ class AsyncClient:
     @opening
     async def prefill(
         self,
-        tokens: Tokens,
+        tokens: Tokens | str,
         *,
         policy: Policy | None = None,
         ttl: float | None = None,
@@ -183,7 +183,7 @@ class AsyncClient:
         loading. A prefill whose reply was lost would leave a second sequence behind until its lease ends.
 
         Args:
-            tokens: Token ids, at least one.
+            tokens: Token ids, at least one; or a text, which is encoded as ``encode`` does.
             policy: What to return for the last row. None: full logits in float32; with ``no_output()`` nothing
                 is computed for it.
             ttl: Lease in seconds, clamped by the server. None: the server's default.
@@ -203,16 +203,19 @@ class AsyncClient:
 
         Raises:
             InvalidRequestError: The prompt is empty, or a token is out of the vocabulary.
-            TypeError: The tokens are no ints, for instance a text, or the policy is none.
+            TypeError: The tokens are no ints, or the policy is none.
             ValueError: An argument is out of its range, or ``target_logprobs`` comes without ``all_positions``.
             ContextExceededError: The prompt is longer than the context.
             ResourceExhaustedError: The pool or the queue is full now.
             ExecutorError: Anything else, see ``errors``.
 
         Example:
-            ``async with client.prefill(ids, policy=greedy()) as cache: print(cache.last.token)``
+            ``async with client.prefill("def f(x):", policy=greedy()) as cache: print(cache.last.token)``
         """
-        ids = _check.token_list(tokens)
+        if isinstance(tokens, str):
+            ids = await self._connection.encode_text(tokens, timeout=timeout, is_patient=recover)
+        else:
+            ids = _check.token_list(tokens)
         options = PromptOptions(ttl, reserve_length, reuse_prefix, publish_prefix)
         request = _messages.prompt_request(
             ids, options, policy=policy, all_positions=all_positions, request_id=request_id

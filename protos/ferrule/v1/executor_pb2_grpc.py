@@ -200,7 +200,7 @@ class ModelExecutorServiceServicer(object):
     def Prefill(self, request, context):
         """Runs a prompt into a new sequence, or more tokens into an existing one, and returns its handle and output rows.
         Long inputs run in chunks over several steps; the request is atomic. Idempotent by the append rule for an existing
-        sequence, and by `request_id` for a new one where the capabilities say FEATURE_REQUEST_ID.
+        sequence, and by `request_id` for a new one with FEATURE_REQUEST_ID.
         Errors: INVALID_ARGUMENT (INVALID_FIELD, TOKEN_OUT_OF_VOCAB, REQUEST_ID_REUSED, REPLY_TOO_LARGE), NOT_FOUND
         (HANDLE_*, EPOCH_CHANGED, MASK_UNKNOWN), ABORTED (HANDLE_STALE, WRONG_INSTANCE), OUT_OF_RANGE (CONTEXT_EXCEEDED,
         EXCEEDS_POOL), RESOURCE_EXHAUSTED (KV_BLOCKS_EXHAUSTED, QUEUE_FULL, QUOTA_*), INTERNAL (NON_FINITE_LOGITS).
@@ -291,7 +291,7 @@ class ModelExecutorServiceServicer(object):
 
     def ForkCache(self, request, context):
         """Branches a sequence into new ones that share its blocks; nothing is copied until a branch writes into a shared
-        block. Idempotent by `request_id` where the capabilities say FEATURE_REQUEST_ID, else every call makes new
+        block. Idempotent by `request_id` with FEATURE_REQUEST_ID, else every call makes new
         branches.
         Errors: NOT_FOUND (HANDLE_*, EPOCH_CHANGED), ABORTED (HANDLE_STALE, WRONG_INSTANCE), INVALID_ARGUMENT
         (INVALID_FIELD, REQUEST_ID_REUSED), RESOURCE_EXHAUSTED (QUOTA_*; KV_BLOCKS_EXHAUSTED where room is reserved for the

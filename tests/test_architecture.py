@@ -167,7 +167,7 @@ LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
     ".": 1570,
     "api": 365,
-    "api/receiving": 640,
+    "api/receiving": 655,
     "api/requests": 960,
     "api/responses": 605,
     "api/rpc": 780,

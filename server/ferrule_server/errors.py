@@ -141,7 +141,7 @@ class ReplyTooLarge(InvalidRequest):
     """The reply would exceed what the server sends or the client accepts; nothing was run."""
 
     REASON = "REPLY_TOO_LARGE"
-    TEXT = "the reply would hold {reply_bytes} bytes, the limit is {limit_bytes}; ask logits_policy for less"
+    TEXT = "holds up to {reply_bytes} bytes, ferrule-max-reply-bytes is {limit_bytes}; ask logits_policy for less"
 
     def __init__(self, field: str, num_bytes: int, limit_bytes: int) -> None:
         super().__init__(field, reply_bytes=num_bytes, limit_bytes=limit_bytes)

@@ -34,9 +34,9 @@ class ModelExecutorServiceStub(object):
     (STARTING, DRAINING), INVALID_ARGUMENT (REQUEST_TOO_LARGE), DEADLINE_EXCEEDED (REQUEST_TIMEOUT), UNIMPLEMENTED
     (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
 
-    A request that has a field, or a value of an enum, which the server does not know is refused as a whole, and a stream
-    ends: UNIMPLEMENTED / FEATURE_UNSUPPORTED for a field, INVALID_ARGUMENT / INVALID_FIELD for a value. To ignore what a
-    newer client asks for would be to answer something else.
+    A request that has a field which the server does not know is refused as a whole, and a stream ends: UNIMPLEMENTED /
+    FEATURE_UNSUPPORTED. To ignore what a newer client asks for would be to answer something else. A value of an enum that
+    it does not know is INVALID_ARGUMENT / INVALID_FIELD, of the item alone in batches and streams.
 
     "The append rule" below: input tokens are appended at the handle's length. A retry of an append that already
     happened is answered as a replay and appends nothing, so every append may be repeated after a lost reply. An input
@@ -165,9 +165,9 @@ class ModelExecutorServiceServicer(object):
     (STARTING, DRAINING), INVALID_ARGUMENT (REQUEST_TOO_LARGE), DEADLINE_EXCEEDED (REQUEST_TIMEOUT), UNIMPLEMENTED
     (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
 
-    A request that has a field, or a value of an enum, which the server does not know is refused as a whole, and a stream
-    ends: UNIMPLEMENTED / FEATURE_UNSUPPORTED for a field, INVALID_ARGUMENT / INVALID_FIELD for a value. To ignore what a
-    newer client asks for would be to answer something else.
+    A request that has a field which the server does not know is refused as a whole, and a stream ends: UNIMPLEMENTED /
+    FEATURE_UNSUPPORTED. To ignore what a newer client asks for would be to answer something else. A value of an enum that
+    it does not know is INVALID_ARGUMENT / INVALID_FIELD, of the item alone in batches and streams.
 
     "The append rule" below: input tokens are appended at the handle's length. A retry of an append that already
     happened is answered as a replay and appends nothing, so every append may be repeated after a lost reply. An input
@@ -494,9 +494,9 @@ class ModelExecutorService(object):
     (STARTING, DRAINING), INVALID_ARGUMENT (REQUEST_TOO_LARGE), DEADLINE_EXCEEDED (REQUEST_TIMEOUT), UNIMPLEMENTED
     (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
 
-    A request that has a field, or a value of an enum, which the server does not know is refused as a whole, and a stream
-    ends: UNIMPLEMENTED / FEATURE_UNSUPPORTED for a field, INVALID_ARGUMENT / INVALID_FIELD for a value. To ignore what a
-    newer client asks for would be to answer something else.
+    A request that has a field which the server does not know is refused as a whole, and a stream ends: UNIMPLEMENTED /
+    FEATURE_UNSUPPORTED. To ignore what a newer client asks for would be to answer something else. A value of an enum that
+    it does not know is INVALID_ARGUMENT / INVALID_FIELD, of the item alone in batches and streams.
 
     "The append rule" below: input tokens are appended at the handle's length. A retry of an append that already
     happened is answered as a replay and appends nothing, so every append may be repeated after a lost reply. An input

@@ -28,6 +28,14 @@ _MAX_FIELDS: Final = 1 << 21
 _PAUSE_FIELDS: Final = 512
 
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
+_WIRE_TYPES: Final = {
+    FieldDescriptor.TYPE_STRING: _LENGTH_DELIMITED,
+    FieldDescriptor.TYPE_BYTES: _LENGTH_DELIMITED,
+    FieldDescriptor.TYPE_MESSAGE: _LENGTH_DELIMITED,
+    FieldDescriptor.TYPE_FLOAT: _FIXED32,
+    FieldDescriptor.TYPE_DOUBLE: _FIXED64,
+}
+"""Other types of the contract are varints."""
 _FIXED_BYTES: Final = {_FIXED64: 8, _FIXED32: 4}
 _MAX_VARINT_BYTES: Final = 10
 _MORE: Final = 0x80
@@ -122,7 +130,7 @@ def _fields(descriptor: Any, data: bytes, position: int, end: int) -> Iterator[b
         inner, field_end = _extent(wire_type, data, position)
         if field_end > end:
             raise DecodeError("a field is longer than its message")
-        if number not in descriptor.fields_by_number:
+        if wire_type not in _wire_types(descriptor).get(number, ()):
             raise _unknown_field(descriptor)
         field = _message_field(descriptor, number, wire_type)
         if field is None:
@@ -142,6 +150,17 @@ def _message_field(descriptor: Any, number: int, wire_type: int) -> Any:
 def _message_fields(descriptor: Any) -> dict[int, Any]:
     """Return the fields of a message type that are messages, by number."""
     return {field.number: field for field in descriptor.fields if field.type == FieldDescriptor.TYPE_MESSAGE}
+
+
+@functools.cache
+def _wire_types(descriptor: Any) -> dict[int, frozenset[int]]:
+    """Return how each field of a message type may be written; protobuf ignores a field that is written otherwise."""
+    return {
+        field.number: frozenset(
+            {_WIRE_TYPES.get(field.type, _VARINT)} | ({_LENGTH_DELIMITED} if field.is_repeated else set())
+        )
+        for field in descriptor.fields
+    }
 
 
 def _tag(data: bytes, position: int) -> tuple[int, int, int]:

@@ -162,8 +162,8 @@ def test_charts_are_made_of_differences_and_begin_anew_with_a_run(clean: Browser
     with RunningServer() as server, serving_web(server) as listener:
         clean.open(f"http://{listener.address.target}/ui")
         told = json.loads(clean.evaluate(SERIES))
-    assert told["first"] == {"decoded": None, "rows": None, "step_seconds_p50": None}
-    assert told["second"] == {"decoded": 50, "rows": 4, "step_seconds_p50": pytest.approx(0.0015)}
+    assert told["first"] == {"decoded": None, "rows": None, "step_times_p50": None}
+    assert told["second"] == {"decoded": 50, "rows": 4, "step_times_p50": pytest.approx(0.0015)}
     assert told["lengths"] == [1, 2, 2, 1, 1], "twice the same view, another run, a clock that went back"
     assert told["isNew"] == [True, False, False, True, True]
 
@@ -174,15 +174,15 @@ SERIES = """(async () => {
     uptime: `${uptime}s`,
     status: { num_decode_tokens: String(tokens), num_steps: String(steps) },
     num_step_rows: String(rows),
-    step_seconds: { upper_bounds: [0.001, 0.002, 0.004], counts: counts.map(String) },
+    step_times: { upper_bounds_ns: ['1000000', '2000000', '4000000'], counts: counts.map(String) },
   });
   const series = new Series();
   const told = { lengths: [], isNew: [] };
   const add = (run, each) => {
     told.isNew.push(series.add(run, each));
     told.lengths.push(series.points.length);
-    const { decoded, rows, step_seconds_p50 } = series.points.at(-1);
-    return { decoded, rows, step_seconds_p50 };
+    const { decoded, rows, step_times_p50 } = series.points.at(-1);
+    return { decoded, rows, step_times_p50 };
   };
   told.first = add('1', view(10, 1000, 10, 20, [5, 5, 0, 0]));
   told.second = add('1', view(12, 1100, 20, 60, [5, 15, 0, 0]));

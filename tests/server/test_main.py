@@ -36,6 +36,7 @@ from ferrule.v1 import (
 )
 from ferrule_server import __version__
 from tests.api.certificates import Authority, ServerFiles
+from tests.api.harness import GREEDY
 
 REFERENCE = ("--executor", "paged-reference", "--kv-memory", "4MiB")
 QUIET = ("--log-level", "error")
@@ -158,13 +159,13 @@ def test_an_idle_stream_does_not_hold_the_server() -> None:
 
 
 def _prefill(channel: grpc.Channel) -> types_pb2.KvCacheHandle:
-    message = executor_pb2.PrefillInput(input_ids=[1, 2, 3])
+    message = executor_pb2.PrefillInput(input_ids=[1, 2, 3], logits_policy=GREEDY)
     stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
     return stub.Prefill(executor_pb2.PrefillRequest(input=message), timeout=10).output.kv_cache
 
 
 def _decode(channel: grpc.Channel, handle: types_pb2.KvCacheHandle) -> types_pb2.KvCacheHandle:
-    message = executor_pb2.DecodeInput(kv_cache=handle, input_ids=[7])
+    message = executor_pb2.DecodeInput(kv_cache=handle, input_ids=[7], logits_policy=GREEDY)
     stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
     return stub.Decode(executor_pb2.DecodeRequest(input=message), timeout=10).output.kv_cache
 

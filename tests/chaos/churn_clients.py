@@ -146,7 +146,9 @@ class Client:
     async def _forward(self, handle: types_pb2.KvCacheHandle) -> types_pb2.KvCacheHandle:
         """Full logits of every position, perhaps left after the first of them."""
         tokens = [self._chance.randrange(256) for _ in range(self._chance.randint(1, 300))]
-        call = self._stub.Forward(executor_pb2.ForwardRequest(input_ids=tokens), timeout=self._patience())
+        policy = policy_pb2.LogitsReturnPolicy(full_logits=policy_pb2.FullLogits())
+        request = executor_pb2.ForwardRequest(input_ids=tokens, logits_policy=policy)
+        call = self._stub.Forward(request, timeout=self._patience())
         self._spoil(call)
         async for _ in call:
             if self._chance.random() < 0.3 and self._fate != STAYS:

@@ -103,7 +103,6 @@ class BatchRules(ProtocolBase):
         else:
             request = getattr(executor_pb2, f"{rpc}Request")(inputs=messages)
         results = self.call(getattr(self.server.stub, rpc), request, principal).results
-        assert [(each.seq, each.request_id) for each in results] == [
-            (seq, message.request_id) for seq, message in enumerate(messages)
-        ]
+        for result, message in zip(results, messages, strict=True):
+            assert result.HasField("error") or result.output.request_id == message.request_id
         return [result_of(each) for each in results]

@@ -66,7 +66,7 @@ class Heard:
             self.replayed, self.num_cached = output.replayed, output.cached_tokens
             self.seed = output.outputs.seed if output.outputs.HasField("seed") else None
         self.tokens += output.outputs.tokens
-        assert output.HasField("kv_cache") == bool(output.outputs.tokens)
+        assert output.HasField("resume_from") == bool(output.outputs.tokens)
         if output.outputs.tokens:
             self.handles.append((len(self.tokens), output.resume_from))
         self.finish = output.finish_reason

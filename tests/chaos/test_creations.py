@@ -127,7 +127,7 @@ class Maker:
         for frame in self._call(lambda *args, **named: list(stub.Generate(*args, **named)), request):
             for output in frame.outputs:
                 drawn[output.index] = drawn.get(output.index, ()) + tuple(output.outputs.tokens)
-                handles[output.index] = output.kv_cache
+                handles[output.index] = output.resume_from
         self.made += [(handles[index], (*prompt, *tokens[:-1])) for index, tokens in drawn.items()]
 
     def _call(self, method: Callable[..., Any], request: object) -> Any:  # of the stubs

@@ -29,7 +29,7 @@ def end_badly(target: str, handle: types_pb2.KvCacheHandle, proxy: CuttingProxy)
         next(streams[0])
         streams[0].cancel()
         generate = executor_pb2.GenerateRequest(kv_cache=handle, max_tokens=200, n=2)
-        forward = executor_pb2.ForwardRequest(input_ids=[1] * 100)
+        forward = executor_pb2.ForwardRequest(input_ids=[1] * 100, logits_policy={"full_logits": {}})
         for answers in (stub.Generate(generate, timeout=20), stub.Forward(forward, timeout=20)):
             next(answers)
             answers.cancel()

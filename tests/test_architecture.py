@@ -173,7 +173,7 @@ BUDGET: dict[str, int] = {
     "api/rpc": 780,
     "api/security": 475,
     "api/services": 350,
-    "api/streams": 605,
+    "api/streams": 610,
     "api/telemetry": 530,
     "api/texts": 230,
     "api/web": 505,

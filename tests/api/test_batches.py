@@ -442,9 +442,9 @@ def test_a_reply_that_would_be_too_large_is_refused_before_anything_runs() -> No
         handle = server.prefill().kv_cache
         num_steps, num_free = server.engine.counters.steps, server.free_blocks
         for call, field in (
-            (lambda: batch_prefill(server, *[prompt_of(1, policy=FULL)] * 9), "inputs"),
-            (lambda: batch_decode(server, *[decode_of(handle, policy=FULL)] * 9), "inputs"),
-            (lambda: unified(server, *[piece_of(1, policy=FULL)] * 9), "batch.items"),
+            (lambda: batch_prefill(server, *[prompt_of(1, policy=FULL)] * 9), "inputs[0].logits_policy"),
+            (lambda: batch_decode(server, *[decode_of(handle, policy=FULL)] * 9), "inputs[0].logits_policy"),
+            (lambda: unified(server, *[piece_of(1, policy=FULL)] * 9), "batch.items[0].logits_policy"),
         ):
             with refused() as refusals:
                 call()

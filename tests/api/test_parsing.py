@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, tokenizer_pb2, types_pb2
 from ferrule_server.api.receiving import parsing
 from ferrule_server.api.receiving.parsing import MAX_MESSAGES, PIECE_BYTES, parse
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
@@ -138,3 +138,12 @@ def test_others_run_while_a_large_request_is_parsed(name: str) -> None:
         return longest_s
 
     assert asyncio.run(longest_pause_s()) < 0.03
+
+
+@pytest.mark.parametrize("num_chars", [3, 70_000])
+@pytest.mark.parametrize("wrong", [b"\x1a\x01x", b"\x15\0\0\0\0"], ids=["a bool as text", "a bool as a float"])
+def test_a_known_number_written_in_another_way_is_unknown(num_chars: int, wrong: bytes) -> None:
+    """Protobuf would ignore the field, in small messages and in large ones."""
+    data = tokenizer_pb2.TokenizeRequest(text="x" * num_chars).SerializeToString() + wrong
+    with pytest.raises(FeatureUnsupported, match=r"ferrule\.v1\.TokenizeRequest"):
+        parsed(tokenizer_pb2.TokenizeRequest, data)

@@ -35,7 +35,7 @@ def prompt(policy: object = FULL) -> executor_pb2.PrefillInput:
 def test_what_a_usual_client_cannot_receive_is_refused(large: RunningServer) -> None:
     """With the policy as the reason, and no sequence is made."""
     steps = large.engine.counters.steps
-    for is_batch, field in ((False, "input.logits_policy"), (True, "inputs")):
+    for is_batch, field in ((False, "input.logits_policy"), (True, "inputs[0].logits_policy")):
         with refused() as refusals:
             if is_batch:
                 large.stub.BatchPrefill(executor_pb2.BatchPrefillRequest(inputs=[prompt()]), timeout=20)

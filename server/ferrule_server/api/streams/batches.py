@@ -61,9 +61,12 @@ class Batch:
         """
         principal = principal_of(context)
         planned = await self._plan(state, principal)
-        sizes = [each.reply_bytes if isinstance(each, PlannedAppend) else _RESULT_BYTES for each in planned]
-        check_reply(context, sum(sizes), self.field, state.limits.max_reply_bytes)
-        jobs = [each.job for each in planned if isinstance(each, PlannedAppend)]
+        appends = [each for each in planned if isinstance(each, PlannedAppend)]
+        if appends:
+            largest = max(appends, key=lambda each: each.reply_bytes)
+            num_bytes = sum(each.reply_bytes for each in appends) + _RESULT_BYTES * (len(planned) - len(appends))
+            check_reply(context, num_bytes, f"{largest.at}logits_policy", state.limits.max_reply_bytes)
+        jobs = [each.job for each in appends]
         if self.is_cohort:
             state.as_cohort(jobs)
         outcomes = iter(await run_jobs(serving.engine, jobs))

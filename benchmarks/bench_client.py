@@ -28,8 +28,8 @@ from dataclasses import dataclass
 import grpc
 from child_server import server  # type: ignore[import-not-found]  # beside this script, not a package
 
-from ferrule_client import Cache, Client, Output, greedy, no_output
-from ferrule_client.aio import AsyncCache, AsyncClient
+from ferrule import AsyncClient, Cache, Client, greedy
+from ferrule.types import AsyncCache, Output
 
 GREEDY = greedy()
 PROMPT = "def read_file(path):"
@@ -94,7 +94,7 @@ class Round:
 
 def sync_latencies(target: str, num_calls: int) -> dict[str, Round]:
     """Return the samples of one round of the sync client."""
-    with Client.connect(target) as client, client.prefill(client.encode(PROMPT), policy=no_output()) as cache:
+    with Client(target) as client, client.prefill(client.tokenize(PROMPT)) as cache:
         sync_calls(cache, 20)
         begin = time.process_time()
         calls = Round.since(begin, sync_calls(cache, num_calls))
@@ -105,9 +105,9 @@ def sync_latencies(target: str, num_calls: int) -> dict[str, Round]:
 
 async def async_latencies(target: str, num_calls: int) -> dict[str, Round]:
     """Return the samples of one round of the asyncio client."""
-    async with AsyncClient.connect(target) as client:
-        ids = await client.encode(PROMPT)
-        async with client.prefill(ids, policy=no_output()) as cache:
+    async with AsyncClient(target) as client:
+        ids = await client.tokenize(PROMPT)
+        async with client.prefill(ids) as cache:
             await async_calls(cache, 20)
             begin = time.process_time()
             calls = Round.since(begin, await async_calls(cache, num_calls))
@@ -119,7 +119,7 @@ async def async_latencies(target: str, num_calls: int) -> dict[str, Round]:
 def sync_rates(target: str, num_tokens: int) -> dict[str, float]:
     """Return tokens/s of many branches with the sync client: packed, and a thread each."""
     rates = {}
-    with Client.connect(target) as client, client.prefill(client.encode(PROMPT), policy=no_output()) as cache:
+    with Client(target) as client, client.prefill(client.tokenize(PROMPT)) as cache:
         branches = cache.fork(NUM_BRANCHES)
         begin = time.perf_counter()
         with client.stream() as stream:
@@ -137,9 +137,9 @@ def sync_rates(target: str, num_tokens: int) -> dict[str, float]:
 async def async_rates(target: str, num_tokens: int) -> dict[str, float]:
     """Return tokens/s of many branches with the asyncio client: a task each, with calls and with streams."""
     rates = {}
-    async with AsyncClient.connect(target) as client:
-        ids = await client.encode(PROMPT)
-        async with client.prefill(ids, policy=no_output()) as cache:
+    async with AsyncClient(target) as client:
+        ids = await client.tokenize(PROMPT)
+        async with client.prefill(ids) as cache:
             branches = await cache.fork(NUM_BRANCHES)
             begin = time.perf_counter()
             await asyncio.gather(*(async_calls(branch, num_tokens) for branch in branches))

@@ -23,7 +23,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.load import guarded
-from ferrule_client import Client, greedy
+from ferrule import Client, greedy
 from tools.browser import browsing
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "images"
@@ -51,7 +51,7 @@ def main() -> int:
         with _load(target):
             time.sleep(args.seconds)
             sizes = {"COLUMNS": str(COLUMNS), "LINES": str(LINES), "FERRULE_TOKEN": "ops"}
-            top = [sys.executable, "-m", "ferrule_client.cli", "top", "--target", target, "--once", "--svg"]
+            top = [sys.executable, "-m", "ferrule_cli.app", "top", "--target", target, "--once", "--svg"]
             subprocess.run(
                 [*top, str(args.folder / "top.svg")], env=os.environ | sizes, check=True, stdout=subprocess.DEVNULL
             )
@@ -96,7 +96,7 @@ def _load(target: str) -> Iterator[None]:
 
     def work(principal: str, once: Callable[[Client, random.Random], None], seed: int) -> None:
         draw = random.Random(seed)
-        with Client.connect(target, token=principal) as client:
+        with Client(target, token=principal) as client:
             while not ended.is_set():
                 once(client, draw)
 
@@ -113,7 +113,9 @@ def _load(target: str) -> Iterator[None]:
 
 def _generate(client: Client, draw: random.Random) -> None:
     """Draw a few texts, one after the other, with a pause."""
-    with client.generate(_prompt(draw, 40), draw.randrange(60, 110), temperature=0.8, ignore_eos=True) as tokens:
+    with client.generate(
+        _prompt(draw, 40), draw.randrange(60, 110), ignore_eos=True, policy=sample(temperature=0.8)
+    ) as tokens:
         for _ in tokens:
             pass
     time.sleep(draw.uniform(0, 0.8))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from ferrule_client.cli import build_parser
+from ferrule_cli.app import build_parser
 from ferrule_server.arguments import build_parser as build_server_parser
 
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -20,7 +20,7 @@ PAGES: Final = tuple(
         ROOT / "CONTRIBUTING.md",
         ROOT / "protos" / "README.md",
         *sorted((ROOT / "docs").glob("*.md")),
-        *sorted((ROOT / "client" / "examples").glob("*/README.md")),
+        *sorted((ROOT / "examples").glob("*/README.md")),
         *sorted((ROOT / "examples").glob("*.md")),
     )
 )

@@ -38,7 +38,7 @@ def mortal_target(tmp_path: Path) -> Iterator[str]:
 def _served(folder: Path) -> tuple[subprocess.Popen[str], str]:
     """Return a server that is ready, and its address."""
     address = f"unix:{folder}/ferrule.sock"
-    command = [sys.executable, "-m", "ferrule_client.cli", "serve", "--listen", address, "--kv-memory", "16MiB"]
+    command = [sys.executable, "-m", "ferrule_cli.app", "serve", "--listen", address, "--kv-memory", "16MiB"]
     command += ["--drain-grace", "0s"]  # what a test left behind is not waited for
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -38,12 +38,10 @@ DEVICE = ("numpy", "numba", "safetensors", "torch")
 # `loading`, which composes it. The server's version is open to all of the server.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_client": ("ferrule_client", "numpy", *WIRE),
-    "examples": WIRE,  # the one of client/examples that is in Python: no library
+    "examples": WIRE,  # the one of examples that is in Python: no library
     "generate_aio": ("source_edits",),
     "source_edits": (),
-    "ferrule_cli*": ("ferrule_cli", "ferrule_client"),
-    "ferrule_client.cli*": ("ferrule_client", "numpy", "rich", *WIRE),
-    "ferrule_client.demo*": ("ferrule_client", "numpy", "rich", *WIRE),
+    "ferrule_cli": ("ferrule_client", "numpy", "rich", *WIRE),
     "ferrule_server": (),
     "ferrule_server.__main__": ("ferrule_server", "rich"),
     "ferrule_server.errors": (),
@@ -277,10 +275,10 @@ def test_table_names_only_what_exists() -> None:
         ("ferrule_server.model.decoder", "from ferrule_server.executor.base import StepBatch"),
         ("ferrule_server.kernels.reference", "from ferrule.v1 import types_pb2"),
         ("ferrule_server.api.rpc.status", "import ferrule_client"),
-        ("ferrule_client.cache", "import ferrule_server.errors"),
-        ("ferrule_client.cli", "from ferrule_server import __version__"),
-        ("ferrule_client.cache", "import torch.nn"),
-        ("ferrule_client.cache", "import rich"),
+        ("ferrule_client.sync.cache", "import ferrule_server.errors"),
+        ("ferrule_cli.app", "from ferrule_server import __version__"),
+        ("ferrule_client.sync.cache", "import torch.nn"),
+        ("ferrule_client.sync.cache", "import rich"),
         ("ferrule_server", "import numpy"),
         ("ferrule_server.novelty.thing", "import os"),
     ],
@@ -297,7 +295,7 @@ def test_reversed_arrow_is_caught(module: str, source: str) -> None:
     [
         ("ferrule_server.engine.engine", "from ferrule_server.executor import base\nimport numpy as np, os.path"),
         ("ferrule_server.executor.torch", "import torch.nn.functional as F"),
-        ("ferrule_client.cli_top", "from rich.table import Table"),
+        ("ferrule_cli.top.command", "from rich.table import Table"),
         ("ferrule_server.__main__", "from ferrule_server.executor.reference import PagedReferenceExecutor"),
     ],
 )

@@ -19,7 +19,7 @@ from typing import Final
 
 import pytest
 
-from ferrule_client.cli import build_parser, main
+from ferrule_cli.app import build_parser, main
 from ferrule_server.arguments import parse_config
 from tests.command_story import Story
 from tests.commands import PAGES, ROOT, Command, in_help, in_page, in_sentences
@@ -35,7 +35,7 @@ ELSEWHERE: Final = {
     r"ferrule serve .*--kernel-bundle": ("tests/executor/cuda/test_compose.py", "prepared(config, kernel_bundle=path)"),
     r"ferrule serve --model \w+/": ("tests/server/test_hub_models.py", '_said(hub, tmp_path, "--model", NAME)'),
     r"ferrule bench": ("tests/client/test_cli_bench.py", 'run("bench", "--target"'),  # a minute each
-    r"ferrule demo": ("tests/client/test_demo.py", '"-m", "ferrule_client.cli", "demo"'),
+    r"ferrule demo": ("tests/client/test_demo.py", '"-m", "ferrule_cli.app", "demo"'),
     r"(printf .*\| )?ferrule chat -": ("tests/client/test_cli_chat.py", 'cli.main(["chat"'),
     r"python -m tools\.kernels\.build": ("tests/kernels/cuda/toolchain/test_build.py", 'main([*arguments, "--wheel"'),
     r"python protos/generate_stubs\.py": ("tests/test_protos.py", '["generate_stubs.py"'),

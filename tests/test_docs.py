@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
-from ferrule_client import CacheMetrics, Client, Policy, Status, UnsupportedError, greedy, no_output
+from ferrule import Client, Policy, greedy
+from ferrule.admin import CacheMetrics
+from ferrule.errors import UnsupportedError
+from ferrule.types import Status
 from tests.conformance.languages import Missing, need, node_modules
 from tests.conformance.test_languages import absent
 
@@ -28,7 +31,7 @@ HANDLES = (ROOT / "docs" / "handles.md").read_text()
 OBSERVING = (ROOT / "docs" / "observing.md").read_text()
 CONTRACT = (ROOT / "protos" / "README.md").read_text()
 TRACE_IDS = ("trace_id", "span_id")
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted(set((ROOT / "examples" / "python").glob("*.py")) - {ROOT / "examples" / "python" / "raw_stubs.py"})
 
 RUN_BY = {
     ("README.md", "python"): "tests/test_readme.py",
@@ -84,7 +87,7 @@ def _import(path: Path) -> ModuleType:
 
 
 def _num_caches(target: str) -> int:
-    with Client.connect(target) as client:
+    with Client(target) as client:
         return len(list(client.list_caches()))
 
 
@@ -99,13 +102,13 @@ def test_every_example_is_named_in_a_page() -> None:
     """And each takes ``--target`` with the server's own default."""
     assert len(EXAMPLES) >= 5
     for path in EXAMPLES:
-        assert f"(../examples/{path.name})" in HANDLES
+        assert f"(../examples/python/{path.name})" in HANDLES
         assert f'"--target", default="{ADDRESS}"' in path.read_text()
 
 
 def test_speculation_gives_the_text_of_plain_greedy_decoding(shipped_target: str) -> None:
     """With more than a token per call."""
-    out = _run_example(ROOT / "examples" / "speculative.py", shipped_target)
+    out = _run_example(ROOT / "examples" / "python" / "speculative.py", shipped_target)
     assert "same as plain greedy: True" in out
     rate = re.search(r"([\d.]+) tokens per call", out)
     assert rate is not None
@@ -115,9 +118,9 @@ def test_speculation_gives_the_text_of_plain_greedy_decoding(shipped_target: str
 @pytest.mark.parametrize("name", ["best_of_n", "tree_search"])
 def test_saved_tokens_are_those_that_the_server_did_not_run(name: str, shipped_target: str) -> None:
     """What an example says it ran, with handles and without, is what the server counts."""
-    with Client.connect(shipped_target) as client:
+    with Client(shipped_target) as client:
         before = client.status()
-        out = _run_example(ROOT / "examples" / f"{name}.py", shipped_target)
+        out = _run_example(ROOT / "examples" / "python" / f"{name}.py", shipped_target)
         after = client.status()
     with_handles, without, saved = (int(found) for found in re.findall(r"(\d+) prompt tokens", out))
     assert without - with_handles == saved > 1000
@@ -128,9 +131,9 @@ def test_saved_tokens_are_those_that_the_server_did_not_run(name: str, shipped_t
 
 def test_each_beam_is_as_likely_as_its_score_says(shipped_target: str) -> None:
     """Every one scored again in one go, behind the prompt."""
-    search = _import(ROOT / "examples" / "beam_search.py")
-    with Client.connect(shipped_target) as client:
-        prompt = client.encode(search.PROMPT)
+    search = _import(ROOT / "examples" / "python" / "beam_search.py")
+    with Client(shipped_target) as client:
+        prompt = client.tokenize(search.PROMPT)
         beams = search.beam_search(client, search.PROMPT)
         assert len({beam.tokens for beam in beams}) == search.WIDTH
         assert [beam.logprob for beam in beams] == sorted((beam.logprob for beam in beams), reverse=True)
@@ -145,7 +148,7 @@ def test_each_beam_is_as_likely_as_its_score_says(shipped_target: str) -> None:
 
 def test_the_worst_completion_scores_worst(shipped_target: str) -> None:
     """Bananas are no Python."""
-    out = _run_example(ROOT / "examples" / "score.py", shipped_target).splitlines()
+    out = _run_example(ROOT / "examples" / "python" / "score.py", shipped_target).splitlines()
     per_token = [float(line.split()[2]) for line in out]
     assert min(per_token) == per_token[-1]
 
@@ -216,11 +219,11 @@ def test_the_line_of_json_is_one_that_the_log_writes() -> None:
 
 def test_readme_names_the_arguments_that_are_refused(shipped_target: str) -> None:
     """What an argument of the client promises and this server does not serve is in the list."""
-    with Client.connect(shipped_target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+    with Client(shipped_target) as client, client.prefill([1, 2]) as cache:
         with pytest.raises(UnsupportedError):
             cache.verify([3, 4], tokens=[4], policy=greedy(), parents=[0, 0])
         wanted = Policy(entropy=True, hidden_state=True, logprob_token_ids=(1,), target_logprobs=True, top_logprobs=1)
-        assert cache.query(wanted).entropies is not None
+        assert cache.append((), policy=wanted).entropies is not None
     assert "`parents`" in ABSENT
     assert len(ABSENT.split("\n\n")[0]) < 400
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from ferrule import Client
 from ferrule.v1 import admin_pb2, executor_pb2, tokenizer_pb2
-from ferrule_client import Client
 from ferrule_client._status import error_from_call
 from ferrule_server.arguments import build_parser
 
@@ -34,7 +34,7 @@ def test_examples_run(example: str, shipped_target: str) -> None:
     with contextlib.redirect_stdout(out):
         exec(compile(example.replace("127.0.0.1:50051", shipped_target), "README.md", "exec"), {})
     assert len(out.getvalue()) > 5
-    with Client.connect(shipped_target) as client:
+    with Client(shipped_target) as client:
         assert list(client.list_caches()) == []
 
 

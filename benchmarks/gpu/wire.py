@@ -25,7 +25,8 @@ from benchmarks.gpu.decode import decode_row, free, left_out, measured
 from benchmarks.gpu.executors import BLOCK_SIZE, device_of, fits, kv_bytes, open_executor
 from benchmarks.gpu.ours import Ours
 from benchmarks.gpu.timing import Row, ms_per_step
-from ferrule_client import Cache, Client, ExecutorError, Status, greedy, no_output
+from ferrule import Cache, Client, FerruleError, greedy
+from ferrule.types import Status
 from ferrule_server.executor.cuda.buckets import bucket_for, bucket_sizes
 from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.model.config import ModelConfig
@@ -125,7 +126,7 @@ def server(task: Row, folder: Path, pool_bytes: int, max_context: int) -> Iterat
 
 def _through(target: str, config: ModelConfig, cells: Sequence[Sequence[int]], task: Row) -> Iterator[Row]:
     """Yield the three ways for each cell."""
-    with Client.connect(target, timeout=300.0) as client:
+    with Client(target, timeout=300.0) as client:
         for cell in cells:
             prompts = _prompts(config, cell)
             yield from _one_way(_Branches(client, prompts[0], cell), _BRANCHES, cell, task, client)
@@ -182,7 +183,7 @@ def _make_ready(client: Client, way: _Way, batch: int, *, is_dry: bool) -> str:
     deadline, wanted = time.monotonic() + _READY_S, bucket_for(batch, _MOST_ROWS)
     try:
         client.admin.warmup([size for size in bucket_sizes(_MOST_ROWS) if size <= wanted], timeout=_READY_S)
-    except ExecutorError as error:
+    except FerruleError as error:
         return str(error)
     while True:
         way(_WARM_TOKENS)
@@ -272,7 +273,7 @@ def _prefilled(client: Client, prompts: Sequence[list[int]]) -> list[Cache]:
     most = client.capabilities().max_batch_size
     caches: list[Cache] = []
     for begin in range(0, len(prompts), most):
-        for made in client.batch_prefill(prompts[begin : begin + most], policy=no_output(), ttl=3600.0):
+        for made in client.batch_prefill(prompts[begin : begin + most], ttl=3600.0):
             if isinstance(made, Exception):
                 raise made
             caches.append(made)

@@ -20,7 +20,7 @@ from ferrule.v1 import cache_pb2, executor_pb2_grpc, policy_pb2, types_pb2
 from ferrule.v1 import executor_pb2 as pb
 from ferrule_client._route import INSTANCE_KEY
 from ferrule_client._status import error_from_call, error_from_status
-from ferrule_client.errors import ExecutorError
+from ferrule_client.errors import FerruleError
 
 MODES = ("stream", "generate")
 """``stream``: the client's own loop, a frame per token; ``generate``: the server's loop."""
@@ -86,13 +86,13 @@ class Target:
                 await draw_all(stub, prompt, num_tokens, record)
             except grpc.aio.AioRpcError as error:
                 raise _refused(error_from_call(error)) from error
-            except ExecutorError as error:
+            except FerruleError as error:
                 raise _refused(error) from error
 
         return work
 
 
-def _refused(error: ExecutorError) -> Refused:
+def _refused(error: FerruleError) -> Refused:
     has_no_room = error.code == grpc.StatusCode.RESOURCE_EXHAUSTED or error.reason in _NO_ROOM
     return Refused(error.reason, is_rejected=has_no_room)
 

@@ -1,6 +1,6 @@
 """Processes that end with this one, whatever becomes of it: by SIGKILL or a crash too.
 
-Between the two stands the guardian of the demo (``ferrule_client.demo_guardian``), which holds the reading end of a
+Between the two stands the guardian of the demo (``ferrule_cli.demo.guardian``), which holds the reading end of a
 pipe: it ends the process once nobody holds the other end.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from ferrule_client import demo_guardian
+from ferrule_cli.demo import guardian
 
 Process = subprocess.Popen[bytes]
 """The guardian, whose exit code is that of the process."""
@@ -28,9 +28,9 @@ def start(command: Sequence[str], folder: Path, stdout: int | IO[bytes], stderr:
 
     It has a session of its own: Ctrl-C in the terminal reaches this program only, which then ends it in order.
     """
-    guardian = [sys.executable, "-I", "-S", demo_guardian.__file__, str(folder)]
+    prefix = [sys.executable, "-I", "-S", guardian.__file__, str(folder)]
     return subprocess.Popen(
-        [*guardian, *command], stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=True
+        [*prefix, *command], stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, start_new_session=True
     )
 
 

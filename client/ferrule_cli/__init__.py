@@ -16,6 +16,6 @@ def main() -> int:
     """Run the command that the process was started with and return its exit code."""
     if sys.argv[1:2] != ["serve"]:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from ferrule_client import cli
+    from ferrule_cli import app as cli
 
     return cli.main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 from datetime import UTC
 from typing import Any, TypeVar, cast
 
@@ -18,7 +17,7 @@ from ferrule_client import types as t
 from ferrule_client import views as v
 from ferrule_client.items import DraftDistributions
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
-from ferrule_client.policy import DType, Greedy, Policy, Sampling, check_policy
+from ferrule_client.policy import DType, Policy, Sampling, check_policy
 
 __all__ = [
     "acceptance_to_message",
@@ -41,7 +40,6 @@ __all__ = [
     "policy_to_message",
     "pooling_to_message",
     "reservation_from_message",
-    "row_of",
     "rows_from_message",
     "stale_to_message",
     "status_from_message",
@@ -145,15 +143,15 @@ def acceptance_to_message(acceptance: t.Acceptance) -> executor_pb2.AcceptanceRu
     return _ACCEPTANCE[cast("t.Acceptance", _check.choice("acceptance", acceptance, _ACCEPTANCE))]
 
 
-def policy_to_message(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy:
-    """Return the wire form of a policy; None is full logits in float32.
+def policy_to_message(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy | None:
+    """Return the wire form of a policy; None, which asks for nothing, leaves the field unset.
 
     Raises:
-        TypeError: It is no policy.
+        TypeError: It is not a policy.
     """
     check_policy(policy)
     if policy is None:
-        return policy_pb2.LogitsReturnPolicy(full_logits=policy_pb2.FullLogits())
+        return None
     message = policy_pb2.LogitsReturnPolicy(
         logprobs=policy.logprobs,
         top_logprobs=policy.top_logprobs,
@@ -164,19 +162,24 @@ def policy_to_message(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy:
     )
     if policy.logits is not None:
         message.full_logits.dtype = _DTYPES[cast("DType", policy.logits.lower())]
-    if isinstance(policy.selection, Greedy):
-        message.greedy_argmax.CopyFrom(_greedy_to_message(policy.selection))
-    elif isinstance(policy.selection, Sampling):
-        message.sample.CopyFrom(_sampling_to_message(policy.selection))
+    if policy.selection is not None:
+        _select(message, policy.selection)
     return message
 
 
-def _greedy_to_message(greedy: Greedy) -> policy_pb2.GreedyArgmax:
-    return policy_pb2.GreedyArgmax(
-        token_mask=_mask(greedy.mask),
-        repetition_penalty=greedy.repetition_penalty,
-        penalty_start=greedy.penalty_start,
-    )
+def _select(message: policy_pb2.LogitsReturnPolicy, chosen: Sampling) -> None:
+    """Write how a token is chosen; the contract has a message of its own for the most likely one."""
+    counts = chosen.frequency_penalty is not None or chosen.presence_penalty is not None
+    if chosen.is_greedy and not counts and not chosen.logit_bias:
+        message.greedy_argmax.CopyFrom(
+            policy_pb2.GreedyArgmax(
+                token_mask=_mask(chosen.mask),
+                repetition_penalty=chosen.repetition_penalty,
+                penalty_start=chosen.penalty_start,
+            )
+        )
+    else:
+        message.sample.CopyFrom(_sampling_to_message(chosen))
 
 
 def _sampling_to_message(sampling: Sampling) -> policy_pb2.Sample:
@@ -292,12 +295,8 @@ def rows_from_message(
         tokens=tuple(rows.tokens),
         logprobs=tuple(rows.model_logprobs),
         sampled_logprobs=tuple(rows.sampled_logprobs),
-        all_logits=tensor_to_array(rows.logits) if rows.HasField("logits") else None,
         top_logprobs=_top_logprobs(rows),
-        target_logprobs=_floats(rows.target_logprobs),
-        requested_logprobs=_floats(rows.requested_logprobs, rows.num_rows),
-        entropies=_floats(rows.entropies),
-        hidden_state=tensor_to_array(rows.hidden_state) if rows.HasField("hidden_state") else None,
+        arrays=_arrays(rows),
         seed=rows.seed if rows.HasField("seed") else None,
         timing=timing,
         replayed=replayed,
@@ -317,30 +316,7 @@ def drawn_from_message(message: executor_pb2.GenerateResponse, output: executor_
         cached_tokens=output.cached_tokens,
         request_id=message.request_id,
     )
-    if len(rows.tokens) == 1:
-        return [rows]
-    return [row_of(rows, row) for row in range(len(rows.tokens))]
-
-
-def row_of(output: t.Output, row: int) -> t.Output:
-    """Return one row of an output as an output of its own."""
-    one = slice(row, row + 1)
-
-    def cut(array: t.FloatArray | None) -> t.FloatArray | None:
-        return None if array is None else array[one]
-
-    return dataclasses.replace(
-        output,
-        tokens=output.tokens[one],
-        logprobs=output.logprobs[one],
-        sampled_logprobs=output.sampled_logprobs[one],
-        top_logprobs=output.top_logprobs[one],
-        target_logprobs=None,
-        all_logits=cut(output.all_logits),
-        requested_logprobs=cut(output.requested_logprobs),
-        entropies=cut(output.entropies),
-        hidden_state=cut(output.hidden_state),
-    )
+    return [rows] if len(rows.tokens) == 1 else [rows.row(index) for index in range(len(rows.tokens))]
 
 
 def finish_from_message(reason: executor_pb2.FinishReason) -> t.FinishReason | None:
@@ -353,20 +329,15 @@ def finish_from_message(reason: executor_pb2.FinishReason) -> t.FinishReason | N
 
 def forward_from_message(message: executor_pb2.ForwardResponse) -> t.ForwardChunk:
     """Return the rows of a stretch of positions."""
-    rows = message.outputs
+    rows, arrays = message.outputs, _arrays(message.outputs)
+    if message.HasField("pooled_hidden_state"):
+        arrays["pooled_hidden_state"] = tensor_to_array(message.pooled_hidden_state)
     return t.ForwardChunk(
         first_position=message.first_position,
         num_rows=rows.num_rows,
         tokens=tuple(rows.tokens),
-        logits=tensor_to_array(rows.logits) if rows.HasField("logits") else None,
         top_logprobs=_top_logprobs(rows),
-        target_logprobs=_floats(rows.target_logprobs),
-        requested_logprobs=_floats(rows.requested_logprobs, rows.num_rows),
-        entropies=_floats(rows.entropies),
-        hidden_state=tensor_to_array(rows.hidden_state) if rows.HasField("hidden_state") else None,
-        pooled_hidden_state=tensor_to_array(message.pooled_hidden_state)
-        if message.HasField("pooled_hidden_state")
-        else None,
+        arrays=arrays,
         timing=timing_from_message(message.timing),
         is_last=message.is_last,
     )
@@ -383,11 +354,14 @@ def pooling_to_message(pooling: t.Pooling | None) -> executor_pb2.HiddenPooling:
     return _POOLING[cast("t.Pooling", _check.choice("pooling", pooling, _POOLING))]
 
 
-def _floats(values: Sequence[float], num_rows: int = 0) -> t.FloatArray | None:
-    if not values:
-        return None
-    array = np.array(values, dtype=np.float32)
-    return array.reshape(num_rows, -1) if num_rows else array
+def _arrays(rows: policy_pb2.Outputs) -> dict[str, t.FloatArray]:
+    """Return the arrays of output rows that were asked for, by their names in ``Rows``."""
+    arrays = {name: tensor_to_array(getattr(rows, name)) for name in ("logits", "hidden_state") if rows.HasField(name)}
+    lists = {"target_logprobs": rows.target_logprobs, "entropies": rows.entropies}
+    arrays |= {name: np.array(values, dtype=np.float32) for name, values in lists.items() if values}
+    if rows.requested_logprobs:
+        arrays["requested_logprobs"] = np.array(rows.requested_logprobs, np.float32).reshape(rows.num_rows, -1)
+    return arrays
 
 
 def _top_logprobs(rows: policy_pb2.Outputs) -> tuple[tuple[t.TokenLogprob, ...], ...]:
@@ -404,7 +378,7 @@ def verification_from_message(message: executor_pb2.VerifyOutput) -> t.Verificat
         output=output_from_message(message),
         accepted_count=message.accepted_count,
         accepted_indices=tuple(message.accepted_indices),
-        next_token=message.next_token if message.HasField("next_token") else None,
+        has_next=message.HasField("next_token"),
         row_handles=tuple(handle_from_message(handle) for handle in message.row_handles),
     )
 

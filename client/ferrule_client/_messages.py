@@ -13,18 +13,20 @@ from google.protobuf.message import Message
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_client import _check, _convert
 from ferrule_client.errors import TruncateBeyondError
-from ferrule_client.items import Chunk, DraftDistributions, VerifyItem
-from ferrule_client.policy import Greedy, Policy, Sampling, check_policy, greedy, no_output, sample, seeded
+from ferrule_client.items import Append, DraftDistributions, Prompt, Verify
+from ferrule_client.policy import Policy, check_policy, greedy, sample, seeded
 from ferrule_client.types import Acceptance, Handle
 
 __all__ = [
-    "Append",
     "Appended",
     "GenerationPlan",
+    "Input",
     "PromptOptions",
+    "Stops",
     "VerifyOutput",
     "aim",
     "check_scoring",
+    "choosing",
     "chunk_input",
     "creates",
     "fork_request",
@@ -33,6 +35,7 @@ __all__ = [
     "inline_masks",
     "new_request_id",
     "prefill_request",
+    "prompt_input",
     "prompt_request",
     "recovery_request",
     "reserve_request",
@@ -56,8 +59,8 @@ SequenceRequest = (
 """Requests about one sequence: with ``kv_cache``, or with an ``input`` or one of ``requests`` that has it."""
 
 
-Append = executor_pb2.DecodeInput | executor_pb2.VerifyInput | executor_pb2.UnifiedBatchItem | executor_pb2.PrefillInput
-"""One item of a frame or a batch."""
+Input = executor_pb2.DecodeInput | executor_pb2.VerifyInput | executor_pb2.UnifiedBatchItem
+"""One item of a frame."""
 
 Appended = executor_pb2.DecodeOutput | executor_pb2.VerifyOutput | executor_pb2.PrefillOutput
 """What comes of one."""
@@ -65,8 +68,8 @@ Appended = executor_pb2.DecodeOutput | executor_pb2.VerifyOutput | executor_pb2.
 VerifyOutput = executor_pb2.VerifyOutput
 
 _MAX_LENGTH = 2**32 - 1
-_UNSET = (None, None, True, True)
-"""Options of a chunk that makes a sequence, left out."""
+Stops = str | int | Sequence[str | int | Sequence[int]]
+"""What ends a generation: a text, a token id, or several of texts, ids and runs of ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,8 @@ class GenerationPlan:
     """What a generation is to draw.
 
     Attributes:
-        policy: How each token is chosen, with its seed.
+        given: How each token is chosen, as the caller said it.
+        policy: The same with a seed.
         max_tokens: Most tokens of each branch, or None.
         n: Number of branches.
         stop_ids: Tokens that end a branch.
@@ -102,6 +106,7 @@ class GenerationPlan:
         skip_special_tokens: True: without special tokens in that text.
     """
 
+    given: Policy
     policy: Policy
     max_tokens: int | None
     n: int
@@ -119,14 +124,13 @@ class GenerationPlan:
 
     def seed_of(self, index: int) -> int | None:
         """Return the seed of a branch, or None where nothing is drawn."""
-        selection = self.policy.selection
-        seed = selection.seed if isinstance(selection, Sampling) else None
+        seed = None if self.policy.selection is None else self.policy.selection.seed
         return None if seed is None else (seed + index) % 2**64
 
     def policy_of(self, index: int) -> Policy:
         """Return the policy of a branch, which differs from the first one's in the seed alone."""
         selection = self.policy.selection
-        if not isinstance(selection, Sampling) or not index:
+        if selection is None or selection.seed is None or not index:
             return self.policy
         return replace(self.policy, selection=replace(selection, seed=self.seed_of(index)))
 
@@ -136,14 +140,7 @@ def generation_plan(
     *,
     max_tokens: int | None,
     n: int,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    seed: int | None,
-    stop: str | Sequence[str],
-    stop_ids: Sequence[int],
-    stop_sequences: Sequence[Sequence[int]],
+    stop: Stops,
     ignore_eos: bool,
     has_text: bool,
     skip_special_tokens: bool,
@@ -151,24 +148,22 @@ def generation_plan(
     """Return what a generation is to draw, from checked arguments.
 
     Raises:
-        TypeError: The policy is none, or a stop is of another kind.
-        ValueError: The policy chooses no token or comes with sampling settings, a stop is empty, or a number is out of
-            its range.
+        TypeError: The policy is not a policy, or a stop is of another kind.
+        ValueError: The policy chooses no token, a stop is empty, or a number is out of its range.
     """
+    check_policy(policy)
+    chosen = choosing(policy or sample())
     _check.whole("max_tokens", max_tokens)
     _check.whole("n", n, 1)
-    texts = (stop,) if isinstance(stop, str) else tuple(stop)
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"stop must be texts, got {type(text).__name__}; token ids go in stop_ids")
-    runs = tuple(tuple(_check.token_list(run)) for run in stop_sequences)
+    stops = [stop] if isinstance(stop, (str, int)) else list(stop)
+    texts = tuple(one for one in stops if isinstance(one, str))
+    ids = _check.token_list([one for one in stops if isinstance(one, int)])
+    runs = tuple(tuple(_check.token_list(one)) for one in stops if not isinstance(one, (str, int)))
     if not all(texts) or not all(runs):
-        raise ValueError("stop and stop_sequences must not hold empty ones")
-    chosen = _generation_policy(
-        policy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-    ).with_seed()
-    ids = tuple(_check.token_list(stop_ids))
-    return GenerationPlan(chosen, max_tokens, n, ids, runs, texts, ignore_eos, has_text, skip_special_tokens)
+        raise ValueError("stop must not hold an empty text or an empty list")
+    return GenerationPlan(
+        chosen, chosen.with_seed(), max_tokens, n, tuple(ids), runs, texts, ignore_eos, has_text, skip_special_tokens
+    )
 
 
 def generate_request(
@@ -256,11 +251,11 @@ def _cache_options(options: PromptOptions) -> executor_pb2.CacheOptions:
 
 def recovery_request(token_ids: Sequence[int], options: PromptOptions) -> executor_pb2.PrefillRequest:
     """Return the prefill that brings a lost sequence back: its tokens, and no output for them."""
-    return prompt_request(token_ids, options, policy=no_output())
+    return prompt_request(token_ids, options)
 
 
 def prefill_request(
-    sent: executor_pb2.DecodeInput, policy: Policy | None, *, all_positions: bool, ttl: float | None
+    sent: executor_pb2.DecodeInput, policy: Policy | None, *, all_positions: bool
 ) -> executor_pb2.PrefillRequest:
     """Return an append as a prefill.
 
@@ -268,10 +263,9 @@ def prefill_request(
         sent: The append.
         policy: The policy it was made with.
         all_positions: True: a row for every token.
-        ttl: New lease in seconds, or None.
 
     Raises:
-        ValueError: ``target_logprobs`` of several tokens comes without ``all_positions``, or the lease is no length.
+        ValueError: ``target_logprobs`` of several tokens comes without ``all_positions``.
     """
     check_scoring(policy, len(sent.input_ids), all_positions=all_positions)
     item = executor_pb2.PrefillInput(
@@ -280,31 +274,18 @@ def prefill_request(
         kv_cache=sent.kv_cache,
         logits_policy=sent.logits_policy if policy else None,
         logits_positions=_positions(all_positions),
-        cache=executor_pb2.CacheOptions(ttl=_convert.duration(ttl)),
         on_stale=sent.on_stale,
     )
     return executor_pb2.PrefillRequest(input=item)
 
 
-def batch_request(
-    inputs: Sequence[Append],
-) -> executor_pb2.BatchPrefillRequest | executor_pb2.BatchDecodeRequest | executor_pb2.UnifiedDecodeRequest:
-    """Return the call for inputs of one kind: prompts, decodes or chunks."""
-    if isinstance(inputs[0], executor_pb2.PrefillInput):
-        return executor_pb2.BatchPrefillRequest(inputs=cast("Sequence[executor_pb2.PrefillInput]", inputs))
-    if isinstance(inputs[0], executor_pb2.DecodeInput):
-        return executor_pb2.BatchDecodeRequest(inputs=cast("Sequence[executor_pb2.DecodeInput]", inputs))
-    items = cast("Sequence[executor_pb2.UnifiedBatchItem]", inputs)
-    return executor_pb2.UnifiedDecodeRequest(batch=executor_pb2.UnifiedBatch(items=items))
-
-
-def creates(sent: Append) -> bool:
+def creates(sent: Input) -> bool:
     """Tell whether an append may make a new sequence."""
     is_new = not isinstance(sent, executor_pb2.DecodeInput) and not sent.HasField("kv_cache")
     return is_new or sent.on_stale == types_pb2.STALE_POLICY_FORK
 
 
-def stream_item(seq: int, sent: Append) -> executor_pb2.StreamItem:
+def stream_item(seq: int, sent: Input) -> executor_pb2.StreamItem:
     """Return an append as an item of a frame."""
     if isinstance(sent, executor_pb2.DecodeInput):
         return executor_pb2.StreamItem(seq=seq, decode=sent)
@@ -324,7 +305,7 @@ def stream_answer(result: executor_pb2.StreamResult) -> Appended | None:
     return result.unified if kind == "unified" else None
 
 
-def tokens_of(sent: Append) -> list[int]:
+def tokens_of(sent: Input) -> list[int]:
     """Return the tokens that an append may put into its sequence."""
     if isinstance(sent, executor_pb2.UnifiedBatchItem):
         return list(sent.q_tokens)
@@ -336,21 +317,19 @@ def tokens_of(sent: Append) -> list[int]:
 def verify_policy(
     policy: Policy | None, acceptance: Acceptance | None, draft_probs: DraftDistributions | None
 ) -> Policy | None:
-    """Return the policy of a verify, where it follows from who decides.
+    """Return the policy of a verify, which follows from who decides if it is None.
 
     Raises:
-        TypeError: It is no policy.
-        ValueError: ``acceptance`` is no rule, or the policy is none that it can work with.
+        TypeError: It is not a policy.
+        ValueError: ``acceptance`` is not a rule, or the policy does not go with it.
     """
     check_policy(policy)
     rule = _rule(policy, acceptance, draft_probs)
     if policy is None:
-        return greedy() if rule == "greedy" else sample() if rule == "rejection" else None
-    selection = policy.selection
-    is_greedy = isinstance(selection, Greedy) or (isinstance(selection, Sampling) and selection.temperature == 0)
-    if rule == "greedy" and not is_greedy:
+        return {"none": None, "rejection": sample()}.get(rule, greedy())
+    if rule == "greedy" and (policy.selection is None or not policy.selection.is_greedy):
         raise ValueError("acceptance greedy needs a greedy policy; exact takes any that chooses tokens")
-    if rule == "rejection" and not isinstance(selection, Sampling):
+    if rule == "rejection" and policy.selection is None:
         raise ValueError("acceptance rejection needs a policy of sample()")
     return policy
 
@@ -361,12 +340,10 @@ def _rule(policy: Policy | None, acceptance: Acceptance | None, draft_probs: Dra
         return cast("Acceptance", acceptance.lower())
     if draft_probs is not None:
         return "rejection"
-    return "exact" if policy is not None and policy.selection is not None else "none"
+    return "exact" if policy is None or policy.selection is not None else "none"
 
 
-def verify_input(
-    sent: executor_pb2.DecodeInput, policy: Policy | None, item: VerifyItem[Any]
-) -> executor_pb2.VerifyInput:
+def verify_input(sent: executor_pb2.DecodeInput, policy: Policy | None, item: Verify[Any]) -> executor_pb2.VerifyInput:
     """Return an append of certain tokens and drafts.
 
     Args:
@@ -379,7 +356,7 @@ def verify_input(
     """
     if not sent.input_ids:
         text = "a verify needs a certain token, one that is not in the sequence yet: give `tokens`"
-        raise ValueError(f"{text} (after a generate or a verify it is pending and goes along by itself)")
+        raise ValueError(f"{text} (a pending token is one: it is sent first)")
     drafts, distributions = _check.token_list(item.draft), item.draft_probs
     if distributions is not None and len(distributions) != len(drafts):
         text = "draft_probs needs one distribution per draft"
@@ -394,49 +371,50 @@ def verify_input(
         on_stale=sent.on_stale,
         draft_ids=drafts,
         parents=item.parents,
-        acceptance=_convert.acceptance_to_message(_rule(policy, item.acceptance, distributions)),
+        acceptance=_convert.acceptance_to_message(_rule(item.policy, item.acceptance, distributions)),
         draft_probs=None if distributions is None else _convert.draft_probs_to_message(distributions),
         token_masks=list(map(_convert.mask_to_message, item.masks)),
         return_row_handles=item.row_handles,
     )
 
 
-def chunk_input(
-    sent: executor_pb2.DecodeInput | None, item: Chunk[Any], length: int | None
-) -> executor_pb2.UnifiedBatchItem:
-    """Return a piece of a batch that the caller schedules.
-
-    Args:
-        sent: The same as an append to a cache; None: it makes a sequence.
-        item: What is asked for.
-        length: Tokens in the cache before what is sent; None: it is not known.
+def prompt_input(token_ids: Sequence[int], item: Prompt) -> executor_pb2.UnifiedBatchItem:
+    """Return a prompt, or its first piece, as an item of a frame.
 
     Raises:
-        TypeError: The tokens are no ints, or the policy is none.
+        TypeError: The policy is not a policy.
         ValueError: An option is out of its range.
     """
-    _check.whole("pos_offset", item.pos_offset, 0, _MAX_LENGTH)
-    policy = seeded(item.policy)
-    common = executor_pb2.UnifiedBatchItem(
-        pos_offset=item.pos_offset if item.pos_offset is not None else length,
+    options = PromptOptions(item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix)
+    message = _chunk(token_ids, item)
+    message.request_id = new_request_id()
+    message.cache.CopyFrom(_cache_options(options))
+    return message
+
+
+def chunk_input(sent: executor_pb2.DecodeInput, item: Append[Any]) -> executor_pb2.UnifiedBatchItem:
+    """Return an append as a piece of a batch that the caller schedules.
+
+    Args:
+        sent: The same as a decode.
+        item: What is asked for.
+    """
+    message = _chunk(sent.input_ids, item)
+    message.request_id = sent.request_id
+    message.pos_offset = sent.kv_cache.length
+    message.kv_cache.CopyFrom(sent.kv_cache)
+    message.on_stale = sent.on_stale
+    return message
+
+
+def _chunk(token_ids: Sequence[int], item: Prompt | Append[Any]) -> executor_pb2.UnifiedBatchItem:
+    check_scoring(item.policy, len(token_ids), all_positions=item.all_positions)
+    return executor_pb2.UnifiedBatchItem(
+        q_tokens=token_ids,
         is_final_chunk=item.is_final,
-        logits_policy=None if not item.is_final else _convert.policy_to_message(policy),
+        logits_policy=_convert.policy_to_message(seeded(item.policy)) if item.is_final else None,
         logits_positions=_positions(item.all_positions),
     )
-    if sent is not None and (item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix) != _UNSET:
-        text = "ttl, reserve_length, reuse_prefix and publish_prefix are for a chunk that makes a sequence"
-        raise ValueError(f"{text}; for one that is there see Cache.reserve and Client.keep_alive")
-    if sent is None:
-        common.request_id = new_request_id()
-        common.q_tokens.extend(_check.token_list(item.tokens))
-        options = PromptOptions(item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix)
-        common.cache.CopyFrom(_cache_options(options))
-        return common
-    common.request_id = sent.request_id
-    common.q_tokens.extend(sent.input_ids)
-    common.kv_cache.CopyFrom(sent.kv_cache)
-    common.on_stale = sent.on_stale
-    return common
 
 
 def fork_request(handle: Handle, n: int, length: int | None, ttl: float | None) -> cache_pb2.ForkCacheRequest:
@@ -506,7 +484,7 @@ def _per_handle(name: str, lengths: int | Sequence[int], count: int) -> Sequence
     return values
 
 
-def aim(request: SequenceRequest | Append, handle: Handle) -> None:
+def aim(request: SequenceRequest | Input, handle: Handle) -> None:
     """Point a request at the sequence that took the place of a lost one; with an id of its own, if it had one."""
     item: Any = getattr(request, "input", request)  # Any: each of these messages has its own fields
     if isinstance(request, cache_pb2.ReserveKvSlotsRequest):
@@ -547,30 +525,18 @@ def check_scoring(policy: Policy | None, num_tokens: int, *, all_positions: bool
         raise ValueError("target_logprobs of several tokens needs all_positions=True: nothing follows the last row")
 
 
-def _generation_policy(
-    policy: Policy | None,
-    *,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    seed: int | None,
-) -> Policy:
-    """Return the policy of a generation: the one given, or that of the sampling settings.
-
-    Raises:
-        TypeError: It is no policy.
-        ValueError: It chooses no token, or comes with sampling settings.
-    """
-    check_policy(policy)
-    drawn = sample(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    if policy is not None and drawn != sample():
-        raise ValueError("give either a policy or sampling settings, not both")
-    chosen = policy or drawn
-    if chosen.selection is None:
-        raise ValueError("generating needs a policy that chooses tokens, such as greedy() or sample()")
-    return chosen
-
-
 def _positions(all_positions: bool) -> types_pb2.LogitsPositions:
     return types_pb2.LOGITS_POSITIONS_ALL if all_positions else types_pb2.LOGITS_POSITIONS_LAST
+
+
+def choosing(policy: Policy) -> Policy:
+    """Return a policy that chooses a token.
+
+    Raises:
+        TypeError: It is not a policy.
+        ValueError: It chooses none.
+    """
+    check_policy(policy)
+    if policy.selection is None:
+        raise ValueError("this needs a policy that chooses a token, such as greedy() or sample()")
+    return policy

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ferrule.v1 import types_pb2
 from ferrule_client import _convert
 from ferrule_client._route import by_instance, instance_of_handle
-from ferrule_client.errors import ExecutorError, InvalidRequestError, MessageTooLargeError, RequestTooLargeError
+from ferrule_client.errors import FerruleError, InvalidRequestError, MessageTooLargeError, RequestTooLargeError
 from ferrule_client.types import Handle
 
 __all__ = ["HandleLimit", "Parts", "checked_instance"]
@@ -40,7 +40,7 @@ class HandleLimit:
         self.is_asked = True
         self.most = most or self.most
 
-    def shrink(self, error: ExecutorError, num_handles: int) -> bool:
+    def shrink(self, error: FerruleError, num_handles: int) -> bool:
         """Lower the limit if a list was refused for its length.
 
         Args:
@@ -90,7 +90,7 @@ class Parts:
             self._last = instance, part
             yield instance, part, [_convert.handle_to_message(self._handles[place]) for place in part]
 
-    def shrink(self, error: ExecutorError) -> bool:
+    def shrink(self, error: FerruleError) -> bool:
         """Return the part yielded last to the list if it was refused for its length; report whether it was."""
         if not self._limit.shrink(error, len(self._last[1])):
             return False
@@ -108,7 +108,7 @@ def checked_instance(handle: Handle) -> str:
     return instance_of_handle(handle)
 
 
-def _allowed(error: ExecutorError, num_handles: int) -> int:
+def _allowed(error: FerruleError, num_handles: int) -> int:
     """Return the length of list that a refusal leaves; 0: it is not about the length.
 
     If the refusal does not name the limit, half of the list is tried next.

@@ -11,7 +11,7 @@ import grpc
 from ferrule_client._status import is_transport_break
 from ferrule_client.errors import (
     DrainingError,
-    ExecutorError,
+    FerruleError,
     InstanceUnreachableError,
     ResourceExhaustedError,
     StartingError,
@@ -116,7 +116,7 @@ class Attempts:
             is_patient=self.is_patient,
         )
 
-    def needs_to_know(self, error: ExecutorError) -> bool:
+    def needs_to_know(self, error: FerruleError) -> bool:
         """Tell whether a retry hangs on one thing: whether the server honours request ids. Then ``learn`` it."""
         return self._is_repeatable is None and _may_have_run(error)
 
@@ -134,7 +134,7 @@ class Attempts:
         """True: no attempt is left, however long the deadline is."""
         return self._num_retries > self._settings.max_retries
 
-    def pause_s(self, error: ExecutorError, cause: grpc.RpcError | None = None) -> float:
+    def pause_s(self, error: FerruleError, cause: grpc.RpcError | None = None) -> float:
         """Return the seconds to wait before the next attempt.
 
         Args:
@@ -142,7 +142,7 @@ class Attempts:
             cause: The gRPC error behind it, chained when ``error`` is raised, where it says more.
 
         Raises:
-            ExecutorError: ``error``, if there is to be no further attempt.
+            FerruleError: ``error``, if there is to be no further attempt.
         """
         if not self._is_worth_retrying(error):
             raise error from _worth_showing(error, cause)
@@ -156,7 +156,7 @@ class Attempts:
             raise error from _worth_showing(error, cause)
         return pause_s
 
-    def _is_worth_retrying(self, error: ExecutorError) -> bool:
+    def _is_worth_retrying(self, error: FerruleError) -> bool:
         if isinstance(error, StartingError):
             return True
         if _may_have_run(error) and not self._is_repeatable:
@@ -169,7 +169,7 @@ class Attempts:
         return is_passing and self._num_retries <= self._settings.max_retries
 
 
-def _may_have_run(error: ExecutorError) -> bool:
+def _may_have_run(error: FerruleError) -> bool:
     """Tell whether a connection broke after the request may have left."""
     return error.reason == "CONNECTION_LOST"
 
@@ -181,7 +181,7 @@ def wait_s(result: object) -> float | None:
     return None
 
 
-def _worth_showing(error: ExecutorError, cause: grpc.RpcError | None) -> grpc.RpcError | None:
+def _worth_showing(error: FerruleError, cause: grpc.RpcError | None) -> grpc.RpcError | None:
     """Return the cause to chain, where it says more than the error.
 
     What a server told of itself is in the error as a whole; where there is none, our one line says it. gRPC's thirty

@@ -25,7 +25,7 @@ __all__ = [
     "no_server",
 ]
 
-BY_REASON: dict[str, type[e.ExecutorError]] = {
+BY_REASON: dict[str, type[e.FerruleError]] = {
     "CANCELLED": e.CallCancelledError,
     "CONNECTION_FAILED": e.UnavailableError,
     "CONNECTION_LOST": e.UnavailableError,
@@ -63,7 +63,7 @@ BY_REASON: dict[str, type[e.ExecutorError]] = {
 }
 """Class of each reason of the contract; ``QUOTA_*`` is a family and handled apart."""
 
-BY_CODE: dict[grpc.StatusCode, type[e.ExecutorError]] = {
+BY_CODE: dict[grpc.StatusCode, type[e.FerruleError]] = {
     grpc.StatusCode.CANCELLED: e.CallCancelledError,
     grpc.StatusCode.DEADLINE_EXCEEDED: e.DeadlineExceededError,
     grpc.StatusCode.INTERNAL: e.InternalError,
@@ -142,7 +142,7 @@ _TLS_ADVICE = {
 }
 
 
-def error_from_call(error: object) -> e.ExecutorError:
+def error_from_call(error: object) -> e.FerruleError:
     """Return the typed error of a failed call; the gRPC error should be chained as its cause.
 
     Args:
@@ -163,7 +163,7 @@ def error_from_call(error: object) -> e.ExecutorError:
     return _without_details(error.code(), error.details() or "")
 
 
-def error_from_status(status: status_pb2.Status) -> e.ExecutorError:
+def error_from_status(status: status_pb2.Status) -> e.FerruleError:
     """Return the typed error of a ``google.rpc.Status``, as it stands in the items of batches and streams."""
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     info, retry, request = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
@@ -182,7 +182,7 @@ def error_from_status(status: status_pb2.Status) -> e.ExecutorError:
     return error
 
 
-def is_transport_break(error: e.ExecutorError) -> bool:
+def is_transport_break(error: e.FerruleError) -> bool:
     """Report whether the call failed on the way, so that another attempt may succeed.
 
     Directly a dead server is UNAVAILABLE without details; behind a proxy it is INTERNAL with RST_STREAM. The server may
@@ -193,12 +193,12 @@ def is_transport_break(error: e.ExecutorError) -> bool:
 
 def may_have_happened(error: BaseException) -> bool:
     """Tell whether a request that failed like this may still have been run: nobody said that it was not."""
-    if not isinstance(error, e.ExecutorError) or type(error) is e.ExecutorError:
+    if not isinstance(error, e.FerruleError) or type(error) is e.FerruleError:
         return True
     return isinstance(error, _UNCLEAR) and not isinstance(error, e.RequestTimeoutError)
 
 
-def no_answer(*, is_late: bool) -> e.ExecutorError:
+def no_answer(*, is_late: bool) -> e.FerruleError:
     """Return the error for a call that ended well but without its reply; late, if its deadline has passed."""
     code = grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.UNAVAILABLE
     return _without_details(code, "the call ended without an answer")
@@ -252,13 +252,13 @@ def _by_whom(target: str, details: str) -> str:
     return f" by {address}, the last address tried" if address and address not in target else ""
 
 
-def _class_of(code: grpc.StatusCode, reason: str) -> type[e.ExecutorError]:
+def _class_of(code: grpc.StatusCode, reason: str) -> type[e.FerruleError]:
     if reason.startswith("QUOTA_"):
         return e.QuotaExceededError
-    return BY_REASON.get(reason) or BY_CODE.get(code, e.ExecutorError)
+    return BY_REASON.get(reason) or BY_CODE.get(code, e.FerruleError)
 
 
-def _without_details(code: grpc.StatusCode, message: str) -> e.ExecutorError:
+def _without_details(code: grpc.StatusCode, message: str) -> e.FerruleError:
     """Name an error that gRPC made by itself."""
     reason = code.name
     if code is grpc.StatusCode.UNAVAILABLE:

@@ -5,15 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import get_args
 
 from ferrule.v1 import executor_pb2, types_pb2
-from ferrule_client import _convert
+from ferrule_client import _check, _convert
 from ferrule_client._messages import new_request_id
 from ferrule_client._status import may_have_happened
 from ferrule_client._token_log import TokenLog
-from ferrule_client.errors import DeadlineExceededError, ExecutorError, HandleNotFoundError, InstanceUnreachableError
+from ferrule_client.errors import (
+    DeadlineExceededError,
+    FerruleError,
+    HandleNotFoundError,
+    InstanceUnreachableError,
+    PendingTokenError,
+)
 from ferrule_client.policy import Policy, seeded
-from ferrule_client.types import Handle, OnStale, Output, Verification
+from ferrule_client.types import Handle, OnStale, Output, Pending, Token, Verification
 
 __all__ = ["Tip", "using"]
 
@@ -53,7 +60,8 @@ class Tip:
 
     Attributes:
         handle: Covers tokens that are in the KV cache: all of those handed out, unless it lags behind.
-        pending: Tokens handed out by a generation or a verify that ``handle`` does not cover.
+        pending: Tokens that the server has chosen and that ``handle`` does not cover.
+        policy: The policy that chose a token last; None: none has.
         ahead_handle: While ``handle`` lags behind: one of the same sequence that does not. None: it does not lag.
         num_unseen: Tokens that ``handle`` covers beyond ``length``: where the first frame of a new branch brings
             several, there is no handle of an earlier state.
@@ -83,6 +91,7 @@ class Tip:
         "num_recoveries",
         "num_unseen",
         "pending",
+        "policy",
         "running",
         "ttl_s",
     )
@@ -93,6 +102,7 @@ class Tip:
         self.handle = handle
         self.last = last
         self.pending: tuple[int, ...] = ()
+        self.policy: Policy | None = None
         self.ahead_handle: Handle | None = None
         self.num_unseen = 0
         self.doubts: frozenset[tuple[int, ...]] = frozenset()
@@ -108,6 +118,13 @@ class Tip:
     def length(self) -> int:
         """Tokens handed out that are in the KV cache."""
         return self.handle.length - self.num_unseen + max(0, len(self.pending) - 1)
+
+    @property
+    def pending_token(self) -> Token | None:
+        """The token that the server has chosen and that is not in the KV cache yet, or None."""
+        if not self.pending or self.last is None:
+            return None
+        return Token(self.pending[-1], self.last, self.length)
 
     @property
     def is_exact(self) -> bool:
@@ -133,30 +150,71 @@ class Tip:
         handle = self.live_handle()
         return self.ahead_handle if self.ahead_handle is not None and length > handle.length else handle
 
-    def branch(self, handle: Handle, *, at_tip: bool, ttl_s: float | None = None) -> Tip:
-        """Return the tip of a branch; one that starts at the tip takes the newest token along, if that is pending."""
+    def branch(self, handle: Handle, *, at_tip: bool, redraw: bool = False, ttl_s: float | None = None) -> Tip:
+        """Return the tip of a branch. At the tip the pending token is pending there too, unless it is drawn again."""
         log = self.log.branch()
         log.extend(self.pending[:-1])
         log.cut(handle.length)
         tip = Tip(handle, last=self.last if at_tip else None, log=log, ttl_s=ttl_s)
-        tip.pending = self.pending[-1:] if at_tip else ()
+        tip.pending = self.pending[-1:] if at_tip and not redraw else ()
+        tip.policy = self.policy
         return tip
 
-    def child(self, output: Output, log: TokenLog) -> Tip:
+    def child(self, output: Output, log: TokenLog, policy: Policy | None) -> Tip:
         """Return the tip of a branch that an append made.
 
         Args:
             output: What the server answered.
             log: Its token ids.
+            policy: The policy of the append.
         """
         if log.end != output.handle.length:
             log.forget(output.handle.length)
-        return Tip(output.handle, last=output, log=log, ttl_s=self.ttl_s)
+        tip = Tip(output.handle, last=output, log=log, ttl_s=self.ttl_s)
+        tip.policy = self.policy
+        tip.choose(output, policy)
+        return tip
+
+    def choose(self, output: Output, policy: Policy | None) -> None:
+        """Make the token that an append has chosen pending, if its policy chose one."""
+        if policy is not None and policy.selection is not None:
+            self.policy = policy
+            self.pending = output.tokens[-1:]
+
+    def joined(self, tokens: Sequence[int], given: Sequence[int], pending: Pending) -> list[int]:
+        """Return what an append of ``tokens`` sends: the pending token first, unless it is replaced.
+
+        Args:
+            tokens: The token ids as plain ints.
+            given: The same as the caller gave them, which may begin with the pending ``Token`` itself.
+            pending: What to do with the pending token.
+
+        Raises:
+            PendingTokenError: They begin with an int equal to the pending token.
+            ValueError: ``pending`` is not one of the three words.
+        """
+        _check.choice("pending", pending, get_args(Pending))
+        if pending == "drop":
+            return [*self.pending[:-1], *tokens]
+        if pending == "auto" and self.pending and tokens and tokens[0] == self.pending[-1]:
+            if not self.is_pending(given[0]):
+                raise PendingTokenError(self.pending[-1])
+            tokens = tokens[1:]
+        return [*self.pending, *tokens]
+
+    def is_pending(self, token: object) -> bool:
+        """Return whether a token is the pending one: chosen at this place, after these tokens."""
+        if not isinstance(token, Token) or self.last is None or token != self.pending[-1]:
+            return False
+        if token.output is self.last:
+            return True
+        own = Token(token, self.last, self.length)
+        return own.lineage is not None and (token.position, token.lineage) == (own.position, own.lineage)
 
     def decode_input(
-        self, tokens: Sequence[int], policy: Policy | None, on_stale: OnStale = "fail"
+        self, token_ids: Sequence[int], policy: Policy | None, on_stale: OnStale = "fail"
     ) -> executor_pb2.DecodeInput:
-        """Return the append of the pending tokens and then ``tokens``; of nothing at all, it is a query.
+        """Return the append of tokens, the pending ones included; of no tokens it reads the newest row again.
 
         Raises:
             RuntimeError: The sequence was released.
@@ -164,7 +222,7 @@ class Tip:
         stale = _convert.stale_to_message(on_stale)
         return executor_pb2.DecodeInput(
             request_id=new_request_id() if stale == types_pb2.STALE_POLICY_FORK else "",
-            input_ids=[*self.pending, *tokens],
+            input_ids=token_ids,
             kv_cache=_convert.handle_to_message(self.live_handle()),
             logits_policy=_convert.policy_to_message(seeded(policy)),
             on_stale=stale,
@@ -215,13 +273,21 @@ class Tip:
         """Tell whether what the server has behind the handle is nothing but a doubtful append of ours."""
         return not beyond or any(beyond == doubt[: len(beyond)] for doubt in self.doubts)
 
-    def moved(self, appended: Sequence[int], output: Output, *, pending: Sequence[int] = ()) -> Output:
+    def moved(
+        self,
+        appended: Sequence[int],
+        output: Output,
+        policy: Policy | None = None,
+        *,
+        pending: Sequence[int] = (),
+    ) -> Output:
         """Take over the state after an append and return its output.
 
         Args:
             appended: The tokens that went into the sequence, the formerly pending ones included.
             output: What the server answered.
-            pending: Tokens handed out with this output.
+            policy: The policy of the append: if it chose a token, that is pending.
+            pending: Tokens that are pending by other rules.
         """
         self.doubts = self._doubts_after(tuple(appended), output)
         if appended and not output.replayed:
@@ -232,6 +298,7 @@ class Tip:
         self.log.extend(appended)
         if self.log.end != output.handle.length:  # what the server holds decides; a text that differs is no text
             self.log.forget(output.handle.length)
+        self.choose(output, policy)
         return output
 
     def told(self, token: int, output: Output) -> None:
@@ -271,10 +338,10 @@ class Tip:
             parents: Row that each draft follows; empty: a chain.
             verification: What the server answered.
         """
-        output, next_token = verification.output, verification.next_token
+        output = verification.output
         num_held = max(0, output.handle.length - self.handle.length - len(certain))
         path = [drafts[row - 1] for row in verification.accepted_indices] if parents else drafts
-        self.moved([*certain, *path[:num_held]], output, pending=() if next_token is None else (next_token,))
+        self.moved([*certain, *path[:num_held]], output, pending=output.tokens[-1:] if verification.has_next else ())
         return verification
 
     def cut(self, handle: Handle) -> None:
@@ -302,7 +369,7 @@ class Tip:
         self.is_ahead = False
         self.num_recoveries += 1
 
-    def tell(self, error: ExecutorError) -> None:
+    def tell(self, error: FerruleError) -> None:
         """Put on an error that says the sequence is gone what it takes to prefill it again."""
         if isinstance(error, (HandleNotFoundError, InstanceUnreachableError)):
             error.token_ids = self.token_ids

@@ -1,12 +1,12 @@
-"""What can become of a call: one tree of errors, rooted in ``ExecutorError``.
+"""What can become of a call: one tree of errors, rooted in ``FerruleError``.
 
-``except ExecutorError`` catches what a server, the way there, or a timeout can do to a call. Mistakes of the program
-are Python's own errors, raised before anything is sent: TypeError and ValueError for an argument, RuntimeError for a
-cache that was released or a stream used by two threads.
+``except FerruleError`` catches everything that a server, the network or a timeout can do to a call. Mistakes of the
+program are Python's own errors, raised before anything is sent: TypeError and ValueError for an argument
+(``PendingTokenError`` is a ValueError), RuntimeError for a cache that was released or a stream used by two threads.
 
 ::
 
-    ExecutorError                   code, reason, message, metadata
+    FerruleError                   code, reason, message, metadata
     +- InvalidRequestError          INVALID_FIELD; .field names the field
     |  +- TokenOutOfVocabError      TOKEN_OUT_OF_VOCAB
     |  +- RequestIdReusedError      REQUEST_ID_REUSED
@@ -30,13 +30,13 @@ cache that was released or a stream used by two threads.
     |  +- QueueFullError            QUEUE_FULL
     |  +- SlowConsumerError         SLOW_CONSUMER
     |  +- MessageTooLargeError      MESSAGE_TOO_LARGE *
-    +- UnavailableError             CONNECTION_FAILED *, CONNECTION_LOST *
+    +- UnavailableError             CONNECTION_FAILED *, CONNECTION_LOST *; also a ConnectionError
     |  +- InstanceUnreachableError  INSTANCE_UNREACHABLE *; .instance cannot be reached by the proxy in front of it
     |  +- StartingError             STARTING
     |  +- DrainingError             DRAINING
     +- UnsupportedError             FEATURE_UNSUPPORTED, RPC_UNKNOWN *
     +- NonFiniteLogitsError         NON_FINITE_LOGITS
-    +- DeadlineExceededError        DEADLINE_EXCEEDED *
+    +- DeadlineExceededError        DEADLINE_EXCEEDED *; also a TimeoutError
     |  +- RequestTimeoutError       REQUEST_TIMEOUT
     +- CallCancelledError           CANCELLED *
     +- InternalError                ENGINE_FAULT
@@ -61,7 +61,7 @@ __all__ = [
     "DrainingError",
     "EpochChangedError",
     "ExceedsPoolError",
-    "ExecutorError",
+    "FerruleError",
     "HandleExpiredError",
     "HandleLostError",
     "HandleNotFoundError",
@@ -73,6 +73,7 @@ __all__ = [
     "MessageTooLargeError",
     "NonFiniteLogitsError",
     "OutOfRangeError",
+    "PendingTokenError",
     "QueueFullError",
     "QuotaExceededError",
     "ReplyTooLargeError",
@@ -95,7 +96,7 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
 
 
-class ExecutorError(Exception):
+class FerruleError(Exception):
     """A call failed. Root of all errors of this package.
 
     Args:
@@ -126,7 +127,7 @@ class ExecutorError(Exception):
         return self.metadata.get("handle_id")
 
 
-class InvalidRequestError(ExecutorError):
+class InvalidRequestError(FerruleError):
     """A field of the request is out of its range; sending it again cannot help."""
 
     @property
@@ -164,11 +165,11 @@ class RequestTooLargeError(InvalidRequestError):
         return _number(self.metadata.get("limit_bytes"))
 
 
-class AuthError(ExecutorError):
+class AuthError(FerruleError):
     """Credentials are missing, not accepted, or lack the role the call needs."""
 
 
-class HandleNotFoundError(ExecutorError):
+class HandleNotFoundError(FerruleError):
     """The handle names nothing: never issued, released, or another principal's. The one rule: prefill again.
 
     Where a ``Cache`` raises it, or a stream for one, the error has what that takes::
@@ -201,14 +202,14 @@ class HandleLostError(HandleNotFoundError):
     """The KV of the handle was lost to a device fault. Prefill again."""
 
 
-class MaskUnknownError(ExecutorError):
+class MaskUnknownError(FerruleError):
     """The token mask fingerprint is not registered on the server. Register the mask again.
 
     Masks of ``client.register_mask`` are, by the client itself, as long as they are kept.
     """
 
 
-class WrongInstanceError(ExecutorError):
+class WrongInstanceError(FerruleError):
     """The handle belongs to another server instance, or the whole call was for another one than it has reached."""
 
     @property
@@ -217,7 +218,7 @@ class WrongInstanceError(ExecutorError):
         return self.metadata.get("instance")
 
 
-class HandleStaleError(ExecutorError):
+class HandleStaleError(FerruleError):
     """The sequence moved on or was rewritten since the handle was made, by somebody else; nothing changed.
 
     ``cache.truncate(cache.length)`` or ``on_stale="rewind"`` drops what they appended, ``on_stale="fork"`` branches.
@@ -229,7 +230,7 @@ class HandleStaleError(ExecutorError):
         return _number(self.metadata.get("tip_length"))
 
 
-class OutOfRangeError(ExecutorError):
+class OutOfRangeError(FerruleError):
     """A length is beyond what the handle, the context or the pool can hold."""
 
 
@@ -245,7 +246,7 @@ class ExceedsPoolError(OutOfRangeError):
     """The request needs more blocks than the whole pool has; waiting would not help."""
 
 
-class ResourceExhaustedError(ExecutorError):
+class ResourceExhaustedError(FerruleError):
     """Something is full now; nothing was run.
 
     Attributes:
@@ -303,7 +304,7 @@ class MessageTooLargeError(ResourceExhaustedError):
     """A message is larger than one side accepts. gRPC refused it; nothing was run."""
 
 
-class UnavailableError(ExecutorError):
+class UnavailableError(FerruleError, ConnectionError):
     """The server cannot be reached, went away during the call, or does not take calls now."""
 
 
@@ -338,15 +339,15 @@ class DrainingError(UnavailableError):
     """
 
 
-class UnsupportedError(ExecutorError):
+class UnsupportedError(FerruleError):
     """This server, model or executor cannot do what was asked; its capabilities say so too."""
 
 
-class NonFiniteLogitsError(ExecutorError):
+class NonFiniteLogitsError(FerruleError):
     """The logits of a row hold NaN or infinity; only that item failed and its handle is as it was."""
 
 
-class DeadlineExceededError(ExecutorError):
+class DeadlineExceededError(FerruleError, TimeoutError):
     """The timeout passed. An append may or may not have happened on the server; the cache stands where it was.
 
     Send the same tokens again, which is safe, because it replays; or go on with other tokens, and the cache has the
@@ -361,9 +362,30 @@ class RequestTimeoutError(DeadlineExceededError):
     """
 
 
-class CallCancelledError(ExecutorError):
+class CallCancelledError(FerruleError):
     """The call was cancelled, by closing the client or the stream."""
 
 
-class InternalError(ExecutorError):
+class InternalError(FerruleError):
     """A bug on the server; its log has the details under the id in the message."""
+
+
+class PendingTokenError(ValueError):
+    """The given tokens begin with an int equal to the pending token, which may be meant once or twice.
+
+    What the server has chosen is sent first by the next append, so most often the tokens are to be given without it.
+    Nothing was sent.
+
+    Args:
+        token: The pending token.
+    """
+
+    def __init__(self, token: int) -> None:
+        super().__init__(
+            f"token {int(token)} is pending already and is sent first: leave it out, or pass `output.token` itself, "
+            "which confirms it. If the text has it twice, say pending='send'; to replace it, say pending='drop'"
+        )
+        self.token = int(token)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.token,)

@@ -1,63 +1,116 @@
-"""What one frame or batch can be made of: decodes, verifies and chunks, in any mix."""
+"""What ``Stream.run`` runs in one frame: prompts, appends and verifies, in any combination."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ferrule_client.masks import MaskLike
 from ferrule_client.policy import Policy
-from ferrule_client.types import Acceptance, OnStale, Tokens
+from ferrule_client.types import Acceptance, OnStale, Output, Pending, Tokens, Verification
 
-__all__ = ["Chunk", "DecodeItem", "DraftDistributions", "VerifyItem"]
+__all__ = ["Append", "DraftDistributions", "Item", "Prompt", "Verify"]
 
 C = TypeVar("C")
+R_co = TypeVar("R_co", covariant=True)
 
 DraftDistributions = npt.NDArray[np.floating] | Sequence[Mapping[int, float]]
 """Distributions of drafts: dense, [drafts, vocab_size], or for each draft its probabilities by token id."""
 
 
+class Item(Generic[R_co]):
+    """Something that a stream can run; ``R_co`` is what comes of it."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class DecodeItem(Generic[C]):
-    """Tokens to append to a cache, as ``Cache.decode`` does.
+class Prompt(Item[Any]):
+    """A new sequence; its result is its cache.
+
+    Attributes:
+        tokens: Token ids or text, as in ``Client.prefill``.
+        policy: As in ``Client.prefill``.
+        is_final: False: the prompt goes on in later appends, and no output row is computed yet.
+        all_positions: As in ``Client.prefill``.
+        ttl: As in ``Client.prefill``.
+        reserve_length: As in ``Client.prefill``.
+        reuse_prefix: As in ``Client.prefill``.
+        publish_prefix: As in ``Client.prefill``.
+        recover: As in ``Client.prefill``.
+
+    Example::
+
+        caches = stream.run([Prompt("def area("), Prompt("def volume(")])
+    """
+
+    tokens: Tokens | str
+    policy: Policy | None = None
+    is_final: bool = True
+    all_positions: bool = False
+    ttl: float | None = None
+    reserve_length: int | None = None
+    reuse_prefix: bool = True
+    publish_prefix: bool = True
+    recover: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Append(Item[Output], Generic[C]):
+    """Tokens to append to a cache, as ``Cache.append`` does; its result is the output.
 
     Attributes:
         cache: The sequence.
-        tokens: One token id, several, or none (a query of the newest row).
-        policy: What to return for the row. None: full logits in float32.
-        on_stale: As in ``Cache.decode``.
+        tokens: Token ids or text; none: only the pending token, or if there is none, the newest row again.
+        policy: As in ``Cache.append``.
+        pending: As in ``Cache.append``.
+        all_positions: As in ``Cache.append``.
+        is_final: False: more of a prompt follows, and no output row is computed.
+        on_stale: As in ``Cache.append``.
+
+    Example::
+
+        outputs = stream.run([Append(branch, policy=greedy()) for branch in branches])
     """
 
     cache: C
-    tokens: Tokens = ()
+    tokens: Tokens | str = ()
     policy: Policy | None = None
+    pending: Pending = "auto"
+    all_positions: bool = False
+    is_final: bool = True
     on_stale: OnStale = "fail"
+
+    @property
+    def is_chunk(self) -> bool:
+        """True: it is sent as a piece of a unified batch."""
+        return self.all_positions or not self.is_final
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class VerifyItem(Generic[C]):
-    """Drafts to check, as ``Cache.verify`` does.
+class Verify(Item[Verification], Generic[C]):
+    """Drafts to check, as ``Cache.verify`` does; its result is the verification.
 
     Attributes:
         cache: The sequence.
         draft: Draft token ids.
-        tokens: Certain tokens before them, behind what is pending.
+        tokens: As in ``Cache.verify``.
         policy: As in ``Cache.verify``.
         acceptance: As in ``Cache.verify``.
         parents: As in ``Cache.verify``.
         draft_probs: As in ``Cache.verify``.
         masks: As in ``Cache.verify``.
         row_handles: As in ``Cache.verify``.
-        on_stale: As in ``Cache.decode``.
+        on_stale: As in ``Cache.append``.
     """
 
     cache: C
     draft: Sequence[int]
-    tokens: Tokens = ()
+    tokens: Tokens | str = ()
     policy: Policy | None = None
     acceptance: Acceptance | None = None
     parents: Sequence[int] = ()
@@ -65,34 +118,3 @@ class VerifyItem(Generic[C]):
     masks: Sequence[MaskLike] = ()
     row_handles: bool = False
     on_stale: OnStale = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk(Generic[C]):
-    """A piece of a batch that the caller schedules: a chunk of a prompt, or tokens to decode.
-
-    Attributes:
-        tokens: Token ids of this piece.
-        cache: The sequence to append to. None: a new one, which its first chunk makes.
-        policy: What to return for the row of a final piece. None: full logits in float32.
-        is_final: False: more of this prompt follows, and no output row is computed.
-        pos_offset: Position of the first token, which the server checks. None: that of the cache.
-        all_positions: True: a row for every token of a final piece.
-        on_stale: As in ``Cache.decode``.
-        ttl: Lease of a new sequence in seconds. None: the server's default.
-        reserve_length: Length in tokens up to which a new sequence has its room from the start.
-        reuse_prefix: False: do not look for a new sequence's tokens in the prefix cache.
-        publish_prefix: False: do not keep its blocks for later prompts.
-    """
-
-    tokens: Tokens
-    cache: C | None = None
-    policy: Policy | None = None
-    is_final: bool = True
-    pos_offset: int | None = None
-    all_positions: bool = False
-    on_stale: OnStale = "fail"
-    ttl: float | None = None
-    reserve_length: int | None = None
-    reuse_prefix: bool = True
-    publish_prefix: bool = True

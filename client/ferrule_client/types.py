@@ -6,13 +6,14 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from ferrule.v1 import types_pb2
+from ferrule_client import _notebook as notebook
 
 __all__ = [
     "Acceptance",
@@ -24,7 +25,6 @@ __all__ = [
     "ChatMessage",
     "ChatPrompt",
     "Drained",
-    "DrawnToken",
     "FinishReason",
     "FloatArray",
     "ForwardChunk",
@@ -34,13 +34,16 @@ __all__ = [
     "ModelInfo",
     "OnStale",
     "Output",
+    "Pending",
     "Pooling",
     "Quotas",
     "Released",
     "Reservation",
+    "Rows",
     "Status",
     "Timing",
     "TlsConfig",
+    "Token",
     "TokenLogprob",
     "Tokens",
     "Verification",
@@ -55,7 +58,14 @@ Tokens = int | Sequence[int] | npt.NDArray[np.integer]
 """One token id, or several in order."""
 
 OnStale = Literal["fail", "fork", "rewind"]
-"""What an append does when its handle lies behind the tip: refuse, branch there, or drop what lies beyond."""
+"""What an append does if its handle is before the tip: refuse, branch there, or drop what follows."""
+
+Pending = Literal["auto", "send", "drop"]
+"""What an append does with a pending token.
+
+``auto``: send it first; if the given tokens begin with that ``Token``, once; if with an equal int, raise
+``PendingTokenError``. ``send``: send it first, whatever follows. ``drop``: replace it.
+"""
 
 Acceptance = Literal["none", "greedy", "exact", "rejection"]
 """Who decides which drafts of a verify hold: the client, the token that the policy chooses, or speculative sampling.
@@ -155,179 +165,243 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Output:
-    """What one append, prefill or query brought. What the policy did not ask for is None or empty.
+class Rows:
+    """Output rows. Reading an array that the policy did not ask for raises AttributeError; lists are empty then.
+
+    Attributes:
+        tokens: Chosen token of each row.
+        logprobs: Raw log-probability of each of ``tokens``.
+        sampled_logprobs: Log-probability of each of ``tokens`` under the distribution it was drawn from.
+        top_logprobs: For each row its most likely tokens, most likely first.
+        arrays: The arrays that were asked for, by the names of the properties that return them.
+        timing: Where the time went on the server.
+    """
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    sampled_logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    arrays: Mapping[str, FloatArray] = field(default_factory=dict, repr=False)
+    timing: Timing = Timing()
+
+    @property
+    def logits(self) -> FloatArray:
+        """Raw logits, float32 [num_rows, vocab_size], read-only; ``logits[-1]`` is the newest row."""
+        return self._asked("logits", "logits()")
+
+    @property
+    def target_logprobs(self) -> FloatArray:
+        """Raw log-probability of the input token that follows each row, float32 [num_rows].
+
+        The last row of a text has none.
+        """
+        return self._asked("target_logprobs", "Policy(target_logprobs=True)")
+
+    @property
+    def requested_logprobs(self) -> FloatArray:
+        """Raw log-probabilities of ``logprob_token_ids``, float32 [num_rows, len(logprob_token_ids)]."""
+        return self._asked("requested_logprobs", "Policy(logprob_token_ids=...)")
+
+    @property
+    def entropies(self) -> FloatArray:
+        """Entropy of each row in nats, float32 [num_rows]."""
+        return self._asked("entropies", "Policy(entropy=True)")
+
+    @property
+    def hidden_state(self) -> FloatArray:
+        """Hidden states after the final norm, float32 [num_rows, hidden_size]."""
+        return self._asked("hidden_state", "Policy(hidden_state=True)")
+
+    def _asked(self, name: str, policy: str) -> FloatArray:
+        array = self.arrays.get(name)
+        if array is None:
+            raise AttributeError(f"there is no {name}: the policy did not ask for it, as {policy} does")
+        return array
+
+    def _cut(self, rows: slice) -> dict[str, Any]:  # Any: keyword arguments of ``replace``
+        """Return the fields of some of the rows."""
+        arrays = {name: array[rows] for name, array in self.arrays.items()}
+        names = ("tokens", "logprobs", "sampled_logprobs", "top_logprobs")
+        return {"arrays": arrays, **{name: getattr(self, name)[rows] for name in names}}
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Output(Rows):
+    """The result of one append, prefill or draw. See ``Rows`` for what the policy asked for.
 
     Attributes:
         handle: The sequence after the call.
-        tokens: Chosen token of each row; not part of the sequence yet.
-        logprobs: Raw log-probability of each of ``tokens``.
-        sampled_logprobs: Log-probability of each of ``tokens`` under the distribution it was drawn from.
-        all_logits: Raw logits, float32 [num_rows, vocab_size], read-only; owned by this object.
-        top_logprobs: For each row its most likely tokens, most likely first.
-        target_logprobs: float32, raw log-probability of the input token that follows each row.
-        requested_logprobs: float32 [num_rows, len(logprob_token_ids)].
-        entropies: float32 [num_rows], in nats.
-        hidden_state: float32 [num_rows, hidden_size].
-        seed: Seed that was drawn with, if a token was drawn.
-        timing: Where the time went on the server.
-        replayed: True: the append had already happened, nothing was appended.
-        recomputed: True: the outputs of a replay were computed again.
-        cached_tokens: Input tokens that came out of the prefix cache (prefill only).
+        seed: Seed of the draw, if a token was drawn.
+        replayed: True: the append had already happened, and nothing was appended.
+        recomputed: True: the rows of a replay were computed again.
+        cached_tokens: Input tokens that came from the prefix cache (prefill only).
         request_id: The request's id.
     """
 
     handle: Handle
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    sampled_logprobs: tuple[float, ...] = ()
-    all_logits: FloatArray | None = field(default=None, repr=False)
-    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
-    target_logprobs: FloatArray | None = field(default=None, repr=False)
-    requested_logprobs: FloatArray | None = field(default=None, repr=False)
-    entropies: FloatArray | None = field(default=None, repr=False)
-    hidden_state: FloatArray | None = field(default=None, repr=False)
     seed: int | None = None
-    timing: Timing = Timing()
     replayed: bool = False
     recomputed: bool = False
     cached_tokens: int = 0
     request_id: str = ""
 
     @property
-    def token(self) -> int | None:
-        """Chosen token of the last row, or None when the policy chose none."""
-        return self.tokens[-1] if self.tokens else None
+    def token(self) -> Token:
+        """Chosen token of the newest row, which is pending: the next append sends it first.
+
+        Raises:
+            AttributeError: The policy chose none.
+        """
+        if not self.tokens:
+            raise AttributeError("there is no token: the policy chose none, as greedy() and sample() do")
+        return Token(self.tokens[-1], self)
 
     @property
-    def logprob(self) -> float | None:
-        """Raw log-probability of ``token``, or None when not asked for."""
-        return self.logprobs[-1] if self.logprobs else None
+    def logprob(self) -> float:
+        """Raw log-probability of ``token``.
 
-    @property
-    def logits(self) -> FloatArray | None:
-        """Raw logits of the last row, float32 [vocab_size], or None when not asked for."""
-        return None if self.all_logits is None else self.all_logits[-1]
+        Raises:
+            AttributeError: It was not asked for.
+        """
+        return self.token.logprob
+
+    def row(self, index: int) -> Output:
+        """Return one row as an output of its own."""
+        cut = self._cut(slice(index, index + 1))
+        cut["arrays"].pop("target_logprobs", None)  # has no entry for the last row
+        return replace(self, **cut)
+
+    def _repr_html_(self) -> str:
+        return notebook.output_html(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class ForwardChunk:
-    """Rows of a stretch of positions. What the policy did not ask for is None or empty.
+class ForwardChunk(Rows):
+    """Rows of consecutive positions of a forward pass.
 
     Attributes:
         first_position: Position of the first row.
         num_rows: Number of rows.
-        tokens: Chosen token of each row.
-        logits: Raw logits, float32 [num_rows, vocab_size].
-        top_logprobs: For each row its most likely tokens, most likely first.
-        target_logprobs: float32, raw log-probability of the input token that follows each row; the last row of the
-            whole input has none.
-        requested_logprobs: float32 [num_rows, len(logprob_token_ids)].
-        entropies: float32 [num_rows], in nats.
-        hidden_state: float32 [num_rows, hidden_size].
-        pooled_hidden_state: float32 [hidden_size], with the last stretch, if asked for.
-        timing: Where the time went on the server, for this stretch.
-        is_last: True: the last stretch.
+        is_last: True: the last rows of the input.
     """
 
     first_position: int
     num_rows: int
-    tokens: tuple[int, ...] = ()
-    logits: FloatArray | None = field(default=None, repr=False)
-    top_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
-    target_logprobs: FloatArray | None = field(default=None, repr=False)
-    requested_logprobs: FloatArray | None = field(default=None, repr=False)
-    entropies: FloatArray | None = field(default=None, repr=False)
-    hidden_state: FloatArray | None = field(default=None, repr=False)
-    pooled_hidden_state: FloatArray | None = field(default=None, repr=False)
-    timing: Timing = Timing()
     is_last: bool = False
 
+    @property
+    def pooled_hidden_state(self) -> FloatArray:
+        """The pooled hidden states of all rows, float32 [hidden_size]; with the last chunk only."""
+        return self._asked("pooled_hidden_state", "pooling=")
+
     def behind(self, position: int) -> ForwardChunk | None:
-        """Return the rows from a position on, or None where there are none."""
+        """Return the rows from a position on, or None if there are none."""
         skip = position - self.first_position
         if skip <= 0:
             return self
         if skip >= self.num_rows:
             return None
-
-        def cut(array: FloatArray | None) -> FloatArray | None:
-            return None if array is None else array[skip:]
-
-        return replace(
-            self,
-            first_position=position,
-            num_rows=self.num_rows - skip,
-            tokens=self.tokens[skip:],
-            logits=cut(self.logits),
-            top_logprobs=self.top_logprobs[skip:],
-            target_logprobs=cut(self.target_logprobs),
-            requested_logprobs=cut(self.requested_logprobs),
-            entropies=cut(self.entropies),
-            hidden_state=cut(self.hidden_state),
-        )
+        pooled = {name: array for name, array in self.arrays.items() if name == "pooled_hidden_state"}
+        rows = replace(self, arrays={name: array for name, array in self.arrays.items() if name not in pooled})
+        cut = rows._cut(slice(skip, None))  # noqa: SLF001
+        cut["arrays"] |= pooled
+        return replace(self, first_position=position, num_rows=self.num_rows - skip, **cut)
 
 
-class DrawnToken(int):
-    """A token id out of a generation, which also knows what came with it.
+class Token(int):
+    """A token that the server has chosen: an int that knows where.
 
-    An int in every respect: it can be sent, compared and put into arrays as it is.
+    It can be compared and put into arrays like any int. Its cache keeps it as *pending* until something is appended:
+    the next append sends it first. Passing this object confirms that, and the token is sent once.
 
     Attributes:
-        index: Number of the branch it is of, from 0.
-        text: What it adds to the branch's text, if that was asked for; empty while a character is not whole. Where the
-            server sent several tokens at once, the last one has the text of them all.
-        output: The whole output: log-probabilities, timing, and the cache's handle.
+        output: The output that it came with: log-probabilities, seed, timing, handle.
+        position: Index of the token in the sequence.
+        index: Number of the branch of a generation, from 0.
+        text: What it adds to the text of a generation, if that was asked for; empty while a character is incomplete. If
+            the server sent several tokens together, the last one has the text of all of them.
     """
 
+    output: Output
+    position: int
     index: int
     text: str
-    output: Output
 
-    def __new__(cls, token: int, index: int, text: str, output: Output) -> Self:
-        """Return the token."""
+    def __new__(cls, token: int, output: Output, position: int | None = None, index: int = 0, text: str = "") -> Self:
+        """Return the token; its position is that after the output's handle if None."""
         self = super().__new__(cls, token)
+        self.output = output
+        self.position = output.handle.length if position is None else position
         self.index = index
         self.text = text
-        self.output = output
         return self
 
-    def __getnewargs__(self) -> tuple[int, int, str, Output]:  # type: ignore[override]
-        return int(self), self.index, self.text, self.output
+    def __getnewargs__(self) -> tuple[int, Output, int, int, str]:  # type: ignore[override]
+        return int(self), self.output, self.position, self.index, self.text
 
     @property
-    def logprob(self) -> float | None:
-        """Its raw log-probability, or None when not asked for."""
-        return self.output.logprob
+    def lineage(self) -> bytes | None:
+        """Lineage of the tokens before it, or None if the server sent it together with later tokens."""
+        handle = self.output.handle
+        return handle.lineage if handle.length == self.position else None
 
     @property
-    def sampled_logprob(self) -> float | None:
-        """Its log-probability under the distribution it was drawn from, or None when not asked for."""
-        return self.output.sampled_logprobs[-1] if self.output.sampled_logprobs else None
+    def logprob(self) -> float:
+        """Its raw log-probability.
+
+        Raises:
+            AttributeError: It was not asked for.
+        """
+        return self._last(self.output.logprobs)
+
+    @property
+    def sampled_logprob(self) -> float:
+        """Its log-probability under the distribution it was drawn from.
+
+        Raises:
+            AttributeError: It was not asked for.
+        """
+        return self._last(self.output.sampled_logprobs)
 
     @property
     def top_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """The most likely tokens in its place, most likely first, if asked for."""
+        """The most likely tokens in its place, most likely first; empty if they were not asked for."""
         return self.output.top_logprobs[-1] if self.output.top_logprobs else ()
+
+    def _last(self, values: Sequence[float]) -> float:
+        if not values:
+            raise AttributeError("there is no log-probability: ask for it with logprobs=True in the policy")
+        return values[-1]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Verification:
-    """What became of draft tokens.
+    """What a verify has decided about draft tokens.
 
     Attributes:
         output: The sequence and its rows; ``output.tokens`` holds the accepted drafts, then ``next_token``.
         accepted_count: Number of accepted drafts; 0 without an acceptance rule.
         accepted_indices: Rows of the accepted drafts, in path order.
-        next_token: Token after the last accepted row; not part of the sequence yet. None without a rule.
+        has_next: True: the server chose a token after the last accepted row, as it does by every rule but ``none``.
         row_handles: Handles at row 0 and at each appended draft, if asked for.
     """
 
     output: Output
     accepted_count: int
     accepted_indices: tuple[int, ...] = ()
-    next_token: int | None = None
+    has_next: bool = False
     row_handles: tuple[Handle, ...] = ()
+
+    @property
+    def next_token(self) -> Token:
+        """Token after the last accepted row, which is pending.
+
+        Raises:
+            AttributeError: There was no acceptance rule.
+        """
+        if not self.has_next:
+            raise AttributeError("there is no next token: with acceptance none, you choose it")
+        return self.output.token
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from ferrule import Client
 from ferrule.v1 import executor_pb2, info_pb2, types_pb2
-from ferrule_client import Client
-from ferrule_client.cli import main
+from ferrule_cli.app import main
 from ferrule_server.__main__ import _serving
 from ferrule_server.config import ServerConfig
 from ferrule_server.executor.base import ExecutorState, MemoryPlan, PendingStep, StepBatch
@@ -138,7 +138,7 @@ def test_the_client_reads_it_and_the_command_line_says_it(
     executor: PreparingExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``Client.status`` has every field; ``ferrule health`` a line for what is prepared, or for what went wrong."""
-    with RunningServer(executor) as server, Client.connect(server.address.target) as client:
+    with RunningServer(executor) as server, Client(server.address.target) as client:
         status = client.status()
         assert (status.debug["memory_plan.kv_pool_bytes"], status.debug["captured_batch_sizes"]) == ("200", "1,2,8")
         assert (status.debug["preparation"], status.debug["torch_steps"]) == ("capturing graphs, 3 left", "5")

@@ -14,8 +14,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from ferrule import Client
+from ferrule.errors import UnavailableError
+from ferrule.types import TlsConfig
 from ferrule.v1 import executor_pb2, executor_pb2_grpc, info_pb2
-from ferrule_client import Client, TlsConfig, UnavailableError
 from ferrule_server.api.security.auth import Access, CertificateAccess, OpenAccess, TokenAccess
 from ferrule_server.api.security.tls import TlsFiles, tls_of
 from ferrule_server.api.security.token_file import TokenFile
@@ -285,7 +287,7 @@ def test_settings_name_the_files(files: ServerFiles) -> None:
 
 def _told(server: RunningServer, tls: TlsConfig | None) -> str:
     """Return what the Python client says when it cannot use a server."""
-    with Client.connect(server.address.target, tls=tls, max_retries=0) as client:
+    with Client(server.address.target, tls=tls, max_retries=0) as client:
         with pytest.raises(UnavailableError) as caught:
             client.status()
         assert caught.value.reason == "CONNECTION_FAILED"
@@ -315,5 +317,5 @@ def test_the_client_speaks_mutual_tls(mutual: RunningServer, authority: Authorit
     """With the same objects as always."""
     alice = authority.client("alice")
     tls = TlsConfig(authority.cert, alice.key, alice.cert)
-    with Client.connect(mutual.address.target, tls=tls) as client, client.prefill([1, 2, 3]) as cache:
+    with Client(mutual.address.target, tls=tls) as client, client.prefill([1, 2, 3]) as cache:
         assert cache.length == 3

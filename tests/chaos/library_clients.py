@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ferrule import Client
 from ferrule.v1 import executor_pb2
-from ferrule_client import Client
 from tests.chaos.raw_clients import Breaks, Input, Output
 
 _TIMEOUT_S = 60.0
@@ -21,7 +21,7 @@ class LibraryStreamAppender:
     """
 
     def __init__(self, target: str, breaks: Breaks) -> None:
-        self._client = Client.connect(target, timeout=_TIMEOUT_S, max_retries=_NUM_RETRIES)
+        self._client = Client(target, timeout=_TIMEOUT_S, max_retries=_NUM_RETRIES)
         self._stream = self._client.stream()
         self._breaks = breaks
 
@@ -51,7 +51,7 @@ class LibraryUnaryAppender:
     """
 
     def __init__(self, target: str, breaks: Breaks) -> None:
-        self._client = Client.connect(target, timeout=_TIMEOUT_S, max_retries=_NUM_RETRIES)
+        self._client = Client(target, timeout=_TIMEOUT_S, max_retries=_NUM_RETRIES)
         self._breaks = breaks
 
     def append(self, inputs: Sequence[Input]) -> Sequence[Output]:

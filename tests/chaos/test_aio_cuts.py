@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_client import Output, Policy, sample
-from ferrule_client.aio import AsyncCache, AsyncClient, AsyncStream
+from ferrule import AsyncClient, Policy, sample
+from ferrule.types import AsyncCache, AsyncStream, Output
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
 from tests.chaos.server_process import ServerProcess
@@ -59,7 +59,7 @@ async def say(client: AsyncClient, number: int, seen: Counter[str], *, is_distur
 
 async def run_all(target: str, seen: Counter[str], *, is_disturbed: bool) -> list[list[int]]:
     """Return what every task was told; nothing of the client is left afterwards."""
-    async with AsyncClient.connect(target, timeout=60, max_retries=50) as client:
+    async with AsyncClient(target, timeout=60, max_retries=50) as client:
         sessions = (say(client, number, seen, is_disturbed=is_disturbed) for number in range(NUM_TASKS))
         told = await asyncio.gather(*sessions)
     assert len(asyncio.all_tasks()) == 1

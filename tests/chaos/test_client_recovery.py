@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_client import Cache, Client, Output, greedy, no_output
-from ferrule_client.aio import AsyncClient
+from ferrule import AsyncClient, Cache, Client, greedy
+from ferrule.types import Output
 from tests.api.harness import RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
@@ -35,14 +35,14 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
 def loops(client: Client, seeds: list[int | None], *, recover: bool) -> Iterator[tuple[Cache, Iterator[int]]]:
     """Yield a cache and a loop on it for each seed; None is greedy."""
     for seed in seeds:
-        cache = client.prefill(PROMPT, policy=no_output(), recover=recover)
+        cache = client.prefill(PROMPT, recover=recover)
         yield cache, drawn(cache, NUM_TOKENS, temperature=0.0 if seed is None else 0.9, seed=seed)
 
 
 def drawn(cache: Cache, num_tokens: int, *, temperature: float, seed: int | None = None) -> Iterator[int]:
     """Draw tokens one by one, each when it is asked for, so that the server is never ahead of what was read."""
     for _ in range(num_tokens):
-        yield from cache.generate(1, temperature=temperature, seed=seed)
+        yield from cache.generate(1, policy=sample(temperature=temperature, seed=seed))
 
 
 def token_of(output: Output | None) -> int:
@@ -74,7 +74,7 @@ def start_later(server: ServerProcess, delay_s: float, ready_at: list[float]) ->
 def test_loops_say_the_same_over_a_kill_and_a_restart(server: ServerProcess) -> None:
     """Greedy and seeded: SIGKILL between two tokens, the same port again after a while, and no token differs."""
     seeds = [None, 7, 2**63]
-    with Client.connect(server.target) as client:
+    with Client(server.target) as client:
         expected = []
         for cache, loop in loops(client, seeds, recover=False):
             expected.append(list(loop))
@@ -94,11 +94,11 @@ def test_loops_say_the_same_over_a_kill_and_a_restart(server: ServerProcess) -> 
 @pytest.mark.slow
 def test_loops_go_on_over_a_restart_in_order(server: ServerProcess) -> None:
     """SIGTERM under a loop and a unary one: both are served in the grace, told of its end, and taken up by the next."""
-    with Client.connect(server.target) as client:
-        with client.prefill(PROMPT, policy=no_output()) as cache:
+    with Client(server.target) as client:
+        with client.prefill(PROMPT) as cache:
             expected = list(cache.generate(NUM_TOKENS, policy=greedy()))
         with (
-            client.prefill(PROMPT, policy=no_output(), recover=True) as looped,
+            client.prefill(PROMPT, recover=True) as looped,
             client.prefill(PROMPT, policy=greedy(), recover=True) as unary,
         ):
             said: tuple[list[int], list[int]] = ([], [])
@@ -121,10 +121,10 @@ def test_client_is_back_soon_after_a_kill(server: ServerProcess) -> None:
     """Killed at any moment, also in the middle of a step: the wait is the server's start and little more."""
     rng = random.Random(seed_of_run())
     waits_s = []
-    with Client.connect(server.target) as client:
-        with client.prefill(PROMPT, policy=no_output()) as cache:
-            expected = list(cache.generate(400, temperature=0.9, seed=3))
-        with client.prefill(PROMPT, policy=no_output(), recover=True) as cache:
+    with Client(server.target) as client:
+        with client.prefill(PROMPT) as cache:
+            expected = list(cache.generate(400, policy=sample(temperature=0.9, seed=3)))
+        with client.prefill(PROMPT, recover=True) as cache:
             said: list[int] = []
             loop = drawn(cache, 400, temperature=0.9, seed=3)
             for number in range(5):
@@ -144,7 +144,7 @@ def test_client_is_back_soon_after_a_kill(server: ServerProcess) -> None:
 
 def waits_for_token(target: str, cut: Callable[[], None], num_cuts: int) -> dict[str, list[float]]:
     """Return for each way to append the seconds from a cut to the next token."""
-    with Client.connect(target) as client, client.prefill(PROMPT, policy=greedy()) as cache, client.stream() as stream:
+    with Client(target) as client, client.prefill(PROMPT, policy=greedy()) as cache, client.stream() as stream:
 
         def wait(append: Callable[[int], object]) -> float:
             cut()
@@ -162,7 +162,7 @@ def waits_for_token(target: str, cut: Callable[[], None], num_cuts: int) -> dict
 async def aio_waits_for_token(target: str, cut: Callable[[], None], num_cuts: int) -> dict[str, list[float]]:
     """Return the same for asyncio."""
     async with (
-        AsyncClient.connect(target) as client,
+        AsyncClient(target) as client,
         client.prefill(PROMPT, policy=greedy()) as cache,
         client.stream() as stream,
     ):
@@ -202,23 +202,23 @@ def work(client: Client, seed: int) -> list[list[int]]:
     rng = random.Random(seed)
     held = []
     with ExitStack() as stack:
-        root = stack.enter_context(client.prefill(PROMPT, policy=no_output()))
-        list(root.generate(10, temperature=0.9, seed=seed))
+        root = stack.enter_context(client.prefill(PROMPT))
+        list(root.generate(10, policy=sample(temperature=0.9, seed=seed)))
         branches = [stack.enter_context(one) for one in root.fork(3)]
-        list(branches[0].generate(10, temperature=0.0))
-        loop = branches[0].generate(8, n=3, temperature=0.9, seed=seed)
+        list(branches[0].generate(10, policy=greedy()))
+        loop = branches[0].generate(8, n=3, policy=sample(temperature=0.9, seed=seed))
         list(loop)
         assert [branch.error for branch in loop.branches] == [None] * 3
         branches += [stack.enter_context(one) for one in loop.caches[1:]]
-        for place, _ in enumerate(root.generate(20, temperature=0.9, seed=seed + 1)):
+        for place, _ in enumerate(root.generate(20, policy=sample(temperature=0.9, seed=seed + 1))):
             if place == 6:
                 break  # what the server drew beyond is dropped by the next append
-        branches[1].decode([rng.randrange(256) for _ in range(5)], policy=no_output())
+        branches[1].decode([rng.randrange(256) for _ in range(5)])
         branches[1].truncate(branches[1].length - 3)
         with client.stream() as stream:
             for _ in range(3):
                 tokens = rng.sample(range(256), 3)
-                born = stream.branch([branches[2], branches[2], root], tokens, policy=no_output())
+                born = stream.branch([branches[2], branches[2], root], tokens)
                 stack.enter_context(born[1])
                 branches.append(born[1])
         for cache in (root, *branches):
@@ -230,10 +230,10 @@ def work(client: Client, seed: int) -> list[list[int]]:
 
 def run_with_cuts(num_rounds: int, mean_bytes: float) -> tuple[int, int]:
     """Do the work again and again over connections that break; returns the number of cuts and sequences left over."""
-    with RunningServer() as server, Client.connect(server.address.target) as client:
+    with RunningServer() as server, Client(server.address.target) as client:
         expected = [work(client, seed) for seed in range(num_rounds)]
         proxy = CuttingProxy(server.address.port, seed=seed_of_run(), mean_bytes=mean_bytes)
-        with proxy, Client.connect(proxy.target, max_retries=50) as disturbed:
+        with proxy, Client(proxy.target, max_retries=50) as disturbed:
             assert [work(disturbed, seed) for seed in range(num_rounds)] == expected
         return proxy.num_cuts, len(list(client.list_caches()))
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 
-from ferrule_client import Client, sample
+from ferrule import Client, sample
 from ferrule_server.executor.reference import PagedReferenceExecutor
 from tests.api.harness import RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
@@ -159,7 +159,7 @@ def test_loops_of_the_library_go_on_by_themselves(num_tokens: int) -> None:
     with RunningServer(PagedReferenceExecutor(max_context=1024, kv_memory_bytes=16 << 20)) as server:
         with (
             CuttingProxy(server.address.port, seed=5, mean_bytes=BYTES_PER_CUT) as proxy,
-            Client.connect(proxy.target, timeout=60, max_retries=1000) as client,
+            Client(proxy.target, timeout=60, max_retries=1000) as client,
         ):
             for seed in range(num_tokens // length):
                 session = LoopSession("", (7, seed % 256, 9), Policy(SEEDED, seed), FAIL, length, [Branch()])
@@ -169,7 +169,9 @@ def test_loops_of_the_library_go_on_by_themselves(num_tokens: int) -> None:
                     first = decoded(session, 0)[:1]
                     assert cache.last is not None
                     assert [cache.last.token] == first
-                    assert first + list(cache.generate(length - 1, tokens=first, seed=seed)) == decoded(session, 0)
+                    assert first + list(cache.generate(length - 1, tokens=first, policy=sample(seed=seed))) == decoded(
+                        session, 0
+                    )
             num_cuts = proxy.num_cuts
         assert server.engine.snapshot().num_sequences == 0
     report("loops of the library", tokens=2 * num_tokens, cuts=num_cuts)

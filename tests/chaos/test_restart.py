@@ -12,8 +12,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from ferrule import Client, greedy
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
-from ferrule_client import Client, greedy
 from tests.api.harness import GREEDY, refused
 from tests.chaos.figures import report
 from tests.chaos.raw_clients import (
@@ -209,7 +209,7 @@ def next_token(stub: executor_pb2_grpc.ModelExecutorServiceStub, session: Sessio
 def recover_by_library(server: ServerProcess) -> tuple[float, float]:
     """Return the same of a client that recovers by itself."""
     with (
-        Client.connect(server.target, timeout=60) as client,
+        Client(server.target, timeout=60) as client,
         client.prefill([1, 2, 3], policy=greedy(), recover=True) as cache,
     ):
         token = 4

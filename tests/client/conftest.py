@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_client import Client
+from ferrule import Client
 from tests.client.fake_server import FakeServer
 
 
@@ -35,7 +35,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def client(target: str) -> Iterator[Client]:
     """A client of the real server; the test must leave no sequence behind."""
-    with Client.connect(target, timeout=20) as client:
+    with Client(target, timeout=20) as client:
         yield client
         assert list(client.list_caches()) == []
         assert client.status().free_blocks == client.capabilities().total_blocks
@@ -51,5 +51,5 @@ def fake() -> Iterator[FakeServer]:
 @pytest.fixture
 def fake_client(fake: FakeServer) -> Iterator[Client]:
     """A client of the fake server."""
-    with Client.connect(fake.target, timeout=20) as client:
+    with Client(fake.target, timeout=20) as client:
         yield client

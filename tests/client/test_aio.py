@@ -16,22 +16,18 @@ import grpc.aio
 import pytest
 from google.rpc import status_pb2
 
-from ferrule.v1 import executor_pb2
-from ferrule_client import (
+from ferrule import AsyncClient, HandleNotFoundError, greedy, sample
+from ferrule.errors import (
     CallCancelledError,
     ContextExceededError,
     DeadlineExceededError,
-    HandleNotFoundError,
     HandleStaleError,
-    Output,
     StartingError,
     UnavailableError,
-    greedy,
-    no_output,
-    sample,
 )
+from ferrule.types import AsyncCache, Output
+from ferrule.v1 import executor_pb2
 from ferrule_client._status import error_from_call
-from ferrule_client.aio import AsyncCache, AsyncClient
 from tests.client.aio_harness import Hold, run, until
 from tests.client.fake_server import Failure, FakeServer
 
@@ -61,8 +57,8 @@ def test_a_client_closed_while_a_stream_opens_leaves_nobody_waiting(fake: FakeSe
     """A write on a call that is cancelled before its first step is forgotten by gRPC, and waited for ever."""
 
     async def main() -> None:
-        client = AsyncClient.connect(fake.target, timeout=None)
-        cache = await client.prefill([1, 2], policy=no_output(), keep_alive=False)
+        client = AsyncClient(fake.target, timeout=None)
+        cache = await client.prefill([1, 2], keep_alive=False)
         decode = client.stream().decode if is_own else client.decode_many
         append = asyncio.create_task(decode([cache], [3], policy=greedy()))
         await asyncio.sleep(0)
@@ -79,18 +75,18 @@ def test_first_lines_of_a_program(fake: FakeServer) -> None:
     """Connect, prefill, loops over tokens and text, a decode; leaving the blocks releases all."""
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target) as client, client.prefill([*b"the"], policy=greedy()) as cache:
+        async with AsyncClient(fake.target) as client, client.prefill([*b"the"], policy=greedy()) as cache:
             assert cache.last is not None
             assert cache.last.token == ord(" ")
             assert bytes([token async for token in cache.generate(6)]) == b" quick"
             assert cache.pending == (ord("k"),)
-            assert "".join([piece async for piece in cache.generate_text(6)]) == " brown"
-            output = await cache.decode(await client.encode("!"), policy=greedy())
+            assert "".join([piece async for piece in cache.generate(6).pieces()]) == " brown"
+            output = await cache.decode(await client.tokenize("!"), policy=greedy())
             assert output.handle.length == cache.length == 3 + 12 + 1
             assert (await client.model_info()).model_id == "fake"
             assert "forward_verify" in (await client.capabilities()).features
             assert (await client.status()).is_ready
-            assert await client.decode_tokens([*b"the"]) == "the"
+            assert await client.detokenize([*b"the"]) == "the"
             text = client.detokenizer([*b"the"])
             assert await text.push(ord("!")) + await text.finish() == "!"
         assert repr(client).endswith("closed)")
@@ -104,8 +100,8 @@ def test_prefill_is_awaited_entered_or_made_a_task(fake: FakeServer) -> None:
     """What it returns is a coroutine in every respect; nothing is sent before one of the three."""
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target) as client:
-            calls = [client.prefill([1, 2], policy=no_output()) for _ in range(3)]
+        async with AsyncClient(fake.target) as client:
+            calls = [client.prefill([1, 2]) for _ in range(3)]
             assert fake.calls["Prefill"] == 0
             first = await calls[0]
             async with calls[1] as second, asyncio.TaskGroup() as group:
@@ -123,12 +119,12 @@ def test_each_of_many_tasks_says_what_it_says_alone(target: str) -> None:
     """64 branches decoded at once, each by a task of its own, on one client."""
 
     async def main() -> None:
-        async with AsyncClient.connect(target) as client, client.prefill([5, 6, 7], policy=no_output()) as trunk:
+        async with AsyncClient(target) as client, client.prefill([5, 6, 7]) as trunk:
             branches, alone = await trunk.fork(32), await trunk.fork(4)
             branches += await trunk.fork(32)
 
             async def say(branch: AsyncCache, seed: int) -> list[int]:
-                return [token async for token in branch.generate(6, seed=seed % 4)]
+                return [token async for token in branch.generate(6, policy=sample(seed=seed % 4))]
 
             said = await asyncio.gather(*(say(branch, seed) for seed, branch in enumerate(branches)))
             expected = [await say(branch, seed) for seed, branch in enumerate(alone)]
@@ -144,7 +140,7 @@ def test_cancelled_appends_are_there_once_or_not_at_all(target: str) -> None:
     """Cancellation at any moment of an append, then the same tokens again or others; unary and on the stream."""
 
     async def main() -> None:
-        async with AsyncClient.connect(target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+        async with AsyncClient(target) as client, client.prefill([1, 2]) as cache:
             expected, num_cancelled = [1, 2], 0
             for number in range(80):
                 token = number % 250
@@ -159,9 +155,9 @@ def test_cancelled_appends_are_there_once_or_not_at_all(target: str) -> None:
                 except asyncio.CancelledError:
                     num_cancelled += 1
                     if number % 2:
-                        await cache.decode(token, policy=no_output())
+                        await cache.decode(token)
                         expected.append(token)
-            await cache.decode(251, policy=no_output())
+            await cache.decode(251)
             info = await cache.info(token_ids=True)
             assert list(info.token_ids) == [*expected, 251]
             assert num_cancelled > 10
@@ -175,12 +171,12 @@ def test_a_cancelled_append_is_in_doubt(fake: FakeServer, rpc: str) -> None:
 
     async def append(client: AsyncClient, cache: AsyncCache, tokens: list[int]) -> None:
         if rpc == "Decode":
-            await cache.decode(tokens, policy=no_output())
+            await cache.decode(tokens)
         else:
-            await client.decode_many([cache], [tokens], policy=no_output())
+            await client.decode_many([cache], [tokens])
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+        async with AsyncClient(fake.target) as client, client.prefill([1, 2]) as cache:
             hold = Hold(fake)
             task = asyncio.create_task(append(client, cache, [3, 4]))
             await until(hold.is_reached.is_set)
@@ -204,8 +200,8 @@ def test_two_tasks_on_a_stream_are_told(fake: FakeServer) -> None:
     """At once, instead of taking each other's answers; the first is not disturbed."""
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target) as client, client.stream() as stream:
-            first, second = [await client.prefill([1, 2], policy=no_output()) for _ in range(2)]
+        async with AsyncClient(fake.target) as client, client.stream() as stream:
+            first, second = [await client.prefill([1, 2]) for _ in range(2)]
             hold = Hold(fake)
             task = asyncio.create_task(stream.decode([first], [3]))
             await until(hold.is_reached.is_set)
@@ -223,11 +219,11 @@ def test_two_tasks_on_a_cache_are_told(fake: FakeServer) -> None:
     """Whatever way the second would move it; what only reads is served, and the first is not disturbed."""
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+        async with AsyncClient(fake.target) as client, client.prefill([1, 2]) as cache:
             hold = Hold(fake)
-            task = asyncio.create_task(client.decode_many([cache], [3], policy=no_output()))
+            task = asyncio.create_task(client.decode_many([cache], [3]))
             await until(hold.is_reached.is_set)
-            for call in (cache.decode(4), cache.prefill([4]), cache.truncate(1), anext(cache.generate())):
+            for call in (cache.decode(4), cache.append([4]), cache.truncate(1), anext(cache.generate())):
                 with pytest.raises(RuntimeError, match="two calls at once"):
                     await call
             assert (await cache.info()).handle.cache_id == cache.handle.cache_id
@@ -237,7 +233,7 @@ def test_two_tasks_on_a_cache_are_told(fake: FakeServer) -> None:
             assert tokens_of(fake, cache) == [1, 2, 3]
             async with contextlib.AsyncExitStack() as stack:
                 branches = [await stack.enter_async_context(branch) for branch in await cache.fork(2)]
-                await asyncio.gather(*(branch.decode(5, policy=no_output()) for branch in branches))
+                await asyncio.gather(*(branch.decode(5) for branch in branches))
 
     run(main())
 
@@ -246,9 +242,9 @@ def test_a_frame_has_its_own_limit_and_obeys_those_around_it(fake: FakeServer) -
     """The call's timeout is an error of ours, ``asyncio.timeout`` is the caller's; the cache is good after both."""
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+        async with AsyncClient(fake.target) as client, client.prefill([1, 2]) as cache:
             async with client.stream() as stream:
-                await stream.decode([cache], [3], policy=no_output())
+                await stream.decode([cache], [3])
                 hold = Hold(fake)
                 with pytest.raises(DeadlineExceededError, match="no frame came"):
                     await stream.decode([cache], [4], timeout=0.05)
@@ -259,7 +255,7 @@ def test_a_frame_has_its_own_limit_and_obeys_those_around_it(fake: FakeServer) -
                         async with asyncio.timeout(0.05):
                             await call
                 hold.let_go()
-                await stream.decode([cache], [4], policy=no_output())
+                await stream.decode([cache], [4])
             assert tokens_of(fake, cache) == [1, 2, 3, 4]
 
     run(main())
@@ -269,7 +265,7 @@ def test_broken_connections_are_resumed(fake: FakeServer) -> None:
     """A frame and a call whose replies were lost are sent again and replayed: nothing is doubled."""
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+        async with AsyncClient(fake.target) as client, client.prefill([1, 2]) as cache:
             fake.failures["frame"] = [Failure(CODES.UNAVAILABLE, "Socket closed", after=True)]
             (output,) = await client.decode_many([cache], [3], policy=greedy())
             assert output.replayed
@@ -287,17 +283,17 @@ def test_a_lost_sequence_is_brought_back(fake: FakeServer) -> None:
     """In a call, in a frame and in a loop; one that does not recover says what it takes."""
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target) as client:
-            async with client.prefill([*b"the"], policy=no_output(), recover=True) as cache:
+        async with AsyncClient(fake.target) as client:
+            async with client.prefill([*b"the"], recover=True) as cache:
                 del fake.sequences[cache.handle.cache_id]
-                await cache.decode([*b" "], policy=no_output())
+                await cache.decode([*b" "])
                 del fake.sequences[cache.handle.cache_id]
-                await client.decode_many([cache], [[*b"qu"]], policy=no_output())
+                await client.decode_many([cache], [[*b"qu"]])
                 lose_at_next_append(fake)
                 assert bytes([token async for token in cache.generate(6)]) == b"ick br"
                 assert bytes([*tokens_of(fake, cache), *cache.pending]) == b"the quick br"
                 assert cache.num_recoveries == 3
-            async with client.prefill([*b"the"], policy=no_output()) as plain:
+            async with client.prefill([*b"the"]) as plain:
                 del fake.sequences[plain.handle.cache_id]
                 with pytest.raises(HandleNotFoundError) as caught:
                     await plain.decode(1)
@@ -310,8 +306,8 @@ def test_one_bad_item_leaves_its_neighbours_alone(fake: FakeServer) -> None:
     """Errors stand in the place of their cache; those that succeeded have moved."""
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target) as client, client.stream() as stream:
-            caches = [await client.prefill([*b"abc"], policy=no_output()) for _ in range(3)]
+        async with AsyncClient(fake.target) as client, client.stream() as stream:
+            caches = [await client.prefill([*b"abc"]) for _ in range(3)]
             del fake.sequences[caches[1].handle.cache_id]
             first, second, third = await stream.try_decode(caches, [1, 2, 3], policy=greedy())
             assert isinstance(first, Output)
@@ -327,17 +323,17 @@ def test_beams_branch_in_one_frame(target: str) -> None:
     """The first place moves the parent, the others are new caches; a failed frame leaves nothing behind."""
 
     async def main() -> None:
-        async with AsyncClient.connect(target) as client, client.stream() as stream:
-            async with client.prefill([5, 6, 7], policy=no_output()) as root:
-                beams = await stream.branch([root, root], [1, [2, 3]], policy=no_output())
+        async with AsyncClient(target) as client, client.stream() as stream:
+            async with client.prefill([5, 6, 7]) as root:
+                beams = await stream.branch([root, root], [1, [2, 3]])
                 assert beams[0] is root
                 texts = [list((await beam.info(token_ids=True)).token_ids) for beam in beams]
                 assert texts == [[5, 6, 7, 1], [5, 6, 7, 2, 3]]
-                await stream.decode([root], [4], policy=no_output(), release=[beams[1]])
+                await stream.decode([root], [4], release=[beams[1]])
                 assert beams[1].is_released
-            async with client.prefill([1] * 510, policy=no_output()) as cache:
+            async with client.prefill([1] * 510) as cache:
                 with pytest.raises(ContextExceededError):
-                    await stream.branch([cache, cache, cache], [1, 2, [3, 4, 5]], policy=no_output())
+                    await stream.branch([cache, cache, cache], [1, 2, [3, 4, 5]])
             assert [summary async for summary in client.list_caches()] == []
 
     run(main())
@@ -348,8 +344,8 @@ def test_closing_ends_calls_with_an_error_of_ours(fake: FakeServer) -> None:
 
     async def main() -> None:
         hold = Hold(fake)
-        client = AsyncClient.connect(fake.target)
-        async with client.prefill([1, 2], policy=no_output(), keep_alive=False) as cache:
+        client = AsyncClient(fake.target)
+        async with client.prefill([1, 2], keep_alive=False) as cache:
             cache.detach()
             other = client.adopt(cache.handle, keep_alive=False)
             task = asyncio.create_task(client.stream().decode([other], [3]))
@@ -370,7 +366,7 @@ def test_leaving_a_loop_early_leaves_the_cache_usable(fake: FakeServer) -> None:
     """``break``, an error and a cancellation inside ``async for``."""
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target) as client, client.prefill([*b"the"], policy=no_output()) as cache:
+        async with AsyncClient(fake.target) as client, client.prefill([*b"the"]) as cache:
             async for token in cache.generate():
                 if token == ord("u"):
                     break
@@ -391,7 +387,7 @@ def test_leaving_a_loop_early_leaves_the_cache_usable(fake: FakeServer) -> None:
             hold.let_go()
             assert bytes([token async for token in cache.generate(6)]) == b" brown"
             assert bytes([*(cache.token_ids or []), *cache.pending]) == b"the quick brown"
-            await cache.decode([*b"!"], policy=no_output())  # what the server had drawn beyond is dropped
+            await cache.decode([*b"!"])  # what the server had drawn beyond is dropped
             assert bytes(tokens_of(fake, cache)) == b"the quick brown!"
 
     run(main())
@@ -407,7 +403,7 @@ def test_waiting_for_a_server_blocks_no_other_task(monkeypatch: pytest.MonkeyPat
         with socket.create_server(("127.0.0.1", 0)) as place:
             target = f"127.0.0.1:{place.getsockname()[1]}"
         seen: list[object] = []
-        async with AsyncClient.connect(target, max_retries=0) as client:
+        async with AsyncClient(target, max_retries=0) as client:
             task = asyncio.create_task(client.wait_until_ready(on_progress=seen.append, timeout=20))
             await until(lambda: len(seen) >= 2)
             server = FakeServer()
@@ -417,7 +413,7 @@ def test_waiting_for_a_server_blocks_no_other_task(monkeypatch: pytest.MonkeyPat
                 assert (await task).is_ready
                 server.failures["Prefill"] = [Failure(CODES.UNAVAILABLE, reason="STARTING")] * 2
                 monkeypatch.setattr(time, "sleep", never)
-                await (await client.prefill([1, 2], policy=no_output())).release()
+                await (await client.prefill([1, 2])).release()
                 assert server.calls["Prefill"] == 3
                 server.failures["GetStatus"] = [Failure(CODES.UNAVAILABLE, reason="STARTING")] * 99
                 with pytest.raises(StartingError):
@@ -441,8 +437,8 @@ def test_leases_are_renewed_while_a_cache_needs_it(fake: FakeServer) -> None:
 
     async def main() -> None:
         fake.ttl_s = 0.3
-        async with AsyncClient.connect(fake.target, max_retries=0) as client:
-            caches = [await client.prefill([1, 2], policy=no_output()) for _ in range(3)]
+        async with AsyncClient(fake.target, max_retries=0) as client:
+            caches = [await client.prefill([1, 2]) for _ in range(3)]
             for cache in caches:
                 cache.tip.ttl_s = 0.3  # as if granted by the prefill
                 client._keeper.add(cache.tip)
@@ -453,9 +449,9 @@ def test_leases_are_renewed_while_a_cache_needs_it(fake: FakeServer) -> None:
             await until(lambda: fake.kept.count(2) >= 2)
             await client.release(caches)
             await until(lambda: is_keeping(client) == (False, False))
-            async with client.prefill([1, 2], policy=no_output(), keep_alive=False):
+            async with client.prefill([1, 2], keep_alive=False):
                 assert is_keeping(client) == (False, False)
-            async with client.prefill([1, 2], policy=no_output()) as cache:
+            async with client.prefill([1, 2]) as cache:
                 assert is_keeping(client) == (True, False)
                 cache.tip.ttl_s = 0.0
                 client._keeper.add(cache.tip)
@@ -469,8 +465,8 @@ def test_forgotten_cache_warns_and_is_kept_no_longer(fake: FakeServer) -> None:
     """Whichever thread finds it; and so does one that is left after its client."""
 
     async def main() -> None:
-        client = AsyncClient.connect(fake.target)
-        held = [await client.prefill([1, 2], policy=no_output()) for _ in range(2)]
+        client = AsyncClient(fake.target)
+        held = [await client.prefill([1, 2]) for _ in range(2)]
         with pytest.warns(ResourceWarning, match="never released"):
             held.pop()
 
@@ -482,7 +478,7 @@ def test_forgotten_cache_warns_and_is_kept_no_longer(fake: FakeServer) -> None:
         await asyncio.to_thread(forget)
         await until(lambda: is_keeping(client) == (False, False))
         with pytest.warns(ResourceWarning, match="after its client was closed") as caught:
-            async with client.prefill([1, 2], policy=no_output()):
+            async with client.prefill([1, 2]):
                 await client.close()
         assert caught[0].filename == __file__
 
@@ -493,10 +489,10 @@ def test_forgotten_stream_ends_its_call(fake: FakeServer) -> None:
     """A stream that nobody closed leaves no task, though it was in use."""
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target) as client, client.prefill([1, 2], policy=no_output()) as cache:
+        async with AsyncClient(fake.target) as client, client.prefill([1, 2]) as cache:
             streams = [client.stream() for _ in range(2)]
             for token, stream in zip([3, 4], streams, strict=True):
-                await stream.decode([cache], [token], policy=no_output())
+                await stream.decode([cache], [token])
             del stream
             streams.pop()
             await asyncio.to_thread(streams.clear)  # a finaliser on another thread
@@ -509,10 +505,10 @@ def test_forgotten_stream_ends_its_call(fake: FakeServer) -> None:
 def test_a_client_belongs_to_its_loop(fake: FakeServer) -> None:
     """Without a loop, and on another one, it says so; closing it from there is fine."""
     with pytest.raises(RuntimeError, match="needs a running event loop"):
-        AsyncClient.connect(fake.target)
+        AsyncClient(fake.target)
 
     async def connect() -> AsyncClient:
-        client = AsyncClient.connect(fake.target)
+        client = AsyncClient(fake.target)
         await client.status()
         return client
 
@@ -532,7 +528,7 @@ def test_a_token_in_plain_text_warns_where_it_was_given() -> None:
 
     async def main() -> None:
         with pytest.warns(UserWarning, match="in plain text") as caught:
-            client = AsyncClient.connect("executor.example:50051", token="secret")
+            client = AsyncClient("executor.example:50051", token="secret")
         assert caught[0].filename == __file__
         await client.close()
 
@@ -551,11 +547,10 @@ def test_programs_that_forget_everything_end(target: str) -> None:
     """The loop is closed before client, stream and cache are; the leak is said, nothing hangs or crashes."""
     script = f"""
 import asyncio
-from ferrule_client import no_output
-from ferrule_client.aio import AsyncClient
+from ferrule import AsyncClient
 async def main():
-    client = AsyncClient.connect({target!r})
-    cache = await client.prefill([1, 2, 3], policy=no_output(), ttl=5)
+    client = AsyncClient({target!r})
+    cache = await client.prefill([1, 2, 3], ttl=5)
     loop = cache.generate(20)
     await anext(loop)
     stream = client.stream()

@@ -8,23 +8,9 @@ from typing import Any
 
 import pytest
 
-from ferrule_client import (
-    Chunk,
-    Client,
-    DecodeItem,
-    ExecutorError,
-    Handle,
-    Output,
-    Policy,
-    TokenOutOfVocabError,
-    TruncateBeyondError,
-    UnsupportedError,
-    VerifyItem,
-    greedy,
-    no_output,
-    sample,
-)
-from ferrule_client.aio import AsyncClient
+from ferrule import AsyncClient, Client, FerruleError, Handle, Policy, greedy, sample
+from ferrule.errors import TokenOutOfVocabError, TruncateBeyondError, UnsupportedError
+from ferrule.types import Append, Output, Verify
 from tests.client.aio_harness import run
 
 # A script yields each call, which is a value or to be awaited, and gets what came of it; it returns what it saw.
@@ -33,7 +19,7 @@ Script = Generator[Any, Any, list[Any]]
 
 def seen(output: Output) -> tuple[Any, ...]:
     """Return what must be equal of an output: all but the sequence's secret name and the time it took."""
-    logits = None if output.all_logits is None else output.all_logits.tobytes()
+    logits = None if output.logits is None else output.logits.tobytes()
     scores = None if output.target_logprobs is None else output.target_logprobs.tobytes()
     place = output.handle.length, output.handle.lineage
     return (*place, output.tokens, output.logprobs, output.top_logprobs, output.seed, output.replayed, logits, scores)
@@ -50,10 +36,10 @@ def decoding(client: Any) -> Script:
     cache = yield client.prefill([5, 6, 7], policy=greedy(logprobs=True, top_logprobs=3))
     facts.append(seen(cache.last))
     facts.append(seen((yield cache.decode([8, 9]))))
-    facts.append(seen((yield cache.query(sample(seed=4)))))
-    scores = yield cache.prefill([1, 2, 3, 4], policy=Policy(target_logprobs=True), all_positions=True)
+    facts.append(seen((yield cache.append((), policy=sample(seed=4)))))
+    scores = yield cache.append([1, 2, 3, 4], policy=Policy(target_logprobs=True), all_positions=True)
     facts.append(seen(scores))
-    facts.append((yield collected(cache.generate(6, seed=11))))
+    facts.append((yield collected(cache.generate(6, policy=sample(seed=11)))))
     facts.append((yield cache.truncate(cache.length - 2)))
     facts.append((yield cache.reserve(40)))
     facts.append((yield client.reserve([cache, cache.handle], [60, 1], fitting=70)).new_blocks)
@@ -61,7 +47,7 @@ def decoding(client: Any) -> Script:
     branches = yield cache.fork(3)
     branches += yield cache.fork(length=4)
     for number, branch in enumerate(branches):
-        facts.append((yield collected(branch.generate(4, temperature=0.9, top_k=20, seed=number))))
+        facts.append((yield collected(branch.generate(4, policy=sample(temperature=0.9, top_k=20, seed=number)))))
         facts.append((place(branch.handle), branch.pending, branch.token_ids))
     info = yield cache.info(token_ids=True)
     facts.append((place(info.handle), info.token_ids, info.num_blocks, info.num_shared_blocks))
@@ -77,7 +63,7 @@ def streaming(client: Any) -> Script:
     facts: list[Any] = []
     caches = []
     for number in range(4):
-        caches.append((yield client.prefill([5 + number, 6, 7], policy=no_output())))  # noqa: PERF401
+        caches.append((yield client.prefill([5 + number, 6, 7])))  # noqa: PERF401
     stream = client.stream()
     policies = [sample(seed=number) for number in range(4)]
     outputs = yield stream.decode(caches, [()] * 4, policy=policies)
@@ -107,10 +93,10 @@ def whole_contract(client: Any) -> Script:
     facts += [seen(one.last) if hasattr(one, "last") else told(one) for one in many]
     outputs = yield client.batch_decode([many[0], many[2]], [4, [5, 6]], policy=greedy())
     facts += [seen(output) for output in outputs]
-    chunks = yield client.unified([Chunk([1] * 9, is_final=False), Chunk(7, many[0], greedy(), pos_offset=3)])
+    chunks = yield client.unified([Append([1] * 9, is_final=False), Append(7, many[0], greedy(), pos_offset=3)])
     facts += [(place(one.handle), one.last.tokens) for one in chunks]
     stream = client.stream()
-    mixed = yield stream.run([DecodeItem(many[0], 1, greedy()), VerifyItem(many[2], [1], 2, greedy()), Chunk([1, 2])])
+    mixed = yield stream.run([Append(many[0], 1, greedy()), Verify(many[2], [1], 2, greedy()), Append([1, 2])])
     facts += [seen(mixed[0]), seen(mixed[1].output), place(mixed[2].handle)]
     facts.append([seen(one.output) for one in (yield stream.verify([many[0]], [[2]], tokens=[3], policy=greedy()))])
     yield stream.close()
@@ -122,7 +108,7 @@ def whole_contract(client: Any) -> Script:
     loop = client.generate([5, 6], 6, n=3, policy=sample(seed=4, mask=mask, repetition_penalty=1.5), keep=True)
     yield loop.read()
     facts += [(one.tokens, one.seed, one.finish_reason, place(one.cache.handle)) for one in loop.branches]
-    early = cache.generate(30, tokens=[9], seed=3)
+    early = cache.generate(30, tokens=[9], policy=sample(seed=3))
     for _ in range(4):
         facts.append((yield early.advance()))
     yield early.close()
@@ -139,11 +125,11 @@ def asking(client: Any) -> Script:
     facts: list[Any] = [(yield client.wait_until_ready()).state]
     facts.append((yield client.model_info()))
     facts.append((yield client.capabilities()))
-    facts.append((yield client.health()))
-    facts.append((yield client.health("ferrule.v1.ModelExecutorService")))
+    facts.append((yield client.admin.health()))
+    facts.append((yield client.admin.health("ferrule.v1.ModelExecutorService")))
     facts.append((yield client.capabilities()).total_blocks)
-    cache = yield client.prefill([1, 2, 3], policy=no_output(), ttl=30)
-    other = yield client.prefill([1, 2, 3, 4], policy=no_output(), keep_alive=False)
+    cache = yield client.prefill([1, 2, 3], ttl=30)
+    other = yield client.prefill([1, 2, 3, 4], keep_alive=False)
     facts.append([round(lease.ttl_s) for lease in (yield client.keep_alive([cache, other.handle], ttl=77))])
     listed = yield collected(client.list_caches(page_size=1))
     facts.append(sorted((one.length, one.num_blocks, round(one.lease.ttl_s)) for one in listed))
@@ -155,8 +141,8 @@ def asking(client: Any) -> Script:
 def mistakes(client: Any) -> Script:
     """Errors of arguments, of the server and of the client come in the same words."""
     facts: list[Any] = []
-    cache = yield client.prefill([1, 2, 3], policy=no_output())
-    other = yield client.prefill([1, 2, 3], policy=no_output())
+    cache = yield client.prefill([1, 2, 3])
+    other = yield client.prefill([1, 2, 3])
     for make in (
         lambda: client.prefill([999]),
         lambda: client.prefill("text"),
@@ -171,11 +157,11 @@ def mistakes(client: Any) -> Script:
         lambda: client.reserve([cache], [1, 2]),
         lambda: cache.verify([1], tokens=[2], parents=[0], acceptance="always"),
         lambda: cache.verify([1, 2], tokens=[2], parents=[0, 0]),
-        lambda: collected(cache.generate(policy=no_output())),
+        lambda: collected(cache.generate(policy=Policy())),
         lambda: collected(cache.generate(-1)),
         lambda: client.decode_many([cache, cache], [1, 2]),
         lambda: client.decode_many([cache, other], [1]),
-        lambda: client.encode("text"),
+        lambda: client.tokenize("text"),
         lambda: client.status(timeout=0),
     ):
         facts.append((yield make))  # noqa: PERF401
@@ -197,8 +183,8 @@ def collected(loop: Any) -> Any:
 
 def told(error: Exception) -> tuple[Any, ...]:
     """Return what an error says, without the names that differ from sequence to sequence."""
-    reason = error.reason if isinstance(error, ExecutorError) else ""
-    metadata = error.metadata if isinstance(error, ExecutorError) else {}
+    reason = error.reason if isinstance(error, FerruleError) else ""
+    metadata = error.metadata if isinstance(error, FerruleError) else {}
     words = [word for word in str(error).split() if not any(letter.isdigit() for letter in word)]
     return type(error), reason, sorted(set(metadata) - {"handle_id"}), words
 
@@ -242,11 +228,11 @@ async def run_async(script: Script) -> list[Any]:
 )
 def test_the_same_script_sees_the_same(target: str, script: Any) -> None:
     """With the paged reference, bit by bit."""
-    with Client.connect(target, timeout=20) as client:
+    with Client(target, timeout=20) as client:
         expected = run_sync(script(client))
 
     async def main() -> list[Any]:
-        async with AsyncClient.connect(target, timeout=20) as client:
+        async with AsyncClient(target, timeout=20) as client:
             return await run_async(script(client))
 
     assert run(main()) == expected
@@ -257,23 +243,23 @@ def test_the_model_that_ships_says_the_same(shipped_target: str) -> None:
     """Text, special tokens and seeds: one generation by each client, and one over many."""
 
     def script(client: Any) -> Script:
-        ids = yield client.encode("def read_file(path):")
+        ids = yield client.tokenize("def read_file(path):")
         cache = yield client.prefill(ids, policy=greedy())
         facts: list[Any] = [ids, seen(cache.last)]
-        pieces = yield collected(cache.generate_text(12, temperature=0.7, seed=3))
+        pieces = yield collected(cache.generate(12, policy=sample(temperature=0.7, seed=3)).pieces())
         facts.append("".join(pieces))  # how many come together is a matter of time
         facts.append((cache.pending, place(cache.handle), cache.token_ids))
-        facts.append((yield client.decode_tokens(cache.token_ids)))
+        facts.append((yield client.detokenize(cache.token_ids)))
         text = client.detokenizer(ids)
         facts.append((yield text.push(facts[1][2][0])))
         yield cache.release()
         return facts
 
-    with Client.connect(shipped_target) as client:
+    with Client(shipped_target) as client:
         expected = run_sync(script(client))
 
     async def main() -> list[Any]:
-        async with AsyncClient.connect(shipped_target) as client:
+        async with AsyncClient(shipped_target) as client:
             return await run_async(script(client))
 
     assert run(main()) == expected
@@ -281,7 +267,7 @@ def test_the_model_that_ships_says_the_same(shipped_target: str) -> None:
 
 def test_the_errors_of_the_script_are_those_meant(target: str) -> None:
     """So that equality proves something."""
-    with Client.connect(target, timeout=20) as client:
+    with Client(target, timeout=20) as client:
         kinds = [told[0] for told in run_sync(mistakes(client))]
     assert {TokenOutOfVocabError, TypeError, ValueError, TruncateBeyondError, UnsupportedError, RuntimeError} <= set(
         kinds

@@ -9,21 +9,14 @@ import warnings
 import numpy as np
 import pytest
 
-from ferrule_client import (
-    Client,
+from ferrule import Client, Handle, HandleNotFoundError, Policy, greedy, logits, sample
+from ferrule.errors import (
     ContextExceededError,
-    Handle,
-    HandleNotFoundError,
     HandleStaleError,
     InvalidRequestError,
-    Policy,
     TokenOutOfVocabError,
     TruncateBeyondError,
     UnsupportedError,
-    full_logits,
-    greedy,
-    no_output,
-    sample,
 )
 from tests.client.fake_server import FakeServer
 
@@ -61,7 +54,7 @@ def test_logits_of_every_wire_type_arrive_as_float32(client: Client, dtype: str)
     with client.prefill(PROMPT) as cache:
         assert cache.last is not None
         exact = cache.last.logits
-        output = cache.query(full_logits(dtype))  # type: ignore[arg-type]
+        output = cache.append((), policy=logits(dtype))  # type: ignore[arg-type]
         assert output.logits is not None
         assert exact is not None
         assert output.logits.dtype == np.float32
@@ -72,11 +65,11 @@ def test_query_changes_nothing(client: Client) -> None:
     """A query is another look at the newest row."""
     with client.prefill(PROMPT, policy=greedy()) as cache:
         handle = cache.handle
-        output = cache.query(greedy(top_logprobs=3))
+        output = cache.append((), policy=greedy(top_logprobs=3))
         assert cache.handle == handle
         assert len(output.top_logprobs[0]) == 3
         assert output.top_logprobs[0][0].token == output.token
-        assert cache.query(sample(seed=1)).token == cache.query(sample(seed=1)).token
+        assert cache.append((), policy=sample(seed=1)).token == cache.append((), policy=sample(seed=1)).token
 
 
 def test_all_positions_give_a_row_for_each_token(client: Client) -> None:
@@ -84,13 +77,13 @@ def test_all_positions_give_a_row_for_each_token(client: Client) -> None:
     policy = Policy(target_logprobs=True, logits="float32")
     with client.prefill(PROMPT, policy=policy, all_positions=True) as cache:
         assert cache.last is not None
-        assert cache.last.all_logits is not None
+        assert cache.last.logits is not None
         assert cache.last.target_logprobs is not None
-        assert cache.last.all_logits.shape == (4, 256)
+        assert cache.last.logits.shape == (4, 256)
         assert cache.last.target_logprobs.shape == (3,)
-        more = cache.prefill([1, 2, 3], policy=policy, all_positions=True)
-        assert more.all_logits is not None
-        assert more.all_logits.shape == (3, 256)
+        more = cache.append([1, 2, 3], policy=policy, all_positions=True)
+        assert more.logits is not None
+        assert more.logits.shape == (3, 256)
         assert cache.length == 7
 
 
@@ -108,28 +101,28 @@ def test_a_repeated_append_is_replayed(client: Client) -> None:
 
 def test_stale_handles_say_where_the_sequence_is(client: Client) -> None:
     """The error carries the tip, and each stale policy does what its name says."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
+    with client.prefill(PROMPT) as cache:
         stale = client.adopt(cache.handle)
-        cache.decode([9, 10], policy=no_output())
+        cache.decode([9, 10])
         with pytest.raises(HandleStaleError) as caught:
-            stale.decode(99, policy=no_output())
+            stale.decode(99)
         assert caught.value.tip_length == 6
         assert caught.value.handle_id == cache.handle.handle_id
         old = stale.handle
-        branch = stale.decode(99, policy=no_output(), on_stale="fork")
+        branch = stale.decode(99, on_stale="fork")
         assert branch.handle.cache_id != cache.handle.cache_id
         stale.release()
         rewound = client.adopt(old)
-        rewound.decode(99, policy=no_output(), on_stale="rewind")
+        rewound.decode(99, on_stale="rewind")
         assert cache.info().handle == rewound.detach()
 
 
 def test_fork_shares_blocks_and_truncate_frees_them(client: Client) -> None:
     """Branches share what they have in common; a truncate gives back what is its own."""
-    with client.prefill(range(40), policy=no_output()) as cache:
+    with client.prefill(range(40)) as cache:
         first, second = branches = cache.fork(2)
         assert first.handle.lineage == cache.handle.lineage
-        client.decode_many(branches, [[1] * 30, [2] * 30], policy=no_output())
+        client.decode_many(branches, [[1] * 30, [2] * 30])
         info = first.info(blocks=True, token_ids=True)
         assert info.num_shared_blocks == 2
         assert info.token_ids == (*range(40), *[1] * 30)
@@ -143,7 +136,7 @@ def test_fork_shares_blocks_and_truncate_frees_them(client: Client) -> None:
 
 def test_truncate_beyond_the_handle_is_refused(client: Client) -> None:
     """Lengths outside 1 to the cache's own change nothing."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
+    with client.prefill(PROMPT) as cache:
         for length in (-1, 0, 5):
             with pytest.raises(TruncateBeyondError):
                 cache.truncate(length)
@@ -154,7 +147,7 @@ def test_truncate_beyond_the_handle_is_refused(client: Client) -> None:
 
 def test_release_is_idempotent_and_ends_the_cache(client: Client) -> None:
     """After a release nothing is sent any more, and the handle is gone."""
-    cache = client.prefill(PROMPT, policy=no_output())
+    cache = client.prefill(PROMPT)
     handle = cache.handle
     assert cache.release().freed_blocks == 1
     assert cache.release().released == (False,)
@@ -180,13 +173,13 @@ def test_bad_input_has_typed_errors(client: Client) -> None:
     with pytest.raises(ValueError, match="negative"):
         client.prefill([-1])
     with pytest.raises(UnsupportedError):
-        client.encode("no tokenizer here")
+        client.tokenize("no tokenizer here")
 
 
 def test_verify_is_refused_truthfully(client: Client) -> None:
     """What the server does not serve is an UnsupportedError, and its features say so too."""
     assert "tree_verify" not in client.capabilities().features
-    with client.prefill(PROMPT, policy=no_output()) as cache:
+    with client.prefill(PROMPT) as cache:
         with pytest.raises(UnsupportedError):
             cache.verify([1, 2], tokens=9, policy=greedy(), parents=[0, 0])
         assert cache.length == 4
@@ -211,7 +204,7 @@ def test_verify_loop_keeps_its_own_books(fake: FakeServer, fake_client: Client) 
 
 def test_repr_shows_no_secrets(client: Client) -> None:
     """Ids in reprs are the loggable ones; neither cache_id nor lineage nor a token of the wire is in them."""
-    secret = Client.connect("unix:/nowhere", token="s3cret-token")
+    secret = Client("unix:/nowhere", token="s3cret-token")
     with client.prefill(PROMPT, policy=greedy()) as cache:
         texts = [repr(cache), repr(cache.handle), repr(cache.last), repr(client), repr(secret), str(cache.info())]
         for text in texts:
@@ -226,7 +219,7 @@ def test_repr_shows_no_secrets(client: Client) -> None:
 
 def test_leaked_cache_warns(client: Client) -> None:
     """Forgetting a sequence is said aloud, once, with its loggable id."""
-    cache = client.prefill(PROMPT, policy=no_output())
+    cache = client.prefill(PROMPT)
     handle = cache.handle
     with pytest.warns(ResourceWarning, match=handle.handle_id):
         del cache
@@ -240,8 +233,8 @@ def test_leaked_cache_warns(client: Client) -> None:
 def test_leaving_with_survives_a_dead_server() -> None:
     """The error of the body stays visible when the release cannot be sent."""
     with FakeServer() as fake:
-        client = Client.connect(fake.target, max_retries=0)
-        cache = client.prefill([*b"abc"], policy=no_output())
+        client = Client(fake.target, max_retries=0)
+        cache = client.prefill([*b"abc"])
     with pytest.raises(ZeroDivisionError), cache:
         _ = 1 / 0
     assert cache.is_released
@@ -250,7 +243,7 @@ def test_leaving_with_survives_a_dead_server() -> None:
 
 def test_list_caches_walks_the_pages(client: Client) -> None:
     """Iterating asks for page after page."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
+    with client.prefill(PROMPT) as cache:
         branches = cache.fork(5)
         listed = [summary.handle_id for summary in client.list_caches(page_size=2)]
         assert len(listed) == 6
@@ -260,8 +253,8 @@ def test_list_caches_walks_the_pages(client: Client) -> None:
 
 def test_keep_alive_answers_for_each_handle(client: Client) -> None:
     """One call, one lease or error per handle."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
-        gone = client.prefill(PROMPT, policy=no_output())
+    with client.prefill(PROMPT) as cache:
+        gone = client.prefill(PROMPT)
         gone.release()
         lease, error = client.keep_alive([cache, gone.handle], ttl=100)
         assert getattr(lease, "ttl_s", 0) == pytest.approx(100, abs=1)
@@ -279,7 +272,7 @@ def test_long_lists_of_handles_are_sent_in_parts(client: Client) -> None:
 def test_followed_tokens_are_exactly_those_held(client: Client) -> None:
     """Longer, shorter, other at the end, with a pending token that fits or does not, or after a loop left early."""
     base = [5, 6, 7, 8]
-    with client.prefill(base, policy=no_output()) as cache:
+    with client.prefill(base) as cache:
 
         def follow(ids: list[int]) -> int:
             kept = cache.follow(ids)
@@ -290,11 +283,11 @@ def test_followed_tokens_are_exactly_those_held(client: Client) -> None:
         assert follow([5, 6, 11]) == 2
         assert follow([5, 6]) == 2
         assert follow(base) == 2
-        said = cache.generate(3, temperature=0).read().tokens
+        said = cache.generate(3, policy=greedy()).read().tokens
         assert follow([*base, *said]) == 6
-        said = cache.generate(3, temperature=0).read().tokens
+        said = cache.generate(3, policy=greedy()).read().tokens
         assert follow([*(cache.token_ids or []), said[-1] ^ 1, 4]) == 9
-        next(cache.generate(50, temperature=0))
+        next(cache.generate(50, policy=greedy()))
         assert follow(cache.token_ids or []) == 11
         assert cache.follow([*base, 1], policy=greedy()) == 4
         assert cache.last is not None
@@ -305,7 +298,7 @@ def test_followed_tokens_are_exactly_those_held(client: Client) -> None:
 
 def test_adopted_sequence_follows_too(client: Client) -> None:
     """Its tokens are asked for once."""
-    with client.prefill([5, 6, 7], policy=no_output()) as first:
+    with client.prefill([5, 6, 7]) as first:
         handle = first.detach()
     with client.adopt(handle) as cache:
         assert cache.follow([5, 6, 9]) == 2

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrule_client import Chunk, Client, Handle, Policy, full_logits, greedy, no_output, sample
+from ferrule import Client, Handle, Policy, greedy, logits, sample
+from ferrule.types import Append
 from ferrule_client._check import token_list
 from tests.client.fake_server import FakeServer
 
@@ -67,22 +68,22 @@ def test_tokens_fit_the_wire(tokens: object) -> None:
 
 def test_a_prompt_may_be_a_text(fake: FakeServer, fake_client: Client) -> None:
     """Encoded by the server as ``encode`` does, so the cache is that of its tokens."""
-    with fake_client.prefill("the", policy=no_output()) as cache:
+    with fake_client.prefill("the") as cache:
         assert cache.token_ids == fake_client.encode("the") == list(fake.prompts[-1].input_ids)
 
 
 def test_every_way_in_checks_tokens(fake: FakeServer, fake_client: Client) -> None:
     """Prefill, decode, streams, loops and the tokenizer; the cache is as before."""
-    with fake_client.prefill([1], policy=no_output()) as cache:
+    with fake_client.prefill([1]) as cache:
         calls: list[Callable[[], object]] = [
             lambda: fake_client.prefill(b"def f"),
             lambda: cache.decode("123"),  # type: ignore[arg-type]
-            lambda: cache.prefill(1.5),  # type: ignore[arg-type]
+            lambda: cache.append(1.5),  # type: ignore[arg-type]
             lambda: fake_client.decode_many([cache], [b"ab"]),
-            lambda: cache.generate(stop_ids="abc"),  # type: ignore[arg-type]
+            lambda: cache.generate(stop="abc"),  # type: ignore[arg-type]
             lambda: cache.verify("ab", tokens=1),  # type: ignore[arg-type]
             lambda: fake_client.decode_tokens("123"),  # type: ignore[arg-type]
-            lambda: greedy(allowed_ids="12"),  # type: ignore[arg-type]
+            lambda: greedy(mask="12"),  # type: ignore[arg-type]
         ]
         for call in calls:
             with pytest.raises(TypeError, match="token ids must be integers"):
@@ -94,7 +95,7 @@ def test_every_way_in_checks_tokens(fake: FakeServer, fake_client: Client) -> No
 @pytest.mark.parametrize("max_tokens", [-1, 2.5, "3", math.nan])
 def test_loops_want_whole_numbers(fake_client: Client, max_tokens: object) -> None:
     """A loop that would never end, or end by accident, does not begin."""
-    with fake_client.prefill([1], policy=no_output()) as cache:
+    with fake_client.prefill([1]) as cache:
         for make in (cache.generate, cache.generate_text):
             with pytest.raises(ValueError, match="max_tokens must be a whole number of at least 0"):
                 make(max_tokens)  # type: ignore[arg-type]
@@ -112,18 +113,18 @@ def test_loops_want_whole_numbers(fake_client: Client, max_tokens: object) -> No
         (lambda: sample(top_k=-1), "top_k"),
         (lambda: greedy(repetition_penalty=0), "repetition_penalty"),
         (lambda: sample(frequency_penalty=math.inf), "frequency_penalty must be a number, got inf"),
-        (lambda: full_logits("int8"), "dtype of logits must be one of float32, bfloat16, float16, got 'int8'"),  # type: ignore[arg-type]
+        (lambda: logits("int8"), "dtype of logits must be one of float32, bfloat16, float16, got 'int8'"),  # type: ignore[arg-type]
         (lambda: greedy(top_logprobs=-1), "top_logprobs"),
-        (lambda: Client.connect("localhost"), "host:port"),
-        (lambda: Client.connect(""), "host:port"),
-        (lambda: Client.connect("localhost:"), "host:port"),
-        (lambda: Client.connect("unix:"), "host:port"),
-        (lambda: Client.connect("http://localhost:1"), "host:port"),
-        (lambda: Client.connect("::1:50051"), r"\[IPv6\]:port"),
-        (lambda: Client.connect("localhost:0"), "from 1 to 65535"),
-        (lambda: Client.connect("localhost:65536"), "from 1 to 65535"),
-        (lambda: Client.connect("localhost:1", timeout=0), "timeout must be a number of more than 0, got 0"),
-        (lambda: Client.connect("localhost:1", max_retries=-1), "max_retries"),
+        (lambda: Client("localhost"), "host:port"),
+        (lambda: Client(""), "host:port"),
+        (lambda: Client("localhost:"), "host:port"),
+        (lambda: Client("unix:"), "host:port"),
+        (lambda: Client("http://localhost:1"), "host:port"),
+        (lambda: Client("::1:50051"), r"\[IPv6\]:port"),
+        (lambda: Client("localhost:0"), "from 1 to 65535"),
+        (lambda: Client("localhost:65536"), "from 1 to 65535"),
+        (lambda: Client("localhost:1", timeout=0), "timeout must be a number of more than 0, got 0"),
+        (lambda: Client("localhost:1", max_retries=-1), "max_retries"),
     ],
 )
 def test_values_out_of_range_are_named(make: Callable[[], object], text: str) -> None:
@@ -137,12 +138,12 @@ def test_values_out_of_range_are_named(make: Callable[[], object], text: str) ->
 )
 def test_targets_of_every_kind_connect(target: str) -> None:
     """What gRPC understands passes."""
-    Client.connect(target).close()
+    Client(target).close()
 
 
 def test_default_target_is_where_serve_listens() -> None:
     """Without an address it is the server of the first steps."""
-    with Client.connect() as client:
+    with Client() as client:
         assert repr(client) == "Client('127.0.0.1:50051')"
 
 
@@ -150,12 +151,12 @@ def test_default_target_is_where_serve_listens() -> None:
 def test_target_is_a_text(target: object) -> None:
     """Said before gRPC stumbles over it."""
     with pytest.raises(TypeError, match=r"target must be a text such as '127\.0\.0\.1:50051'"):
-        Client.connect(target)  # type: ignore[arg-type]
+        Client(target)  # type: ignore[arg-type]
 
 
 def test_policy_is_a_policy(fake_client: Client) -> None:
     """Forgotten brackets are the usual reason."""
-    with fake_client.prefill([1], policy=no_output()) as cache:
+    with fake_client.prefill([1]) as cache:
         with pytest.raises(TypeError, match=r"call it: policy=greedy\(\)"):
             cache.decode(1, policy=greedy)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"call it: policy=greedy\(\)"):
@@ -168,18 +169,18 @@ def test_policy_is_a_policy(fake_client: Client) -> None:
 
 def test_choices_are_listed_and_case_is_free(fake_client: Client) -> None:
     """Messages of the server write FORK where this client writes fork."""
-    with fake_client.prefill([1], policy=no_output()) as cache:
+    with fake_client.prefill([1]) as cache:
         with pytest.raises(ValueError, match="on_stale must be one of fail, fork, rewind, got 'branch'"):
             cache.decode(1, on_stale="branch")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="on_stale"):
             cache.decode(1, on_stale=None)  # type: ignore[arg-type]
-        cache.decode(1, policy=no_output(), on_stale="REWIND")  # type: ignore[arg-type]
-        cache.query(full_logits("BFLOAT16"))  # type: ignore[arg-type]
+        cache.decode(1, on_stale="REWIND")  # type: ignore[arg-type]
+        cache.append((), policy=logits("BFLOAT16"))  # type: ignore[arg-type]
 
 
 def test_counts_and_times_are_checked(fake_client: Client) -> None:
     """Negative, absent and not-a-number values do not reach the wire."""
-    with fake_client.prefill([1], policy=no_output()) as cache:
+    with fake_client.prefill([1]) as cache:
         calls: list[tuple[str, Callable[[], object]]] = [
             ("n must", lambda: cache.fork(0)),
             ("n must", lambda: cache.fork(-1)),
@@ -200,7 +201,7 @@ def test_counts_and_times_are_checked(fake_client: Client) -> None:
 
 def test_only_handles_are_adopted(fake_client: Client) -> None:
     """What is none leaves no half-made cache behind."""
-    with fake_client.prefill([1], policy=no_output()) as cache, warnings.catch_warnings():
+    with fake_client.prefill([1]) as cache, warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(TypeError, match=r"got Cache; take cache.handle"):
             fake_client.adopt(cache)  # type: ignore[arg-type]
@@ -243,12 +244,12 @@ def test_scoring_needs_all_rows(fake_client: Client) -> None:
     with pytest.raises(ValueError, match="all_positions=True"):
         fake_client.prefill([1, 2], policy=policy)
     with fake_client.prefill([1], policy=policy) as cache, pytest.raises(ValueError, match="all_positions=True"):
-        cache.prefill([1, 2], policy=policy)
+        cache.append([1, 2], policy=policy)
 
 
 def test_caches_are_not_pickled(fake_client: Client) -> None:
     """A handle is the value to send."""
-    with fake_client.prefill([1], policy=no_output()) as cache:
+    with fake_client.prefill([1]) as cache:
         for way in (pickle.dumps, copy.copy, copy.deepcopy):
             with pytest.raises(TypeError, match=r"cache.detach\(\)"):
                 way(cache)
@@ -263,7 +264,7 @@ def test_conversation_is_a_list_of_messages(fake_client: Client) -> None:
 
 def test_items_of_a_frame_are_told_apart(client: Client) -> None:
     """What is none of them is a TypeError, and nothing is sent."""
-    with client.stream() as stream, pytest.raises(TypeError, match="DecodeItem"):
+    with client.stream() as stream, pytest.raises(TypeError, match="Append"):
         stream.run(["x"])  # type: ignore[list-item]
 
 
@@ -272,16 +273,16 @@ def test_items_of_a_frame_are_told_apart(client: Client) -> None:
 )
 def test_chunk_of_a_sequence_takes_no_options_of_a_new_one(client: Client, option: dict[str, Any]) -> None:
     """They would be without effect."""
-    with client.prefill([1, 2], policy=no_output()) as cache:
+    with client.prefill([1, 2]) as cache:
         with pytest.raises(ValueError, match="makes a sequence"):
-            client.unified([Chunk([3], cache, **option)])
+            client.unified([Append([3], cache, **option)])
         assert cache.length == 2
 
 
 @pytest.mark.parametrize("prob", [float("nan"), float("inf"), -0.5])
 def test_draft_probabilities_are_numbers(client: Client, prob: float) -> None:
     """One that is none is named, by its draft and its token."""
-    with client.prefill([1, 2], policy=no_output()) as cache:
+    with client.prefill([1, 2]) as cache:
         with pytest.raises(ValueError, match=r"draft_probs\[0\] of token 7"):
             cache.verify([7], tokens=3, policy=sample(), draft_probs=[{7: prob}])
         assert cache.length == 2

@@ -13,7 +13,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from ferrule_client import Client, cli, no_output
+from ferrule import Client
+from ferrule_client import cli
 from tests.client.fake_server import Failure, FakeServer
 
 
@@ -84,7 +85,7 @@ def test_unreachable_server_is_one_line_and_exit_code_1(capsys: pytest.CaptureFi
 
 def test_caches_lists_live_handles(capsys: pytest.CaptureFixture[str], client: Client) -> None:
     """By loggable id, as a table and as JSON."""
-    with client.prefill(range(40), policy=no_output()) as cache:
+    with client.prefill(range(40)) as cache:
         assert run("caches") == 0
         table = capsys.readouterr().out
         assert cache.handle.handle_id in table
@@ -118,7 +119,7 @@ def test_table_in_colour_on_a_terminal(
 ) -> None:
     """With rich and a terminal the table is drawn."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    with client.prefill(range(40), policy=no_output()) as cache:
+    with client.prefill(range(40)) as cache:
         assert run("caches") == 0
         table = capsys.readouterr().out
     assert cache.handle.handle_id in table
@@ -268,7 +269,7 @@ def test_generate_shows_the_likeliest_tokens(capsys: pytest.CaptureFixture[str])
 
 def test_metrics_prints_counters(capsys: pytest.CaptureFixture[str], client: Client) -> None:
     """Of the pool and of the server, as lines and as JSON."""
-    with client.prefill(range(40), policy=no_output()):
+    with client.prefill(range(40)):
         assert run("metrics") == 0
         lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
         assert (lines["live_sequences"], lines["used_blocks"]) == ("1", "3")
@@ -338,7 +339,7 @@ def test_generate_says_what_is_missing(capsys: pytest.CaptureFixture[str], monke
 
 def test_prompt_that_is_no_text_is_wrong_use(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     """Stray bytes on standard input or in an argument are said in one line."""
-    command = [sys.executable, "-m", "ferrule_client.cli", "generate", "--target", fake.target]
+    command = [sys.executable, "-m", "ferrule_cli.app", "generate", "--target", fake.target]
     for handling in ("strict", "surrogateescape"):  # which it is depends on the locale
         environment = os.environ | {"PYTHONIOENCODING": f"utf-8:{handling}"}
         done = subprocess.run(command, input=b"\xff\xfe", capture_output=True, timeout=60, check=False, env=environment)
@@ -351,7 +352,7 @@ def test_prompt_that_is_no_text_is_wrong_use(fake: FakeServer, capsys: pytest.Ca
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_ended_generate_releases_its_cache(target: str, client: Client, number: signal.Signals) -> None:
     """Whoever ends the command ends the sequence too."""
-    command = [sys.executable, "-m", "ferrule_client.cli", "generate", "--ids", "--max-tokens", "400", "1"]
+    command = [sys.executable, "-m", "ferrule_cli.app", "generate", "--ids", "--max-tokens", "400", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.read(1)
@@ -435,15 +436,15 @@ def test_token_comes_from_the_environment(fake: FakeServer, monkeypatch: pytest.
 def test_plain_text_token_beyond_this_machine_warns() -> None:
     """A token must not travel unprotected unnoticed."""
     with pytest.warns(UserWarning, match="plain text"):
-        Client.connect("example.invalid:1", token="s3cret").close()
-    Client.connect("localhost:1", token="s3cret").close()
-    Client.connect("unix:/x", token="s3cret").close()
-    Client.connect("example.invalid:1", token="s3cret", tls=True).close()
+        Client("example.invalid:1", token="s3cret").close()
+    Client("localhost:1", token="s3cret").close()
+    Client("unix:/x", token="s3cret").close()
+    Client("example.invalid:1", token="s3cret", tls=True).close()
 
 
 def test_serve_becomes_the_server() -> None:
     """Help and exit codes are the server's own, and so is the process."""
-    command = [sys.executable, "-m", "ferrule_client.cli", "serve"]
+    command = [sys.executable, "-m", "ferrule_cli.app", "serve"]
     done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0
     assert "--kv-memory" in done.stdout
@@ -452,7 +453,7 @@ def test_serve_becomes_the_server() -> None:
 
 def test_serve_ends_by_sigterm(tmp_path: Path) -> None:
     """SIGTERM reaches the server itself: no wrapper in between."""
-    command = [sys.executable, "-m", "ferrule_client.cli", "serve", "--executor", "paged-reference"]
+    command = [sys.executable, "-m", "ferrule_cli.app", "serve", "--executor", "paged-reference"]
     listen = ["--listen", f"unix:{tmp_path}/s", "--kv-memory", "1MiB"]
     with subprocess.Popen([*command, *listen], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
@@ -463,8 +464,8 @@ def test_serve_ends_by_sigterm(tmp_path: Path) -> None:
 
 def test_reader_that_leaves_early_is_no_traceback(target: str) -> None:
     """``ferrule generate | head`` ends quietly."""
-    shell = f"{sys.executable} -m ferrule_client.cli generate --ids --max-tokens 200 1 | head -c 5"
+    shell = f"{sys.executable} -m ferrule_cli.app generate --ids --max-tokens 200 1 | head -c 5"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == ""
-    with Client.connect(target) as client:
+    with Client(target) as client:
         assert list(client.list_caches()) == []

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_client import Client, cli
-from ferrule_client.cli_bench_measure import Figure, rate_of, read_rate
+from ferrule import Client
+from ferrule_cli.commands.bench_measure import Figure, rate_of, read_rate
+from ferrule_client import cli
 from tests.executor.cpu.models import HAS_VNNI
 
 
@@ -36,7 +37,7 @@ def test_a_server_that_runs_is_measured_and_left_as_it_was(
     assert all(min(figure["samples"]) > 0 and figure["share"] is None for figure in result["figures"])
     assert result["read_bytes_per_s"] > 1e8
     assert "decode" in picture.read_text()
-    with Client.connect(target) as client:
+    with Client(target) as client:
         assert client.status().live_sequences == 0
 
 

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-from ferrule_client import Client, InvalidRequestError, cli
 from ferrule_client._conversation import Conversation, DrawSettings
+
+from ferrule import Client
+from ferrule.errors import InvalidRequestError
+from ferrule_client import cli
 
 GREEDY = DrawSettings(max_tokens=12, temperature=0)
 
@@ -25,7 +27,7 @@ GREEDY = DrawSettings(max_tokens=12, temperature=0)
 @pytest.fixture
 def client(shipped_target: str) -> Iterator[Client]:
     """A client; the test must leave no sequence behind."""
-    with Client.connect(shipped_target, timeout=30) as client:
+    with Client(shipped_target, timeout=30) as client:
         yield client
         assert list(client.list_caches()) == []
 
@@ -59,7 +61,7 @@ def fresh(client: Client, conversation: list[dict[str, str]]) -> list[int]:
     """Return the answer to a conversation by a sequence of its own."""
     ids = client.apply_chat_template(conversation).token_ids
     with client.prefill(ids) as cache:
-        return [int(token) for token in cache.generate(GREEDY.max_tokens, temperature=0)]
+        return [int(token) for token in cache.generate(GREEDY.max_tokens, policy=greedy())]
 
 
 def test_each_turn_sends_what_is_new_and_says_what_a_fresh_sequence_would(client: Client) -> None:
@@ -255,7 +257,7 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         self._master, slave = pty.openpty()
-        command = [sys.executable, "-m", "ferrule_client.cli", "chat", *arguments]
+        command = [sys.executable, "-m", "ferrule_cli.app", "chat", *arguments]
         environment = {**os.environ, "TERM": "dumb"}
         self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
         os.close(slave)

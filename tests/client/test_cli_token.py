@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_client import Client, TlsConfig, UnavailableError, cli
+from ferrule import Client
+from ferrule.errors import UnavailableError
+from ferrule.types import TlsConfig
+from ferrule_client import cli
 from ferrule_client._status import no_server
 from ferrule_server.api.security.auth import TokenAccess
 from ferrule_server.api.security.token_file import TokenFile, parse_tokens
@@ -293,7 +296,7 @@ def test_a_refusal_names_the_address_where_the_target_has_several() -> None:
 def test_certificates_that_grpc_cannot_use_are_said_to_be_that() -> None:
     """A key that is not the certificate's, or authorities that are no PEM: gRPC then has no address to connect to."""
     tls = TlsConfig(root_certificates=b"no PEM")
-    with Client.connect("127.0.0.1:1", tls=tls, timeout=5) as client, pytest.raises(UnavailableError) as caught:
+    with Client("127.0.0.1:1", tls=tls, timeout=5) as client, pytest.raises(UnavailableError) as caught:
         client.status()
     assert caught.value.reason == "CONNECTION_FAILED"
     assert "certificates" in str(caught.value)

@@ -22,10 +22,12 @@ import grpc
 import pytest
 from rich.console import Console
 
-from ferrule_client import AuthError, Client, UnavailableError, cli, no_output
-from ferrule_client.cli_top_figures import Look
-from ferrule_client.cli_top_screen import Screen
-from ferrule_client.cli_top_source import Source
+from ferrule import Client
+from ferrule.errors import AuthError, UnavailableError
+from ferrule_cli.top.figures import Look
+from ferrule_cli.top.screen import Screen
+from ferrule_cli.top.source import Source
+from ferrule_client import cli
 from ferrule_server.api.security.auth import OpenAccess
 from tests.api.harness import RunningServer
 from tests.client.views import look
@@ -33,7 +35,7 @@ from tests.client.views import look
 SHOWN, GONE = b"\x1b[?1049h", b"\x1b[?1049l"
 NO_CURSOR, CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 ENVIRONMENT = {"PATH": os.environ["PATH"], "TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
-COMMAND = [sys.executable, "-m", "ferrule_client.cli", "top", "--interval", "0.1"]
+COMMAND = [sys.executable, "-m", "ferrule_cli.app", "top", "--interval", "0.1"]
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +59,7 @@ def run(*arguments: str) -> int:
 def test_a_pipe_gets_one_picture_as_text(shipped_target: str) -> None:
     """Without colours or codes, by a server that is really there."""
     command = [*COMMAND, "--target", shipped_target]
-    with Client.connect(shipped_target) as client, client.prefill(list(range(100, 140)), policy=no_output()) as cache:
+    with Client(shipped_target) as client, client.prefill(list(range(100, 140))) as cache:
         done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
         handle_id = cache.handle.handle_id
     assert (done.returncode, done.stderr) == (0, "")
@@ -70,7 +72,7 @@ def test_a_pipe_gets_one_picture_as_text(shipped_target: str) -> None:
 
 def test_scripts_get_one_object(target: str, client: Client, capsys: pytest.CaptureFixture[str]) -> None:
     """With rates of the time between two looks."""
-    with client.prefill(range(40), policy=no_output()) as cache:
+    with client.prefill(range(40)) as cache:
         assert run("--json", "--target", target) == 0
         facts = json.loads(capsys.readouterr().out)
         assert (facts["state"], facts["is_whole"], facts["model_id"]) == ("ready", True, "paged-reference")
@@ -133,7 +135,7 @@ def test_who_is_refused_does_not_ask_again(caplog: pytest.LogCaptureFixture) -> 
     """Every refusal is a line in the server's log: one is enough."""
     with (
         RunningServer(access=OpenAccess(is_admin=False)) as server,
-        Client.connect(server.address.target) as client,
+        Client(server.address.target) as client,
         caplog.at_level("WARNING", "ferrule_server"),
     ):
         source = Source(client, 5.0)

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ferrule import Handle, Policy, greedy, logits, sample
+from ferrule.types import Lease
 from ferrule.v1 import cache_pb2, info_pb2, policy_pb2, types_pb2
-from ferrule_client import Handle, Lease, Policy, _convert, full_logits, greedy, no_output, sample
+from ferrule_client import _convert
 
 
 def message_of(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy:
@@ -20,7 +22,7 @@ def message_of(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy:
 
 def test_unset_stays_unset() -> None:
     """None means "as the contract says for unset"; zero is a value."""
-    assert message_of(None) == policy_pb2.LogitsReturnPolicy(full_logits=policy_pb2.FullLogits())
+    assert message_of(None) == policy_pb2.LogitsReturnPolicy(logits=policy_pb2.FullLogits())
     assert message_of(sample()).sample == policy_pb2.Sample()
     assert message_of(sample()).WhichOneof("selection") == "sample"
     zero = message_of(sample(temperature=0, seed=0)).sample
@@ -42,7 +44,7 @@ def test_every_sampling_setting_travels() -> None:
         presence_penalty=0.25,
         penalty_start=2,
         logit_bias={7: 2.0},
-        allowed_ids=[1, 2],
+        mask=[1, 2],
         logprobs=True,
         top_logprobs=4,
         target_logprobs=True,
@@ -54,27 +56,27 @@ def test_every_sampling_setting_travels() -> None:
     assert dict(message.sample.logit_bias) == {7: 2.0}
     assert list(message.sample.token_mask.allowed_ids.token_ids) == [1, 2]
     assert (message.logprobs, message.top_logprobs, message.target_logprobs) == (True, 4, True)
-    assert message.full_logits.dtype == types_pb2.DATA_TYPE_FLOAT16
+    assert message.logits.dtype == types_pb2.DATA_TYPE_FLOAT16
 
 
 def test_other_policies_travel() -> None:
     """So for the rest."""
-    assert message_of(no_output()) == policy_pb2.LogitsReturnPolicy()
-    wanted = message_of(full_logits("bfloat16", entropy=True, hidden_state=True, top_logprobs=2))
+    assert message_of(Policy()) == policy_pb2.LogitsReturnPolicy()
+    wanted = message_of(logits("bfloat16", entropy=True, hidden_state=True, top_logprobs=2))
     assert {field.name for field, _ in wanted.ListFields()} == {
-        "full_logits",
+        "logits",
         "entropy",
         "hidden_state",
         "top_logprobs",
     }
-    chosen = message_of(greedy(repetition_penalty=2.0, allowed_ids=[3]))
+    chosen = message_of(greedy(repetition_penalty=2.0, mask=[3]))
     assert chosen.greedy_argmax.repetition_penalty == 2.0
     assert list(message_of(Policy(logprob_token_ids=(4, 5))).logprob_token_ids) == [4, 5]
 
 
 def test_seed_is_drawn_only_where_a_draw_needs_one() -> None:
     """Greedy policies and given seeds stay as they are."""
-    for policy in (greedy(), no_output(), sample(temperature=0), sample(seed=5)):
+    for policy in (greedy(), Policy(), sample(temperature=0), sample(seed=5)):
         assert policy.with_seed() is policy
     drawn = sample(temperature=0.5).with_seed()
     assert message_of(drawn).sample.HasField("seed")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_client.demo_view import PlainView, PoolRow
+from ferrule_cli.demo.view import PlainView, PoolRow
 from tests.client.fake_server import wait_for
 
-COMMAND = [sys.executable, "-m", "ferrule_client.cli", "demo"]
+COMMAND = [sys.executable, "-m", "ferrule_cli.app", "demo"]
 PAGED = ["--executor", "paged-reference", "--max-tokens", "20"]
 MODEL = Path(__file__).resolve().parents[2] / "server" / "ferrule_server" / "demo_model" / "model.safetensors"
 

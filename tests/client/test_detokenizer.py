@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 from hypothesis import given
 
-from ferrule_client import Detokenizer
+from ferrule.types import Detokenizer
 from tests.client.fake_server import bytes_to_text
 
 

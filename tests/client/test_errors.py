@@ -15,13 +15,10 @@ import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2
 
-from ferrule_client import (
+from ferrule import Client, FerruleError, Handle, HandleNotFoundError
+from ferrule.errors import (
     CallCancelledError,
-    Client,
     DeadlineExceededError,
-    ExecutorError,
-    Handle,
-    HandleNotFoundError,
     HandleStaleError,
     InvalidRequestError,
     MessageTooLargeError,
@@ -30,9 +27,8 @@ from ferrule_client import (
     UnavailableError,
     UnsupportedError,
     WrongInstanceError,
-    errors,
-    no_output,
 )
+from ferrule_client import errors
 from ferrule_client._status import BY_REASON, error_from_status
 from tests.client.fake_server import Failure, FakeServer, status_of
 
@@ -64,7 +60,7 @@ def test_every_class_is_reached_and_drawn() -> None:
     classes = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
     assert classes == set(errors.__all__)
     assert all(name in (errors.__doc__ or "") for name in classes)
-    reached = {cls.__name__ for cls in BY_REASON.values()} | {"ExecutorError", "OutOfRangeError"}
+    reached = {cls.__name__ for cls in BY_REASON.values()} | {"FerruleError", "OutOfRangeError"}
     assert classes - reached == {"QuotaExceededError", "ResourceExhaustedError"}
 
 
@@ -107,7 +103,7 @@ def test_new_reasons_fall_back_to_the_code() -> None:
     error = error_from_status(status_of(CODES.INVALID_ARGUMENT, "BRAND_NEW"))
     assert type(error) is InvalidRequestError
     assert error.reason == "BRAND_NEW"
-    assert type(error_from_status(status_of(CODES.DATA_LOSS, "BRAND_NEW"))) is ExecutorError
+    assert type(error_from_status(status_of(CODES.DATA_LOSS, "BRAND_NEW"))) is FerruleError
 
 
 def test_oversize_message_is_named(client: Client) -> None:
@@ -116,7 +112,7 @@ def test_oversize_message_is_named(client: Client) -> None:
         client.prefill([2**28] * (20 << 18))
     assert caught.value.code is CODES.RESOURCE_EXHAUSTED
     assert caught.value.reason == "MESSAGE_TOO_LARGE"
-    assert client.health()
+    assert client.admin.health()
 
 
 def test_deadline_is_named(fake: FakeServer, fake_client: Client) -> None:
@@ -134,14 +130,14 @@ def test_deadline_is_named(fake: FakeServer, fake_client: Client) -> None:
 def test_unreachable_server_is_named() -> None:
     """Nobody listens: a clear error, soon, though the default timeout is long."""
     start = time.monotonic()
-    with Client.connect("127.0.0.1:1") as client, pytest.raises(UnavailableError) as caught:
+    with Client("127.0.0.1:1") as client, pytest.raises(UnavailableError) as caught:
         client.status()
     assert caught.value.reason == "CONNECTION_FAILED"
     assert time.monotonic() - start < 10
     assert str(caught.value).startswith("no server at 127.0.0.1:1 (connection refused); start one with ")
     assert "failed to connect" in caught.value.metadata["details"]
     assert "grpc" not in "".join(traceback.format_exception(caught.value)).replace("/grpc", "").lower()
-    with Client.connect("unix:/nowhere/x.sock", max_retries=0) as client, client.stream() as stream:
+    with Client("unix:/nowhere/x.sock", max_retries=0) as client, client.stream() as stream:
         with pytest.raises(UnavailableError, match=r"no server at unix:/nowhere/x.sock \(no such socket\)"):
             client.status()
         cache = client.adopt(Handle("a.b.c", 1, bytes(16)), keep_alive=False)
@@ -176,8 +172,8 @@ def test_unknown_call_is_unsupported(fake_client: Client) -> None:
 def test_closing_the_client_cancels(fake: FakeServer) -> None:
     """A call under way ends with an error of ours when another thread closes the client."""
     fake.delay_s = 1.0
-    client = Client.connect(fake.target)
-    with client.prefill([1], policy=no_output()) as cache:
+    client = Client(fake.target)
+    with client.prefill([1]) as cache:
         threading.Timer(0.2, client.close).start()
         with pytest.raises(CallCancelledError):
             list(cache.generate(3))
@@ -187,7 +183,7 @@ def test_closing_the_client_cancels(fake: FakeServer) -> None:
 def test_rewritten_details_are_not_believed(fake: FakeServer, fake_client: Client) -> None:
     """An error without ErrorInfo keeps gRPC's own code as its reason."""
     fake.failures["GetStatus"] = [Failure(CODES.DATA_LOSS, "odd")]
-    with pytest.raises(ExecutorError) as caught:
+    with pytest.raises(FerruleError) as caught:
         fake_client.status()
     assert (caught.value.code, caught.value.reason) == (CODES.DATA_LOSS, "DATA_LOSS")
     assert isinstance(caught.value.__cause__, grpc.RpcError)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ferrule_client import Client, Policy, TokenOutOfVocabError, full_logits, greedy, no_output
+from ferrule import Client, Policy, greedy
+from ferrule.errors import TokenOutOfVocabError
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6] * 30
 
@@ -16,10 +17,10 @@ def test_forward_brings_the_rows_of_a_prefill(client: Client) -> None:
     assert [chunk.first_position for chunk in chunks] == list(np.cumsum([0, *(one.num_rows for one in chunks)])[:-1])
     assert [chunk.is_last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     logits = np.concatenate([chunk.logits for chunk in chunks if chunk.logits is not None])
-    with client.prefill(IDS, policy=full_logits(), all_positions=True, reuse_prefix=False) as cache:
+    with client.prefill(IDS, policy=logits(), all_positions=True, reuse_prefix=False) as cache:
         assert cache.last is not None
-        assert cache.last.all_logits is not None
-        np.testing.assert_allclose(logits, cache.last.all_logits, atol=1e-5)
+        assert cache.last.logits is not None
+        np.testing.assert_allclose(logits, cache.last.logits, atol=1e-5)
 
 
 def test_score_is_the_logprob_of_each_next_token(client: Client) -> None:
@@ -63,8 +64,8 @@ def test_every_part_of_a_policy_comes_back(client: Client) -> None:
     with client.prefill(IDS[:5], policy=policy, all_positions=True) as cache:
         output = cache.last
         assert output is not None
-        assert output.all_logits is not None
-        logprobs = output.all_logits - np.log(np.exp(output.all_logits).sum(axis=1, keepdims=True))
+        assert output.logits is not None
+        logprobs = output.logits - np.log(np.exp(output.logits).sum(axis=1, keepdims=True))
         assert output.requested_logprobs is not None
         np.testing.assert_allclose(output.requested_logprobs, logprobs[:, [7, 1]], atol=1e-5)
         assert output.entropies is not None
@@ -83,18 +84,16 @@ def test_masks_bias_and_penalties_bind_the_choice(client: Client) -> None:
     bits = np.packbits(allowed, bitorder="little").tobytes()
     registered = client.register_mask(allowed)
     assert client.register_masks([bits, [20, 30]]) == [registered, registered]
-    assert client.cache_metrics().token_masks >= 1
-    with client.prefill(IDS[:5], policy=no_output()) as cache:
-        chosen = {cache.query(greedy(mask=one)).token for one in (allowed, bits, [20, 30], registered)}
+    assert client.admin.cache_metrics().token_masks >= 1
+    with client.prefill(IDS[:5]) as cache:
+        chosen = {cache.step(greedy(mask=one), redraw=True).token for one in (allowed, bits, [20, 30], registered)}
         assert len(chosen) == 1
         assert chosen <= {20, 30}
         (token,) = chosen
         (other,) = {20, 30} - chosen
-        assert list(cache.generate(3, temperature=0, policy=None, tokens=[20, 30])) != []
+        assert list(cache.generate(3, tokens=[20, 30], policy=greedy())) != []
     with pytest.raises(ValueError, match="at least one token"):
         greedy(mask=np.zeros(vocab_size, np.bool_))
-    with pytest.raises(ValueError, match="not both"):
-        greedy(mask=[1], allowed_ids=[1])
     with pytest.raises(TypeError, match="bools must be a numpy array"):
         greedy(mask=[True, False])
     assert other != token

@@ -9,22 +9,17 @@ import threading
 import grpc
 import pytest
 
-from ferrule_client import (
+from ferrule import Cache, Client, greedy, sample
+from ferrule.errors import (
     BlocksExhaustedError,
-    Cache,
-    Client,
     ContextExceededError,
     DeadlineExceededError,
     HandleStaleError,
     InvalidRequestError,
     MaskUnknownError,
-    Output,
-    TokenMask,
     UnavailableError,
-    greedy,
-    no_output,
-    sample,
 )
+from ferrule.types import Output, TokenMask
 from tests.client.fake_server import EOS, Failure, FakeServer, threads_named, wait_for
 
 PROMPT = [5, 6, 7, 8]
@@ -51,8 +46,8 @@ def decode_by_hand(client: Client, num_tokens: int, seed: int | None) -> list[in
 def test_generate_draws_what_decoding_by_hand_draws(client: Client, seed: int | None) -> None:
     """The loop is nothing but decodes with server-side sampling."""
     temperature = 0.0 if seed is None else 0.8
-    with client.prefill(PROMPT, policy=no_output()) as cache:
-        loop = cache.generate(max_tokens=12, temperature=temperature, seed=seed)
+    with client.prefill(PROMPT) as cache:
+        loop = cache.generate(max_tokens=12, policy=sample(temperature=temperature, seed=seed))
         assert list(loop) == decode_by_hand(client, 12, seed)
         assert loop.finish_reason == "max_tokens"
         assert loop.tokens == list(loop.tokens)
@@ -61,7 +56,7 @@ def test_generate_draws_what_decoding_by_hand_draws(client: Client, seed: int | 
 
 def test_handle_covers_all_but_the_newest_token(client: Client) -> None:
     """After each token the handle stands before it and the token is pending."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
+    with client.prefill(PROMPT) as cache:
         for place, token in enumerate(cache.generate(max_tokens=5)):
             assert cache.length == len(PROMPT) + place
             assert cache.pending == (token,)
@@ -70,9 +65,9 @@ def test_handle_covers_all_but_the_newest_token(client: Client) -> None:
 def test_two_loops_are_one_long_loop(client: Client) -> None:
     """A second loop goes on where the first one stopped, whatever way it stopped."""
     whole = decode_by_hand(client, 12, None)
-    with client.prefill(PROMPT, policy=no_output()) as cache:
-        parts = list(cache.generate(max_tokens=4, temperature=0))
-        for token in cache.generate(temperature=0):
+    with client.prefill(PROMPT) as cache:
+        parts = list(cache.generate(max_tokens=4, policy=greedy()))
+        for token in cache.generate(policy=greedy()):
             parts.append(token)
             if len(parts) == 9:
                 break
@@ -82,33 +77,33 @@ def test_two_loops_are_one_long_loop(client: Client) -> None:
 
 def test_decode_after_a_loop_appends_the_whole_text(client: Client) -> None:
     """Loop, question, loop: the sequence holds every token once."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
+    with client.prefill(PROMPT) as cache:
         said = list(cache.generate(max_tokens=4))
-        cache.decode([20, 21], policy=no_output())
+        cache.decode([20, 21])
         said_more = list(cache.generate(max_tokens=3))
         assert cache.info(token_ids=True).token_ids == (*PROMPT, *said, 20, 21, *said_more[:-1])
-        cache.query(no_output())
+        cache.append((), policy=Policy())
         assert cache.pending == ()
         assert cache.info(token_ids=True).token_ids[-1] == said_more[-1]
 
 
 def test_fork_after_a_loop_takes_the_pending_token_along(client: Client) -> None:
     """Branches go on after the last token of the loop; a truncate drops it."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
-        said = list(cache.generate(max_tokens=4, temperature=0))
+    with client.prefill(PROMPT) as cache:
+        said = list(cache.generate(max_tokens=4, policy=greedy()))
         branch, early = cache.fork()[0], cache.fork(length=4)[0]
         with branch, early:
             assert branch.pending == (said[-1],)
             assert early.pending == ()
-            assert list(branch.generate(3, temperature=0)) == list(cache.generate(3, temperature=0))
-            assert list(early.generate(4, temperature=0)) == said
+            assert list(branch.generate(3, policy=greedy())) == list(cache.generate(3, policy=greedy()))
+            assert list(early.generate(4, policy=greedy())) == said
         cache.truncate(cache.length)
         assert cache.pending == ()
 
 
 def test_seed_is_drawn_once_and_can_be_read(client: Client) -> None:
     """A loop without a seed draws one, says which, and is repeated by it."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
+    with client.prefill(PROMPT) as cache:
         branches = cache.fork(2)
         with branches[0] as first, branches[1] as second:
             loop = first.generate(max_tokens=8)
@@ -116,12 +111,12 @@ def test_seed_is_drawn_once_and_can_be_read(client: Client) -> None:
             assert loop.output is not None
             seed = loop.output.seed
             assert seed is not None
-            assert list(second.generate(max_tokens=8, seed=seed)) == tokens
+            assert list(second.generate(max_tokens=8, policy=sample(seed=seed))) == tokens
 
 
 def test_full_context_ends_the_loop(client: Client) -> None:
     """The end of the context is a reason to stop, not an error."""
-    with client.prefill([1] * 508, policy=no_output()) as cache:
+    with client.prefill([1] * 508) as cache:
         loop = cache.generate()
         assert len(list(loop)) == 5
         assert loop.finish_reason == "context_full"
@@ -137,8 +132,8 @@ def test_prompt_that_does_not_fit_is_an_error(client: Client, n: int) -> None:
 
 def test_tokens_that_do_not_fit_are_an_error(client: Client) -> None:
     """Nothing is appended, nothing gets lost, and shorter ones go on from there."""
-    with client.prefill([1] * 500, policy=no_output()) as cache:
-        pending = cache.generate(1).tokens + list(cache.generate(1, temperature=0))
+    with client.prefill([1] * 500) as cache:
+        pending = cache.generate(1).tokens + list(cache.generate(1, policy=greedy()))
         loop = cache.generate(5, tokens=[5] * 20)
         with pytest.raises(ContextExceededError):
             loop.read()
@@ -153,15 +148,15 @@ def test_tokens_that_do_not_fit_are_an_error(client: Client) -> None:
 def test_text_behind_tokens_that_do_not_fit_is_an_error(fake: FakeServer, fake_client: Client) -> None:
     """No text at all is not what the model had to say."""
     fake.max_length = 20
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"]) as cache:
         with pytest.raises(ContextExceededError):
-            "".join(cache.generate_text(5, tokens=[5] * 20))
+            "".join(cache.generate(5, tokens=[5] * 20).pieces())
         assert cache.length == 3
 
 
 def test_full_context_without_room_for_one_token_is_an_error(client: Client) -> None:
     """A loop that can append nothing, and draw nothing, says so by an error."""
-    with client.prefill([1] * 508, policy=no_output()) as cache:
+    with client.prefill([1] * 508) as cache:
         assert cache.generate().read().finish_reason == "context_full"
         with pytest.raises(ContextExceededError):
             next(cache.generate())
@@ -170,18 +165,16 @@ def test_full_context_without_room_for_one_token_is_an_error(client: Client) -> 
 
 def test_loop_needs_a_policy_that_chooses(client: Client) -> None:
     """Misuse is said before anything runs."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
+    with client.prefill(PROMPT) as cache:
         with pytest.raises(ValueError, match="chooses"):
-            cache.generate(policy=no_output())
-        with pytest.raises(ValueError, match="not both"):
-            cache.generate(policy=greedy(), temperature=1.0)
+            cache.generate(policy=Policy())
         assert list(cache.generate(max_tokens=0)) == []
 
 
 def test_eos_ends_the_loop_and_is_yielded(fake: FakeServer, fake_client: Client) -> None:
     """The model's own end token is the last one; it can be ignored."""
     fake.text = [*b"abcd", EOS]
-    with fake_client.prefill([*b"_____"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"_____"]) as cache:
         loop = cache.generate()
         assert list(loop) == [*b"abcd", EOS]
         assert loop.finish_reason == "eos"
@@ -191,15 +184,15 @@ def test_eos_ends_the_loop_and_is_yielded(fake: FakeServer, fake_client: Client)
 
 def test_stop_ids_end_the_loop(fake: FakeServer, fake_client: Client) -> None:
     """So do the caller's own."""
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
-        loop = cache.generate(stop_ids=[ord("k")])
+    with fake_client.prefill([*b"the"]) as cache:
+        loop = cache.generate(stop=[ord("k")])
         assert bytes(loop) == b" quick"
         assert loop.finish_reason == "stop_token"
 
 
 def test_loop_is_one_call(fake: FakeServer, fake_client: Client) -> None:
     """A loop costs one Generate, and its thread ends with it."""
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"]) as cache:
         assert len(cache.generate(10).read().tokens) == 10
     assert fake.calls == {"Prefill": 1, "Generate": 1, "ReleaseCache": 1}
     wait_for(lambda: not list(threads_named("ferrule-replies")))
@@ -209,26 +202,26 @@ def test_text_never_holds_half_a_character(fake: FakeServer, fake_client: Client
     """Characters of several tokens come out whole; an unfinished one at the end does not come out at all."""
     text = "naïve 日本語 🦀 end. "
     fake.text = list(text.encode())
-    with fake_client.prefill(fake.text, policy=no_output()) as cache:
-        pieces = list(cache.generate_text(len(fake.text)))
+    with fake_client.prefill(fake.text) as cache:
+        pieces = list(cache.generate(len(fake.text)).pieces())
         assert "".join(pieces) == text
         assert "🦀" in pieces
         assert all("\ufffd" not in piece for piece in pieces)
-        cut = cache.generate_text(4)
+        cut = cache.generate(4).pieces()
         assert "".join(cut) == "naï"
         assert len(cut.tokens) == 4
         assert cut.finish_reason == "max_tokens"
-        split = cache.generate_text(4)
+        split = cache.generate(4).pieces()
         assert "".join(split) == "ve "
-    with fake_client.prefill(fake.text, policy=no_output()) as cache:
-        assert "".join(cache.generate_text(3)) == "na"  # the third token is the first half of ï
-        assert "".join(cache.generate_text(3)) == "ïve"
+    with fake_client.prefill(fake.text) as cache:
+        assert "".join(cache.generate(3).pieces()) == "na"  # the third token is the first half of ï
+        assert "".join(cache.generate(3).pieces()) == "ïve"
 
 
 def test_end_token_is_not_text(fake: FakeServer, fake_client: Client) -> None:
     """What ends the text is in the tokens only."""
     fake.text = [*b"abcd", EOS]
-    with fake_client.prefill([*b"_____"], policy=no_output()) as cache, cache.generate_text() as loop:
+    with fake_client.prefill([*b"_____"]) as cache, cache.generate().pieces() as loop:
         assert "".join(loop) == "abcd"
         assert loop.tokens[-1] == EOS
         assert loop.finish_reason == "eos"
@@ -246,7 +239,7 @@ def test_broken_generation_is_resumed_without_doubling(
         Failure(grpc.StatusCode.UNAVAILABLE, after=True),
         Failure(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2", after=True),
     ]
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"]) as cache:
         assert bytes(cache.generate(12)) == b" quick brown"
         assert bytes(fake.sequences[cache.handle.cache_id]) == b"the quick brow"
         assert (cache.length, bytes(cache.pending), cache.tip.is_ahead) == (14, b"n", False)
@@ -257,10 +250,10 @@ def test_broken_generation_is_resumed_without_doubling(
 def test_text_and_stops_go_on_over_a_break(fake: FakeServer, fake_client: Client, num_frames: int) -> None:
     """Half a character, and a stop that began before the break, are none the worse for it: the rest is told as one."""
     fake.text = list("naïve 日本語 end. ".encode())
-    with fake_client.prefill(fake.text, policy=no_output()) as cache:
+    with fake_client.prefill(fake.text) as cache:
         fake.failures_after_frames["token"] = num_frames
         fake.failures["token"] = [Failure(grpc.StatusCode.UNAVAILABLE)]
-        loop = cache.generate(text=True, stop=["語 e"], seed=1)
+        loop = cache.generate(text=True, stop=["語 e"], policy=sample(seed=1))
         pieces = [token.text for token in loop]
         assert "".join(pieces) == loop.text == "naïve 日本語 e"
         assert loop.finish_reason == "stop_sequence"
@@ -271,14 +264,14 @@ def test_text_and_stops_go_on_over_a_break(fake: FakeServer, fake_client: Client
 
 def test_a_whole_loop_among_tokens_drawn_before_leaves_the_cache_usable(client: Client) -> None:
     """It is answered out of what a loop that was left early had drawn, and ends before its end."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
-        said = list(client.generate(PROMPT, 60, temperature=0))
-        loop = cache.generate(60, temperature=0)
+    with client.prefill(PROMPT) as cache:
+        said = list(client.generate(PROMPT, 60, policy=greedy()))
+        loop = cache.generate(60, policy=greedy())
         next(loop)
         drawn_by(client, cache, len(PROMPT) + 20)
-        assert [*cache.pending, *cache.generate(9, temperature=0)] == said[:10]
-        assert [*cache.pending, *cache.generate(4, temperature=0)] == said[9:14]
-        output = cache.decode([1, 2], policy=no_output())
+        assert [*pending(cache), *cache.generate(9, policy=greedy())] == said[:10]
+        assert [*pending(cache), *cache.generate(4, policy=greedy())] == said[9:14]
+        output = cache.decode([1, 2])
         assert not output.replayed
         held = [*PROMPT, *said[:14], 1, 2]
         assert list(cache.info(token_ids=True).token_ids) == held == cache.token_ids
@@ -286,13 +279,13 @@ def test_a_whole_loop_among_tokens_drawn_before_leaves_the_cache_usable(client: 
 
 def test_once_what_was_drawn_before_is_dropped_a_loop_ends_at_the_tip(client: Client) -> None:
     """So that somebody else's tokens behind it are told and not dropped."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
-        loop = cache.generate(60, temperature=0)
+    with client.prefill(PROMPT) as cache:
+        loop = cache.generate(60, policy=greedy())
         next(loop)
         drawn_by(client, cache, len(PROMPT) + 20)
-        assert len(list(cache.generate(3, tokens=[1, 2], temperature=0))) == 3
+        assert len(list(cache.generate(3, tokens=[1, 2], policy=greedy()))) == 3
         other = client.adopt(cache.handle, keep_alive=False)
-        other.decode([3, 4], policy=no_output())
+        other.decode([3, 4])
         other.detach()
         with pytest.raises(HandleStaleError):
             cache.decode([5, 6])
@@ -307,7 +300,7 @@ def drawn_by(client: Client, cache: Cache, length: int) -> None:
 
 def test_leaving_early_drops_what_the_server_drew_beyond(fake: FakeServer, fake_client: Client) -> None:
     """Whatever comes next goes on from the last token that was handed out."""
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"]) as cache:
         for tokens_per_frame in (1, 4):
             fake.tokens_per_frame = tokens_per_frame
             loop = cache.generate(ignore_eos=True)
@@ -317,7 +310,7 @@ def test_leaving_early_drops_what_the_server_drew_beyond(fake: FakeServer, fake_
             wait_for(lambda: len(fake.sequences[cache.handle.cache_id]) > cache.length + 1)
             assert bytes(cache.pending) == b"r"
             assert bytes(cache.token_ids or []) == bytes(fake.sequences[cache.handle.cache_id])[: cache.length]
-            cache.decode([*b"!"], policy=no_output())
+            cache.decode([*b"!"])
             assert bytes(fake.sequences[cache.handle.cache_id]).endswith(b"k br!")
             assert cache.token_ids == fake.sequences[cache.handle.cache_id]
             fake.text = [*b"!", *fake.text][:20] if tokens_per_frame == 1 else fake.text
@@ -330,7 +323,7 @@ def test_every_place_of_a_frame_is_a_good_one_to_leave(fake: FakeServer, fake_cl
     fake.tokens_per_frame = 4
     fake.text = list(range(50, 70))
     said = [fake.text[(3 + n) % 20] for n in range(place)]
-    with fake_client.prefill([1, 2, 3], policy=no_output()) as cache:
+    with fake_client.prefill([1, 2, 3]) as cache:
 
         def speak() -> None:
             for _, token in zip(range(place), cache.generate(12), strict=False):
@@ -347,19 +340,19 @@ def test_every_place_of_a_frame_is_a_good_one_to_leave(fake: FakeServer, fake_cl
         assert (cache.handle.length, cache.pending, cache.token_ids) == (2 + place, (), [1, 2, 3, *said[:-1]])
         cache.truncate(3)
         speak()
-        cache.decode(9, policy=no_output())
+        cache.decode(9)
         assert fake.sequences[cache.handle.cache_id] == cache.token_ids == [1, 2, 3, *said, 9]
 
 
 def test_moving_the_cache_in_the_loop_goes_on_from_there(fake: FakeServer, fake_client: Client) -> None:
     """A caller may put tokens of its own in between."""
     fake.delay_s = 0.01
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"]) as cache:
         said = []
         for token in cache.generate(8):
             said.append(token)
             if len(said) == 4:
-                cache.decode([*b"__"], policy=no_output())
+                cache.decode([*b"__"])
         assert bytes(said) == b" quik br"[:4] + b" bro"
         assert bytes(fake.sequences[cache.handle.cache_id]) == b"the qui__ br"
 
@@ -367,8 +360,8 @@ def test_moving_the_cache_in_the_loop_goes_on_from_there(fake: FakeServer, fake_
 def test_branches_have_caches_of_their_own(fake: FakeServer, fake_client: Client) -> None:
     """As many as asked for, each with its tokens, its text and its end."""
     for fake.tokens_per_frame in (1, 3):
-        with fake_client.prefill([*b"the"], policy=no_output()) as cache:
-            loop = cache.generate(6, n=3, text=True, seed=2**64 - 1)
+        with fake_client.prefill([*b"the"]) as cache:
+            loop = cache.generate(6, n=3, text=True, policy=sample(seed=2**64 - 1))
             tokens = list(loop)
             assert {token.index for token in tokens} == {0, 1, 2}
             assert loop.caches[0] is cache
@@ -378,7 +371,7 @@ def test_branches_have_caches_of_their_own(fake: FakeServer, fake_client: Client
                 assert (branch.finish_reason, branch.seed) == ("max_tokens", (2**64 - 1 + branch.index) % 2**64)
                 assert bytes(branch.cache.token_ids or []) == b"the quic"
                 assert bytes(branch.cache.pending) == b"k"
-                branch.cache.decode([*b"!"], policy=no_output())
+                branch.cache.decode([*b"!"])
                 assert bytes(fake.sequences[branch.cache.handle.cache_id]) == b"the quick!"
             fake_client.release(loop.caches[1:])
 
@@ -387,7 +380,7 @@ def test_branches_left_early_are_exact(fake: FakeServer, fake_client: Client) ->
     """Also in the middle of the first frame of a new branch."""
     fake.tokens_per_frame = 4
     for place in range(1, 13):
-        with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+        with fake_client.prefill([*b"the"]) as cache:
             loop = cache.generate(8, n=2)
             for _ in range(place):
                 next(loop)
@@ -395,7 +388,7 @@ def test_branches_left_early_are_exact(fake: FakeServer, fake_client: Client) ->
                 if branch.has_cache:
                     assert bytes(branch.cache.token_ids or []) == (b"the" + bytes(branch.tokens))[: branch.cache.length]
                     assert [*branch.cache.pending] == branch.tokens[-1:]
-                    branch.cache.decode([*b"!"], policy=no_output())
+                    branch.cache.decode([*b"!"])
                     held = bytes(fake.sequences[branch.cache.handle.cache_id])
                     assert held == b"the" + bytes(branch.tokens) + b"!" == bytes(branch.cache.token_ids or [])
             fake_client.release(loop.caches[1:])
@@ -405,8 +398,8 @@ def test_branches_are_resumed_one_by_one(fake: FakeServer, fake_client: Client) 
     """After a break each goes on by a call of its own, from where it was."""
     fake.failures_after_frames["token"] = 3
     fake.failures["token"] = [Failure(grpc.StatusCode.UNAVAILABLE, after=True)]
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
-        loop = cache.generate(9, n=3, seed=7)
+    with fake_client.prefill([*b"the"]) as cache:
+        loop = cache.generate(9, n=3, policy=sample(seed=7))
         with loop:
             list(loop)
             assert [bytes(branch.tokens) for branch in loop.branches] == [b" quick br"] * 3
@@ -442,7 +435,7 @@ def test_creation_is_repeated_only_where_that_is_safe(fake: FakeServer, fake_cli
         fake_client.generate("the", 3).read()
     fake.sequences.clear()
     fake.has_request_ids = True
-    with Client.connect(fake.target) as client:
+    with Client(fake.target) as client:
         fake.failures["Generate"] = [Failure(grpc.StatusCode.UNAVAILABLE, after=True)]
         with client.generate("the", 3, keep=True) as loop:
             loop.read()
@@ -453,7 +446,7 @@ def test_creation_is_repeated_only_where_that_is_safe(fake: FakeServer, fake_cli
 def test_dropped_mask_is_registered_again(fake: FakeServer, fake_client: Client) -> None:
     """A server that has forgotten a mask gets it once more, in the middle of what needs it."""
     mask = fake_client.register_mask(b"\xff" * 33)
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"]) as cache:
         fake.masks.clear()
         assert bytes(cache.generate(3, policy=greedy(mask=mask))) == b" qu"
         assert fake.calls["RegisterTokenMask"] == 2
@@ -466,7 +459,7 @@ def test_dropped_mask_is_registered_again(fake: FakeServer, fake_client: Client)
 
 def test_refused_generation_changes_nothing(fake: FakeServer, fake_client: Client) -> None:
     """A clear no leaves no doubt: the next append is a plain one."""
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"]) as cache:
         fake.failures["Generate"] = [Failure(grpc.StatusCode.INVALID_ARGUMENT, "no", reason="INVALID_FIELD")]
         with pytest.raises(InvalidRequestError):
             list(cache.generate(3, tokens=[*b"!!"]))
@@ -480,7 +473,7 @@ def test_refused_generation_changes_nothing(fake: FakeServer, fake_client: Clien
 
 def test_tokens_go_in_first(fake: FakeServer, fake_client: Client) -> None:
     """A question and its answer are one call, behind what was pending."""
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"]) as cache:
         cache.generate(2).read()
         fake.failures["Generate"] = [Failure(grpc.StatusCode.UNAVAILABLE, after=True)]
         assert len(list(cache.generate(3, tokens=[*b"?! "]))) == 3
@@ -489,7 +482,7 @@ def test_tokens_go_in_first(fake: FakeServer, fake_client: Client) -> None:
 
 def test_memory_that_runs_out_is_an_error_and_the_tokens_are_kept(fake: FakeServer, fake_client: Client) -> None:
     """It must not look like a text that is done; and one branch of several does not end the others."""
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"]) as cache:
         fake.failures["append"] = [Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, reason="KV_BLOCKS_EXHAUSTED")]
         loop = cache.generate(9)
         with pytest.raises(BlocksExhaustedError):
@@ -553,7 +546,7 @@ def test_greedy_takes_what_shapes_logits(client: Client) -> None:
 
 def test_token_is_an_int_that_knows_more(client: Client) -> None:
     """It can be used as the id it is, and has what the policy asked for."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
+    with client.prefill(PROMPT) as cache:
         policy = sample(seed=3, logprobs=True, top_logprobs=2, entropy=True)
         token = next(cache.generate(2, policy=policy))
         assert isinstance(token, int)
@@ -569,7 +562,7 @@ def test_token_is_an_int_that_knows_more(client: Client) -> None:
 def test_interrupted_loop_leaves_a_usable_cache(fake: FakeServer, fake_client: Client) -> None:
     """Ctrl-C while a token is under way: what the server draws meanwhile is dropped by the next append."""
     fake.delay_s = 0.05
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"]) as cache:
         loop = cache.generate()
         tokens = [next(loop) for _ in range(3)]
         fake.delay_s = 0.6
@@ -581,13 +574,13 @@ def test_interrupted_loop_leaves_a_usable_cache(fake: FakeServer, fake_client: C
         said = bytes(tokens)
         assert b" quick brown".startswith(said)
         wait_for(lambda: len(fake.sequences[cache.handle.cache_id]) >= 3 + len(said))
-        cache.decode(list(b"!"), policy=no_output())
+        cache.decode(list(b"!"))
         assert bytes(fake.sequences[cache.handle.cache_id]) == b"the" + said + b"!"
 
 
 def test_slow_step_meets_the_timeout(fake: FakeServer, fake_client: Client) -> None:
     """The timeout bounds each token, and the cache goes on afterwards."""
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"]) as cache:
         fake.delay_s = 0.05
         loop = cache.generate(timeout=0.3)
         assert next(loop) == ord(" ")

@@ -10,19 +10,12 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
-from ferrule_client import (
-    CallCancelledError,
-    Client,
-    DeadlineExceededError,
-    ExecutorError,
-    Handle,
-    HandleNotFoundError,
-    Lease,
-    _lease,
-    no_output,
-)
-from ferrule_client._lease import LeaseKeeper
+from ferrule import Client, FerruleError, Handle, HandleNotFoundError
+from ferrule.errors import CallCancelledError, DeadlineExceededError
+from ferrule.types import Lease
+from ferrule_client import _lease
 from ferrule_client._tip import Tip
+from ferrule_client.sync._lease import LeaseKeeper
 from tests.client.fake_server import Failure, FakeServer, threads_named, wait_for
 
 
@@ -41,14 +34,14 @@ def num_threads() -> int:
 def test_thread_lives_as_long_as_the_caches(fake: FakeServer, fake_client: Client) -> None:
     """It starts with the first cache and ends with the last one."""
     assert num_threads() == 0
-    with fake_client.prefill([*b"ab"], policy=no_output()):
-        with fake_client.prefill([*b"ab"], policy=no_output()):
+    with fake_client.prefill([*b"ab"]):
+        with fake_client.prefill([*b"ab"]):
             assert num_threads() == 1
         assert num_threads() == 1
     wait_for(lambda: num_threads() == 0)
-    with fake_client.prefill([*b"ab"], policy=no_output(), keep_alive=False):
+    with fake_client.prefill([*b"ab"], keep_alive=False):
         assert num_threads() == 0
-    with fake_client.prefill([*b"ab"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"ab"]) as cache:
         handle = cache.detach()
         wait_for(lambda: num_threads() == 0)
     fake_client.release([handle])
@@ -57,7 +50,7 @@ def test_thread_lives_as_long_as_the_caches(fake: FakeServer, fake_client: Clien
 def test_leases_are_renewed_together_at_a_third(fake: FakeServer, fake_client: Client) -> None:
     """One call for all caches; the granted lease sets the pace."""
     fake.ttl_s = 0.3
-    caches = [fake_client.prefill([*b"ab"], policy=no_output()) for _ in range(3)]
+    caches = [fake_client.prefill([*b"ab"]) for _ in range(3)]
     wait_for(lambda: fake.kept.count(3) >= 3)
     fake.ttl_s = 300.0
     num_calls = fake.calls["KeepAlive"]
@@ -69,12 +62,12 @@ def test_leases_are_renewed_together_at_a_third(fake: FakeServer, fake_client: C
 def test_granted_lease_sets_the_pace_from_the_start(fake: FakeServer, fake_client: Client) -> None:
     """A server that says what it granted is not asked again before a third of that; forks and new leases count too."""
     fake.granted_ttl_s = 300.0
-    with fake_client.prefill([*b"ab"], policy=no_output()) as cache, cache.fork()[0] as branch:
+    with fake_client.prefill([*b"ab"]) as cache, cache.fork()[0] as branch:
         assert cache.tip.ttl_s == branch.tip.ttl_s == 300.0
         time.sleep(0.2)  # the shortest lease of these tests has come and gone
         assert fake.calls["KeepAlive"] == 0
         fake.granted_ttl_s = fake.ttl_s = 0.2
-        cache.prefill([1], policy=no_output(), ttl=0.2)
+        cache.append([1], ttl=0.2)
         wait_for(lambda: fake.calls["KeepAlive"] > 1)
 
 
@@ -82,7 +75,7 @@ def test_keeping_survives_a_connection_that_hangs() -> None:
     """A renewal that gets no answer is given up while there is time in the lease for another one."""
     calls: list[float] = []
 
-    def renew(handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
+    def renew(handles: Sequence[Handle], timeout_s: float) -> list[Lease | FerruleError]:
         calls.append(time.monotonic())
         if len(calls) == 1:
             time.sleep(timeout_s)
@@ -103,7 +96,7 @@ def test_lease_of_a_sequence_left_behind_changes_nothing() -> None:
     """The cache moved to another sequence while the old one's renewal was under way."""
     tip = Tip(Handle("a.b.old", 1, bytes(16)))
 
-    def renew(handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
+    def renew(handles: Sequence[Handle], timeout_s: float) -> list[Lease | FerruleError]:
         if handles[0].cache_id == "a.b.new":
             return [Lease(300.0, 300.0)]
         tip.revive(Handle("a.b.new", 1, bytes(16)), ttl_s=None)
@@ -117,8 +110,8 @@ def test_lease_of_a_sequence_left_behind_changes_nothing() -> None:
 
 def test_failures_do_not_end_the_keeping(fake: FakeServer) -> None:
     """A server that was away for a moment is asked again; a lease that is gone is not."""
-    with Client.connect(fake.target, max_retries=0) as client:
-        cache, lost = (client.prefill([*b"ab"], policy=no_output()) for _ in range(2))
+    with Client(fake.target, max_retries=0) as client:
+        cache, lost = (client.prefill([*b"ab"]) for _ in range(2))
         fake.ttl_s = 0.15
         fake.failures["KeepAlive"] = [Failure(grpc.StatusCode.UNAVAILABLE)] * 2
         wait_for(lambda: fake.kept.count(2) >= 1)
@@ -129,15 +122,15 @@ def test_failures_do_not_end_the_keeping(fake: FakeServer) -> None:
 
 def test_thread_ends_with_the_client(fake: FakeServer) -> None:
     """Closing the client ends it, though a cache was forgotten; so does the end of the last cache's object."""
-    client = Client.connect(fake.target)
-    cache = client.prefill([*b"ab"], policy=no_output())
+    client = Client(fake.target)
+    cache = client.prefill([*b"ab"])
     client.close()
     assert num_threads() == 0
     with pytest.raises(CallCancelledError, match="closed"):
         cache.release()
     assert cache.is_released
-    client = Client.connect(fake.target)
-    cache = client.prefill([*b"ab"], policy=no_output())
+    client = Client(fake.target)
+    cache = client.prefill([*b"ab"])
     assert num_threads() == 1
     with pytest.warns(ResourceWarning):
         del cache
@@ -148,8 +141,8 @@ def test_thread_ends_with_the_client(fake: FakeServer) -> None:
 def test_thread_does_not_keep_the_process(target: str) -> None:
     """A script that ends without releasing anything ends."""
     script = f"""
-from ferrule_client import Client
-client = Client.connect({target!r})
+from ferrule import Client
+client = Client({target!r})
 cache = client.prefill([1, 2, 3])
 loop = cache.generate(20)
 next(loop)
@@ -168,7 +161,7 @@ print("end of script", flush=True)
 def test_lease_renewed_by_hand_is_kept_from_then_on(fake: FakeServer, fake_client: Client) -> None:
     """A shorter one too: it would run out if the keeper went on by the old one."""
     fake.granted_ttl_s = 300.0
-    with fake_client.prefill([*b"ab"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"ab"]) as cache:
         fake.ttl_s = 0.15
         fake_client.keep_alive([cache], ttl=0.15)
         assert cache.tip.ttl_s == 0.15

@@ -8,7 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from ferrule_client import Cache, CallCancelledError, Client, DeadlineExceededError, greedy, no_output
+from ferrule import Cache, Client, greedy
+from ferrule.errors import CallCancelledError, DeadlineExceededError
 from tests.client.fake_server import Failure, FakeServer
 
 LOST = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", after=True)
@@ -17,7 +18,7 @@ LOST = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", after=Tru
 @pytest.fixture
 def doubtful(fake: FakeServer, fake_client: Client) -> Cache:
     """A cache whose next append has to look first."""
-    cache = fake_client.prefill([1, 2], policy=no_output())
+    cache = fake_client.prefill([1, 2])
     fake.failures["Decode"] = [LOST]
     with pytest.raises(DeadlineExceededError):
         cache.decode(3)
@@ -60,7 +61,7 @@ def test_many_batches_keep_one_limit(fake_client: Client, monkeypatch: pytest.Mo
         time.sleep(0.05)
         return call(method, request, timeout, *rest)
 
-    caches = [fake_client.prefill([1], policy=no_output()) for _ in range(3)]
+    caches = [fake_client.prefill([1]) for _ in range(3)]
     monkeypatch.setattr(wire, "call", slow)
     fake_client.keep_alive(caches, timeout=10)
     fake_client.release(caches, timeout=10)
@@ -69,8 +70,8 @@ def test_many_batches_keep_one_limit(fake_client: Client, monkeypatch: pytest.Mo
 
 def test_a_client_that_closes_under_a_call_says_so(fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The channel itself has a ValueError for that."""
-    client = Client.connect(fake.target)
-    cache = client.prefill([1], policy=no_output(), keep_alive=False)
+    client = Client(fake.target)
+    cache = client.prefill([1], keep_alive=False)
     stream, wire = client.stream(), client._connection.wire
 
     def closed(*_: object) -> Any:
@@ -91,10 +92,10 @@ def test_a_client_that_closes_under_a_call_says_so(fake: FakeServer, monkeypatch
 def test_a_token_that_cannot_travel_is_refused_without_repeating_it(token: str) -> None:
     """When connecting; gRPC would refuse the first call and print the token."""
     if not token:
-        Client.connect("127.0.0.1:1", token=token).close()
+        Client("127.0.0.1:1", token=token).close()
         return
     with pytest.raises(ValueError, match="no header can carry") as caught:
-        Client.connect("127.0.0.1:1", token=token)
+        Client("127.0.0.1:1", token=token)
     assert "s3" not in str(caught.value)
     with pytest.raises(TypeError, match="must be a text, got bytes"):
-        Client.connect("127.0.0.1:1", token=token.encode())  # type: ignore[arg-type]
+        Client("127.0.0.1:1", token=token.encode())  # type: ignore[arg-type]

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from ferrule_client import Client, greedy, no_output
+from ferrule import AsyncClient, Client, greedy
 from ferrule_client._nudge import FIRST_NUDGE_S, Nudger
-from ferrule_client.aio import AsyncClient
 from tests.client.aio_harness import run
 from tests.client.fake_server import FakeServer, threads_named, wait_for
 
@@ -55,7 +54,7 @@ def stuck() -> Iterator[StuckServer]:
 
 def test_a_stuck_call_is_freed(stuck: StuckServer) -> None:
     """Unary and on a stream: something else is sent over the channel soon, and the call goes on."""
-    with Client.connect(stuck.target, timeout=20) as client, client.prefill([1, 2], policy=no_output()) as cache:
+    with Client(stuck.target, timeout=20) as client, client.prefill([1, 2]) as cache:
         stuck.num_needed = 1
         cache.decode(3, policy=greedy())
         stuck.num_needed = 2
@@ -68,8 +67,8 @@ def test_a_stuck_call_is_freed_in_asyncio(stuck: StuckServer) -> None:
 
     async def main() -> None:
         async with (
-            AsyncClient.connect(stuck.target, timeout=20) as client,
-            client.prefill([1, 2], policy=no_output()) as cache,
+            AsyncClient(stuck.target, timeout=20) as client,
+            client.prefill([1, 2]) as cache,
         ):
             stuck.num_needed = 1
             await cache.decode(3, policy=greedy())
@@ -82,7 +81,7 @@ def test_a_stuck_call_is_freed_in_asyncio(stuck: StuckServer) -> None:
 
 def test_a_long_call_is_left_alone_ever_longer(stuck: StuckServer) -> None:
     """It is sent once, and each look comes after about twice the wait of the one before."""
-    with Client.connect(stuck.target, timeout=20) as client, client.prefill([1, 2], policy=no_output()) as cache:
+    with Client(stuck.target, timeout=20) as client, client.prefill([1, 2]) as cache:
         stuck.num_needed = 3
         began = time.monotonic()
         cache.decode(3, policy=greedy())
@@ -92,7 +91,7 @@ def test_a_long_call_is_left_alone_ever_longer(stuck: StuckServer) -> None:
 
 def test_quick_calls_are_not_looked_at(stuck: StuckServer) -> None:
     """A call costs no other one; on a busy machine, a rare one is not quick."""
-    with Client.connect(stuck.target) as client:
+    with Client(stuck.target) as client:
         until = time.monotonic() + 2 * FIRST_NUDGE_S
         while time.monotonic() < until:
             client.status()

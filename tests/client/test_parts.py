@@ -13,21 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrule_client import (
-    Client,
-    DeadlineExceededError,
-    ExecutorError,
-    Handle,
-    InvalidRequestError,
-    Lease,
-    _lease,
-    no_output,
-)
-from ferrule_client._lease import LeaseKeeper
+from ferrule import AsyncClient, Client, FerruleError, Handle
+from ferrule.errors import DeadlineExceededError, InvalidRequestError
+from ferrule.types import Lease
+from ferrule_client import _lease
 from ferrule_client._parts import HandleLimit, Parts
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
-from ferrule_client.aio import AsyncClient
+from ferrule_client.sync._lease import LeaseKeeper
 from ferrule_server.addresses import ListenAddress
 from ferrule_server.api.limits import ApiLimits
 from tests.api.harness import RunningServer
@@ -44,7 +37,7 @@ def strangers(count: int, instance: str = "test") -> list[Handle]:
     return [Handle(f"{instance}.e1.{number:022d}", 1, bytes(16), instance) for number in range(count)]
 
 
-def too_many(limit: int | None, field: str = "kv_caches") -> ExecutorError:
+def too_many(limit: int | None, field: str = "kv_caches") -> FerruleError:
     """Return the refusal of a list that is too long; None: it does not name the limit."""
     told = {} if limit is None else {"limit": str(limit)}
     return error_from_status(status_of(INVALID, "INVALID_FIELD", field=field, **told))
@@ -95,7 +88,7 @@ def test_every_handle_is_in_one_accepted_part(counts: list[int], assumed: int, a
         (error_from_status(status_of(grpc.StatusCode.NOT_FOUND, "HANDLE_UNKNOWN", limit="7")), 512, None),
     ],
 )
-def test_only_refusals_of_the_length_shrink_the_parts(error: ExecutorError, count: int, most: int | None) -> None:
+def test_only_refusals_of_the_length_shrink_the_parts(error: FerruleError, count: int, most: int | None) -> None:
     """None: the same list is not sent again in shorter parts, since that could not help."""
     limit = HandleLimit()
     assert limit.shrink(error, count) == (most is not None)
@@ -117,8 +110,8 @@ def test_5000_caches_are_kept_and_released_by_one_call_each(server: RunningServe
     """No handle is left out, in either client; answers are in the order of the list."""
     num_free = server.free_blocks
     with (
-        Client.connect(server.address.target) as client,
-        client.prefill(PROMPT, policy=no_output(), keep_alive=False) as trunk,
+        Client(server.address.target) as client,
+        client.prefill(PROMPT, keep_alive=False) as trunk,
     ):
         handles = [one.detach() for _ in range(COUNT // 250) for one in trunk.fork(250)]
         leases = client.keep_alive([*handles, *strangers(3)], ttl=100)
@@ -132,8 +125,8 @@ def test_5000_caches_are_kept_and_released_by_asyncio(target: str) -> None:
     """As in the other client."""
 
     async def main() -> None:
-        async with AsyncClient.connect(target) as client:
-            async with client.prefill(PROMPT, policy=no_output(), keep_alive=False) as trunk:
+        async with AsyncClient(target) as client:
+            async with client.prefill(PROMPT, keep_alive=False) as trunk:
                 handles = [one.detach() for _ in range(COUNT // 250) for one in await trunk.fork(250)]
                 leases = await client.keep_alive([*handles, *strangers(3)], ttl=100)
                 assert [isinstance(one, Lease) for one in leases] == [True] * COUNT + [False] * 3
@@ -150,12 +143,12 @@ def test_asyncio_sends_what_the_server_accepts(fake: FakeServer, advertised: int
     fake.max_handles, fake.advertised = advertised or 9, advertised
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target) as client, client.stream() as stream:
+        async with AsyncClient(fake.target) as client, client.stream() as stream:
             assert len(await client.keep_alive(strangers(COUNT, "fake"))) == COUNT
             assert len((await client.release(strangers(COUNT, "fake"))).released) == COUNT
-            async with client.prefill(PROMPT, policy=no_output()) as trunk:
+            async with client.prefill(PROMPT) as trunk:
                 losers = [one for _ in range(4) for one in await trunk.fork(250)]
-                await stream.decode([trunk], [5], policy=no_output(), release=losers)
+                await stream.decode([trunk], [5], release=losers)
                 assert len(fake.sequences) == 1
 
     run(main())
@@ -165,12 +158,12 @@ def test_asyncio_sends_what_the_server_accepts(fake: FakeServer, advertised: int
 def test_a_frame_may_end_more_sequences_than_a_request(server: RunningServer) -> None:
     """They are released before the items of the same step are judged."""
     with (
-        Client.connect(server.address.target) as client,
+        Client(server.address.target) as client,
         client.stream() as stream,
-        client.prefill(PROMPT, policy=no_output()) as trunk,
+        client.prefill(PROMPT) as trunk,
     ):
         losers = [one for _ in range(4) for one in trunk.fork(250)]
-        (output,) = stream.decode([trunk], [5], policy=no_output(), release=losers)
+        (output,) = stream.decode([trunk], [5], release=losers)
         assert output.handle.length == len(PROMPT) + 1
         assert all(one.is_released for one in losers)
         assert len(list(client.list_caches())) == 1
@@ -182,14 +175,14 @@ def test_a_limit_that_shrinks_at_a_restart_is_learned() -> None:
     first = RunningServer()
     with first:
         address = first.address
-        client = Client.connect(address.target)
+        client = Client(address.target)
         assert len(client.keep_alive(lists)) == 600
         assert client.capabilities().max_handles_per_request == 512
     with RunningServer(limits=ApiLimits(max_handles_per_request=7), listen=_same(address), epoch="b" * 12), client:
         assert len(client.keep_alive(lists)) == 600
         assert client.release(lists).released == (False,) * 600
-        with client.prefill(PROMPT, policy=no_output()) as cache, client.stream() as stream:
-            stream.decode([cache], [5], policy=no_output(), release=cache.fork(20))
+        with client.prefill(PROMPT) as cache, client.stream() as stream:
+            stream.decode([cache], [5], release=cache.fork(20))
             assert len(list(client.list_caches())) == 1
 
 
@@ -229,7 +222,7 @@ def _hanging(fake: FakeServer) -> None:
 @pytest.mark.parametrize("spoil", [_unimplemented, _broken, _hanging, lambda _: None])
 def test_a_server_that_does_not_say_its_limit_is_served(spoil: Callable[[FakeServer], None], names_limit: bool) -> None:
     """The assumed limit is tried, and refusals lower it; the call has time left after the question."""
-    with FakeServer() as fake, Client.connect(fake.target, timeout=8) as client:
+    with FakeServer() as fake, Client(fake.target, timeout=8) as client:
         spoil(fake)
         fake.max_handles, fake.names_limit = 5, names_limit
         assert len(client.keep_alive(strangers(600))) == 600
@@ -264,7 +257,7 @@ def test_leases_are_kept_whatever_the_limit(fake: FakeServer, fake_client: Clien
     """The thread never asks for the limit, which could take the time of a lease; it shrinks while it runs."""
     fake.ttl_s, fake.max_handles, fake.names_limit = 0.3, 6, names_limit
     _hanging(fake)
-    caches = [fake_client.prefill(PROMPT, policy=no_output()) for _ in range(20)]
+    caches = [fake_client.prefill(PROMPT) for _ in range(20)]
     wait_for(lambda: sum(fake.kept) >= 60)
     fake.max_handles = 1
     fake.kept.clear()
@@ -279,8 +272,8 @@ def test_leases_are_kept_by_asyncio_whatever_the_limit(fake: FakeServer) -> None
     """As by the thread."""
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target) as client:
-            caches = [await client.prefill(PROMPT, policy=no_output()) for _ in range(20)]
+        async with AsyncClient(fake.target) as client:
+            caches = [await client.prefill(PROMPT) for _ in range(20)]
             while sum(fake.kept) < 60:
                 await asyncio.sleep(0.01)
             await client.release(caches)
@@ -302,7 +295,7 @@ class FlakyServer:
         self.renewed: list[list[str]] = []
         self._num_failures = 0
 
-    def __call__(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
+    def __call__(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | FerruleError]:
         """Renew the first ones."""
         if len(self.renewed) == 3 and self._num_failures < 2:
             self._num_failures += 1

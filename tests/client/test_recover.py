@@ -9,20 +9,15 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from ferrule_client import (
+from ferrule import Cache, Client, FerruleError, HandleNotFoundError, greedy
+from ferrule.errors import (
     BlocksExhaustedError,
-    Cache,
-    Client,
     DeadlineExceededError,
     DrainingError,
-    ExecutorError,
-    HandleNotFoundError,
-    Output,
     RequestIdReusedError,
     UnavailableError,
-    greedy,
-    no_output,
 )
+from ferrule.types import Output
 from ferrule_server.addresses import ListenAddress
 from tests.api.harness import RunningServer
 from tests.client.fake_server import Failure, FakeServer, threads_named, wait_for
@@ -40,14 +35,14 @@ def branch(client: Client, cache: Cache) -> None:
 Call = Callable[[Client, Cache], object]
 CALLS: dict[str, Call] = {
     "decode": lambda _, cache: cache.decode(1, policy=greedy()),
-    "query": lambda _, cache: cache.query(greedy()),
-    "prefill": lambda _, cache: cache.prefill([1, 2], policy=greedy()),
+    "query": lambda _, cache: cache.append((), policy=greedy()),
+    "prefill": lambda _, cache: cache.append([1, 2], policy=greedy()),
     "fork": lambda client, cache: client.release(cache.fork(2)),
     "truncate": lambda _, cache: cache.truncate(2),
     "info": lambda _, cache: cache.info(token_ids=True),
     "verify": lambda _, cache: cache.verify([2], tokens=[1], policy=greedy()),
     "generate": lambda _, cache: list(cache.generate(3)),
-    "generate_text": lambda _, cache: list(cache.generate_text(3)),
+    "generate_text": lambda _, cache: list(cache.generate(3).pieces()),
     "decode_many": lambda client, cache: client.decode_many([cache], [1], policy=greedy()),
     "branch": branch,
 }
@@ -56,8 +51,8 @@ CALLS: dict[str, Call] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_on_a_lost_sequence_tells_its_tokens(fake: FakeServer, fake_client: Client, name: str) -> None:
     """What the handle covered, and apart from it what was handed out and not appended yet."""
-    with fake_client.prefill(PROMPT, policy=no_output()) as cache:
-        cache.decode([*b" qu"], policy=no_output())
+    with fake_client.prefill(PROMPT) as cache:
+        cache.decode([*b" qu"])
         (said,) = cache.generate(1)
         fake.lose_all()
         with pytest.raises(HandleNotFoundError) as caught:
@@ -71,8 +66,8 @@ def test_every_call_on_a_lost_sequence_tells_its_tokens(fake: FakeServer, fake_c
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_brings_a_lost_sequence_back(fake: FakeServer, fake_client: Client, name: str) -> None:
     """One prefill of its tokens, as the first one was asked for, and the call as if nothing had been."""
-    with fake_client.prefill(PROMPT, policy=no_output(), ttl=7, publish_prefix=False, recover=True) as cache:
-        cache.decode([*b" qu"], policy=no_output())
+    with fake_client.prefill(PROMPT, ttl=7, publish_prefix=False, recover=True) as cache:
+        cache.decode([*b" qu"])
         fake.lose_all()
         CALLS[name](fake_client, cache)
         assert cache.num_recoveries == 1
@@ -88,7 +83,7 @@ def test_every_call_brings_a_lost_sequence_back(fake: FakeServer, fake_client: C
 
 def test_loop_goes_on_over_losses(fake: FakeServer, fake_client: Client) -> None:
     """A generation that loses its sequence three times says what it would have said."""
-    with fake_client.prefill(PROMPT, policy=no_output(), recover=True) as cache:
+    with fake_client.prefill(PROMPT, recover=True) as cache:
         fake.delay_s = 0.02  # so that it is in the middle of the loop
         said = []
         for token in cache.generate(16):
@@ -102,13 +97,13 @@ def test_loop_goes_on_over_losses(fake: FakeServer, fake_client: Client) -> None
 
 def test_forks_recover_with_tokens_of_their_own(fake: FakeServer, fake_client: Client) -> None:
     """Each branch knows where it branched and what it appended since."""
-    with fake_client.prefill(PROMPT, policy=no_output(), ttl=7, reserve_length=99, recover=True) as cache:
-        cache.decode([*b" qu"], policy=no_output())
+    with fake_client.prefill(PROMPT, ttl=7, reserve_length=99, recover=True) as cache:
+        cache.decode([*b" qu"])
         first, second = cache.fork(length=2, ttl=11) + cache.fork()
-        fake_client.decode_many([first, second, cache], [1, 2, 3], policy=no_output())
+        fake_client.decode_many([first, second, cache], [1, 2, 3])
         fake.lose_all()
         fake.prompts.clear()
-        fake_client.decode_many([first, second, cache], [4, 5, 6], policy=no_output())
+        fake_client.decode_many([first, second, cache], [4, 5, 6])
         assert [one.token_ids for one in (first, second)] == [[*b"th", 1, 4], [*b"the qu", 2, 5]]
         assert [bytes(prompt.input_ids) for prompt in fake.prompts] == [b"th\x01", b"the qu\x02", b"the qu\x03"]
         assert [prompt.cache.ttl.seconds for prompt in fake.prompts] == [11, 7, 7]
@@ -119,9 +114,9 @@ def test_forks_recover_with_tokens_of_their_own(fake: FakeServer, fake_client: C
 
 def test_beams_recover_their_parent_once(fake: FakeServer, fake_client: Client) -> None:
     """Children of one lost parent come from one new sequence."""
-    with fake_client.prefill([1, 2], policy=no_output(), recover=True) as root, fake_client.stream() as stream:
+    with fake_client.prefill([1, 2], recover=True) as root, fake_client.stream() as stream:
         fake.lose_all()
-        beams = stream.branch([root, root, root], [3, 4, 5], policy=no_output())
+        beams = stream.branch([root, root, root], [3, 4, 5])
         assert [one.token_ids for one in beams] == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
         assert [fake.sequences[one.handle.cache_id] for one in beams] == [[1, 2, 3], [1, 2, 4], [1, 2, 5]]
         assert (root.num_recoveries, len(fake.prompts), len(fake.sequences)) == (1, 2, 3)
@@ -130,8 +125,8 @@ def test_beams_recover_their_parent_once(fake: FakeServer, fake_client: Client) 
 
 def test_only_lost_items_are_sent_again(fake: FakeServer, fake_client: Client) -> None:
     """The neighbours of a lost sequence in a frame have their answers already; one that does not recover raises."""
-    kept, lost = (fake_client.prefill(PROMPT, policy=no_output(), recover=True) for _ in range(2))
-    with kept, lost, fake_client.prefill(PROMPT, policy=no_output()) as plain, fake_client.stream() as stream:
+    kept, lost = (fake_client.prefill(PROMPT, recover=True) for _ in range(2))
+    with kept, lost, fake_client.prefill(PROMPT) as plain, fake_client.stream() as stream:
         for one in (lost, plain):
             del fake.sequences[one.handle.cache_id]
         first, second, third = stream.try_decode([kept, lost, plain], [1, 2, 3], policy=greedy())
@@ -145,7 +140,7 @@ def test_only_lost_items_are_sent_again(fake: FakeServer, fake_client: Client) -
 
 def test_sampled_loop_keeps_its_seed(fake: FakeServer, fake_client: Client) -> None:
     """Also one that the client has drawn itself."""
-    with fake_client.prefill(PROMPT, policy=no_output(), recover=True) as cache:
+    with fake_client.prefill(PROMPT, recover=True) as cache:
         fake.delay_s = 0.02
         loop = cache.generate(6)
         next(loop)
@@ -157,86 +152,86 @@ def test_sampled_loop_keeps_its_seed(fake: FakeServer, fake_client: Client) -> N
 
 def test_recovery_happens_once_per_call(fake: FakeServer, fake_client: Client) -> None:
     """A sequence that is lost again at once is an error, and the next call tries anew."""
-    with fake_client.prefill(PROMPT, policy=no_output(), recover=True) as cache:
+    with fake_client.prefill(PROMPT, recover=True) as cache:
         lost = Failure(CODES.NOT_FOUND, reason="HANDLE_EXPIRED")
         fake.failures["Decode"] = [lost, lost]
         with pytest.raises(HandleNotFoundError) as caught:
-            cache.decode(1, policy=no_output())
+            cache.decode(1)
         assert caught.value.token_ids == PROMPT
         fake.failures["item"] = [lost, lost]
         with pytest.raises(HandleNotFoundError):
-            fake_client.decode_many([cache], [1], policy=no_output())
-        cache.decode(1, policy=no_output())
+            fake_client.decode_many([cache], [1])
+        cache.decode(1)
         assert cache.num_recoveries == 2
         assert fake.sequences[cache.handle.cache_id] == [*PROMPT, 1]
 
 
 def test_other_errors_are_not_recovered(fake: FakeServer, fake_client: Client) -> None:
     """A handle of another instance, a stale one, an unknown mask: prefilling again would hide a mistake."""
-    with fake_client.prefill(PROMPT, policy=no_output(), recover=True) as cache:
+    with fake_client.prefill(PROMPT, recover=True) as cache:
         for reason, code in (
             ("WRONG_INSTANCE", CODES.ABORTED),
             ("HANDLE_STALE", CODES.ABORTED),
             ("MASK_UNKNOWN", CODES.NOT_FOUND),
         ):
             fake.failures["Decode"] = [Failure(code, reason=reason)]
-            with pytest.raises(ExecutorError) as caught:
-                cache.decode(1, policy=no_output())
+            with pytest.raises(FerruleError) as caught:
+                cache.decode(1)
             assert caught.value.reason == reason
         assert cache.num_recoveries == 0
 
 
 def test_prefill_that_fails_leaves_the_cache_as_it_was(fake: FakeServer, fake_client: Client) -> None:
     """Its error is the call's; later calls recover."""
-    with fake_client.prefill(PROMPT, policy=no_output(), recover=True) as cache:
+    with fake_client.prefill(PROMPT, recover=True) as cache:
         fake.lose_all()
         fake.failures["Prefill"] = [Failure(CODES.RESOURCE_EXHAUSTED, "full", reason="KV_BLOCKS_EXHAUSTED")] * 2
         with pytest.raises(BlocksExhaustedError) as caught:
-            cache.decode(1, policy=no_output())
+            cache.decode(1)
         assert caught.value.__notes__ == [
             "the sequence is lost (HANDLE_UNKNOWN), and this is what prefilling it again failed with"
         ]
         with pytest.raises(BlocksExhaustedError):
-            fake_client.decode_many([cache], [1], policy=no_output())
+            fake_client.decode_many([cache], [1])
         assert (cache.length, cache.num_recoveries) == (3, 0)
-        cache.decode(1, policy=no_output())
+        cache.decode(1)
         assert (cache.length, cache.num_recoveries) == (4, 1)
 
 
 def test_another_model_is_not_taken_for_the_same(fake: FakeServer, fake_client: Client) -> None:
     """Equal tokens of another model have another lineage: the caller hears of it, and nothing is left behind."""
-    with fake_client.prefill(PROMPT, policy=no_output(), recover=True) as cache:
+    with fake_client.prefill(PROMPT, recover=True) as cache:
         fake.lose_all()
         fake.lineage = b"m" * 16
         with pytest.raises(HandleNotFoundError) as caught:
-            cache.decode(1, policy=no_output())
+            cache.decode(1)
         assert "another model" in caught.value.__notes__[0]
         assert fake.sequences == {}
 
 
 def test_adopted_handle_has_no_tokens_until_they_are_asked_for(fake: FakeServer, fake_client: Client) -> None:
     """The sequence's tokens never passed through this client."""
-    handle = fake_client.prefill(PROMPT, policy=no_output()).detach()
+    handle = fake_client.prefill(PROMPT).detach()
     with fake_client.adopt(handle) as cache:
-        cache.decode(1, policy=no_output())
+        cache.decode(1)
         fake.failures["Decode"] = [Failure(CODES.NOT_FOUND, reason="HANDLE_EXPIRED")]
         with pytest.raises(HandleNotFoundError) as caught:
             cache.decode(2)
         assert caught.value.token_ids is None
         cache.info(token_ids=True)
         assert cache.token_ids == [*PROMPT, 1]
-        cache.decode(2, policy=no_output())
+        cache.decode(2)
         assert cache.token_ids == [*PROMPT, 1, 2]
 
 
 def test_doubts_end_with_the_sequence(fake: FakeServer, fake_client: Client) -> None:
     """What may have landed on a lost sequence is not on the new one."""
-    with fake_client.prefill(PROMPT, policy=no_output(), recover=True) as cache:
+    with fake_client.prefill(PROMPT, recover=True) as cache:
         fake.failures["Decode"] = [Failure(CODES.DEADLINE_EXCEEDED, "Deadline Exceeded", after=True)]
         with pytest.raises(DeadlineExceededError):
             cache.decode([1, 2])
         fake.lose_all()
-        cache.decode(9, policy=no_output())
+        cache.decode(9)
         assert fake.sequences[cache.handle.cache_id] == [*PROMPT, 9]
         assert cache.num_recoveries == 1
 
@@ -245,11 +240,11 @@ def test_recovery_is_logged_without_secrets(
     fake: FakeServer, fake_client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One line with both loggable ids; neither tokens nor the handle itself."""
-    with fake_client.prefill(PROMPT, policy=no_output(), recover=True) as cache:
+    with fake_client.prefill(PROMPT, recover=True) as cache:
         before = cache.handle
         fake.lose_all()
         with caplog.at_level(logging.INFO, logger="ferrule_client"):
-            cache.decode(1, policy=no_output())
+            cache.decode(1)
         (line,) = (record.getMessage() for record in caplog.records)
         assert line.startswith(f"recovered handle_id={before.handle_id} as={cache.handle.handle_id} reason=")
         assert before.cache_id not in line
@@ -258,22 +253,22 @@ def test_recovery_is_logged_without_secrets(
 def test_recovered_sequence_is_kept_alive(fake: FakeServer, fake_client: Client) -> None:
     """The keep-alive that had given the lost one up begins again."""
     fake.granted_ttl_s = fake.ttl_s = 0.3
-    with fake_client.prefill(PROMPT, policy=no_output(), recover=True) as cache:
+    with fake_client.prefill(PROMPT, recover=True) as cache:
         wait_for(lambda: fake.calls["KeepAlive"] > 0)
         fake.lose_all()
         wait_for(lambda: not list(threads_named("ferrule-keep-alive")))
-        cache.decode(1, policy=no_output())
+        cache.decode(1)
         num_calls = fake.calls["KeepAlive"]
         wait_for(lambda: fake.calls["KeepAlive"] > num_calls + 1)
 
 
 def test_draining_server_is_waited_for_by_those_who_recover(fake: FakeServer) -> None:
     """More often than any number of retries; the others hear of it at once."""
-    with Client.connect(fake.target, max_retries=0, timeout=20) as client:
+    with Client(fake.target, max_retries=0, timeout=20) as client:
         draining = Failure(CODES.UNAVAILABLE, "bye", reason="DRAINING")
         with (
-            client.prefill(PROMPT, policy=no_output()) as plain,
-            client.prefill(PROMPT, policy=no_output(), recover=True) as cache,
+            client.prefill(PROMPT) as plain,
+            client.prefill(PROMPT, recover=True) as cache,
             client.stream() as stream,
         ):
             for rpc, call in (("Decode", plain.decode), ("frame", lambda token: stream.decode([plain], [token]))):
@@ -281,9 +276,9 @@ def test_draining_server_is_waited_for_by_those_who_recover(fake: FakeServer) ->
                 with pytest.raises(DrainingError):
                     call(1)
             fake.failures["Decode"] = fake.failures["frame"] = [draining] * 2
-            cache.decode(1, policy=no_output())
+            cache.decode(1)
             fake.failures["frame"] = [draining] * 2
-            stream.decode([cache], [1], policy=no_output())
+            stream.decode([cache], [1])
             fake.failures["Decode"] = [draining] * 100
             with pytest.raises(DrainingError):
                 cache.decode(1, timeout=0.3)
@@ -302,12 +297,12 @@ def test_loop_survives_the_end_of_its_server(port: int, seed: int | None) -> Non
     temperature = 0.0 if seed is None else 0.9
     address = ListenAddress("127.0.0.1", port)
     server = RunningServer(listen=address).__enter__()
-    with Client.connect(server.address.target, max_retries=0) as client:
-        with client.prefill([5, 6, 7], policy=no_output()) as cache:
-            expected = list(cache.generate(20, temperature=temperature, seed=seed))
-        with client.prefill([5, 6, 7], policy=no_output(), recover=True) as cache:
-            said = list(cache.generate(9, temperature=temperature, seed=seed))
-            loop = cache.generate(11, temperature=temperature, seed=seed)
+    with Client(server.address.target, max_retries=0) as client:
+        with client.prefill([5, 6, 7]) as cache:
+            expected = list(cache.generate(20, policy=sample(temperature=temperature, seed=seed)))
+        with client.prefill([5, 6, 7], recover=True) as cache:
+            said = list(cache.generate(9, policy=sample(temperature=temperature, seed=seed)))
+            loop = cache.generate(11, policy=sample(temperature=temperature, seed=seed))
             server.__exit__(None, None, None)
             with pytest.raises(UnavailableError):
                 client.status()
@@ -321,17 +316,17 @@ def test_loop_survives_the_end_of_its_server(port: int, seed: int | None) -> Non
 
 def test_expired_sequence_of_a_real_server_comes_back() -> None:
     """The lease was granted, ran out, and the next call says so, or goes on."""
-    with RunningServer() as server, Client.connect(server.address.target) as client:
-        plain = client.prefill([1, 2, 3], policy=no_output(), ttl=7, keep_alive=False)
+    with RunningServer() as server, Client(server.address.target) as client:
+        plain = client.prefill([1, 2, 3], ttl=7, keep_alive=False)
         (branch,) = plain.fork(ttl=9)
-        cache = client.prefill([1, 2, 3], policy=no_output(), ttl=7, keep_alive=False, recover=True)
+        cache = client.prefill([1, 2, 3], ttl=7, keep_alive=False, recover=True)
         assert [one.tip.ttl_s for one in (plain, branch, cache)] == [7.0, 9.0, 7.0]
         expected = client.decode_many([plain, cache], [4, 4], policy=greedy())[1].token
         server.clock.offset_s += 30.0
         with pytest.raises(HandleNotFoundError) as caught:
             plain.query(greedy())
         assert (caught.value.reason, caught.value.token_ids) == ("HANDLE_EXPIRED", [1, 2, 3, 4])
-        assert cache.query(greedy()).token == expected
+        assert cache.append((), policy=greedy()).token == expected
         assert (cache.num_recoveries, cache.tip.ttl_s) == (1, 7.0)
         assert cache.info(token_ids=True).token_ids == (1, 2, 3, 4)
         client.release([plain, branch, cache])
@@ -339,14 +334,14 @@ def test_expired_sequence_of_a_real_server_comes_back() -> None:
 
 def test_request_id_of_ones_own_names_one_sequence() -> None:
     """Asked for twice, by two clients, it is made once; with another prompt the server refuses it."""
-    with RunningServer() as server, Client.connect(server.address.target) as client:
-        other = Client.connect(server.address.target)
+    with RunningServer() as server, Client(server.address.target) as client:
+        other = Client(server.address.target)
         cache = client.prefill([1, 2], request_id="mine")
-        again = other.prefill([1, 2], request_id="mine")
+        again = other.append([1, 2], request_id="mine")
         assert again.last is not None
         assert again.last.replayed
         assert again.detach() == cache.handle
         with pytest.raises(RequestIdReusedError):
-            other.prefill([1, 3], request_id="mine")
+            other.append([1, 3], request_id="mine")
         cache.release()
         other.close()

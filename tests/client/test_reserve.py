@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ferrule_client import (
-    BlocksExhaustedError,
-    Client,
-    ContextExceededError,
-    HandleNotFoundError,
-    OutOfRangeError,
-    no_output,
-)
+from ferrule import Client, HandleNotFoundError
+from ferrule.errors import BlocksExhaustedError, ContextExceededError, OutOfRangeError
 
 BLOCK = 16
 
@@ -19,7 +13,7 @@ BLOCK = 16
 def test_room_is_taken_once_and_kept_until_release(client: Client) -> None:
     """The length is absolute; a truncate keeps the room, and a fork has none of it."""
     total = client.capabilities().total_blocks
-    with client.prefill([1, 2, 3], policy=no_output()) as cache:
+    with client.prefill([1, 2, 3]) as cache:
         assert cache.reserve(3 * BLOCK) == 2
         assert cache.reserve(3 * BLOCK) == cache.reserve(1) == 0
         assert cache.info().reserved_length == 3 * BLOCK
@@ -32,7 +26,7 @@ def test_room_is_taken_once_and_kept_until_release(client: Client) -> None:
 
 def test_room_for_several_is_all_or_nothing(client: Client) -> None:
     """One length for all or one for each; what does not fit changes nothing."""
-    caches = [client.prefill([n], policy=no_output()) for n in range(2)]
+    caches = [client.prefill([n]) for n in range(2)]
     free = client.status().free_blocks
     reserved = client.reserve([caches[0], caches[1].handle], [2 * BLOCK, 3 * BLOCK])
     assert (reserved.new_blocks, reserved.free_blocks) == ((1, 2), free - 3)
@@ -50,7 +44,7 @@ def test_room_for_several_is_all_or_nothing(client: Client) -> None:
 
 def test_mistakes_are_named(client: Client) -> None:
     """Those of arguments before anything is sent."""
-    with client.prefill([1], policy=no_output()) as cache:
+    with client.prefill([1]) as cache:
         for wrong in (-1, 1.5, None, 2**32):
             with pytest.raises(ValueError, match="whole number"):
                 cache.reserve(wrong)  # type: ignore[arg-type]
@@ -68,16 +62,16 @@ def test_mistakes_are_named(client: Client) -> None:
 
 def test_a_recovered_sequence_has_its_room_again(client: Client) -> None:
     """Lost in the middle of the reservation, or after it."""
-    with client.prefill([1, 2, 3], policy=no_output(), recover=True) as cache:
+    with client.prefill([1, 2, 3], recover=True) as cache:
         client.release([cache.handle])
         assert cache.reserve(3 * BLOCK) == 2
         client.release([cache.handle])
-        cache.decode([4], policy=no_output())
+        cache.decode([4])
         assert cache.num_recoveries == 2
         assert cache.info().reserved_length == 3 * BLOCK
         client.reserve([cache], 4 * BLOCK)
         client.release([cache.handle])
-        cache.decode([5], policy=no_output())
+        cache.decode([5])
         assert cache.info().reserved_length == 4 * BLOCK
 
 

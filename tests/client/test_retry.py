@@ -8,22 +8,17 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from ferrule_client import (
+from ferrule import Cache, Client, FerruleError, greedy, sample
+from ferrule.errors import (
     BlocksExhaustedError,
-    Cache,
-    Client,
     DeadlineExceededError,
     DrainingError,
-    ExecutorError,
     RequestTimeoutError,
     RequestTooLargeError,
     ResourceExhaustedError,
     SlowConsumerError,
     StartingError,
     UnavailableError,
-    greedy,
-    no_output,
-    sample,
 )
 from ferrule_client._retry import Attempts, RetrySettings
 from tests.client.fake_server import Failure, FakeServer
@@ -56,12 +51,12 @@ def test_append_is_tried_again_and_replays(fake: FakeServer, fake_client: Client
 
 def test_call_that_the_server_cancels_is_a_broken_connection(fake: FakeServer) -> None:
     """What a server does that goes down under a call: on a stream too, and it is said so when the retries end."""
-    with Client.connect(fake.target, max_retries=1) as client, client.prefill([*b"ab"], policy=no_output()) as cache:
+    with Client(fake.target, max_retries=1) as client, client.prefill([*b"ab"]) as cache:
         fake.failures["frame"] = [CUT]
-        assert client.decode_many([cache], [1], policy=no_output())[0].replayed
+        assert client.decode_many([cache], [1])[0].replayed
         fake.failures["Decode"] = [CUT] * 3
         with pytest.raises(UnavailableError, match="cut off") as caught:
-            cache.decode(1, policy=no_output())
+            cache.decode(1)
         assert (caught.value.reason, caught.value.code) == ("CONNECTION_LOST", CODES.CANCELLED)
 
 
@@ -78,15 +73,15 @@ def test_retry_draws_with_the_seed_of_the_first_try(fake: FakeServer, fake_clien
 def branch(client: Client, cache: Cache) -> Cache:
     """Return a child that one frame made beside the parent."""
     with client.stream() as stream:
-        return stream.branch([cache, cache], [2, 3], policy=no_output())[1]
+        return stream.branch([cache, cache], [2, 3])[1]
 
 
 Create = Callable[[Client, Cache], object]
 CREATIONS: list[tuple[str, Create]] = [
-    ("Prefill", lambda client, _: client.prefill([*b"xy"], policy=no_output())),
+    ("Prefill", lambda client, _: client.prefill([*b"xy"])),
     ("ForkCache", lambda _, cache: cache.fork()[0]),
-    ("Decode", lambda _, cache: cache.decode([1], policy=no_output(), on_stale="fork")),
-    ("Prefill", lambda _, cache: cache.prefill([1], policy=no_output(), on_stale="fork")),
+    ("Decode", lambda _, cache: cache.decode([1], on_stale="fork")),
+    ("Prefill", lambda _, cache: cache.append([1], on_stale="fork")),
     ("frame", branch),
 ]
 
@@ -94,7 +89,7 @@ CREATIONS: list[tuple[str, Create]] = [
 @pytest.fixture
 def behind(fake: FakeServer, fake_client: Client) -> Iterator[Cache]:
     """A cache whose handle somebody else has left behind, so that FORK makes a branch."""
-    with fake_client.prefill([*b"ab"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"ab"]) as cache:
         fake.sequences[cache.handle.cache_id].append(9)
         yield cache
 
@@ -124,14 +119,14 @@ def test_server_is_asked_once_what_it_can_do(fake: FakeServer, fake_client: Clie
     fake.has_request_ids = True
     for _ in range(3):
         fake.failures["Prefill"] = [LOST]
-        fake_client.prefill([*b"ab"], policy=no_output()).detach()
+        fake_client.prefill([*b"ab"]).detach()
     assert len(fake.sequences) == 3
     assert fake.calls == {"Prefill": 6, "GetCapabilities": 1}
 
 
 def test_creation_costs_no_call_besides(fake: FakeServer, fake_client: Client) -> None:
     """What the server can do is asked for when a creation broke, not before."""
-    with fake_client.prefill([*b"ab"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"ab"]) as cache:
         cache.fork()[0].release()
     assert set(fake.calls) == {"Prefill", "ForkCache", "ReleaseCache"}
 
@@ -139,7 +134,7 @@ def test_creation_costs_no_call_besides(fake: FakeServer, fake_client: Client) -
 def test_request_ids_are_new_for_every_call(fake: FakeServer, fake_client: Client) -> None:
     """And the caller's own is sent as it is."""
     for given in ("", "", "mine"):
-        fake_client.prefill([*b"ab"], policy=no_output(), request_id=given).release()
+        fake_client.prefill([*b"ab"], request_id=given).release()
     first, second, own = (prompt.request_id for prompt in fake.prompts)
     assert own == "mine"
     assert first != second
@@ -155,7 +150,7 @@ def test_creation_is_not_tried_again_where_it_would_double(
     rpc, create = creation
     num_calls = fake.calls[rpc]
     fake.failures[rpc] = [failure]
-    with pytest.raises(ExecutorError, match=r"Socket|RST") as caught:
+    with pytest.raises(FerruleError, match=r"Socket|RST") as caught:
         create(fake_client, behind)
     assert caught.value.reason == "CONNECTION_LOST"
     assert fake.calls[rpc] == num_calls + 1
@@ -163,7 +158,7 @@ def test_creation_is_not_tried_again_where_it_would_double(
 
 def test_creation_is_not_tried_again_where_nobody_can_be_asked(fake: FakeServer) -> None:
     """A server that is gone for good ends the call with the error of the creation."""
-    with Client.connect(fake.target, max_retries=1) as client:
+    with Client(fake.target, max_retries=1) as client:
         fake.has_request_ids = True
         fake.failures["Prefill"] = [LOST]
         fake.failures["GetCapabilities"] = [GONE] * 10
@@ -179,15 +174,15 @@ def test_creation_is_not_tried_again_where_nobody_can_be_asked(fake: FakeServer)
 def test_passing_refusal_is_waited_out(fake: FakeServer, fake_client: Client, rpc: str, reason: str) -> None:
     """At least as long as the server asks for; the neighbours in a frame are not sent again."""
     full = Failure(CODES.RESOURCE_EXHAUSTED, "full", reason=reason, retry_after_s=0.15)
-    caches = [fake_client.prefill([*b"ab"], policy=no_output()) for _ in range(3)]
+    caches = [fake_client.prefill([*b"ab"]) for _ in range(3)]
     fake.failures[rpc] = [full, full]
     start = time.monotonic()
     if rpc == "Decode":
-        caches[0].decode(1, policy=no_output())
+        caches[0].decode(1)
     elif rpc == "Prefill":
-        caches.append(fake_client.prefill([*b"ab"], policy=no_output()))
+        caches.append(fake_client.prefill([*b"ab"]))
     else:
-        fake_client.decode_many(caches, [1, 2, 3], policy=no_output())
+        fake_client.decode_many(caches, [1, 2, 3])
         assert [len(frame) for frame in fake.frames] == [3, 2]
         assert [cache.length for cache in caches] == [3, 3, 3]
     assert time.monotonic() - start > (0.15 if rpc == "item" else 0.3)
@@ -211,7 +206,7 @@ def test_other_refusals_are_the_callers(
 ) -> None:
     """What ends only when somebody releases something is said at once."""
     full = Failure(CODES.RESOURCE_EXHAUSTED, "full", reason=reason, retry_after_s=retry_after_s)
-    with Client.connect(fake.target, max_retries=2) as client, client.prefill([*b"ab"], policy=no_output()) as cache:
+    with Client(fake.target, max_retries=2) as client, client.prefill([*b"ab"]) as cache:
         fake.failures[rpc] = [full] * 50
         with pytest.raises(ResourceExhaustedError) as caught:
             cache.decode(1) if rpc == "Decode" else client.decode_many([cache], [1])
@@ -232,13 +227,13 @@ TOO_LARGE = Failure(
 @pytest.mark.parametrize("rpc", ["Decode", "Prefill", "GetStatus"])
 def test_a_request_that_never_arrived_is_sent_again(fake: FakeServer, fake_client: Client, rpc: str) -> None:
     """Nothing was run, so even a creation without request ids is repeated, and no append is in doubt."""
-    with fake_client.prefill([*b"ab"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"ab"]) as cache:
         fake.calls.clear()
         fake.failures[rpc] = [TIMED_OUT] * 2
         if rpc == "Decode":
-            cache.decode(1, policy=no_output())
+            cache.decode(1)
         elif rpc == "Prefill":
-            fake_client.prefill([*b"ab"], policy=no_output()).release()
+            fake_client.prefill([*b"ab"]).release()
         else:
             fake_client.status()
         assert fake.calls[rpc] == 3
@@ -247,7 +242,7 @@ def test_a_request_that_never_arrived_is_sent_again(fake: FakeServer, fake_clien
 
 def test_a_request_that_never_arrives_is_named(fake: FakeServer) -> None:
     """After the retries; an append that never arrived is not in doubt."""
-    with Client.connect(fake.target, max_retries=1) as client, client.prefill([*b"ab"], policy=no_output()) as cache:
+    with Client(fake.target, max_retries=1) as client, client.prefill([*b"ab"]) as cache:
         fake.failures["Decode"] = [TIMED_OUT] * 50
         with pytest.raises(RequestTimeoutError) as caught:
             cache.decode(2)
@@ -259,7 +254,7 @@ def test_a_request_that_never_arrives_is_named(fake: FakeServer) -> None:
 @pytest.mark.parametrize("rpc", ["Decode", "Prefill", "frame"])
 def test_a_request_that_is_too_large_is_not_sent_again(fake: FakeServer, fake_client: Client, rpc: str) -> None:
     """It would be as large the next time; the numbers are attributes, and nothing is in doubt."""
-    with fake_client.prefill([*b"ab"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"ab"]) as cache:
         fake.calls.clear()
         fake.failures[rpc] = [TOO_LARGE] * 9
         calls: dict[str, Callable[[], object]] = {
@@ -277,12 +272,12 @@ def test_a_request_that_is_too_large_is_not_sent_again(fake: FakeServer, fake_cl
 
 def test_slow_consumer_is_told_and_its_append_is_in_doubt(fake: FakeServer, fake_client: Client) -> None:
     """What was under way on the stream ran; the same tokens again replay, on a stream opened anew."""
-    with fake_client.prefill([*b"ab"], policy=no_output()) as cache, fake_client.stream() as stream:
+    with fake_client.prefill([*b"ab"]) as cache, fake_client.stream() as stream:
         fake.failures["frame"] = [Failure(CODES.RESOURCE_EXHAUSTED, "slow", reason="SLOW_CONSUMER", after=True)]
         with pytest.raises(SlowConsumerError):
-            stream.decode([cache], [1], policy=no_output())
+            stream.decode([cache], [1])
         assert cache.tip.doubts == {(1,)}
-        assert stream.decode([cache], [1], policy=no_output())[0].replayed
+        assert stream.decode([cache], [1])[0].replayed
         assert fake.sequences[cache.handle.cache_id] == [*b"ab", 1]
         assert fake.calls["StreamDecode"] == 2
 
@@ -313,7 +308,7 @@ def test_other_refusals_are_not_tried_again(fake: FakeServer, fake_client: Clien
 def test_retries_end(fake: FakeServer) -> None:
     """A connection that never holds is given up after a few tries, long before the timeout."""
     fake.failures["GetStatus"] = [GONE] * 100
-    with Client.connect(fake.target, max_retries=2) as client:
+    with Client(fake.target, max_retries=2) as client:
         start = time.monotonic()
         with pytest.raises(UnavailableError):
             client.status()
@@ -335,7 +330,7 @@ def test_client_finds_a_server_that_comes_up_late() -> None:
     """Waiting drives the channel: the server is found within moments, not at the next backoff."""
     with FakeServer() as first:
         port = first.port
-    client = Client.connect(f"127.0.0.1:{port}", max_retries=0)
+    client = Client(f"127.0.0.1:{port}", max_retries=0)
     with pytest.raises(UnavailableError):
         client.wait_until_ready(timeout=0.3)
     seen: list[object] = []

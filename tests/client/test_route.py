@@ -10,22 +10,12 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from ferrule_client import (
-    Cache,
-    Client,
-    ExecutorError,
-    Handle,
-    InstanceUnreachableError,
-    Output,
-    UnavailableError,
-    WrongInstanceError,
-    greedy,
-    no_output,
-)
-from ferrule_client._lease import due_groups
+from ferrule import AsyncClient, Cache, Client, FerruleError, Handle, greedy
+from ferrule.errors import InstanceUnreachableError, UnavailableError, WrongInstanceError
+from ferrule.types import Output
 from ferrule_client._route import instance_of_handle
 from ferrule_client._tip import Tip
-from ferrule_client.aio import AsyncClient
+from ferrule_client.sync._lease import due_groups
 from tests.client.aio_harness import run
 from tests.client.fake_server import NO_OWNER, Failure, FakeServer, wait_for
 
@@ -35,7 +25,7 @@ PROMPT = [*b"the"]
 def make(fake: FakeServer, client: Client, instance: str, **options: bool) -> Cache:
     """Return a cache whose handle names an instance."""
     fake.instance = instance
-    return client.prefill(PROMPT, policy=no_output(), **options)  # type: ignore[arg-type]
+    return client.prefill(PROMPT, **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -58,14 +48,14 @@ def test_a_name_that_metadata_cannot_carry_is_left_out(name: str) -> None:
 def test_every_call_on_a_handle_names_its_instance(fake: FakeServer, fake_client: Client) -> None:
     """Those that name no handle name no instance."""
     with make(fake, fake_client, "a", recover=True) as cache:
-        cache.decode(1, policy=no_output())
-        cache.prefill([2, 3], policy=no_output())
+        cache.decode(1)
+        cache.append([2, 3])
         cache.verify([4], tokens=[9], policy=greedy())
         list(cache.generate(2))
         cache.info()
         cache.truncate(2)
         (branch,) = cache.fork()
-        fake_client.decode_many([cache, branch], [5, 6], policy=no_output())
+        fake_client.decode_many([cache, branch], [5, 6])
         fake_client.keep_alive([cache])
         fake_client.release([branch])
         fake_client.status()
@@ -77,14 +67,14 @@ def test_every_call_on_a_handle_names_its_instance(fake: FakeServer, fake_client
 
 def test_a_pinned_client_names_its_instance_where_no_handle_does(fake: FakeServer) -> None:
     """A handle goes before it; the name is checked."""
-    with Client.connect(fake.target, instance="b") as client:
+    with Client(fake.target, instance="b") as client:
         client.status()
         with make(fake, client, "a") as cache:
-            cache.decode(1, policy=no_output())
+            cache.decode(1)
     assert fake.routes == [("GetStatus", "b"), ("Prefill", "b"), ("Decode", "a"), ("ReleaseCache", "a")]
     for name, error in (("a b", ValueError), ("", ValueError), (7, TypeError)):
         with pytest.raises(error, match="instance"):
-            Client.connect(fake.target, instance=name)  # type: ignore[arg-type]
+            Client(fake.target, instance=name)  # type: ignore[arg-type]
 
 
 def test_metadata_of_the_caller_travels_with_every_call(fake: FakeServer) -> None:
@@ -95,18 +85,18 @@ def test_metadata_of_the_caller_travels_with_every_call(fake: FakeServer) -> Non
         seen.append(threading.get_ident())
         return [("traceparent", f"00-{len(seen)}"), ("authorization", "other"), ("ferrule-instance", "other")]
 
-    with Client.connect(fake.target, token="ours", metadata=extra) as client:
+    with Client(fake.target, token="ours", metadata=extra) as client:
         client.status()
         assert (fake.metadata["traceparent"], fake.metadata["authorization"]) == ("00-1", "Bearer ours")
         with make(fake, client, "a") as cache:
-            client.decode_many([cache], [1], policy=no_output())
+            client.decode_many([cache], [1])
             assert (fake.metadata["traceparent"], fake.metadata["ferrule-instance"]) == ("00-3", "a")
             list(cache.generate(1))
             assert fake.metadata["traceparent"] == "00-4"
     assert set(seen) == {threading.get_ident()}
 
     async def main() -> None:
-        async with AsyncClient.connect(fake.target, metadata=lambda: [("traceparent", "aio")], instance="b") as client:
+        async with AsyncClient(fake.target, metadata=lambda: [("traceparent", "aio")], instance="b") as client:
             await client.status()
             assert (fake.metadata["traceparent"], fake.metadata["ferrule-instance"]) == ("aio", "b")
 
@@ -123,15 +113,15 @@ def test_a_call_on_many_handles_is_one_for_each_instance(
     a, b = pair
     leases = fake_client.keep_alive([a, b, a.handle])
     assert len(leases) == 3
-    assert not any(isinstance(lease, ExecutorError) for lease in leases)
+    assert not any(isinstance(lease, FerruleError) for lease in leases)
     assert fake.kept[-2:] == [2, 1]
     losers = [make(fake, fake_client, name) for name in "aba"]
     assert fake_client.release(losers).released == (True,) * 3
     with fake_client.stream() as stream:
-        outputs = stream.decode([b, a], [[1, 2], 3], policy=no_output(), release=b.fork())
+        outputs = stream.decode([b, a], [[1, 2], 3], release=b.fork())
         assert [output.handle.length for output in outputs] == [5, 4]
         assert fake.calls["StreamDecode"] == 2
-        stream.decode([a, b], [1, 2], policy=no_output())
+        stream.decode([a, b], [1, 2])
         assert fake.calls["StreamDecode"] == 2
     with pytest.raises(ValueError, match="instances 'a' and 'b'"):
         fake_client.reserve([a, b], 10)
@@ -152,9 +142,9 @@ def test_one_instance_that_is_out_of_reach_takes_nothing_from_the_other(
     fake.unreachable = {"a"}
     lost, lease = fake_client.keep_alive([a, b])
     assert isinstance(lost, InstanceUnreachableError)
-    assert not isinstance(lease, ExecutorError)
+    assert not isinstance(lease, FerruleError)
     with fake_client.stream() as stream:
-        error, output = stream.try_decode([a, b], [1, 2], policy=no_output())
+        error, output = stream.try_decode([a, b], [1, 2])
     assert isinstance(error, InstanceUnreachableError)
     assert (error.instance, error.code) == ("a", grpc.StatusCode.UNAVAILABLE)
     assert isinstance(output, Output)
@@ -184,7 +174,7 @@ def test_an_owner_out_of_reach_is_a_typed_error_after_the_retries(
         a.decode(1)
     assert len(fake.routes) == 1
     fake.unreachable.clear()
-    a.decode(1, policy=no_output())
+    a.decode(1)
 
 
 def test_a_call_without_time_says_nothing_of_its_instance(
@@ -193,7 +183,7 @@ def test_a_call_without_time_says_nothing_of_its_instance(
     """Others have the time to find it back."""
     a, _ = pair
     fake.unreachable = {"a"}
-    with pytest.raises(ExecutorError):
+    with pytest.raises(FerruleError):
         a.info(timeout=0.02)
     fake.routes.clear()
     with pytest.raises(InstanceUnreachableError):
@@ -207,9 +197,9 @@ def test_a_cache_that_recovers_goes_on_elsewhere(fake: FakeServer, fake_client: 
     cache = make(fake, fake_client, "a", recover=True)
     fake.unreachable, fake.instance = {"a"}, "b"
     if name == "decode":
-        cache.decode(1, policy=no_output())
+        cache.decode(1)
     elif name == "stream":
-        fake_client.decode_many([cache], [1], policy=no_output())
+        fake_client.decode_many([cache], [1])
     else:
         assert bytes(list(cache.generate(4))) == b" qui"
     assert cache.num_recoveries == 1
@@ -221,7 +211,7 @@ def test_wrong_instance_is_sent_once_to_the_one_it_names(fake: FakeServer, fake_
     """Where the id names another one than the server says; not a second time, and not back to the same."""
     with make(fake, fake_client, "a") as cache:
         fake.failures["Decode"] = [told("b")]
-        cache.decode(1, policy=no_output())
+        cache.decode(1)
         assert fake.routes[-2:] == [("Decode", "a"), ("Decode", "b")]
         for failures in ([told("b"), told("c")], [told("a")]):
             fake.failures["Decode"] = list(failures)
@@ -242,14 +232,14 @@ def test_an_instance_that_is_no_longer_there_is_a_loss(fake: FakeServer, fake_cl
         fake.instance = "b"
         with pytest.raises(WrongInstanceError):
             plain.decode(1)
-        cache.decode(1, policy=no_output())
+        cache.decode(1)
         assert (cache.num_recoveries, cache.handle.instance) == (1, "b")
 
 
 def test_a_pinned_client_at_another_server_is_told(fake: FakeServer) -> None:
     """Once, with both names; nothing was done."""
     fake.only = "a"
-    with Client.connect(fake.target, instance="b") as client:
+    with Client(fake.target, instance="b") as client:
         calls: tuple[Callable[[], object], ...]
         calls = (client.status, lambda: client.prefill(PROMPT), lambda: client.keep_alive([]))
         for call in calls:
@@ -266,12 +256,12 @@ def test_a_server_that_goes_by_another_name_is_quiet_about_what_it_had(fake: Fak
         fake.only = fake.instance = "b"
         assert [type(one) for one in fake_client.keep_alive(caches)] == [WrongInstanceError] * 3
         with fake_client.stream() as stream:
-            errors = stream.try_decode(caches[:2], [1, 2], policy=no_output(), release=[caches[2]])
+            errors = stream.try_decode(caches[:2], [1, 2], release=[caches[2]])
         assert [type(one) for one in errors] == [WrongInstanceError] * 2
         with pytest.raises(WrongInstanceError):
             caches[0].decode(1)
         with fake_client.stream() as stream, make(fake, fake_client, "b") as there:
-            error, output = stream.try_decode([caches[0], there], [1, 2], policy=no_output())
+            error, output = stream.try_decode([caches[0], there], [1, 2])
             assert isinstance(error, WrongInstanceError)
             assert isinstance(output, Output)
     assert fake_client.release(caches[:2]).released == (False, False)
@@ -286,12 +276,12 @@ def test_a_cache_that_recovers_goes_on_where_the_server_has_another_name(
     with make(fake, fake_client, "a", recover=True) as cache:
         fake.only = fake.instance = "b"
         if name == "decode":
-            cache.decode(1, policy=no_output())
+            cache.decode(1)
         elif name == "many":
-            fake_client.decode_many([cache], [1], policy=no_output())
+            fake_client.decode_many([cache], [1])
         elif name == "stream":
             with fake_client.stream() as stream:
-                stream.decode([cache], [1], policy=no_output())
+                stream.decode([cache], [1])
         else:
             assert bytes(list(cache.generate(4))) == b" qui"
         assert (cache.num_recoveries, cache.handle.instance) == (1, "b")
@@ -299,7 +289,7 @@ def test_a_cache_that_recovers_goes_on_where_the_server_has_another_name(
 
 def test_a_proxy_without_any_server_is_named(fake: FakeServer) -> None:
     """It is not taken for a server that nobody started."""
-    with Client.connect(fake.target, max_retries=0) as client:
+    with Client(fake.target, max_retries=0) as client:
         for text in (NO_OWNER, "no healthy upstream"):
             fake.failures["GetStatus"] = [Failure(grpc.StatusCode.UNAVAILABLE, text)]
             with pytest.raises(UnavailableError, match=r"the proxy at .* reaches no server") as caught:
@@ -315,11 +305,11 @@ def test_a_proxy_without_any_server_is_named(fake: FakeServer) -> None:
 def test_a_stream_that_ended_while_idle_is_opened_again(fake: FakeServer, fake_client: Client) -> None:
     """A server that drained ends it, and the next frame goes to that server's next run."""
     with make(fake, fake_client, "a") as cache, fake_client.stream() as stream:
-        stream.decode([cache], [1], policy=no_output())
+        stream.decode([cache], [1])
         (call,) = stream._calls.values()
         call._call.cancel()
         wait_for(lambda: call.is_over)
-        stream.decode([cache], [2], policy=no_output())
+        stream.decode([cache], [2])
         assert fake.calls["StreamDecode"] == 2
 
 

@@ -8,19 +8,9 @@ import threading
 import grpc
 import pytest
 
-from ferrule_client import (
-    CallCancelledError,
-    Client,
-    ContextExceededError,
-    DeadlineExceededError,
-    ExecutorError,
-    HandleNotFoundError,
-    Output,
-    UnavailableError,
-    greedy,
-    no_output,
-    sample,
-)
+from ferrule import Client, FerruleError, HandleNotFoundError, greedy, sample
+from ferrule.errors import CallCancelledError, ContextExceededError, DeadlineExceededError, UnavailableError
+from ferrule.types import Output
 from tests.api.harness import RunningServer
 from tests.client.fake_server import Failure, FakeServer, threads_named, wait_for
 from tests.fakes import FakeExecutor
@@ -28,9 +18,9 @@ from tests.fakes import FakeExecutor
 
 def test_packed_steps_equal_single_decodes(client: Client) -> None:
     """Three branches in one frame per step draw what each draws alone."""
-    with client.prefill([5, 6, 7], policy=no_output()) as cache:
+    with client.prefill([5, 6, 7]) as cache:
         singles, branches = cache.fork(3), cache.fork(3)
-        alone = [list(branch.generate(6, seed=seed)) for seed, branch in enumerate(singles)]
+        alone = [list(branch.generate(6, policy=sample(seed=seed))) for seed, branch in enumerate(singles)]
         policies = [sample(seed=seed) for seed in range(3)]
         with client.stream() as stream:
             outputs = stream.decode(branches, [()] * 3, policy=policies)
@@ -48,8 +38,8 @@ def test_packed_steps_equal_single_decodes(client: Client) -> None:
 def test_a_frame_of_one_thread_does_not_wait_for_that_of_another() -> None:
     """Two callers of ``decode_many`` have a stream each, so that each has the time it asked for."""
     executor = FakeExecutor()
-    with RunningServer(executor) as server, Client.connect(server.address.target, timeout=10) as client:
-        first, second = (client.prefill([n], policy=no_output()) for n in (1, 2))
+    with RunningServer(executor) as server, Client(server.address.target, timeout=10) as client:
+        first, second = (client.prefill([n]) for n in (1, 2))
         executor.gate = threading.Event()
         executor.is_waiting.clear()
         slow = threading.Thread(target=client.decode_many, args=([first], [5]))
@@ -60,13 +50,13 @@ def test_a_frame_of_one_thread_does_not_wait_for_that_of_another() -> None:
         assert slow.is_alive()
         executor.gate.set()
         slow.join(10)
-        assert first.length == second.decode([6], policy=no_output()).handle.length == 2
+        assert first.length == second.decode([6]).handle.length == 2
         client.release([first, second])
 
 
 def test_results_come_in_the_order_of_the_caches(fake: FakeServer, fake_client: Client) -> None:
     """The server may answer in any order; the fake answers backwards."""
-    caches = [fake_client.prefill([*b"x"] * n, policy=no_output()) for n in range(1, 6)]
+    caches = [fake_client.prefill([*b"x"] * n) for n in range(1, 6)]
     outputs = fake_client.decode_many(caches, [1, 2, 3, 4, [5, 5]], policy=greedy())
     assert [output.handle.length for output in outputs] == [2, 3, 4, 5, 7]
     assert [cache.length for cache in caches] == [2, 3, 4, 5, 7]
@@ -78,7 +68,7 @@ def test_results_come_in_the_order_of_the_caches(fake: FakeServer, fake_client: 
 
 def test_one_bad_item_leaves_its_neighbours_alone(fake: FakeServer, fake_client: Client) -> None:
     """The error says which cache it was; the others have moved."""
-    caches = [fake_client.prefill([*b"abc"], policy=no_output()) for _ in range(3)]
+    caches = [fake_client.prefill([*b"abc"]) for _ in range(3)]
     del fake.sequences[caches[1].handle.cache_id]
     with fake_client.stream() as stream:
         first, second, third = stream.try_decode(caches, [1, 2, 3], policy=greedy())
@@ -94,9 +84,9 @@ def test_one_bad_item_leaves_its_neighbours_alone(fake: FakeServer, fake_client:
 
 def test_release_travels_with_the_frame(client: Client) -> None:
     """Losers go and winners move in one round trip."""
-    with client.prefill([5, 6, 7], policy=no_output()) as cache, client.stream() as stream:
+    with client.prefill([5, 6, 7]) as cache, client.stream() as stream:
         winner, *losers = cache.fork(3)
-        stream.decode([winner], [9], policy=no_output(), release=losers)
+        stream.decode([winner], [9], release=losers)
         assert all(loser.is_released for loser in losers)
         assert len(list(client.list_caches())) == 2
         stream.decode([], [], release=[winner])
@@ -105,10 +95,10 @@ def test_release_travels_with_the_frame(client: Client) -> None:
 
 def test_failed_frame_leaves_the_losers_ours(fake: FakeServer, fake_client: Client) -> None:
     """What was not certainly released is still released by its ``with``."""
-    with fake_client.prefill([1], policy=no_output()) as cache, fake_client.stream() as stream:
-        with fake_client.prefill([2], policy=no_output()) as loser:
+    with fake_client.prefill([1]) as cache, fake_client.stream() as stream:
+        with fake_client.prefill([2]) as loser:
             fake.failures["frame"] = [Failure(grpc.StatusCode.DATA_LOSS)]
-            with pytest.raises(ExecutorError):
+            with pytest.raises(FerruleError):
                 stream.decode([cache], [3], release=[loser])
             assert not loser.is_released
         assert len(fake.sequences) == 1
@@ -116,7 +106,7 @@ def test_failed_frame_leaves_the_losers_ours(fake: FakeServer, fake_client: Clie
 
 def test_broken_stream_sends_only_what_was_not_answered(fake: FakeServer, fake_client: Client) -> None:
     """A frame whose reply was lost is sent again and replayed: nothing is doubled."""
-    caches = [fake_client.prefill([*b"abc"], policy=no_output()) for _ in range(2)]
+    caches = [fake_client.prefill([*b"abc"]) for _ in range(2)]
     fake.failures["frame"] = [Failure(grpc.StatusCode.UNAVAILABLE, after=True)]
     outputs = fake_client.decode_many(caches, [1, 2], policy=greedy())
     assert [output.replayed for output in outputs] == [True, True]
@@ -126,16 +116,16 @@ def test_broken_stream_sends_only_what_was_not_answered(fake: FakeServer, fake_c
 
 def test_branching_appends_are_not_sent_twice(fake: FakeServer, fake_client: Client) -> None:
     """A fork whose reply was lost may have made a branch, so the caller hears of it."""
-    with fake_client.prefill([*b"abc"], policy=no_output()) as cache, fake_client.stream() as stream:
+    with fake_client.prefill([*b"abc"]) as cache, fake_client.stream() as stream:
         fake.failures["frame"] = [Failure(grpc.StatusCode.UNAVAILABLE, after=True)]
         with pytest.raises(UnavailableError):
-            stream.decode([cache], [1], on_stale="fork", policy=no_output())
+            stream.decode([cache], [1], on_stale="fork")
         assert len(fake.frames) == 1
 
 
 def test_misuse_is_said_before_anything_is_sent(fake: FakeServer, fake_client: Client) -> None:
     """Sizes must agree, and a cache can be in a frame only once."""
-    with fake_client.prefill([*b"abc"], policy=no_output()) as cache, fake_client.stream() as stream:
+    with fake_client.prefill([*b"abc"]) as cache, fake_client.stream() as stream:
         with pytest.raises(ValueError, match="once"):
             stream.decode([cache, cache], [1, 2])
         with pytest.raises(ValueError, match="1 caches and 2 entries"):
@@ -147,23 +137,23 @@ def test_misuse_is_said_before_anything_is_sent(fake: FakeServer, fake_client: C
 
 def test_closed_stream_refuses(fake_client: Client) -> None:
     """After close, and after the client's close, there is one clear error."""
-    with fake_client.prefill([*b"abc"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"abc"]) as cache:
         stream = fake_client.stream()
-        stream.decode([cache], [1], policy=no_output())
+        stream.decode([cache], [1])
         stream.close()
         stream.close()
         with pytest.raises(CallCancelledError, match="closed"):
             stream.decode([cache], [1])
     fake_client.close()
-    with pytest.raises(ExecutorError, match="closed"):
+    with pytest.raises(FerruleError, match="closed"):
         fake_client.status()
 
 
 def test_forgotten_stream_leaves_no_thread(fake_client: Client) -> None:
     """A stream that nobody closed ends with its object."""
-    with fake_client.prefill([*b"abc"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"abc"]) as cache:
         stream = fake_client.stream()
-        stream.decode([cache], [1], policy=no_output())
+        stream.decode([cache], [1])
         del stream
         gc.collect()
         wait_for(lambda: not list(threads_named("ferrule-stream")))
@@ -193,9 +183,9 @@ def test_beams_branch_in_one_frame(client: Client) -> None:
 
 def test_branches_take_the_pending_token_along(client: Client) -> None:
     """After a loop each child begins with the loop's last token."""
-    with client.prefill([5, 6, 7], policy=no_output()) as root, client.stream() as stream:
-        (said,) = root.generate(1, temperature=0)
-        _, other = stream.branch([root, root], [1, 2], policy=no_output())
+    with client.prefill([5, 6, 7]) as root, client.stream() as stream:
+        (said,) = root.generate(1, policy=greedy())
+        _, other = stream.branch([root, root], [1, 2])
         with other:
             assert list(other.info(token_ids=True).token_ids) == [5, 6, 7, said, 2]
             assert list(root.info(token_ids=True).token_ids) == [5, 6, 7, said, 1]
@@ -204,7 +194,7 @@ def test_branches_take_the_pending_token_along(client: Client) -> None:
 
 def test_branches_must_differ(fake: FakeServer, fake_client: Client) -> None:
     """Equal tokens would be a replay and one sequence twice; so would a query."""
-    with fake_client.prefill([1, 2], policy=no_output()) as cache, fake_client.stream() as stream:
+    with fake_client.prefill([1, 2]) as cache, fake_client.stream() as stream:
         for tokens in ([3, 3], [[3, 4], 3], [(), 3], [3, ()]):
             with pytest.raises(ValueError, match="places 0 and 1 have the same parent"):
                 stream.branch([cache, cache], tokens)  # type: ignore[arg-type]
@@ -215,9 +205,9 @@ def test_branches_must_differ(fake: FakeServer, fake_client: Client) -> None:
 
 def test_failed_branch_leaves_nothing_behind(client: Client) -> None:
     """The branches that did come into being are released; the fixture counts the blocks."""
-    with client.prefill([1] * 510, policy=no_output()) as cache, client.stream() as stream:
+    with client.prefill([1] * 510) as cache, client.stream() as stream:
         with pytest.raises(ContextExceededError) as caught:
-            stream.branch([cache, cache, cache], [1, 2, [3, 4, 5]], policy=no_output())
+            stream.branch([cache, cache, cache], [1, 2, [3, 4, 5]])
         assert "place 2 of 3" in caught.value.__notes__[0]
         assert cache.length == 511
         assert len(list(client.list_caches())) == 1

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from ferrule_client import Status
-from ferrule_client.cli_top_figures import WINDOW_S, Figures, History, Look, as_dict
+from ferrule.types import Status
+from ferrule_cli.top.figures import WINDOW_S, Figures, History, Look, as_dict
 from tests.client.views import blank, histogram, look, principal, sequence
 
 

@@ -10,11 +10,12 @@ import pytest
 from rich.cells import cell_len
 from rich.text import Text
 
-from ferrule_client import BlockMap, Status
-from ferrule_client.cli_top_figures import Figures, History, Look
-from ferrule_client.cli_top_frame import Frame, map_cells
-from ferrule_client.cli_top_parts import ASCII, UNICODE, bar, block_lines, clean, legend, short, span, spark
-from ferrule_client.cli_top_picture import write_svg
+from ferrule.admin import BlockMap
+from ferrule.types import Status
+from ferrule_cli.top.figures import Figures, History, Look
+from ferrule_cli.top.frame import Frame, map_cells
+from ferrule_cli.top.parts import ASCII, UNICODE, bar, block_lines, clean, legend, short, span, spark
+from ferrule_cli.top.picture import write_svg
 from tests.client.views import blank, histogram, look, principal, sequence
 
 

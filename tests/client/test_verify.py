@@ -6,18 +6,8 @@ import grpc
 import numpy as np
 import pytest
 
-from ferrule_client import (
-    Client,
-    DecodeItem,
-    ExecutorError,
-    Output,
-    Verification,
-    VerifyItem,
-    full_logits,
-    greedy,
-    no_output,
-    sample,
-)
+from ferrule import Client, FerruleError, greedy, logits, sample
+from ferrule.types import Append, Output, Verification, Verify
 from tests.client.fake_server import Failure, FakeServer
 
 PROMPT = [5, 6, 7, 8]
@@ -34,7 +24,7 @@ def test_speculation_says_what_plain_decoding_says(client: Client, acceptance: s
     settings = {"temperature": 0.0} if acceptance else {"seed": 4}
     expected = spoken(client, 20, **settings)
     rng = np.random.default_rng(1)
-    with client.prefill(PROMPT, policy=no_output()) as cache:
+    with client.prefill(PROMPT) as cache:
         said = list[int](cache.generate(1, **settings))
         while len(said) < 20:
             drafts = expected[len(said) :][: rng.integers(0, 5)]
@@ -59,7 +49,7 @@ def test_distributions_may_be_dense_or_sparse(client: Client) -> None:
             dense[row, token] = prob
     seen = []
     for distributions in (sparse, dense):
-        with client.prefill(PROMPT, policy=no_output()) as cache:
+        with client.prefill(PROMPT) as cache:
             check = cache.verify([4, 10, 1], tokens=9, policy=sample(seed=11), draft_probs=distributions)
             assert check.output.seed == 11
             seen.append((check.accepted_count, check.output.tokens, cache.token_ids))
@@ -72,7 +62,7 @@ def test_masks_bind_each_row(client: Client) -> None:
     only = np.zeros(vocab_size, np.bool_)
     only[40] = True
     registered = client.register_mask([41])
-    with client.prefill(PROMPT, policy=no_output()) as cache:
+    with client.prefill(PROMPT) as cache:
         check = cache.verify([40, 41], tokens=9, policy=greedy(), masks=[only, registered, [42]])
         assert check.output.tokens == (40, 41, 42)
         with pytest.raises(ValueError, match="masks needs one per row"):
@@ -81,10 +71,10 @@ def test_masks_bind_each_row(client: Client) -> None:
 
 def test_the_caller_may_decide(client: Client) -> None:
     """All rows and handles come back; going on from one of them rewinds."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
-        check = cache.verify([1, 2, 3], tokens=9, policy=full_logits(), acceptance="none", row_handles=True)
-        assert check.output.all_logits is not None
-        assert check.output.all_logits.shape[0] == 4
+    with client.prefill(PROMPT) as cache:
+        check = cache.verify([1, 2, 3], tokens=9, policy=logits(), acceptance="none", row_handles=True)
+        assert check.output.logits is not None
+        assert check.output.logits.shape[0] == 4
         assert [handle.length for handle in check.row_handles] == [5, 6, 7, 8]
         assert (cache.length, cache.pending, check.next_token) == (8, (), None)
         cache.truncate(6)
@@ -93,7 +83,7 @@ def test_the_caller_may_decide(client: Client) -> None:
 
 def test_rules_go_with_their_policies(client: Client) -> None:
     """Misuse is said before anything is sent."""
-    with client.prefill(PROMPT, policy=no_output()) as cache:
+    with client.prefill(PROMPT) as cache:
         with pytest.raises(ValueError, match="greedy needs a greedy policy"):
             cache.verify([1], tokens=2, acceptance="greedy", policy=sample())
         with pytest.raises(ValueError, match=r"rejection needs a policy of sample\(\)"):
@@ -114,9 +104,9 @@ def test_verifies_and_decodes_share_a_frame(client: Client) -> None:
     ):
         output, check, error = stream.run(
             [
-                DecodeItem(first, expected[0], greedy()),
-                VerifyItem(second, expected[1:3], expected[0], greedy()),
-                VerifyItem(third, [999], 1, greedy()),
+                Append(first, expected[0], greedy()),
+                Verify(second, expected[1:3], expected[0], greedy()),
+                Verify(third, [999], 1, greedy()),
             ]
         )
         assert stream.num_frames <= 2
@@ -124,20 +114,20 @@ def test_verifies_and_decodes_share_a_frame(client: Client) -> None:
         assert output.token == expected[1]
         assert isinstance(check, Verification)
         assert check.output.tokens == tuple(expected[1:4])
-        assert isinstance(error, ExecutorError)
+        assert isinstance(error, FerruleError)
         assert third.length == 4
         first.truncate(4)
         second.truncate(4)
         checks = stream.verify([first, second], [expected[1:2], []], tokens=[expected[0]] * 2, policy=greedy())
         assert [one.accepted_count for one in checks] == [1, 0]
-        with pytest.raises(ExecutorError) as caught:
+        with pytest.raises(FerruleError) as caught:
             stream.verify([first, second], [[1], [999]], policy=greedy())
         assert "cache 1 of 2" in caught.value.__notes__[0]
 
 
 def test_lost_answer_of_a_verify_is_asked_for_again(fake: FakeServer, fake_client: Client) -> None:
     """The same request once more; and drafts that landed are dropped when others follow."""
-    with fake_client.prefill([*b"the"], policy=no_output()) as cache:
+    with fake_client.prefill([*b"the"]) as cache:
         fake.failures["ForwardVerify"] = [Failure(grpc.StatusCode.UNAVAILABLE)]
         check = cache.verify([*b"qu?"], tokens=[*b" "], acceptance="greedy")
         assert fake.calls["ForwardVerify"] == 2

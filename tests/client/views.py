@@ -6,8 +6,9 @@ import dataclasses
 from datetime import UTC, datetime
 from typing import Any
 
-from ferrule_client import BlockMap, CacheMetrics, Histogram, PrincipalView, SequenceView, ServerView, Status
-from ferrule_client.cli_top_figures import Look
+from ferrule.admin import BlockMap, CacheMetrics, Histogram, PrincipalView, SequenceView, ServerView
+from ferrule.types import Status
+from ferrule_cli.top.figures import Look
 
 BOUNDS = (0.001, 0.002, 0.004, 0.008)
 _TYPES = {"int": 0, "float": 0.0, "str": "", "bool": False, "tuple[int, ...]": ()}

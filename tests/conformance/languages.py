@@ -16,7 +16,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 RUNNERS: Final = Path(__file__).parent / "runners"
 BUILD: Final = ROOT / "build" / "conformance"
-EXAMPLES: Final = ROOT / "client" / "examples"
+EXAMPLES: Final = ROOT / "examples"
 INCLUDES: Final = (ROOT / "protos", ROOT / "protos" / "third_party", Path(__file__).parent / "protos")
 CONTRACT: Final = tuple(
     sorted(p.relative_to(ROOT / "protos").as_posix() for p in (ROOT / "protos" / "ferrule").rglob("*.proto"))
@@ -83,7 +83,7 @@ def node_modules(example: str = "node") -> Path:
     """
     folder = EXAMPLES / example / "node_modules"
     if not (folder / "@grpc" / "grpc-js").is_dir():
-        raise Missing(f"client/examples/{example}/node_modules: npm install --prefix client/examples/{example}")
+        raise Missing(f"examples/{example}/node_modules: npm install --prefix examples/{example}")
     return folder
 
 

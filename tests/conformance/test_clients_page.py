@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_client import Client, InvalidRequestError, UnsupportedError, no_output
+from ferrule import Client
+from ferrule.errors import InvalidRequestError, UnsupportedError
 from tests.conformance.cases import load
 from tests.conformance.languages import (
     EXAMPLES,
@@ -108,7 +109,7 @@ def test_a_module_of_ones_own_imports_the_package(tmp_path: Path) -> None:
     offline = Path(environment["GOFLAGS"].partition("=")[2]).read_text("utf-8")
     (tmp_path / "go.mod").write_text(offline.replace("module ferrule.internal/go", "module example.org/you"), "utf-8")
     (command,) = _block(PAGE, "go-module")
-    script = f"{command.replace('client/examples', f'{EXAMPLES}')} && go vet . && go build -o fork ."
+    script = f"{command.replace('examples', f'{EXAMPLES}')} && go vet . && go build -o fork ."
     subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment | {"GOFLAGS": ""}, check=True)
 
 
@@ -151,20 +152,20 @@ def test_code_is_generated_as_the_page_says(language: str, file: str, line: str,
 def test_the_server_without_weights_is_as_the_page_says(servers: Servers) -> None:
     """No tokenizer, ids below 256; so it is not named before the examples, which want one."""
     assert PAGE.index("--executor paged-reference") > PAGE.index("## Proving")
-    with Client.connect(servers.target("plain")) as client:
+    with Client(servers.target("plain")) as client:
         with pytest.raises(UnsupportedError, match="tokenizer"):
-            client.encode("def")
-        client.prefill([0, 255], policy=no_output()).release()
+            client.tokenize("def")
+        client.prefill([0, 255]).release()
         with pytest.raises(InvalidRequestError, match="256"):
-            client.prefill([256], policy=no_output())
+            client.prefill([256])
 
 
 def test_from_the_readme_to_a_fork_in_node_are_under_ten_commands() -> None:
     """The last one forks; what was to be installed before stands there."""
     commands = _block(README, "newcomer")
     assert len(commands) < 10
-    assert commands[-1] == "node client/examples/node/fork.js"
-    assert "npm install --prefix client/examples/node" in commands
+    assert commands[-1] == "node examples/node/fork.js"
+    assert "npm install --prefix examples/node" in commands
 
 
 @pytest.mark.slow

@@ -40,13 +40,13 @@ def _rust(path: Path) -> list[str]:
     """Build the crate of the example again, with this file in the place of its own."""
     for name in ("Cargo.toml", "build.rs", "lib.rs"):
         text = (EXAMPLES / "rust" / name).read_text("utf-8")
-        (path.parent / name).write_text(text.replace("../../../protos", str(ROOT / "protos")), "utf-8")
+        (path.parent / name).write_text(text.replace("../../protos", str(ROOT / "protos")), "utf-8")
     return [str(compile_rust("fork", path.parent))]
 
 
 RUN: Mapping[str, tuple[str, str, Callable[[Path], list[str]]]] = {
     "node": ("fork.js", r"^const connect = .*$", _node),
-    "python": ("fork.py", r"^channel = .*$", lambda path: [sys.executable, str(path)]),
+    "python": ("raw_stubs.py", r"^channel = .*$", lambda path: [sys.executable, str(path)]),
     "go": ("fork.go", r"^\tchannel := .*$", lambda path: [str(compile_go("fork-tls", path))]),
     "rust": ("fork.rs", r"^    let channel = .*$", _rust),
     "cpp": ("fork.cc", r"^  auto channel = .*$", lambda path: [str(compile_cpp("fork-tls", path))]),
@@ -60,7 +60,7 @@ WITHOUT_TLS = {
     "cpp": "Socket closed",
 }
 """What an example reads at a port with TLS."""
-COMMANDS = EXAMPLE_OF | {"python": lambda: [sys.executable, str(EXAMPLES / "python" / "fork.py")]}
+COMMANDS = EXAMPLE_OF | {"python": lambda: [sys.executable, str(EXAMPLES / "python" / "raw_stubs.py")]}
 
 
 def _marked(names: Iterable[str]) -> list[object]:
@@ -80,7 +80,7 @@ def _secured(language: str, folder: Path) -> list[str]:
     place = r"(?<=^package main\n)" if language == "go" else r"^(?=import |#include |use )"
     text = re.sub(place, lambda _: "\n".join([*heads, ""]), text, count=1, flags=re.MULTILINE)
     path = folder / name
-    path.write_text(text.replace("../../../protos", (ROOT / "protos").as_uri()), "utf-8")
+    path.write_text(text.replace("../../protos", (ROOT / "protos").as_uri()), "utf-8")
     return build(path)
 
 

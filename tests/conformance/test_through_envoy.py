@@ -37,7 +37,9 @@ def test_an_example_behind_a_proxy_finds_its_handles(language: str, targets: dic
     """Run after run the same text, whichever server took the prompt; both have taken some."""
     try:
         command = (
-            [sys.executable, str(EXAMPLES / "python" / "fork.py")] if language == "python" else COMMANDS[language]()
+            [sys.executable, str(EXAMPLES / "python" / "raw_stubs.py")]
+            if language == "python"
+            else COMMANDS[language]()
         )
     except Missing as missing:
         absent(missing)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_client import Client, UnavailableError
+from ferrule import Client
+from ferrule.errors import UnavailableError
 from tests.model.hub_stand_in import Faults, Hub, serving
 
 DEMO = Path(__file__).resolve().parents[2] / "server" / "ferrule_server" / "demo_model"
@@ -59,8 +60,8 @@ def _said(hub: Hub, cache: Path, *arguments: str) -> tuple[dict[str, str], list[
         line = process.stdout.readline()
         assert line.startswith("ready "), process.communicate(timeout=10)
         values = dict(part.split("=", 1) for part in line.split()[1:])
-        with Client.connect(values["listen"]) as client:
-            tokens = client.generate("def read_file(path):", 24, seed=1).read().tokens
+        with Client(values["listen"]) as client:
+            tokens = client.generate("def read_file(path):", 24, policy=sample(seed=1)).read().tokens
         process.terminate()
         assert process.wait(20) == 0
     return values, list(tokens)
@@ -84,7 +85,7 @@ def test_ctrl_c_ends_a_download_at_once_and_the_next_start_goes_on(hub: Hub, tmp
     """The status says what is being done meanwhile."""
     hub.faults = Faults(pause_s=0.05)
     address = f"unix:{tmp_path}/f.sock"
-    with _start(hub, tmp_path, "--model", NAME, "--listen", address) as process, Client.connect(address) as client:
+    with _start(hub, tmp_path, "--model", NAME, "--listen", address) as process, Client(address) as client:
         while _stage(client) != ("downloading", "starting") or hub.sent_bytes < 3 << 20:
             assert process.poll() is None, process.communicate()
             time.sleep(0.02)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ferrule_client import Client, no_output
+from ferrule import Client
 from ferrule_server.addresses import ListenAddress, parse_listen
 from tests.api.web.plain_http import get, listening
 
@@ -55,7 +55,7 @@ def test_metrics_and_page_are_served_from_start_to_end() -> None:
         assert get(address, "/ui").status == 200
         values = _ready(process)
         assert parse_listen(values["metrics_listen"]) == address
-        with Client.connect(values["listen"]) as client, client.prefill([1, 2, 3], policy=no_output()) as cache:
+        with Client(values["listen"]) as client, client.prefill([1, 2, 3]) as cache:
             assert b"ferrule_sequences 1.0" in get(address, "/metrics").body
             process.send_signal(signal.SIGTERM)
             while b'ferrule_state{state="draining"} 1.0' not in get(address, "/metrics").body:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ferrule.v1 import info_pb2
-from ferrule_client import cli_token
+from ferrule_cli.commands import token as cli_token
 from ferrule_client.types import Quotas
 from ferrule_server.api.security import token_file
 from ferrule_server.quotas import QuotaLimits

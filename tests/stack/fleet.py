@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
-from ferrule_client import Cache, Client, ExecutorError, Status, greedy, no_output
+from ferrule import Cache, Client, FerruleError, greedy
+from ferrule.types import Status
 from tests.chaos.server_process import ServerProcess, wait_for
 from tools.compose.envoy import EnvoyProcess, get
 from tools.compose.stack import Stack
@@ -157,14 +158,14 @@ class ComposedFleet:
 
 def connect(fleet: Fleet, **options: object) -> Client:
     """Return a client of the proxy."""
-    return Client.connect(fleet.target, timeout=20, **options)  # type: ignore[arg-type]
+    return Client(fleet.target, timeout=20, **options)  # type: ignore[arg-type]
 
 
 def status_of(fleet: Fleet) -> dict[str, Status]:
     """Return what each server says of itself when it is asked directly, by instance."""
     found = {}
     for name, target in fleet.targets.items():
-        with Client.connect(target) as direct:
+        with Client(target) as direct:
             found[name] = direct.status()
     return found
 
@@ -196,11 +197,11 @@ class Worker(threading.Thread):
             while not self._stop_asked.is_set():
                 try:
                     self._serve_one(client, stream if self._number % 2 else client)
-                except ExecutorError as error:
+                except FerruleError as error:
                     self.failures.append(f"{type(error).__name__} {error}")
 
     def _serve_one(self, client: Client, by: object) -> None:
-        with client.prefill([self._number, 3], policy=no_output()) as cache:
+        with client.prefill([self._number, 3]) as cache:
             self.owners[owner(cache)] += 1
             for token in range(1, 21):
                 if by is client:

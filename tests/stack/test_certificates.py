@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_client import Client, ExecutorError, TlsConfig
+from ferrule import Client, FerruleError
+from ferrule.types import TlsConfig
 from tests.tools import tool
 from tools.compose.compose_file import ROOT
 from tools.compose.stack import Stack
@@ -191,16 +192,16 @@ def test_certificates_let_in_whom_they_name(filled: Folders, tmp_path: Path) -> 
     """With deploy/compose.mtls.yml: by name, ``ops`` with the role, nobody without one."""
     with stack_on(tmp_path, "mtls", filled) as stack:
         address = stack.address("ferrule", 50051)
-        with Client.connect(address, tls=filled.identity("alice")) as alice:
+        with Client(address, tls=filled.identity("alice")) as alice:
             caller = alice.capabilities().caller
             assert caller is not None
             assert (caller.principal, caller.is_admin) == ("alice", False)
-        with Client.connect(address, tls=filled.identity("ops")) as ops:
+        with Client(address, tls=filled.identity("ops")) as ops:
             caller = ops.capabilities().caller
             assert caller is not None
             assert (caller.principal, caller.is_admin) == ("ops", True)
         nobody = TlsConfig((filled.secrets / "ca.pem").read_bytes())
-        with Client.connect(address, tls=nobody, timeout=5) as stranger, pytest.raises(ExecutorError):
+        with Client(address, tls=nobody, timeout=5) as stranger, pytest.raises(FerruleError):
             stranger.status()
         assert stack.stop_all() == {"ferrule": 0}
 
@@ -209,7 +210,7 @@ def test_certificates_are_replaced_under_a_client_that_goes_on(filled: Folders, 
     """New connections get the new certificate, the old one loses nothing; then the authority of clients changes."""
     with stack_on(tmp_path, "mtls", filled) as stack:
         address = stack.address("ferrule", 50051)
-        with Client.connect(address, tls=filled.identity("alice")) as client, client.prefill([1, 2, 3]) as cache:
+        with Client(address, tls=filled.identity("alice")) as client, client.prefill([1, 2, 3]) as cache:
             old = served_certificate(address, filled, "alice")
             with client.stream() as stream:
                 stream.decode([cache], [[4]])
@@ -242,9 +243,9 @@ def test_tokens_over_tls(filled: Folders, tmp_path: Path) -> None:
     with stack_on(tmp_path, "secured", filled) as stack:
         address = stack.address("ferrule", 50051)
         with (
-            Client.connect(address, tls=tls, token=alice) as client,
+            Client(address, tls=tls, token=alice) as client,
             client.prefill([1, 2, 3]),
-            Client.connect(address, tls=tls, token=ops) as admin,
+            Client(address, tls=tls, token=ops) as admin,
         ):
             assert [one.principal for one in admin.admin.server_view().sequences] == ["alice"]
         assert not _gets_in(address, tls)
@@ -257,7 +258,7 @@ def test_tokens_on_this_machine_give_somebody_the_role(folders: Folders, tmp_pat
     ops, alice = _token(folders, "ops", "--admin"), _token(folders, "alice")
     with stack_on(tmp_path, "tokens", folders) as stack:
         for token, is_admin in ((ops, True), (alice, False)):
-            with Client.connect(stack.address("ferrule", 50051), token=token) as client:
+            with Client(stack.address("ferrule", 50051), token=token) as client:
                 caller = client.capabilities().caller
                 assert caller is not None
                 assert caller.is_admin is is_admin
@@ -265,16 +266,16 @@ def test_tokens_on_this_machine_give_somebody_the_role(folders: Folders, tmp_pat
 
 def _token(folders: Folders, name: str, *options: str) -> str:
     """Return a token whose line is in the server's file."""
-    command = [sys.executable, "-m", "ferrule_client.cli", "token", name, *options]
+    command = [sys.executable, "-m", "ferrule_cli.app", "token", name, *options]
     command += ["--append", str(folders.secrets / "tokens")]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
 
 def _gets_in(address: str, tls: TlsConfig) -> bool:
-    with Client.connect(address, tls=tls, timeout=5) as client:
+    with Client(address, tls=tls, timeout=5) as client:
         try:
             client.status()
-        except ExecutorError:
+        except FerruleError:
             return False
     return True
 

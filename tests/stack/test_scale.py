@@ -18,25 +18,12 @@ import grpc
 import pytest
 import yaml
 
+from ferrule import AsyncClient, Cache, Client, FerruleError, greedy
+from ferrule.errors import AuthError, EpochChangedError, InstanceUnreachableError, UnavailableError, WrongInstanceError
+from ferrule.types import Append, Output
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
-from ferrule_client import (
-    AuthError,
-    Cache,
-    Chunk,
-    Client,
-    DecodeItem,
-    EpochChangedError,
-    ExecutorError,
-    InstanceUnreachableError,
-    Output,
-    UnavailableError,
-    WrongInstanceError,
-    greedy,
-    no_output,
-)
 from ferrule_client._convert import handle_to_message
 from ferrule_client._status import error_from_call
-from ferrule_client.aio import AsyncClient
 from tests.chaos.raw_clients import open_channel
 from tests.stack.fleet import NAMES, A, B, ComposedFleet, Fleet, OwnFleet, Worker, connect, owner, status_of
 from tools.compose.envoy import CONFIG, EnvoyProcess, validate
@@ -84,7 +71,7 @@ def prompt(number: int) -> list[int]:
 def make_on(client: Client, name: str, tokens: Sequence[int] = (5, 6, 7), **options: object) -> Cache:
     """Return a cache on an instance, made by prompts through the proxy until one lands there."""
     for _ in range(100):
-        cache = client.prefill(tokens, policy=no_output(), **options)  # type: ignore[arg-type]
+        cache = client.prefill(tokens, **options)  # type: ignore[arg-type]
         if owner(cache) == name:
             return cache
         cache.release()
@@ -98,7 +85,7 @@ def picked(endpoint: str) -> list[tuple[str, str | bytes]]:
 
 def likeliest_after(target: str, texts: Sequence[Sequence[int]], tie: float = 0.0) -> list[set[int]]:
     """Return the likeliest token after each text, by a server that is asked directly, and all that are so near."""
-    with Client.connect(target) as direct:
+    with Client(target) as direct:
         found = []
         for start in range(0, len(texts), 50):
             for cache in direct.batch_prefill(texts[start : start + 50], policy=greedy(top_logprobs=4)):
@@ -116,7 +103,7 @@ def likeliest_after(target: str, texts: Sequence[Sequence[int]], tie: float = 0.
 def test_every_append_of_a_thousand_handles_reaches_its_owner(fleet: Fleet) -> None:
     """By the owners' own counts, and because every token is what the text before it makes likeliest."""
     with connect(fleet) as client:
-        caches = [client.prefill(prompt(number), policy=no_output(), keep_alive=False) for number in range(NUM_HANDLES)]
+        caches = [client.prefill(prompt(number), keep_alive=False) for number in range(NUM_HANDLES)]
         try:
             check_appends(fleet, client, caches)
         finally:
@@ -153,7 +140,7 @@ def test_calls_on_many_handles_are_put_together_again(stack: OwnFleet, client: C
     with client.stream() as stream:
         outputs = stream.decode([on_b, on_a], [[1, 2], 1], policy=greedy(), release=[loser])
         assert [output.handle.length for output in outputs] == [5, 4]
-        children = stream.branch([on_a, on_a, on_b, on_b], [1, 2, 1, 2], policy=no_output())
+        children = stream.branch([on_a, on_a, on_b, on_b], [1, 2, 1, 2])
         assert list(map(owner, children)) == [A, A, B, B]
     assert loser.is_released
     with pytest.raises(ValueError, match="'ferrule-a' and 'ferrule-b'"):
@@ -164,17 +151,17 @@ def test_calls_on_many_handles_are_put_together_again(stack: OwnFleet, client: C
 def test_new_sequences_of_a_stream_go_where_it_is(client: Client) -> None:
     """Pieces of prompts beside appends are one frame, as with one server; alone they open no second call."""
     with make_on(client, B) as on_b, client.stream() as stream:
-        first, moved = stream.run([Chunk([1, 2]), DecodeItem(on_b, 1, greedy())])
-        second, third = stream.run([Chunk([3, 4]), Chunk([5, 6])])
+        first, moved = stream.run([Append([1, 2]), Append(on_b, 1, greedy())])
+        second, third = stream.run([Append([3, 4]), Append([5, 6])])
         assert isinstance(moved, Output)
         made = [one for one in (first, second, third) if isinstance(one, Cache)]
         assert [owner(one) for one in made] == [B] * 3
         assert stream.num_frames == 2
         client.release(made)
     with client.stream() as stream:
-        (fresh,) = stream.run([Chunk([1, 2])])
+        (fresh,) = stream.run([Append([1, 2])])
         assert isinstance(fresh, Cache)
-        stream.decode([fresh], [3], policy=no_output())
+        stream.decode([fresh], [3])
         assert list(stream._calls) == [owner(fresh)]
         fresh.release()
 
@@ -196,7 +183,7 @@ def test_a_client_may_be_of_one_instance(stack: OwnFleet) -> None:
     """What names no handle goes there; without a name, administration is refused by the proxy."""
     for name, server in stack.servers.items():
         with stack.client(instance=name) as pinned:
-            caches = [pinned.prefill([number], policy=no_output()) for number in range(5)]
+            caches = [pinned.prefill([number]) for number in range(5)]
             assert {owner(cache) for cache in caches} == {name}
             assert pinned.status().live_sequences == server.status().live_sequences
             assert pinned.admin.warmup([1]).batch_sizes
@@ -209,8 +196,8 @@ def test_asyncio_clients_go_the_same_ways(stack: OwnFleet) -> None:
     """A frame over both instances, leases and releases."""
 
     async def main() -> None:
-        async with AsyncClient.connect(stack.envoy.target, timeout=20) as client:
-            caches = [await client.prefill([number], policy=no_output()) for number in range(16)]
+        async with AsyncClient(stack.envoy.target, timeout=20) as client:
+            caches = [await client.prefill([number]) for number in range(16)]
             assert {cache.handle.cache_id.partition(".")[0] for cache in caches} == {A, B}
             outputs = await client.decode_many(caches, [1] * 16, policy=greedy())
             assert [output.handle.length for output in outputs] == [2] * 16
@@ -241,7 +228,7 @@ def test_clients_cannot_choose_the_server_of_a_new_prompt(stack: OwnFleet) -> No
     """The header of a picker is taken away when a client sends it."""
     endpoint = f"127.0.0.1:{stack.servers[B].port}"
     with stack.client(metadata=functools.partial(picked, endpoint)) as client:
-        caches = [client.prefill([number], policy=no_output()) for number in range(30)]
+        caches = [client.prefill([number]) for number in range(30)]
         assert {owner(cache) for cache in caches} == {A, B}
         client.release(caches)
 
@@ -258,8 +245,8 @@ def test_a_picker_can_choose_the_server_of_a_new_prompt(stack: OwnFleet, tmp_pat
         envoy.wait_for_healthy(set(ports.values()))
         for name in NAMES:
             endpoint = f"127.0.0.1:{ports[name]}"
-            with Client.connect(envoy.target, metadata=functools.partial(picked, endpoint)) as client:
-                caches = [client.prefill([number], policy=no_output()) for number in range(10)]
+            with Client(envoy.target, metadata=functools.partial(picked, endpoint)) as client:
+                caches = [client.prefill([number]) for number in range(10)]
                 assert {owner(cache) for cache in caches} == {name}
                 client.release(caches)
 
@@ -287,8 +274,8 @@ def test_handles_of_a_killed_owner_are_typed_errors_and_others_go_on(stack: OwnF
     again = make_on(client, A, recover=True)
     loop = make_on(client, A, recover=True)
     with loop.fork()[0] as copy:
-        undisturbed = list(copy.generate(40, temperature=0.9, seed=3))
-    said = loop.generate(40, temperature=0.9, seed=3)
+        undisturbed = list(copy.generate(40, policy=sample(temperature=0.9, seed=3)))
+    said = loop.generate(40, policy=sample(temperature=0.9, seed=3))
     begun = [next(said) for _ in range(3)]
     stack.servers[A].kill()
     started = time.monotonic()
@@ -301,14 +288,14 @@ def test_handles_of_a_killed_owner_are_typed_errors_and_others_go_on(stack: OwnF
     assert {results[1].token} == likeliest_after(stack.servers[B].target, [text])[0]
     lease, other = client.keep_alive([on_a, on_b])
     assert isinstance(lease, UnavailableError)
-    assert not isinstance(other, ExecutorError)
+    assert not isinstance(other, FerruleError)
     assert time.monotonic() - started < 6, "a dead owner took others' time"
     assert again.decode(1, policy=greedy()).token == results[1].token
     assert (owner(again), again.num_recoveries) == (B, 1)
     assert begun + list(said) == undisturbed
     assert (owner(loop), loop.num_recoveries) == (B, 1)
     for number in range(20):
-        client.prefill([number], policy=no_output()).release()
+        client.prefill([number]).release()
     assert stack.envoy.wait_for_healthy({stack.servers[B].port}) < HEALTH_S
     stack.servers[A].start()
     with pytest.raises(EpochChangedError):
@@ -330,7 +317,7 @@ def test_with_no_server_left_the_proxy_says_so(stack: OwnFleet) -> None:
             cache.decode(1)
         starting = threading.Timer(0.5, stack.servers[B].start)
         starting.start()
-        again.decode(1, policy=no_output())
+        again.decode(1)
         starting.join()
         assert owner(again) == B
         stack.servers[A].start()
@@ -372,9 +359,9 @@ def test_handles_are_served_while_every_server_drains(stack: OwnFleet) -> None:
         end = time.monotonic() + 4  # twice what two failed checks take
         while time.monotonic() < end:
             with client.stream() as fresh:
-                fresh.decode(caches, [[1], [1]], policy=no_output())
-            client.decode_many(caches, [[1], [1]], policy=no_output())
-            assert all(not isinstance(lease, ExecutorError) for lease in client.keep_alive(caches))
+                fresh.decode(caches, [[1], [1]])
+            client.decode_many(caches, [[1], [1]])
+            assert all(not isinstance(lease, FerruleError) for lease in client.keep_alive(caches))
             time.sleep(0.2)
         with pytest.raises(UnavailableError):
             client.prefill([1])
@@ -390,7 +377,7 @@ def test_handles_are_served_while_every_server_drains(stack: OwnFleet) -> None:
 def test_a_call_without_a_body_reaches_a_server_too(stack: OwnFleet) -> None:
     """GetStatus and the health service by the proxy, as orchestrators ask."""
     with stack.client() as client:
-        assert client.health()
+        assert client.admin.health()
         assert client.wait_until_ready().is_ready
         with open_channel(stack.envoy.target) as channel:
             stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)

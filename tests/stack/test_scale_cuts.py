@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ferrule import Client, greedy
 from ferrule.v1 import cache_pb2, policy_pb2
-from ferrule_client import Client, greedy
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
 from tests.chaos.library_clients import LibraryStreamAppender, LibraryUnaryAppender
@@ -148,10 +148,10 @@ def test_a_creation_that_is_repeated_leaves_at_most_a_sequence_that_expires(tmp_
     """Its request_id is known to one server alone; the next one makes it anew, and the answer is as right."""
     with (
         rig(tmp_path, seed=5) as stack,
-        Client.connect(stack.cutters[0].target, timeout=60, max_retries=1000) as client,
+        Client(stack.cutters[0].target, timeout=60, max_retries=1000) as client,
     ):
         caches = [client.prefill([number, 2, 3], policy=greedy(), keep_alive=False, ttl=5) for number in range(30)]
-        with Client.connect(stack.servers[NAMES[0]].target) as direct:
+        with Client(stack.servers[NAMES[0]].target) as direct:
             for number in (0, 15, 29):
                 with direct.prefill([number, 2, 3], policy=greedy()) as plain:
                     repeated = caches[number].last

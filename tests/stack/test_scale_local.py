@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ferrule_client import Client, ExecutorError, greedy
+from ferrule import Client, FerruleError, greedy
 from tests.chaos.server_process import wait_for
 from tests.commands import in_page
 from tools.compose.envoy import CONFIG, ROOT, free_ports
@@ -42,7 +42,7 @@ def test_the_block_of_the_page_brings_up_two_servers(tmp_path: Path) -> None:
             stack.callback(process.terminate)
         target = f"127.0.0.1:{ports['50051']}"
         for name in ("ferrule-a", "ferrule-b"):
-            with Client.connect(target, instance=name, timeout=20) as client:
+            with Client(target, instance=name, timeout=20) as client:
                 wait_for(name, lambda client=client: _is_served(client), 30)
                 assert client.status().instance == name
                 with client.prefill([1, 2], policy=greedy()) as cache:
@@ -53,6 +53,6 @@ def test_the_block_of_the_page_brings_up_two_servers(tmp_path: Path) -> None:
 def _is_served(client: Client) -> bool:
     try:
         client.status()
-    except ExecutorError:
+    except FerruleError:
         return False
     return True

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ferrule_client import AuthError, Client, TlsConfig, UnavailableError, greedy
+from ferrule import Client, greedy
+from ferrule.errors import AuthError, UnavailableError
+from ferrule.types import TlsConfig
 from tests.api.certificates import Authority
 from tests.chaos.server_process import ServerProcess, wait_for
 from tests.tools import tool
@@ -68,7 +70,7 @@ def test_envoy_trusts_the_servers_that_it_should(tmp_path: Path) -> None:
         ports = {"ferrule-a": running.port, "ferrule-b": free_ports(1)[0]}
         with EnvoyProcess(tmp_path, ports, secured_config(tmp_path)) as envoy:
             envoy.wait_for_healthy({running.port})
-            with Client.connect(envoy.target, token=TOKEN) as client:
+            with Client(envoy.target, token=TOKEN) as client:
                 assert principal_of(client) == "alice"
 
 
@@ -89,20 +91,20 @@ def test_two_servers_are_published_with_tls_and_tokens(tmp_path: Path) -> None:
         target = stack.address("envoy", 50051)
         certificates = (own / "ca.pem").read_bytes()
         tls = TlsConfig(root_certificates=certificates, server_name=NAME)
-        with Client.connect(target, token=TOKEN, tls=tls, timeout=20) as client:
+        with Client(target, token=TOKEN, tls=tls, timeout=20) as client:
             wait_for("a healthy server", lambda: _is_served(client), 20)
             assert principal_of(client) == "alice"
-        with Client.connect(target, token="other", tls=tls) as client, pytest.raises(AuthError):
+        with Client(target, token="other", tls=tls) as client, pytest.raises(AuthError):
             client.prefill([1])
         strange = TlsConfig(root_certificates=Authority().cert, server_name=NAME)
         for options in ({"tls": strange}, {}):
-            client = Client.connect(target, max_retries=0, timeout=5, **options)  # type: ignore[arg-type]
+            client = Client(target, max_retries=0, timeout=5, **options)  # type: ignore[arg-type]
             with client, pytest.raises(UnavailableError):
                 client.prefill([1])
         make_certificates(own, "renew", NAME)
         new = ssl.PEM_cert_to_DER_cert((own / "cert.pem").read_text())
         wait_for("the new certificate", lambda: _served_certificate(target) == new, 10)
-        with Client.connect(target, token=TOKEN, tls=tls) as client:
+        with Client(target, token=TOKEN, tls=tls) as client:
             assert principal_of(client) == "alice"
         config = stack_folder / "envoy" / "etc" / "envoy" / "envoy.yaml"
         config.write_text(config.read_text().replace("# TLS for clients", "# ours"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_client import Cache, Client
+from ferrule import Cache, Client
 from tests.stack.promql import DASHBOARD, Prometheus, filled_in, panels
 from tests.stack.traffic import traffic
 from tests.tools import KERNEL_CACHE, tool
@@ -95,7 +95,7 @@ def test_the_plain_stack_serves_and_stops(tmp_path: Path) -> None:
     """``docker compose up`` and ``stop``: healthy by its own check, answers, and ends with 0 in its time."""
     with Stack(tmp_path, environment=SMALL, settings={"FERRULE_KERNEL_CACHE": KERNEL_CACHE}) as stack:
         assert stack.names == ["ferrule"]
-        with Client.connect(stack.address("ferrule", 50051)) as client:
+        with Client(stack.address("ferrule", 50051)) as client:
             assert client.status().instance == "ferrule"
             assert len(client.generate("def area(", 4).read().text) > 0
         assert stack.stop_all() == {"ferrule": 0}
@@ -145,7 +145,7 @@ def test_panels_can_be_read(tmp_path: Path) -> None:
 def test_an_upgrade_of_one_server_after_the_other_fails_nobody(tmp_path: Path) -> None:
     """As the page has it: who holds handles goes on, who begins gets the other server, and both end with 0."""
     with Stack(tmp_path, ("envoy",), profiles=("scale",), environment=SMALL) as stack:
-        with Client.connect(stack.address("envoy", 50051)) as client, ThreadPoolExecutor() as pool:
+        with Client(stack.address("envoy", 50051)) as client, ThreadPoolExecutor() as pool:
             for name in ("ferrule-a", "ferrule-b"):
                 caches = [client.prefill([1, 2, number]) for number in range(8)]
                 assert {_instance(cache) for cache in caches} == {"ferrule-a", "ferrule-b"}

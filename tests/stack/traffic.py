@@ -7,14 +7,8 @@ import threading
 import time
 from collections.abc import Iterator
 
-from ferrule_client import (
-    Client,
-    HandleNotFoundError,
-    HandleStaleError,
-    InvalidRequestError,
-    UnavailableError,
-    sample,
-)
+from ferrule import Client, HandleNotFoundError, sample
+from ferrule.errors import HandleStaleError, InvalidRequestError, UnavailableError
 
 
 @contextlib.contextmanager
@@ -25,7 +19,7 @@ def traffic(target: str) -> Iterator[None]:
 
     def work() -> None:
         try:
-            with Client.connect(target) as client:
+            with Client(target) as client:
                 while not ends.is_set():
                     with contextlib.suppress(UnavailableError, HandleNotFoundError):  # a server died: go on
                         _round(client)
@@ -47,9 +41,9 @@ def traffic(target: str) -> Iterator[None]:
 
 def _round(client: Client) -> None:
     """Use everything once: a text, a loop of one's own, branches, drafts, and the mistakes that clients make."""
-    tokens = client.encode("def read_file(path):\n    with open(path) as file:\n        return file.read() ")
+    tokens = client.tokenize("def read_file(path):\n    with open(path) as file:\n        return file.read() ")
     with client.prefill(tokens) as cache:
-        cache.generate(max_tokens=8, temperature=0.7, seed=1).read()
+        cache.generate(max_tokens=8, policy=sample(temperature=0.7, seed=1)).read()
         with contextlib.ExitStack() as kept:
             branches = [kept.enter_context(branch) for branch in cache.fork(2)]
             with client.stream() as stream:
@@ -68,5 +62,5 @@ def _round(client: Client) -> None:
             old.detach()
     with contextlib.suppress(InvalidRequestError):
         client.prefill([1 << 30])
-    client.cache_metrics()
+    client.admin.cache_metrics()
     time.sleep(0.05)

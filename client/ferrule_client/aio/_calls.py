@@ -1,27 +1,34 @@
-# Written by client/generate_aio.py from client/ferrule_client/_calls.py: change that, then run it again.
 """The calls of one cache on its sequence, and on a new one of the same tokens when that is lost."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import grpc.aio
 
-from ferrule.v1 import cache_pb2
-from ferrule_client import _convert, _messages
+from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
+from ferrule_client import _check, _convert, _messages
 from ferrule_client._messages import PromptOptions, SequenceRequest
+from ferrule_client._parts import Parts
 from ferrule_client._retry import Attempts
 from ferrule_client._route import is_lost
-from ferrule_client._tip import Tip
-from ferrule_client.aio._connection import Connection, Timeout
+from ferrule_client._timeouts import USE_DEFAULT, Timeout
+from ferrule_client._tip import Tip, using
+from ferrule_client.aio._connection import Connection
 from ferrule_client.aio._lease import LeaseKeeper
-from ferrule_client.errors import ExecutorError
-from ferrule_client.types import Handle
+from ferrule_client.errors import FerruleError, WrongInstanceError
+from ferrule_client.items import Append, Verify
+from ferrule_client.policy import Policy
+from ferrule_client.types import CacheInfo, Handle, Lease, OnStale, Pending, Released, Tokens
 
-__all__ = ["SequenceCalls"]
+if TYPE_CHECKING:
+    from ferrule_client.aio.cache import AsyncCache
+
+__all__ = ["SequenceCalls", "calls_of", "release_all", "tip_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -79,6 +86,107 @@ class SequenceCalls:
         )
         return SequenceCalls(self._connection, self._keeper, tip, keep_alive=self._keep_alive, recovery=recovery)
 
+    async def prepare(
+        self,
+        tokens: Tokens | str,
+        policy: Policy | None,
+        on_stale: OnStale = "fail",
+        *,
+        pending: Pending = "auto",
+        drafts: Sequence[int] = (),
+        draws: bool = False,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> executor_pb2.DecodeInput:
+        """Return the message of the next append.
+
+        If an earlier append is in doubt and this one does not repeat it, what landed is to be dropped: the append
+        rewinds, provided that only our own doubtful tokens follow the handle. It rewinds also if they have not landed
+        yet, because they may still be on their way; the server takes appends one by one.
+
+        Args:
+            tokens: As in ``Cache.append``.
+            policy: As in ``Cache.append``.
+            on_stale: As in ``Cache.append``.
+            pending: As in ``Cache.append``.
+            drafts: Tokens that are sent besides and may be appended too.
+            draws: True: the server goes on with tokens that it draws, so without tokens this is still an append.
+            timeout: Seconds that requests may take which this needs.
+        """
+        tip = self.tip
+        if isinstance(tokens, str):
+            ids = await self._connection.encode_text(tokens, timeout=timeout, is_patient=self.recovers)
+            given: Any = ids  # Any: a list of ints or of an array
+            pending = "send" if pending == "auto" else pending
+        else:
+            ids = _check.token_list(tokens)
+            given = [tokens] if isinstance(tokens, int) else tokens
+        if tip.num_unseen:
+            newest = tip.pending, tip.last
+            await self.truncate(tip.length, timeout=timeout)
+            tip.pending, tip.last = newest
+        sent = tip.decode_input(tip.joined(ids, given, pending), policy, on_stale)
+        if not sent.input_ids and not draws:
+            return sent
+        tip.interrupt()
+        if sent.on_stale != types_pb2.STALE_POLICY_FAIL:
+            return sent
+        is_new = tip.contradicts([*sent.input_ids, *drafts]) or (draws and bool(tip.doubts))
+        if tip.is_ahead or (is_new and await self._holds_only_doubts(timeout)):
+            sent.on_stale = types_pb2.STALE_POLICY_REWIND
+        return sent
+
+    async def prepare_verify(self, item: Verify[Any], *, timeout: Timeout = USE_DEFAULT) -> executor_pb2.VerifyInput:
+        """Return the message of a verify.
+
+        Args:
+            item: What is asked for.
+            timeout: As in ``prepare``.
+        """
+        policy = _messages.verify_policy(item.policy, item.acceptance, item.draft_probs)
+        drafts = _check.token_list(item.draft)
+        base = await self.prepare(item.tokens, policy, item.on_stale, drafts=drafts, timeout=timeout)
+        return _messages.verify_input(base, policy, item)
+
+    async def prepare_append(
+        self, item: Append[Any], *, timeout: Timeout = USE_DEFAULT
+    ) -> executor_pb2.DecodeInput | executor_pb2.UnifiedBatchItem:
+        """Return the message of an append on a stream.
+
+        Args:
+            item: What is asked for.
+            timeout: As in ``prepare``.
+        """
+        base = await self.prepare(item.tokens, item.policy, item.on_stale, pending=item.pending, timeout=timeout)
+        return _messages.chunk_input(base, item) if item.is_chunk else base
+
+    async def truncate(self, length: int, *, timeout: Timeout = USE_DEFAULT) -> int:
+        """Shorten the sequence as ``Cache.truncate`` does."""
+        tip = self.tip
+        request = _messages.truncate_request(tip.at(min(length, tip.length)), length)
+        tip.interrupt()
+        with using(tip):
+            reply = await self.call_once_more(self._connection.executor.TruncateKv, request, timeout)
+        tip.cut(_convert.handle_from_message(reply.kv_cache))
+        return reply.freed_blocks
+
+    async def info(self, *, token_ids: bool = False, blocks: bool = False, timeout: Timeout = USE_DEFAULT) -> CacheInfo:
+        """Return the server's state of the sequence as ``Cache.info`` does."""
+        request = cache_pb2.GetCacheInfoRequest(
+            kv_cache=_convert.handle_to_message(self.tip.live_handle()),
+            include_token_ids=token_ids,
+            include_blocks=blocks,
+        )
+        reply = await self.call_once_more(self._connection.executor.GetCacheInfo, request, timeout)
+        info = _convert.cache_info_from_message(reply.info)
+        if token_ids:
+            self.tip.learn(info.handle, info.token_ids)
+        return info
+
+    async def _holds_only_doubts(self, timeout: Timeout) -> bool:
+        with using(self.tip):
+            info = await self.info(token_ids=True, timeout=timeout)
+        return self.tip.explains(info.token_ids[self.tip.length :])
+
     async def call_once_more(
         self,
         method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Reply],
@@ -96,13 +204,13 @@ class SequenceCalls:
             creates: True: the call makes new sequences.
 
         Raises:
-            ExecutorError: It failed; one that says the sequence is lost has its tokens.
+            FerruleError: It failed; one that says the sequence is lost has its tokens.
         """
         has_id = bool(getattr(getattr(request, "input", request), "request_id", ""))
         attempts = self._connection.attempts(timeout, creates=creates, has_request_id=has_id, is_patient=self.recovers)
         try:
             return await self._connection.run(method, request, attempts)
-        except ExecutorError as error:
+        except FerruleError as error:
             if not is_lost(error, self.tip.handle):
                 raise
             self.tip.tell(error)
@@ -110,11 +218,11 @@ class SequenceCalls:
         _messages.aim(request, self.tip.handle)
         try:
             return await self._connection.run(method, request, attempts)
-        except ExecutorError as error:
+        except FerruleError as error:
             self.tip.tell(error)
             raise
 
-    async def revive(self, error: ExecutorError, attempts: Attempts) -> None:
+    async def revive(self, error: FerruleError, attempts: Attempts) -> None:
         """Bring the lost sequence back, as a new one of the same tokens.
 
         Args:
@@ -122,7 +230,7 @@ class SequenceCalls:
             attempts: Those of the call that found out; the prefill has what is left of its time.
 
         Raises:
-            ExecutorError: ``error``, if that is not done or cannot be, or what the prefill failed with.
+            FerruleError: ``error``, if that is not done or cannot be, or what the prefill failed with.
         """
         token_ids = self.tip.token_ids
         if self._recovery is None or token_ids is None:
@@ -130,10 +238,11 @@ class SequenceCalls:
         request = _messages.recovery_request(token_ids, self._recovery)
         rest = attempts.rest(creates=True, has_request_id=True)
         try:
-            output = (await self._connection.run(self._connection.executor.Prefill, request, rest)).output
-        except ExecutorError as failure:
+            reply = await self._connection.run(self._connection.executor.Prefill, request, rest)
+        except FerruleError as failure:
             failure.add_note(f"the sequence is lost ({error.reason}), and this is what prefilling it again failed with")
             raise
+        output = reply.output
         before, handle = self.tip.handle, _convert.handle_from_message(output.kv_cache)
         if handle.lineage != before.lineage:
             await self._end_stranger(handle)
@@ -144,18 +253,19 @@ class SequenceCalls:
         self.tip.revive(handle, _convert.granted_ttl_s(output))
         self._keep()
 
-    def lease_anew(self, asked_s: float | None, granted_s: float | None) -> None:
-        """Keep the sequence by its new lease, if it got one.
+    def renewed(self, lease: Lease | FerruleError, asked_s: float | None) -> None:
+        """Take over a lease that was renewed apart from the cache.
 
         Args:
-            asked_s: What was asked for, in seconds; None: no other lease than before.
-            granted_s: What the server granted, or None if it does not say.
+            lease: The lease, or why there is none.
+            asked_s: What was asked for in seconds, if another length was.
         """
+        if not isinstance(lease, Lease):
+            return
         if self._recovery is not None and asked_s is not None:
             self._recovery = dataclasses.replace(self._recovery, ttl=asked_s)
-        if asked_s is not None or granted_s is not None:
-            self.tip.ttl_s = granted_s
-            self._keep()
+        self.tip.ttl_s = lease.ttl_s
+        self._keep()
 
     def reserved(self, length: int) -> None:
         """Take note that the sequence has room up to a length, so that the one that replaces it gets it too."""
@@ -163,10 +273,12 @@ class SequenceCalls:
             most = max(length, self._recovery.reserve_length or 0)
             self._recovery = dataclasses.replace(self._recovery, reserve_length=most)
 
-    def give_up(self) -> None:
-        """Mark the sequence as no longer ours."""
+    def give_up(self) -> Tip:
+        """Mark the sequence as no longer ours and return its tip."""
+        self.tip.interrupt()
         self._keeper.remove(self.tip)
         self.tip.is_released = True
+        return self.tip
 
     def _keep(self) -> None:
         if self._keep_alive:
@@ -177,5 +289,50 @@ class SequenceCalls:
         request = cache_pb2.ReleaseCacheRequest(kv_caches=[_convert.handle_to_message(handle)])
         try:
             await self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=_END_S)
-        except ExecutorError as failure:
+        except FerruleError as failure:
             _log.debug("release failed handle_id=%s reason=%s", handle.handle_id, failure.reason)
+
+
+def calls_of(cache: AsyncCache) -> SequenceCalls:
+    """Return the calls of a cache."""
+    return cache._calls  # noqa: SLF001  (the class is the user's, its calls are this package's)
+
+
+def tip_of(cache: AsyncCache) -> Tip:
+    """Return what is known of the newest state of a cache."""
+    return calls_of(cache).tip
+
+
+async def release_all(
+    connection: Connection, caches: Sequence[AsyncCache | Handle], timeout: Timeout = USE_DEFAULT
+) -> Released:
+    """End sequences, many in one call to each instance; see ``Client.release``.
+
+    Raises:
+        FerruleError: A server was not reached. Sequences on other instances were released.
+    """
+    timeout = connection.until(timeout)
+    handles = [one if isinstance(one, Handle) else calls_of(one).give_up().handle for one in caches]
+    released: dict[int, bool] = {}
+    freed_blocks = 0
+    failures: dict[str, FerruleError] = {}
+    await connection.ask_handle_limit(len(handles), timeout)
+    parts = Parts(handles, connection.handle_limit)
+    for instance, places, messages in parts:
+        if instance in failures:
+            continue
+        request = cache_pb2.ReleaseCacheRequest(kv_caches=messages)
+        try:
+            reply = await connection.unary(connection.executor.ReleaseCache, request, timeout=timeout)
+        except WrongInstanceError:  # it has another name now, or is not there any more: nothing is left to release
+            released.update(dict.fromkeys(places, False))
+            continue
+        except FerruleError as error:  # sequences of other instances are to be released all the same
+            if not parts.shrink(error):
+                failures[instance] = error
+            continue
+        released.update(zip(places, [result.released for result in reply.results], strict=True))
+        freed_blocks += reply.freed_blocks
+    for failure in failures.values():
+        raise failure
+    return Released(tuple(released[place] for place in range(len(handles))), freed_blocks)

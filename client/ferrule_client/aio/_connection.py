@@ -1,4 +1,3 @@
-# Written by client/generate_aio.py from client/ferrule_client/_connection.py: change that, then run it again.
 """Calls to one server with a deadline, retries and typed errors."""
 
 from __future__ import annotations
@@ -16,17 +15,18 @@ from google.protobuf.message import Message
 
 from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
 from ferrule_client import _check, _convert
-from ferrule_client._connection import REQUEST_IDS, USE_DEFAULT, Timeout, Until, UseDefault
+from ferrule_client._channel import Extra
 from ferrule_client._messages import inline_masks
 from ferrule_client._parts import HandleLimit
 from ferrule_client._retry import Attempts, RetrySettings
 from ferrule_client._route import instance_of, instance_of_handle
 from ferrule_client._status import behind_proxy, cut_off, error_from_call, no_answer, no_server
+from ferrule_client._timeouts import USE_DEFAULT, Timeout, Until, UseDefault
 from ferrule_client.aio._stream_call import ReplyCall
-from ferrule_client.aio._wire import Extra, Wire
+from ferrule_client.aio._wire import Wire
 from ferrule_client.errors import (
     CallCancelledError,
-    ExecutorError,
+    FerruleError,
     InstanceUnreachableError,
     MaskUnknownError,
     UnsupportedError,
@@ -35,11 +35,11 @@ from ferrule_client.errors import (
 from ferrule_client.masks import TokenMask
 from ferrule_client.types import Capabilities, Handle, ModelInfo, TlsConfig
 
-__all__ = ["REQUEST_IDS", "USE_DEFAULT", "Connection", "Timeout", "Until", "UseDefault"]
+__all__ = ["REQUEST_IDS", "Connection"]
 
 _log = logging.getLogger(__name__)
 
-
+REQUEST_IDS = "request_id"
 """The feature of a server that makes the sequences of one request id once."""
 
 _GONE_S = 5.0
@@ -47,6 +47,8 @@ _GONE_S = 5.0
 
 _ASK_S = 2.0
 """How long the limit of handles may be asked for; a call that does not learn it goes on with the assumed one."""
+
+_USUAL_BLOCK_SIZE = 16
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
@@ -99,6 +101,11 @@ class Connection:
         self.wire = Wire(target, token, tls, extra)
         self.executor, self.tokenizer, self.admin = self.wire.executor, self.wire.tokenizer, self.wire.admin
 
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block of the KV pool: the server's own size if it has said it, else the usual one."""
+        return _USUAL_BLOCK_SIZE if self._capabilities is None else self._capabilities.block_size
+
     def resolve(self, timeout: Timeout) -> float | None:
         """Return the seconds a call may take.
 
@@ -124,7 +131,7 @@ class Connection:
         limit_s = self.resolve(timeout)
         return Attempts(self._retry, limit_s, creates=creates, has_request_id=has_request_id, is_patient=is_patient)
 
-    async def wait(self, attempts: Attempts, error: ExecutorError, cause: grpc.RpcError | None = None) -> None:
+    async def wait(self, attempts: Attempts, error: FerruleError, cause: grpc.RpcError | None = None) -> None:
         """Wait before the next attempt.
 
         Whether the server honours request ids is asked for only here, when a creation has broken, and once.
@@ -135,7 +142,7 @@ class Connection:
             cause: The gRPC error behind it.
 
         Raises:
-            ExecutorError: ``error``, if there is to be no further attempt.
+            FerruleError: ``error``, if there is to be no further attempt.
         """
         if attempts.needs_to_know(error):
             attempts.learn(has_request_ids=await self._has_request_ids(attempts))
@@ -177,7 +184,7 @@ class Connection:
             The reply.
 
         Raises:
-            ExecutorError: The call failed for good.
+            FerruleError: The call failed for good.
         """
         return await self.run(method, request, self.attempts(timeout, creates=creates, has_request_id=has_request_id))
 
@@ -244,7 +251,7 @@ class Connection:
             self._check_open()
             raise
 
-    def typed(self, error: grpc.RpcError, instance: str = "") -> ExecutorError:
+    def typed(self, error: grpc.RpcError, instance: str = "") -> FerruleError:
         """Return our error for one of gRPC's.
 
         Where nobody listens, it names the address, or the instance behind it. A call that was cancelled, though not by
@@ -290,7 +297,7 @@ class Connection:
             await self._ask_capabilities(
                 self.attempts(_ASK_S if limit_s is None else max(0.001, min(_ASK_S, limit_s / 4)))
             )
-        except ExecutorError as error:
+        except FerruleError as error:
             _log.debug("limit of handles unknown reason=%s", error.reason)
 
     async def require(self, feature: str, timeout: Timeout = USE_DEFAULT) -> None:
@@ -323,7 +330,7 @@ class Connection:
                 self._masks[name] = masks[-1]
         return masks
 
-    async def restore_masks(self, error: ExecutorError, requests: Sequence[object], attempts: Attempts) -> bool:
+    async def restore_masks(self, error: FerruleError, requests: Sequence[object], attempts: Attempts) -> bool:
         """Register masks of ours again that the server has dropped; tell whether the requests may be sent once more.
 
         Of several servers the one that has the sequence is given them. A request that names no handle may reach another
@@ -388,7 +395,7 @@ class Connection:
         """Tell whether the server honours request ids; no, if it cannot be asked in the time that is left."""
         try:
             capabilities = self._capabilities or await self._ask_capabilities(attempts.rest())
-        except ExecutorError as error:
+        except FerruleError as error:
             _log.debug("capabilities unknown after a broken creation reason=%s", error.reason)
             return False
         return REQUEST_IDS in capabilities.features

@@ -1,4 +1,3 @@
-# Written by client/generate_aio.py from client/ferrule_client/_drawing.py: change that, then run it again.
 """What a generation keeps of each of its branches, and of the calls that draw them."""
 
 from __future__ import annotations
@@ -8,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ferrule.v1 import executor_pb2, types_pb2
+from ferrule_client.aio._calls import tip_of
 from ferrule_client.aio._stream_call import ReplyCall
-from ferrule_client.errors import ExecutorError
+from ferrule_client.errors import FerruleError
 from ferrule_client.types import FinishReason, Output
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class AsyncBranch:
         self.tokens: list[int] = []
         self.text = ""
         self.finish_reason: FinishReason | None = None
-        self.error: ExecutorError | None = None
+        self.error: FerruleError | None = None
         self.cached_tokens = 0
         self._cache = cache
 
@@ -61,7 +61,7 @@ class AsyncBranch:
         return self._cache
 
     def attach(self, cache: AsyncCache) -> None:
-        """Take a sequence. For generations; not for callers."""
+        """Take a sequence, once the first token has come."""
         self._cache = cache
 
 
@@ -101,18 +101,18 @@ class Course:
         """Be drawn by a call from here on."""
         self.leg, self.is_moved = leg, False
         if self.branch.has_cache:
-            tip = self.branch.cache.tip
+            tip = tip_of(self.branch.cache)
             self.was_ahead = tip.is_ahead and self.was_ahead is not False
             tip.is_ahead, tip.running = True, self.give_way
 
     def leave(self) -> None:
         """Be drawn by no call for now, so that the next one interrupts none."""
-        if self.branch.has_cache and self.branch.cache.tip.running == self.give_way:
-            self.branch.cache.tip.running = None
+        if self.branch.has_cache and tip_of(self.branch.cache).running == self.give_way:
+            tip_of(self.branch.cache).running = None
 
     def end(self) -> None:
         """Have come to the end: what the server may have beyond was there before."""
-        tip = self.branch.cache.tip
+        tip = tip_of(self.branch.cache)
         tip.is_ahead, tip.running = bool(self.was_ahead), None
 
     def give_way(self) -> None:
@@ -153,7 +153,7 @@ class Leg:
         self.courses = courses
         self.is_repeat = is_repeat
         self.has_replied = False
-        self.were_ahead = [one.has_cache and one.cache.tip.is_ahead for one in branches]
+        self.were_ahead = [one.has_cache and tip_of(one.cache).is_ahead for one in branches]
         self.num_seen = [0 if is_repeat else len(one.tokens) for one in branches]
         self.texts = ["" if is_repeat else one.text for one in branches]
 
@@ -166,7 +166,7 @@ class Leg:
         """Take back that sequences may be ahead: the call was refused, so nothing has been drawn."""
         for course, was_ahead in zip(self.courses, self.were_ahead, strict=True):
             if course.branch.has_cache:
-                course.branch.cache.tip.is_ahead = was_ahead
+                tip_of(course.branch.cache).is_ahead = was_ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,4 +191,4 @@ class Event:
     is_covered: bool
     is_counted: bool
     finish_reason: FinishReason | None
-    error: ExecutorError | None
+    error: FerruleError | None

@@ -8,16 +8,16 @@ import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
-from ferrule_client._lease import call_timeout_s, due_groups, lease_s, note_failure, note_loss, pause_s
+from ferrule_client._leases import call_timeout_s, due_groups, lease_s, note_failure, note_loss, pause_s
 from ferrule_client._tip import Tip
 from ferrule_client.aio._wire import is_running
-from ferrule_client.errors import ExecutorError
+from ferrule_client.errors import FerruleError
 from ferrule_client.types import Handle, Lease
 
 __all__ = ["LeaseKeeper"]
 
 
-Renew = Callable[[Sequence[Handle], float], Awaitable[Sequence[Lease | ExecutorError]]]
+Renew = Callable[[Sequence[Handle], float], Awaitable[Sequence[Lease | FerruleError]]]
 """Renews leases in one call of at most so many seconds; the answers are those of the first handles, at least one."""
 
 
@@ -108,7 +108,7 @@ class LeaseKeeper:
         while start < len(tips):
             try:
                 results = await self._renew(handles[start:], timeout_s)
-            except ExecutorError as error:
+            except FerruleError as error:
                 self._num_failures[instance] += 1
                 note_failure(error, len(tips) - start, self._num_failures[instance])
                 self._postpone(tips[start:], pause_s(tips))
@@ -118,7 +118,7 @@ class LeaseKeeper:
                 self._take(tip, handle, result)
             start += len(results)
 
-    def _take(self, tip: Tip, handle: Handle, result: Lease | ExecutorError) -> None:
+    def _take(self, tip: Tip, handle: Handle, result: Lease | FerruleError) -> None:
         """Note what became of the renewal of one sequence.
 
         Args:

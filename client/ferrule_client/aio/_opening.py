@@ -19,10 +19,12 @@ class _Enterable(Protocol):
     ) -> None: ...
 
 
-_T = TypeVar("_T", bound=_Enterable)
+_T_co = TypeVar("_T_co", bound=_Enterable, covariant=True)
 
 
-class Opening(Coroutine[Any, Any, _T], AbstractAsyncContextManager[_T]):  # Any: what a loop and its tasks exchange
+class Opening(
+    Coroutine[Any, Any, _T_co], AbstractAsyncContextManager[_T_co]
+):  # Any: what a loop and its tasks exchange
     """What a call returns that opens something: ``x = await call`` or ``async with call as x``.
 
     Nothing runs before one of the two. It is a coroutine in every respect, so tasks can be made of it.
@@ -33,14 +35,14 @@ class Opening(Coroutine[Any, Any, _T], AbstractAsyncContextManager[_T]):  # Any:
 
     __slots__ = ("_coroutine", "_opened")
 
-    def __init__(self, coroutine: Coroutine[Any, Any, _T]) -> None:
+    def __init__(self, coroutine: Coroutine[Any, Any, _T_co]) -> None:
         self._coroutine = coroutine
 
-    def __await__(self) -> Generator[Any, Any, _T]:
+    def __await__(self) -> Generator[Any, Any, _T_co]:
         return self._coroutine.__await__()
 
-    async def __aenter__(self) -> _T:
-        self._opened: _T = await self._coroutine
+    async def __aenter__(self) -> _T_co:
+        self._opened: _T_co = await self._coroutine
         return self._opened
 
     def __aexit__(  # no coroutine of its own, so that a warning names the caller's line
@@ -61,11 +63,11 @@ class Opening(Coroutine[Any, Any, _T], AbstractAsyncContextManager[_T]):  # Any:
         self._coroutine.close()
 
 
-def opening(method: Callable[_P, Coroutine[Any, Any, _T]]) -> Callable[_P, Opening[_T]]:
+def opening(method: Callable[_P, Coroutine[Any, Any, _T_co]]) -> Callable[_P, Opening[_T_co]]:
     """Make what a coroutine function returns usable in ``async with`` too."""
 
     @functools.wraps(method)
-    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> Opening[_T]:
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> Opening[_T_co]:
         return Opening(method(*args, **kwargs))
 
     return wrapper

@@ -10,7 +10,7 @@ import grpc.aio
 
 from ferrule.v1 import executor_pb2
 from ferrule_client.aio._wire import OwnCancellation, Wire
-from ferrule_client.errors import CallCancelledError, DeadlineExceededError, ExecutorError
+from ferrule_client.errors import CallCancelledError, DeadlineExceededError, FerruleError
 
 __all__ = ["ReplyCall", "StreamCall"]
 
@@ -101,7 +101,7 @@ class StreamCall:
         self._is_closed = True
         self._wire.on_loop(self._stop)
 
-    def _why_late(self, timeout: float | None) -> ExecutorError:
+    def _why_late(self, timeout: float | None) -> FerruleError:
         if self._is_closed:
             return CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the stream was closed")
         return _too_late(timeout)
@@ -127,7 +127,7 @@ class StreamCall:
                     await self._call.done_writing()
                     while isinstance(await self._call.read(), executor_pb2.StreamDecodeResponse):
                         pass
-        except (TimeoutError, grpc.RpcError, ExecutorError):  # whichever way, it is over
+        except (TimeoutError, grpc.RpcError, FerruleError):  # whichever way, it is over
             return
 
 
@@ -193,7 +193,7 @@ class ReplyCall(Generic[_Reply]):
                 async with asyncio.timeout(_CLOSE_S):
                     while await self._call.read() is not grpc.aio.EOF:
                         pass
-        except (TimeoutError, grpc.RpcError, ExecutorError):  # whichever way, it is over
+        except (TimeoutError, grpc.RpcError, FerruleError):  # whichever way, it is over
             return
         finally:
             self._stop()

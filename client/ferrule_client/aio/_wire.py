@@ -13,8 +13,8 @@ import grpc
 import grpc.aio
 
 from ferrule.v1 import admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2_grpc
+from ferrule_client._channel import CHANNEL_OPTIONS, HEALTH_CHECK, Extra, Labels, secrets_of, warn_of_plain_token
 from ferrule_client._nudge import FIRST_NUDGE_S, LONGEST_NUDGE_S, NUDGE_TIMEOUT_S
-from ferrule_client._wire import CHANNEL_OPTIONS, HEALTH_CHECK, Extra, Labels, secrets_of, warn_of_plain_token
 from ferrule_client.errors import CallCancelledError
 from ferrule_client.types import TlsConfig
 

@@ -1,27 +1,56 @@
-# Written by client/generate_aio.py from client/ferrule_client/admin.py: change that, then run it again.
-"""The server's life, for whoever runs it: warm up, drain, end, watch."""
+"""Calls for operators: health, counters, warm-up, drain, shutdown."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ferrule.v1 import admin_pb2
+from ferrule.v1 import admin_pb2, cache_pb2
 from ferrule_client import _check, _convert
-from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
-from ferrule_client.types import Drained, Warmed
+from ferrule_client._timeouts import USE_DEFAULT, Timeout
+from ferrule_client.aio._connection import Connection
+from ferrule_client.types import CacheMetrics, Drained, Warmed
 from ferrule_client.views import ServerView
 
 __all__ = ["AsyncAdmin"]
 
 
 class AsyncAdmin:
-    """Calls that need the admin role; ``client.admin``.
+    """Calls for operators; ``client.admin``.
 
-    Without the role every call raises ``AuthError``, on a server without the service ``UnsupportedError``.
+    All but ``health`` and ``cache_metrics`` need the role admin. Without the role they raise ``AuthError``, on a server
+    without the service ``UnsupportedError``.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+
+    async def health(self, service: str = "", *, timeout: Timeout = USE_DEFAULT) -> bool:
+        """Return True if the server serves, by the standard gRPC health service.
+
+        Args:
+            service: Full name of a service, or empty for the server as a whole.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            UnavailableError: No server answers.
+            FerruleError: Anything else, see ``errors``.
+        """
+        from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+        stub = health_pb2_grpc.HealthStub(self._connection.wire.channel)
+        request = health_pb2.HealthCheckRequest(service=service)
+        reply = await self._connection.unary(stub.Check, request, timeout=timeout)
+        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def cache_metrics(self, *, timeout: Timeout = USE_DEFAULT) -> CacheMetrics:
+        """Return the counters of the server's KV pool: for the caller's own sequences, with the role admin for all.
+
+        Example:
+            ``hits = (await client.admin.cache_metrics()).num_prefix_hit_tokens``
+        """
+        request = cache_pb2.GetCacheMetricsRequest()
+        reply = await self._connection.unary(self._connection.executor.GetCacheMetrics, request, timeout=timeout)
+        return _convert.metrics_from_message(reply.metrics)
 
     async def warmup(self, batch_sizes: Sequence[int] = (), *, timeout: Timeout = USE_DEFAULT) -> Warmed:
         """Run steps of the usual shapes on no sequence's memory, so that the first request is not slow.
@@ -39,7 +68,7 @@ class AsyncAdmin:
         Raises:
             AuthError: The caller is no admin.
             ValueError: A batch size is below 1.
-            ExecutorError: Anything else, see ``errors``.
+            FerruleError: Anything else, see ``errors``.
 
         Example:
             ``client.admin.warmup([1, 8, 32])``
@@ -63,7 +92,7 @@ class AsyncAdmin:
         Raises:
             AuthError: The caller is no admin.
             ValueError: ``grace`` is negative.
-            ExecutorError: Anything else, see ``errors``.
+            FerruleError: Anything else, see ``errors``.
         """
         request = admin_pb2.DrainRequest(grace=_convert.duration(grace))
         reply = await self._connection.unary(self._connection.admin.Drain, request, timeout=timeout)
@@ -82,7 +111,7 @@ class AsyncAdmin:
         Raises:
             AuthError: The caller is no admin.
             ValueError: ``grace`` is negative.
-            ExecutorError: Anything else, see ``errors``.
+            FerruleError: Anything else, see ``errors``.
         """
         request = admin_pb2.ShutdownRequest(grace=_convert.duration(grace))
         reply = await self._connection.unary(self._connection.admin.Shutdown, request, timeout=timeout)
@@ -113,7 +142,7 @@ class AsyncAdmin:
             AuthError: The caller is no admin.
             StartingError: The model is not loaded yet.
             ValueError: A bound is negative.
-            ExecutorError: Anything else, see ``errors``.
+            FerruleError: Anything else, see ``errors``.
 
         Example:
             ``client.admin.server_view(max_cells=0)``

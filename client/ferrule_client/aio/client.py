@@ -1,4 +1,3 @@
-# Written by client/generate_aio.py from client/ferrule_client/client.py: change that, then run it again.
 """The client: one connection to one server, and everything that begins there."""
 
 from __future__ import annotations
@@ -10,42 +9,35 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
+import grpc
 import numpy as np
 
 from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2
 from ferrule_client import _check, _convert, _messages
-from ferrule_client._messages import Append, Appended, PromptOptions
-from ferrule_client._parts import Parts
+from ferrule_client._channel import Extra
+from ferrule_client._messages import PromptOptions, Stops
+from ferrule_client._parts import Parts, checked_instance
 from ferrule_client._retry import RetrySettings
+from ferrule_client._route import by_instance
+from ferrule_client._status import error_from_status
+from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
-from ferrule_client.aio._batch import Batch
-from ferrule_client.aio._calls import SequenceCalls
-from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
-from ferrule_client.aio._exchange import take
+from ferrule_client.aio._calls import SequenceCalls, calls_of, release_all, tip_of
+from ferrule_client.aio._connection import Connection
 from ferrule_client.aio._lease import LeaseKeeper
 from ferrule_client.aio._opening import opening
-from ferrule_client.aio._wire import Extra
 from ferrule_client.aio.admin import AsyncAdmin
 from ferrule_client.aio.cache import AsyncCache
+from ferrule_client.aio.chat import AsyncChat
 from ferrule_client.aio.detokenizer import AsyncDetokenizer
 from ferrule_client.aio.forward import AsyncForwardPass
 from ferrule_client.aio.generation import AsyncGeneration
 from ferrule_client.aio.stream import AsyncStream
-from ferrule_client.client import (
-    DEFAULT_TARGET,
-    _chat_messages,
-    _check_one_instance,
-    _lease_or_error,
-    _not_ready,
-    _per_item,
-)
-from ferrule_client.errors import ExecutorError, UnavailableError, WrongInstanceError
-from ferrule_client.items import Chunk, DecodeItem
+from ferrule_client.errors import DrainingError, FerruleError, StartingError, UnavailableError, WrongInstanceError
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
-from ferrule_client.policy import Policy, seeded
+from ferrule_client.policy import Policy, logits, seeded
 from ferrule_client.types import (
-    CacheMetrics,
     CacheSummary,
     Capabilities,
     ChatMessage,
@@ -54,21 +46,18 @@ from ferrule_client.types import (
     Handle,
     Lease,
     ModelInfo,
-    OnStale,
-    Output,
     Pooling,
     Released,
     Reservation,
     Status,
     TlsConfig,
     Tokens,
-    Verification,
 )
 
 __all__ = ["DEFAULT_TARGET", "AsyncClient"]
 
-
-"""Where ``ferrule serve`` listens unless told otherwise."""
+DEFAULT_TARGET = "127.0.0.1:50051"
+"""Where ``ferrule serve`` listens by default."""
 
 _POLL_S = 0.1
 _NEVER_READY = ("draining", "failed")
@@ -77,29 +66,37 @@ _NEVER_READY = ("draining", "failed")
 class AsyncClient:
     """A connection to one Ferrule server. Safe to use from several tasks; the caches it makes are not.
 
-    Make one with ``AsyncClient.connect`` and use it in ``async with``::
+    Use it in ``async with``. Nothing is sent yet: the first call connects::
 
-        async with AsyncClient.connect("127.0.0.1:50051") as client:
-            async with client.prefill(await client.encode("def area(")) as cache:
-                print("".join([piece async for piece in cache.generate_text(max_tokens=20)]))
+        async with AsyncClient("127.0.0.1:50051") as client:
+            async for piece in client.generate("def area(", 20).pieces():
+                print(piece, end="")
 
-    Every method takes ``timeout``: seconds for the call with all its retries; None means no limit, and left out it is
-    the client's own. Tried again are broken connections, where that is safe, and full queues, ``max_retries`` times at
-    most; and a server that is still loading, as long as the timeout allows.
+    Every method takes ``timeout``: seconds for the call with all its retries; None means no limit, and the default is
+    the client's own. Broken connections are tried again if that is safe, and full queues, at most ``max_retries``
+    times; a server that is still loading is waited for as long as the timeout allows.
+
+    Args:
+        target: ``host:port`` or ``unix:PATH``.
+        token: Bearer token to send with every call.
+        tls: True for TLS with the system's authorities, a ``TlsConfig`` for your own, None for plain text.
+        timeout: Seconds a call may take with its retries, unless it says otherwise; None means no limit.
+        max_retries: Times a call is tried again after a broken connection.
+        instance: Behind a proxy with several instances: the name of the one for calls without a handle, such as new
+            prompts and ``admin``. None: the proxy chooses. Calls on a handle go to its instance.
+        metadata: Called in the task that makes a call, for each attempt and each opening of a stream. It returns pairs
+            of key and value to send along, such as a trace context. It cannot replace what the client sets itself.
 
     Attributes:
-        admin: Warms the server up, drains it and ends it; needs the admin role.
+        admin: Calls for operators; see ``ferrule.admin``.
+
+    Raises:
+        TypeError: ``target`` or ``token`` is not a text.
+        ValueError: One of them is malformed, or another argument out of its range.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._keeper = LeaseKeeper(self._renew)
-        self._idle_streams: list[AsyncStream] = []
-        self.admin = AsyncAdmin(connection)
-
-    @classmethod
-    def connect(
-        cls,
+    def __init__(
+        self,
         target: str = DEFAULT_TARGET,
         *,
         token: str | None = None,
@@ -108,34 +105,12 @@ class AsyncClient:
         max_retries: int = 5,
         instance: str | None = None,
         metadata: Extra | None = None,
-    ) -> AsyncClient:
-        """Return a client of the server at ``target``. Nothing is sent yet: the first call connects.
-
-        Args:
-            target: ``host:port`` or ``unix:PATH``.
-            token: Bearer token to send with every call.
-            tls: True for TLS with the system's authorities, a ``TlsConfig`` for your own, None for plain text.
-            timeout: Seconds a call may take with its retries, unless it says otherwise; None means no limit.
-            max_retries: Times a call is tried again after a broken connection.
-            instance: Behind a proxy with several instances: the name of the one that calls are for which name no
-                handle, new prompts and ``admin`` too. None: the proxy chooses. Calls on a handle go to its instance.
-            metadata: Called in the task that makes a call, for each attempt and each opening of a stream; returns
-                pairs of key and value to send along, such as a trace context. It cannot replace what the client sets
-                itself.
-
-        Returns:
-            The client; close it, or use it in ``async with``.
-
-        Raises:
-            TypeError: ``target`` or ``token`` is no text.
-            ValueError: One of them is malformed, or another argument out of its range.
-
-        Example:
-            ``async with AsyncClient.connect("unix:/run/ferrule.sock") as client: ...``
-        """
+    ) -> None:
         _check.whole("max_retries", max_retries)
         retry = RetrySettings(max_retries=max_retries)
-        return cls(Connection(target, token, tls, timeout, retry, instance=instance, extra=metadata))
+        self._connection = Connection(target, token, tls, timeout, retry, instance=instance, extra=metadata)
+        self._keeper = LeaseKeeper(self._renew)
+        self.admin = AsyncAdmin(self._connection)
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -153,12 +128,8 @@ class AsyncClient:
 
         Caches that were not released stay on the server until their lease ends; releasing them later raises.
         """
-        try:
-            for stream in self._idle_streams:
-                await stream.close()
-        finally:
-            await self._connection.close()
-            await self._keeper.close()
+        await self._connection.close()
+        await self._keeper.close()
 
     @opening
     async def prefill(
@@ -183,9 +154,8 @@ class AsyncClient:
         loading. A prefill whose reply was lost would leave a second sequence behind until its lease ends.
 
         Args:
-            tokens: Token ids, at least one; or a text, which is encoded as ``encode`` does.
-            policy: What to return for the last row. None: full logits in float32; with ``no_output()`` nothing
-                is computed for it.
+            tokens: Token ids, at least one; or a text, which is encoded without special tokens around it.
+            policy: What to return for the last row. None: nothing. A token that it chooses is pending afterwards.
             ttl: Lease in seconds, clamped by the server. None: the server's default.
             all_positions: True: a row for every token, for scoring.
             reserve_length: Length in tokens up to which room is reserved now, so that appends cannot run out of it.
@@ -207,10 +177,10 @@ class AsyncClient:
             ValueError: An argument is out of its range, or ``target_logprobs`` comes without ``all_positions``.
             ContextExceededError: The prompt is longer than the context.
             ResourceExhaustedError: The pool or the queue is full now.
-            ExecutorError: Anything else, see ``errors``.
+            FerruleError: Anything else, see ``errors``.
 
         Example:
-            ``async with client.prefill("def f(x):", policy=greedy()) as cache: print(cache.last.token)``
+            ``async with client.prefill("def f(x):", policy=greedy()) as cache: print(cache.pending)``
         """
         if isinstance(tokens, str):
             ids = await self._connection.encode_text(tokens, timeout=timeout, is_patient=recover)
@@ -224,166 +194,12 @@ class AsyncClient:
         reply = await self._connection.run(self._connection.executor.Prefill, request, attempts)
         output = _convert.output_from_message(reply.output)
         tip = Tip(output.handle, last=output, log=TokenLog(ids), ttl_s=_convert.granted_ttl_s(reply.output))
+        tip.choose(output, policy)
         return self._follow(tip, keep_alive=keep_alive, recovery=options if recover else None)
-
-    async def batch_prefill(
-        self,
-        prompts: Sequence[Tokens],
-        *,
-        policy: Policy | Sequence[Policy] | None = None,
-        ttl: float | None = None,
-        all_positions: bool = False,
-        reserve_length: int | None = None,
-        reuse_prefix: bool = True,
-        publish_prefix: bool = True,
-        keep_alive: bool = True,
-        recover: bool = False,
-        timeout: Timeout = USE_DEFAULT,
-    ) -> list[AsyncCache | ExecutorError]:
-        """Run several prompts together, each into a new sequence; one that fails does not touch the others.
-
-        Args:
-            prompts: Token ids of each, at most ``capabilities().max_batch_size`` of them.
-            policy: What to return for the last row; one for all, or one for each prompt. None: full logits.
-            ttl: As in ``prefill``; so are the settings up to ``recover``.
-            all_positions: As in ``prefill``.
-            reserve_length: As in ``prefill``.
-            reuse_prefix: As in ``prefill``.
-            publish_prefix: As in ``prefill``.
-            keep_alive: As in ``prefill``.
-            recover: As in ``prefill``.
-            timeout: Seconds this may take, retries included.
-
-        Returns:
-            A cache for each prompt, which wants to be released, or the error that it failed with.
-
-        Raises:
-            ExecutorError: The call as a whole failed.
-            TypeError: A prompt is no list of ints, or a policy is none.
-            ValueError: The sizes differ, or as in ``prefill``.
-
-        Example:
-            ``caches = [one for one in await client.batch_prefill(prompts) if isinstance(one, AsyncCache)]``
-        """
-        options = PromptOptions(ttl, reserve_length, reuse_prefix, publish_prefix)
-        policies = _per_item(policy, len(prompts))
-        inputs = [
-            _messages.prompt_request(_check.token_list(one), options, policy=wanted, all_positions=all_positions).input
-            for one, wanted in zip(prompts, policies, strict=True)
-        ]
-        nobody: list[AsyncCache | None] = [None] * len(inputs)
-        results = await Batch(self._connection).perform(nobody, inputs, timeout, is_patient=recover)
-        caches: list[AsyncCache | ExecutorError] = []
-        for sent, result in zip(inputs, results, strict=True):
-            if isinstance(result, ExecutorError):
-                caches.append(result)
-                continue
-            ttl_s = _convert.granted_ttl_s(result) if isinstance(result, executor_pb2.PrefillOutput) else None
-            output = _convert.output_from_message(result)
-            tip = Tip(output.handle, last=output, log=TokenLog(sent.input_ids), ttl_s=ttl_s)
-            caches.append(self._follow(tip, keep_alive=keep_alive, recovery=options if recover else None))
-        return caches
-
-    async def batch_decode(
-        self,
-        caches: Sequence[AsyncCache],
-        tokens: Sequence[Tokens],
-        *,
-        policy: Policy | Sequence[Policy] | None = None,
-        on_stale: OnStale = "fail",
-        timeout: Timeout = USE_DEFAULT,
-    ) -> list[Output | ExecutorError]:
-        """Append to several caches together in one call; one that fails does not touch the others.
-
-        ``decode_many`` does the same over a stream that stays open, and raises the first error.
-
-        Args:
-            caches: The sequences, each at most once; at most ``capabilities().max_batch_size`` of them.
-            tokens: For each cache one token, several, or none (a query).
-            policy: One for all, or one for each cache. None: full logits.
-            on_stale: What to do with handles that lie behind their tip.
-            timeout: Seconds this may take, retries included.
-
-        Returns:
-            An output for each cache, or the error that it failed with.
-
-        Raises:
-            ExecutorError: The call as a whole failed.
-            ValueError: The sizes differ, or a cache comes twice.
-
-        Example:
-            ``outputs = await client.batch_decode(branches, [7, 8, 9], policy=greedy())``
-        """
-        policies = _per_item(policy, len(caches))
-        if len(tokens) != len(caches):
-            raise ValueError(f"tokens needs one entry per cache: {len(caches)} caches, {len(tokens)} entries")
-        items = [DecodeItem(*one, on_stale) for one in zip(caches, tokens, policies, strict=True)]
-        results = await self._run_batch(items, timeout)
-        return [one for one in results if isinstance(one, (Output, ExecutorError))]
-
-    async def unified(
-        self, items: Sequence[Chunk[AsyncCache]], *, timeout: Timeout = USE_DEFAULT
-    ) -> list[AsyncCache | ExecutorError]:
-        """Run a batch that the caller schedules, chunks of prompts and decodes mixed, in one step of its own rows.
-
-        Args:
-            items: The pieces, with at most ``capabilities().max_step_rows`` tokens together; each cache at most once.
-            timeout: Seconds this may take, retries included.
-
-        Returns:
-            For each piece its cache, a new one for a new sequence, with the rows as its ``last``; or the error that it
-            failed with.
-
-        Raises:
-            ExecutorError: The call as a whole failed.
-            TypeError: Tokens are no ints, or a policy is none.
-            ValueError: A cache comes twice, or an option is out of its range.
-
-        Example:
-            ``first, _ = await client.unified([Chunk(prompt[:64], is_final=False), Chunk(token, cache, greedy())])``
-        """
-        results = await self._run_batch(items, timeout)
-        return [one for one in results if isinstance(one, (AsyncCache, ExecutorError))]
-
-    async def _run_batch(
-        self, items: Sequence[DecodeItem[AsyncCache] | Chunk[AsyncCache]], timeout: Timeout
-    ) -> list[Output | AsyncCache | ExecutorError]:
-        caches = [item.cache for item in items]
-        known = [id(cache) for cache in caches if cache is not None]
-        if len(set(known)) != len(known):
-            raise ValueError("a cache can be in a batch only once")
-        timeout = self._connection.until(timeout)
-        inputs: list[Append] = []
-        for item in items:
-            if isinstance(item, DecodeItem):
-                sent = await item.cache.prepare(item.tokens, item.policy, item.on_stale, timeout=timeout)
-                inputs.append(sent)
-            elif item.cache is not None:
-                chunk = await item.cache.prepare_chunk(item, timeout=timeout)
-                inputs.append(chunk)
-            else:
-                inputs.append(_messages.chunk_input(None, item, 0))
-        is_patient = bool(caches) and all(one is not None and one.recovers for one in caches)
-        results = await Batch(self._connection).perform(caches, inputs, timeout, is_patient=is_patient)
-        return [self._settled(*one) for one in zip(items, inputs, results, strict=True)]
-
-    def _settled(
-        self, item: DecodeItem[AsyncCache] | Chunk[AsyncCache], sent: Append, result: Appended | ExecutorError
-    ) -> Output | AsyncCache | ExecutorError:
-        """Move a cache by what came of its item, or make that of a new sequence."""
-        if item.cache is not None:
-            taken = take(item.cache.tip, item, sent, result)
-            assert not isinstance(taken, Verification)  # no item of a batch is a verify
-            return item.cache if isinstance(item, Chunk) and isinstance(taken, Output) else taken
-        if isinstance(result, ExecutorError):
-            return result
-        output = _convert.output_from_message(result)
-        tip = Tip(output.handle, last=output, log=TokenLog(_messages.tokens_of(sent)))
-        return self._follow(tip, keep_alive=True)
 
     def forward(
         self,
-        tokens: Tokens,
+        tokens: Tokens | str,
         *,
         policy: Policy | None = None,
         pooling: Pooling | None = None,
@@ -392,8 +208,8 @@ class AsyncClient:
         """Return an iterator over the rows of all positions of an input, in chunks; no cache is kept.
 
         Args:
-            tokens: Token ids, at least one.
-            policy: What to return for each row. None: full logits in float32, or with ``pooling`` nothing besides that.
+            tokens: Token ids, at least one, or a text.
+            policy: What to return for each row. None: ``logits()``, or with ``pooling`` nothing besides that.
             pooling: Return the hidden states of all rows as one vector too, with the last chunk.
             timeout: Seconds one chunk may take, retries included.
 
@@ -403,47 +219,49 @@ class AsyncClient:
         Raises:
             TypeError: The tokens are no ints, or the policy is none.
             ValueError: ``pooling`` is none of the two.
-            ExecutorError: While iterating, as in ``prefill``.
+            FerruleError: While iterating, as in ``prefill``.
 
         Example:
             ``logits = np.concatenate([chunk.logits for chunk in client.forward(ids)])``
         """
         request = executor_pb2.ForwardRequest(
             request_id=_messages.new_request_id(),
-            input_ids=_check.token_list(tokens),
-            logits_policy=None if policy is None and pooling else _convert.policy_to_message(seeded(policy)),
+            input_ids=[] if isinstance(tokens, str) else _check.token_list(tokens),
+            logits_policy=_convert.policy_to_message(seeded(policy if policy or pooling else logits())),
             hidden_pooling=_convert.pooling_to_message(pooling),
         )
-        return AsyncForwardPass(self._connection, request, timeout)
+        return AsyncForwardPass(self._connection, request, tokens if isinstance(tokens, str) else None, timeout)
 
-    async def score(self, tokens: Tokens, *, timeout: Timeout = USE_DEFAULT) -> FloatArray:
+    async def score(self, tokens: Tokens | str, *, timeout: Timeout = USE_DEFAULT) -> FloatArray:
         """Return the log-probability of each token of a text but the first one, given those before it.
 
         Args:
-            tokens: Token ids, at least one.
+            tokens: Token ids, at least one, or a text.
             timeout: Seconds one chunk may take, retries included.
 
         Returns:
             float32 [number of tokens - 1], natural logarithms under the raw model.
 
         Raises:
-            ExecutorError: As in ``prefill``.
+            FerruleError: As in ``prefill``.
 
         Example:
-            ``perplexity = np.exp(-(await client.score(ids)).mean())``
+            ``perplexity = np.exp(-(await client.score("a text")).mean())``
         """
         rows: list[FloatArray] = [np.zeros(0, np.float32)]
         run = self.forward(tokens, policy=Policy(target_logprobs=True), timeout=timeout)
         while (chunk := await run.advance()) is not None:
-            if chunk.target_logprobs is not None:
+            if "target_logprobs" in chunk.arrays:  # the last row of a text has none
                 rows.append(chunk.target_logprobs)
         return np.concatenate(rows)
 
-    async def embed(self, tokens: Tokens, pooling: Pooling = "mean", *, timeout: Timeout = USE_DEFAULT) -> FloatArray:
+    async def embed(
+        self, tokens: Tokens | str, pooling: Pooling = "mean", *, timeout: Timeout = USE_DEFAULT
+    ) -> FloatArray:
         """Return one vector for a text: the hidden states of its tokens after the final norm, pooled.
 
         Args:
-            tokens: Token ids, at least one.
+            tokens: Token ids, at least one, or a text.
             pooling: ``mean`` over all tokens, or the ``last`` one's.
             timeout: Seconds one chunk may take, retries included.
 
@@ -452,36 +270,29 @@ class AsyncClient:
 
         Raises:
             ValueError: ``pooling`` is none of the two.
-            ExecutorError: As in ``prefill``.
+            FerruleError: As in ``prefill``.
 
         Example:
-            ``vector = await client.embed(await client.encode("a text"))``
+            ``vector = await client.embed("a text")``
         """
         vector: FloatArray | None = None
         run = self.forward(tokens, pooling=pooling, timeout=timeout)
         while (chunk := await run.advance()) is not None:
-            vector = chunk.pooled_hidden_state
+            vector = chunk.arrays.get("pooled_hidden_state")
         assert vector is not None  # the last chunk has it
         return vector
 
     def generate(
         self,
-        prompt: str | Tokens,
+        prompt: Tokens | str,
         max_tokens: int | None = None,
         *,
+        policy: Policy | None = None,
         n: int = 1,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        stop_ids: Sequence[int] = (),
-        stop_sequences: Sequence[Sequence[int]] = (),
+        stop: Stops = (),
         ignore_eos: bool = False,
         text: bool | None = None,
         skip_special_tokens: bool = True,
-        policy: Policy | None = None,
         ttl: float | None = None,
         reuse_prefix: bool = True,
         publish_prefix: bool = True,
@@ -489,59 +300,45 @@ class AsyncClient:
         recover: bool = False,
         timeout: Timeout = USE_DEFAULT,
     ) -> AsyncGeneration:
-        """Return an iterator over what the server draws behind a prompt, which makes its sequences itself.
+        """Return an iterator over what the server draws after a prompt, which makes its sequences itself.
 
         Prompt and draws are one call. At the end, or when the iterator is closed (leave it early in ``async with``),
         its sequences are released.
 
         Args:
             prompt: A text, or token ids.
-            max_tokens: As in ``AsyncCache.generate``; so are the settings up to ``policy``.
-            n: As in ``AsyncCache.generate``.
-            temperature: As in ``AsyncCache.generate``.
-            top_k: As in ``AsyncCache.generate``.
-            top_p: As in ``AsyncCache.generate``.
-            min_p: As in ``AsyncCache.generate``.
-            seed: As in ``AsyncCache.generate``.
-            stop: As in ``AsyncCache.generate``.
-            stop_ids: As in ``AsyncCache.generate``.
-            stop_sequences: As in ``AsyncCache.generate``.
-            ignore_eos: As in ``AsyncCache.generate``.
-            text: True: each token comes with its text. None: if the prompt is one.
-            skip_special_tokens: As in ``AsyncCache.generate``.
+            max_tokens: As in ``AsyncCache.generate``; so are the arguments up to ``skip_special_tokens``.
             policy: As in ``AsyncCache.generate``.
+            n: As in ``AsyncCache.generate``.
+            stop: As in ``AsyncCache.generate``.
+            ignore_eos: As in ``AsyncCache.generate``.
+            text: As in ``AsyncCache.generate``. None: if the prompt is a text.
+            skip_special_tokens: As in ``AsyncCache.generate``.
             ttl: Lease in seconds, clamped by the server. None: the server's default.
             reuse_prefix: As in ``prefill``.
             publish_prefix: As in ``prefill``.
-            keep: True: the sequences are yours to go on with and to release, ``caches`` of the iterator.
+            keep: True: the sequences are yours to continue and to release, ``caches`` of the iterator.
             recover: As in ``prefill``.
             timeout: Seconds one token may take, retries included.
 
         Returns:
-            An iterator over ints that know more; see ``AsyncGeneration``.
+            An iterator over tokens; see ``AsyncGeneration``.
 
         Raises:
-            TypeError: The prompt is neither text nor token ids, or the policy is none.
+            TypeError: An argument is of another type.
             ValueError: An argument is out of its range.
-            ContextExceededError: While iterating: the prompt does not fit. A context that gets full by the draws ends
-                the loop instead, as ``context_full``.
-            ExecutorError: While iterating, as in ``prefill``; that of the tokenizer too.
+            ContextExceededError: While iterating: the prompt does not fit. If the drawn tokens fill the context, the
+                loop ends as ``context_full`` instead.
+            FerruleError: While iterating, as in ``prefill``; also what the tokenizer failed with.
 
         Example:
-            ``print("".join(token.text for token in client.generate("def area(", 20)))``
+            ``text = (await client.generate("def area(", 20, policy=greedy()).read()).text``
         """
         plan = _messages.generation_plan(
             policy,
             max_tokens=max_tokens,
             n=n,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
             stop=stop,
-            stop_ids=stop_ids,
-            stop_sequences=stop_sequences,
             ignore_eos=ignore_eos,
             has_text=isinstance(prompt, str) if text is None else text,
             skip_special_tokens=skip_special_tokens,
@@ -551,12 +348,42 @@ class AsyncClient:
         return AsyncGeneration(
             self._connection,
             plan,
-            prompt if isinstance(prompt, str) else _check.token_list(prompt),
-            follow=functools.partial(self._follow, keep_alive=True, recovery=options if recover else None),
+            prompt,
+            follow=functools.partial(self._follow, recovery=options if recover else None),
             options=options,
             is_patient=recover,
             keeps=keep,
             timeout=timeout,
+        )
+
+    def chat(
+        self,
+        system: str = "",
+        *,
+        policy: Policy | None = None,
+        max_tokens: int = 256,
+        variables: Mapping[str, object] | None = None,
+        allow_special_tokens: bool = False,
+    ) -> AsyncChat:
+        """Return a new conversation by the model's chat template; see ``AsyncChat``. Nothing is sent yet.
+
+        Args:
+            system: The system message; empty: none.
+            policy: How answers are drawn. None: ``sample()``.
+            max_tokens: Most tokens of an answer.
+            variables: More variables for the template.
+            allow_special_tokens: As in ``apply_chat_template``.
+
+        Example:
+            ``async with client.chat("Answer briefly.") as chat: print(await chat.send("Hello"))``
+        """
+        return AsyncChat(
+            self,
+            system,
+            policy=policy,
+            max_tokens=max_tokens,
+            variables=variables,
+            allow_special_tokens=allow_special_tokens,
         )
 
     def adopt(self, handle: Handle, *, keep_alive: bool = True) -> AsyncCache:
@@ -578,49 +405,12 @@ class AsyncClient:
         return self._follow(Tip(handle), keep_alive=keep_alive)
 
     def stream(self) -> AsyncStream:
-        """Return a new stream, for decoding many caches together, a frame per step.
+        """Return a new stream, for running many caches together, a frame per step.
 
         Example:
-            ``async with client.stream() as stream: outputs = await stream.decode(caches, tokens)``
+            ``async with client.stream() as stream: caches = await stream.run([Prompt("a"), Prompt("b")])``
         """
-        return AsyncStream(self._connection, functools.partial(self._follow, keep_alive=True))
-
-    async def decode_many(
-        self,
-        caches: Sequence[AsyncCache],
-        tokens: Sequence[Tokens],
-        *,
-        policy: Policy | Sequence[Policy] | None = None,
-        on_stale: OnStale = "fail",
-        timeout: Timeout = USE_DEFAULT,
-    ) -> list[Output]:
-        """Append to several caches together, on a stream that the client keeps open; a second one if that is in use.
-
-        Args:
-            caches: The sequences, each at most once.
-            tokens: For each cache one token, several, or none (a query).
-            policy: One for all, or one for each cache. None: full logits.
-            on_stale: What to do with handles that lie behind their tip.
-            timeout: Seconds this may take, retries included.
-
-        Returns:
-            One output per cache.
-
-        Raises:
-            ExecutorError: As in ``AsyncStream.decode``.
-            ValueError: The sizes differ, or a cache comes twice.
-
-        Example:
-            ``outputs = await client.decode_many(branches, [7, 8, 9], policy=greedy())``
-        """
-        try:
-            stream = self._idle_streams.pop()
-        except IndexError:  # the first, or others are using them all
-            stream = self.stream()
-        try:
-            return await stream.decode(caches, tokens, policy=policy, on_stale=on_stale, timeout=timeout)
-        finally:
-            self._idle_streams.append(stream)
+        return AsyncStream(self._connection, self._follow)
 
     async def model_info(self, *, timeout: Timeout = USE_DEFAULT) -> ModelInfo:
         """Return the model's description; asked for once, since it does not change while the server runs."""
@@ -679,26 +469,7 @@ class AsyncClient:
             return None, error
         return status, _not_ready(status)
 
-    async def health(self, service: str = "", *, timeout: Timeout = USE_DEFAULT) -> bool:
-        """Return True if the server serves, by the standard gRPC health service.
-
-        Args:
-            service: Full name of a service, or empty for the server as a whole.
-            timeout: Seconds this may take, retries included.
-
-        Raises:
-            UnavailableError: Nobody answers.
-            ExecutorError: Anything else, see ``errors``.
-        """
-        from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-        stub = health_pb2_grpc.HealthStub(self._connection.wire.channel)
-        reply = await self._connection.unary(
-            stub.Check, health_pb2.HealthCheckRequest(service=service), timeout=timeout
-        )
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
-
-    async def encode(
+    async def tokenize(
         self,
         text: str,
         *,
@@ -718,10 +489,10 @@ class AsyncClient:
             TypeError: It is no text.
             ValueError: It cannot be written in UTF-8, because it holds half of a surrogate pair.
             UnsupportedError: The server has no tokenizer.
-            ExecutorError: Anything else, see ``errors``.
+            FerruleError: Anything else, see ``errors``.
 
         Example:
-            ``ids = await client.encode("def area(")``
+            ``ids = await client.tokenize("def area(")``
         """
         _check.text(text)
         request = tokenizer_pb2.TokenizeRequest(
@@ -730,7 +501,7 @@ class AsyncClient:
         reply = await self._connection.unary(self._connection.tokenizer.Tokenize, request, timeout=timeout)
         return list(reply.token_ids)
 
-    async def decode_tokens(
+    async def detokenize(
         self, tokens: Tokens, *, skip_special_tokens: bool = False, timeout: Timeout = USE_DEFAULT
     ) -> str:
         """Return the text of token ids. A last character without its end comes out as U+FFFD.
@@ -743,12 +514,13 @@ class AsyncClient:
         Raises:
             UnsupportedError: The server has no tokenizer.
             TokenOutOfVocabError: A token is not in the vocabulary.
-            ExecutorError: Anything else, see ``errors``.
+            FerruleError: Anything else, see ``errors``.
         """
         request = tokenizer_pb2.DetokenizeRequest(
             token_ids=_check.token_list(tokens), skip_special_tokens=skip_special_tokens
         )
-        return (await self._connection.unary(self._connection.tokenizer.Detokenize, request, timeout=timeout)).text
+        reply = await self._connection.unary(self._connection.tokenizer.Detokenize, request, timeout=timeout)
+        return reply.text
 
     def detokenizer(self, context: Sequence[int] = ()) -> AsyncDetokenizer:
         """Return what turns the tokens of a loop of your own into text, never half a character.
@@ -788,7 +560,7 @@ class AsyncClient:
             UnsupportedError: The model has no chat template.
             InvalidRequestError: The template refuses the conversation, or a string of it contains the text of a
                 special token: ``field`` says where, and ``metadata["special_token"]`` which.
-            ExecutorError: Anything else, see ``errors``.
+            FerruleError: Anything else, see ``errors``.
 
         Example:
             ``ids = (await client.apply_chat_template([{"role": "user", "content": "Hello"}])).token_ids``
@@ -817,12 +589,13 @@ class AsyncClient:
             QuotaExceededError: It does not fit the caller's quota of mask bytes.
             InvalidRequestError: It is not of the vocabulary's size.
             ValueError: It allows nothing, or a token out of the vocabulary.
-            ExecutorError: Anything else, see ``errors``.
+            FerruleError: Anything else, see ``errors``.
 
         Example:
-            ``digits = await client.register_mask(await client.encode("0123456789"))``
+            ``digits = await client.register_mask(await client.tokenize("0123456789"))``
         """
-        return (await self.register_masks([mask], timeout=timeout))[0]
+        (registered,) = await self.register_masks([mask], timeout=timeout)
+        return registered
 
     async def register_masks(self, masks: Sequence[MaskLike], *, timeout: Timeout = USE_DEFAULT) -> list[TokenMask]:
         """Have masks kept on the server, many in one call; see ``register_mask``.
@@ -835,7 +608,7 @@ class AsyncClient:
             One registered mask for each.
 
         Raises:
-            ExecutorError: As in ``register_mask``.
+            FerruleError: As in ``register_mask``.
         """
         timeout = self._connection.until(timeout)
         given = list(map(as_mask, masks))
@@ -843,16 +616,6 @@ class AsyncClient:
         vocab_size = (await self._connection.model_info(timeout)).vocab_size if needs_size else 0
         bits = [one.to_bits(vocab_size) for one in given]
         return await self._connection.register_masks(bits, self._connection.attempts(timeout))
-
-    async def cache_metrics(self, *, timeout: Timeout = USE_DEFAULT) -> CacheMetrics:
-        """Return the counters of the server's KV pool: of one's own sequences, with the role admin of all callers.
-
-        Example:
-            ``hits = (await client.cache_metrics()).num_prefix_hit_tokens``
-        """
-        request = cache_pb2.GetCacheMetricsRequest()
-        reply = await self._connection.unary(self._connection.executor.GetCacheMetrics, request, timeout=timeout)
-        return _convert.metrics_from_message(reply.metrics)
 
     async def list_caches(self, *, page_size: int = 0, timeout: Timeout = USE_DEFAULT) -> AsyncIterator[CacheSummary]:
         """Yield the caller's live sequences by loggable id, asking for the next page when it is needed.
@@ -862,7 +625,7 @@ class AsyncClient:
             timeout: Seconds each page may take.
 
         Raises:
-            ExecutorError: While iterating, see ``errors``.
+            FerruleError: While iterating, see ``errors``.
         """
         _check.whole("page_size", page_size)
         request = cache_pb2.ListCachesRequest(page_size=page_size)
@@ -876,7 +639,7 @@ class AsyncClient:
 
     async def keep_alive(
         self, caches: Iterable[AsyncCache | Handle], *, ttl: float | None = None, timeout: Timeout = USE_DEFAULT
-    ) -> list[Lease | ExecutorError]:
+    ) -> list[Lease | FerruleError]:
         """Renew leases, many in one call to each instance. Live caches do this automatically; plain handles do not.
 
         A list longer than the server's ``max_handles_per_request`` is sent in several calls.
@@ -890,7 +653,7 @@ class AsyncClient:
             For each the new lease, or the error that says why there is none.
 
         Raises:
-            ExecutorError: The call as a whole failed. Where there are several, what one failed with stands in the place
+            FerruleError: The call as a whole failed. Where there are several, what one failed with stands in the place
                 of its leases.
         """
         kept, timeout = list(caches), self._connection.until(timeout)
@@ -903,26 +666,26 @@ class AsyncClient:
         leases = [done[place] for place in range(len(kept))]
         for cache, lease in zip(kept, leases, strict=True):
             if isinstance(cache, AsyncCache):
-                cache.lease_anew(lease, ttl)
+                calls_of(cache).renewed(lease, ttl)
         return leases
 
     async def _keep_parts(
         self, parts: Parts, ttl: float | None, timeout: Timeout
-    ) -> tuple[dict[int, Lease | ExecutorError], dict[str, ExecutorError]]:
+    ) -> tuple[dict[int, Lease | FerruleError], dict[str, FerruleError]]:
         """Renew leases part by part.
 
         Returns:
             What became of each, by its place; and what a call failed with, by the instance it was for. After that the
             instance is not asked for its other parts.
         """
-        done: dict[int, Lease | ExecutorError] = {}
-        failures: dict[str, ExecutorError] = {}
+        done: dict[int, Lease | FerruleError] = {}
+        failures: dict[str, FerruleError] = {}
         for instance, places, handles in parts:
             if instance not in failures:
                 request = cache_pb2.KeepAliveRequest(kv_caches=handles, ttl=_convert.duration(ttl))
                 try:
                     reply = await self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
-                except ExecutorError as error:
+                except FerruleError as error:
                     if parts.shrink(error):
                         continue
                     failures[instance] = error
@@ -958,19 +721,19 @@ class AsyncClient:
             HandleNotFoundError: One of the sequences is gone; nothing was taken.
             ValueError: The sizes differ, a length is no whole number, or the sequences are on several instances: no
                 call takes room on all or none of them.
-            ExecutorError: Anything else, as in ``AsyncCache.reserve``.
+            FerruleError: Anything else, as in ``AsyncCache.reserve``.
 
         Example:
             ``left = (await client.reserve(branches, 512)).free_blocks``
         """
         kept = list(caches)
-        handles = [one.tip.live_handle() if isinstance(one, AsyncCache) else one for one in kept]
+        handles = [tip_of(one).live_handle() if isinstance(one, AsyncCache) else one for one in kept]
         _check_one_instance(handles)
         request = _messages.reserve_request(handles, lengths, fitting)
         reply = await self._connection.unary(self._connection.executor.ReserveKvSlots, request, timeout=timeout)
         for cache, wanted in zip(kept, request.requests, strict=True):
             if isinstance(cache, AsyncCache):
-                cache.has_room(wanted.target_length)
+                calls_of(cache).reserved(wanted.target_length)
         return _convert.reservation_from_message(reply.reservation)
 
     async def release(self, caches: Iterable[AsyncCache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
@@ -987,46 +750,20 @@ class AsyncClient:
             What was freed.
 
         Raises:
-            ExecutorError: The server was not reached; the leases will end the sequences. Where there are several
+            FerruleError: The server was not reached; the leases will end the sequences. Where there are several
                 instances, those on the others were released.
 
         Example:
             ``await client.release(losers)``
         """
-        ended, timeout = list(caches), self._connection.until(timeout)
-        for cache in ended:
-            if isinstance(cache, AsyncCache):
-                cache.give_up()
-        released: dict[int, bool] = {}
-        freed_blocks = 0
-        failures: dict[str, ExecutorError] = {}
-        await self._connection.ask_handle_limit(len(ended), timeout)
-        parts = Parts(_handles(ended), self._connection.handle_limit)
-        for instance, places, handles in parts:
-            if instance in failures:
-                continue
-            request = cache_pb2.ReleaseCacheRequest(kv_caches=handles)
-            try:
-                reply = await self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
-            except WrongInstanceError:  # it goes by another name, or is not there any more: nothing is left to release
-                released.update(dict.fromkeys(places, False))
-                continue
-            except ExecutorError as error:  # those of other instances want to be released all the same
-                if not parts.shrink(error):
-                    failures[instance] = error
-                continue
-            released.update(zip(places, [result.released for result in reply.results], strict=True))
-            freed_blocks += reply.freed_blocks
-        for failure in failures.values():
-            raise failure
-        return Released(tuple(released[place] for place in range(len(ended))), freed_blocks)
+        return await release_all(self._connection, list(caches), timeout)
 
-    def _follow(self, tip: Tip, *, keep_alive: bool, recovery: PromptOptions | None = None) -> AsyncCache:
+    def _follow(self, tip: Tip, *, keep_alive: bool = True, recovery: PromptOptions | None = None) -> AsyncCache:
         """Return the cache that follows a sequence from here on."""
         calls = SequenceCalls(self._connection, self._keeper, tip, keep_alive=keep_alive, recovery=recovery)
         return AsyncCache(self._connection, calls)
 
-    async def _renew(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | ExecutorError]:
+    async def _renew(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | FerruleError]:
         """Renew the leases of as many handles as one request may hold, without asking for the server's limit first."""
         return await self.keep_alive(handles[: self._connection.handle_limit.most], timeout=timeout_s)
 
@@ -1034,3 +771,54 @@ class AsyncClient:
 def _handles(caches: Sequence[AsyncCache | Handle]) -> list[Handle]:
     """Return the handles of caches, and those that stand among them."""
     return [cache.handle if isinstance(cache, AsyncCache) else cache for cache in caches]
+
+
+def _chat_messages(messages: Sequence[ChatMessage]) -> list[tokenizer_pb2.ChatMessage]:
+    """Return the wire form of a conversation.
+
+    Raises:
+        TypeError: It is no list of messages, or as in ``_chat_message``.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not all(isinstance(one, Mapping) for one in messages):
+        raise TypeError('a conversation is a list of messages, such as [{"role": "user", "content": "Hello"}]')
+    return [_chat_message(one) for one in messages]
+
+
+def _chat_message(message: ChatMessage) -> tokenizer_pb2.ChatMessage:
+    """Return the wire form of a message; what is neither its role nor a plain text goes as JSON.
+
+    Raises:
+        TypeError: It has no text as ``role``, or holds what JSON cannot.
+    """
+    extra = dict(message)
+    role, content = extra.pop("role", None), extra.pop("content", "")
+    if not isinstance(role, str):
+        raise TypeError(f"a message needs a text as role, got {role!r}")
+    if not isinstance(content, str):
+        extra["content"], content = content, ""
+    return tokenizer_pb2.ChatMessage(role=role, content=content, extra_json=json.dumps(extra) if extra else "")
+
+
+def _not_ready(status: Status) -> UnavailableError:
+    text = f"the server is {status.state}" + (f": {status.load_stage}" if status.load_stage else "")
+    if status.state == "draining":
+        return DrainingError(grpc.StatusCode.UNAVAILABLE, "DRAINING", text)
+    return StartingError(grpc.StatusCode.UNAVAILABLE, "STARTING", text)
+
+
+def _check_one_instance(handles: Sequence[Handle]) -> None:
+    """Make sure that one instance has all sequences.
+
+    Raises:
+        ValueError: It has not.
+    """
+    names = sorted(by_instance(handles, checked_instance))
+    if len(names) > 1:
+        text = " and ".join(map(repr, names))
+        raise ValueError(f"the sequences are on the instances {text}: reserve on each by a call of its own")
+
+
+def _lease_or_error(result: cache_pb2.KeepAliveResult) -> Lease | FerruleError:
+    if result.HasField("lease"):
+        return _convert.lease_from_message(result.lease)
+    return error_from_status(result.error)

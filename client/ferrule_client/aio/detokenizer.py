@@ -1,4 +1,3 @@
-# Written by client/generate_aio.py from client/ferrule_client/detokenizer.py: change that, then run it again.
 """Tokens to text, piece by piece, never half a character; made by ``AsyncClient.detokenizer``."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# Written by client/generate_aio.py from client/ferrule_client/forward.py: change that, then run it again.
 """Forward passes that keep no cache: rows of all positions, streamed in chunks."""
 
 from __future__ import annotations
@@ -11,9 +10,10 @@ import grpc
 from ferrule.v1 import executor_pb2
 from ferrule_client import _convert
 from ferrule_client._retry import Attempts
-from ferrule_client.aio._connection import Connection, Timeout
+from ferrule_client._timeouts import Timeout
+from ferrule_client.aio._connection import Connection
 from ferrule_client.aio._stream_call import ReplyCall
-from ferrule_client.errors import ExecutorError, UnavailableError
+from ferrule_client.errors import FerruleError, UnavailableError
 from ferrule_client.types import ForwardChunk
 
 __all__ = ["AsyncForwardPass"]
@@ -26,8 +26,11 @@ class AsyncForwardPass(AsyncIterator[ForwardChunk]):
     already are left out. Leave it early in ``async with``, or close it: the server then stops.
     """
 
-    def __init__(self, connection: Connection, request: executor_pb2.ForwardRequest, timeout: Timeout) -> None:
+    def __init__(
+        self, connection: Connection, request: executor_pb2.ForwardRequest, text: str | None, timeout: Timeout
+    ) -> None:
         self._connection = connection
+        self._text = text
         self._request = request
         self._timeout = timeout
         self._call: ReplyCall[executor_pb2.ForwardResponse] | None = None
@@ -71,6 +74,9 @@ class AsyncForwardPass(AsyncIterator[ForwardChunk]):
             await call.close()
 
     async def _receive(self, attempts: Attempts) -> ForwardChunk:
+        if self._text is not None:
+            self._request.input_ids.extend(await self._connection.encode_text(self._text, timeout=self._timeout))
+            self._text = None
         while True:
             if self._call is None:
                 self._call = self._connection.open_replies(self._connection.executor.Forward, self._request)
@@ -95,7 +101,7 @@ class AsyncForwardPass(AsyncIterator[ForwardChunk]):
                 await call.close()
         return chunk
 
-    async def _go_on(self, error: ExecutorError, attempts: Attempts, cause: grpc.RpcError | None = None) -> None:
+    async def _go_on(self, error: FerruleError, attempts: Attempts, cause: grpc.RpcError | None = None) -> None:
         """Arrange that the call is made again, or raise what ended it."""
         self._drop()
         if not await self._connection.restore_masks(error, [self._request], attempts):

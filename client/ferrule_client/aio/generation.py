@@ -1,4 +1,3 @@
-# Written by client/generate_aio.py from client/ferrule_client/generation.py: change that, then run it again.
 """Generations: the server draws, the tokens stream in, and the caches move along with what was handed out."""
 
 from __future__ import annotations
@@ -13,30 +12,33 @@ from typing import TYPE_CHECKING
 import grpc
 
 from ferrule.v1 import executor_pb2
-from ferrule_client import _convert, _messages
+from ferrule_client import _check, _convert, _messages
 from ferrule_client._messages import GenerationPlan, PromptOptions
 from ferrule_client._retry import Attempts
 from ferrule_client._route import instance_of_handle, is_lost
-from ferrule_client._status import may_have_happened
+from ferrule_client._status import error_from_status, may_have_happened
+from ferrule_client._timeouts import Timeout
 from ferrule_client._tip import Tip, using
 from ferrule_client._token_log import TokenLog
-from ferrule_client.aio._connection import Connection, Timeout
+from ferrule_client.aio._calls import calls_of, tip_of
+from ferrule_client.aio._connection import Connection
 from ferrule_client.aio._drawing import AsyncBranch, Course, Event, Leg, Start
+from ferrule_client.aio.branches import AsyncBranches
 from ferrule_client.aio.detokenizer import AsyncDetokenizer
 from ferrule_client.errors import (
+    BlocksExhaustedError,
     ContextExceededError,
-    ExecutorError,
+    FerruleError,
     HandleStaleError,
     InstanceUnreachableError,
     UnavailableError,
 )
-from ferrule_client.generation import _error_of
-from ferrule_client.types import DrawnToken, FinishReason, OnStale, Output
+from ferrule_client.types import FinishReason, OnStale, Output, Token, Tokens
 
 if TYPE_CHECKING:
     from ferrule_client.aio.cache import AsyncCache
 
-__all__ = ["AsyncBranch", "AsyncGeneration", "AsyncTextGeneration"]
+__all__ = ["AsyncBranch", "AsyncGeneration"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,9 +46,10 @@ _END_S = 5.0
 _MAX_REPEATS = 10
 _REPLACEMENT = "\ufffd"
 _WINDOW = 16
+_NUM_CONTEXT = 8
 
 
-class AsyncGeneration(AsyncIterator[DrawnToken]):
+class AsyncGeneration(AsyncIterator[Token]):
     """Tokens as the server draws them; made by ``AsyncCache.generate`` and ``AsyncClient.generate``.
 
     Each is an int, the token id, that also knows its text, its log-probabilities and its branch::
@@ -54,13 +57,13 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
         async for token in cache.generate(20, text=True):
             print(token.text, end="")
 
-    Nothing runs before the first one is asked for. Invariant: after each token its cache's handle covers every token
-    before it, and ``cache.pending`` is that token. Leaving the loop early is fine: whatever the cache does next goes on
-    from there, and what the server had drawn beyond is dropped. A broken connection is resumed, so that no token
-    is lost or comes twice. A cache that is moved in the middle of the loop is gone on with from where it is then.
+    Nothing runs before the first token is asked for. Invariant: after each token its cache's handle covers every token
+    before it, and the token is pending. Leaving the loop early is fine: whatever the cache does next continues from
+    there, and what the server has drawn beyond is dropped. After a broken connection the loop resumes, so that no token
+    is lost or comes twice. If the cache is moved in the middle of the loop, the loop continues from where it is then.
 
-    Where there are several branches, one that fails is noted in its ``error`` and the others go on. Once all have
-    failed, the last error is raised; what they had drawn is in ``branches`` all the same.
+    If one of several branches fails, that is noted in its ``error`` and the others continue. Once all have failed, the
+    last error is raised; what they had drawn is still in ``branches``.
 
     Attributes:
         branches: The continuations; one, unless ``n`` said otherwise.
@@ -70,11 +73,11 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
         self,
         connection: Connection,
         plan: GenerationPlan,
-        prompt: str | Sequence[int],
+        prompt: Tokens | str,
         *,
+        follow: Callable[[Tip], AsyncCache],
         cache: AsyncCache | None = None,
         on_stale: OnStale = "fail",
-        follow: Callable[[Tip], AsyncCache] | None = None,
         options: PromptOptions | None = None,
         is_patient: bool = False,
         keeps: bool = True,
@@ -82,16 +85,17 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
     ) -> None:
         self._connection = connection
         self._plan = plan
-        self._prompt = prompt if isinstance(prompt, str) else None
-        self._tokens = () if isinstance(prompt, str) else tuple(prompt)
+        self._prompt = prompt
+        self._tokens: tuple[int, ...] = () if isinstance(prompt, str) else tuple(_check.token_list(prompt))
         self._on_stale = on_stale
         self._follow = follow
+        self._is_new = cache is None
         self._options = options
         self._is_patient = is_patient
         self._keeps = keeps
         self._timeout = timeout
         self._request_id = _messages.new_request_id()
-        self._prompt_log = TokenLog(self._tokens)
+        self._prompt_log = TokenLog()
         self._whole: executor_pb2.GenerateRequest | None = None
         self._num_repeats = 0
         self._has_begun = False
@@ -115,7 +119,7 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
             if not leg.call.is_over:
                 leg.call.cancel()
 
-    async def __anext__(self) -> DrawnToken:
+    async def __anext__(self) -> Token:
         token = await self.advance()
         if token is None:
             raise StopAsyncIteration
@@ -128,7 +132,13 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
 
     @property
     def text(self) -> str:
-        """Their text, if it was asked for."""
+        """Their text.
+
+        Raises:
+            AttributeError: It was not asked for.
+        """
+        if not self._plan.has_text:
+            raise AttributeError("there is no text: ask for it with text=True")
         return self.branches[0].text
 
     @property
@@ -147,16 +157,20 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
         return self.branches[0].cached_tokens
 
     @property
-    def output(self) -> Output | None:
-        """The whole output of the newest token of the first branch: log-probabilities, seed, timing."""
-        return self.branches[0].cache.last if self.branches[0].has_cache else None
+    def output(self) -> Output:
+        """The output of the newest token of the first branch: log-probabilities, seed, timing.
+
+        Raises:
+            RuntimeError: There is no token yet.
+        """
+        return self.branches[0].cache.last
 
     @property
-    def caches(self) -> list[AsyncCache]:
-        """The sequences of all branches, as far as anything has come of them."""
-        return [branch.cache for branch in self.branches if branch.has_cache]
+    def caches(self) -> AsyncBranches:
+        """The sequences of all branches that have a token; a context manager that releases them."""
+        return AsyncBranches(self._connection, [branch.cache for branch in self.branches if branch.has_cache])
 
-    async def advance(self) -> DrawnToken | None:
+    async def advance(self) -> Token | None:
         """Return the next token of any branch, or None when all have ended; what ``next`` does, without its error."""
         try:
             while self._events or not self._has_ended():
@@ -172,8 +186,60 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
         await self._end()
         return None
 
+    async def pieces(self) -> AsyncIterator[str]:
+        """Yield the text of the first branch piece by piece, never half a character.
+
+        Special tokens, such as one that ends the text, are left out; ``tokens`` has all ids. If the tokens before the
+        first one end inside a character, its rest is part of the first piece.
+
+        Raises:
+            RuntimeError: The loop has begun without ``text=True``.
+            UnsupportedError: The server has no tokenizer.
+            FerruleError: As while iterating over tokens.
+
+        Example:
+            ``async for piece in cache.generate(32).pieces(): print(piece, end="")``
+        """
+        self._ask_for_text()
+        num_out = 0
+        has_ended = False
+        while not has_ended:
+            has_ended = await self.advance() is None
+            piece = self.text[num_out:]
+            if num_out == 0 and piece.startswith(_REPLACEMENT):
+                piece = await self._text_after_context()
+            if piece.endswith(_REPLACEMENT) and self.finish_reason is not None and await self._is_cut():
+                piece = piece.rstrip(_REPLACEMENT)
+            num_out = len(self.text)
+            if piece:
+                yield piece
+
+    def _ask_for_text(self) -> None:
+        if not self._plan.has_text:
+            if self._has_begun or self._legs:
+                raise RuntimeError("the loop has begun without text: ask for it with text=True")
+            self._plan = dataclasses.replace(self._plan, has_text=True)
+
+    async def _text_after_context(self) -> str:
+        """Return the text of the tokens so far, the first of which end a character that began before them."""
+        detokenizer = AsyncDetokenizer(self._connection.decode_text, self._prompt_log.tail(_NUM_CONTEXT))
+        text = ""
+        for token in self.tokens:
+            text += await detokenizer.push(token)
+        return text
+
+    async def _is_cut(self) -> bool:
+        """Return whether the text ends inside a character, which its last tokens alone show."""
+        context = self._prompt_log.tail(_NUM_CONTEXT)
+        _, ends_mid_character = await self._connection.decode_text([*context, *self.tokens][-_WINDOW:])
+        return ends_mid_character
+
     async def read(self) -> AsyncGeneration:
-        """Draw to the end and return this."""
+        """Draw to the end and return this generation.
+
+        Example:
+            ``text = (await client.generate("def area(", 32).read()).text``
+        """
         while await self.advance() is not None:
             pass
         return self
@@ -198,14 +264,14 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
             if not leg.call.is_over:
                 leg.call.cancel()
         for cache in self.caches:
-            cache.tip.running = None
+            tip_of(cache).running = None
             if not self._keeps and not cache.is_released:
                 await self._release(cache)
 
     async def _release(self, cache: AsyncCache) -> None:
         try:
             await cache.release(timeout=_END_S)
-        except ExecutorError as failure:  # its lease ends it
+        except FerruleError as failure:  # its lease ends it
             _log.debug("release failed handle_id=%s reason=%s", cache.handle.handle_id, failure.reason)
 
     async def _fill(self) -> None:
@@ -219,7 +285,7 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
             self._legs.rotate(-1)
             leg = self._legs[-1]
             try:
-                with using(*(cache.tip for cache in self.caches)):
+                with using(*(tip_of(cache) for cache in self.caches)):
                     frame = await leg.call.receive(attempts.remaining())
             except grpc.RpcError as error:
                 leg.call.cancel()
@@ -283,16 +349,20 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
 
     async def _first_request(self, timeout: Timeout) -> executor_pb2.GenerateRequest:
         plan, (first, *_) = self._plan, self._courses
-        if self._prompt is not None:
-            ids = await self._connection.encode_text(self._prompt, timeout=timeout, is_patient=self._is_patient)
-            self._prompt, self._tokens, self._prompt_log = None, tuple(ids), TokenLog(ids)
         if not first.branch.has_cache:
+            if isinstance(self._prompt, str):
+                ids = await self._connection.encode_text(self._prompt, timeout=timeout, is_patient=self._is_patient)
+                self._prompt = self._tokens = tuple(ids)
+            self._prompt_log = TokenLog(self._tokens)
             return _messages.generate_request(
                 plan, input_ids=self._tokens, n=plan.n, request_id=self._request_id, options=self._options
             )
         cache = first.branch.cache
-        sent = await cache.prepare(self._tokens, plan.policy, self._on_stale, draws=True, timeout=timeout)
-        self._prompt_log = cache.tip.log.branch()
+        tip = tip_of(cache)
+        sent = await calls_of(cache).prepare(self._prompt, plan.policy, self._on_stale, draws=True, timeout=timeout)
+        self._tokens = tuple(sent.input_ids[len(tip.pending) :])
+        tip.policy = plan.given
+        self._prompt_log = tip_of(cache).log.branch()
         self._prompt_log.extend(sent.input_ids)
         first.start = Start(sent.kv_cache, tuple(sent.input_ids))
         return _messages.generate_request(
@@ -307,7 +377,9 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
     async def _rest(self, branch: AsyncBranch, timeout: Timeout) -> executor_pb2.GenerateRequest:
         """Return the request for what follows the newest token of a branch."""
         policy = self._plan.policy_of(branch.index)
-        sent = await branch.cache.prepare(self._fed(branch), policy, draws=True, timeout=timeout)
+        sent = await calls_of(branch.cache).prepare(
+            self._fed(branch), policy, pending="send", draws=True, timeout=timeout
+        )
         return _messages.generate_request(
             self._plan,
             input_ids=sent.input_ids,
@@ -329,7 +401,7 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
 
     def _fed(self, branch: AsyncBranch) -> tuple[int, ...]:
         """Return the tokens that go in before the next one of a branch, besides what is pending."""
-        is_first = branch.index == 0 and not branch.tokens and self._follow is None
+        is_first = branch.index == 0 and not branch.tokens and not self._is_new
         return self._tokens if is_first else ()
 
     def _note(self, leg: Leg, frame: executor_pb2.GenerateResponse) -> None:
@@ -380,13 +452,14 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
         if log.end != message.resume_from.length:
             log.forget(message.resume_from.length)
         tip = Tip(_convert.handle_from_message(message.resume_from), log=log)
+        tip.policy = self._plan.given
         tip.is_ahead, tip.running, course.was_ahead = True, course.give_way, False
         tip.num_unseen = max(0, len(message.outputs.tokens) - 1)
-        course.branch.attach(self.branches[0].cache.sibling(tip) if self._follow is None else self._follow(tip))
+        course.branch.attach(self._follow(tip))
         if len(message.outputs.tokens) <= 1:
             course.start = Start(message.resume_from, ())
 
-    async def _hand_out(self, event: Event) -> DrawnToken | None:
+    async def _hand_out(self, event: Event) -> Token | None:
         """Move a branch by one event and return its token; None: it has none, or is no longer wanted."""
         course, branch = event.course, event.course.branch
         if course.is_moved or event.leg is not course.leg:
@@ -405,24 +478,24 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
             await event.leg.call.close()
         return token
 
-    def _deliver(self, event: Event, output: Output) -> DrawnToken:
+    def _deliver(self, event: Event, output: Output) -> Token:
         branch = event.course.branch
         (token,) = output.tokens
         if output.seed is None and branch.seed is not None:
             output = dataclasses.replace(output, seed=branch.seed)
+        tip = tip_of(branch.cache)
         if event.is_counted:
-            branch.cache.tip.told(token, output)
+            tip.told(token, output)
         else:
-            fed = self._fed(branch)
-            output = branch.cache.tip.drew(token, output, fed=fed, is_covered=event.is_covered)
+            output = tip.drew(token, output, fed=self._fed(branch), is_covered=event.is_covered)
         branch.tokens.append(token)
-        return DrawnToken(token, branch.index, event.text, output)
+        return Token(token, output, tip.length, branch.index, event.text)
 
     async def _survive(
         self,
         leg: Leg,
         courses: Sequence[Course],
-        error: ExecutorError,
+        error: FerruleError,
         attempts: Attempts,
         cause: grpc.RpcError | None = None,
         *,
@@ -439,7 +512,7 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
             reason: What a branch that ends by it ended for.
 
         Raises:
-            ExecutorError: ``error``, where with it all branches have failed.
+            FerruleError: ``error``, where with it all branches have failed.
         """
         courses = [one for one in courses if one.goes_on and not one.is_moved]
         if not courses:
@@ -452,11 +525,11 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
                 await self._connection.wait(attempts, error, cause)
             except InstanceUnreachableError:
                 await self._move_on(courses, error, attempts)
-        except ExecutorError as final:
+        except FerruleError as final:
             if not (may_have_happened(error) or leg.has_replied):
                 leg.restore()
             elif isinstance(error, HandleStaleError):  # somebody else has moved it: what stands there is not ours
-                course.branch.cache.tip.is_ahead = False
+                tip_of(course.branch.cache).is_ahead = False
             if isinstance(final, ContextExceededError) and any(one.branch.tokens for one in courses):
                 self._fail(courses, None, "context_full")  # without a token, it is the input that does not fit
                 return
@@ -464,11 +537,11 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
             if all(one.branch.error is not None for one in self._courses):
                 raise
 
-    async def _move_on(self, courses: Sequence[Course], error: ExecutorError, attempts: Attempts) -> None:
+    async def _move_on(self, courses: Sequence[Course], error: FerruleError, attempts: Attempts) -> None:
         """Bring back the branches whose instance nobody reaches any more; one that has no sequence yet cannot be.
 
         Raises:
-            ExecutorError: ``error``, if there is none that can.
+            FerruleError: ``error``, if there is none that can.
         """
         known = [course for course in courses if course.branch.has_cache]
         if not known:
@@ -478,12 +551,12 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
             await self._revive(course, error, attempts)
 
     @staticmethod
-    async def _revive(course: Course, error: ExecutorError, attempts: Attempts) -> None:
-        course.branch.cache.tip.tell(error)
-        await course.branch.cache.revive(error, attempts)
+    async def _revive(course: Course, error: FerruleError, attempts: Attempts) -> None:
+        tip_of(course.branch.cache).tell(error)
+        await calls_of(course.branch.cache).revive(error, attempts)
         course.start = None
 
-    async def _can_go_on(self, leg: Leg, course: Course, error: ExecutorError, attempts: Attempts) -> bool:
+    async def _can_go_on(self, leg: Leg, course: Course, error: FerruleError, attempts: Attempts) -> bool:
         """Tell whether the call can be made again at once, after doing what that takes."""
         is_dead = isinstance(error, InstanceUnreachableError)  # or not for long: that shows when no attempt is left
         if not is_dead and course.branch.has_cache and is_lost(error, course.branch.cache.handle):
@@ -495,88 +568,17 @@ class AsyncGeneration(AsyncIterator[DrawnToken]):
         return await self._connection.restore_masks(error, [leg.request], attempts)
 
     @staticmethod
-    def _fail(courses: Sequence[Course], error: ExecutorError | None, reason: FinishReason) -> None:
+    def _fail(courses: Sequence[Course], error: FerruleError | None, reason: FinishReason) -> None:
         for course in courses:
             course.branch.finish_reason, course.branch.error = reason, error
 
 
-class AsyncTextGeneration(AsyncIterator[str]):
-    """A generation yielding pieces of text, never half a character; made by ``AsyncCache.generate_text``.
-
-    The text is the server's, which knows only what it has drawn in this generation. So where one was left inside a
-    character and the next one goes on in it, the tokenizer is asked once more for that piece; and at the end, whether
-    a character is lacking its rest, or the model has written U+FFFD itself.
-    """
-
-    def __init__(self, generation: AsyncGeneration, connection: Connection, context: Sequence[int]) -> None:
-        self._generation = generation
-        self._connection = connection
-        self._context = context
-        self._num_out = 0
-        self._has_ended = False
-
-    async def __aenter__(self) -> AsyncTextGeneration:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def __anext__(self) -> str:
-        while not self._has_ended:
-            piece = await self._next_piece()
-            if piece:
-                return piece
-        raise StopAsyncIteration
-
-    @property
-    def tokens(self) -> list[int]:
-        """Token ids drawn so far, the one that ended the text included."""
-        return self._generation.tokens
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why it ended, or None while it goes on."""
-        return self._generation.finish_reason
-
-    @property
-    def output(self) -> Output | None:
-        """The whole output of the newest token: log-probabilities, seed, timing."""
-        return self._generation.output
-
-    @property
-    def seed(self) -> int | None:
-        """Seed of the draws, or None where nothing is drawn."""
-        return self._generation.seed
-
-    async def close(self) -> None:
-        """End the loop; the cache stays as it is. Closing twice changes nothing."""
-        self._has_ended = True
-        await self._generation.close()
-
-    async def _next_piece(self) -> str:
-        self._has_ended = await self._generation.advance() is None
-        piece = self._generation.text[self._num_out :]
-        is_first = self._num_out == 0
-        self._num_out = len(self._generation.text)
-        if is_first and piece.startswith(_REPLACEMENT):
-            piece = await self._text_behind_context()
-        if piece.endswith(_REPLACEMENT) and self._generation.finish_reason is not None and await self._is_cut():
-            return piece.rstrip(_REPLACEMENT)
-        return piece
-
-    async def _text_behind_context(self) -> str:
-        """Return the text of the tokens so far, of which the first ones end a character that began before them."""
-        detokenizer = AsyncDetokenizer(self._decode, self._context)
-        text = ""
-        for token in self._generation.tokens:
-            text += await detokenizer.push(token)
-        return text
-
-    async def _is_cut(self) -> bool:
-        """Tell whether the text ends inside a character, which its last tokens alone show."""
-        return (await self._decode([*self._context, *self._generation.tokens][-_WINDOW:]))[1]
-
-    async def _decode(self, token_ids: Sequence[int]) -> tuple[str, bool]:
-        return await self._connection.decode_text(token_ids)
+def _error_of(message: executor_pb2.GenerateOutput, reason: FinishReason | None, *, keeps: bool) -> FerruleError | None:
+    """Return what a branch failed with, if it did."""
+    if reason == "error" or message.HasField("error"):
+        return error_from_status(message.error)
+    if reason == "kv_blocks_exhausted":
+        text = "the KV pool has no block left; what was drawn so far is good: "
+        text += "release something, or go on later" if keeps else "it is in branches, its sequences are released"
+        return BlocksExhaustedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_BLOCKS_EXHAUSTED", text)
+    return None

@@ -1,4 +1,3 @@
-# Written by client/generate_aio.py from client/ferrule_client/stream.py: change that, then run it again.
 """Decoding several caches together over one open stream."""
 
 from __future__ import annotations
@@ -8,32 +7,34 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, overload
 
 import grpc
 
 from ferrule.v1 import executor_pb2
-from ferrule_client import _convert, _messages
-from ferrule_client._messages import Append, Appended
+from ferrule_client import _check, _convert, _messages
+from ferrule_client._messages import Appended, Input
 from ferrule_client._retry import Attempts
 from ferrule_client._route import by_instance, instance_of_handle
 from ferrule_client._status import error_from_status
+from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
-from ferrule_client.aio._connection import USE_DEFAULT, Connection, Timeout
-from ferrule_client.aio._exchange import Done, Exchange, as_answers, take
+from ferrule_client.aio._calls import calls_of, tip_of
+from ferrule_client.aio._connection import Connection
+from ferrule_client.aio._exchange import Done, Exchange, as_answers
 from ferrule_client.aio._stream_call import StreamCall
+from ferrule_client.aio.branches import AsyncBranches
 from ferrule_client.errors import (
     CallCancelledError,
     DeadlineExceededError,
-    ExecutorError,
+    FerruleError,
     InvalidRequestError,
     UnavailableError,
 )
-from ferrule_client.items import Chunk, DecodeItem, DraftDistributions, VerifyItem
+from ferrule_client.items import Append, Item, Prompt, Verify
 from ferrule_client.policy import Policy, check_policy
-from ferrule_client.stream import _check_branches, _check_items, _moved
-from ferrule_client.types import Acceptance, OnStale, Output, Tokens, Verification
+from ferrule_client.types import Output, Tokens, Verification
 
 if TYPE_CHECKING:
     from ferrule_client.aio.cache import AsyncCache
@@ -43,33 +44,38 @@ __all__ = ["AsyncStream"]
 _MAX_SEQ = 0xFFFF_FFFF
 """Numbers of items wrap around beyond it."""
 
+Errors = Literal["raise", "return"]
+"""What becomes of an item that failed: the first error is raised, or each is returned in the item's place."""
+
+_R = TypeVar("_R")
+
 
 class AsyncStream:
-    """One open StreamDecode: each ``decode`` is one frame out and, as a rule, one frame back.
+    """One open StreamDecode: each ``run`` is one frame out and, as a rule, one frame back.
 
-    Opened at the first use, and opened again when the connection breaks: what was under way is then sent once more,
+    It is opened at the first use, and opened again if the connection breaks: what was under way is then sent once more,
     which is safe, because an append that already happened is answered as a replay. Not safe to use from two tasks
     at once; open a stream per task.
 
-    Behind a proxy with several instances a frame goes to each instance that has sequences of it: what that one has is
-    a frame of its own, on a StreamDecode of its own, and the answers are put together. If one of them fails, the
-    sequences of the others have moved all the same. New sequences are made at the first of them.
+    Behind a proxy with several instances each instance gets a frame with the items of its own sequences, on a
+    StreamDecode of its own, and the answers are put together. If one of them fails, the sequences of the others have
+    moved all the same. New sequences are made on the first of them.
 
     Attributes:
-        free_blocks: Free blocks in the server's KV pool after the newest step, or None before the first; of several
+        free_blocks: Free blocks in the server's KV pool after the newest step, or None before the first; with several
             instances, in the pool of the one that answered last.
         num_frames: Frames received so far.
 
     Example::
 
-        async with client.stream() as stream:
-            outputs = await stream.decode(branches, tokens, policy=greedy())
+        async with client.stream() as stream, cache.fork(3) as branches:
+            outputs = await stream.run([Append(branch, policy=greedy()) for branch in branches])
     """
 
-    def __init__(self, connection: Connection, follow: Callable[[Tip], AsyncCache]) -> None:
+    def __init__(self, connection: Connection, follow: Callable[..., AsyncCache]) -> None:
         self._connection = connection
         self._follow = follow
-        self._calls: dict[str, StreamCall] = {}  # by instance; an empty name, as long as none is known
+        self._calls: dict[str, StreamCall] = {}  # by instance; the empty name until one is known
         self._seq = itertools.count(1)
         self._is_closed = False
         self._in_use = threading.Lock()
@@ -88,285 +94,222 @@ class AsyncStream:
         if self.__dict__.get("_calls"):
             self._drop_calls()
 
-    async def decode(
+    @overload
+    async def run(
         self,
-        caches: Sequence[AsyncCache],
-        tokens: Sequence[Tokens],
+        items: Sequence[Prompt],
         *,
-        policy: Policy | Sequence[Policy] | None = None,
-        on_stale: OnStale = "fail",
+        errors: Literal["raise"] = "raise",
         release: Iterable[AsyncCache] = (),
         timeout: Timeout = USE_DEFAULT,
-    ) -> list[Output]:
-        """Append to every cache, all in one frame, and return the outputs in the order of the caches.
+    ) -> list[AsyncCache]: ...
 
-        Every cache whose append succeeded has moved, also when this raises for another one.
-
-        Args:
-            caches: The sequences, each at most once.
-            tokens: For each cache one token, several, or none (a query of its newest row).
-            policy: What to return for each row; one for all, or one for each cache. None: full logits.
-            on_stale: What to do with handles that lie behind their tip.
-            release: Caches to end in the same frame, before the others are judged: their blocks serve these.
-            timeout: Seconds this step may take, retries included.
-
-        Returns:
-            One output per cache.
-
-        Raises:
-            ExecutorError: An item failed (the first one is raised, with a note that says which), or the stream did.
-            ValueError: The sizes differ, or a cache comes twice.
-
-        Example:
-            ``outputs = await stream.decode(branches, [out.token for out in outputs], policy=greedy())``
-        """
-        results = await self.try_decode(
-            caches, tokens, policy=policy, on_stale=on_stale, release=release, timeout=timeout
-        )
-        for place, result in enumerate(results):
-            if isinstance(result, ExecutorError):
-                result.add_note(f"this was cache {place} of {len(results)}; each one that succeeded has moved on")
-                raise result
-        return [result for result in results if isinstance(result, Output)]
-
-    async def try_decode(
+    @overload
+    async def run(
         self,
-        caches: Sequence[AsyncCache],
-        tokens: Sequence[Tokens],
+        items: Sequence[Prompt],
         *,
-        policy: Policy | Sequence[Policy] | None = None,
-        on_stale: OnStale = "fail",
+        errors: Literal["return"],
         release: Iterable[AsyncCache] = (),
         timeout: Timeout = USE_DEFAULT,
-    ) -> list[Output | ExecutorError]:
-        """Append as ``decode`` does, and return the error of each cache that failed in its place.
+    ) -> list[AsyncCache | FerruleError]: ...
 
-        Args:
-            caches: As in ``decode``.
-            tokens: As in ``decode``.
-            policy: As in ``decode``.
-            on_stale: As in ``decode``.
-            release: As in ``decode``.
-            timeout: As in ``decode``.
-
-        Returns:
-            An output or an error per cache, in the order of the caches.
-
-        Raises:
-            ExecutorError: The stream failed; each append may or may not have happened, and repeating it is safe.
-            ValueError: The sizes differ, or a cache comes twice.
-        """
-        _check_once(caches)
-        timeout = self._connection.until(timeout)
-        policies = _per_cache(policy, caches)
-        _check_sizes(caches, tokens, policies)
-        inputs = [
-            await cache.prepare(one, wanted, on_stale, timeout=timeout)
-            for cache, one, wanted in zip(caches, tokens, policies, strict=True)
-        ]
-        results = await self.append(caches, inputs, release=release, timeout=timeout)
-        return [_moved(cache.tip, one, result) for cache, one, result in zip(caches, inputs, results, strict=True)]
-
-    async def verify(
+    @overload
+    async def run(
         self,
-        caches: Sequence[AsyncCache],
-        drafts: Sequence[Sequence[int]],
+        items: Sequence[Item[_R]],
         *,
-        tokens: Sequence[Tokens] | None = None,
-        policy: Policy | Sequence[Policy] | None = None,
-        acceptance: Acceptance | None = None,
-        draft_probs: Sequence[DraftDistributions] | None = None,
-        on_stale: OnStale = "fail",
+        errors: Literal["raise"] = "raise",
+        release: Iterable[AsyncCache] = (),
         timeout: Timeout = USE_DEFAULT,
-    ) -> list[Verification]:
-        """Check drafts of every cache, all in one frame; see ``AsyncCache.verify``.
+    ) -> list[_R]: ...
 
-        Args:
-            caches: The sequences, each at most once.
-            drafts: For each cache its draft token ids.
-            tokens: For each cache certain tokens before them, behind what is pending. None: none.
-            policy: One for all, or one for each cache.
-            acceptance: As in ``AsyncCache.verify``, for all.
-            draft_probs: For each cache the distributions of its drafts. None: as in ``AsyncCache.verify``.
-            on_stale: What to do with handles that lie behind their tip.
-            timeout: Seconds this step may take, retries included.
-
-        Returns:
-            What became of the drafts, one per cache.
-
-        Raises:
-            ExecutorError: An item failed (the first one is raised, with a note that says which), or the stream did.
-            ValueError: The sizes differ, a cache comes twice, or as in ``AsyncCache.verify``.
-        """
-        policies, certain = _per_cache(policy, caches), [()] * len(caches) if tokens is None else tokens
-        distributions = [None] * len(caches) if draft_probs is None else draft_probs
-        for name, given in (
-            ("drafts", drafts),
-            ("tokens", certain),
-            ("policy", policies),
-            ("draft_probs", distributions),
-        ):
-            _check_size(name, given, caches)
-        items = [
-            VerifyItem(cache, draft, one, wanted, acceptance, draft_probs=distribution, on_stale=on_stale)
-            for cache, draft, one, wanted, distribution in zip(
-                caches, drafts, certain, policies, distributions, strict=True
-            )
-        ]
-        results = await self.run(items, timeout=timeout)
-        for place, result in enumerate(results):
-            if isinstance(result, ExecutorError):
-                result.add_note(f"this was cache {place} of {len(results)}; each one that succeeded has moved on")
-                raise result
-        return [result for result in results if isinstance(result, Verification)]
+    @overload
+    async def run(
+        self,
+        items: Sequence[Item[_R]],
+        *,
+        errors: Literal["return"],
+        release: Iterable[AsyncCache] = (),
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[_R | FerruleError]: ...
 
     async def run(
         self,
-        items: Sequence[DecodeItem[AsyncCache] | VerifyItem[AsyncCache] | Chunk[AsyncCache]],
+        items: Sequence[Item[Any]],
         *,
+        errors: Errors = "raise",
         release: Iterable[AsyncCache] = (),
         timeout: Timeout = USE_DEFAULT,
-    ) -> list[Output | Verification | AsyncCache | ExecutorError]:
-        """Run decodes, verifies and chunks, in any mix, all in one frame.
+    ) -> list[Any]:
+        """Run prompts, appends and verifies, in any combination, all in one frame.
+
+        Every cache whose item succeeded has moved, also if this raises for another one.
 
         Args:
             items: What to run; each cache at most once.
-            release: Caches to end in the same frame, before the others are judged.
-            timeout: Seconds this step may take, retries included.
+            errors: ``raise``: raise the first error of an item. ``return``: return each error in its item's place.
+            release: Caches to end in the same frame, before the items are judged: their blocks serve these.
+            timeout: Seconds this may take, retries included.
 
         Returns:
-            For each item, in their order: an output for a decode, a verification for a verify, the cache for a chunk
-            (a new one for a new sequence, which wants to be released), or the error of one that failed.
+            For each item, in their order: the cache of a ``Prompt``, the output of an ``Append``, the verification of
+            a ``Verify``.
 
         Raises:
-            ExecutorError: The stream failed; each append may or may not have happened, and repeating it is safe.
-            TypeError: An item is none of the three.
-            ValueError: A cache comes twice, or an item is not as it must be.
+            FerruleError: An item failed, with a note that says which; prompts of this frame that succeeded are
+                released then. Or the stream failed: each append may or may not have happened, and repeating it is safe.
+            PendingTokenError: As in ``AsyncCache.append``.
+            TypeError: An item is of another type.
+            ValueError: A cache comes twice, or an item is out of its range.
 
         Example:
-            ``output, check = await stream.run([DecodeItem(a, 5, greedy()), VerifyItem(b, [7, 8], 6, greedy())])``
+            ``output, check = await stream.run([Append(a, 5, greedy()), Verify(b, [7, 8])])``
         """
+        _check.choice("errors", errors, get_args(Errors))
         timeout = self._connection.until(timeout)
-        _check_items(items)
-        caches = [item.cache for item in items]
+        caches = [_cache_of(item) for item in items]
         _check_once(caches)
         inputs = [await self._prepared(item, timeout) for item in items]
-        results = await self.append(caches, inputs, release=release, timeout=timeout)
-        return list(map(self._settled, items, inputs, results))
+        results = await self._append(caches, inputs, release=release, timeout=timeout)
+        settled = list(map(self._settled, items, inputs, results))
+        if errors == "raise":
+            born = [one for item, one in zip(items, settled, strict=True) if isinstance(item, Prompt)]
+            await self._raise_first(settled, born, "item")
+        return settled
 
-    async def _prepared(
-        self, item: DecodeItem[AsyncCache] | VerifyItem[AsyncCache] | Chunk[AsyncCache], timeout: Timeout
-    ) -> Append:
-        if isinstance(item, VerifyItem):
-            return await item.cache.prepare_verify(item, timeout=timeout)
-        if isinstance(item, DecodeItem):
-            return await item.cache.prepare(item.tokens, item.policy, item.on_stale, timeout=timeout)
-        if item.cache is not None:
-            return await item.cache.prepare_chunk(item, timeout=timeout)
-        return _messages.chunk_input(None, item, 0)
+    async def _prepared(self, item: Item[Any], timeout: Timeout) -> Input:
+        if isinstance(item, Append):
+            return await calls_of(item.cache).prepare_append(item, timeout=timeout)
+        if isinstance(item, Verify):
+            return await calls_of(item.cache).prepare_verify(item, timeout=timeout)
+        assert isinstance(item, Prompt)
+        ids = (
+            await self._connection.encode_text(item.tokens, timeout=timeout, is_patient=item.recover)
+            if isinstance(item.tokens, str)
+            else _check.token_list(item.tokens)
+        )
+        return _messages.prompt_input(ids, item)
 
     def _settled(
-        self,
-        item: DecodeItem[AsyncCache] | VerifyItem[AsyncCache] | Chunk[AsyncCache],
-        sent: Append,
-        result: Appended | ExecutorError,
-    ) -> Output | Verification | AsyncCache | ExecutorError:
+        self, item: Item[Any], sent: Input, result: Appended | FerruleError
+    ) -> AsyncCache | Output | Verification | FerruleError:
         """Move a cache by what came of its item, or make that of a new sequence."""
-        if item.cache is not None:
-            taken = take(item.cache.tip, item, sent, result)
-            return item.cache if isinstance(item, Chunk) and isinstance(taken, Output) else taken
-        if isinstance(result, ExecutorError):
+        if isinstance(item, Prompt):
+            return result if isinstance(result, FerruleError) else self._new_cache(item, sent, result)
+        assert isinstance(item, (Append, Verify))
+        tip, tokens = tip_of(item.cache), _messages.tokens_of(sent)
+        if isinstance(result, FerruleError):
+            tip.doubt(tokens, result)
             return result
+        if isinstance(item, Append):
+            return tip.moved(tokens, _convert.output_from_message(result), item.policy if item.is_final else None)
+        assert isinstance(result, _messages.VerifyOutput)  # the answer is of the kind of the input
+        certain = tokens[: -len(item.draft) or None]
+        return tip.verified(certain, item.draft, item.parents, _convert.verification_from_message(result))
+
+    def _new_cache(self, item: Prompt, sent: Input, result: Appended) -> AsyncCache:
         output = _convert.output_from_message(result)
-        return self._follow(Tip(output.handle, last=output, log=TokenLog(_messages.tokens_of(sent))))
+        assert isinstance(result, executor_pb2.PrefillOutput)
+        ttl_s = _convert.granted_ttl_s(result)
+        tip = Tip(output.handle, last=output, log=TokenLog(_messages.tokens_of(sent)), ttl_s=ttl_s)
+        tip.choose(output, item.policy if item.is_final else None)
+        options = _messages.PromptOptions(item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix)
+        return self._follow(tip, recovery=options if item.recover else None)
 
     async def branch(
         self,
         parents: Sequence[AsyncCache],
-        tokens: Sequence[Tokens],
+        tokens: Sequence[Tokens | str],
         *,
-        policy: Policy | Sequence[Policy] | None = None,
+        policy: Policy | None = None,
         release: Iterable[AsyncCache] = (),
         timeout: Timeout = USE_DEFAULT,
-    ) -> list[AsyncCache]:
+    ) -> AsyncBranches:
         """Append to caches that may come several times, all in one frame: beam search.
 
         Of the places that name one parent, the first appends to it and returns the parent itself, moved; each of the
-        others branches where the parent stood and returns a new cache. ``last`` of each is its own output. On the
-        wire the others are FORK items; such an item whose tokens repeat the first one's would be answered as a replay
-        of it, not with a branch, and is refused here: two sequences of the same tokens are made with
-        ``AsyncCache.fork``.
+        others branches where the parent was and returns a new cache. ``last`` of each is its own output. Two places
+        of one parent need different tokens: two sequences of the same tokens are made with ``AsyncCache.fork``.
 
         Args:
-            parents: The sequences to go on from, in any order, each as often as it has children.
-            tokens: For each place one token, or several; what is pending is appended before them.
-            policy: What to return for each row; one for all, or one for each place. None: full logits.
+            parents: The sequences to continue, in any order, each as often as it has children.
+            tokens: For each place its tokens, as in ``AsyncCache.append``.
+            policy: What to return for each row. None: nothing.
             release: Caches to end in the same frame, before the others are judged: the losers.
-            timeout: Seconds this step may take, retries included.
+            timeout: Seconds this may take, retries included.
 
         Returns:
-            One cache per place; the new ones want to be released.
+            One cache per place.
 
         Raises:
-            ExecutorError: An item failed (the first one is raised, with a note that says which), or the stream did.
+            FerruleError: An item failed (the first error is raised, with a note that says which), or the stream did.
                 New branches of this call are released then, as far as their answers came; parents that succeeded
                 have moved.
             ValueError: The sizes differ, or two places would be the same sequence.
 
         Example:
-            ``beams = await stream.branch([root, root, root], [a, b, c], policy=greedy(top_logprobs=6))``
+            ``beams = await stream.branch([root, root, root], [a, b, c], policy=Policy(top_logprobs=6))``
         """
+        if len(tokens) != len(parents):
+            raise ValueError(f"tokens needs one entry per parent: there are {len(parents)} and {len(tokens)} entries")
+        check_policy(policy)
         timeout = self._connection.until(timeout)
-        policies = _per_cache(policy, parents)
-        _check_sizes(parents, tokens, policies)
         firsts = {id(parent): place for place, parent in reversed(list(enumerate(parents)))}
         inputs = [
-            await parent.prepare(one, wanted, "fail" if firsts[id(parent)] == place else "fork", timeout=timeout)
-            for place, (parent, one, wanted) in enumerate(zip(parents, tokens, policies, strict=True))
+            await calls_of(parent).prepare(
+                one, policy, "fail" if firsts[id(parent)] == place else "fork", timeout=timeout
+            )
+            for place, (parent, one) in enumerate(zip(parents, tokens, strict=True))
         ]
         _check_branches([firsts[id(parent)] for parent in parents], inputs)
-        logs = [parent.tip.log.branch() for parent in parents]
-        results = await self.append(parents, inputs, release=release, timeout=timeout)
-        children = list(map(_child, parents, inputs, logs, results))
-        for place, child in enumerate(children):
-            if isinstance(child, ExecutorError):
-                child.add_note(f"this was place {place} of {len(children)}; new branches of this frame are released")
-                born = [one for one in children if not isinstance(one, ExecutorError)]
-                await self._forget([one for one in born if all(one is not parent for parent in parents)])
-                raise child
-        return [child for child in children if not isinstance(child, ExecutorError)]
+        logs = [tip_of(parent).log.branch() for parent in parents]
+        results = await self._append(parents, inputs, release=release, timeout=timeout)
+        children = [_child(*one, policy) for one in zip(parents, inputs, logs, results, strict=True)]
+        born = [one for one in children if all(one is not parent for parent in parents)]
+        await self._raise_first(children, born, "place")
+        return AsyncBranches(self._connection, cast("list[AsyncCache]", children))
 
-    async def append(
+    async def _raise_first(self, results: Sequence[object], born: Sequence[object], what: str) -> None:
+        """Raise the first error among results; new sequences, which nobody will see, are released then."""
+        for place, result in enumerate(results):
+            if isinstance(result, FerruleError):
+                text = "each one that succeeded has moved on, and new sequences are released"
+                result.add_note(f"this was {what} {place} of {len(results)}; {text}")
+                await self._forget([one for one in born if not isinstance(one, FerruleError)])
+                raise result
+
+    async def _append(
         self,
         caches: Sequence[AsyncCache | None],
-        inputs: Sequence[Append],
+        inputs: Sequence[Input],
         *,
         release: Iterable[AsyncCache] = (),
         timeout: Timeout = USE_DEFAULT,
-    ) -> list[Appended | ExecutorError]:
-        """Exchange the appends of caches, which do not move by it. For ``branch`` and loops; not for callers.
+    ) -> list[Appended | FerruleError]:
+        """Exchange the appends of caches, which do not move by it.
 
-        When the stream fails, its appends are in doubt and what was to go is still ours. Sequences that are lost are
-        brought back where their caches do that, and their appends are sent once more.
+        If the stream fails, its appends are in doubt, and what was to be released is still ours. Sequences that are
+        lost are brought back if their caches do that, and their appends are sent once more.
         """
         attempts = self._attempts(inputs, timeout, is_patient=_are_patient(caches))
         return await Exchange(self._connection, self._send, attempts).perform(caches, inputs, list(release))
 
-    async def _forget(self, caches: Sequence[AsyncCache]) -> None:
-        """Release branches that nobody will see; where that fails too, their leases end them."""
-        tips = [cache.give_up() for cache in caches]
+    async def _forget(self, caches: Sequence[Any]) -> None:
+        """Release sequences that nobody will see; if that fails too, their leases end them."""
+        tips = [calls_of(cache).give_up() for cache in caches]
         if tips:
-            with contextlib.suppress(ExecutorError):
-                await self.exchange([], release=tips)
+            with contextlib.suppress(FerruleError):
+                await self._exchange([], release=tips)
 
-    async def exchange(
+    async def _exchange(
         self,
-        inputs: Sequence[Append],
+        inputs: Sequence[Input],
         *,
         release: Sequence[Tip] = (),
         timeout: Timeout = USE_DEFAULT,
-    ) -> list[Appended | ExecutorError]:
-        """Send inputs as one frame and return their results, in their order. The level below ``decode``.
+    ) -> list[Appended | FerruleError]:
+        """Send inputs as one frame and return their results, in their order. The level below ``run``.
 
         Args:
             inputs: Messages of the contract; with seeds, so that a retry draws the same tokens.
@@ -377,17 +320,17 @@ class AsyncStream:
             The output or the error of each input.
 
         Raises:
-            ExecutorError: The stream failed.
+            FerruleError: The stream failed.
             RuntimeError: Another task is using the stream.
         """
         return await Exchange(self._connection, self._send, self._attempts(inputs, timeout)).run(inputs, release)
 
-    def _attempts(self, inputs: Sequence[Append], timeout: Timeout, *, is_patient: bool = False) -> Attempts:
+    def _attempts(self, inputs: Sequence[Input], timeout: Timeout, *, is_patient: bool = False) -> Attempts:
         made = [one for one in inputs if _messages.creates(one)]
         has_ids = all(one.request_id for one in made)
         return self._connection.attempts(timeout, creates=bool(made), has_request_id=has_ids, is_patient=is_patient)
 
-    async def _send(self, inputs: Sequence[Append], release: Sequence[Tip], done: Done, attempts: Attempts) -> None:
+    async def _send(self, inputs: Sequence[Input], release: Sequence[Tip], done: Done, attempts: Attempts) -> None:
         """Send frames until every input has its answer in ``done``, unless another task is doing that."""
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError("this stream is used by two tasks at once; open one for each with client.stream()")
@@ -396,7 +339,7 @@ class AsyncStream:
         finally:
             self._in_use.release()
 
-    async def _answer(self, inputs: Sequence[Append], release: Sequence[Tip], done: Done, attempts: Attempts) -> None:
+    async def _answer(self, inputs: Sequence[Input], release: Sequence[Tip], done: Done, attempts: Attempts) -> None:
         """Exchange frames until every input has its answer in ``done``, by place; on new calls where some break."""
         losers, num_instances = list(release), 0
         while True:
@@ -432,13 +375,13 @@ class AsyncStream:
         if first is not None:
             try:
                 await self._connection.wait(attempts, failed[first], first.cause)
-            except ExecutorError:
+            except FerruleError:
                 for leg, error in failed.items():
                     done.update(as_answers(error, leg.waiting.values(), num_instances))
                 return [leg for leg in broken if leg not in failed]
         return list(broken)
 
-    def _was_too_long(self, leg: _Leg, error: ExecutorError) -> bool:
+    def _was_too_long(self, leg: _Leg, error: FerruleError) -> bool:
         """Report whether a frame was refused for too many handles to release; they then go in smaller frames."""
         is_about_release = isinstance(error, InvalidRequestError) and error.field == "release"
         return is_about_release and self._connection.handle_limit.shrink(error, len(leg.losers))
@@ -450,7 +393,7 @@ class AsyncStream:
         for call in calls.values():
             await call.close()
 
-    def _open_legs(self, inputs: Sequence[Append], losers: Sequence[Tip], done: Done) -> list[_Leg]:
+    def _open_legs(self, inputs: Sequence[Input], losers: Sequence[Tip], done: Done) -> list[_Leg]:
         """Send what is not answered yet: a frame to each instance that has some of it."""
         waiting = [place for place in range(len(inputs)) if place not in done]
         groups = by_instance([inputs[place] for place in waiting], self._instance_of)
@@ -468,11 +411,11 @@ class AsyncStream:
             legs.append(leg)
         return legs
 
-    def _count_instances(self, inputs: Sequence[Append], losers: Sequence[Tip]) -> int:
+    def _count_instances(self, inputs: Sequence[Input], losers: Sequence[Tip]) -> int:
         ends = {self._connection.instance_of_handle(tip.handle) for tip in losers}
         return len(ends.union(map(self._instance_of, inputs)) - {""}) or 1
 
-    def _instance_of(self, sent: Append) -> str:
+    def _instance_of(self, sent: Input) -> str:
         return self._connection.instance_of_handle(sent.kv_cache)
 
     async def _serve(self, leg: _Leg, done: Done, attempts: Attempts, *, is_alone: bool, is_reading: bool) -> None:
@@ -562,21 +505,22 @@ class _Leg:
         self.waiting = waiting
         self.losers = losers
         self.num_releases = len(losers)
-        self.error: ExecutorError | None = None
+        self.error: FerruleError | None = None
         self.cause: grpc.RpcError | None = None
 
 
 def _are_patient(caches: Sequence[AsyncCache | None]) -> bool:
     """Tell whether all caches wait for a server that went away."""
-    return bool(caches) and all(one is not None and one.recovers for one in caches)
+    return bool(caches) and all(one is not None and calls_of(one).recovers for one in caches)
 
 
 def _child(
     parent: AsyncCache,
     sent: executor_pb2.DecodeInput,
     log: TokenLog,
-    result: Appended | ExecutorError,
-) -> AsyncCache | ExecutorError:
+    result: Appended | FerruleError,
+    policy: Policy | None,
+) -> AsyncCache | FerruleError:
     """Return what became of one place of a branching frame: the parent itself, a new cache, or the error.
 
     Args:
@@ -584,36 +528,52 @@ def _child(
         sent: What was sent.
         log: The parent's tokens before the frame, for this child alone.
         result: The answer.
+        policy: The policy of all.
     """
-    if isinstance(result, ExecutorError):
-        parent.tip.doubt(sent.input_ids, result)
+    if isinstance(result, FerruleError):
+        tip_of(parent).doubt(sent.input_ids, result)
         return result
     output = _convert.output_from_message(result)
     if output.handle.cache_id == parent.handle.cache_id:
-        parent.tip.moved(sent.input_ids, output)
+        tip_of(parent).moved(sent.input_ids, output, policy)
         return parent
     log.extend(sent.input_ids)
-    return parent.sibling(parent.tip.child(output, log))
+    return parent._sibling(tip_of(parent).child(output, log, policy))  # noqa: SLF001
 
 
-def _per_cache(policy: Policy | Sequence[Policy] | None, caches: Sequence[AsyncCache]) -> list[Policy | None]:
-    if isinstance(policy, Sequence):
-        return list(policy)
-    check_policy(policy)
-    return [policy] * len(caches)
+def _cache_of(item: Item[Any]) -> Any:
+    """Return the cache of an item; None: it makes a sequence.
 
-
-def _check_sizes(caches: Sequence[AsyncCache], tokens: Sequence[Tokens], policies: Sequence[Policy | None]) -> None:
-    _check_size("tokens", tokens, caches)
-    _check_size("policy", policies, caches)
-
-
-def _check_size(name: str, given: Sequence[object], caches: Sequence[AsyncCache]) -> None:
-    if len(given) != len(caches):
-        raise ValueError(f"{name} needs one entry per cache: there are {len(caches)} caches and {len(given)} entries")
+    Raises:
+        TypeError: It is not an item.
+    """
+    if isinstance(item, (Append, Verify)):
+        return item.cache
+    if isinstance(item, Prompt):
+        return None
+    raise TypeError(f"an item is a Prompt, an Append or a Verify, got {type(item).__name__}")
 
 
 def _check_once(caches: Sequence[AsyncCache | None]) -> None:
     known = [id(cache) for cache in caches if cache is not None]
     if len(set(known)) != len(known):
         raise ValueError("a cache can be in a frame only once; stream.branch makes branches in one frame")
+
+
+def _check_branches(firsts: Sequence[int], inputs: Sequence[executor_pb2.DecodeInput]) -> None:
+    """Make sure that every place of a frame is a sequence of its own.
+
+    Args:
+        firsts: For each place the first place with the same parent.
+        inputs: What is sent for each place.
+
+    Raises:
+        ValueError: Two would be one.
+    """
+    for place, first in enumerate(firsts):
+        if place == first:
+            continue
+        ids, beside = list(inputs[place].input_ids), list(inputs[first].input_ids)
+        if not ids or not beside or ids == beside[: len(ids)]:
+            text = f"places {first} and {place} have the same parent and would be the same sequence"
+            raise ValueError(f"{text}: give them different tokens, or make the second one with cache.fork()")

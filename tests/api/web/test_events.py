@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from google.protobuf import json_format
 
+from ferrule import Client
 from ferrule.v1 import admin_pb2
-from ferrule_client import Client
 from ferrule_server.api.web.events import Events, TooManyWatchers
 from ferrule_server.api.web.listener import WebListener
 from tests.api.harness import RunningServer
@@ -28,7 +28,7 @@ def running() -> Iterator[tuple[RunningServer, WebListener]]:
 def test_a_message_is_the_view_of_the_contract(running: tuple[RunningServer, WebListener]) -> None:
     """With the fork tree by handle_id, and nothing that a handle or a text could be made of."""
     server, listener = running
-    with Client.connect(server.address.target) as client, client.prefill(list(range(1, 50))) as root:
+    with Client(server.address.target) as client, client.prefill(list(range(1, 50))) as root:
         branches = root.fork(2)
         branches[0].decode([7])
         told = next(messages(listener.address))

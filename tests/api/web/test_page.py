@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ferrule_client import Client, no_output
+from ferrule import Client
 from tests.api.harness import RunningServer
 from tests.api.web.serving import serving_web
 from tests.tools import tool
@@ -52,10 +52,10 @@ def test_the_page_shows_what_the_server_holds(clean: Browser) -> None:
     """The fork tree by handle_id, the pool in numbers and colours, the principal; nothing is wrong in the console."""
     with RunningServer() as server, serving_web(server, interval_s=0.2) as listener:
         clean.open(f"http://{listener.address.target}/ui", width=1600, height=1000)
-        with Client.connect(server.address.target) as client:
-            root = client.prefill(list(range(1, 50)), policy=no_output())
+        with Client(server.address.target) as client:
+            root = client.prefill(list(range(1, 50)))
             branches = root.fork(3)
-            branches[0].decode([7, 8, 9], policy=no_output())
+            branches[0].decode([7, 8, 9])
             wanted = sorted(each.handle.handle_id for each in (root, *branches))
             clean.wait_for(
                 f"JSON.stringify({HANDLE_IDS}.sort()) === {json.dumps(json.dumps(wanted, separators=(',', ':')))}"
@@ -84,8 +84,8 @@ def test_the_page_can_be_used_with_the_keyboard(clean: Browser) -> None:
     with (
         RunningServer() as server,
         serving_web(server) as listener,
-        Client.connect(server.address.target) as client,
-        client.prefill(list(range(1, 50)), policy=no_output()) as root,
+        Client(server.address.target) as client,
+        client.prefill(list(range(1, 50))) as root,
     ):
         branch = root.fork(1)[0]
         clean.open(f"http://{listener.address.target}/ui")
@@ -107,8 +107,8 @@ def test_the_page_can_be_used_with_the_keyboard(clean: Browser) -> None:
 @pytest.mark.parametrize(("width", "scheme"), [(400, "light"), (400, "dark"), (1280, "light"), (1600, "dark")])
 def test_the_page_fits_its_window_by_day_and_night(clean: Browser, width: int, scheme: str) -> None:
     """Nothing sticks out, of the table neither; charts of a row are as high; the ground is light or dark as asked."""
-    with RunningServer() as server, serving_web(server) as listener, Client.connect(server.address.target) as client:
-        root = client.prefill(list(range(1, 99)), policy=no_output())
+    with RunningServer() as server, serving_web(server) as listener, Client(server.address.target) as client:
+        root = client.prefill(list(range(1, 99)))
         branches = root.fork(3)
         clean.open(f"http://{listener.address.target}/ui", width=width, height=900, scheme=scheme)
         clean.wait_for(f"{HANDLE_IDS}.length === 4")
@@ -123,10 +123,10 @@ def test_the_page_fits_its_window_by_day_and_night(clean: Browser, width: int, s
 
 def test_many_sequences_are_grouped_and_a_group_opens(clean: Browser) -> None:
     """Siblings and prompts that stand alone become a row each kind; a click shows them one by one."""
-    with RunningServer() as server, serving_web(server) as listener, Client.connect(server.address.target) as client:
-        root = client.prefill(list(range(1, 50)), policy=no_output())
+    with RunningServer() as server, serving_web(server) as listener, Client(server.address.target) as client:
+        root = client.prefill(list(range(1, 50)))
         branches = root.fork(30)
-        alone = [client.prefill([index + 1, 2, 3], policy=no_output()) for index in range(20)]
+        alone = [client.prefill([index + 1, 2, 3]) for index in range(20)]
         clean.open(f"http://{listener.address.target}/ui")
         clean.wait_for("document.querySelectorAll('#tree .group').length === 2")
         names = clean.evaluate("[...document.querySelectorAll('#tree .group .name')].map((each) => each.textContent)")

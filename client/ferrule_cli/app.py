@@ -1,0 +1,136 @@
+"""The command ``ferrule``: serve, demo, generate, chat, bench, health, caches, metrics, top, admin, token.
+
+Settings come from flags, then from ``FERRULE_*`` environment variables, then from defaults. Exit codes: 0 done,
+1 failed (one line ``error: ... (REASON)`` on standard error), 2 used wrongly, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ferrule import __version__
+from ferrule_cli.commands import admin, bench, caches, chat, generate, health, metrics, token
+from ferrule_cli.common import CommandError
+from ferrule_cli.demo import story
+from ferrule_cli.parser import Parser
+from ferrule_cli.top import command as top
+from ferrule_client.errors import FerruleError
+
+__all__ = ["build_parser", "main"]
+
+_EPILOG = """\
+first steps:
+  ferrule demo                                      see it work: starts a server of its own, ends it again
+  ferrule serve --model demo                        run a server on 127.0.0.1:50051
+  ferrule generate "def read_file(path):"           use it from another terminal
+
+environment:
+  FERRULE_TARGET    server to use (127.0.0.1:50051)
+  FERRULE_TIMEOUT   longest wait for an answer, in seconds (60)
+  FERRULE_TOKEN     bearer token to send
+  FERRULE_TLS_CA    PEM authority of a server with TLS (FERRULE_TLS=1: one that the system trusts)
+"""
+
+_COMMANDS = {
+    "demo": (story, "show what Ferrule does, in a few seconds"),
+    "generate": (generate, "go on from a prompt"),
+    "chat": (chat, "talk to a model"),
+    "bench": (bench, "measure how fast a model runs, in about a minute"),
+    "health": (health, "tell whether the server serves"),
+    "caches": (caches, "list the live handles"),
+    "metrics": (metrics, "show the counters of a server"),
+    "top": (top, "watch a server while it works"),
+    "admin": (admin, "warm a server up, drain it, end it"),
+    "token": (token, "make a bearer token and its line for the server's token file"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Args:
+        argv: Arguments without the program's name; None takes those of the process.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments[:1] == ["serve"]:
+            _serve(arguments[1:])
+        args = build_parser().parse_args(arguments)
+        code: int = args.run(args)
+        sys.stdout.flush()
+    except CommandError as error:
+        return _fail(error, error.exit_code)
+    except FerruleError as error:
+        return _fail(_for_users(error), 1)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has left; nothing may be written at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = Parser(
+        prog="ferrule",
+        description="Run a language model as a gRPC service and work with handles to its KV cache.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ferrule {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands.add_parser("serve", help="run a server (its own --help tells more)", add_help=False)
+    for name, (module, help_text) in _COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=help_text,
+            description=help_text[0].upper() + help_text[1:] + ".",
+            epilog=module.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_options(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def _serve(arguments: Sequence[str]) -> NoReturn:
+    """Become the server, so that its signals, ``--help`` and exit codes are its own.
+
+    Raises:
+        CommandError: The server is not installed.
+    """
+    if importlib.util.find_spec("ferrule_server") is None or importlib.util.find_spec("torch") is None:
+        text = (
+            "the server is not installed: install the server extra of ferrule (in a checkout: pip install '.[server]')"
+        )
+        raise CommandError(text, "SERVER_MISSING")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "ferrule_server", *arguments])  # noqa: S606 - no shell wanted
+
+
+def _for_users(error: FerruleError) -> object:
+    """Return what to print of an error: the advice in words of the command line."""
+    if error.reason == "TOKEN_MISSING":
+        return f"the server wants a token: set FERRULE_TOKEN ({error.reason})"
+    if error.reason == "PERMISSION_DENIED":  # our servers have reasons of their own
+        return f"the proxy refuses it ({error.message}): say --instance NAME, one that it knows ({error.reason})"
+    if error.reason != "CONNECTION_FAILED" or "target" not in error.metadata or "advice" in error.metadata:
+        return error
+    advice = 'start one with "ferrule serve", or name another with --target'
+    return f"no server at {error.metadata['target']} ({error.metadata['cause']}); {advice} ({error.reason})"
+
+
+def _fail(error: object, exit_code: int) -> int:
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""``ferrule admin``: warm a server up, drain it, end it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from ferrule_cli.common import add_connection_options, connect, number, print_json
+from ferrule_client.types import Drained, Warmed
+
+__all__ = ["EXAMPLES", "add_options", "run"]
+
+EXAMPLES = """\
+examples:
+  ferrule admin warmup --timeout 600                before the first request; waits for GPU kernels
+  ferrule admin warmup --batch-sizes 1 8 32
+  ferrule admin drain --grace 60                    no new prompts; live handles for a minute
+  ferrule admin shutdown                            drain, then end the process
+
+A drained server stays so: it takes prompts again only after it was started anew.
+On a server with credentials the token must have the admin role.
+"""
+
+_ACTIONS = {
+    "warmup": "run steps of real shapes before the first request",
+    "drain": "take no new prompts; live handles are served, and nothing takes it back but a new start of the server",
+    "shutdown": "drain, then end the process",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the actions, each with the options that it knows."""
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
+    for name, text in _ACTIONS.items():
+        action = actions.add_parser(name, help=text.partition(";")[0], description=text[0].upper() + text[1:] + ".")
+        if name == "warmup":
+            action.add_argument(
+                "--batch-sizes",
+                type=number(int, 1),
+                nargs="+",
+                default=[],
+                metavar="N",
+                help="sizes to warm up (its own choice)",
+            )
+        else:
+            action.add_argument(
+                "--grace",
+                type=number(float, 0),
+                metavar="SECONDS",
+                help="time for what is alive (the server's setting)",
+            )
+        add_connection_options(action)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Have it done, print what the server says, and return 0.
+
+    Raises:
+        FerruleError: The caller is no admin, or the server does not answer.
+    """
+    done: Warmed | Drained
+    with connect(args) as client:
+        if args.action == "warmup":
+            done = client.admin.warmup(args.batch_sizes)
+        elif args.action == "drain":
+            done = client.admin.drain(args.grace)
+        else:
+            done = client.admin.shutdown(args.grace)
+    if args.json:
+        print_json(dataclasses.asdict(done))
+    else:
+        print(_sentence(args.action, done))
+    return 0
+
+
+def _sentence(action: str, done: Warmed | Drained) -> str:
+    if isinstance(done, Warmed):
+        sizes = ", ".join(map(str, done.batch_sizes))
+        run_ms = sum(step.run_ns for step in done.steps) / 1e6
+        return f"warm for batches of {sizes or 'no size'}: {len(done.steps)} steps in {run_ms:.0f} ms"
+    if action == "drain":
+        return f"draining: {done.live_sequences} live handles, {done.pending_jobs} requests under way"
+    return f"ending: {done.live_sequences} live handles, served until the grace ends"

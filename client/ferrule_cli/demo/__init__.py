@@ -1,0 +1,1 @@
+"""``ferrule demo``: a story told by a server of its own."""

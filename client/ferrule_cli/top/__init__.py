@@ -1,0 +1,1 @@
+"""``ferrule top``: a view of a server while it works."""

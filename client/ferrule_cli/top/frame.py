@@ -1,0 +1,301 @@
+"""One screen of ``ferrule top``: figures become exactly as many lines as there is room for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from ferrule_cli.top.figures import WINDOW_S, Figures, Latency, Look, PrincipalFigures, Rates
+from ferrule_cli.top.parts import (
+    Column,
+    Glyphs,
+    bar,
+    block_lines,
+    clean,
+    legend,
+    short,
+    span,
+    spark,
+    table,
+)
+from ferrule_client.views import SequenceView, ServerView
+
+__all__ = ["Frame", "map_cells"]
+
+_STATES = {"ready": "green", "busy": "green", "draining": "yellow", "starting": "yellow", "failed": "bright_red"}
+_TWO_COLUMNS = 110
+_MIN_LIST = 3
+_BLOCKS_TITLE = len("-- blocks  ")
+_SOON_S = 10.0
+_UNKNOWN = "-"
+
+
+def map_cells(width: int, height: int) -> int:
+    """Return how many cells of the pool's picture a screen has room for."""
+    return max(1, width) * _map_height(height)
+
+
+def _map_height(height: int) -> int:
+    return max(1, min(16, (height - 10) // 3))
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Draws figures.
+
+    Args:
+        width, height: Cells of the screen.
+        glyphs: What pictures are made of.
+    """
+
+    width: int
+    height: int
+    glyphs: Glyphs
+
+    def lines(self, figures: Figures, *, note: str = "", hint: str = "") -> list[Text]:
+        """Return at most ``height`` lines of at most ``width`` cells.
+
+        Args:
+            figures: What is shown.
+            note: That the server is away, if it is; stands on top, and then what was seen last is no state of it.
+            hint: What one can do; stands at the bottom.
+        """
+        lines = [self._header(figures.look, is_away=bool(note))]
+        lines += [Text(clean(each), "bold yellow") for each in (note, *_notes(figures)) if each]
+        view = figures.look.view
+        room = self.height - bool(hint)
+        if view is not None:
+            lines += self._activity(figures, view)
+            lines += self._pool(view)
+            if view.block_map is not None:
+                lines += self._map(view, room - len(lines))
+            lines += self._lists(figures, view, room - len(lines))
+        lines = lines[:room]
+        if hint:
+            lines += [Text("")] * (room - len(lines)) + [Text(hint, "dim")]
+        for line in lines:
+            line.rstrip()
+            line.truncate(self.width, overflow="ellipsis" if self.glyphs.rule == "─" else "crop")
+            line.no_wrap = True
+        return lines
+
+    def _header(self, look: Look, *, is_away: bool) -> Text:
+        """Return the first line: the state of the server in any case, the rest as there is room."""
+        status, view = look.status, look.view
+        name, state = (clean(status.instance), "cyan"), (f"{self.glyphs.dot} {status.state}", _style_of(status.state))
+        if is_away:
+            state = (f"{self.glyphs.dot} away", "bold yellow")
+        line = Text.assemble(("ferrule top", "bold"), "  ", name, "  ", state)
+        if cell_len(line.plain) > self.width:
+            return Text.assemble(state, "  ", name)
+        if view is not None:
+            line.append(f"  up {span(view.uptime_s)}", "dim")
+            line.append(f"  {clean(look.model_id)} on {clean(status.executor)}")
+        return line
+
+    def _activity(self, figures: Figures, view: ServerView) -> list[Text]:
+        rates, status = figures.rates, view.status
+        tokens = _words(
+            ("generated", _rate(rates, "generated_tokens")),
+            ("prompt", _rate(rates, "prompt_tokens")),
+            ("prefix hits", _hits(rates, view)),
+        )
+        room = max(0, min(60, self.width - 11 - cell_len(tokens.plain)))
+        sparkline = spark(figures.generated_points, room, self.glyphs)
+        lines = [_labelled("tokens/s", tokens, (sparkline, "green"))]
+        lines.append(_labelled("steps", *self._steps(figures, view)))
+        queue = _words(
+            ("jobs", short(view.queued_jobs) if figures.look.is_whole else _UNKNOWN),
+            ("waiting", short(status.queue_depth)),
+            ("streams", short(status.active_streams)),
+            ("refused/s", _rate(rates, "refused")),
+        )
+        reasons = "" if rates is None else ", ".join(f"{why} {short(rate)}" for why, rate in rates.refused_by.items())
+        lines.append(_labelled("queue", queue, (f"  {clean(reasons)}", "red")))
+        if figures.look.is_whole:
+            lines.append(_labelled("ms p50/p99", self._latencies(figures)))
+        return lines
+
+    def _steps(self, figures: Figures, view: ServerView) -> list[Text | tuple[str, str]]:
+        rates = figures.rates
+        parts: list[Text | tuple[str, str]] = [_words(("per second", _rate(rates, "steps")))]
+        if not figures.look.is_whole:
+            return [*parts, _words(("sequences in the last", short(view.status.current_batch_size)))]
+        has_rows = rates is not None and rates.rows_per_step is not None
+        rows = _rate(rates, "rows_per_step") if has_rows else _UNKNOWN
+        parts.append(_words(("rows each", f"{rows} of {figures.look.max_step_rows}")))
+        busy = 0.0 if rates is None or rates.busy is None else rates.busy
+        parts.append(_words(("busy", f"{busy:.0%}")))
+        width = max(0, min(30, self.width - 11 - sum(cell_len(str(part)) for part in parts)))
+        parts.append(bar([(busy, self.glyphs.levels[0], "green"), (1 - busy, self.glyphs.levels[3], "dim")], width))
+        return parts
+
+    def _latencies(self, figures: Figures) -> Text:
+        names = {
+            "step": "step",
+            "queue": "queue",
+            "decode": "decode",
+            "first_token": "first token",
+            "inter_token": "next token",
+        }
+        text = Text()
+        for name, title in names.items():
+            more = _words((title, _quantiles(figures.latencies.get(name, Latency()))))
+            if cell_len(text.plain) + cell_len(more.plain) > self.width - 11:
+                break
+            text.append_text(more)
+        return text
+
+    def _pool(self, view: ServerView) -> list[Text]:
+        kv, levels = view.cache_metrics, self.glyphs.levels
+        num_blocks = kv.used_blocks + kv.cached_blocks + kv.empty_blocks
+        total = max(1, num_blocks)
+        shares = (
+            (kv.shared_blocks, levels[0], "cyan"),
+            (kv.used_blocks - kv.shared_blocks, levels[1], "blue"),
+            (kv.cached_blocks, levels[2], "bright_black"),
+            (kv.empty_blocks, levels[3], "bright_black"),
+        )
+        width = max(8, min(40, self.width - 74))
+        picture = bar([(count / total, glyph, style) for count, glyph, style in shares], width)
+        counts = _words(
+            ("used", f"{kv.used_blocks / total:.0%}"),
+            ("of", f"{short(num_blocks)}"),
+            ("shared", short(kv.shared_blocks), "bold cyan"),
+            ("own", short(kv.used_blocks - kv.shared_blocks), "bold blue"),
+            ("cached", short(kv.cached_blocks)),
+            ("empty", short(kv.empty_blocks)),
+        )
+        return [_labelled("KV blocks", picture, "  ", counts)]
+
+    def _map(self, view: ServerView, room: int) -> list[Text]:
+        assert view.block_map is not None
+        height = min(_map_height(self.height), room - 1 - 2 * _MIN_LIST)
+        if height < 1:
+            return []
+        lines, cell_blocks = block_lines(view.block_map, self.width, height, self.glyphs)
+        return [self._title("blocks", legend(cell_blocks, self.glyphs, self.width - _BLOCKS_TITLE)), *lines]
+
+    def _lists(self, figures: Figures, view: ServerView, room: int) -> list[Text]:
+        """Leases and principals: side by side where it is wide, else one below the other, principals with less."""
+        if room < _MIN_LIST:
+            return []
+        if not figures.look.is_whole:
+            return self._leases(view, self.width, room)
+        if self.width >= _TWO_COLUMNS:
+            left = (self.width - 3) // 2
+            return _beside(self._leases(view, left, room), self._principals(figures, self.width - left - 3, room), left)
+        if room < 2 * _MIN_LIST:
+            return self._leases(view, self.width, room)
+        below = min(max(_MIN_LIST, 2 + len(figures.principals)), room // 2)
+        leases = self._leases(view, self.width, room - below)
+        return leases + self._principals(figures, self.width, room - len(leases))
+
+    def _leases(self, view: ServerView, width: int, height: int) -> list[Text]:
+        handles = f"{short(view.status.live_sequences)} handles"
+        title = self._title("leases", Text(f"that end soonest, of {handles}", "dim"), width)
+        return [title, *table(_LEASES, view.sequences, width, height - 1)][:height]
+
+    def _principals(self, figures: Figures, width: int, height: int) -> list[Text]:
+        title = self._title("principals", Text(f"slowest first, means of {WINDOW_S:.0f} s", "dim"), width)
+        return [title, *table(_PRINCIPALS, figures.principals, width, height - 1)][:height]
+
+    def _title(self, name: str, rest: Text, width: int | None = None) -> Text:
+        line = Text.assemble((self.glyphs.rule * 2 + " ", "dim"), (name, "bold"), "  ").append_text(rest)
+        line.truncate(width or self.width)
+        return line
+
+
+def _notes(figures: Figures) -> list[str]:
+    look = figures.look
+    notes = [look.note]
+    if look.view is None:
+        progress = f" {look.status.load_progress:.0%}" if look.status.load_progress < 1 else ""
+        notes.append(f"{look.status.state}{progress} {look.status.load_stage}".rstrip())
+    if look.status.fallback_reason:
+        notes.append(f"fallback: {look.status.fallback_reason}")
+    if figures.restarts:
+        notes.append(f"the server was started anew while we looked: {figures.restarts}")
+    return notes
+
+
+def _style_of(state: str) -> str:
+    return _STATES.get(state, "")
+
+
+def _labelled(label: str, *parts: Text | tuple[str, str] | str) -> Text:
+    return Text.assemble((f"{label:<11}", "dim"), *parts)
+
+
+def _words(*pairs: tuple[str, str] | tuple[str, str, str]) -> Text:
+    """Return names and values; a third word is the style of the value."""
+    text = Text()
+    for name, value, *style in pairs:
+        text.append(f"{name} ", "dim").append(value, style[0] if style else "bold").append("  ")
+    return text
+
+
+def _rate(rates: Rates | None, name: str) -> str:
+    return _UNKNOWN if rates is None else short(getattr(rates, name))
+
+
+def _hits(rates: Rates | None, view: ServerView) -> str:
+    """Share of the prompt tokens that the prefix cache had: lately, or since start where no prompt came lately."""
+    kv = view.cache_metrics
+    if rates is not None and rates.prefix_hit_rate is not None:
+        return f"{rates.prefix_hit_rate:.0%}"
+    return f"{kv.num_prefix_hit_tokens / kv.num_prefix_lookup_tokens:.0%}" if kv.num_prefix_lookup_tokens else _UNKNOWN
+
+
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return _UNKNOWN
+    value = seconds * 1e3
+    return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 100 else short(value)
+
+
+def _quantiles(latency: Latency) -> str:
+    return _UNKNOWN if latency.p50 is None else f"{_ms(latency.p50)}/{_ms(latency.p99)}"
+
+
+def _beside(left: Sequence[Text], right: Sequence[Text], width: int) -> list[Text]:
+    lines = []
+    for row in range(max(len(left), len(right))):
+        line = left[row].copy() if row < len(left) else Text()
+        line.pad_right(max(0, width + 3 - cell_len(line.plain)))
+        lines.append(line.append_text(right[row]) if row < len(right) else line)
+    return lines
+
+
+def _left(sequence: SequenceView) -> str:
+    if sequence.num_pending:
+        return "in use"
+    return ("! " if _is_ending(sequence) else "") + span(sequence.expires_in_s)
+
+
+def _is_ending(sequence: SequenceView) -> bool:
+    return not sequence.num_pending and sequence.expires_in_s < _SOON_S
+
+
+_LEASES: tuple[Column[SequenceView], ...] = (
+    Column("handle", 16, lambda one: one.handle_id, is_left=True, style=lambda _: "cyan"),
+    Column("ends in", 7, _left, style=lambda one: "bright_red" if _is_ending(one) else ""),
+    Column("tokens", 6, lambda one: short(one.length), 1),
+    Column("blocks", 6, lambda one: short(one.num_blocks), 3),
+    Column("shared", 6, lambda one: short(one.num_shared_blocks), 4),
+    Column("principal", 14, lambda one: one.principal, 2, is_left=True),
+    Column("age", 5, lambda one: span(one.age_s), 6),
+    Column("forked from", 16, lambda one: one.parent_handle_id or _UNKNOWN, 7, is_left=True, style=lambda _: "dim"),
+)
+_PRINCIPALS: tuple[Column[PrincipalFigures], ...] = (
+    Column("principal", 14, lambda one: one.principal, is_left=True, style=lambda _: "cyan"),
+    Column("queue ms", 8, lambda one: _ms(one.queue_s)),
+    Column("step ms", 7, lambda one: _ms(one.run_s), 5),
+    Column("tokens/s", 8, lambda one: short(one.tokens), 1),
+    Column("jobs", 4, lambda one: short(one.queued_jobs), 2),
+    Column("handles", 7, lambda one: short(one.live_sequences), 3),
+    Column("KV tokens", 9, lambda one: short(one.kv_tokens), 4),
+)

@@ -1,0 +1,240 @@
+"""A conversation with a model: messages here, and one sequence on the server that follows them."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ferrule_client._timeouts import USE_DEFAULT, Timeout
+from ferrule_client._token_log import common_length
+from ferrule_client.aio.cache import AsyncCache
+from ferrule_client.aio.generation import AsyncGeneration
+from ferrule_client.policy import Policy, sample
+from ferrule_client.types import FinishReason, Handle
+
+if TYPE_CHECKING:
+    from ferrule_client.aio.client import AsyncClient
+
+__all__ = ["Answer", "AsyncChat"]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What the model said in one turn; ``str`` of it is its text.
+
+    Attributes:
+        text: The text.
+        tokens: Its token ids.
+        finish_reason: Why it ended; ``closed`` if the reader stopped it.
+        seed: Seed of the draws, or None if nothing was drawn.
+        num_prompt_tokens: Tokens of the conversation up to the answer.
+        num_reused_tokens: Of these, tokens whose KV was there already.
+        elapsed_s: Seconds from the question to the last token, the prompt's own run included.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    seed: int | None = None
+    num_prompt_tokens: int = 0
+    num_reused_tokens: int = 0
+    elapsed_s: float = 0.0
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens drawn for each second."""
+        return len(self.tokens) / self.elapsed_s if self.elapsed_s else 0.0
+
+
+class AsyncChat:
+    """Messages, and the one sequence whose KV is kept from turn to turn; made by ``AsyncClient.chat``.
+
+    Leaving ``async with`` releases the sequence::
+
+        async with client.chat("Answer briefly.") as chat:
+            print(await chat.send("What is a ferrule?"))
+            chat.undo()                                       # forgets that turn
+            async with await chat.fork() as other:            # both go on from here
+                print(await other.send("And a grommet?"))
+
+    Each turn renders the whole conversation by the model's chat template, finds how many of its tokens the sequence
+    holds, truncates the sequence there, and sends the rest. Mostly that is the new message alone. After an undo, or if
+    the template writes an answer otherwise than it was drawn (without its thoughts, for instance), it is more. To edit
+    what was said, change ``messages``: the next turn runs what differs.
+
+    Invariant: ``_token_ids`` begins with the tokens of the sequence, and continues with the pending one.
+
+    Attributes:
+        messages: What was said, without the system message.
+        system: The system message from the next turn on; empty: none.
+        policy: How the next answers are drawn.
+        max_tokens: Most tokens of an answer.
+    """
+
+    def __init__(
+        self,
+        client: AsyncClient,
+        system: str = "",
+        *,
+        policy: Policy | None = None,
+        max_tokens: int = 256,
+        variables: Mapping[str, object] | None = None,
+        allow_special_tokens: bool = False,
+    ) -> None:
+        self._client = client
+        self._variables = variables
+        self._allow_special_tokens = allow_special_tokens
+        self._cache: AsyncCache | None = None
+        self._token_ids: list[int] = []
+        self.system = system
+        self.policy = sample() if policy is None else policy
+        self.max_tokens = max_tokens
+        self.messages: list[dict[str, str]] = []
+
+    async def __aenter__(self) -> AsyncChat:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"AsyncChat({len(self.messages)} messages, {len(self._token_ids)} tokens)"
+
+    @property
+    def handle(self) -> Handle | None:
+        """The handle of the conversation so far, or None before the first turn."""
+        return None if self._cache is None else self._cache.handle
+
+    @property
+    def all_messages(self) -> list[dict[str, str]]:
+        """The messages, the system message first if there is one."""
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        return first + self.messages
+
+    async def send(
+        self, text: str, *, on_text: Callable[[str], object] | None = None, timeout: Timeout = USE_DEFAULT
+    ) -> Answer:
+        """Say something and return the answer. If no token was drawn, nothing was said.
+
+        Args:
+            text: The user's message.
+            on_text: Called with each piece of the answer as it comes. A KeyboardInterrupt from then on ends the answer
+                and not the conversation.
+            timeout: Seconds that the template, and then each token, may take.
+
+        Raises:
+            UnsupportedError: The model has no chat template.
+            FerruleError: A call failed; the messages are as before.
+
+        Example:
+            ``print(await chat.send("What is a ferrule?"))``
+        """
+        question = {"role": "user", "content": text}
+        prompt = await self._client.apply_chat_template(
+            [*self.all_messages, question],
+            variables=self._variables,
+            allow_special_tokens=self._allow_special_tokens,
+            timeout=timeout,
+        )
+        start = time.perf_counter()
+        cache, num_reused = await self._taken_back(prompt.token_ids)
+        answer = Answer(num_prompt_tokens=len(prompt.token_ids), num_reused_tokens=num_reused)
+        await self._draw(cache, prompt.token_ids, answer, on_text, timeout)
+        answer.elapsed_s = time.perf_counter() - start
+        if answer.tokens:
+            self.messages += [question, {"role": "assistant", "content": answer.text}]
+        return answer
+
+    def undo(self, num_turns: int = 1) -> int:
+        """Forget the last turns and return how many that were; the KV is truncated at the next turn.
+
+        Args:
+            num_turns: How many turns, each a question and its answer.
+        """
+        num_kept = max(0, len(self.messages) - 2 * num_turns)
+        num_undone = (len(self.messages) - num_kept + 1) // 2
+        del self.messages[num_kept:]
+        return num_undone
+
+    async def fork(self) -> AsyncChat:
+        """Return a chat that goes on from here by itself; both share the KV of what was said.
+
+        Raises:
+            FerruleError: As in ``AsyncCache.fork``.
+
+        Example:
+            ``other = await chat.fork()``
+        """
+        child = copy.copy(self)
+        child.messages = [dict(message) for message in self.messages]
+        child._token_ids = list(self._token_ids)  # noqa: SLF001
+        if self._cache is not None:
+            child._cache = await self._cache.fork()  # noqa: SLF001
+        return child
+
+    async def close(self) -> None:
+        """Release the sequence; a later turn makes a new one. Closing twice changes nothing."""
+        cache, self._cache = self._cache, None
+        self._token_ids = []
+        if cache is not None:
+            await cache.__aexit__(None, None, None)
+
+    async def _taken_back(self, token_ids: Sequence[int]) -> tuple[AsyncCache, int]:
+        """Return a sequence that holds a beginning of these tokens and nothing else, and the length of that."""
+        same = common_length(self._token_ids, token_ids)
+        if self._cache is None or same == 0:
+            return await self._begun(token_ids), 0
+        if same < len(self._token_ids):
+            await self._cache.truncate(same)
+            self._token_ids = list(token_ids[:same])
+        return self._cache, same
+
+    async def _begun(self, token_ids: Sequence[int]) -> AsyncCache:
+        """Return a new sequence of all tokens but the last one, which goes with the draws."""
+        await self.close()
+        prompt = list(token_ids[:-1] or token_ids)
+        chosen = self.policy.selection
+        repeats = chosen is not None and chosen.seed is not None  # cached KV can round otherwise and change the text
+        self._cache = await self._client.prefill(prompt, reuse_prefix=not repeats, recover=True)
+        self._token_ids = prompt
+        return self._cache
+
+    async def _draw(
+        self,
+        cache: AsyncCache,
+        token_ids: Sequence[int],
+        answer: Answer,
+        on_text: Callable[[str], object] | None,
+        timeout: Timeout,
+    ) -> None:
+        rest = token_ids[len(self._token_ids) :]
+        loop = cache.generate(self.max_tokens, tokens=rest, policy=self.policy, text=True, timeout=timeout)
+        try:
+            await _read(loop, answer, on_text)
+        finally:
+            await loop.close()
+            answer.tokens = list(loop.tokens)
+            # What failed or was stopped may have run a part of it: the cache knows how much.
+            num_held = cache.length + (cache.pending is not None)
+            self._token_ids = [*token_ids, *answer.tokens][:num_held]
+
+
+async def _read(loop: AsyncGeneration, answer: Answer, on_text: Callable[[str], object] | None) -> None:
+    try:
+        async for piece in loop.pieces():
+            answer.text += piece
+            if on_text is not None:
+                on_text(piece)
+        answer.finish_reason = loop.finish_reason
+    except KeyboardInterrupt:
+        answer.finish_reason = "closed"
+    answer.seed = loop.seed

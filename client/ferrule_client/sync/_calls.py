@@ -1,0 +1,336 @@
+# Written by tools/strip_async.py from ../aio/_calls.py: change that and run `make sync`.
+"""The calls of one cache on its sequence, and on a new one of the same tokens when that is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+
+from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
+from ferrule_client import _check, _convert, _messages
+from ferrule_client._messages import PromptOptions, SequenceRequest
+from ferrule_client._parts import Parts
+from ferrule_client._retry import Attempts
+from ferrule_client._route import is_lost
+from ferrule_client._timeouts import USE_DEFAULT, Timeout
+from ferrule_client._tip import Tip, using
+from ferrule_client.errors import FerruleError, WrongInstanceError
+from ferrule_client.items import Append, Verify
+from ferrule_client.policy import Policy
+from ferrule_client.sync._connection import Connection
+from ferrule_client.sync._lease import LeaseKeeper
+from ferrule_client.types import CacheInfo, Handle, Lease, OnStale, Pending, Released, Tokens
+
+if TYPE_CHECKING:
+    from ferrule_client.sync.cache import Cache
+
+__all__ = ["SequenceCalls", "calls_of", "release_all", "tip_of"]
+
+_log = logging.getLogger(__name__)
+
+_Request = TypeVar("_Request", bound=SequenceRequest)
+_Reply = TypeVar("_Reply")
+
+_END_S = 5.0
+_OTHER_MODEL = "the server runs another model now, for which the same tokens are another state: nothing was recovered"
+
+
+class SequenceCalls:
+    """Runs the calls on one sequence, keeps its lease, and brings it back when it is lost and that was asked for.
+
+    Args:
+        connection: Where to call.
+        keeper: Renews leases.
+        tip: The sequence.
+        keep_alive: True: its lease is renewed in the background.
+        recovery: How to prefill its tokens again when it is lost; None: that is not done.
+
+    Attributes:
+        tip: The sequence.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        keeper: LeaseKeeper,
+        tip: Tip,
+        *,
+        keep_alive: bool,
+        recovery: PromptOptions | None,
+    ) -> None:
+        self._connection = connection
+        self._keeper = keeper
+        self.tip = tip
+        self._keep_alive = keep_alive
+        self._recovery = recovery
+        self._keep()
+
+    @property
+    def recovers(self) -> bool:
+        """True: a lost sequence is brought back."""
+        return self._recovery is not None
+
+    def of_branch(self, tip: Tip, ttl: float | None) -> SequenceCalls:
+        """Return the calls of a branch of this sequence, in the same manner.
+
+        Args:
+            tip: The branch.
+            ttl: The lease in seconds that was asked for, if one was.
+        """
+        recovery = self._recovery and dataclasses.replace(
+            self._recovery, ttl=self._recovery.ttl if ttl is None else ttl, reserve_length=None
+        )
+        return SequenceCalls(self._connection, self._keeper, tip, keep_alive=self._keep_alive, recovery=recovery)
+
+    def prepare(
+        self,
+        tokens: Tokens | str,
+        policy: Policy | None,
+        on_stale: OnStale = "fail",
+        *,
+        pending: Pending = "auto",
+        drafts: Sequence[int] = (),
+        draws: bool = False,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> executor_pb2.DecodeInput:
+        """Return the message of the next append.
+
+        If an earlier append is in doubt and this one does not repeat it, what landed is to be dropped: the append
+        rewinds, provided that only our own doubtful tokens follow the handle. It rewinds also if they have not landed
+        yet, because they may still be on their way; the server takes appends one by one.
+
+        Args:
+            tokens: As in ``Cache.append``.
+            policy: As in ``Cache.append``.
+            on_stale: As in ``Cache.append``.
+            pending: As in ``Cache.append``.
+            drafts: Tokens that are sent besides and may be appended too.
+            draws: True: the server goes on with tokens that it draws, so without tokens this is still an append.
+            timeout: Seconds that requests may take which this needs.
+        """
+        tip = self.tip
+        if isinstance(tokens, str):
+            ids = self._connection.encode_text(tokens, timeout=timeout, is_patient=self.recovers)
+            given: Any = ids  # Any: a list of ints or of an array
+            pending = "send" if pending == "auto" else pending
+        else:
+            ids = _check.token_list(tokens)
+            given = [tokens] if isinstance(tokens, int) else tokens
+        if tip.num_unseen:
+            newest = tip.pending, tip.last
+            self.truncate(tip.length, timeout=timeout)
+            tip.pending, tip.last = newest
+        sent = tip.decode_input(tip.joined(ids, given, pending), policy, on_stale)
+        if not sent.input_ids and not draws:
+            return sent
+        tip.interrupt()
+        if sent.on_stale != types_pb2.STALE_POLICY_FAIL:
+            return sent
+        is_new = tip.contradicts([*sent.input_ids, *drafts]) or (draws and bool(tip.doubts))
+        if tip.is_ahead or (is_new and self._holds_only_doubts(timeout)):
+            sent.on_stale = types_pb2.STALE_POLICY_REWIND
+        return sent
+
+    def prepare_verify(self, item: Verify[Any], *, timeout: Timeout = USE_DEFAULT) -> executor_pb2.VerifyInput:
+        """Return the message of a verify.
+
+        Args:
+            item: What is asked for.
+            timeout: As in ``prepare``.
+        """
+        policy = _messages.verify_policy(item.policy, item.acceptance, item.draft_probs)
+        drafts = _check.token_list(item.draft)
+        base = self.prepare(item.tokens, policy, item.on_stale, drafts=drafts, timeout=timeout)
+        return _messages.verify_input(base, policy, item)
+
+    def prepare_append(
+        self, item: Append[Any], *, timeout: Timeout = USE_DEFAULT
+    ) -> executor_pb2.DecodeInput | executor_pb2.UnifiedBatchItem:
+        """Return the message of an append on a stream.
+
+        Args:
+            item: What is asked for.
+            timeout: As in ``prepare``.
+        """
+        base = self.prepare(item.tokens, item.policy, item.on_stale, pending=item.pending, timeout=timeout)
+        return _messages.chunk_input(base, item) if item.is_chunk else base
+
+    def truncate(self, length: int, *, timeout: Timeout = USE_DEFAULT) -> int:
+        """Shorten the sequence as ``Cache.truncate`` does."""
+        tip = self.tip
+        request = _messages.truncate_request(tip.at(min(length, tip.length)), length)
+        tip.interrupt()
+        with using(tip):
+            reply = self.call_once_more(self._connection.executor.TruncateKv, request, timeout)
+        tip.cut(_convert.handle_from_message(reply.kv_cache))
+        return reply.freed_blocks
+
+    def info(self, *, token_ids: bool = False, blocks: bool = False, timeout: Timeout = USE_DEFAULT) -> CacheInfo:
+        """Return the server's state of the sequence as ``Cache.info`` does."""
+        request = cache_pb2.GetCacheInfoRequest(
+            kv_cache=_convert.handle_to_message(self.tip.live_handle()),
+            include_token_ids=token_ids,
+            include_blocks=blocks,
+        )
+        reply = self.call_once_more(self._connection.executor.GetCacheInfo, request, timeout)
+        info = _convert.cache_info_from_message(reply.info)
+        if token_ids:
+            self.tip.learn(info.handle, info.token_ids)
+        return info
+
+    def _holds_only_doubts(self, timeout: Timeout) -> bool:
+        with using(self.tip):
+            info = self.info(token_ids=True, timeout=timeout)
+        return self.tip.explains(info.token_ids[self.tip.length :])
+
+    def call_once_more(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[_Request, _Reply],
+        request: _Request,
+        timeout: Timeout,
+        *,
+        creates: bool = False,
+    ) -> _Reply:
+        """Run one call; when the sequence is lost and brought back, once more on the one that replaces it.
+
+        Args:
+            method: A method of the stub.
+            request: Its request; aimed at the new sequence if need be.
+            timeout: Seconds for everything together.
+            creates: True: the call makes new sequences.
+
+        Raises:
+            FerruleError: It failed; one that says the sequence is lost has its tokens.
+        """
+        has_id = bool(getattr(getattr(request, "input", request), "request_id", ""))
+        attempts = self._connection.attempts(timeout, creates=creates, has_request_id=has_id, is_patient=self.recovers)
+        try:
+            return self._connection.run(method, request, attempts)
+        except FerruleError as error:
+            if not is_lost(error, self.tip.handle):
+                raise
+            self.tip.tell(error)
+            self.revive(error, attempts)
+        _messages.aim(request, self.tip.handle)
+        try:
+            return self._connection.run(method, request, attempts)
+        except FerruleError as error:
+            self.tip.tell(error)
+            raise
+
+    def revive(self, error: FerruleError, attempts: Attempts) -> None:
+        """Bring the lost sequence back, as a new one of the same tokens.
+
+        Args:
+            error: What said that it is lost.
+            attempts: Those of the call that found out; the prefill has what is left of its time.
+
+        Raises:
+            FerruleError: ``error``, if that is not done or cannot be, or what the prefill failed with.
+        """
+        token_ids = self.tip.token_ids
+        if self._recovery is None or token_ids is None:
+            raise error
+        request = _messages.recovery_request(token_ids, self._recovery)
+        rest = attempts.rest(creates=True, has_request_id=True)
+        try:
+            reply = self._connection.run(self._connection.executor.Prefill, request, rest)
+        except FerruleError as failure:
+            failure.add_note(f"the sequence is lost ({error.reason}), and this is what prefilling it again failed with")
+            raise
+        output = reply.output
+        before, handle = self.tip.handle, _convert.handle_from_message(output.kv_cache)
+        if handle.lineage != before.lineage:
+            self._end_stranger(handle)
+            error.add_note(_OTHER_MODEL)
+            raise error
+        ids = before.handle_id, handle.handle_id
+        _log.info("recovered handle_id=%s as=%s reason=%s length=%d", *ids, error.reason, handle.length)
+        self.tip.revive(handle, _convert.granted_ttl_s(output))
+        self._keep()
+
+    def renewed(self, lease: Lease | FerruleError, asked_s: float | None) -> None:
+        """Take over a lease that was renewed apart from the cache.
+
+        Args:
+            lease: The lease, or why there is none.
+            asked_s: What was asked for in seconds, if another length was.
+        """
+        if not isinstance(lease, Lease):
+            return
+        if self._recovery is not None and asked_s is not None:
+            self._recovery = dataclasses.replace(self._recovery, ttl=asked_s)
+        self.tip.ttl_s = lease.ttl_s
+        self._keep()
+
+    def reserved(self, length: int) -> None:
+        """Take note that the sequence has room up to a length, so that the one that replaces it gets it too."""
+        if self._recovery is not None:
+            most = max(length, self._recovery.reserve_length or 0)
+            self._recovery = dataclasses.replace(self._recovery, reserve_length=most)
+
+    def give_up(self) -> Tip:
+        """Mark the sequence as no longer ours and return its tip."""
+        self.tip.interrupt()
+        self._keeper.remove(self.tip)
+        self.tip.is_released = True
+        return self.tip
+
+    def _keep(self) -> None:
+        if self._keep_alive:
+            self._keeper.add(self.tip)
+
+    def _end_stranger(self, handle: Handle) -> None:
+        """Release a sequence that nobody wants; if that fails, its lease ends it."""
+        request = cache_pb2.ReleaseCacheRequest(kv_caches=[_convert.handle_to_message(handle)])
+        try:
+            self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=_END_S)
+        except FerruleError as failure:
+            _log.debug("release failed handle_id=%s reason=%s", handle.handle_id, failure.reason)
+
+
+def calls_of(cache: Cache) -> SequenceCalls:
+    """Return the calls of a cache."""
+    return cache._calls  # noqa: SLF001  (the class is the user's, its calls are this package's)
+
+
+def tip_of(cache: Cache) -> Tip:
+    """Return what is known of the newest state of a cache."""
+    return calls_of(cache).tip
+
+
+def release_all(connection: Connection, caches: Sequence[Cache | Handle], timeout: Timeout = USE_DEFAULT) -> Released:
+    """End sequences, many in one call to each instance; see ``Client.release``.
+
+    Raises:
+        FerruleError: A server was not reached. Sequences on other instances were released.
+    """
+    timeout = connection.until(timeout)
+    handles = [one if isinstance(one, Handle) else calls_of(one).give_up().handle for one in caches]
+    released: dict[int, bool] = {}
+    freed_blocks = 0
+    failures: dict[str, FerruleError] = {}
+    connection.ask_handle_limit(len(handles), timeout)
+    parts = Parts(handles, connection.handle_limit)
+    for instance, places, messages in parts:
+        if instance in failures:
+            continue
+        request = cache_pb2.ReleaseCacheRequest(kv_caches=messages)
+        try:
+            reply = connection.unary(connection.executor.ReleaseCache, request, timeout=timeout)
+        except WrongInstanceError:  # it has another name now, or is not there any more: nothing is left to release
+            released.update(dict.fromkeys(places, False))
+            continue
+        except FerruleError as error:  # sequences of other instances are to be released all the same
+            if not parts.shrink(error):
+                failures[instance] = error
+            continue
+        released.update(zip(places, [result.released for result in reply.results], strict=True))
+        freed_blocks += reply.freed_blocks
+    for failure in failures.values():
+        raise failure
+    return Released(tuple(released[place] for place in range(len(handles))), freed_blocks)

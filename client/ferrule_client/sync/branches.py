@@ -1,0 +1,91 @@
+# Written by tools/strip_async.py from ../aio/branches.py: change that and run `make sync`.
+"""Several caches that belong together, such as the branches of a fork."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, overload
+
+from ferrule_client.errors import FerruleError
+from ferrule_client.sync._calls import release_all
+from ferrule_client.sync._connection import Connection
+
+if TYPE_CHECKING:
+    from ferrule_client.sync.cache import Cache
+
+__all__ = ["Branches"]
+
+_log = logging.getLogger(__name__)
+
+_EXIT_S = 5.0
+
+
+class Branches(Sequence["Cache"]):
+    """A sequence of caches that are released together when ``with`` is left.
+
+    Made by ``Cache.fork(n)``, by ``Stream.branch``, and ``caches`` of a generation is one::
+
+        with cache.fork(3) as branches:
+            for branch in branches: ...
+            best = branches.keep(branches[1])      # releases the others; this one is yours
+
+    Args:
+        connection: Where to release them.
+        caches: The caches.
+    """
+
+    def __init__(self, connection: Connection, caches: Iterable[Cache]) -> None:
+        self._connection = connection
+        self._caches = tuple(caches)
+        self._kept: set[int] = set()
+
+    def __enter__(self) -> Branches:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            release_all(self._connection, self._losers(), _EXIT_S)
+        except FerruleError as failure:  # the leases end them; the body's own error must stay visible
+            _log.debug("release failed branches=%d reason=%s", len(self), failure.reason)
+
+    def __repr__(self) -> str:
+        return f"Branches({list(self._caches)})"
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+    def __iter__(self) -> Iterator[Cache]:
+        return iter(self._caches)
+
+    @overload
+    def __getitem__(self, index: int) -> Cache: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Cache]: ...
+
+    def __getitem__(self, index: int | slice) -> Cache | Sequence[Cache]:
+        return self._caches[index]
+
+    def keep(self, cache: Cache) -> Cache:
+        """Release all branches but one and return that one; leaving ``with`` does not release it.
+
+        Args:
+            cache: One of the branches.
+
+        Raises:
+            ValueError: It is not one of them.
+            FerruleError: The server was not reached; the leases will end the others.
+
+        Example:
+            ``winner = branches.keep(max(branches, key=score))``
+        """
+        if all(one is not cache for one in self._caches):
+            raise ValueError("this cache is not one of these branches")
+        self._kept.add(id(cache))
+        release_all(self._connection, self._losers())
+        return cache
+
+    def _losers(self) -> list[Cache]:
+        return [one for one in self._caches if not one.is_released and id(one) not in self._kept]

@@ -1,0 +1,817 @@
+# Written by tools/strip_async.py from ../aio/client.py: change that and run `make sync`.
+"""The client: one connection to one server, and everything that begins there."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+
+import grpc
+import numpy as np
+
+from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2
+from ferrule_client import _check, _convert, _messages
+from ferrule_client._channel import Extra
+from ferrule_client._messages import PromptOptions, Stops
+from ferrule_client._parts import Parts, checked_instance
+from ferrule_client._retry import RetrySettings
+from ferrule_client._route import by_instance
+from ferrule_client._status import error_from_status
+from ferrule_client._timeouts import USE_DEFAULT, Timeout
+from ferrule_client._tip import Tip
+from ferrule_client._token_log import TokenLog
+from ferrule_client.errors import DrainingError, FerruleError, StartingError, UnavailableError, WrongInstanceError
+from ferrule_client.masks import MaskLike, TokenMask, as_mask
+from ferrule_client.policy import Policy, logits, seeded
+from ferrule_client.sync._calls import SequenceCalls, calls_of, release_all, tip_of
+from ferrule_client.sync._connection import Connection
+from ferrule_client.sync._lease import LeaseKeeper
+from ferrule_client.sync.admin import Admin
+from ferrule_client.sync.cache import Cache
+from ferrule_client.sync.chat import Chat
+from ferrule_client.sync.detokenizer import Detokenizer
+from ferrule_client.sync.forward import ForwardPass
+from ferrule_client.sync.generation import Generation
+from ferrule_client.sync.stream import Stream
+from ferrule_client.types import (
+    CacheSummary,
+    Capabilities,
+    ChatMessage,
+    ChatPrompt,
+    FloatArray,
+    Handle,
+    Lease,
+    ModelInfo,
+    Pooling,
+    Released,
+    Reservation,
+    Status,
+    TlsConfig,
+    Tokens,
+)
+
+__all__ = ["DEFAULT_TARGET", "Client"]
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+"""Where ``ferrule serve`` listens by default."""
+
+_POLL_S = 0.1
+_NEVER_READY = ("draining", "failed")
+
+
+class Client:
+    """A connection to one Ferrule server. Safe to use from several threads; the caches it makes are not.
+
+    Use it in ``with``. Nothing is sent yet: the first call connects::
+
+        with Client("127.0.0.1:50051") as client:
+            for piece in client.generate("def area(", 20).pieces():
+                print(piece, end="")
+
+    Every method takes ``timeout``: seconds for the call with all its retries; None means no limit, and the default is
+    the client's own. Broken connections are tried again if that is safe, and full queues, at most ``max_retries``
+    times; a server that is still loading is waited for as long as the timeout allows.
+
+    Args:
+        target: ``host:port`` or ``unix:PATH``.
+        token: Bearer token to send with every call.
+        tls: True for TLS with the system's authorities, a ``TlsConfig`` for your own, None for plain text.
+        timeout: Seconds a call may take with its retries, unless it says otherwise; None means no limit.
+        max_retries: Times a call is tried again after a broken connection.
+        instance: Behind a proxy with several instances: the name of the one for calls without a handle, such as new
+            prompts and ``admin``. None: the proxy chooses. Calls on a handle go to its instance.
+        metadata: Called in the thread that makes a call, for each attempt and each opening of a stream. It returns pairs
+            of key and value to send along, such as a trace context. It cannot replace what the client sets itself.
+
+    Attributes:
+        admin: Calls for operators; see ``ferrule.admin``.
+
+    Raises:
+        TypeError: ``target`` or ``token`` is not a text.
+        ValueError: One of them is malformed, or another argument out of its range.
+    """
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        token: str | None = None,
+        tls: bool | TlsConfig | None = None,
+        timeout: float | None = 60.0,
+        max_retries: int = 5,
+        instance: str | None = None,
+        metadata: Extra | None = None,
+    ) -> None:
+        _check.whole("max_retries", max_retries)
+        retry = RetrySettings(max_retries=max_retries)
+        self._connection = Connection(target, token, tls, timeout, retry, instance=instance, extra=metadata)
+        self._keeper = LeaseKeeper(self._renew)
+        self.admin = Admin(self._connection)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({self._connection.target!r}{', closed' if self._connection.is_closed else ''})"
+
+    def close(self) -> None:
+        """Close the connection and end the keep-alive task. Closing twice changes nothing.
+
+        Caches that were not released stay on the server until their lease ends; releasing them later raises.
+        """
+        self._connection.close()
+        self._keeper.close()
+
+    def prefill(
+        self,
+        tokens: Tokens | str,
+        *,
+        policy: Policy | None = None,
+        ttl: float | None = None,
+        all_positions: bool = False,
+        reserve_length: int | None = None,
+        reuse_prefix: bool = True,
+        publish_prefix: bool = True,
+        request_id: str = "",
+        keep_alive: bool = True,
+        recover: bool = False,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> Cache:
+        """Run a prompt into a new sequence and return its cache; ``cache.last`` is the prefill's own output.
+
+        Tried again after a broken connection where the server has the feature ``request_id``, which makes that safe.
+        Elsewhere only when the request certainly never ran: the connection was refused, or the server is still
+        loading. A prefill whose reply was lost would leave a second sequence behind until its lease ends.
+
+        Args:
+            tokens: Token ids, at least one; or a text, which is encoded without special tokens around it.
+            policy: What to return for the last row. None: nothing. A token that it chooses is pending afterwards.
+            ttl: Lease in seconds, clamped by the server. None: the server's default.
+            all_positions: True: a row for every token, for scoring.
+            reserve_length: Length in tokens up to which room is reserved now, so that appends cannot run out of it.
+            reuse_prefix: False: do not look for the prompt in the prefix cache.
+            publish_prefix: False: do not keep its blocks for later prompts.
+            request_id: Id of your own, echoed in the output: where the server has the feature ``request_id``, the
+                same prompt with the same id is the same sequence, also from another process. Left out, one is made.
+            keep_alive: False: the lease is not renewed in the background; every call on the cache still renews it.
+            recover: True: when the sequence is lost later on (its lease ran out, the server was started anew), the
+                cache and its forks prefill their tokens again by themselves and go on; see ``Cache``.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The cache. Use it in ``with``, which releases the sequence at the end.
+
+        Raises:
+            InvalidRequestError: The prompt is empty, or a token is out of the vocabulary.
+            TypeError: The tokens are no ints, or the policy is none.
+            ValueError: An argument is out of its range, or ``target_logprobs`` comes without ``all_positions``.
+            ContextExceededError: The prompt is longer than the context.
+            ResourceExhaustedError: The pool or the queue is full now.
+            FerruleError: Anything else, see ``errors``.
+
+        Example:
+            ``with client.prefill("def f(x):", policy=greedy()) as cache: print(cache.pending)``
+        """
+        if isinstance(tokens, str):
+            ids = self._connection.encode_text(tokens, timeout=timeout, is_patient=recover)
+        else:
+            ids = _check.token_list(tokens)
+        options = PromptOptions(ttl, reserve_length, reuse_prefix, publish_prefix)
+        request = _messages.prompt_request(
+            ids, options, policy=policy, all_positions=all_positions, request_id=request_id
+        )
+        attempts = self._connection.attempts(timeout, creates=True, has_request_id=True, is_patient=recover)
+        reply = self._connection.run(self._connection.executor.Prefill, request, attempts)
+        output = _convert.output_from_message(reply.output)
+        tip = Tip(output.handle, last=output, log=TokenLog(ids), ttl_s=_convert.granted_ttl_s(reply.output))
+        tip.choose(output, policy)
+        return self._follow(tip, keep_alive=keep_alive, recovery=options if recover else None)
+
+    def forward(
+        self,
+        tokens: Tokens | str,
+        *,
+        policy: Policy | None = None,
+        pooling: Pooling | None = None,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> ForwardPass:
+        """Return an iterator over the rows of all positions of an input, in chunks; no cache is kept.
+
+        Args:
+            tokens: Token ids, at least one, or a text.
+            policy: What to return for each row. None: ``logits()``, or with ``pooling`` nothing besides that.
+            pooling: Return the hidden states of all rows as one vector too, with the last chunk.
+            timeout: Seconds one chunk may take, retries included.
+
+        Returns:
+            An iterator over ``ForwardChunk``.
+
+        Raises:
+            TypeError: The tokens are no ints, or the policy is none.
+            ValueError: ``pooling`` is none of the two.
+            FerruleError: While iterating, as in ``prefill``.
+
+        Example:
+            ``logits = np.concatenate([chunk.logits for chunk in client.forward(ids)])``
+        """
+        request = executor_pb2.ForwardRequest(
+            request_id=_messages.new_request_id(),
+            input_ids=[] if isinstance(tokens, str) else _check.token_list(tokens),
+            logits_policy=_convert.policy_to_message(seeded(policy if policy or pooling else logits())),
+            hidden_pooling=_convert.pooling_to_message(pooling),
+        )
+        return ForwardPass(self._connection, request, tokens if isinstance(tokens, str) else None, timeout)
+
+    def score(self, tokens: Tokens | str, *, timeout: Timeout = USE_DEFAULT) -> FloatArray:
+        """Return the log-probability of each token of a text but the first one, given those before it.
+
+        Args:
+            tokens: Token ids, at least one, or a text.
+            timeout: Seconds one chunk may take, retries included.
+
+        Returns:
+            float32 [number of tokens - 1], natural logarithms under the raw model.
+
+        Raises:
+            FerruleError: As in ``prefill``.
+
+        Example:
+            ``perplexity = np.exp(-client.score("a text").mean())``
+        """
+        rows: list[FloatArray] = [np.zeros(0, np.float32)]
+        run = self.forward(tokens, policy=Policy(target_logprobs=True), timeout=timeout)
+        while (chunk := run.advance()) is not None:
+            if "target_logprobs" in chunk.arrays:  # the last row of a text has none
+                rows.append(chunk.target_logprobs)
+        return np.concatenate(rows)
+
+    def embed(self, tokens: Tokens | str, pooling: Pooling = "mean", *, timeout: Timeout = USE_DEFAULT) -> FloatArray:
+        """Return one vector for a text: the hidden states of its tokens after the final norm, pooled.
+
+        Args:
+            tokens: Token ids, at least one, or a text.
+            pooling: ``mean`` over all tokens, or the ``last`` one's.
+            timeout: Seconds one chunk may take, retries included.
+
+        Returns:
+            float32 [hidden_size].
+
+        Raises:
+            ValueError: ``pooling`` is none of the two.
+            FerruleError: As in ``prefill``.
+
+        Example:
+            ``vector = client.embed("a text")``
+        """
+        vector: FloatArray | None = None
+        run = self.forward(tokens, pooling=pooling, timeout=timeout)
+        while (chunk := run.advance()) is not None:
+            vector = chunk.arrays.get("pooled_hidden_state")
+        assert vector is not None  # the last chunk has it
+        return vector
+
+    def generate(
+        self,
+        prompt: Tokens | str,
+        max_tokens: int | None = None,
+        *,
+        policy: Policy | None = None,
+        n: int = 1,
+        stop: Stops = (),
+        ignore_eos: bool = False,
+        text: bool | None = None,
+        skip_special_tokens: bool = True,
+        ttl: float | None = None,
+        reuse_prefix: bool = True,
+        publish_prefix: bool = True,
+        keep: bool = False,
+        recover: bool = False,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> Generation:
+        """Return an iterator over what the server draws after a prompt, which makes its sequences itself.
+
+        Prompt and draws are one call. At the end, or when the iterator is closed (leave it early in ``with``),
+        its sequences are released.
+
+        Args:
+            prompt: A text, or token ids.
+            max_tokens: As in ``Cache.generate``; so are the arguments up to ``skip_special_tokens``.
+            policy: As in ``Cache.generate``.
+            n: As in ``Cache.generate``.
+            stop: As in ``Cache.generate``.
+            ignore_eos: As in ``Cache.generate``.
+            text: As in ``Cache.generate``. None: if the prompt is a text.
+            skip_special_tokens: As in ``Cache.generate``.
+            ttl: Lease in seconds, clamped by the server. None: the server's default.
+            reuse_prefix: As in ``prefill``.
+            publish_prefix: As in ``prefill``.
+            keep: True: the sequences are yours to continue and to release, ``caches`` of the iterator.
+            recover: As in ``prefill``.
+            timeout: Seconds one token may take, retries included.
+
+        Returns:
+            An iterator over tokens; see ``Generation``.
+
+        Raises:
+            TypeError: An argument is of another type.
+            ValueError: An argument is out of its range.
+            ContextExceededError: While iterating: the prompt does not fit. If the drawn tokens fill the context, the
+                loop ends as ``context_full`` instead.
+            FerruleError: While iterating, as in ``prefill``; also what the tokenizer failed with.
+
+        Example:
+            ``text = (client.generate("def area(", 20, policy=greedy()).read()).text``
+        """
+        plan = _messages.generation_plan(
+            policy,
+            max_tokens=max_tokens,
+            n=n,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            has_text=isinstance(prompt, str) if text is None else text,
+            skip_special_tokens=skip_special_tokens,
+        )
+        options = PromptOptions(ttl, None, reuse_prefix, publish_prefix)
+        _convert.duration(ttl)
+        return Generation(
+            self._connection,
+            plan,
+            prompt,
+            follow=functools.partial(self._follow, recovery=options if recover else None),
+            options=options,
+            is_patient=recover,
+            keeps=keep,
+            timeout=timeout,
+        )
+
+    def chat(
+        self,
+        system: str = "",
+        *,
+        policy: Policy | None = None,
+        max_tokens: int = 256,
+        variables: Mapping[str, object] | None = None,
+        allow_special_tokens: bool = False,
+    ) -> Chat:
+        """Return a new conversation by the model's chat template; see ``Chat``. Nothing is sent yet.
+
+        Args:
+            system: The system message; empty: none.
+            policy: How answers are drawn. None: ``sample()``.
+            max_tokens: Most tokens of an answer.
+            variables: More variables for the template.
+            allow_special_tokens: As in ``apply_chat_template``.
+
+        Example:
+            ``with client.chat("Answer briefly.") as chat: print(chat.send("Hello"))``
+        """
+        return Chat(
+            self,
+            system,
+            policy=policy,
+            max_tokens=max_tokens,
+            variables=variables,
+            allow_special_tokens=allow_special_tokens,
+        )
+
+    def adopt(self, handle: Handle, *, keep_alive: bool = True) -> Cache:
+        """Return a cache for a handle that came from elsewhere; it owns the sequence from now on.
+
+        Nothing is sent: a handle that is no longer good shows at the first call.
+
+        Args:
+            handle: The handle, as somebody's ``cache.detach()`` or ``cache.handle`` gave it.
+            keep_alive: False: its lease is not renewed in the background.
+
+        Raises:
+            TypeError: It is no handle.
+
+        Example:
+            ``with client.adopt(queue.get()) as cache: ...``
+        """
+        _convert.check_handle(handle)
+        return self._follow(Tip(handle), keep_alive=keep_alive)
+
+    def stream(self) -> Stream:
+        """Return a new stream, for running many caches together, a frame per step.
+
+        Example:
+            ``with client.stream() as stream: caches = stream.run([Prompt("a"), Prompt("b")])``
+        """
+        return Stream(self._connection, self._follow)
+
+    def model_info(self, *, timeout: Timeout = USE_DEFAULT) -> ModelInfo:
+        """Return the model's description; asked for once, since it does not change while the server runs."""
+        return self._connection.model_info(timeout)
+
+    def capabilities(self, *, timeout: Timeout = USE_DEFAULT) -> Capabilities:
+        """Return what the server can do and its limits; asked for once.
+
+        Example:
+            ``if "forward_verify" in (client.capabilities()).features: ...``
+        """
+        return self._connection.capabilities(timeout)
+
+    def status(self, *, timeout: Timeout = USE_DEFAULT) -> Status:
+        """Return how the server is doing now, also while it loads."""
+        request = executor_pb2.GetStatusRequest()
+        reply = self._connection.unary(self._connection.executor.GetStatus, request, timeout=timeout)
+        return _convert.status_from_message(reply.status)
+
+    def wait_until_ready(
+        self, *, on_progress: Callable[[Status | None], object] | None = None, timeout: Timeout = USE_DEFAULT
+    ) -> Status:
+        """Return as soon as the server accepts requests; until then poll its status, also while nobody listens yet.
+
+        Args:
+            on_progress: Called with each status on the way, and with None while nobody listens.
+            timeout: Seconds to wait.
+
+        Returns:
+            The first status that is ready.
+
+        Raises:
+            UnavailableError: It did not get ready in time, or never will (it is draining, or has failed); the
+                message says what was last seen.
+
+        Example:
+            ``client.wait_until_ready(on_progress=lambda status: print(status and status.load_progress))``
+        """
+        limit_s = self._connection.resolve(timeout)
+        end = math.inf if limit_s is None else time.monotonic() + limit_s
+        while True:
+            status, reason = self._poll_status(end - time.monotonic())
+            if status is not None and status.is_ready:
+                return status
+            if on_progress is not None:
+                on_progress(status)
+            if time.monotonic() + _POLL_S > end or (status is not None and status.state in _NEVER_READY):
+                raise reason
+            self._connection.sleep(_POLL_S)
+
+    def _poll_status(self, left_s: float) -> tuple[Status | None, UnavailableError]:
+        """Return the status, or None while nobody answers, and the error to raise if this was the last look."""
+        try:
+            status = self.status(timeout=max(0.05, min(5.0, left_s)))
+        except UnavailableError as error:
+            return None, error
+        return status, _not_ready(status)
+
+    def tokenize(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        parse_special_tokens: bool = True,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[int]:
+        """Return the token ids of a text, by the model's own tokenizer.
+
+        Args:
+            text: The text.
+            add_special_tokens: True: with what the model expects around a text, such as a begin token.
+            parse_special_tokens: False: text that looks like a special token stays ordinary; for text from others.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            TypeError: It is no text.
+            ValueError: It cannot be written in UTF-8, because it holds half of a surrogate pair.
+            UnsupportedError: The server has no tokenizer.
+            FerruleError: Anything else, see ``errors``.
+
+        Example:
+            ``ids = client.tokenize("def area(")``
+        """
+        _check.text(text)
+        request = tokenizer_pb2.TokenizeRequest(
+            text=text, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
+        )
+        reply = self._connection.unary(self._connection.tokenizer.Tokenize, request, timeout=timeout)
+        return list(reply.token_ids)
+
+    def detokenize(self, tokens: Tokens, *, skip_special_tokens: bool = False, timeout: Timeout = USE_DEFAULT) -> str:
+        """Return the text of token ids. A last character without its end comes out as U+FFFD.
+
+        Args:
+            tokens: Token ids.
+            skip_special_tokens: True: leave special tokens out.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            UnsupportedError: The server has no tokenizer.
+            TokenOutOfVocabError: A token is not in the vocabulary.
+            FerruleError: Anything else, see ``errors``.
+        """
+        request = tokenizer_pb2.DetokenizeRequest(
+            token_ids=_check.token_list(tokens), skip_special_tokens=skip_special_tokens
+        )
+        reply = self._connection.unary(self._connection.tokenizer.Detokenize, request, timeout=timeout)
+        return reply.text
+
+    def detokenizer(self, context: Sequence[int] = ()) -> Detokenizer:
+        """Return what turns the tokens of a loop of your own into text, never half a character.
+
+        Args:
+            context: The tokens before the first one, such as the prompt; the last few are enough.
+
+        Example:
+            ``text = client.detokenizer(ids); print(text.push(token), end="")``
+        """
+        return Detokenizer(self._connection.decode_text, context)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+        allow_special_tokens: bool = False,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> ChatPrompt:
+        """Return a conversation as the model's chat template writes it, as text and as token ids.
+
+        Args:
+            messages: The messages, oldest first, each with ``role`` and ``content`` and whatever else the template
+                knows, such as ``tool_calls``.
+            tools: Definitions of tools, handed to the template as ``tools``.
+            add_generation_prompt: False: end after the last message, without the header that makes the model answer.
+            variables: More variables for the template.
+            allow_special_tokens: True: text of special tokens in the conversation becomes these tokens; only if you
+                trust every author of it. False: such a conversation is refused.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            TypeError: It is no list of messages, one has no text as ``role``, or holds what JSON cannot.
+            UnsupportedError: The model has no chat template.
+            InvalidRequestError: The template refuses the conversation, or a string of it contains the text of a
+                special token: ``field`` says where, and ``metadata["special_token"]`` which.
+            FerruleError: Anything else, see ``errors``.
+
+        Example:
+            ``ids = (client.apply_chat_template([{"role": "user", "content": "Hello"}])).token_ids``
+        """
+        request = tokenizer_pb2.ApplyChatTemplateRequest(
+            messages=_chat_messages(messages),
+            tools_json=json.dumps(list(tools)) if tools else "",
+            skip_generation_prompt=not add_generation_prompt,
+            variables_json=json.dumps(dict(variables)) if variables else "",
+            allow_special_tokens=allow_special_tokens,
+        )
+        reply = self._connection.unary(self._connection.tokenizer.ApplyChatTemplate, request, timeout=timeout)
+        return ChatPrompt(reply.text, tuple(reply.token_ids))
+
+    def register_mask(self, mask: MaskLike, *, timeout: Timeout = USE_DEFAULT) -> TokenMask:
+        """Have a mask kept on the server, so that policies name it by 16 bytes; return it, for ``mask=`` of a policy.
+
+        Registering a mask again changes nothing. A server that has dropped it, or was started anew, is given it again
+        by this client when it is used, as long as the returned mask is kept.
+
+        Args:
+            mask: Token ids, a bool array with an entry per token id, or packed bits.
+            timeout: Seconds this may take, retries included.
+
+        Raises:
+            QuotaExceededError: It does not fit the caller's quota of mask bytes.
+            InvalidRequestError: It is not of the vocabulary's size.
+            ValueError: It allows nothing, or a token out of the vocabulary.
+            FerruleError: Anything else, see ``errors``.
+
+        Example:
+            ``digits = client.register_mask(client.tokenize("0123456789"))``
+        """
+        (registered,) = self.register_masks([mask], timeout=timeout)
+        return registered
+
+    def register_masks(self, masks: Sequence[MaskLike], *, timeout: Timeout = USE_DEFAULT) -> list[TokenMask]:
+        """Have masks kept on the server, many in one call; see ``register_mask``.
+
+        Args:
+            masks: As in ``register_mask``, each.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            One registered mask for each.
+
+        Raises:
+            FerruleError: As in ``register_mask``.
+        """
+        timeout = self._connection.until(timeout)
+        given = list(map(as_mask, masks))
+        needs_size = any(one.bits is None for one in given)
+        vocab_size = (self._connection.model_info(timeout)).vocab_size if needs_size else 0
+        bits = [one.to_bits(vocab_size) for one in given]
+        return self._connection.register_masks(bits, self._connection.attempts(timeout))
+
+    def list_caches(self, *, page_size: int = 0, timeout: Timeout = USE_DEFAULT) -> Iterator[CacheSummary]:
+        """Yield the caller's live sequences by loggable id, asking for the next page when it is needed.
+
+        Args:
+            page_size: Entries per page; 0 lets the server choose.
+            timeout: Seconds each page may take.
+
+        Raises:
+            FerruleError: While iterating, see ``errors``.
+        """
+        _check.whole("page_size", page_size)
+        request = cache_pb2.ListCachesRequest(page_size=page_size)
+        while True:
+            reply = self._connection.unary(self._connection.executor.ListCaches, request, timeout=timeout)
+            for one in map(_convert.summary_from_message, reply.caches):
+                yield one
+            if not reply.next_page_token:
+                return
+            request.page_token = reply.next_page_token
+
+    def keep_alive(
+        self, caches: Iterable[Cache | Handle], *, ttl: float | None = None, timeout: Timeout = USE_DEFAULT
+    ) -> list[Lease | FerruleError]:
+        """Renew leases, many in one call to each instance. Live caches do this automatically; plain handles do not.
+
+        A list longer than the server's ``max_handles_per_request`` is sent in several calls.
+
+        Args:
+            caches: Caches or handles.
+            ttl: Lease from now on in seconds, clamped by the server. None: each one's own.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            For each the new lease, or the error that says why there is none.
+
+        Raises:
+            FerruleError: The call as a whole failed. Where there are several, what one failed with stands in the place
+                of its leases.
+        """
+        kept, timeout = list(caches), self._connection.until(timeout)
+        self._connection.ask_handle_limit(len(kept), timeout)
+        parts = Parts(_handles(kept), self._connection.handle_limit)
+        done, failures = self._keep_parts(parts, ttl, timeout)
+        for error in failures.values():
+            if parts.is_alone and not (kept and isinstance(error, WrongInstanceError)):
+                raise error
+        leases = [done[place] for place in range(len(kept))]
+        for cache, lease in zip(kept, leases, strict=True):
+            if isinstance(cache, Cache):
+                calls_of(cache).renewed(lease, ttl)
+        return leases
+
+    def _keep_parts(
+        self, parts: Parts, ttl: float | None, timeout: Timeout
+    ) -> tuple[dict[int, Lease | FerruleError], dict[str, FerruleError]]:
+        """Renew leases part by part.
+
+        Returns:
+            What became of each, by its place; and what a call failed with, by the instance it was for. After that the
+            instance is not asked for its other parts.
+        """
+        done: dict[int, Lease | FerruleError] = {}
+        failures: dict[str, FerruleError] = {}
+        for instance, places, handles in parts:
+            if instance not in failures:
+                request = cache_pb2.KeepAliveRequest(kv_caches=handles, ttl=_convert.duration(ttl))
+                try:
+                    reply = self._connection.unary(self._connection.executor.KeepAlive, request, timeout=timeout)
+                except FerruleError as error:
+                    if parts.shrink(error):
+                        continue
+                    failures[instance] = error
+                else:
+                    done.update(zip(places, map(_lease_or_error, reply.results), strict=True))
+                    continue
+            done.update(dict.fromkeys(places, failures[instance]))
+        return done, failures
+
+    def reserve(
+        self,
+        caches: Iterable[Cache | Handle],
+        lengths: int | Sequence[int],
+        *,
+        fitting: int | Sequence[int] | None = None,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> Reservation:
+        """Take room for appends in several sequences in one call: all of it, or nothing; see ``Cache.reserve``.
+
+        Args:
+            caches: Caches or handles, at most ``capabilities().max_handles_per_request``: several calls could not
+                guarantee all or nothing.
+            lengths: Length in tokens up to which each gets its room now; one for all, or one for each.
+            fitting: Larger lengths that must fit the free blocks too, without being taken; one for all, or one for
+                each. None: no more than ``lengths``.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            The blocks that each took, and those left.
+
+        Raises:
+            BlocksExhaustedError: The pool has too few free blocks now; nothing was taken.
+            HandleNotFoundError: One of the sequences is gone; nothing was taken.
+            ValueError: The sizes differ, a length is no whole number, or the sequences are on several instances: no
+                call takes room on all or none of them.
+            FerruleError: Anything else, as in ``Cache.reserve``.
+
+        Example:
+            ``left = (client.reserve(branches, 512)).free_blocks``
+        """
+        kept = list(caches)
+        handles = [tip_of(one).live_handle() if isinstance(one, Cache) else one for one in kept]
+        _check_one_instance(handles)
+        request = _messages.reserve_request(handles, lengths, fitting)
+        reply = self._connection.unary(self._connection.executor.ReserveKvSlots, request, timeout=timeout)
+        for cache, wanted in zip(kept, request.requests, strict=True):
+            if isinstance(cache, Cache):
+                calls_of(cache).reserved(wanted.target_length)
+        return _convert.reservation_from_message(reply.reservation)
+
+    def release(self, caches: Iterable[Cache | Handle], *, timeout: Timeout = USE_DEFAULT) -> Released:
+        """End sequences, many in one call to each instance, and free their blocks.
+
+        What is gone already is no error; nor is what another instance has, if the way there does not lead to it. A list
+        longer than the server's ``max_handles_per_request`` is sent in several calls.
+
+        Args:
+            caches: Caches or handles.
+            timeout: Seconds this may take, retries included.
+
+        Returns:
+            What was freed.
+
+        Raises:
+            FerruleError: The server was not reached; the leases will end the sequences. Where there are several
+                instances, those on the others were released.
+
+        Example:
+            ``client.release(losers)``
+        """
+        return release_all(self._connection, list(caches), timeout)
+
+    def _follow(self, tip: Tip, *, keep_alive: bool = True, recovery: PromptOptions | None = None) -> Cache:
+        """Return the cache that follows a sequence from here on."""
+        calls = SequenceCalls(self._connection, self._keeper, tip, keep_alive=keep_alive, recovery=recovery)
+        return Cache(self._connection, calls)
+
+    def _renew(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | FerruleError]:
+        """Renew the leases of as many handles as one request may hold, without asking for the server's limit first."""
+        return self.keep_alive(handles[: self._connection.handle_limit.most], timeout=timeout_s)
+
+
+def _handles(caches: Sequence[Cache | Handle]) -> list[Handle]:
+    """Return the handles of caches, and those that stand among them."""
+    return [cache.handle if isinstance(cache, Cache) else cache for cache in caches]
+
+
+def _chat_messages(messages: Sequence[ChatMessage]) -> list[tokenizer_pb2.ChatMessage]:
+    """Return the wire form of a conversation.
+
+    Raises:
+        TypeError: It is no list of messages, or as in ``_chat_message``.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not all(isinstance(one, Mapping) for one in messages):
+        raise TypeError('a conversation is a list of messages, such as [{"role": "user", "content": "Hello"}]')
+    return [_chat_message(one) for one in messages]
+
+
+def _chat_message(message: ChatMessage) -> tokenizer_pb2.ChatMessage:
+    """Return the wire form of a message; what is neither its role nor a plain text goes as JSON.
+
+    Raises:
+        TypeError: It has no text as ``role``, or holds what JSON cannot.
+    """
+    extra = dict(message)
+    role, content = extra.pop("role", None), extra.pop("content", "")
+    if not isinstance(role, str):
+        raise TypeError(f"a message needs a text as role, got {role!r}")
+    if not isinstance(content, str):
+        extra["content"], content = content, ""
+    return tokenizer_pb2.ChatMessage(role=role, content=content, extra_json=json.dumps(extra) if extra else "")
+
+
+def _not_ready(status: Status) -> UnavailableError:
+    text = f"the server is {status.state}" + (f": {status.load_stage}" if status.load_stage else "")
+    if status.state == "draining":
+        return DrainingError(grpc.StatusCode.UNAVAILABLE, "DRAINING", text)
+    return StartingError(grpc.StatusCode.UNAVAILABLE, "STARTING", text)
+
+
+def _check_one_instance(handles: Sequence[Handle]) -> None:
+    """Make sure that one instance has all sequences.
+
+    Raises:
+        ValueError: It has not.
+    """
+    names = sorted(by_instance(handles, checked_instance))
+    if len(names) > 1:
+        text = " and ".join(map(repr, names))
+        raise ValueError(f"the sequences are on the instances {text}: reserve on each by a call of its own")
+
+
+def _lease_or_error(result: cache_pb2.KeepAliveResult) -> Lease | FerruleError:
+    if result.HasField("lease"):
+        return _convert.lease_from_message(result.lease)
+    return error_from_status(result.error)

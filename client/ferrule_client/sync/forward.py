@@ -1,0 +1,112 @@
+# Written by tools/strip_async.py from ../aio/forward.py: change that and run `make sync`.
+"""Forward passes that keep no cache: rows of all positions, streamed in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+
+import grpc
+
+from ferrule.v1 import executor_pb2
+from ferrule_client import _convert
+from ferrule_client._retry import Attempts
+from ferrule_client._timeouts import Timeout
+from ferrule_client.errors import FerruleError, UnavailableError
+from ferrule_client.sync._connection import Connection
+from ferrule_client.sync._stream_call import ReplyCall
+from ferrule_client.types import ForwardChunk
+
+__all__ = ["ForwardPass"]
+
+
+class ForwardPass(Iterator[ForwardChunk]):
+    """Rows of the positions of an input, stretch by stretch; made by ``Client.forward``.
+
+    Nothing runs before the first ``next``. After a broken connection the input is run again, and rows that are out
+    already are left out. Leave it early in ``with``, or close it: the server then stops.
+    """
+
+    def __init__(
+        self, connection: Connection, request: executor_pb2.ForwardRequest, text: str | None, timeout: Timeout
+    ) -> None:
+        self._connection = connection
+        self._text = text
+        self._request = request
+        self._timeout = timeout
+        self._call: ReplyCall[executor_pb2.ForwardResponse] | None = None
+        self._position = 0
+        self._has_ended = False
+
+    def __enter__(self) -> ForwardPass:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_call") is not None:
+            self._drop()
+
+    def __next__(self) -> ForwardChunk:
+        chunk = self.advance()
+        if chunk is None:
+            raise StopIteration
+        return chunk
+
+    def advance(self) -> ForwardChunk | None:
+        """Return the next stretch, or None after the last one; what ``next`` does, without its error."""
+        if self._has_ended:
+            return None
+        try:
+            return self._receive(self._connection.attempts(self._timeout))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the pass. Closing twice changes nothing."""
+        self._has_ended = True
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+            call.close()
+
+    def _receive(self, attempts: Attempts) -> ForwardChunk:
+        if self._text is not None:
+            self._request.input_ids.extend(self._connection.encode_text(self._text, timeout=self._timeout))
+            self._text = None
+        while True:
+            if self._call is None:
+                self._call = self._connection.open_replies(self._connection.executor.Forward, self._request)
+            try:
+                reply = self._call.receive(attempts.remaining())
+            except grpc.RpcError as error:
+                self._go_on(self._connection.typed(error, self._call.instance), attempts, error)
+            except StopIteration:
+                text = "the server ended the pass before its end"
+                self._go_on(UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text), attempts)
+            else:
+                chunk = _convert.forward_from_message(reply).behind(self._position)
+                if chunk is not None:
+                    return self._taken(chunk)
+
+    def _taken(self, chunk: ForwardChunk) -> ForwardChunk:
+        self._position = chunk.first_position + chunk.num_rows
+        if chunk.is_last:
+            self._has_ended = True
+            call, self._call = self._call, None
+            if call is not None:
+                call.close()
+        return chunk
+
+    def _go_on(self, error: FerruleError, attempts: Attempts, cause: grpc.RpcError | None = None) -> None:
+        """Arrange that the call is made again, or raise what ended it."""
+        self._drop()
+        if not self._connection.restore_masks(error, [self._request], attempts):
+            self._connection.wait(attempts, error, cause)
+
+    def _drop(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()

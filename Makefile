@@ -12,7 +12,7 @@ COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model t
 PYTEST := $(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance lint types proto aio kernels kernels-wheel bench bench-peers bench-gpu load pictures clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
@@ -64,8 +64,8 @@ types: $(VENV)/.ok ## mypy, strict
 proto: $(VENV)/.ok ## regenerate the committed stubs from protos/
 	@$(BIN)/python protos/generate_stubs.py
 
-aio: $(VENV)/.ok   ## write the asyncio client anew from the sync one
-	@$(BIN)/python client/generate_aio.py
+sync: $(VENV)/.ok ## write the sync client again after a change of the asyncio one
+	@$(BIN)/python -m tools.strip_async
 
 kernels: $(VENV)/.ok ## compile the GPU kernels for servers of this checkout; needs no GPU (3 minutes; KERNELS="--help")
 	@$(BIN)/python -m tools.kernels.build $(KERNELS)

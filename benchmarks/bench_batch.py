@@ -11,7 +11,7 @@ what a client gets but for the wire. Sides of a ratio alternate within each roun
 
     python benchmarks/bench_batch.py [FOLDER] [--rounds 7] [--dtype bfloat16] [--wait-policy PASSIVE]
 
-Without a folder, the model that ships. ``benchmarks/make_random_model.py`` writes one in the shape of Qwen3-0.6B.
+Without a folder, the bundled model. ``benchmarks/make_random_model.py`` writes one in the shape of Qwen3-0.6B.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the Python client costs per token: sync and asyncio, single calls and streams, one branch and many.
 
-Part 1, added latency. One cache, one greedy token per call, on the model that ships. Added = the caller's wall time
+Part 1, added latency. One cache, one greedy token per call, on the bundled model. Added = the caller's wall time
 minus the reply's ``queue_ns`` and ``run_ns``: conversion, bookkeeping, gRPC at both ends, thread hops. The four ways
 take turns in each round, so that a slow spell of the machine hits all. CPU is what the client's process used per call,
 gRPC's threads included; it says more than the wall clock where other programs run.
@@ -29,7 +29,7 @@ import grpc
 from child_server import server  # type: ignore[import-not-found]  # beside this script, not a package
 
 from ferrule import AsyncClient, Cache, Client, greedy
-from ferrule.types import AsyncCache, Output
+from ferrule.types import Append, AsyncCache, Output
 
 GREEDY = greedy()
 PROMPT = "def read_file(path):"
@@ -46,7 +46,7 @@ def sync_calls(cache: Cache, num_calls: int) -> list[float]:
     samples = []
     for _ in range(num_calls):
         begin = time.perf_counter()
-        samples.append(added_ms(begin, cache.decode(7, policy=GREEDY)))
+        samples.append(added_ms(begin, cache.step(GREEDY)))
     return samples
 
 
@@ -56,7 +56,7 @@ def sync_frames(client: Client, cache: Cache, num_calls: int) -> list[float]:
     with client.stream() as stream:
         for _ in range(num_calls):
             begin = time.perf_counter()
-            samples.append(added_ms(begin, stream.decode([cache], [7], policy=GREEDY)[0]))
+            samples.append(added_ms(begin, stream.run([Append(cache, policy=GREEDY)])[0]))
     return samples
 
 
@@ -65,7 +65,7 @@ async def async_calls(cache: AsyncCache, num_calls: int) -> list[float]:
     samples = []
     for _ in range(num_calls):
         begin = time.perf_counter()
-        samples.append(added_ms(begin, await cache.decode(7, policy=GREEDY)))
+        samples.append(added_ms(begin, await cache.step(GREEDY)))
     return samples
 
 
@@ -75,7 +75,7 @@ async def async_frames(client: AsyncClient, cache: AsyncCache, num_calls: int) -
     async with client.stream() as stream:
         for _ in range(num_calls):
             begin = time.perf_counter()
-            samples.append(added_ms(begin, (await stream.decode([cache], [7], policy=GREEDY))[0]))
+            samples.append(added_ms(begin, (await stream.run([Append(cache, policy=GREEDY)]))[0]))
     return samples
 
 
@@ -94,7 +94,7 @@ class Round:
 
 def sync_latencies(target: str, num_calls: int) -> dict[str, Round]:
     """Return the samples of one round of the sync client."""
-    with Client(target) as client, client.prefill(client.tokenize(PROMPT)) as cache:
+    with Client(target) as client, client.prefill(PROMPT) as cache:
         sync_calls(cache, 20)
         begin = time.process_time()
         calls = Round.since(begin, sync_calls(cache, num_calls))
@@ -105,49 +105,41 @@ def sync_latencies(target: str, num_calls: int) -> dict[str, Round]:
 
 async def async_latencies(target: str, num_calls: int) -> dict[str, Round]:
     """Return the samples of one round of the asyncio client."""
-    async with AsyncClient(target) as client:
-        ids = await client.tokenize(PROMPT)
-        async with client.prefill(ids) as cache:
-            await async_calls(cache, 20)
-            begin = time.process_time()
-            calls = Round.since(begin, await async_calls(cache, num_calls))
-            await cache.truncate(5)
-            begin = time.process_time()
-            return {"aio call": calls, "aio stream": Round.since(begin, await async_frames(client, cache, num_calls))}
+    async with AsyncClient(target) as client, client.prefill(PROMPT) as cache:
+        await async_calls(cache, 20)
+        begin = time.process_time()
+        calls = Round.since(begin, await async_calls(cache, num_calls))
+        await cache.truncate(5)
+        begin = time.process_time()
+        return {"aio call": calls, "aio stream": Round.since(begin, await async_frames(client, cache, num_calls))}
 
 
 def sync_rates(target: str, num_tokens: int) -> dict[str, float]:
     """Return tokens/s of many branches with the sync client: packed, and a thread each."""
     rates = {}
-    with Client(target) as client, client.prefill(client.tokenize(PROMPT)) as cache:
-        branches = cache.fork(NUM_BRANCHES)
+    with Client(target) as client, client.prefill(PROMPT) as cache, cache.fork(NUM_BRANCHES) as branches:
         begin = time.perf_counter()
         with client.stream() as stream:
             for _ in range(num_tokens):
-                stream.decode(branches, [7] * NUM_BRANCHES, policy=GREEDY)
+                stream.run([Append(branch, policy=GREEDY) for branch in branches])
         rates["sync, one packed stream"] = NUM_BRANCHES * num_tokens / (time.perf_counter() - begin)
         with ThreadPoolExecutor(NUM_BRANCHES) as pool:
             begin = time.perf_counter()
             list(pool.map(lambda branch: sync_calls(branch, num_tokens), branches))
             rates["sync, a thread each, calls"] = NUM_BRANCHES * num_tokens / (time.perf_counter() - begin)
-        client.release(branches)
     return rates
 
 
 async def async_rates(target: str, num_tokens: int) -> dict[str, float]:
     """Return tokens/s of many branches with the asyncio client: a task each, with calls and with streams."""
     rates = {}
-    async with AsyncClient(target) as client:
-        ids = await client.tokenize(PROMPT)
-        async with client.prefill(ids) as cache:
-            branches = await cache.fork(NUM_BRANCHES)
-            begin = time.perf_counter()
-            await asyncio.gather(*(async_calls(branch, num_tokens) for branch in branches))
-            rates["aio, a task each, calls"] = NUM_BRANCHES * num_tokens / (time.perf_counter() - begin)
-            begin = time.perf_counter()
-            await asyncio.gather(*(async_frames(client, branch, num_tokens) for branch in branches))
-            rates["aio, a task each, streams"] = NUM_BRANCHES * num_tokens / (time.perf_counter() - begin)
-            await client.release(branches)
+    async with AsyncClient(target) as client, client.prefill(PROMPT) as cache, cache.fork(NUM_BRANCHES) as branches:
+        begin = time.perf_counter()
+        await asyncio.gather(*(async_calls(branch, num_tokens) for branch in branches))
+        rates["aio, a task each, calls"] = NUM_BRANCHES * num_tokens / (time.perf_counter() - begin)
+        begin = time.perf_counter()
+        await asyncio.gather(*(async_frames(client, branch, num_tokens) for branch in branches))
+        rates["aio, a task each, streams"] = NUM_BRANCHES * num_tokens / (time.perf_counter() - begin)
     return rates
 
 

@@ -2,7 +2,7 @@
 
     make pictures
 
-It starts a server with the model that ships and three principals, which decode, generate and fork for a while, and
+It starts a server with the bundled model and three principals, which decode, generate and fork for a while, and
 then looks at it as a person would. It needs Chromium.
 """
 
@@ -23,7 +23,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from benchmarks.load import guarded
-from ferrule import Client, greedy
+from ferrule import Client, sample
+from ferrule.types import Append
 from tools.browser import browsing
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "images"
@@ -113,32 +114,29 @@ def _load(target: str) -> Iterator[None]:
 
 def _generate(client: Client, draw: random.Random) -> None:
     """Draw a few texts, one after the other, with a pause."""
-    with client.generate(
-        _prompt(draw, 40), draw.randrange(60, 110), ignore_eos=True, policy=sample(temperature=0.8)
-    ) as tokens:
-        for _ in tokens:
-            pass
+    client.generate(_prompt(draw, 40), draw.randrange(60, 110), ignore_eos=True, policy=sample(temperature=0.8)).read()
     time.sleep(draw.uniform(0, 0.8))
 
 
 def _search(client: Client, draw: random.Random) -> None:
     """Grow a tree of three levels, and hold it for a moment."""
-    tree = [client.prefill(_prompt(draw, draw.randrange(60, 90)), policy=greedy())]
-    for width in (draw.randrange(2, 4), draw.randrange(2, 4)):
-        for parent in tree[-3:]:
-            branches = parent.fork(width)
-            for _ in range(draw.randrange(10, 40)):
-                client.decode_many(branches, [draw.randrange(1, _MAX_TOKEN) for _ in branches], policy=greedy())
-            tree += branches
+    tree = [client.prefill(_prompt(draw, draw.randrange(60, 90)))]
+    with client.stream() as stream:
+        for width in (draw.randrange(2, 4), draw.randrange(2, 4)):
+            for parent in tree[-3:]:
+                branches = parent.fork(width)
+                for _ in range(draw.randrange(10, 40)):
+                    stream.run([Append(branch, draw.randrange(1, _MAX_TOKEN)) for branch in branches])
+                tree += branches
     time.sleep(draw.uniform(0.5, 2))
     client.release(tree)
 
 
 def _score(client: Client, draw: random.Random) -> None:
     """Append to some prompts now and then, and leave one to its lease."""
-    caches = [client.prefill(_prompt(draw, draw.randrange(20, 110)), policy=greedy(), ttl=10) for _ in range(4)]
+    caches = [client.prefill(_prompt(draw, draw.randrange(20, 110)), ttl=10) for _ in range(4)]
     for each in caches:
-        each.decode([7], policy=greedy())
+        each.append(7)
         time.sleep(draw.uniform(0.2, 1))
     caches.pop().detach()
     client.release(caches)

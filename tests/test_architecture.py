@@ -38,10 +38,7 @@ DEVICE = ("numpy", "numba", "safetensors", "torch")
 # `loading`, which composes it. The server's version is open to all of the server.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_client": ("ferrule_client", "numpy", *WIRE),
-    "examples": WIRE,  # the one of examples that is in Python: no library
-    "generate_aio": ("source_edits",),
-    "source_edits": (),
-    "ferrule_cli": ("ferrule_client", "numpy", "rich", *WIRE),
+    "ferrule_cli": ("ferrule", "ferrule_cli", "ferrule_client", "numpy", "rich", *WIRE),
     "ferrule_server": (),
     "ferrule_server.__main__": ("ferrule_server", "rich"),
     "ferrule_server.errors": (),

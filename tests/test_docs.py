@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import io
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ferrule import Client, Policy, greedy
@@ -140,8 +142,6 @@ def test_each_beam_is_as_likely_as_its_score_says(shipped_target: str) -> None:
         for beam in beams:
             ids = [*prompt, *beam.tokens]
             with client.prefill(ids, policy=Policy(target_logprobs=True), all_positions=True) as cache:
-                assert cache.last is not None
-                assert cache.last.target_logprobs is not None
                 total = float(cache.last.target_logprobs[len(prompt) - 1 :].sum())
             assert total == pytest.approx(beam.logprob, abs=0.2)
 
@@ -153,12 +153,31 @@ def test_the_worst_completion_scores_worst(shipped_target: str) -> None:
     assert min(per_token) == per_token[-1]
 
 
+def test_a_forked_score_is_that_of_the_whole_text(shipped_target: str) -> None:
+    """Token by token; bfloat16 may round differently in other shapes."""
+    score = _import(ROOT / "examples" / "python" / "score.py")
+    with Client(shipped_target) as client:
+        prompt, completions = client.tokenize(score.PROMPT), [client.tokenize(text) for text in score.COMPLETIONS]
+        forked = score.score_forked(client, prompt, completions)
+        for completion, logprobs in zip(completions, forked, strict=True):
+            assert len(logprobs) == len(completion)
+            np.testing.assert_allclose(score.score_whole(client, prompt, completion), logprobs, atol=0.2)
+
+
+def test_examples_are_plain() -> None:
+    """The client's types make checks unnecessary, and its context managers a stack of them."""
+    for path in EXAMPLES:
+        used = {name.id for name in ast.walk(ast.parse(path.read_text())) if isinstance(name, ast.Name)}
+        assert not used & {"isinstance", "ExitStack", "AsyncExitStack", "contextlib"}
+        assert "assert " not in path.read_text()
+
+
 def test_the_pieces_of_handles_run_one_after_another(shipped_target: str) -> None:
     """In the order of the page, in one namespace; nothing stays on the server."""
     names: dict[str, Any] = {}
-    for piece in _blocks(HANDLES, "python"):
-        _run(piece, shipped_target, names)
+    out = [_run(piece, shipped_target, names) for piece in _blocks(HANDLES, "python")]
     names["client"].close()
+    assert any(one.startswith("1 recovery, ") for one in out)
     assert _num_caches(shipped_target) == 0
 
 

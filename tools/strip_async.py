@@ -18,7 +18,7 @@ from pathlib import Path
 
 CLIENT = Path(__file__).resolve().parents[1] / "client" / "ferrule_client"
 SOURCE, TARGET = CLIENT / "aio", CLIENT / "sync"
-BY_HAND = ("_lease", "_opening", "_stream_call", "_wire")
+BY_HAND = ("__init__", "_lease", "_opening", "_stream_call", "_wire")
 
 _HEADER = "# Written by tools/strip_async.py from ../aio/{name}: change that and run `make sync`.\n"
 _BRACKETS = r"\[((?:[^\[\]]|\[(?:[^\[\]]|\[[^\[\]]*\])*\])*)\]"
@@ -36,7 +36,7 @@ REPLACED = (
     (r"ferrule_client\.aio\b", "ferrule_client.sync"),
     (r"grpc\.aio\.", "grpc."),
     (r"^import grpc\.aio\n", ""),
-    (r"\b(the|a|per|another|several|two) task(s?)\b", r"\1 thread\2"),
+    (r"\b(the|the keep-alive|a|per|[Aa]nother|several|two) task(s?)\b", r"\1 thread\2"),
     (r"\b([Aa]) cancellation\b", "Ctrl-C"),
 )
 
@@ -51,7 +51,8 @@ def stripped(text: str) -> str:
 
 def _without_brackets(text: str) -> str:
     """Take the brackets away that only an `await` needs: `(await f(x)).y` becomes `f(x).y`."""
-    while (start := text.find("(await ")) >= 0 and (end := _closing(text, start)) > 0:
+    while (start := text.find("(await ")) >= 0:
+        end = _closing(text, start)
         is_call = text[start - 1].isidentifier()
         inner = text[start + len("(await ") : end]
         text = text[:start] + (f"({inner})" if is_call else inner) + text[end + 1 :]
@@ -59,13 +60,14 @@ def _without_brackets(text: str) -> str:
 
 
 def _closing(text: str, start: int) -> int:
-    """Return the place of the bracket that closes the one at `start`."""
-    depth = 0
-    for place in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[place], 0)
+    """Return the place of the bracket that closes the one at `start`; those in texts do not count."""
+    depth, is_text = 0, False
+    for place, letter in enumerate(text[start:], start):
+        is_text = letter != "\n" and is_text != (letter == '"')
+        depth += 0 if is_text else {"(": 1, ")": -1}.get(letter, 0)
         if depth == 0:
             return place
-    return -1
+    raise ValueError(f"no bracket closes this one: {text[start : start + 40]!r}")
 
 
 def generate() -> dict[str, str]:
@@ -73,7 +75,9 @@ def generate() -> dict[str, str]:
     paths = [path for path in sorted(SOURCE.glob("*.py")) if path.stem not in BY_HAND]
     with tempfile.TemporaryDirectory() as folder:
         for path in paths:
-            Path(folder, path.name).write_text(_HEADER.format(name=path.name) + stripped(path.read_text("utf-8")), "utf-8")
+            Path(folder, path.name).write_text(
+                _HEADER.format(name=path.name) + stripped(path.read_text("utf-8")), "utf-8"
+            )
         options = ["--quiet", "--no-cache", "--config", "pyproject.toml", folder]
         for command in (["check", "--fix-only", "--select", "F401,I,UP034", "--exit-zero"], ["format"]):
             subprocess.run([sys.executable, "-m", "ruff", *command, *options], cwd=CLIENT.parents[1], check=True)

@@ -26,7 +26,7 @@ from benchmarks.gpu.executors import BLOCK_SIZE, device_of, fits, kv_bytes, open
 from benchmarks.gpu.ours import Ours
 from benchmarks.gpu.timing import Row, ms_per_step
 from ferrule import Cache, Client, FerruleError, greedy
-from ferrule.types import Status
+from ferrule.types import Append, Prompt, Status
 from ferrule_server.executor.cuda.buckets import bucket_for, bucket_sizes
 from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.model.config import ModelConfig
@@ -244,19 +244,19 @@ class _Calls:
 
 
 class _Frames:
-    """One stream, all sequences in each frame; the tokens of a reply go into the next frame."""
+    """One stream, all sequences in each frame; the token that one frame chooses is pending and goes into the next."""
 
     def __init__(self, client: Client, caches: Sequence[Cache], cell: Sequence[int]) -> None:
         self._client, self._caches, self._context = client, caches, cell[1]
 
     def __call__(self, num_steps: int) -> list[list[float]]:
         arrivals = []
-        tokens = [[7]] * len(self._caches)
+        tokens: Sequence[int] = [7]
         with self._client.stream() as stream:
             for _ in range(num_steps + 1):
-                outputs = stream.decode(self._caches, tokens, policy=greedy())
+                stream.run([Append(cache, tokens, greedy()) for cache in self._caches])
                 arrivals.append(time.perf_counter())
-                tokens = [[one.token] for one in outputs if one.token is not None]
+                tokens = ()
         for cache in self._caches:
             cache.truncate(self._context)
         return [arrivals] * len(self._caches)
@@ -269,12 +269,10 @@ def _prompts(config: ModelConfig, cell: Sequence[int]) -> list[list[int]]:
 
 
 def _prefilled(client: Client, prompts: Sequence[list[int]]) -> list[Cache]:
-    """Return a cache for every prompt, as many at a time as one request may hold."""
+    """Return a cache for every prompt, a frame for as many at a time as one step may hold."""
     most = client.capabilities().max_batch_size
     caches: list[Cache] = []
-    for begin in range(0, len(prompts), most):
-        for made in client.batch_prefill(prompts[begin : begin + most], ttl=3600.0):
-            if isinstance(made, Exception):
-                raise made
-            caches.append(made)
+    with client.stream() as stream:
+        for begin in range(0, len(prompts), most):
+            caches += stream.run([Prompt(prompt, ttl=3600.0) for prompt in prompts[begin : begin + most]])
     return caches

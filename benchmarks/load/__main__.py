@@ -1,6 +1,6 @@
 """Load tests: what many sequences at once do to throughput and latency, direct and through Envoy.
 
-    make load                                            two servers of its own with the model that ships
+    make load                                            two servers of its own with the bundled model
     python -m benchmarks.load --model paged-reference --seconds 2 --rounds 1
     python -m benchmarks.load --target 127.0.0.1:50051   a server that runs already
 

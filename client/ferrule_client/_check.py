@@ -30,7 +30,7 @@ def token_list(tokens: object) -> list[int]:
     try:
         ids = _ints(tokens)
     except TypeError:
-        text = "token ids must be integers; use client.encode(text) to make them of a text"
+        text = "token ids must be integers; use client.tokenize(text) to make them of a text"
         raise TypeError(f"{text} (got {_kind(tokens)})") from None
     if ids and (min(ids) < 0 or max(ids) > _MAX_UINT32):
         wrong = next(i for i in ids if not 0 <= i <= _MAX_UINT32)

@@ -103,7 +103,6 @@ class GenerationPlan:
         stop: Texts that do.
         ignore_eos: True: the model's own stop tokens do not.
         has_text: True: with the text of the tokens.
-        skip_special_tokens: True: without special tokens in that text.
     """
 
     given: Policy
@@ -115,7 +114,6 @@ class GenerationPlan:
     stop: tuple[str, ...]
     ignore_eos: bool
     has_text: bool
-    skip_special_tokens: bool
 
     @property
     def looks_back(self) -> bool:
@@ -143,7 +141,6 @@ def generation_plan(
     stop: Stops,
     ignore_eos: bool,
     has_text: bool,
-    skip_special_tokens: bool,
 ) -> GenerationPlan:
     """Return what a generation is to draw, from checked arguments.
 
@@ -161,9 +158,7 @@ def generation_plan(
     runs = tuple(tuple(_check.token_list(one)) for one in stops if not isinstance(one, (str, int)))
     if not all(texts) or not all(runs):
         raise ValueError("stop must not hold an empty text or an empty list")
-    return GenerationPlan(
-        chosen, chosen.with_seed(), max_tokens, n, tuple(ids), runs, texts, ignore_eos, has_text, skip_special_tokens
-    )
+    return GenerationPlan(chosen, chosen.with_seed(), max_tokens, n, tuple(ids), runs, texts, ignore_eos, has_text)
 
 
 def generate_request(
@@ -205,7 +200,7 @@ def generate_request(
         stop_strings=plan.stop,
         ignore_eos=plan.ignore_eos,
         return_text=plan.has_text,
-        skip_special_tokens=plan.skip_special_tokens,
+        skip_special_tokens=True,
     )
 
 
@@ -329,7 +324,7 @@ def verify_policy(
         return {"none": None, "rejection": sample()}.get(rule, greedy())
     if rule == "greedy" and (policy.selection is None or not policy.selection.is_greedy):
         raise ValueError("acceptance greedy needs a greedy policy; exact takes any that chooses tokens")
-    if rule == "rejection" and policy.selection is None:
+    if rule == "rejection" and (policy.selection is None or policy.selection.is_greedy):
         raise ValueError("acceptance rejection needs a policy of sample()")
     return policy
 

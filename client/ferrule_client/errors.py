@@ -52,6 +52,8 @@ from collections.abc import Mapping
 
 import grpc
 
+from ferrule_client._public import publish
+
 __all__ = [
     "AuthError",
     "BlocksExhaustedError",
@@ -389,3 +391,6 @@ class PendingTokenError(ValueError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.token,)
+
+
+publish(globals(), __all__, "ferrule.errors")

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ferrule_client._public import publish
 from ferrule_client.masks import MaskLike
 from ferrule_client.policy import Policy
 from ferrule_client.types import Acceptance, OnStale, Output, Pending, Tokens, Verification
@@ -118,3 +119,6 @@ class Verify(Item[Verification], Generic[C]):
     masks: Sequence[MaskLike] = ()
     row_handles: bool = False
     on_stale: OnStale = "fail"
+
+
+publish(globals(), ("Append", "Item", "Prompt", "Verify"))

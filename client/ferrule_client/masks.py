@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrule_client import _check
+from ferrule_client._public import publish
 
 __all__ = ["MaskLike", "TokenMask", "as_mask"]
 
@@ -88,3 +89,6 @@ def as_mask(mask: MaskLike) -> TokenMask:
 
 def _pack(allowed: npt.NDArray[np.bool_]) -> bytes:
     return np.packbits(allowed, bitorder="little").tobytes()
+
+
+publish(globals(), ("TokenMask",))

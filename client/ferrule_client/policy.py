@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypedDict, Unpack, get_args
 
 from ferrule_client import _check
+from ferrule_client._public import publish
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
 
 __all__ = ["DType", "Policy", "Sampling", "check_policy", "greedy", "logits", "sample", "seeded"]
@@ -244,3 +245,6 @@ def check_policy(value: object) -> None:
     name = getattr(value, "__name__", type(value).__name__)
     hint = f"call it: policy={name}()" if callable(value) else "make one with greedy(), sample() or logits()"
     raise TypeError(f"the policy must be a Policy, got {name}; {hint}")
+
+
+publish(globals(), ("Policy", "Sampling", "Settings", "greedy", "logits", "sample"))

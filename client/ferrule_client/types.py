@@ -1,4 +1,4 @@
-"""The values that calls return: frozen, plain Python and numpy, nothing of gRPC in them."""
+"""The values that calls return: plain Python and numpy, nothing of gRPC in them; frozen, but for ``Answer``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from google.protobuf.message import DecodeError
 
 from ferrule.v1 import types_pb2
 from ferrule_client import _notebook as notebook
+from ferrule_client._public import publish
 
 __all__ = [
     "Acceptance",
+    "Answer",
     "CacheInfo",
     "CacheMetrics",
     "CacheSummary",
@@ -807,6 +809,37 @@ class ChatPrompt:
     token_ids: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class Answer:
+    """What the model said in one turn; ``str`` of it is its text.
+
+    Attributes:
+        text: The text.
+        tokens: Its token ids.
+        finish_reason: Why it ended; ``closed`` if the reader stopped it.
+        seed: Seed of the draws, or None if nothing was drawn.
+        num_prompt_tokens: Tokens of the conversation up to the answer.
+        num_reused_tokens: Of these, tokens whose KV was there already.
+        elapsed_s: Seconds from the question to the last token, the prompt's own run included.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    seed: int | None = None
+    num_prompt_tokens: int = 0
+    num_reused_tokens: int = 0
+    elapsed_s: float = 0.0
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens drawn for each second."""
+        return len(self.tokens) / self.elapsed_s if self.elapsed_s else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class WarmStep:
     """One step that warming up has run.
@@ -866,3 +899,36 @@ class TlsConfig:
 
     def __repr__(self) -> str:
         return f"TlsConfig(mutual={self.private_key is not None}, server_name={self.server_name!r})"
+
+
+publish(
+    globals(),
+    (
+        "Handle",
+        "Rows",
+        "Output",
+        "ForwardChunk",
+        "Token",
+        "Verification",
+        "Lease",
+        "Released",
+        "Reservation",
+        "CacheInfo",
+        "CacheSummary",
+        "ModelInfo",
+        "Capabilities",
+        "Status",
+        "MemoryUsage",
+        "CacheMetrics",
+        "ChatPrompt",
+        "WarmStep",
+        "Warmed",
+        "Drained",
+        "TlsConfig",
+        "Answer",
+        "Timing",
+        "TokenLogprob",
+        "Quotas",
+        "Caller",
+    ),
+)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from ferrule_client._public import publish
 from ferrule_client.types import CacheMetrics, Status
 
 __all__ = ["BlockMap", "Histogram", "PrincipalView", "SequenceView", "ServerView"]
@@ -182,3 +183,6 @@ class ServerView:
     first_token_seconds: Histogram
     inter_token_seconds: Histogram
     decode_seconds: Histogram
+
+
+publish(globals(), __all__)

@@ -1,10 +1,10 @@
-"""An agent loop: the model writes a line, a tool answers, only the answer is run; an empty line is taken back."""
+"""An agent loop: the model writes a line, a tool answers, and only the answer is run; an empty line is rolled back."""
 
 from __future__ import annotations
 
 import argparse
 
-from ferrule import Cache, Client
+from ferrule import Cache, Client, sample
 
 PROMPT = "# Ask the tool for names, one per line.\nnames = []\nname ="
 NUM_TURNS = 3
@@ -12,47 +12,39 @@ NUM_TRIES = 4
 
 
 def run_tool(line: str) -> str:
-    """Return the tool's answer; here how many letters the line has."""
-    return str(sum(letter.isalpha() for letter in line))
+    """Return the tool's answer; here, the number of letters in the line."""
+    return str(sum(map(str.isalpha, line)))
 
 
-def write_line(cache: Cache, *, seed: int) -> str:
-    """Let the model write to the end of the line and return what it wrote.
-
-    The token that holds the newline was handed out and stays pending; the truncate drops it.
-    """
-    line = "".join(cache.generate(max_tokens=12, stop="\n", policy=sample(temperature=0.7, seed=seed)).pieces())
-    if "\n" in line:
-        cache.truncate(cache.length)
-    return line.partition("\n")[0].strip()
-
-
-def turn(cache: Cache, *, seed: int) -> str:
-    """Return a line with at least a letter in it; what was wrong is rolled back and drawn again."""
+def write_line(cache: Cache, seed: int) -> str:
+    """Return a line that the model writes; one without a letter is rolled back and drawn again."""
     start = cache.length
     for attempt in range(NUM_TRIES):
-        line = write_line(cache, seed=seed + attempt)
-        if any(letter.isalpha() for letter in line):
-            return line
+        loop = cache.generate(12, stop="\n", policy=sample(temperature=0.7, seed=seed + attempt))
+        line, newline, _ = "".join(loop.pieces()).partition("\n")
+        if newline:
+            cache.truncate(cache.length)  # drops the pending token, which holds the newline
+        if any(map(str.isalpha, line)):
+            return line.strip()
         cache.truncate(start)
     return ""
 
 
 def main() -> None:
-    """Print each turn, then the whole text as the server has it."""
+    """Print each turn, then the whole text as the server holds it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="127.0.0.1:50051")
     with (
         Client(parser.parse_args().target) as client,
-        # A tool may take its time: the lease is renewed in the background while `with` lasts, and 600 s besides. Should
-        # the server be started anew meanwhile, the text so far is run again and the loop goes on.
-        client.prefill(client.tokenize(PROMPT), ttl=600, recover=True) as cache,
+        # A tool may take minutes: the lease is renewed in the background, and lasts 600 s beyond that. If the server
+        # restarts meanwhile, the cache prefills the text so far and the loop continues.
+        client.prefill(PROMPT, ttl=600, recover=True) as cache,
     ):
-        for number in range(NUM_TURNS):
-            line = turn(cache, seed=number * NUM_TRIES)
-            answer = client.tokenize(f"\n# letters: {run_tool(line)}\nname =")
-            cache.append(answer)  # behind what is pending; nothing before it is run again
-            print(f"turn {number}: {line!r}, {len(answer)} tokens of answer, {cache.length} in the cache")
+        for turn in range(NUM_TURNS):
+            line = write_line(cache, seed=turn * NUM_TRIES)
+            before = cache.length
+            cache.append(f"\n# letters: {run_tool(line)}\nname =")  # runs these tokens, and none before them
+            print(f"turn {turn}: {line!r}, {cache.length - before} tokens appended, {cache.length} in the cache")
         print(client.detokenize(cache.info(token_ids=True).token_ids))
 
 

@@ -1,13 +1,11 @@
-"""A tree of continuations: every branch is a task of its own, and all of them decode at the same time."""
+"""A tree of continuations: each branch is a task, and all of them decode at the same time."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-from dataclasses import dataclass, field
 
-from ferrule import AsyncClient
+from ferrule import AsyncClient, sample
 from ferrule.types import AsyncCache
 
 PROMPT = "def read_file(path):"
@@ -16,45 +14,26 @@ NUM_BRANCHES = 2
 NUM_TOKENS = 8
 
 
-@dataclass(slots=True)
-class Node:
-    """What one branch said before it split, and what its branches said."""
-
-    tokens: list[int]
-    children: list[Node] = field(default_factory=list)
-
-
-async def grow(cache: AsyncCache, depth: int, seed: int = 1) -> Node:
-    """Return the tree that begins at the end of a cache; its branches share their blocks and are released."""
-    node = Node([token async for token in cache.generate(NUM_TOKENS, policy=sample(temperature=0.9, seed=seed))])
+async def grow(cache: AsyncCache, depth: int = DEPTH, seed: int = 1) -> list[str]:
+    """Return the tree that grows at the end of a cache, one line per node; its branches are released."""
+    root = await cache.generate(NUM_TOKENS, policy=sample(temperature=0.9, seed=seed), text=True).read()
+    lines = [repr(root.text)]
     if depth > 0:
-        async with contextlib.AsyncExitStack() as stack:
-            # A fork takes the pending token along, so each branch goes on right behind the newest one.
-            branches = [await stack.enter_async_context(branch) for branch in await cache.fork(NUM_BRANCHES)]
-            async with asyncio.TaskGroup() as group:  # one fails: the others are cancelled, and all are released
-                tasks = [
-                    group.create_task(grow(branch, depth - 1, NUM_BRANCHES * seed + number))
-                    for number, branch in enumerate(branches)
-                ]
-        node.children = [task.result() for task in tasks]
-    return node
-
-
-async def show(client: AsyncClient, node: Node, indent: int = 0) -> None:
-    """Print a tree, a branch on each line."""
-    print(f"{'    ' * indent}{await client.detokenize(node.tokens, skip_special_tokens=True)!r}")
-    for child in node.children:
-        await show(client, child, indent + 1)
+        # Each branch takes the pending token along. If one task fails, the group cancels the others.
+        async with cache.fork(NUM_BRANCHES) as branches, asyncio.TaskGroup() as group:
+            seeds = range(NUM_BRANCHES * seed, NUM_BRANCHES * (seed + 1))
+            pairs = zip(branches, seeds, strict=True)
+            tasks = [group.create_task(grow(branch, depth - 1, its_seed)) for branch, its_seed in pairs]
+        lines += [f"    {line}" for task in tasks for line in task.result()]
+    return lines
 
 
 async def main() -> None:
-    """Grow a tree behind the prompt and print it."""
+    """Grow a tree after the prompt and print it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="127.0.0.1:50051")
-    async with AsyncClient(parser.parse_args().target) as client:
-        async with client.prefill(await client.tokenize(PROMPT)) as cache:
-            tree = await grow(cache, DEPTH)
-        await show(client, tree)
+    async with AsyncClient(parser.parse_args().target) as client, client.prefill(PROMPT) as cache:
+        print("\n".join(await grow(cache)))
 
 
 if __name__ == "__main__":

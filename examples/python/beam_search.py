@@ -1,9 +1,9 @@
-"""Beam search: one frame per step moves every beam, branches share their blocks, losers go with the next frame."""
+"""Beam search: one frame per step moves every beam, branches share their blocks, losers end with the next frame."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ferrule import Cache, Client, Policy
@@ -24,29 +24,30 @@ class Beam:
 
 
 def beam_search(client: Client, prompt: str) -> list[Beam]:
-    """Return the beams, best first; all are released."""
-    with contextlib.ExitStack() as stack, client.stream() as stream:
-        root = stack.enter_context(client.prefill(client.tokenize(prompt), policy=POLICY))
-        beams = _grow([Beam(root)])
+    """Return the beams, best first; their sequences are released."""
+    with client.prefill(prompt, policy=POLICY) as root, client.stream() as stream:
+        beams = grow([Beam(root)])
+        children: Sequence[Cache] = [root]
         losers: list[Cache] = []
-        for _ in range(NUM_TOKENS - 1):
-            # A cache that several beams share moves with the first of them; the others get branches of it.
-            parents, tokens = [beam.cache for beam in beams], [beam.tokens[-1] for beam in beams]
-            children = stream.branch(parents, tokens, policy=POLICY, release=losers)
-            for child in children:
-                stack.enter_context(child)
-            beams = _grow([replace(beam, cache=child) for beam, child in zip(beams, children, strict=True)])
-            losers = [child for child in children if all(beam.cache is not child for beam in beams)]
+        try:
+            for _ in range(NUM_TOKENS - 1):
+                # A cache that several beams share moves with the first of them; each other beam gets a branch of it.
+                parents, newest = [beam.cache for beam in beams], [beam.tokens[-1] for beam in beams]
+                children = stream.branch(parents, newest, policy=POLICY, release=losers)
+                beams = grow([replace(beam, cache=child) for beam, child in zip(beams, children, strict=True)])
+                losers = list(set(children) - {beam.cache for beam in beams})
+        finally:
+            client.release(children)
     return beams
 
 
-def _grow(beams: list[Beam]) -> list[Beam]:
-    """Return the likeliest beams that are one token longer."""
-    grown: list[Beam] = []
-    for beam in beams:
-        assert beam.cache.last is not None
-        candidates = beam.cache.last.top_logprobs[0]
-        grown += [Beam(beam.cache, (*beam.tokens, one.token), beam.logprob + one.logprob) for one in candidates]
+def grow(beams: list[Beam]) -> list[Beam]:
+    """Return the most likely beams that are one token longer."""
+    grown = [
+        Beam(beam.cache, (*beam.tokens, one.token), beam.logprob + one.logprob)
+        for beam in beams
+        for one in beam.cache.last.top_logprobs[-1]
+    ]
     return sorted(grown, key=lambda beam: -beam.logprob)[:WIDTH]
 
 

@@ -1,7 +1,7 @@
-"""Best of n: one call draws n continuations of one prompt, each by a seed of its own; the likeliest text wins.
+"""Best of n: one call draws n continuations of a prompt, each with its own seed; the most likely text wins.
 
-The prompt is run once, whatever n is. What that saves is measured beside the same draws without handles: n calls at the
-same time, each of which runs the whole prompt.
+The prompt is run once, whatever n is. The program also measures the same draws without handles: n concurrent calls,
+each of which runs the whole prompt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import inspect
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from ferrule import Client, sample
 
@@ -20,37 +19,22 @@ NUM_BRANCHES = 8
 NUM_TOKENS = 24
 
 
-@dataclass(slots=True)
-class Candidate:
-    """One text and the sum of its tokens' log-probabilities."""
+def best_of_n(client: Client, prompt: list[int]) -> list[tuple[float, str]]:
+    """Return the score and text of each continuation, best first; a score is the log-probability per token.
 
-    text: str = ""
-    num_tokens: int = 0
-    logprob: float = 0.0
-
-    @property
-    def score(self) -> float:
-        """Log-probability per token."""
-        return self.logprob / max(1, self.num_tokens)
-
-
-def best_of_n(client: Client, prompt: list[int]) -> list[Candidate]:
-    """Return the candidates, the one with the highest score first.
-
-    The server runs the prompt once, forks it, and draws all branches in the same steps; tokens come as they are drawn.
+    The server runs the prompt once, forks it, and draws all branches in the same steps; tokens arrive one by one.
     """
-    policy = sample(temperature=0.8, seed=1, logprobs=True)  # branch i draws by seed 1 + i
-    candidates = [Candidate() for _ in range(NUM_BRANCHES)]
-    for token in client.generate(prompt, NUM_TOKENS, n=NUM_BRANCHES, policy=policy, text=True, reuse_prefix=False):
-        one = candidates[token.index]
-        one.text += token.text
-        one.num_tokens += 1
-        one.logprob += token.logprob or 0.0
-    return sorted(candidates, key=lambda one: -one.score)
+    policy = sample(temperature=0.8, seed=1, logprobs=True)  # branch i draws with seed 1 + i
+    loop = client.generate(prompt, NUM_TOKENS, n=NUM_BRANCHES, policy=policy, text=True, reuse_prefix=False)
+    totals = [0.0] * NUM_BRANCHES
+    for token in loop:
+        totals[token.index] += token.logprob
+    scored = zip(totals, loop.branches, strict=True)
+    return sorted(((total / len(branch.tokens), branch.text) for total, branch in scored), reverse=True)
 
 
 def without_handles(client: Client, prompt: list[int]) -> None:
-    """Draw the same candidates in a call each, as from a server that keeps nothing."""
+    """Draw the same continuations with a call each, as from a server that keeps nothing."""
 
     def draw(seed: int) -> None:
         policy = sample(temperature=0.8, seed=seed, logprobs=True)
@@ -61,7 +45,7 @@ def without_handles(client: Client, prompt: list[int]) -> None:
 
 
 def main() -> None:
-    """Print the candidates, best first, and what the fork has saved."""
+    """Print the continuations, best first, and what the fork saved."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="127.0.0.1:50051")
     with Client(parser.parse_args().target) as client:
@@ -71,12 +55,12 @@ def main() -> None:
         forked = time.perf_counter()
         without_handles(client, prompt)
         apart_s, together_s = time.perf_counter() - forked, forked - begun
-        for one in candidates:
-            print(f"{one.score:7.3f}  {one.text!r}")
-        print(f"one prompt, {NUM_BRANCHES} branches: {len(prompt):5} prompt tokens run, {together_s * 1e3:5.0f} ms")
-        print(f"a call for each:         {NUM_BRANCHES * len(prompt):5} prompt tokens run, {apart_s * 1e3:5.0f} ms")
-        saved = (NUM_BRANCHES - 1) * len(prompt)
-        print(f"saved: {saved} prompt tokens, {(apart_s - together_s) * 1e3:.0f} ms ({apart_s / together_s:.1f}x)")
+    for score, text in candidates:
+        print(f"{score:7.3f}  {text!r}")
+    print(f"one prompt, {NUM_BRANCHES} branches: {len(prompt):5} prompt tokens run, {together_s * 1e3:5.0f} ms")
+    print(f"a call for each:         {NUM_BRANCHES * len(prompt):5} prompt tokens run, {apart_s * 1e3:5.0f} ms")
+    saved = (NUM_BRANCHES - 1) * len(prompt)
+    print(f"saved: {saved} prompt tokens, {(apart_s - together_s) * 1e3:.0f} ms ({apart_s / together_s:.1f}x)")
 
 
 if __name__ == "__main__":

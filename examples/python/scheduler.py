@@ -1,13 +1,12 @@
-"""A scheduler of your own: chunks of long prompts and decodes of others share batches that you put together."""
+"""Write your own scheduler: pieces of long prompts and decodes of other sequences share frames that you compose."""
 
 from __future__ import annotations
 
 import argparse
-from collections import deque
 from dataclasses import dataclass, field
 
-from ferrule import Cache, Client, FerruleError, Policy, greedy
-from ferrule.types import Append
+from ferrule import Cache, Client, greedy
+from ferrule.types import Append, Prompt
 
 PROMPTS = (
     "def area(width, height):\n    return",
@@ -16,87 +15,63 @@ PROMPTS = (
 )
 NUM_TOKENS = 12
 MAX_ROWS = 24
-"""Rows of one batch: a decode is one row, and the rest is for prompts, so that none of these holds up the decodes."""
+"""Rows of one frame. A decode takes one row; prompts get the rest, so that none of them holds up the decodes."""
 
 
 @dataclass(slots=True)
 class Request:
-    """One prompt on its way, then one text in the making."""
+    """A prompt that is being run, then a text that is being drawn."""
 
-    prompt: list[int]
+    rest: list[int]
     cache: Cache | None = None
-    num_run: int = 0
     tokens: list[int] = field(default_factory=list)
 
-    @property
-    def is_prefilled(self) -> bool:
-        """True: its prompt has been run."""
-        return self.num_run == len(self.prompt)
+    def next_item(self, room: int) -> Prompt | Append[Cache]:
+        """Return the next piece of the prompt, or after that nothing but the pending token: a decode."""
+        piece, self.rest = self.rest[:room], self.rest[room:]
+        if self.cache is None:
+            return Prompt(piece, greedy(), is_final=not self.rest)
+        return Append(self.cache, piece, greedy(), is_final=not self.rest)
 
 
-def next_chunk(request: Request, room: int, policy: Policy) -> Append[Cache]:
-    """Return what a request runs next in so many rows: its newest token, or a piece of its prompt."""
-    if request.is_prefilled:
-        return Append(request.tokens[-1], request.cache, policy)
-    piece = request.prompt[request.num_run : request.num_run + room]
-    is_final = request.num_run + len(piece) == len(request.prompt)
-    return Append(piece, request.cache, policy, is_final=is_final, pos_offset=request.num_run)
+def plan(requests: list[Request]) -> list[Request]:
+    """Return the requests in the order in which they get rows: decodes first, then prompts in order of arrival."""
+    return sorted(requests, key=lambda one: bool(one.rest))
 
 
-def plan(requests: list[Request], policy: Policy) -> list[tuple[Request, Append[Cache]]]:
-    """Return the next batch: every decode, then prompts in the order of their arrival, as far as there is room."""
-    batch, room = [], MAX_ROWS
-    for request in sorted(requests, key=lambda one: not one.is_prefilled):
-        if room > 0:
-            chunk = next_chunk(request, room, policy)
-            batch.append((request, chunk))
-            room -= 1 if request.is_prefilled else len(chunk.tokens)  # type: ignore[arg-type] # a prompt is a list
-    return batch
-
-
-def take(request: Request, chunk: Append[Cache], cache: Cache | FerruleError) -> None:
-    """Note what came of one piece of a batch."""
-    if isinstance(cache, FerruleError):
-        raise cache
-    request.cache = cache
-    if not request.is_prefilled:
-        request.num_run = cache.length
-    if chunk.is_final and cache.last is not None:
-        request.tokens += cache.last.tokens
-
-
-def serve(client: Client, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
-    """Return the greedy continuation of every prompt, and the number of batches; a new one arrives with each batch."""
-    arriving = deque(Request(prompt) for prompt in prompts)
-    done: list[Request] = []
-    live: list[Request] = []
-    num_batches = 0
+def serve(client: Client, requests: list[Request]) -> int:
+    """Draw a text for every request and return the number of frames; one more request arrives with each frame."""
+    num_frames = 0
     try:
-        while arriving or live:
-            if arriving:
-                live.append(arriving.popleft())
-                done.append(live[-1])
-            batch = plan(live, greedy())
-            results = client.unified([chunk for _, chunk in batch])
-            num_batches += 1
-            for (request, chunk), cache in zip(batch, results, strict=True):
-                take(request, chunk, cache)
-            live = [request for request in live if len(request.tokens) < NUM_TOKENS]
+        with client.stream() as stream:
+            while live := [one for one in requests[: num_frames + 1] if len(one.tokens) < NUM_TOKENS]:
+                batch, items, room = [], [], MAX_ROWS
+                for request in plan(live):
+                    if room > 0:
+                        num_rows = min(room, len(request.rest)) or 1
+                        batch.append(request)
+                        items.append(request.next_item(room))
+                        room -= num_rows
+                for request, result in zip(batch, stream.run(items), strict=True):
+                    request.cache = request.cache or result  # the result of a Prompt is its cache
+                    request.tokens += request.cache.last.tokens
+                num_frames += 1
     finally:
-        client.release([request.cache for request in done if request.cache is not None])
-    return [request.tokens for request in done], num_batches
+        client.release(one.cache for one in requests if one.cache is not None)
+    return num_frames
 
 
 def main() -> None:
-    """Print the continuations."""
+    """Print the texts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="127.0.0.1:50051")
     with Client(parser.parse_args().target) as client:
         prompts = [client.tokenize(text) for text in PROMPTS]
-        texts, num_batches = serve(client, prompts)
-        for prompt, tokens in zip(prompts, texts, strict=True):
-            print(f"{len(prompt):4} tokens of prompt  ->  {client.detokenize(tokens)!r}")
-        print(f"{num_batches} batches for {sum(map(len, prompts)) + sum(map(len, texts))} tokens")
+        requests = list(map(Request, prompts))
+        num_frames = serve(client, requests)
+        for prompt, request in zip(prompts, requests, strict=True):
+            print(f"{len(prompt):4} prompt tokens  ->  {client.detokenize(request.tokens)!r}")
+        print(f"{num_frames} frames for {sum(map(len, prompts)) + NUM_TOKENS * len(requests)} tokens")
 
 
 if __name__ == "__main__":

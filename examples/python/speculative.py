@@ -1,6 +1,6 @@
-"""Speculative decoding without a draft model: guess from the text itself, have a whole guess checked in one call.
+"""Speculative decoding without a draft model: guess from the text itself, and check a whole guess in one call.
 
-The handle is what makes a wrong guess cheap: the server drops it and the KV before it stays. Measured beside it: a loop
+The handle makes a wrong guess cheap: the server drops it, and the KV before it stays. The program also measures a loop
 that decodes token by token, and the same guesses checked without handles, the whole text run again each time.
 """
 
@@ -34,48 +34,37 @@ def guess(text: list[int]) -> list[int]:
 def speculate(client: Client, prompt: list[int]) -> tuple[list[int], int]:
     """Return the greedy continuation and the number of calls it took."""
     with client.prefill(prompt, policy=greedy(), reuse_prefix=False) as cache:
-        assert cache.last is not None
         tokens, num_calls = list(cache.last.tokens), 1
-        certain = tokens[-1:]  # not in the sequence yet; after a verify the cache keeps the next one in `pending`
         while len(tokens) < NUM_TOKENS:
-            # The server keeps the drafts that are what it would have chosen, drops the others, and says what is next.
-            check = cache.verify(guess(prompt + tokens), tokens=certain, acceptance="greedy")
-            tokens += check.output.tokens  # the drafts that held, then the next token
-            certain = []
+            # The server keeps the drafts that it would have chosen, drops the others, and chooses the next token.
+            tokens += cache.verify(guess(prompt + tokens)).output.tokens
             num_calls += 1
     return tokens[:NUM_TOKENS], num_calls
 
 
-def decode_one_by_one(client: Client, prompt: list[int]) -> tuple[list[int], int]:
-    """Return the same continuation from a loop that sends each token back, and the number of calls."""
+def decode_one_by_one(client: Client, prompt: list[int]) -> list[int]:
+    """Return the same continuation from a loop with one call per token."""
     with client.prefill(prompt, policy=greedy(), reuse_prefix=False) as cache:
-        assert cache.last is not None
-        tokens = list(cache.last.tokens)
-        while len(tokens) < NUM_TOKENS:
-            tokens += cache.decode(tokens[-1], policy=greedy()).tokens
-    return tokens, len(tokens)
+        return [*cache.last.tokens, *(cache.step().token for _ in range(NUM_TOKENS - 1))]
 
 
-def check_without_handles(client: Client, prompt: list[int]) -> tuple[list[int], int]:
-    """Return the same continuation from guesses that are checked by running the whole text, and the rows it ran."""
+def check_without_handles(client: Client, prompt: list[int]) -> int:
+    """Draw the same continuation from guesses that are checked by running the whole text; return the rows it took."""
     tokens: list[int] = []
-    num_run = 0
+    num_rows = 0
     while len(tokens) < NUM_TOKENS:
         text = prompt + tokens
         drafts = guess(text) if tokens else []
-        with client.prefill(
-            text + drafts, policy=greedy(), all_positions=True, reuse_prefix=False, publish_prefix=False
-        ) as cache:
-            assert cache.last is not None
-            chosen = list(cache.last.tokens)[len(text) - 1 :]
+        chosen = [token for chunk in client.forward(text + drafts, policy=greedy()) for token in chunk.tokens]
+        chosen = chosen[len(text) - 1 :]
         num_held = next((n for n, draft in enumerate(drafts) if draft != chosen[n]), len(drafts))
         tokens += chosen[: num_held + 1]
-        num_run += len(text) + len(drafts)
-    return tokens[:NUM_TOKENS], num_run
+        num_rows += len(text) + len(drafts)
+    return num_rows
 
 
 def main() -> None:
-    """Compare with plain greedy decoding; print the tokens of each call, and what handle and guesses have saved."""
+    """Print the text, whether plain greedy decoding gives the same one, and what handles and guesses saved."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="127.0.0.1:50051")
     with Client(parser.parse_args().target) as client:
@@ -83,19 +72,18 @@ def main() -> None:
         begun = time.perf_counter()
         tokens, num_calls = speculate(client, prompt)
         guessed = time.perf_counter()
-        plain, num_plain = decode_one_by_one(client, prompt)
+        plain = decode_one_by_one(client, prompt)
         decoded = time.perf_counter()
-        _, num_run = check_without_handles(client, prompt)
+        num_rows = check_without_handles(client, prompt)
         again_s, plain_s, guessed_s = time.perf_counter() - decoded, decoded - guessed, guessed - begun
         print(client.detokenize(tokens))
-        print(f"same as plain greedy: {tokens == plain}; {len(tokens)} tokens in {num_calls} calls,", end=" ")
-        print(f"{len(tokens) / num_calls:.1f} tokens per call")
-        print(f"guesses on a handle:      {num_calls:3} calls, {guessed_s * 1e3:5.0f} ms")
-        print(f"token by token:           {num_plain:3} calls, {plain_s * 1e3:5.0f} ms")
-        print(f"guesses without handles: {num_run:4} rows run, {again_s * 1e3:5.0f} ms")
-        print(
-            f"saved: {num_plain - num_calls} calls, {(plain_s - guessed_s) * 1e3:.0f} ms ({plain_s / guessed_s:.1f}x)"
-        )
+    rate = f"{NUM_TOKENS / num_calls:.1f} tokens per call"
+    print(f"same as plain greedy: {tokens == plain}; {NUM_TOKENS} tokens in {num_calls} calls, {rate}")
+    print(f"guesses on a handle:      {num_calls:3} calls, {guessed_s * 1e3:5.0f} ms")
+    print(f"token by token:           {NUM_TOKENS:3} calls, {plain_s * 1e3:5.0f} ms")
+    print(f"guesses without handles: {num_rows:4} rows run, {again_s * 1e3:5.0f} ms")
+    saved = f"{(plain_s - guessed_s) * 1e3:.0f} ms ({plain_s / guessed_s:.1f}x)"
+    print(f"saved: {NUM_TOKENS - num_calls} calls, {saved}")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from ferrule_client.aio.stream import AsyncStream
 from ferrule_client.items import Append, DraftDistributions, Item, Prompt, Verify
 from ferrule_client.masks import MaskLike, TokenMask
 from ferrule_client.policy import DType, Sampling, Settings
-from ferrule_client.sync.chat import Answer
 from ferrule_client.sync.detokenizer import Detokenizer
 from ferrule_client.sync.forward import ForwardPass
 from ferrule_client.sync.generation import Branch, Generation
 from ferrule_client.types import (
     Acceptance,
+    Answer,
     CacheInfo,
     CacheSummary,
     Capabilities,

@@ -28,7 +28,7 @@ class LibraryStreamAppender:
     def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""
         outputs: list[Output] = []
-        for result in self._stream.exchange(inputs):
+        for result in self._stream._exchange(inputs):
             if isinstance(result, Exception):
                 raise result
             assert not isinstance(result, executor_pb2.PrefillOutput)

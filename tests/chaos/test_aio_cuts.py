@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ferrule import AsyncClient, Policy, sample
-from ferrule.types import AsyncCache, AsyncStream, Output
+from ferrule.types import Append, AsyncCache, AsyncStream, Output, Token
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
 from tests.chaos.server_process import ServerProcess
@@ -27,11 +27,11 @@ MIN_CANCELLED = 1000
 MEAN_BYTES_PER_CUT = 10_000.0
 
 
-async def append(cache: AsyncCache, stream: AsyncStream | None, token: int, policy: Policy) -> Output:
-    """Append by a call of its own, or on the stream."""
+async def append(cache: AsyncCache, stream: AsyncStream | None, token: Token, policy: Policy) -> Output:
+    """Append the pending token by a call of its own, or on the stream."""
     if stream is None:
-        return await cache.decode(token, policy=policy)
-    return (await stream.decode([cache], [token], policy=policy))[0]
+        return await cache.append(token, policy=policy)
+    return (await stream.run([Append(cache, token, policy)]))[0]
 
 
 async def say(client: AsyncClient, number: int, seen: Counter[str], *, is_disturbed: bool) -> list[int]:
@@ -39,8 +39,7 @@ async def say(client: AsyncClient, number: int, seen: Counter[str], *, is_distur
     chance = random.Random(seed_of_run() + number)
     prompt, policy = [5, 6, 7, number], sample(seed=number, temperature=0.9)
     async with client.prefill(prompt, policy=policy) as cache, client.stream() as stream:
-        assert cache.last is not None
-        told = [*cache.last.tokens]
+        told = [cache.last.token]
         while len(told) < NUM_TOKENS:
             limit_s = chance.random() * 0.004 if is_disturbed and chance.random() < 1 / 3 else None
             try:
@@ -51,10 +50,10 @@ async def say(client: AsyncClient, number: int, seen: Counter[str], *, is_distur
                 continue
             seen["appends"] += 1
             seen["replayed"] += output.replayed
-            told += output.tokens
+            told.append(output.token)
         held = (await cache.info(token_ids=True)).token_ids
         assert list(held) == cache.token_ids == [*prompt, *told[:-1]]
-        return told
+        return list(map(int, told))
 
 
 async def run_all(target: str, seen: Counter[str], *, is_disturbed: bool) -> list[list[int]]:

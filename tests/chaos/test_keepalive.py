@@ -15,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrule.v1 import executor_pb2, executor_pb2_grpc
-from ferrule_client.sync._wire import CHANNEL_OPTIONS
+from ferrule_client._channel import CHANNEL_OPTIONS
 from ferrule_server.addresses import ListenAddress
 from tests.api.harness import RunningServer, StreamClient, decode_item, wait_until
 

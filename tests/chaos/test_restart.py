@@ -214,10 +214,10 @@ def recover_by_library(server: ServerProcess) -> tuple[float, float]:
     ):
         token = 4
         for token in range(4, 24):
-            cache.decode(token, policy=greedy())
+            cache.append(token, policy=greedy(), pending="drop")
         started = time.monotonic()
         thread, took_s = kill_and_restart(server)
-        cache.decode(token + 1, policy=greedy())
+        cache.append(token + 1, policy=greedy(), pending="drop")
         total_s = round(time.monotonic() - started, 2)
         assert cache.length == 24
         thread.join()

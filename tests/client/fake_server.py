@@ -288,11 +288,14 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
     def Prefill(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         def work() -> executor_pb2.PrefillResponse:
             if request.input.HasField("kv_cache"):
-                result = self._decode(request.input)
+                with self._lock:
+                    result = self._decode(request.input)
                 if isinstance(result, status_pb2.Status):
                     context.abort_with_status(rpc_status.to_status(result))
                     raise AssertionError("abort raises")
-                output = executor_pb2.PrefillOutput(kv_cache=result.kv_cache, outputs=result.outputs)
+                output = executor_pb2.PrefillOutput(
+                    kv_cache=result.kv_cache, outputs=result.outputs, replayed=result.replayed
+                )
             else:
                 self.prompts.append(request.input)
                 (handle,) = self._create(request.input.input_ids, request.input.request_id)

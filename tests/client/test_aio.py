@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import socket
 import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Coroutine
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from google.rpc import status_pb2
 
-from ferrule import AsyncClient, HandleNotFoundError, greedy, sample
+from ferrule import AsyncClient, HandleNotFoundError, Policy, greedy, sample
 from ferrule.errors import (
     CallCancelledError,
     ContextExceededError,
     DeadlineExceededError,
     HandleStaleError,
+    PendingTokenError,
     StartingError,
     UnavailableError,
 )
-from ferrule.types import AsyncCache, Output
+from ferrule.types import Append, AsyncCache, Output, Tokens
 from ferrule.v1 import executor_pb2
 from ferrule_client._status import error_from_call
 from tests.client.aio_harness import Hold, run, until
@@ -37,6 +39,13 @@ CODES = grpc.StatusCode
 def tokens_of(fake: FakeServer, cache: AsyncCache) -> list[int]:
     """Return what the server holds."""
     return fake.sequences[cache.handle.cache_id]
+
+
+async def run_one(client: AsyncClient, cache: AsyncCache, tokens: Tokens) -> Output:
+    """Return what came of an append in a frame of a stream of its own."""
+    async with client.stream() as stream:
+        (output,) = await stream.run([Append(cache, tokens)])
+    return output
 
 
 def lose_at_next_append(fake: FakeServer) -> None:
@@ -52,15 +61,13 @@ def lose_at_next_append(fake: FakeServer) -> None:
     fake._decode = lose  # type: ignore[method-assign, assignment]
 
 
-@pytest.mark.parametrize("is_own", [True, False])
-def test_a_client_closed_while_a_stream_opens_leaves_nobody_waiting(fake: FakeServer, is_own: bool) -> None:
+def test_a_client_closed_while_a_stream_opens_leaves_nobody_waiting(fake: FakeServer) -> None:
     """A write on a call that is cancelled before its first step is forgotten by gRPC, and waited for ever."""
 
     async def main() -> None:
         client = AsyncClient(fake.target, timeout=None)
         cache = await client.prefill([1, 2], keep_alive=False)
-        decode = client.stream().decode if is_own else client.decode_many
-        append = asyncio.create_task(decode([cache], [3], policy=greedy()))
+        append = asyncio.create_task(client.stream().run([Append(cache, 3, greedy())]))
         await asyncio.sleep(0)
         await client.close()
         async with asyncio.timeout(10):
@@ -72,17 +79,20 @@ def test_a_client_closed_while_a_stream_opens_leaves_nobody_waiting(fake: FakeSe
 
 
 def test_first_lines_of_a_program(fake: FakeServer) -> None:
-    """Connect, prefill, loops over tokens and text, a decode; leaving the blocks releases all."""
+    """Connect, prefill, steps, loops over tokens and text, an append; leaving the blocks releases all."""
 
     async def main() -> None:
         async with AsyncClient(fake.target) as client, client.prefill([*b"the"], policy=greedy()) as cache:
-            assert cache.last is not None
-            assert cache.last.token == ord(" ")
-            assert bytes([token async for token in cache.generate(6)]) == b" quick"
-            assert cache.pending == (ord("k"),)
+            assert cache.pending == cache.last.token == ord(" ")
+            assert bytes([(await cache.step()).token for _ in range(2)]) == b"qu"
+            assert bytes([token async for token in cache.generate(3, policy=greedy())]) == b"ick"
+            assert cache.pending == ord("k")
             assert "".join([piece async for piece in cache.generate(6).pieces()]) == " brown"
-            output = await cache.decode(await client.tokenize("!"), policy=greedy())
+            output = await cache.append(await client.tokenize("!"), policy=greedy())
             assert output.handle.length == cache.length == 3 + 12 + 1
+            with pytest.raises(PendingTokenError):
+                await cache.append(int(output.token))
+            assert (await cache.append(output.token)).handle.length == cache.length == 3 + 12 + 2
             assert (await client.model_info()).model_id == "fake"
             assert "forward_verify" in (await client.capabilities()).features
             assert (await client.status()).is_ready
@@ -120,7 +130,7 @@ def test_each_of_many_tasks_says_what_it_says_alone(target: str) -> None:
 
     async def main() -> None:
         async with AsyncClient(target) as client, client.prefill([5, 6, 7]) as trunk:
-            branches, alone = await trunk.fork(32), await trunk.fork(4)
+            branches, alone = [*await trunk.fork(32)], await trunk.fork(4)
             branches += await trunk.fork(32)
 
             async def say(branch: AsyncCache, seed: int) -> list[int]:
@@ -129,7 +139,7 @@ def test_each_of_many_tasks_says_what_it_says_alone(target: str) -> None:
             said = await asyncio.gather(*(say(branch, seed) for seed, branch in enumerate(branches)))
             expected = [await say(branch, seed) for seed, branch in enumerate(alone)]
             assert said == [expected[seed % 4] for seed in range(64)]
-            outputs = await asyncio.gather(*(branch.decode((), policy=greedy()) for branch in branches))
+            outputs = await asyncio.gather(*(branch.step(greedy()) for branch in branches))
             assert [output.handle.length for output in outputs] == [9] * 64
             await client.release([*branches, *alone])
 
@@ -140,14 +150,19 @@ def test_cancelled_appends_are_there_once_or_not_at_all(target: str) -> None:
     """Cancellation at any moment of an append, then the same tokens again or others; unary and on the stream."""
 
     async def main() -> None:
-        async with AsyncClient(target) as client, client.prefill([1, 2]) as cache:
+        wanted = Policy(top_logprobs=1)
+        async with (
+            AsyncClient(target) as client,
+            client.prefill([1, 2]) as cache,
+            client.stream() as stream,
+        ):
             expected, num_cancelled = [1, 2], 0
             for number in range(80):
                 token = number % 250
-                if number % 4 < 2:
-                    task = asyncio.create_task(cache.decode(token, policy=greedy()))
-                else:
-                    task = asyncio.create_task(client.decode_many([cache], [token], policy=greedy()))  # type: ignore[arg-type]
+                call = (
+                    cache.append(token, policy=wanted) if number % 4 < 2 else stream.run([Append(cache, token, wanted)])
+                )
+                task: asyncio.Task[object] = asyncio.create_task(call)
                 asyncio.get_running_loop().call_later(1e-4 * (number % 20), task.cancel)
                 try:
                     await task
@@ -155,25 +170,48 @@ def test_cancelled_appends_are_there_once_or_not_at_all(target: str) -> None:
                 except asyncio.CancelledError:
                     num_cancelled += 1
                     if number % 2:
-                        await cache.decode(token)
+                        await cache.append(token)
                         expected.append(token)
-            await cache.decode(251)
+            await cache.append(251)
             info = await cache.info(token_ids=True)
             assert list(info.token_ids) == [*expected, 251]
             assert num_cancelled > 10
 
+
+def test_cancelled_steps_draw_each_token_once(target: str) -> None:
+    """The pending token is sent by every attempt and appended by one; a fixed seed draws what a loop alone draws."""
+
+    async def main() -> None:
+        policy = sample(seed=5)
+        async with AsyncClient(target) as client, client.prefill([1, 2], policy=policy) as cache:
+            alone = (await client.generate([1, 2], 41, policy=policy, ignore_eos=True).read()).tokens
+            said: list[int] = [cache.last.token]
+            num_cancelled = 0
+            while len(said) < len(alone):
+                task = asyncio.create_task(cache.step())
+                asyncio.get_running_loop().call_later(1e-4 * ((len(said) + num_cancelled) % 20), task.cancel)
+                try:
+                    said.append((await task).token)
+                except asyncio.CancelledError:
+                    num_cancelled += 1
+                    assert cache.pending == said[-1]
+            assert said == alone
+            info = await cache.info(token_ids=True)
+            assert list(info.token_ids) == [1, 2, *said[:-1]] == cache.token_ids
+            assert num_cancelled > 3
+
     run(main())
 
 
-@pytest.mark.parametrize("rpc", ["Decode", "frame"])
+@pytest.mark.parametrize("rpc", ["unary", "frame"])
 def test_a_cancelled_append_is_in_doubt(fake: FakeServer, rpc: str) -> None:
     """What landed is replaced when the cache goes on in another way, and only what is ours."""
 
     async def append(client: AsyncClient, cache: AsyncCache, tokens: list[int]) -> None:
-        if rpc == "Decode":
-            await cache.decode(tokens)
+        if rpc == "unary":
+            await cache.append(tokens)
         else:
-            await client.decode_many([cache], [tokens])
+            await run_one(client, cache, tokens)
 
     async def main() -> None:
         async with AsyncClient(fake.target) as client, client.prefill([1, 2]) as cache:
@@ -185,10 +223,10 @@ def test_a_cancelled_append_is_in_doubt(fake: FakeServer, rpc: str) -> None:
                 await task
             hold.let_go()
             assert cache.length == 2
-            assert cache.tip.doubts == {(3, 4)}
+            assert cache._tip.doubts == {(3, 4)}
             await append(client, cache, [9])
             assert tokens_of(fake, cache) == [1, 2, 9]
-            assert cache.tip.doubts == frozenset()
+            assert cache._tip.doubts == frozenset()
             tokens_of(fake, cache).append(7)
             with pytest.raises(HandleStaleError):
                 await append(client, cache, [8])
@@ -203,10 +241,10 @@ def test_two_tasks_on_a_stream_are_told(fake: FakeServer) -> None:
         async with AsyncClient(fake.target) as client, client.stream() as stream:
             first, second = [await client.prefill([1, 2]) for _ in range(2)]
             hold = Hold(fake)
-            task = asyncio.create_task(stream.decode([first], [3]))
+            task = asyncio.create_task(stream.run([Append(first, 3)]))
             await until(hold.is_reached.is_set)
             with pytest.raises(RuntimeError, match="used by two tasks"):
-                await stream.decode([second], [4])
+                await stream.run([Append(second, 4)])
             hold.let_go()
             await task
             assert first.length == 3
@@ -221,19 +259,26 @@ def test_two_tasks_on_a_cache_are_told(fake: FakeServer) -> None:
     async def main() -> None:
         async with AsyncClient(fake.target) as client, client.prefill([1, 2]) as cache:
             hold = Hold(fake)
-            task = asyncio.create_task(client.decode_many([cache], [3]))
+            task = asyncio.create_task(run_one(client, cache, 3))
             await until(hold.is_reached.is_set)
-            for call in (cache.decode(4), cache.append([4]), cache.truncate(1), anext(cache.generate())):
+            for call in (
+                cache.append(4),
+                cache.append([4, 5]),
+                cache.step(),
+                cache.verify([4], tokens=3),
+                cache.truncate(1),
+                anext(cache.generate()),
+                run_one(client, cache, 4),
+            ):
                 with pytest.raises(RuntimeError, match="two calls at once"):
                     await call
             assert (await cache.info()).handle.cache_id == cache.handle.cache_id
-            await client.release(await cache.fork())
+            await (await cache.fork()).release()
             hold.let_go()
             await task
             assert tokens_of(fake, cache) == [1, 2, 3]
-            async with contextlib.AsyncExitStack() as stack:
-                branches = [await stack.enter_async_context(branch) for branch in await cache.fork(2)]
-                await asyncio.gather(*(branch.decode(5) for branch in branches))
+            async with cache.fork(2) as branches:
+                await asyncio.gather(*(branch.append(5) for branch in branches))
 
     run(main())
 
@@ -244,18 +289,20 @@ def test_a_frame_has_its_own_limit_and_obeys_those_around_it(fake: FakeServer) -
     async def main() -> None:
         async with AsyncClient(fake.target) as client, client.prefill([1, 2]) as cache:
             async with client.stream() as stream:
-                await stream.decode([cache], [3])
+                await stream.run([Append(cache, 3)])
                 hold = Hold(fake)
                 with pytest.raises(DeadlineExceededError, match="no frame came"):
-                    await stream.decode([cache], [4], timeout=0.05)
+                    await stream.run([Append(cache, 4)], timeout=0.05)
                 with pytest.raises(DeadlineExceededError):
-                    await cache.decode(4, timeout=0.05)
-                for call in (stream.decode([cache], [4]), cache.decode(4)):
-                    with pytest.raises(TimeoutError):
+                    await cache.append(4, timeout=0.05)
+                calls: list[Coroutine[Any, Any, object]] = [stream.run([Append(cache, 4)]), cache.append(4)]
+                for call in calls:
+                    with pytest.raises(TimeoutError) as caught:
                         async with asyncio.timeout(0.05):
                             await call
+                    assert type(caught.value) is TimeoutError
                 hold.let_go()
-                await stream.decode([cache], [4])
+                await stream.run([Append(cache, 4)])
             assert tokens_of(fake, cache) == [1, 2, 3, 4]
 
     run(main())
@@ -267,10 +314,9 @@ def test_broken_connections_are_resumed(fake: FakeServer) -> None:
     async def main() -> None:
         async with AsyncClient(fake.target) as client, client.prefill([1, 2]) as cache:
             fake.failures["frame"] = [Failure(CODES.UNAVAILABLE, "Socket closed", after=True)]
-            (output,) = await client.decode_many([cache], [3], policy=greedy())
-            assert output.replayed
+            assert (await run_one(client, cache, 3)).replayed
             fake.failures["Decode"] = [Failure(CODES.INTERNAL, "RST_STREAM with error code 2", after=True)]
-            assert (await cache.decode(4, policy=greedy())).replayed
+            assert (await cache.append(4)).replayed
             fake.failures["frame"] = [Failure(CODES.UNAVAILABLE, "Socket closed")]
             assert len([token async for token in cache.generate(5)]) == 5
             assert tokens_of(fake, cache)[:4] == [1, 2, 3, 4]
@@ -286,17 +332,18 @@ def test_a_lost_sequence_is_brought_back(fake: FakeServer) -> None:
         async with AsyncClient(fake.target) as client:
             async with client.prefill([*b"the"], recover=True) as cache:
                 del fake.sequences[cache.handle.cache_id]
-                await cache.decode([*b" "])
+                await cache.append([*b" "])
                 del fake.sequences[cache.handle.cache_id]
-                await client.decode_many([cache], [[*b"qu"]])
+                await run_one(client, cache, [*b"qu"])
                 lose_at_next_append(fake)
                 assert bytes([token async for token in cache.generate(6)]) == b"ick br"
-                assert bytes([*tokens_of(fake, cache), *cache.pending]) == b"the quick br"
+                assert cache.pending == ord("r")
+                assert bytes([*tokens_of(fake, cache), cache.pending]) == b"the quick br"
                 assert cache.num_recoveries == 3
             async with client.prefill([*b"the"]) as plain:
                 del fake.sequences[plain.handle.cache_id]
                 with pytest.raises(HandleNotFoundError) as caught:
-                    await plain.decode(1)
+                    await plain.append(1)
                 assert caught.value.token_ids == [*b"the"]
 
     run(main())
@@ -309,7 +356,9 @@ def test_one_bad_item_leaves_its_neighbours_alone(fake: FakeServer) -> None:
         async with AsyncClient(fake.target) as client, client.stream() as stream:
             caches = [await client.prefill([*b"abc"]) for _ in range(3)]
             del fake.sequences[caches[1].handle.cache_id]
-            first, second, third = await stream.try_decode(caches, [1, 2, 3], policy=greedy())
+            first, second, third = await stream.run(
+                [Append(cache, token, greedy()) for token, cache in enumerate(caches, 1)], errors="return"
+            )
             assert isinstance(first, Output)
             assert isinstance(second, HandleNotFoundError)
             assert isinstance(third, Output)
@@ -329,7 +378,7 @@ def test_beams_branch_in_one_frame(target: str) -> None:
                 assert beams[0] is root
                 texts = [list((await beam.info(token_ids=True)).token_ids) for beam in beams]
                 assert texts == [[5, 6, 7, 1], [5, 6, 7, 2, 3]]
-                await stream.decode([root], [4], release=[beams[1]])
+                await stream.run([Append(root, 4)], release=[beams[1]])
                 assert beams[1].is_released
             async with client.prefill([1] * 510) as cache:
                 with pytest.raises(ContextExceededError):
@@ -348,14 +397,14 @@ def test_closing_ends_calls_with_an_error_of_ours(fake: FakeServer) -> None:
         async with client.prefill([1, 2], keep_alive=False) as cache:
             cache.detach()
             other = client.adopt(cache.handle, keep_alive=False)
-            task = asyncio.create_task(client.stream().decode([other], [3]))
+            task = asyncio.create_task(client.stream().run([Append(other, 3)]))
             await until(hold.is_reached.is_set)
             await client.close()
             with pytest.raises(CallCancelledError):
                 await task
             hold.let_go()
             with pytest.raises(CallCancelledError, match="closed"):
-                await other.decode(4)
+                await other.append(4)
             other.detach()
             await client.close()
 
@@ -386,8 +435,9 @@ def test_leaving_a_loop_early_leaves_the_cache_usable(fake: FakeServer) -> None:
                 await task
             hold.let_go()
             assert bytes([token async for token in cache.generate(6)]) == b" brown"
-            assert bytes([*(cache.token_ids or []), *cache.pending]) == b"the quick brown"
-            await cache.decode([*b"!"])  # what the server had drawn beyond is dropped
+            assert cache.pending == ord("n")
+            assert bytes([*(cache.token_ids or []), cache.pending]) == b"the quick brown"
+            await cache.append([*b"!"])  # what the server had drawn beyond is dropped
             assert bytes(tokens_of(fake, cache)) == b"the quick brown!"
 
     run(main())
@@ -440,8 +490,8 @@ def test_leases_are_renewed_while_a_cache_needs_it(fake: FakeServer) -> None:
         async with AsyncClient(fake.target, max_retries=0) as client:
             caches = [await client.prefill([1, 2]) for _ in range(3)]
             for cache in caches:
-                cache.tip.ttl_s = 0.3  # as if granted by the prefill
-                client._keeper.add(cache.tip)
+                cache._tip.ttl_s = 0.3  # as if granted by the prefill
+                client._keeper.add(cache._tip)
             await until(lambda: fake.kept.count(3) >= 2)
             fake.failures["KeepAlive"] = [Failure(CODES.UNAVAILABLE)] * 2
             await until(lambda: not fake.failures["KeepAlive"])
@@ -453,8 +503,8 @@ def test_leases_are_renewed_while_a_cache_needs_it(fake: FakeServer) -> None:
                 assert is_keeping(client) == (False, False)
             async with client.prefill([1, 2]) as cache:
                 assert is_keeping(client) == (True, False)
-                cache.tip.ttl_s = 0.0
-                client._keeper.add(cache.tip)
+                cache._tip.ttl_s = 0.0
+                client._keeper.add(cache._tip)
                 await until(lambda: is_keeping(client) == (False, True))
         assert is_keeping(client) == (False, False)
 
@@ -492,7 +542,7 @@ def test_forgotten_stream_ends_its_call(fake: FakeServer) -> None:
         async with AsyncClient(fake.target) as client, client.prefill([1, 2]) as cache:
             streams = [client.stream() for _ in range(2)]
             for token, stream in zip([3, 4], streams, strict=True):
-                await stream.decode([cache], [token])
+                await stream.run([Append(cache, token)])
             del stream
             streams.pop()
             await asyncio.to_thread(streams.clear)  # a finaliser on another thread
@@ -548,13 +598,14 @@ def test_programs_that_forget_everything_end(target: str) -> None:
     script = f"""
 import asyncio
 from ferrule import AsyncClient
+from ferrule.types import Append
 async def main():
     client = AsyncClient({target!r})
     cache = await client.prefill([1, 2, 3], ttl=5)
     loop = cache.generate(20)
     await anext(loop)
     stream = client.stream()
-    await stream.decode([cache], [4])
+    await stream.run([Append(cache, 4)])
     await client.release([cache.handle])
     return client, cache, loop, stream
 kept = asyncio.run(main())
@@ -573,9 +624,12 @@ def test_importing_loads_what_is_used() -> None:
     """The sync client loads nothing of the asyncio one, and neither loads a framework."""
     script = """
 import sys
-import ferrule_client
+import ferrule.v1.executor_pb2
+assert not [name for name in sys.modules if name.startswith("ferrule_client")]
+from ferrule import Branches, Cache, Chat, Client, FerruleError, Handle, Policy, Stream, greedy, logits, sample
 assert not [name for name in sys.modules if name.startswith("ferrule_client.aio")]
-import ferrule_client.aio
+from ferrule import AsyncClient
+import ferrule.admin, ferrule.errors, ferrule.types
 assert not {"torch", "numba", "ferrule_server", "rich"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], timeout=30, check=True)

@@ -11,35 +11,56 @@ from types import FunctionType
 
 import pytest
 
-import ferrule_client
-import ferrule_client.aio
-from ferrule_client import items, masks, types, views
+import ferrule
+import ferrule.admin
+import ferrule.errors
+import ferrule.types
+from ferrule_client import errors, items, masks, policy, types, views
+from tools import strip_async
 
 ROOT = Path(__file__).resolve().parents[2]
+PUBLIC = (ferrule, ferrule.types, ferrule.errors, ferrule.admin)
+SHARED = (errors, items, masks, policy, types, views)
 NAMES = [
-    *("Admin", "Branch", "Cache", "Client", "Detokenizer", "ForwardPass", "Generation", "Stream", "TextGeneration"),
+    *("Admin", "Branch", "Branches", "Cache", "Chat", "Client", "Detokenizer", "ForwardPass", "Generation", "Stream"),
 ]
-DUNDERS = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__next__": "__anext__", "__iter__": "__aiter__"}
+DUNDERS = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__next__": "__anext__"}
 WITHOUT_WAITING = {
     "Branch": {"attach"},
-    "Cache": {"detach", "generate", "generate_text", "give_up", "has_room", "lease_anew", "sibling"},
-    "Client": {"adopt", "connect", "detokenizer", "forward", "generate", "list_caches", "prefill", "stream"},
+    "Cache": {"detach", "fork", "generate"},
+    "Chat": {"fork", "undo"},
+    "Client": {"adopt", "chat", "detokenizer", "forward", "generate", "list_caches", "prefill", "stream"},
+    "Generation": {"pieces"},
 }
-SENDS_NOTHING = {"__init__", "__iter__", "__aiter__", "__repr__", "__del__", "__reduce__"}
+SENDS_NOTHING = {"__init__", "__iter__", "__len__", "__getitem__", "__repr__", "__del__", "__reduce__"}
 
 Pair = tuple[type, type]
 
 
+def public_classes() -> dict[str, type]:
+    """Return each public class by its name, and make sure that it has one place to be imported from."""
+    found: dict[str, type] = {}
+    for module in PUBLIC:
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.isclass(value):
+                assert found.setdefault(name, value) is value, name
+    return found
+
+
 def twins() -> list[Pair]:
     """Return each public class with its asyncio twin."""
-    sync = {name: getattr(ferrule_client, name, None) for name in NAMES}
-    return [(cls, getattr(ferrule_client.aio, f"Async{name}")) for name, cls in sync.items() if cls is not None]
+    classes = public_classes()
+    return [(classes[name], classes[f"Async{name}"]) for name in NAMES]
+
+
+each_pair = pytest.mark.parametrize("pair", twins(), ids=lambda pair: pair[0].__name__)
 
 
 def members(cls: type) -> dict[str, object]:
     """Return what a class defines itself: public names, and dunders that it writes."""
     return {
-        name: value.__func__ if isinstance(value, classmethod) else value
+        name: value
         for name, value in vars(cls).items()
         if (not name.startswith("_") or isinstance(value, FunctionType))
         and (not name.startswith("_") or name.startswith("__"))
@@ -48,6 +69,7 @@ def members(cls: type) -> dict[str, object]:
 
 def as_sync(text: str) -> str:
     """Return an annotation of the asyncio client as the sync one has it."""
+    text = re.sub(r"\b(?:Awaitable|Coroutine\[Any, Any), (\w+)\]", r"\1", text)
     text = re.sub(r"\bAsync(Iterator)\b", r"\1", text)
     return re.sub(rf"\bAsync({'|'.join(NAMES)})\b", r"\1", text)
 
@@ -61,29 +83,25 @@ def signature(function: object) -> list[tuple[object, ...]]:
 
 
 def test_every_public_class_has_a_twin() -> None:
-    """What connects, holds a sequence or iterates is there twice; everything else is shared."""
-    assert ferrule_client.aio.__all__ == [f"Async{name}" for name in NAMES]
-    assert len(twins()) == len(NAMES)
-    values = {*types.__all__, *items.__all__, *masks.__all__, *views.__all__, "Policy", "Greedy", "Sampling"}
-    classes = {
-        name
-        for name in ferrule_client.__all__
-        if inspect.isclass(cls := getattr(ferrule_client, name)) and not issubclass(cls, Exception)
-    }
-    assert classes - values == set(NAMES)
+    """What connects, holds a sequence or iterates is there twice; everything else is one class for both."""
+    classes = public_classes()
+    assert {name for name in classes if name.startswith("Async")} == {f"Async{name}" for name in NAMES}
+    values = {name for name, cls in classes.items() if any(getattr(one, name, None) is cls for one in SHARED)}
+    assert set(classes) - values == {*NAMES, *(f"Async{name}" for name in NAMES)}
 
 
-@pytest.mark.parametrize("pair", twins(), ids=lambda pair: pair[0].__name__)
+@each_pair
 def test_twins_have_the_same_members(pair: Pair) -> None:
     """Every method and property by name, and none besides."""
     sync, twin = pair
     assert sorted(DUNDERS.get(name, name) for name in members(sync)) == sorted(members(twin))
 
 
-@pytest.mark.parametrize("pair", twins(), ids=lambda pair: pair[0].__name__)
+@each_pair
 def test_twins_take_and_return_the_same(pair: Pair) -> None:
     """Names, kinds, defaults and annotations of parameters; what comes back, but for the awaiting."""
     sync, twin = pair
+    assert signature(twin) == signature(sync)
     for name, member in members(sync).items():
         other = members(twin)[DUNDERS.get(name, name)]
         assert isinstance(other, property) == isinstance(member, property), name
@@ -93,7 +111,7 @@ def test_twins_take_and_return_the_same(pair: Pair) -> None:
             assert signature(other) == signature(member), name
 
 
-@pytest.mark.parametrize("pair", twins(), ids=lambda pair: pair[0].__name__)
+@each_pair
 def test_what_waits_is_a_coroutine_and_nothing_else_is(pair: Pair) -> None:
     """Calls over the network are awaited; loops and blocks are entered without."""
     sync, twin = pair
@@ -101,47 +119,91 @@ def test_what_waits_is_a_coroutine_and_nothing_else_is(pair: Pair) -> None:
         if isinstance(member, FunctionType):
             waits = inspect.iscoroutinefunction(member)
             assert waits == (name not in WITHOUT_WAITING.get(sync.__name__, set()) | SENDS_NOTHING), name
+    assert not [name for name, member in members(sync).items() if inspect.iscoroutinefunction(member)]
 
 
-@pytest.mark.parametrize("pair", twins(), ids=lambda pair: pair[0].__name__)
+@each_pair
 def test_twins_explain_the_same(pair: Pair) -> None:
-    """Every member of the one that has a docstring has one in the other, which names only asyncio's classes."""
+    """Every member of the one that has a docstring has one in the other, in the words of its own world."""
     sync, twin = pair
     for name, member in {"": sync, **members(sync)}.items():
         other = members(twin)[DUNDERS.get(name, name)] if name else twin
         text, other_text = inspect.getdoc(member), inspect.getdoc(other)
         assert bool(text) == bool(other_text), name
-        if text and other_text and name and not name.startswith("_"):
+        if text and other_text and not name.startswith("_"):
+            assert not re.search(r"\bAsync|\basync|\bawait\b|\btasks?\b|event loop", text), name
+            assert not re.search(r"\bthreads?\b|Ctrl-C", other_text), name
             assert text.count("\n\n") == other_text.count("\n\n"), name
-            assert not re.search(rf"\b(?<!Async)({'|'.join(NAMES)})\b|\bthreads?\b", other_text), name
             for attribute in re.findall(r"^    (\w+): ", text, re.MULTILINE):
                 assert f"    {attribute}: " in other_text, (name, attribute)
 
 
-def test_the_asyncio_client_is_the_one_written_from_the_sync_one() -> None:
-    """A change of the sync client comes with a run of the tool; the message says which."""
-    command = [sys.executable, str(ROOT / "client" / "generate_aio.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.stderr == ""
-    assert done.returncode == 0
+def test_the_sync_client_is_the_one_written_from_the_asyncio_one() -> None:
+    """A change of the asyncio client comes with a run of the tool."""
+    written = strip_async.generate()
+    paths = {path.name: path for path in strip_async.TARGET.glob("*.py") if path.stem not in strip_async.BY_HAND}
+    assert sorted(written) == sorted(paths)
+    differing = [name for name, path in paths.items() if path.read_text("utf-8") != written[name]]
+    assert differing == [], "run `python -m tools.strip_async`"
+
+
+def test_the_check_says_which_module_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its exit status too; without the option the module is written."""
+    for path in strip_async.TARGET.glob("*.py"):
+        tmp_path.joinpath(path.name).write_text(path.read_text("utf-8"), "utf-8")
+    monkeypatch.setattr(strip_async, "TARGET", tmp_path)
+    cache = tmp_path / "cache.py"
+    text = cache.read_text("utf-8")
+    cache.write_text(text.replace("def append(", "def attach("), "utf-8")
+    messages: list[str] = []
+    monkeypatch.setattr(sys.stderr, "write", messages.append)
+    monkeypatch.setattr(sys, "argv", ["strip_async", "--check"])
+    assert strip_async.main() == 1
+    assert messages == ["sync/cache.py differs from aio/cache.py; run `make sync`\n"]
+    monkeypatch.setattr(sys, "argv", ["strip_async"])
+    assert strip_async.main() == 0
+    assert cache.read_text("utf-8") == text
+
+
+def test_the_tool_runs_from_the_command_line() -> None:
+    """As a check before a commit does it."""
+    command = [sys.executable, "-m", "tools.strip_async", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in strip_async.SOURCE.glob("*.py")))
+def test_every_module_has_its_counterpart(name: str) -> None:
+    """But for what only awaiting needs; what is written says so, and what is not does not."""
+    path = strip_async.TARGET / name
+    assert path.exists() == (name != "_opening.py")
+    if path.exists():
+        is_written = path.read_text("utf-8").startswith("# Written by tools/strip_async.py")
+        assert is_written == (path.stem not in strip_async.BY_HAND)
 
 
 @pytest.mark.parametrize(
-    ("sync", "expected"),
+    ("source", "expected"),
     [
-        ("output = cache.decode(1).token", "output = (await cache.decode(1)).token"),
-        ("with client.prefill(ids) as cache: ...", "async with client.prefill(ids) as cache: ..."),
-        ("for token in cache.generate(): ...", "async for token in cache.generate(): ..."),
-        ("tokens = list(cache.generate(3))", "tokens = [token async for token in cache.generate(3)]"),
+        ("output = (await cache.append(1)).token", "output = cache.append(1).token"),
+        ('text = (await client.generate("f(", 2).read()).text', 'text = client.generate("f(", 2).read().text'),
+        ("print(await chat.send(text))", "print(chat.send(text))"),
+        ("async with client.prefill(ids) as cache: ...", "with client.prefill(ids) as cache: ..."),
+        ("async for token in cache.generate(): ...", "for token in cache.generate(): ..."),
+        ("[token async for token in cache.generate(3)]", "[token for token in cache.generate(3)]"),
+        ("def follow(self, tip: Tip) -> AsyncCache: ...", "def follow(self, tip: Tip) -> Cache: ..."),
+        ("Callable[[int], Awaitable[list[int]]]", "Callable[[int], list[int]]"),
+        ("Not safe to use from two tasks at once.", "Not safe to use from two threads at once."),
         ("cache.handle", "cache.handle"),
         ("a text, not code", "a text, not code"),
     ],
 )
-def test_examples_in_docstrings_are_translated(sync: str, expected: str) -> None:
-    """As the code itself is."""
-    sys.path.insert(0, str(ROOT / "client"))
-    try:
-        import generate_aio
-    finally:
-        sys.path.pop(0)
-    assert generate_aio.translate_example(sync, frozenset({"decode", "prefill"})) == expected
+def test_awaiting_is_taken_out(source: str, expected: str) -> None:
+    """Of code, of examples in docstrings and of what these say."""
+    assert strip_async.stripped(source) == expected
+
+
+def test_a_bracket_without_its_end_is_told() -> None:
+    """Rather than left in the module."""
+    with pytest.raises(ValueError, match="no bracket closes"):
+        strip_async.stripped("x = (await f(y)")

@@ -7,7 +7,7 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_integers_of_every_kind_are_tokens(tokens: object, ids: list[int]) -> No
 @pytest.mark.parametrize("tokens", WRONG_TOKENS, ids=repr)
 def test_other_things_are_no_tokens(tokens: object) -> None:
     """Neither texts, nor bytes, nor floats are converted silently."""
-    with pytest.raises(TypeError, match=r"token ids must be integers; use client.encode\(text\)"):
+    with pytest.raises(TypeError, match=r"token ids must be integers; use client.tokenize\(text\)"):
         token_list(tokens)
 
 
@@ -67,22 +67,23 @@ def test_tokens_fit_the_wire(tokens: object) -> None:
 
 
 def test_a_prompt_may_be_a_text(fake: FakeServer, fake_client: Client) -> None:
-    """Encoded by the server as ``encode`` does, so the cache is that of its tokens."""
+    """Encoded by the server as ``tokenize`` does, so the cache is that of its tokens."""
     with fake_client.prefill("the") as cache:
-        assert cache.token_ids == fake_client.encode("the") == list(fake.prompts[-1].input_ids)
+        assert cache.token_ids == fake_client.tokenize("the") == list(fake.prompts[-1].input_ids)
 
 
 def test_every_way_in_checks_tokens(fake: FakeServer, fake_client: Client) -> None:
     """Prefill, decode, streams, loops and the tokenizer; the cache is as before."""
-    with fake_client.prefill([1]) as cache:
+    with fake_client.prefill([1]) as cache, fake_client.stream() as stream:
         calls: list[Callable[[], object]] = [
             lambda: fake_client.prefill(b"def f"),
-            lambda: cache.decode("123"),  # type: ignore[arg-type]
+            lambda: cache.append(["1", "2"]),  # type: ignore[list-item]
             lambda: cache.append(1.5),  # type: ignore[arg-type]
-            lambda: fake_client.decode_many([cache], [b"ab"]),
-            lambda: cache.generate(stop="abc"),  # type: ignore[arg-type]
+            lambda: stream.run([Append(cache, b"ab")]),
+            lambda: cache.generate(stop=[b"abc", [1.5]]),  # type: ignore[list-item]
+            lambda: list(cache.generate(2, tokens=[1.5])),  # type: ignore[list-item]
             lambda: cache.verify("ab", tokens=1),  # type: ignore[arg-type]
-            lambda: fake_client.decode_tokens("123"),  # type: ignore[arg-type]
+            lambda: fake_client.detokenize("123"),  # type: ignore[arg-type]
             lambda: greedy(mask="12"),  # type: ignore[arg-type]
         ]
         for call in calls:
@@ -96,9 +97,10 @@ def test_every_way_in_checks_tokens(fake: FakeServer, fake_client: Client) -> No
 def test_loops_want_whole_numbers(fake_client: Client, max_tokens: object) -> None:
     """A loop that would never end, or end by accident, does not begin."""
     with fake_client.prefill([1]) as cache:
-        for make in (cache.generate, cache.generate_text):
-            with pytest.raises(ValueError, match="max_tokens must be a whole number of at least 0"):
-                make(max_tokens)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="max_tokens must be a whole number of at least 0"):
+            cache.generate(max_tokens)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="max_tokens must be a whole number of at least 0"):
+            fake_client.generate("the", max_tokens)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -158,23 +160,23 @@ def test_policy_is_a_policy(fake_client: Client) -> None:
     """Forgotten brackets are the usual reason."""
     with fake_client.prefill([1]) as cache:
         with pytest.raises(TypeError, match=r"call it: policy=greedy\(\)"):
-            cache.decode(1, policy=greedy)  # type: ignore[arg-type]
+            cache.append(1, policy=greedy)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"call it: policy=greedy\(\)"):
             fake_client.prefill([1], policy=greedy)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="must be a Policy, got str"):
             cache.generate(policy="greedy")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"call it: policy=no_output\(\)"):
-            fake_client.decode_many([cache], [1], policy=no_output)  # type: ignore[arg-type]
+        with fake_client.stream() as stream, pytest.raises(TypeError, match=r"call it: policy=logits\(\)"):
+            stream.run([Append(cache, 1, cast("Policy", logits))])
 
 
 def test_choices_are_listed_and_case_is_free(fake_client: Client) -> None:
     """Messages of the server write FORK where this client writes fork."""
     with fake_client.prefill([1]) as cache:
         with pytest.raises(ValueError, match="on_stale must be one of fail, fork, rewind, got 'branch'"):
-            cache.decode(1, on_stale="branch")  # type: ignore[arg-type]
+            cache.append(1, on_stale="branch")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="on_stale"):
-            cache.decode(1, on_stale=None)  # type: ignore[arg-type]
-        cache.decode(1, on_stale="REWIND")  # type: ignore[arg-type]
+            cache.append(1, on_stale=None)  # type: ignore[arg-type]
+        cache.append(1, on_stale="REWIND")  # type: ignore[arg-type]
         cache.append((), policy=logits("BFLOAT16"))  # type: ignore[arg-type]
 
 
@@ -188,7 +190,7 @@ def test_counts_and_times_are_checked(fake_client: Client) -> None:
             ("ttl must", lambda: cache.fork(ttl=math.nan)),
             ("ttl must", lambda: fake_client.prefill([1], ttl=-1)),
             ("ttl must", lambda: fake_client.keep_alive([cache], ttl=math.inf)),
-            ("timeout must", lambda: cache.decode(1, timeout=0)),
+            ("timeout must", lambda: cache.append(1, timeout=0)),
             ("timeout must", lambda: fake_client.status(timeout=-1)),
             ("timeout must", lambda: fake_client.status(timeout=math.nan)),
             ("reserve_length must", lambda: fake_client.prefill([1], reserve_length=-1)),
@@ -231,11 +233,11 @@ def test_other_texts_are_no_handles(text: str) -> None:
 def test_texts_are_texts(fake_client: Client) -> None:
     """Bytes, nothing, and halves of surrogate pairs are none."""
     with pytest.raises(TypeError, match="must be a str, got bytes; decode it first"):
-        fake_client.encode(b"x")  # type: ignore[arg-type]
+        fake_client.tokenize(b"x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="got NoneType"):
-        fake_client.encode(None)  # type: ignore[arg-type]
+        fake_client.tokenize(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"half a surrogate pair, U\+D83D, at 2"):
-        fake_client.encode("ab\ud83d")
+        fake_client.tokenize("ab\ud83d")
 
 
 def test_scoring_needs_all_rows(fake_client: Client) -> None:
@@ -266,17 +268,6 @@ def test_items_of_a_frame_are_told_apart(client: Client) -> None:
     """What is none of them is a TypeError, and nothing is sent."""
     with client.stream() as stream, pytest.raises(TypeError, match="Append"):
         stream.run(["x"])  # type: ignore[list-item]
-
-
-@pytest.mark.parametrize(
-    "option", [{"reserve_length": 400}, {"ttl": 9.0}, {"reuse_prefix": False}, {"publish_prefix": False}]
-)
-def test_chunk_of_a_sequence_takes_no_options_of_a_new_one(client: Client, option: dict[str, Any]) -> None:
-    """They would be without effect."""
-    with client.prefill([1, 2]) as cache:
-        with pytest.raises(ValueError, match="makes a sequence"):
-            client.unified([Append([3], cache, **option)])
-        assert cache.length == 2
 
 
 @pytest.mark.parametrize("prob", [float("nan"), float("inf"), -0.5])

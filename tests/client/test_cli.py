@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from ferrule import Client
-from ferrule_client import cli
+from ferrule_cli import app as cli
 from tests.client.fake_server import Failure, FakeServer
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ferrule import Client
+from ferrule_cli import app as cli
 from ferrule_cli.commands.bench_measure import Figure, rate_of, read_rate
-from ferrule_client import cli
 from tests.executor.cpu.models import HAS_VNNI
 
 

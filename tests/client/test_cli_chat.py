@@ -15,13 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ferrule_client._conversation import Conversation, DrawSettings
 
 from ferrule import Client
 from ferrule.errors import InvalidRequestError
-from ferrule_client import cli
-
-GREEDY = DrawSettings(max_tokens=12, temperature=0)
+from ferrule_cli import app as cli
 
 
 @pytest.fixture
@@ -51,112 +48,6 @@ def chat(
         return code, captured.out, captured.err
 
     return run
-
-
-def quiet(_: str) -> None:
-    """Show nothing."""
-
-
-def fresh(client: Client, conversation: list[dict[str, str]]) -> list[int]:
-    """Return the answer to a conversation by a sequence of its own."""
-    ids = client.apply_chat_template(conversation).token_ids
-    with client.prefill(ids) as cache:
-        return [int(token) for token in cache.generate(GREEDY.max_tokens, policy=greedy())]
-
-
-def test_each_turn_sends_what_is_new_and_says_what_a_fresh_sequence_would(client: Client) -> None:
-    """One sequence is kept over all turns, and it holds exactly the conversation."""
-    with Conversation(client, GREEDY, system="Be brief.") as conversation:
-        held: list[int] = []
-        for question in ("What is a queue?", "And a stack?", "def f(x):"):
-            before = [*conversation.all_messages, {"role": "user", "content": question}]
-            prompt = list(client.apply_chat_template(before).token_ids)
-            answer = conversation.ask(question, quiet)
-            assert answer.tokens == fresh(client, before)
-            num_same = answer.num_reused_tokens
-            assert held[:num_same] == prompt[:num_same]
-            assert held[num_same : num_same + 1] != prompt[num_same : num_same + 1]
-            assert num_same >= len(held) // 2
-            held = prompt + answer.tokens
-            assert len(list(client.list_caches())) == 1
-
-
-def test_after_an_undo_the_sequence_goes_back(client: Client) -> None:
-    """The same question again is a query; another one keeps what is common; a reset keeps the system message's KV."""
-    with Conversation(client, GREEDY, system="Be brief.") as conversation:
-        first = conversation.ask("What is a queue?", quiet)
-        second = conversation.ask("And a stack?", quiet)
-        assert conversation.undo()
-        again = conversation.ask("And a stack?", quiet)
-        assert (again.tokens, again.num_reused_tokens) == (second.tokens, second.num_prompt_tokens)
-        assert conversation.undo()
-        other = conversation.ask("And a heap?", quiet)
-        assert first.num_prompt_tokens + len(first.tokens) <= other.num_reused_tokens < other.num_prompt_tokens
-        conversation.reset()
-        assert conversation.all_messages == [{"role": "system", "content": "Be brief."}]
-        assert conversation.ask("What is a queue?", quiet).tokens == first.tokens
-        assert not (conversation.undo() and conversation.undo())
-
-
-def test_another_beginning_starts_anew(client: Client) -> None:
-    """Where no token is common the old sequence is given back."""
-    with Conversation(client, GREEDY) as conversation:
-        conversation.ask("Hello", quiet)
-        conversation.system = "import os"
-        answer = conversation.ask("Hello", quiet)
-        assert answer.num_reused_tokens == 0
-        assert len(list(client.list_caches())) == 1
-
-
-def test_an_answer_that_is_stopped_is_kept_as_far_as_it_was_shown(client: Client) -> None:
-    """What the server drew beyond is dropped, and the next turn goes on from what was shown."""
-    pieces: list[str] = []
-
-    def show(piece: str) -> None:
-        pieces.append(piece)
-        if len(pieces) == 5:
-            raise KeyboardInterrupt
-
-    with Conversation(client, DrawSettings(max_tokens=500, temperature=0)) as conversation:
-        answer = conversation.ask("class Queue:", show)
-        assert (answer.finish_reason, answer.text) == ("stopped", "".join(pieces))
-        assert conversation.messages[-1]["content"] == answer.text
-        before = [*conversation.all_messages, {"role": "user", "content": "Go on"}]
-        conversation._settings = GREEDY
-        assert conversation.ask("Go on", quiet).tokens == fresh(client, before)
-
-
-def test_a_sequence_that_is_lost_is_made_again(client: Client) -> None:
-    """As after a restart of the server: the conversation goes on as if nothing had been."""
-    with Conversation(client, GREEDY) as conversation:
-        conversation.ask("What is a queue?", quiet)
-        for question in ("And a stack?", "And a heap?"):
-            assert conversation._cache is not None
-            client.release([conversation._cache.handle])
-            asked = [*conversation.all_messages, {"role": "user", "content": question}]
-            assert conversation.ask(question, quiet).tokens == fresh(client, asked)
-        conversation.undo()
-        assert conversation._cache is not None
-        client.release([conversation._cache.handle])
-        asked = [*conversation.all_messages, {"role": "user", "content": "Again?"}]
-        assert conversation.ask("Again?", quiet).tokens == fresh(client, asked)
-
-
-def test_a_question_that_fails_was_not_said(client: Client) -> None:
-    """The messages are as before, and the next question is answered as if it had not been."""
-    with Conversation(client, GREEDY) as conversation:
-        conversation.ask("Hello", quiet)
-        before = conversation.all_messages
-        for _ in range(2):
-            try:
-                answer = conversation.ask("word " * 3000, quiet)
-            except Exception as error:  # noqa: BLE001 - which error it is depends on where the context ends
-                assert "CONTEXT" in str(error)  # noqa: PT017
-            else:
-                assert (answer.finish_reason, answer.tokens) == ("context_full", [])
-            assert conversation.all_messages == before
-        asked = [*before, {"role": "user", "content": "Still there?"}]
-        assert conversation.ask("Still there?", quiet).tokens == fresh(client, asked)
 
 
 def test_lines_of_standard_input_are_turns(chat: Callable[..., tuple[int, str, str]], client: Client) -> None:

@@ -16,7 +16,7 @@ import pytest
 from ferrule import Client
 from ferrule.errors import UnavailableError
 from ferrule.types import TlsConfig
-from ferrule_client import cli
+from ferrule_cli import app as cli
 from ferrule_client._status import no_server
 from ferrule_server.api.security.auth import TokenAccess
 from ferrule_server.api.security.token_file import TokenFile, parse_tokens

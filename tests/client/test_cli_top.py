@@ -24,10 +24,10 @@ from rich.console import Console
 
 from ferrule import Client
 from ferrule.errors import AuthError, UnavailableError
+from ferrule_cli import app as cli
 from ferrule_cli.top.figures import Look
 from ferrule_cli.top.screen import Screen
 from ferrule_cli.top.source import Source
-from ferrule_client import cli
 from ferrule_server.api.security.auth import OpenAccess
 from tests.api.harness import RunningServer
 from tests.client.views import look

@@ -22,11 +22,11 @@ def message_of(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy:
 
 def test_unset_stays_unset() -> None:
     """None means "as the contract says for unset"; zero is a value."""
-    assert message_of(None) == policy_pb2.LogitsReturnPolicy(logits=policy_pb2.FullLogits())
+    assert _convert.policy_to_message(None) is None
     assert message_of(sample()).sample == policy_pb2.Sample()
     assert message_of(sample()).WhichOneof("selection") == "sample"
-    zero = message_of(sample(temperature=0, seed=0)).sample
-    assert zero.HasField("temperature")
+    zero = message_of(sample(min_p=0, seed=0)).sample
+    assert not zero.HasField("temperature")
     assert zero.HasField("seed")
     assert not zero.HasField("top_p")
 
@@ -56,20 +56,23 @@ def test_every_sampling_setting_travels() -> None:
     assert dict(message.sample.logit_bias) == {7: 2.0}
     assert list(message.sample.token_mask.allowed_ids.token_ids) == [1, 2]
     assert (message.logprobs, message.top_logprobs, message.target_logprobs) == (True, 4, True)
-    assert message.logits.dtype == types_pb2.DATA_TYPE_FLOAT16
+    assert message.full_logits.dtype == types_pb2.DATA_TYPE_FLOAT16
 
 
 def test_other_policies_travel() -> None:
     """So for the rest."""
     assert message_of(Policy()) == policy_pb2.LogitsReturnPolicy()
-    wanted = message_of(logits("bfloat16", entropy=True, hidden_state=True, top_logprobs=2))
+    wanted = message_of(Policy(logits="bfloat16", entropy=True, hidden_state=True, top_logprobs=2))
     assert {field.name for field, _ in wanted.ListFields()} == {
-        "logits",
+        "full_logits",
         "entropy",
         "hidden_state",
         "top_logprobs",
     }
+    assert message_of(logits("float16")).full_logits.dtype == types_pb2.DATA_TYPE_FLOAT16
     chosen = message_of(greedy(repetition_penalty=2.0, mask=[3]))
+    assert message_of(sample(temperature=0)) == message_of(greedy())
+    assert message_of(greedy(logit_bias={1: 2.0})).sample.HasField("temperature")
     assert chosen.greedy_argmax.repetition_penalty == 2.0
     assert list(message_of(Policy(logprob_token_ids=(4, 5))).logprob_token_ids) == [4, 5]
 
@@ -118,11 +121,11 @@ def test_rows_of_lists_are_cut_where_they_belong() -> None:
     )
     output = _convert.output_from_message(executor_pb2.DecodeOutput(outputs=rows))
     assert [[top.token for top in row] for row in output.top_logprobs] == [[1, 2], [3, 4]]
-    assert output.requested_logprobs is not None
     assert output.requested_logprobs.shape == (2, 3)
     assert output.seed == 0
-    assert output.token is None
-    assert output.logits is None
+    assert output.tokens == ()
+    assert not hasattr(output, "logits")
+    assert [output.row(row).requested_logprobs.tolist() for row in range(2)] == [[[-1, -2, -3]], [[-4, -5, -6]]]
 
 
 def test_values_speak_plain_words() -> None:

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Literal
 
 import grpc
 import pytest
 
-from ferrule import Cache, Client, greedy, logits
+from ferrule import Cache, Client, Policy, greedy, logits
 from ferrule.errors import DeadlineExceededError, HandleStaleError, UnavailableError
+from ferrule.types import Append
 from tests.client.fake_server import Failure, FakeServer
+from tests.client.frames import append_all, append_by_stream
 
 CODES = grpc.StatusCode
 LANDED = Failure(CODES.DEADLINE_EXCEEDED, "Deadline Exceeded", after=True)
 LOST = Failure(CODES.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
-Append = Callable[[Client, Cache, list[int]], object]
-WAYS: list[tuple[str, Append]] = [
-    ("Decode", lambda _, cache, tokens: cache.decode(tokens, policy=greedy())),
-    ("frame", lambda client, cache, tokens: client.decode_many([cache], [tokens], policy=greedy())),
+LIKELIEST = Policy(top_logprobs=1)
+
+Way = Callable[[Client, Cache, list[int]], object]
+CALL: Way = lambda _, cache, tokens: cache.append(tokens, policy=LIKELIEST)  # noqa: E731
+FRAME: Way = lambda client, cache, tokens: append_by_stream(client, [cache], [tokens], LIKELIEST)  # noqa: E731
+WAYS: list[tuple[str, Way, list[int]]] = [
+    ("Decode", CALL, [3]),
+    ("Prefill", CALL, [3, 4]),
+    ("frame", FRAME, [3, 4]),
 ]
+"""What the server counts it as, the call, and the tokens that make it that."""
 
 
 def tokens_of(fake: FakeServer, cache: Cache) -> list[int]:
@@ -29,34 +38,36 @@ def tokens_of(fake: FakeServer, cache: Cache) -> list[int]:
 
 
 @pytest.mark.parametrize("failure", [LANDED, LOST])
-@pytest.mark.parametrize(("rpc", "append"), WAYS)
+@pytest.mark.parametrize("way", WAYS, ids=[rpc for rpc, *_ in WAYS])
 def test_same_tokens_again_are_there_once(
-    fake: FakeServer, fake_client: Client, rpc: str, append: Append, failure: Failure
+    fake: FakeServer, fake_client: Client, way: tuple[str, Way, list[int]], failure: Failure
 ) -> None:
     """The retry after a timeout is a plain one."""
+    rpc, append, tokens = way
     with fake_client.prefill([1, 2]) as cache:
         fake.failures[rpc] = [failure]
         with pytest.raises(DeadlineExceededError) as caught:
-            append(fake_client, cache, [3, 4])
+            append(fake_client, cache, tokens)
         assert "send the same tokens again" in caught.value.__notes__[0]
         assert cache.length == 2
-        append(fake_client, cache, [3, 4])
+        append(fake_client, cache, tokens)
         append(fake_client, cache, [5])
-        assert tokens_of(fake, cache) == [1, 2, 3, 4, 5]
-        assert cache.length == 5
+        assert tokens_of(fake, cache) == [1, 2, *tokens, 5]
+        assert cache.length == 3 + len(tokens)
         assert fake.calls["GetCacheInfo"] == 0
 
 
 @pytest.mark.parametrize("failure", [LANDED, LOST])
-@pytest.mark.parametrize(("rpc", "append"), WAYS)
+@pytest.mark.parametrize("way", WAYS, ids=[rpc for rpc, *_ in WAYS])
 def test_other_tokens_replace_those_in_doubt(
-    fake: FakeServer, fake_client: Client, rpc: str, append: Append, failure: Failure
+    fake: FakeServer, fake_client: Client, way: tuple[str, Way, list[int]], failure: Failure
 ) -> None:
     """What raised did not happen: going on in another way gives the text that was meant."""
+    rpc, append, tokens = way
     with fake_client.prefill([1, 2]) as cache:
         fake.failures[rpc] = [failure]
         with pytest.raises(DeadlineExceededError):
-            append(fake_client, cache, [3, 4])
+            append(fake_client, cache, tokens)
         append(fake_client, cache, [9])
         append(fake_client, cache, [10])
         assert tokens_of(fake, cache) == [1, 2, 9, 10]
@@ -66,25 +77,44 @@ def test_other_tokens_replace_those_in_doubt(
 def test_part_of_a_doubtful_append_leaves_the_rest_in_doubt(fake: FakeServer, fake_client: Client) -> None:
     """Sending its first token replays that one; the others go when something else follows."""
     with fake_client.prefill([1, 2]) as cache:
-        fake.failures["Decode"] = [LANDED]
+        fake.failures["Prefill"] = [LANDED]
         with pytest.raises(DeadlineExceededError):
-            cache.decode([3, 4, 5])
-        assert cache.decode(3).replayed
-        cache.decode(9)
+            cache.append([3, 4, 5])
+        assert cache.append(3).replayed
+        cache.append(9)
         assert tokens_of(fake, cache) == [1, 2, 3, 9]
 
 
-def test_queries_forks_and_loops_stand_before_the_doubt(fake: FakeServer, fake_client: Client) -> None:
+@pytest.mark.parametrize("draws_first", [False, True])
+def test_draws_forks_and_loops_stand_before_the_doubt(
+    fake: FakeServer, fake_client: Client, *, draws_first: bool
+) -> None:
     """The cache has not moved, whatever it is used for next."""
     with fake_client.prefill([*b"the"]) as cache:
-        fake.failures["Decode"] = [LANDED]
+        fake.failures["Prefill"] = [LANDED]
         with pytest.raises(DeadlineExceededError):
-            cache.decode([*b"XY"])
-        assert cache.append((), policy=greedy()).token == ord(" ")
-        with cache.fork()[0] as branch:
+            cache.append([*b"XY"])
+        said = [cache.step(greedy()).token] if draws_first else []
+        with cache.fork() as branch:
             assert tokens_of(fake, branch) == [*b"the"]
-        assert bytes(cache.generate(6)) == b" quick"
+        assert bytes([*said, *cache.generate(6 - len(said))]) == b" quick"
         assert bytes(tokens_of(fake, cache)) == b"the quic"
+
+
+@pytest.mark.parametrize("failure", [LANDED, LOST])
+@pytest.mark.parametrize("pending", ["send", "drop"])
+def test_a_pending_token_is_part_of_the_append_in_doubt(
+    fake: FakeServer, fake_client: Client, pending: Literal["send", "drop"], failure: Failure
+) -> None:
+    """It stays pending when the append fails: repeated it is there once, and it can still be replaced."""
+    with fake_client.prefill([*b"the"], policy=greedy()) as cache:
+        fake.failures["Decode"] = [failure]
+        with pytest.raises(DeadlineExceededError):
+            cache.step()
+        assert (cache.length, cache.pending) == (3, ord(" "))
+        cache.append((), pending="send") if pending == "send" else cache.append(ord("-"), pending="drop")
+        assert bytes(tokens_of(fake, cache)) == (b"the " if pending == "send" else b"the-")
+        assert cache.pending is None
 
 
 def test_truncate_drops_what_is_in_doubt(fake: FakeServer, fake_client: Client) -> None:
@@ -92,10 +122,10 @@ def test_truncate_drops_what_is_in_doubt(fake: FakeServer, fake_client: Client) 
     with fake_client.prefill([1, 2]) as cache:
         fake.failures["Decode"] = [LANDED]
         with pytest.raises(DeadlineExceededError):
-            cache.decode([3])
+            cache.append([3])
         cache.truncate(cache.length)
         assert tokens_of(fake, cache) == [1, 2]
-        cache.decode([9])
+        cache.append([9])
         assert tokens_of(fake, cache) == [1, 2, 9]
         assert fake.calls["GetCacheInfo"] == 0
 
@@ -105,10 +135,10 @@ def test_tokens_of_others_are_never_dropped(fake: FakeServer, fake_client: Clien
     with fake_client.prefill([1, 2]) as cache:
         fake.failures["Decode"] = [LOST]
         with pytest.raises(DeadlineExceededError):
-            cache.decode([3])
+            cache.append([3])
         tokens_of(fake, cache).append(7)
         with pytest.raises(HandleStaleError):
-            cache.decode([9])
+            cache.append([9])
         assert tokens_of(fake, cache) == [1, 2, 7]
 
 
@@ -118,8 +148,8 @@ def test_two_doubts_in_a_row_are_remembered(fake: FakeServer, fake_client: Clien
         fake.failures["Decode"] = [LANDED, LOST]
         for token in (3, 4):
             with pytest.raises(DeadlineExceededError):
-                cache.decode(token)
-        cache.decode(5)
+                cache.append(token)
+        cache.append(5)
         assert tokens_of(fake, cache) == [1, 2, 5]
 
 
@@ -128,8 +158,8 @@ def test_clear_refusals_leave_no_doubt(fake: FakeServer, fake_client: Client) ->
     with fake_client.prefill([1, 2]) as cache:
         fake.failures["Decode"] = [Failure(CODES.RESOURCE_EXHAUSTED, "full", reason="KV_BLOCKS_EXHAUSTED")]
         with pytest.raises(Exception, match="full"):
-            cache.decode(3)
-        assert cache.tip.doubts == frozenset()
+            cache.append(3)
+        assert cache._tip.doubts == frozenset()
 
 
 def test_broken_branch_frame_is_in_doubt_too(fake: FakeServer, fake_client: Client) -> None:
@@ -138,7 +168,7 @@ def test_broken_branch_frame_is_in_doubt_too(fake: FakeServer, fake_client: Clie
         fake.failures["frame"] = [Failure(CODES.UNAVAILABLE, "Socket closed", after=True)]
         with pytest.raises(UnavailableError):
             stream.branch([cache, cache], [3, 4])
-        cache.decode(9)
+        cache.append(9)
         assert tokens_of(fake, cache) == [1, 2, 9]
 
 
@@ -149,13 +179,13 @@ def test_timeout_on_a_real_server_loses_and_doubles_nothing(client: Client) -> N
         for number in range(60):
             token = number % 250
             try:
-                cache.decode(token, policy=logits(), timeout=1e-4 * (1 + number % 20))
+                cache.append(token, policy=logits(), timeout=1e-4 * (1 + number % 20))
                 expected.append(token)
             except DeadlineExceededError:
                 if number % 2:
-                    cache.decode(token)
+                    cache.append(token)
                     expected.append(token)
-        cache.decode(251)
+        cache.append(251)
         assert list(cache.info(token_ids=True).token_ids) == [*expected, 251]
 
 
@@ -164,15 +194,15 @@ def test_two_threads_on_a_stream_are_told(fake: FakeServer, fake_client: Client)
     fake.delay_s = 0.5
     first, second = (fake_client.prefill([1, 2]) for _ in range(2))
     with fake_client.stream() as stream:
-        thread = threading.Thread(target=stream.decode, args=([first], [3]))
+        thread = threading.Thread(target=stream.run, args=([Append(first, 3)],))
         thread.start()
         while not fake.frames:
             pass
         with pytest.raises(RuntimeError, match="used by two threads"):
-            stream.decode([second], [4])
+            append_all(stream, [second], [4])
         thread.join()
         assert first.length == 3
-        stream.decode([second], [4])
+        append_all(stream, [second], [4])
     fake_client.release([first, second])
 
 

@@ -15,19 +15,22 @@ import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2
 
-from ferrule import Client, FerruleError, Handle, HandleNotFoundError
+import ferrule.errors
+from ferrule import Client, FerruleError, Handle, HandleNotFoundError, greedy
 from ferrule.errors import (
     CallCancelledError,
     DeadlineExceededError,
     HandleStaleError,
     InvalidRequestError,
     MessageTooLargeError,
+    PendingTokenError,
     QuotaExceededError,
     ResourceExhaustedError,
     UnavailableError,
     UnsupportedError,
     WrongInstanceError,
 )
+from ferrule.types import Append
 from ferrule_client import errors
 from ferrule_client._status import BY_REASON, error_from_status
 from tests.client.fake_server import Failure, FakeServer, status_of
@@ -61,7 +64,36 @@ def test_every_class_is_reached_and_drawn() -> None:
     assert classes == set(errors.__all__)
     assert all(name in (errors.__doc__ or "") for name in classes)
     reached = {cls.__name__ for cls in BY_REASON.values()} | {"FerruleError", "OutOfRangeError"}
-    assert classes - reached == {"QuotaExceededError", "ResourceExhaustedError"}
+    assert classes - reached == {"PendingTokenError", "QuotaExceededError", "ResourceExhaustedError"}
+    assert ferrule.errors.__all__ == errors.__all__
+    assert all(getattr(ferrule.errors, name) is getattr(errors, name) for name in classes)
+
+
+def test_errors_are_of_pythons_own_kinds_too() -> None:
+    """So that a program that knows nothing of gRPC catches a broken connection and a timeout by what they are."""
+    lost = error_from_status(status_of(CODES.UNAVAILABLE, "CONNECTION_LOST", "it broke"))
+    late = error_from_status(status_of(CODES.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "too late"))
+    assert isinstance(lost, ConnectionError)
+    assert isinstance(late, TimeoutError)
+    assert [str(lost), str(late)] == ["it broke (CONNECTION_LOST)", "too late (DEADLINE_EXCEEDED)"]
+    assert not isinstance(late, ConnectionError)
+    assert not isinstance(lost, TimeoutError)
+
+
+def test_a_mistake_about_the_pending_token_is_one_of_the_program(fake: FakeServer, fake_client: Client) -> None:
+    """A ValueError with the token, and nothing is sent."""
+    with fake_client.prefill([*b"the"], policy=greedy()) as cache:
+        token = int(cache.last.token)
+        fake.calls.clear()
+        for tokens in (token, [token, 7], [token, token]):
+            with pytest.raises(PendingTokenError, match=f"token {token} is pending already") as caught:
+                cache.append(tokens)
+            assert isinstance(caught.value, ValueError)
+            assert not isinstance(caught.value, FerruleError)
+            assert caught.value.token == pickle.loads(pickle.dumps(caught.value)).token == token
+            assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+        assert fake.calls == {}
+        assert (cache.length, cache.pending) == (3, token)
 
 
 def test_values_of_errors_are_typed() -> None:
@@ -142,7 +174,7 @@ def test_unreachable_server_is_named() -> None:
             client.status()
         cache = client.adopt(Handle("a.b.c", 1, bytes(16)), keep_alive=False)
         with pytest.raises(UnavailableError, match="no server at unix:/nowhere"):
-            stream.decode([cache], [1])
+            stream.run([Append(cache, 1)])
         cache.detach()
 
 
@@ -166,7 +198,7 @@ def test_unknown_call_is_unsupported(fake_client: Client) -> None:
         next(fake_client.list_caches())
     assert caught.value.reason == "RPC_UNKNOWN"
     with pytest.raises(UnsupportedError):
-        fake_client.health()
+        fake_client.admin.health()
 
 
 def test_closing_the_client_cancels(fake: FakeServer) -> None:

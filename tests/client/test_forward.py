@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ferrule import Client, Policy, greedy
+from ferrule import Client, Policy, greedy, logits
 from ferrule.errors import TokenOutOfVocabError
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6] * 30
@@ -16,11 +16,9 @@ def test_forward_brings_the_rows_of_a_prefill(client: Client) -> None:
     chunks = list(client.forward(IDS))
     assert [chunk.first_position for chunk in chunks] == list(np.cumsum([0, *(one.num_rows for one in chunks)])[:-1])
     assert [chunk.is_last for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-    logits = np.concatenate([chunk.logits for chunk in chunks if chunk.logits is not None])
+    rows = np.concatenate([chunk.logits for chunk in chunks])
     with client.prefill(IDS, policy=logits(), all_positions=True, reuse_prefix=False) as cache:
-        assert cache.last is not None
-        assert cache.last.logits is not None
-        np.testing.assert_allclose(logits, cache.last.logits, atol=1e-5)
+        np.testing.assert_allclose(rows, cache.last.logits, atol=1e-5)
 
 
 def test_score_is_the_logprob_of_each_next_token(client: Client) -> None:
@@ -29,8 +27,6 @@ def test_score_is_the_logprob_of_each_next_token(client: Client) -> None:
     assert scores.shape == (len(IDS) - 1,)
     assert scores.dtype == np.float32
     with client.prefill(IDS, policy=Policy(target_logprobs=True), all_positions=True, reuse_prefix=False) as cache:
-        assert cache.last is not None
-        assert cache.last.target_logprobs is not None
         np.testing.assert_allclose(scores, cache.last.target_logprobs, atol=1e-5)
     assert client.score([5]).shape == (0,)
 
@@ -38,11 +34,10 @@ def test_score_is_the_logprob_of_each_next_token(client: Client) -> None:
 def test_embed_pools_the_hidden_states(client: Client) -> None:
     """Mean and last, of the vectors that a policy can have one by one."""
     chunks = list(client.forward(IDS, policy=Policy(hidden_state=True), pooling="mean"))
-    hidden = np.concatenate([chunk.hidden_state for chunk in chunks if chunk.hidden_state is not None])
+    hidden = np.concatenate([chunk.hidden_state for chunk in chunks])
     assert hidden.shape == (len(IDS), client.model_info().hidden_size)
     np.testing.assert_allclose(client.embed(IDS), hidden.astype(np.float64).mean(axis=0), atol=1e-5)
     np.testing.assert_allclose(client.embed(IDS, "last"), hidden[-1], atol=1e-5)
-    assert chunks[-1].pooled_hidden_state is not None
     with pytest.raises(ValueError, match="pooling must be one of mean, last"):
         client.embed(IDS, "middle")  # type: ignore[arg-type]
 
@@ -63,14 +58,9 @@ def test_every_part_of_a_policy_comes_back(client: Client) -> None:
     )
     with client.prefill(IDS[:5], policy=policy, all_positions=True) as cache:
         output = cache.last
-        assert output is not None
-        assert output.logits is not None
         logprobs = output.logits - np.log(np.exp(output.logits).sum(axis=1, keepdims=True))
-        assert output.requested_logprobs is not None
         np.testing.assert_allclose(output.requested_logprobs, logprobs[:, [7, 1]], atol=1e-5)
-        assert output.entropies is not None
         np.testing.assert_allclose(output.entropies, -(np.exp(logprobs) * logprobs).sum(axis=1), atol=1e-4)
-        assert output.hidden_state is not None
         assert output.hidden_state.shape == (5, client.model_info().hidden_size)
         assert [len(row) for row in output.top_logprobs] == [3] * 5
         assert [row[0].token for row in output.top_logprobs] == list(output.tokens)
@@ -91,6 +81,7 @@ def test_masks_bias_and_penalties_bind_the_choice(client: Client) -> None:
         assert chosen <= {20, 30}
         (token,) = chosen
         (other,) = {20, 30} - chosen
+        cache.truncate(cache.length)
         assert list(cache.generate(3, tokens=[20, 30], policy=greedy())) != []
     with pytest.raises(ValueError, match="at least one token"):
         greedy(mask=np.zeros(vocab_size, np.bool_))

@@ -13,7 +13,7 @@ import pytest
 from ferrule import Client, FerruleError, Handle, HandleNotFoundError
 from ferrule.errors import CallCancelledError, DeadlineExceededError
 from ferrule.types import Lease
-from ferrule_client import _lease
+from ferrule_client import _leases
 from ferrule_client._tip import Tip
 from ferrule_client.sync._lease import LeaseKeeper
 from tests.client.fake_server import Failure, FakeServer, threads_named, wait_for
@@ -22,8 +22,8 @@ from tests.client.fake_server import Failure, FakeServer, threads_named, wait_fo
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Renew after moments instead of seconds."""
-    monkeypatch.setattr(_lease, "_MIN_LEASE_S", 0.15)
-    monkeypatch.setattr(_lease, "_MAX_PAUSE_S", 0.05)
+    monkeypatch.setattr(_leases, "_MIN_LEASE_S", 0.15)
+    monkeypatch.setattr(_leases, "_MAX_PAUSE_S", 0.05)
 
 
 def num_threads() -> int:
@@ -60,15 +60,15 @@ def test_leases_are_renewed_together_at_a_third(fake: FakeServer, fake_client: C
 
 
 def test_granted_lease_sets_the_pace_from_the_start(fake: FakeServer, fake_client: Client) -> None:
-    """A server that says what it granted is not asked again before a third of that; forks and new leases count too."""
+    """A server that says what it granted is not asked again before a third of that; it is so of forks too."""
     fake.granted_ttl_s = 300.0
-    with fake_client.prefill([*b"ab"]) as cache, cache.fork()[0] as branch:
-        assert cache.tip.ttl_s == branch.tip.ttl_s == 300.0
+    with fake_client.prefill([*b"ab"]) as cache, cache.fork() as branch:
+        assert cache._tip.ttl_s == branch._tip.ttl_s == 300.0
         time.sleep(0.2)  # the shortest lease of these tests has come and gone
         assert fake.calls["KeepAlive"] == 0
         fake.granted_ttl_s = fake.ttl_s = 0.2
-        cache.append([1], ttl=0.2)
-        wait_for(lambda: fake.calls["KeepAlive"] > 1)
+        with cache.fork(ttl=0.2):
+            wait_for(lambda: fake.calls["KeepAlive"] > 1)
 
 
 def test_keeping_survives_a_connection_that_hangs() -> None:
@@ -142,6 +142,7 @@ def test_thread_does_not_keep_the_process(target: str) -> None:
     """A script that ends without releasing anything ends."""
     script = f"""
 from ferrule import Client
+from ferrule.types import Append
 client = Client({target!r})
 cache = client.prefill([1, 2, 3])
 loop = cache.generate(20)
@@ -149,7 +150,7 @@ next(loop)
 client.release([cache.detach()])
 other = client.prefill([1, 2, 3], ttl=5)
 stream = client.stream()
-stream.decode([other], [1])
+stream.run([Append(other, [1])])
 client.release([other.handle])
 print("end of script", flush=True)
 """
@@ -164,5 +165,5 @@ def test_lease_renewed_by_hand_is_kept_from_then_on(fake: FakeServer, fake_clien
     with fake_client.prefill([*b"ab"]) as cache:
         fake.ttl_s = 0.15
         fake_client.keep_alive([cache], ttl=0.15)
-        assert cache.tip.ttl_s == 0.15
+        assert cache._tip.ttl_s == 0.15
         wait_for(lambda: fake.calls["KeepAlive"] > 2)

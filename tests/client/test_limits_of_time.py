@@ -10,6 +10,7 @@ import pytest
 
 from ferrule import Cache, Client, greedy
 from ferrule.errors import CallCancelledError, DeadlineExceededError
+from ferrule.types import Append
 from tests.client.fake_server import Failure, FakeServer
 
 LOST = Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", after=True)
@@ -21,13 +22,13 @@ def doubtful(fake: FakeServer, fake_client: Client) -> Cache:
     cache = fake_client.prefill([1, 2])
     fake.failures["Decode"] = [LOST]
     with pytest.raises(DeadlineExceededError):
-        cache.decode(3)
+        cache.append(3)
     return cache
 
 
-@pytest.mark.parametrize("name", ["decode", "prefill", "stream"])
+@pytest.mark.parametrize("way", ["Decode", "Prefill", "frame"])
 def test_what_a_look_took_is_not_given_again(
-    fake_client: Client, doubtful: Cache, monkeypatch: pytest.MonkeyPatch, name: str
+    fake: FakeServer, fake_client: Client, doubtful: Cache, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """The append has what the look at the sequence left of the time."""
     wire, limits = fake_client._connection.wire, []
@@ -40,11 +41,13 @@ def test_what_a_look_took_is_not_given_again(
 
     monkeypatch.setattr(wire, "call", slow)
     with doubtful:
-        if name == "stream":
+        if way == "frame":
             with pytest.raises(DeadlineExceededError), fake_client.stream() as stream:
-                stream.decode([doubtful], [4], policy=greedy(), timeout=0.1)
+                stream.run([Append(doubtful, 4, greedy())], timeout=0.1)
         else:
-            getattr(doubtful, name)(4, policy=greedy(), timeout=10)
+            fake.calls.clear()
+            doubtful.append([4] if way == "Decode" else [4, 5], policy=greedy(), timeout=10)
+            assert [fake.calls["GetCacheInfo"], fake.calls[way]] == [1, 1]
             assert limits[0] is not None
             assert limits[1] is not None
             assert limits[1] <= limits[0] - 0.2
@@ -81,7 +84,7 @@ def test_a_client_that_closes_under_a_call_says_so(fake: FakeServer, monkeypatch
     monkeypatch.setattr(wire, "call", closed)
     monkeypatch.setattr(wire, "open_stream", closed)
     with pytest.raises(CallCancelledError, match="closed"):
-        stream.decode([cache], [1])
+        stream.run([Append(cache, 1)])
     client._connection.is_closed = False
     with pytest.raises(CallCancelledError, match="closed"):
         client.status()

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from ferrule import AsyncClient, Client, greedy
+from ferrule.types import Append
 from ferrule_client._nudge import FIRST_NUDGE_S, Nudger
 from tests.client.aio_harness import run
 from tests.client.fake_server import FakeServer, threads_named, wait_for
@@ -54,11 +55,15 @@ def stuck() -> Iterator[StuckServer]:
 
 def test_a_stuck_call_is_freed(stuck: StuckServer) -> None:
     """Unary and on a stream: something else is sent over the channel soon, and the call goes on."""
-    with Client(stuck.target, timeout=20) as client, client.prefill([1, 2]) as cache:
+    with (
+        Client(stuck.target, timeout=20) as client,
+        client.prefill([1, 2]) as cache,
+        client.stream() as stream,
+    ):
         stuck.num_needed = 1
-        cache.decode(3, policy=greedy())
+        cache.append(3, policy=greedy())
         stuck.num_needed = 2
-        client.decode_many([cache], [4], policy=greedy())
+        stream.run([Append(cache, policy=greedy())])
     assert (stuck.calls["Decode"], stuck.calls["StreamDecode"]) == (1, 1)
 
 
@@ -69,11 +74,12 @@ def test_a_stuck_call_is_freed_in_asyncio(stuck: StuckServer) -> None:
         async with (
             AsyncClient(stuck.target, timeout=20) as client,
             client.prefill([1, 2]) as cache,
+            client.stream() as stream,
         ):
             stuck.num_needed = 1
-            await cache.decode(3, policy=greedy())
+            await cache.append(3, policy=greedy())
             stuck.num_needed = 2
-            await client.decode_many([cache], [4], policy=greedy())
+            await stream.run([Append(cache, policy=greedy())])
 
     run(main())
     assert (stuck.calls["Decode"], stuck.calls["StreamDecode"]) == (1, 1)
@@ -84,7 +90,7 @@ def test_a_long_call_is_left_alone_ever_longer(stuck: StuckServer) -> None:
     with Client(stuck.target, timeout=20) as client, client.prefill([1, 2]) as cache:
         stuck.num_needed = 3
         began = time.monotonic()
-        cache.decode(3, policy=greedy())
+        cache.append(3, policy=greedy())
     assert stuck.calls["Decode"] == 1
     assert time.monotonic() - began >= 4 * FIRST_NUDGE_S * 0.9
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ferrule import AsyncClient, Client, FerruleError, Handle
 from ferrule.errors import DeadlineExceededError, InvalidRequestError
-from ferrule.types import Lease
-from ferrule_client import _lease
+from ferrule.types import Append, Lease
+from ferrule_client import _leases
 from ferrule_client._parts import HandleLimit, Parts
 from ferrule_client._status import error_from_status
 from ferrule_client._tip import Tip
@@ -148,7 +148,7 @@ def test_asyncio_sends_what_the_server_accepts(fake: FakeServer, advertised: int
             assert len((await client.release(strangers(COUNT, "fake"))).released) == COUNT
             async with client.prefill(PROMPT) as trunk:
                 losers = [one for _ in range(4) for one in await trunk.fork(250)]
-                await stream.decode([trunk], [5], release=losers)
+                await stream.run([Append(trunk, 5)], release=losers)
                 assert len(fake.sequences) == 1
 
     run(main())
@@ -163,7 +163,7 @@ def test_a_frame_may_end_more_sequences_than_a_request(server: RunningServer) ->
         client.prefill(PROMPT) as trunk,
     ):
         losers = [one for _ in range(4) for one in trunk.fork(250)]
-        (output,) = stream.decode([trunk], [5], release=losers)
+        (output,) = stream.run([Append(trunk, 5)], release=losers)
         assert output.handle.length == len(PROMPT) + 1
         assert all(one.is_released for one in losers)
         assert len(list(client.list_caches())) == 1
@@ -182,7 +182,7 @@ def test_a_limit_that_shrinks_at_a_restart_is_learned() -> None:
         assert len(client.keep_alive(lists)) == 600
         assert client.release(lists).released == (False,) * 600
         with client.prefill(PROMPT) as cache, client.stream() as stream:
-            stream.decode([cache], [5], release=cache.fork(20))
+            stream.run([Append(cache, 5)], release=cache.fork(20))
             assert len(list(client.list_caches())) == 1
 
 
@@ -247,8 +247,8 @@ def test_refusals_that_are_not_about_the_length_are_raised(fake: FakeServer, fak
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Renew after moments instead of seconds."""
-    monkeypatch.setattr(_lease, "_MIN_LEASE_S", 0.15)
-    monkeypatch.setattr(_lease, "_MAX_PAUSE_S", 0.05)
+    monkeypatch.setattr(_leases, "_MIN_LEASE_S", 0.15)
+    monkeypatch.setattr(_leases, "_MAX_PAUSE_S", 0.05)
 
 
 @pytest.mark.usefixtures("quick")
@@ -333,5 +333,5 @@ def test_what_is_due_first_is_renewed_first(order: list[int]) -> None:
     """Within an instance; so a list too long for one request begins with the most urgent."""
     tips = [Tip(handle) for handle in strangers(8)]
     due = [(tips[number], float(number)) for number in order]
-    ((instance, found),) = _lease.due_groups(due, 3.0, Counter())
+    ((instance, found),) = _leases.due_groups(due, 3.0, Counter())
     assert (instance, _names(found)) == ("test", _names(tips))

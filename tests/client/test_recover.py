@@ -9,7 +9,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from ferrule import Cache, Client, FerruleError, HandleNotFoundError, greedy
+from ferrule import Cache, Client, FerruleError, HandleNotFoundError, greedy, sample
 from ferrule.errors import (
     BlocksExhaustedError,
     DeadlineExceededError,
@@ -17,10 +17,11 @@ from ferrule.errors import (
     RequestIdReusedError,
     UnavailableError,
 )
-from ferrule.types import Output
+from ferrule.types import Append, Output
 from ferrule_server.addresses import ListenAddress
 from tests.api.harness import RunningServer
 from tests.client.fake_server import Failure, FakeServer, threads_named, wait_for
+from tests.client.frames import append_all, append_by_stream
 
 CODES = grpc.StatusCode
 PROMPT = [*b"the"]
@@ -34,16 +35,19 @@ def branch(client: Client, cache: Cache) -> None:
 
 Call = Callable[[Client, Cache], object]
 CALLS: dict[str, Call] = {
-    "decode": lambda _, cache: cache.decode(1, policy=greedy()),
-    "query": lambda _, cache: cache.append((), policy=greedy()),
-    "prefill": lambda _, cache: cache.append([1, 2], policy=greedy()),
-    "fork": lambda client, cache: client.release(cache.fork(2)),
+    "decode": lambda _, cache: cache.append(1, policy=greedy()),
+    "several": lambda _, cache: cache.append([1, 2], policy=greedy()),
+    "text": lambda _, cache: cache.append("ab"),
+    "step": lambda _, cache: cache.step(greedy()),
+    "redraw": lambda _, cache: cache.step(greedy(), redraw=True),
+    "fork": lambda _, cache: cache.fork().release(),
+    "forks": lambda client, cache: client.release(cache.fork(2)),
     "truncate": lambda _, cache: cache.truncate(2),
     "info": lambda _, cache: cache.info(token_ids=True),
     "verify": lambda _, cache: cache.verify([2], tokens=[1], policy=greedy()),
     "generate": lambda _, cache: list(cache.generate(3)),
-    "generate_text": lambda _, cache: list(cache.generate(3).pieces()),
-    "decode_many": lambda client, cache: client.decode_many([cache], [1], policy=greedy()),
+    "pieces": lambda _, cache: list(cache.generate(3).pieces()),
+    "stream": lambda client, cache: append_by_stream(client, [cache], [1], greedy()),
     "branch": branch,
 }
 
@@ -52,7 +56,7 @@ CALLS: dict[str, Call] = {
 def test_every_call_on_a_lost_sequence_tells_its_tokens(fake: FakeServer, fake_client: Client, name: str) -> None:
     """What the handle covered, and apart from it what was handed out and not appended yet."""
     with fake_client.prefill(PROMPT) as cache:
-        cache.decode([*b" qu"])
+        cache.append([*b" qu"])
         (said,) = cache.generate(1)
         fake.lose_all()
         with pytest.raises(HandleNotFoundError) as caught:
@@ -60,14 +64,14 @@ def test_every_call_on_a_lost_sequence_tells_its_tokens(fake: FakeServer, fake_c
         assert caught.value.token_ids == [*b"the qu"]
         assert caught.value.pending == (said,)
         assert pickle.loads(pickle.dumps(caught.value)).token_ids == [*b"the qu"]
-        assert (cache.length, cache.pending, cache.num_recoveries) == (6, (said,), 0)
+        assert (cache.length, cache.pending, cache.num_recoveries) == (6, said, 0)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_brings_a_lost_sequence_back(fake: FakeServer, fake_client: Client, name: str) -> None:
     """One prefill of its tokens, as the first one was asked for, and the call as if nothing had been."""
     with fake_client.prefill(PROMPT, ttl=7, publish_prefix=False, recover=True) as cache:
-        cache.decode([*b" qu"])
+        cache.append([*b" qu"])
         fake.lose_all()
         CALLS[name](fake_client, cache)
         assert cache.num_recoveries == 1
@@ -98,12 +102,12 @@ def test_loop_goes_on_over_losses(fake: FakeServer, fake_client: Client) -> None
 def test_forks_recover_with_tokens_of_their_own(fake: FakeServer, fake_client: Client) -> None:
     """Each branch knows where it branched and what it appended since."""
     with fake_client.prefill(PROMPT, ttl=7, reserve_length=99, recover=True) as cache:
-        cache.decode([*b" qu"])
-        first, second = cache.fork(length=2, ttl=11) + cache.fork()
-        fake_client.decode_many([first, second, cache], [1, 2, 3])
+        cache.append([*b" qu"])
+        first, second = cache.fork(length=2, ttl=11), cache.fork()
+        append_by_stream(fake_client, [first, second, cache], [1, 2, 3])
         fake.lose_all()
         fake.prompts.clear()
-        fake_client.decode_many([first, second, cache], [4, 5, 6])
+        append_by_stream(fake_client, [first, second, cache], [4, 5, 6])
         assert [one.token_ids for one in (first, second)] == [[*b"th", 1, 4], [*b"the qu", 2, 5]]
         assert [bytes(prompt.input_ids) for prompt in fake.prompts] == [b"th\x01", b"the qu\x02", b"the qu\x03"]
         assert [prompt.cache.ttl.seconds for prompt in fake.prompts] == [11, 7, 7]
@@ -129,7 +133,8 @@ def test_only_lost_items_are_sent_again(fake: FakeServer, fake_client: Client) -
     with kept, lost, fake_client.prefill(PROMPT) as plain, fake_client.stream() as stream:
         for one in (lost, plain):
             del fake.sequences[one.handle.cache_id]
-        first, second, third = stream.try_decode([kept, lost, plain], [1, 2, 3], policy=greedy())
+        items = [Append(cache, token, greedy()) for token, cache in enumerate((kept, lost, plain), 1)]
+        first, second, third = stream.run(items, errors="return")
         assert isinstance(first, Output)
         assert isinstance(second, Output)
         assert isinstance(third, HandleNotFoundError)
@@ -156,12 +161,12 @@ def test_recovery_happens_once_per_call(fake: FakeServer, fake_client: Client) -
         lost = Failure(CODES.NOT_FOUND, reason="HANDLE_EXPIRED")
         fake.failures["Decode"] = [lost, lost]
         with pytest.raises(HandleNotFoundError) as caught:
-            cache.decode(1)
+            cache.append(1)
         assert caught.value.token_ids == PROMPT
         fake.failures["item"] = [lost, lost]
         with pytest.raises(HandleNotFoundError):
-            fake_client.decode_many([cache], [1])
-        cache.decode(1)
+            append_by_stream(fake_client, [cache], [1])
+        cache.append(1)
         assert cache.num_recoveries == 2
         assert fake.sequences[cache.handle.cache_id] == [*PROMPT, 1]
 
@@ -176,7 +181,7 @@ def test_other_errors_are_not_recovered(fake: FakeServer, fake_client: Client) -
         ):
             fake.failures["Decode"] = [Failure(code, reason=reason)]
             with pytest.raises(FerruleError) as caught:
-                cache.decode(1)
+                cache.append(1)
             assert caught.value.reason == reason
         assert cache.num_recoveries == 0
 
@@ -187,14 +192,14 @@ def test_prefill_that_fails_leaves_the_cache_as_it_was(fake: FakeServer, fake_cl
         fake.lose_all()
         fake.failures["Prefill"] = [Failure(CODES.RESOURCE_EXHAUSTED, "full", reason="KV_BLOCKS_EXHAUSTED")] * 2
         with pytest.raises(BlocksExhaustedError) as caught:
-            cache.decode(1)
+            cache.append(1)
         assert caught.value.__notes__ == [
             "the sequence is lost (HANDLE_UNKNOWN), and this is what prefilling it again failed with"
         ]
         with pytest.raises(BlocksExhaustedError):
-            fake_client.decode_many([cache], [1])
+            append_by_stream(fake_client, [cache], [1])
         assert (cache.length, cache.num_recoveries) == (3, 0)
-        cache.decode(1)
+        cache.append(1)
         assert (cache.length, cache.num_recoveries) == (4, 1)
 
 
@@ -204,7 +209,7 @@ def test_another_model_is_not_taken_for_the_same(fake: FakeServer, fake_client: 
         fake.lose_all()
         fake.lineage = b"m" * 16
         with pytest.raises(HandleNotFoundError) as caught:
-            cache.decode(1)
+            cache.append(1)
         assert "another model" in caught.value.__notes__[0]
         assert fake.sequences == {}
 
@@ -213,25 +218,25 @@ def test_adopted_handle_has_no_tokens_until_they_are_asked_for(fake: FakeServer,
     """The sequence's tokens never passed through this client."""
     handle = fake_client.prefill(PROMPT).detach()
     with fake_client.adopt(handle) as cache:
-        cache.decode(1)
+        cache.append(1)
         fake.failures["Decode"] = [Failure(CODES.NOT_FOUND, reason="HANDLE_EXPIRED")]
         with pytest.raises(HandleNotFoundError) as caught:
-            cache.decode(2)
+            cache.append(2)
         assert caught.value.token_ids is None
         cache.info(token_ids=True)
         assert cache.token_ids == [*PROMPT, 1]
-        cache.decode(2)
+        cache.append(2)
         assert cache.token_ids == [*PROMPT, 1, 2]
 
 
 def test_doubts_end_with_the_sequence(fake: FakeServer, fake_client: Client) -> None:
     """What may have landed on a lost sequence is not on the new one."""
     with fake_client.prefill(PROMPT, recover=True) as cache:
-        fake.failures["Decode"] = [Failure(CODES.DEADLINE_EXCEEDED, "Deadline Exceeded", after=True)]
+        fake.failures["Prefill"] = [Failure(CODES.DEADLINE_EXCEEDED, "Deadline Exceeded", after=True)]
         with pytest.raises(DeadlineExceededError):
-            cache.decode([1, 2])
+            cache.append([1, 2])
         fake.lose_all()
-        cache.decode(9)
+        cache.append(9)
         assert fake.sequences[cache.handle.cache_id] == [*PROMPT, 9]
         assert cache.num_recoveries == 1
 
@@ -244,7 +249,7 @@ def test_recovery_is_logged_without_secrets(
         before = cache.handle
         fake.lose_all()
         with caplog.at_level(logging.INFO, logger="ferrule_client"):
-            cache.decode(1)
+            cache.append(1)
         (line,) = (record.getMessage() for record in caplog.records)
         assert line.startswith(f"recovered handle_id={before.handle_id} as={cache.handle.handle_id} reason=")
         assert before.cache_id not in line
@@ -257,7 +262,7 @@ def test_recovered_sequence_is_kept_alive(fake: FakeServer, fake_client: Client)
         wait_for(lambda: fake.calls["KeepAlive"] > 0)
         fake.lose_all()
         wait_for(lambda: not list(threads_named("ferrule-keep-alive")))
-        cache.decode(1)
+        cache.append(1)
         num_calls = fake.calls["KeepAlive"]
         wait_for(lambda: fake.calls["KeepAlive"] > num_calls + 1)
 
@@ -271,17 +276,17 @@ def test_draining_server_is_waited_for_by_those_who_recover(fake: FakeServer) ->
             client.prefill(PROMPT, recover=True) as cache,
             client.stream() as stream,
         ):
-            for rpc, call in (("Decode", plain.decode), ("frame", lambda token: stream.decode([plain], [token]))):
+            for rpc, call in (("Decode", plain.append), ("frame", lambda token: append_all(stream, [plain], [token]))):
                 fake.failures[rpc] = [draining]
                 with pytest.raises(DrainingError):
                     call(1)
             fake.failures["Decode"] = fake.failures["frame"] = [draining] * 2
-            cache.decode(1)
+            cache.append(1)
             fake.failures["frame"] = [draining] * 2
-            stream.decode([cache], [1])
+            append_all(stream, [cache], [1])
             fake.failures["Decode"] = [draining] * 100
             with pytest.raises(DrainingError):
-                cache.decode(1, timeout=0.3)
+                cache.append(1, timeout=0.3)
 
 
 @pytest.fixture
@@ -318,16 +323,16 @@ def test_expired_sequence_of_a_real_server_comes_back() -> None:
     """The lease was granted, ran out, and the next call says so, or goes on."""
     with RunningServer() as server, Client(server.address.target) as client:
         plain = client.prefill([1, 2, 3], ttl=7, keep_alive=False)
-        (branch,) = plain.fork(ttl=9)
+        branch = plain.fork(ttl=9)
         cache = client.prefill([1, 2, 3], ttl=7, keep_alive=False, recover=True)
-        assert [one.tip.ttl_s for one in (plain, branch, cache)] == [7.0, 9.0, 7.0]
-        expected = client.decode_many([plain, cache], [4, 4], policy=greedy())[1].token
+        assert [one._tip.ttl_s for one in (plain, branch, cache)] == [7.0, 9.0, 7.0]
+        expected = append_by_stream(client, [plain, cache], [4, 4], greedy())[1].token
         server.clock.offset_s += 30.0
         with pytest.raises(HandleNotFoundError) as caught:
-            plain.query(greedy())
+            plain.step(redraw=True)
         assert (caught.value.reason, caught.value.token_ids) == ("HANDLE_EXPIRED", [1, 2, 3, 4])
-        assert cache.append((), policy=greedy()).token == expected
-        assert (cache.num_recoveries, cache.tip.ttl_s) == (1, 7.0)
+        assert cache.step(redraw=True).token == expected
+        assert (cache.num_recoveries, cache._tip.ttl_s) == (1, 7.0)
         assert cache.info(token_ids=True).token_ids == (1, 2, 3, 4)
         client.release([plain, branch, cache])
 
@@ -337,11 +342,10 @@ def test_request_id_of_ones_own_names_one_sequence() -> None:
     with RunningServer() as server, Client(server.address.target) as client:
         other = Client(server.address.target)
         cache = client.prefill([1, 2], request_id="mine")
-        again = other.append([1, 2], request_id="mine")
-        assert again.last is not None
+        again = other.prefill([1, 2], request_id="mine")
         assert again.last.replayed
         assert again.detach() == cache.handle
         with pytest.raises(RequestIdReusedError):
-            other.append([1, 3], request_id="mine")
+            other.prefill([1, 3], request_id="mine")
         cache.release()
         other.close()

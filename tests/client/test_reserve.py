@@ -20,7 +20,7 @@ def test_room_is_taken_once_and_kept_until_release(client: Client) -> None:
         assert client.status().free_blocks == total - 3
         cache.truncate(1)
         assert client.status().free_blocks == total - 3
-        with cache.fork()[0] as branch:
+        with cache.fork() as branch:
             assert branch.info().reserved_length == 0
 
 
@@ -66,12 +66,12 @@ def test_a_recovered_sequence_has_its_room_again(client: Client) -> None:
         client.release([cache.handle])
         assert cache.reserve(3 * BLOCK) == 2
         client.release([cache.handle])
-        cache.decode([4])
+        cache.append([4])
         assert cache.num_recoveries == 2
         assert cache.info().reserved_length == 3 * BLOCK
         client.reserve([cache], 4 * BLOCK)
         client.release([cache.handle])
-        cache.decode([5])
+        cache.append([5])
         assert cache.info().reserved_length == 4 * BLOCK
 
 

@@ -20,6 +20,7 @@ from ferrule.errors import (
     StartingError,
     UnavailableError,
 )
+from ferrule.types import Append, Output
 from ferrule_client._retry import Attempts, RetrySettings
 from tests.client.fake_server import Failure, FakeServer
 
@@ -38,36 +39,66 @@ def test_broken_connection_is_tried_again(fake: FakeServer, fake_client: Client)
     assert fake.calls["GetStatus"] == 3
 
 
+def run_one(client: Client, item: Append[Cache]) -> Output:
+    """Return what came of an append in a frame of its own."""
+    with client.stream() as stream:
+        (output,) = stream.run([item])
+    return output
+
+
 @pytest.mark.parametrize("failure", [GONE, LOST, RESET, CUT])
 def test_append_is_tried_again_and_replays(fake: FakeServer, fake_client: Client, failure: Failure) -> None:
-    """Whether the request or the reply was lost, the token is there once."""
-    with fake_client.prefill([*b"ab"], policy=greedy()) as cache:
+    """Whether the request or the reply was lost, the tokens are there once; one token, and several in one call."""
+    with fake_client.prefill([*b"ab"]) as cache:
         fake.failures["Decode"] = [failure, failure]
-        output = cache.decode([*b"cd"], policy=greedy())
+        output = cache.append(ord("c"))
         assert output.replayed == failure.after
-        assert bytes(fake.sequences[cache.handle.cache_id]) == b"abcd"
+        assert bytes(fake.sequences[cache.handle.cache_id]) == b"abc"
         assert fake.calls["Decode"] == 3
+        fake.calls.clear()
+        fake.failures["Prefill"] = [failure, failure]
+        cache.append([*b"de"])
+        assert bytes(fake.sequences[cache.handle.cache_id]) == b"abcde"
+        assert fake.calls["Prefill"] == 3
+
+
+def test_pending_token_is_sent_once_however_often_the_call_is(fake: FakeServer, fake_client: Client) -> None:
+    """It is part of the append, and a lost reply leaves it pending."""
+    with fake_client.prefill([*b"ab"], policy=greedy()) as cache:
+        chosen = cache.last.token
+        fake.failures["Decode"] = [LOST, LOST]
+        assert cache.step().replayed
+        assert fake.sequences[cache.handle.cache_id] == [*b"ab", chosen]
+        assert cache.length == 3
+        chosen = cache.last.token
+        fake.failures["Decode"] = [LOST] * 99
+        with pytest.raises(UnavailableError):
+            cache.step()
+        fake.failures.clear()
+        assert (cache.length, cache.pending) == (3, chosen)
+        assert cache.step().replayed
+        assert fake.sequences[cache.handle.cache_id][3:] == [chosen]
 
 
 def test_call_that_the_server_cancels_is_a_broken_connection(fake: FakeServer) -> None:
     """What a server does that goes down under a call: on a stream too, and it is said so when the retries end."""
     with Client(fake.target, max_retries=1) as client, client.prefill([*b"ab"]) as cache:
         fake.failures["frame"] = [CUT]
-        assert client.decode_many([cache], [1])[0].replayed
+        assert run_one(client, Append(cache, 1)).replayed
         fake.failures["Decode"] = [CUT] * 3
         with pytest.raises(UnavailableError, match="cut off") as caught:
-            cache.decode(1)
+            cache.append(1)
         assert (caught.value.reason, caught.value.code) == ("CONNECTION_LOST", CODES.CANCELLED)
 
 
 def test_retry_draws_with_the_seed_of_the_first_try(fake: FakeServer, fake_client: Client) -> None:
     """The client draws a missing seed before it sends, so a replay is exact."""
     with fake_client.prefill([*b"ab"]) as cache:
-        first = cache.decode(1, policy=sample(temperature=0.5)).seed
-        second = cache.decode(1, policy=sample(temperature=0.5)).seed
+        first = cache.append(1, policy=sample(temperature=0.5)).seed
+        second = cache.append(1, policy=sample(temperature=0.5)).seed
         assert first is not None
         assert first != second
-        assert cache.decode(1, policy=sample(temperature=0, seed=None)).seed is None
+        assert cache.append(1, policy=sample(temperature=0, seed=None)).seed is None
 
 
 def branch(client: Client, cache: Cache) -> Cache:
@@ -79,9 +110,9 @@ def branch(client: Client, cache: Cache) -> Cache:
 Create = Callable[[Client, Cache], object]
 CREATIONS: list[tuple[str, Create]] = [
     ("Prefill", lambda client, _: client.prefill([*b"xy"])),
-    ("ForkCache", lambda _, cache: cache.fork()[0]),
-    ("Decode", lambda _, cache: cache.decode([1], on_stale="fork")),
-    ("Prefill", lambda _, cache: cache.append([1], on_stale="fork")),
+    ("ForkCache", lambda _, cache: cache.fork()),
+    ("Decode", lambda _, cache: cache.append([1], on_stale="fork")),
+    ("Prefill", lambda _, cache: cache.append([1, 2], on_stale="fork")),
     ("frame", branch),
 ]
 
@@ -127,7 +158,7 @@ def test_server_is_asked_once_what_it_can_do(fake: FakeServer, fake_client: Clie
 def test_creation_costs_no_call_besides(fake: FakeServer, fake_client: Client) -> None:
     """What the server can do is asked for when a creation broke, not before."""
     with fake_client.prefill([*b"ab"]) as cache:
-        cache.fork()[0].release()
+        cache.fork().release()
     assert set(fake.calls) == {"Prefill", "ForkCache", "ReleaseCache"}
 
 
@@ -178,11 +209,12 @@ def test_passing_refusal_is_waited_out(fake: FakeServer, fake_client: Client, rp
     fake.failures[rpc] = [full, full]
     start = time.monotonic()
     if rpc == "Decode":
-        caches[0].decode(1)
+        caches[0].append(1)
     elif rpc == "Prefill":
         caches.append(fake_client.prefill([*b"ab"]))
     else:
-        fake_client.decode_many(caches, [1, 2, 3])
+        with fake_client.stream() as stream:
+            stream.run([Append(cache, token) for token, cache in enumerate(caches, 1)])
         assert [len(frame) for frame in fake.frames] == [3, 2]
         assert [cache.length for cache in caches] == [3, 3, 3]
     assert time.monotonic() - start > (0.15 if rpc == "item" else 0.3)
@@ -209,7 +241,7 @@ def test_other_refusals_are_the_callers(
     with Client(fake.target, max_retries=2) as client, client.prefill([*b"ab"]) as cache:
         fake.failures[rpc] = [full] * 50
         with pytest.raises(ResourceExhaustedError) as caught:
-            cache.decode(1) if rpc == "Decode" else client.decode_many([cache], [1])
+            cache.append(1) if rpc == "Decode" else run_one(client, Append(cache, 1))
         assert (caught.value.reason, caught.value.retry_after_s) == (reason, retry_after_s)
         assert 50 - len(fake.failures[rpc]) == num_tries
         assert cache.length == 2
@@ -231,7 +263,7 @@ def test_a_request_that_never_arrived_is_sent_again(fake: FakeServer, fake_clien
         fake.calls.clear()
         fake.failures[rpc] = [TIMED_OUT] * 2
         if rpc == "Decode":
-            cache.decode(1)
+            cache.append(1)
         elif rpc == "Prefill":
             fake_client.prefill([*b"ab"]).release()
         else:
@@ -245,9 +277,9 @@ def test_a_request_that_never_arrives_is_named(fake: FakeServer) -> None:
     with Client(fake.target, max_retries=1) as client, client.prefill([*b"ab"]) as cache:
         fake.failures["Decode"] = [TIMED_OUT] * 50
         with pytest.raises(RequestTimeoutError) as caught:
-            cache.decode(2)
+            cache.append(2)
         assert isinstance(caught.value, DeadlineExceededError)
-        assert cache.tip.doubts == frozenset()
+        assert cache._tip.doubts == frozenset()
         assert fake.calls["Decode"] == 2
 
 
@@ -258,15 +290,15 @@ def test_a_request_that_is_too_large_is_not_sent_again(fake: FakeServer, fake_cl
         fake.calls.clear()
         fake.failures[rpc] = [TOO_LARGE] * 9
         calls: dict[str, Callable[[], object]] = {
-            "Decode": lambda: cache.decode(1),
+            "Decode": lambda: cache.append(1),
             "Prefill": lambda: fake_client.prefill([3]),
-            "frame": lambda: fake_client.decode_many([cache], [1]),
+            "frame": lambda: run_one(fake_client, Append(cache, 1)),
         }
         with pytest.raises(RequestTooLargeError) as caught:
             calls[rpc]()
         assert (caught.value.num_bytes, caught.value.limit_bytes, caught.value.field) == (9000, 8000, "request")
         assert fake.calls[rpc] == 1
-        assert cache.tip.doubts == frozenset()
+        assert cache._tip.doubts == frozenset()
         fake.failures.clear()
 
 
@@ -275,9 +307,9 @@ def test_slow_consumer_is_told_and_its_append_is_in_doubt(fake: FakeServer, fake
     with fake_client.prefill([*b"ab"]) as cache, fake_client.stream() as stream:
         fake.failures["frame"] = [Failure(CODES.RESOURCE_EXHAUSTED, "slow", reason="SLOW_CONSUMER", after=True)]
         with pytest.raises(SlowConsumerError):
-            stream.decode([cache], [1])
-        assert cache.tip.doubts == {(1,)}
-        assert stream.decode([cache], [1])[0].replayed
+            stream.run([Append(cache, 1)])
+        assert cache._tip.doubts == {(1,)}
+        assert stream.run([Append(cache, 1)])[0].replayed
         assert fake.sequences[cache.handle.cache_id] == [*b"ab", 1]
         assert fake.calls["StreamDecode"] == 2
 

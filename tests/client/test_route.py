@@ -12,12 +12,13 @@ import pytest
 
 from ferrule import AsyncClient, Cache, Client, FerruleError, Handle, greedy
 from ferrule.errors import InstanceUnreachableError, UnavailableError, WrongInstanceError
-from ferrule.types import Output
+from ferrule.types import Append, Output
+from ferrule_client._leases import due_groups
 from ferrule_client._route import instance_of_handle
 from ferrule_client._tip import Tip
-from ferrule_client.sync._lease import due_groups
 from tests.client.aio_harness import run
 from tests.client.fake_server import NO_OWNER, Failure, FakeServer, wait_for
+from tests.client.frames import append_all, append_by_stream
 
 PROMPT = [*b"the"]
 
@@ -48,14 +49,14 @@ def test_a_name_that_metadata_cannot_carry_is_left_out(name: str) -> None:
 def test_every_call_on_a_handle_names_its_instance(fake: FakeServer, fake_client: Client) -> None:
     """Those that name no handle name no instance."""
     with make(fake, fake_client, "a", recover=True) as cache:
-        cache.decode(1)
+        cache.append(1)
         cache.append([2, 3])
         cache.verify([4], tokens=[9], policy=greedy())
         list(cache.generate(2))
         cache.info()
         cache.truncate(2)
-        (branch,) = cache.fork()
-        fake_client.decode_many([cache, branch], [5, 6])
+        branch = cache.fork()
+        append_by_stream(fake_client, [cache, branch], [5, 6])
         fake_client.keep_alive([cache])
         fake_client.release([branch])
         fake_client.status()
@@ -70,7 +71,7 @@ def test_a_pinned_client_names_its_instance_where_no_handle_does(fake: FakeServe
     with Client(fake.target, instance="b") as client:
         client.status()
         with make(fake, client, "a") as cache:
-            cache.decode(1)
+            cache.append(1)
     assert fake.routes == [("GetStatus", "b"), ("Prefill", "b"), ("Decode", "a"), ("ReleaseCache", "a")]
     for name, error in (("a b", ValueError), ("", ValueError), (7, TypeError)):
         with pytest.raises(error, match="instance"):
@@ -89,7 +90,7 @@ def test_metadata_of_the_caller_travels_with_every_call(fake: FakeServer) -> Non
         client.status()
         assert (fake.metadata["traceparent"], fake.metadata["authorization"]) == ("00-1", "Bearer ours")
         with make(fake, client, "a") as cache:
-            client.decode_many([cache], [1])
+            append_by_stream(client, [cache], [1])
             assert (fake.metadata["traceparent"], fake.metadata["ferrule-instance"]) == ("00-3", "a")
             list(cache.generate(1))
             assert fake.metadata["traceparent"] == "00-4"
@@ -118,10 +119,10 @@ def test_a_call_on_many_handles_is_one_for_each_instance(
     losers = [make(fake, fake_client, name) for name in "aba"]
     assert fake_client.release(losers).released == (True,) * 3
     with fake_client.stream() as stream:
-        outputs = stream.decode([b, a], [[1, 2], 3], release=b.fork())
+        outputs = stream.run([Append(b, [1, 2]), Append(a, 3)], release=[b.fork()])
         assert [output.handle.length for output in outputs] == [5, 4]
         assert fake.calls["StreamDecode"] == 2
-        stream.decode([a, b], [1, 2])
+        append_all(stream, [a, b], [1, 2])
         assert fake.calls["StreamDecode"] == 2
     with pytest.raises(ValueError, match="instances 'a' and 'b'"):
         fake_client.reserve([a, b], 10)
@@ -144,12 +145,12 @@ def test_one_instance_that_is_out_of_reach_takes_nothing_from_the_other(
     assert isinstance(lost, InstanceUnreachableError)
     assert not isinstance(lease, FerruleError)
     with fake_client.stream() as stream:
-        error, output = stream.try_decode([a, b], [1, 2])
+        error, output = stream.run([Append(a, 1), Append(b, 2)], errors="return")
     assert isinstance(error, InstanceUnreachableError)
     assert (error.instance, error.code) == ("a", grpc.StatusCode.UNAVAILABLE)
     assert isinstance(output, Output)
     assert (a.length, b.length) == (3, 4)
-    (loser,) = b.fork()
+    loser = b.fork()
     with pytest.raises(InstanceUnreachableError):
         fake_client.release([make(fake, fake_client, "a"), loser])
     assert loser.handle.cache_id not in fake.sequences
@@ -166,15 +167,15 @@ def test_an_owner_out_of_reach_is_a_typed_error_after_the_retries(
     fake.unreachable = {"a"}
     started = time.monotonic()
     with pytest.raises(InstanceUnreachableError, match="cannot reach instance 'a'") as caught:
-        a.decode(1)
+        a.append(1)
     assert time.monotonic() - started < 5
     assert (caught.value.instance, caught.value.token_ids, caught.value.pending) == ("a", PROMPT, ())
     fake.routes.clear()
     with pytest.raises(InstanceUnreachableError):
-        a.decode(1)
+        a.append(1)
     assert len(fake.routes) == 1
     fake.unreachable.clear()
-    a.decode(1)
+    a.append(1)
 
 
 def test_a_call_without_time_says_nothing_of_its_instance(
@@ -197,9 +198,9 @@ def test_a_cache_that_recovers_goes_on_elsewhere(fake: FakeServer, fake_client: 
     cache = make(fake, fake_client, "a", recover=True)
     fake.unreachable, fake.instance = {"a"}, "b"
     if name == "decode":
-        cache.decode(1)
+        cache.append(1)
     elif name == "stream":
-        fake_client.decode_many([cache], [1])
+        append_by_stream(fake_client, [cache], [1])
     else:
         assert bytes(list(cache.generate(4))) == b" qui"
     assert cache.num_recoveries == 1
@@ -211,12 +212,12 @@ def test_wrong_instance_is_sent_once_to_the_one_it_names(fake: FakeServer, fake_
     """Where the id names another one than the server says; not a second time, and not back to the same."""
     with make(fake, fake_client, "a") as cache:
         fake.failures["Decode"] = [told("b")]
-        cache.decode(1)
+        cache.append(1)
         assert fake.routes[-2:] == [("Decode", "a"), ("Decode", "b")]
         for failures in ([told("b"), told("c")], [told("a")]):
             fake.failures["Decode"] = list(failures)
             with pytest.raises(WrongInstanceError):
-                cache.decode(2)
+                cache.append(2)
             assert fake.failures["Decode"] == []
 
 
@@ -231,8 +232,8 @@ def test_an_instance_that_is_no_longer_there_is_a_loss(fake: FakeServer, fake_cl
         fake.failures["Decode"] = [told("a")] * 2
         fake.instance = "b"
         with pytest.raises(WrongInstanceError):
-            plain.decode(1)
-        cache.decode(1)
+            plain.append(1)
+        cache.append(1)
         assert (cache.num_recoveries, cache.handle.instance) == (1, "b")
 
 
@@ -256,12 +257,13 @@ def test_a_server_that_goes_by_another_name_is_quiet_about_what_it_had(fake: Fak
         fake.only = fake.instance = "b"
         assert [type(one) for one in fake_client.keep_alive(caches)] == [WrongInstanceError] * 3
         with fake_client.stream() as stream:
-            errors = stream.try_decode(caches[:2], [1, 2], release=[caches[2]])
+            items = [Append(cache, token) for token, cache in enumerate(caches[:2], 1)]
+            errors = stream.run(items, errors="return", release=[caches[2]])
         assert [type(one) for one in errors] == [WrongInstanceError] * 2
         with pytest.raises(WrongInstanceError):
-            caches[0].decode(1)
+            caches[0].append(1)
         with fake_client.stream() as stream, make(fake, fake_client, "b") as there:
-            error, output = stream.try_decode([caches[0], there], [1, 2])
+            error, output = stream.run([Append(caches[0], 1), Append(there, 2)], errors="return")
             assert isinstance(error, WrongInstanceError)
             assert isinstance(output, Output)
     assert fake_client.release(caches[:2]).released == (False, False)
@@ -276,12 +278,12 @@ def test_a_cache_that_recovers_goes_on_where_the_server_has_another_name(
     with make(fake, fake_client, "a", recover=True) as cache:
         fake.only = fake.instance = "b"
         if name == "decode":
-            cache.decode(1)
+            cache.append(1)
         elif name == "many":
-            fake_client.decode_many([cache], [1])
+            append_by_stream(fake_client, [cache], [1])
         elif name == "stream":
             with fake_client.stream() as stream:
-                stream.decode([cache], [1])
+                append_all(stream, [cache], [1])
         else:
             assert bytes(list(cache.generate(4))) == b" qui"
         assert (cache.num_recoveries, cache.handle.instance) == (1, "b")
@@ -305,11 +307,11 @@ def test_a_proxy_without_any_server_is_named(fake: FakeServer) -> None:
 def test_a_stream_that_ended_while_idle_is_opened_again(fake: FakeServer, fake_client: Client) -> None:
     """A server that drained ends it, and the next frame goes to that server's next run."""
     with make(fake, fake_client, "a") as cache, fake_client.stream() as stream:
-        stream.decode([cache], [1])
+        append_all(stream, [cache], [1])
         (call,) = stream._calls.values()
         call._call.cancel()
         wait_for(lambda: call.is_over)
-        stream.decode([cache], [2])
+        append_all(stream, [cache], [2])
         assert fake.calls["StreamDecode"] == 2
 
 

@@ -6,26 +6,26 @@ import grpc
 import numpy as np
 import pytest
 
-from ferrule import Client, FerruleError, greedy, logits, sample
+from ferrule import Client, FerruleError, Policy, greedy, logits, sample
 from ferrule.types import Append, Output, Verification, Verify
 from tests.client.fake_server import Failure, FakeServer
 
 PROMPT = [5, 6, 7, 8]
 
 
-def spoken(client: Client, num_tokens: int, **settings: float) -> list[int]:
-    """Return what plain decoding says behind the prompt."""
-    return client.generate(PROMPT, num_tokens, **settings).read().tokens  # type: ignore[arg-type]
+def spoken(client: Client, num_tokens: int, policy: Policy) -> list[int]:
+    """Return what plain decoding says after the prompt."""
+    return client.generate(PROMPT, num_tokens, policy=policy).read().tokens
 
 
 @pytest.mark.parametrize(("acceptance", "policy"), [("greedy", None), ("exact", greedy()), (None, sample(seed=4))])
 def test_speculation_says_what_plain_decoding_says(client: Client, acceptance: str | None, policy: object) -> None:
     """Whatever the drafts are, with every rule that compares tokens."""
-    settings = {"temperature": 0.0} if acceptance else {"seed": 4}
-    expected = spoken(client, 20, **settings)
+    plain = greedy() if acceptance else sample(seed=4)
+    expected = spoken(client, 20, plain)
     rng = np.random.default_rng(1)
     with client.prefill(PROMPT) as cache:
-        said = list[int](cache.generate(1, **settings))
+        said = list[int](cache.generate(1, policy=plain))
         while len(said) < 20:
             drafts = expected[len(said) :][: rng.integers(0, 5)]
             if drafts and rng.integers(2):
@@ -33,7 +33,7 @@ def test_speculation_says_what_plain_decoding_says(client: Client, acceptance: s
             check = cache.verify(drafts, acceptance=acceptance, policy=policy)  # type: ignore[arg-type]
             said += check.output.tokens
             assert check.accepted_count == len(check.output.tokens) - 1 <= len(drafts)
-            assert cache.pending == (check.next_token,)
+            assert cache.pending == check.next_token
             assert cache.token_ids == [*PROMPT, *said[:-1]]
         assert said[:20] == expected
         assert list(cache.info(token_ids=True).token_ids) == cache.token_ids
@@ -73,10 +73,11 @@ def test_the_caller_may_decide(client: Client) -> None:
     """All rows and handles come back; going on from one of them rewinds."""
     with client.prefill(PROMPT) as cache:
         check = cache.verify([1, 2, 3], tokens=9, policy=logits(), acceptance="none", row_handles=True)
-        assert check.output.logits is not None
         assert check.output.logits.shape[0] == 4
         assert [handle.length for handle in check.row_handles] == [5, 6, 7, 8]
-        assert (cache.length, cache.pending, check.next_token) == (8, (), None)
+        assert (cache.length, cache.pending, check.has_next) == (8, None, False)
+        with pytest.raises(AttributeError, match="you choose it"):
+            _ = check.next_token
         cache.truncate(6)
         assert cache.token_ids == [*PROMPT, 9, 1]
 
@@ -90,16 +91,16 @@ def test_rules_go_with_their_policies(client: Client) -> None:
             cache.verify([1], tokens=2, acceptance="rejection", policy=greedy())
         with pytest.raises(ValueError, match="one distribution per draft"):
             cache.verify([1], tokens=2, draft_probs=[])
-        assert cache.verify([1], tokens=2, acceptance="GREEDY").next_token is not None  # type: ignore[arg-type]
+        assert cache.verify([1], tokens=2, acceptance="GREEDY").has_next  # type: ignore[arg-type]
 
 
 def test_verifies_and_decodes_share_a_frame(client: Client) -> None:
     """One frame, answers of each kind in order, and one bad item alone."""
-    expected = spoken(client, 4, temperature=0)
+    expected = spoken(client, 4, greedy())
     with (
-        client.prefill(PROMPT, policy=greedy()) as first,
-        client.prefill(PROMPT, policy=greedy()) as second,
-        client.prefill(PROMPT, policy=greedy()) as third,
+        client.prefill(PROMPT) as first,
+        client.prefill(PROMPT) as second,
+        client.prefill(PROMPT) as third,
         client.stream() as stream,
     ):
         output, check, error = stream.run(
@@ -107,7 +108,8 @@ def test_verifies_and_decodes_share_a_frame(client: Client) -> None:
                 Append(first, expected[0], greedy()),
                 Verify(second, expected[1:3], expected[0], greedy()),
                 Verify(third, [999], 1, greedy()),
-            ]
+            ],
+            errors="return",
         )
         assert stream.num_frames <= 2
         assert isinstance(output, Output)
@@ -118,11 +120,11 @@ def test_verifies_and_decodes_share_a_frame(client: Client) -> None:
         assert third.length == 4
         first.truncate(4)
         second.truncate(4)
-        checks = stream.verify([first, second], [expected[1:2], []], tokens=[expected[0]] * 2, policy=greedy())
+        checks = stream.run([Verify(first, expected[1:2], expected[0]), Verify(second, [], expected[0])])
         assert [one.accepted_count for one in checks] == [1, 0]
         with pytest.raises(FerruleError) as caught:
-            stream.verify([first, second], [[1], [999]], policy=greedy())
-        assert "cache 1 of 2" in caught.value.__notes__[0]
+            stream.run([Verify(first, [1]), Verify(second, [999])])
+        assert "item 1 of 2" in caught.value.__notes__[0]
 
 
 def test_lost_answer_of_a_verify_is_asked_for_again(fake: FakeServer, fake_client: Client) -> None:
@@ -131,4 +133,4 @@ def test_lost_answer_of_a_verify_is_asked_for_again(fake: FakeServer, fake_clien
         fake.failures["ForwardVerify"] = [Failure(grpc.StatusCode.UNAVAILABLE)]
         check = cache.verify([*b"qu?"], tokens=[*b" "], acceptance="greedy")
         assert fake.calls["ForwardVerify"] == 2
-        assert (check.accepted_count, cache.pending) == (2, (ord("i"),))
+        assert (check.accepted_count, cache.pending) == (2, ord("i"))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrule import Client
+from ferrule import Client, sample
 from ferrule.errors import UnavailableError
 from tests.model.hub_stand_in import Faults, Hub, serving
 

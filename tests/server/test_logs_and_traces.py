@@ -21,7 +21,7 @@ from opentelemetry import propagate
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import format_span_id, format_trace_id
 
-import ferrule_client
+from ferrule import Client
 from ferrule.v1 import executor_pb2, executor_pb2_grpc
 from tests.api.certificates import Authority, ServerFiles
 from tests.api.collector import Collector, attributes_of
@@ -104,7 +104,7 @@ def test_one_trace_id_leads_from_the_client_to_spans_and_log_lines(served: Serve
     """A Python client, spans around its calls; a refusal and a stream among them; all of it found by its trace id."""
     tracer = TracerProvider(shutdown_on_exit=False).get_tracer("client")
     ids = {}
-    with ferrule_client.Client(served.target, metadata=current_metadata) as client:
+    with Client(served.target, metadata=current_metadata) as client:
         with tracer.start_as_current_span("prefill") as span, client.prefill(range(1, 20)) as cache:
             ids["prefill"] = span.get_span_context()
             handle_id = cache.handle.handle_id

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Final, Protocol
 
-from ferrule import Cache, Client, FerruleError, greedy
-from ferrule.types import Status
+from ferrule import Cache, Client, FerruleError, Stream, greedy
+from ferrule.types import Append, Status
 from tests.chaos.server_process import ServerProcess, wait_for
 from tools.compose.envoy import EnvoyProcess, get
 from tools.compose.stack import Stack
@@ -196,18 +196,18 @@ class Worker(threading.Thread):
         with connect(self._fleet, max_retries=1) as client, client.stream() as stream:
             while not self._stop_asked.is_set():
                 try:
-                    self._serve_one(client, stream if self._number % 2 else client)
+                    self._serve_one(client, stream if self._number % 2 else None)
                 except FerruleError as error:
                     self.failures.append(f"{type(error).__name__} {error}")
 
-    def _serve_one(self, client: Client, by: object) -> None:
+    def _serve_one(self, client: Client, stream: Stream | None) -> None:
         with client.prefill([self._number, 3]) as cache:
             self.owners[owner(cache)] += 1
             for token in range(1, 21):
-                if by is client:
-                    cache.decode(token, policy=greedy())
+                if stream is None:
+                    cache.append(token, policy=greedy(), pending="drop")
                 else:
-                    by.decode([cache], [token], policy=greedy())  # type: ignore[attr-defined]
+                    stream.run([Append(cache, token, greedy(), pending="drop")])
                 self.appends += 1
                 time.sleep(0.01)
             assert cache.info(token_ids=True).token_ids == (self._number, 3, *range(1, 21))

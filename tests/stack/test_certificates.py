@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ferrule import Client, FerruleError
-from ferrule.types import TlsConfig
+from ferrule.types import Append, TlsConfig
 from tests.tools import tool
 from tools.compose.compose_file import ROOT
 from tools.compose.stack import Stack
@@ -213,10 +213,10 @@ def test_certificates_are_replaced_under_a_client_that_goes_on(filled: Folders, 
         with Client(address, tls=filled.identity("alice")) as client, client.prefill([1, 2, 3]) as cache:
             old = served_certificate(address, filled, "alice")
             with client.stream() as stream:
-                stream.decode([cache], [[4]])
+                stream.run([Append(cache, 4)])
                 filled.made("renew", "server.example.org")
                 new = served_certificate(address, filled, "alice")
-                stream.decode([cache], [[5]])
+                stream.run([Append(cache, 5)])
             assert new != old
             assert new == ssl.PEM_cert_to_DER_cert((filled.secrets / "cert.pem").read_text())
             assert cache.length == 5

@@ -18,9 +18,9 @@ import grpc
 import pytest
 import yaml
 
-from ferrule import AsyncClient, Cache, Client, FerruleError, greedy
+from ferrule import AsyncClient, Cache, Client, FerruleError, Policy, greedy, sample
 from ferrule.errors import AuthError, EpochChangedError, InstanceUnreachableError, UnavailableError, WrongInstanceError
-from ferrule.types import Append, Output
+from ferrule.types import Append, Output, Prompt
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
 from ferrule_client._convert import handle_to_message
 from ferrule_client._status import error_from_call
@@ -85,12 +85,10 @@ def picked(endpoint: str) -> list[tuple[str, str | bytes]]:
 
 def likeliest_after(target: str, texts: Sequence[Sequence[int]], tie: float = 0.0) -> list[set[int]]:
     """Return the likeliest token after each text, by a server that is asked directly, and all that are so near."""
-    with Client(target) as direct:
+    with Client(target) as direct, direct.stream() as stream:
         found = []
         for start in range(0, len(texts), 50):
-            for cache in direct.batch_prefill(texts[start : start + 50], policy=greedy(top_logprobs=4)):
-                assert isinstance(cache, Cache)
-                assert cache.last is not None
+            for cache in stream.run([Prompt(text, greedy(top_logprobs=4)) for text in texts[start : start + 50]]):
                 best, *others = cache.last.top_logprobs[0]
                 found.append({best.token, *(one.token for one in others if one.logprob > best.logprob - tie)})
                 cache.release()
@@ -116,11 +114,12 @@ def check_appends(fleet: Fleet, client: Client, caches: list[Cache]) -> None:
     owners = Counter(map(owner, caches))
     assert min(owners[A], owners[B]) > NUM_HANDLES // 5, f"new prompts do not spread: {owners}"
     before = status_of(fleet)
-    outputs = client.decode_many(caches, [[1]] * NUM_HANDLES, policy=greedy())
-    for cache, output in zip(caches[:100], outputs[:100], strict=True):
-        cache.decode(output.token or 0, policy=greedy())
-    batch = client.batch_decode(caches[100:164], [[9]] * 64, policy=greedy())
-    assert all(isinstance(output, Output) for output in batch)
+    with client.stream() as stream:
+        outputs = stream.run([Append(cache, 1, greedy()) for cache in caches])
+        for cache, output in zip(caches[:100], outputs[:100], strict=True):
+            cache.append(output.token, policy=greedy())
+        items = [Append(cache, 9, greedy(), pending="drop") for cache in caches[100:164]]
+        assert all(isinstance(result, Output) for result in stream.run(items, errors="return"))
     sent = owners + Counter(map(owner, caches[:164]))
     after = status_of(fleet)
     assert {name: after[name].num_decodes - before[name].num_decodes for name in NAMES} == sent
@@ -138,7 +137,8 @@ def test_calls_on_many_handles_are_put_together_again(stack: OwnFleet, client: C
         60.0
     ] * 3
     with client.stream() as stream:
-        outputs = stream.decode([on_b, on_a], [[1, 2], 1], policy=greedy(), release=[loser])
+        ranked = Policy(top_logprobs=1)
+        outputs = stream.run([Append(on_b, [1, 2], ranked), Append(on_a, 1, ranked)], release=[loser])
         assert [output.handle.length for output in outputs] == [5, 4]
         children = stream.branch([on_a, on_a, on_b, on_b], [1, 2, 1, 2])
         assert list(map(owner, children)) == [A, A, B, B]
@@ -151,17 +151,16 @@ def test_calls_on_many_handles_are_put_together_again(stack: OwnFleet, client: C
 def test_new_sequences_of_a_stream_go_where_it_is(client: Client) -> None:
     """Pieces of prompts beside appends are one frame, as with one server; alone they open no second call."""
     with make_on(client, B) as on_b, client.stream() as stream:
-        first, moved = stream.run([Append([1, 2]), Append(on_b, 1, greedy())])
-        second, third = stream.run([Append([3, 4]), Append([5, 6])])
+        first, moved = stream.run([Prompt([1, 2]), Append(on_b, 1, greedy())])
+        second, third = stream.run([Prompt([3, 4]), Prompt([5, 6])])
         assert isinstance(moved, Output)
         made = [one for one in (first, second, third) if isinstance(one, Cache)]
         assert [owner(one) for one in made] == [B] * 3
         assert stream.num_frames == 2
         client.release(made)
     with client.stream() as stream:
-        (fresh,) = stream.run([Append([1, 2])])
-        assert isinstance(fresh, Cache)
-        stream.decode([fresh], [3])
+        (fresh,) = stream.run([Prompt([1, 2])])
+        stream.run([Append(fresh, 3)])
         assert list(stream._calls) == [owner(fresh)]
         fresh.release()
 
@@ -169,13 +168,13 @@ def test_new_sequences_of_a_stream_go_where_it_is(client: Client) -> None:
 def test_masks_are_known_where_they_are_used(client: Client) -> None:
     """Registered once, anywhere; each instance is given them when it needs them, and new prompts take them along."""
     mask = client.register_mask([3, 4])
-    with make_on(client, A) as on_a, make_on(client, B) as on_b:
-        assert {client.decode_many([on_a, on_b], [1, 1], policy=greedy(mask=mask))[place].token for place in (0, 1)}
-        assert on_a.decode(1, policy=greedy(mask=mask)).token in (3, 4)
-        assert on_b.decode(1, policy=greedy(mask=mask)).token in (3, 4)
+    with make_on(client, A) as on_a, make_on(client, B) as on_b, client.stream() as stream:
+        outputs = stream.run([Append(cache, 1, greedy(mask=mask)) for cache in (on_a, on_b)])
+        assert {output.token for output in outputs} <= {3, 4}
+        for cache in (on_a, on_b):
+            assert cache.append(1, policy=greedy(mask=mask), pending="drop").token in (3, 4)
     for _ in range(10):
         with client.prefill([1, 2], policy=greedy(mask=mask)) as cache:
-            assert cache.last is not None
             assert cache.last.token in (3, 4)
 
 
@@ -199,7 +198,8 @@ def test_asyncio_clients_go_the_same_ways(stack: OwnFleet) -> None:
         async with AsyncClient(stack.envoy.target, timeout=20) as client:
             caches = [await client.prefill([number]) for number in range(16)]
             assert {cache.handle.cache_id.partition(".")[0] for cache in caches} == {A, B}
-            outputs = await client.decode_many(caches, [1] * 16, policy=greedy())
+            async with client.stream() as stream:
+                outputs = await stream.run([Append(cache, 1, greedy()) for cache in caches])
             assert [output.handle.length for output in outputs] == [2] * 16
             assert all(not isinstance(lease, Exception) for lease in await client.keep_alive(caches))
             assert (await client.release(caches)).released == (True,) * 16
@@ -273,7 +273,7 @@ def test_handles_of_a_killed_owner_are_typed_errors_and_others_go_on(stack: OwnF
     on_a, on_b, text = make_on(client, A), make_on(client, B), [5, 6, 7, 1]
     again = make_on(client, A, recover=True)
     loop = make_on(client, A, recover=True)
-    with loop.fork()[0] as copy:
+    with loop.fork() as copy:
         undisturbed = list(copy.generate(40, policy=sample(temperature=0.9, seed=3)))
     said = loop.generate(40, policy=sample(temperature=0.9, seed=3))
     begun = [next(said) for _ in range(3)]
@@ -282,7 +282,8 @@ def test_handles_of_a_killed_owner_are_typed_errors_and_others_go_on(stack: OwnF
     with pytest.raises(InstanceUnreachableError) as caught:
         on_a.decode(1, policy=greedy())
     assert (caught.value.instance, caught.value.token_ids) == (A, [5, 6, 7])
-    results = client.stream().try_decode([on_a, on_b], [1, 1], policy=greedy())
+    with client.stream() as stream:
+        results = stream.run([Append(on_a, 1, greedy()), Append(on_b, 1, greedy())], errors="return")
     assert isinstance(results[0], InstanceUnreachableError)
     assert isinstance(results[1], Output)
     assert {results[1].token} == likeliest_after(stack.servers[B].target, [text])[0]
@@ -302,7 +303,7 @@ def test_handles_of_a_killed_owner_are_typed_errors_and_others_go_on(stack: OwnF
         on_a.decode(1, timeout=20)
     stack.wait_for_all()
     with pytest.raises(EpochChangedError):
-        on_a.query()
+        on_a.append(())
     client.release([on_a, on_b, again, loop])
 
 
@@ -351,7 +352,7 @@ def test_a_rolling_restart_under_load_fails_nothing(fleet: Fleet) -> None:
 
 def test_handles_are_served_while_every_server_drains(stack: OwnFleet) -> None:
     """Long after Envoy has found them unhealthy: what it knows of their health has no say in where handles lead."""
-    with stack.client(max_retries=1) as client:
+    with stack.client(max_retries=1) as client, client.stream() as kept:
         caches = [make_on(client, name) for name in NAMES]
         for server in stack.servers.values():
             server.process.send_signal(signal.SIGTERM)
@@ -359,8 +360,8 @@ def test_handles_are_served_while_every_server_drains(stack: OwnFleet) -> None:
         end = time.monotonic() + 4  # twice what two failed checks take
         while time.monotonic() < end:
             with client.stream() as fresh:
-                fresh.decode(caches, [[1], [1]])
-            client.decode_many(caches, [[1], [1]])
+                fresh.run([Append(cache, 1) for cache in caches])
+            kept.run([Append(cache, 1) for cache in caches])
             assert all(not isinstance(lease, FerruleError) for lease in client.keep_alive(caches))
             time.sleep(0.2)
         with pytest.raises(UnavailableError):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ferrule import Cache, Client
+from ferrule.types import Append
 from tests.stack.promql import DASHBOARD, Prometheus, filled_in, panels
 from tests.stack.traffic import traffic
 from tests.tools import KERNEL_CACHE, tool
@@ -145,13 +146,17 @@ def test_panels_can_be_read(tmp_path: Path) -> None:
 def test_an_upgrade_of_one_server_after_the_other_fails_nobody(tmp_path: Path) -> None:
     """As the page has it: who holds handles goes on, who begins gets the other server, and both end with 0."""
     with Stack(tmp_path, ("envoy",), profiles=("scale",), environment=SMALL) as stack:
-        with Client(stack.address("envoy", 50051)) as client, ThreadPoolExecutor() as pool:
+        with (
+            Client(stack.address("envoy", 50051)) as client,
+            client.stream() as stream,
+            ThreadPoolExecutor() as pool,
+        ):
             for name in ("ferrule-a", "ferrule-b"):
                 caches = [client.prefill([1, 2, number]) for number in range(8)]
                 assert {_instance(cache) for cache in caches} == {"ferrule-a", "ferrule-b"}
                 stopped = pool.submit(stack.stop, name)
                 for number in range(20):
-                    client.decode_many(caches, [[number]] * len(caches))
+                    stream.run([Append(cache, number) for cache in caches])
                     with client.prefill([3, number]) as fresh:
                         assert number < 10 or _instance(fresh) != name
                     time.sleep(0.1)

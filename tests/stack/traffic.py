@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from ferrule import Client, HandleNotFoundError, sample
 from ferrule.errors import HandleStaleError, InvalidRequestError, UnavailableError
+from ferrule.types import Append
 
 
 @contextlib.contextmanager
@@ -45,17 +46,17 @@ def _round(client: Client) -> None:
     with client.prefill(tokens) as cache:
         cache.generate(max_tokens=8, policy=sample(temperature=0.7, seed=1)).read()
         with contextlib.ExitStack() as kept:
-            branches = [kept.enter_context(branch) for branch in cache.fork(2)]
+            branches = kept.enter_context(cache.fork(2))
             with client.stream() as stream:
                 for _ in range(4):
-                    stream.decode(branches, [[5], [6]], policy=[sample(seed=1)] * 2)
-            branches[0].verify([7, 8], tokens=[9], policy=sample(seed=2))
+                    stream.run([Append(one, 5 + place, sample(seed=1), "drop") for place, one in enumerate(branches)])
+            branches[0].verify([7, 8], policy=sample(seed=2))
             branches[0].truncate(len(tokens))
         handle = cache.handle
-        cache.decode([5])
+        cache.append(5, pending="drop")
         old = client.adopt(handle, keep_alive=False)
         try:
-            old.decode([6])
+            old.append(6)
         except HandleStaleError:
             pass
         finally:

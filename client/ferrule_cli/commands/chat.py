@@ -22,8 +22,9 @@ from ferrule_cli.common import (
 )
 from ferrule_client.errors import FerruleError
 from ferrule_client.policy import sample
-from ferrule_client.sync.chat import Answer, Chat
+from ferrule_client.sync.chat import Chat
 from ferrule_client.sync.client import Client
+from ferrule_client.types import Answer
 
 __all__ = ["EXAMPLES", "add_options", "run"]
 

@@ -268,8 +268,8 @@ def _show(loop: Generation, args: argparse.Namespace, texts: _Texts) -> _Shown:
 def _print_branches(loop: Generation, shown: _Shown, args: argparse.Namespace, texts: _Texts) -> None:
     for branch, tokens in zip(loop.branches, shown.tokens, strict=True):
         print(f"--- {branch.index}, seed {branch.seed}, {branch.finish_reason}", flush=True)
-        lines = "".join(_line(token, texts) for token in tokens)
-        print(lines if args.top_logprobs else _said(branch, as_ids=args.ids), flush=True)
+        lines = [_line(token, texts) for token in tokens] if args.top_logprobs else [_said(branch, as_ids=args.ids)]
+        print("".join(lines), flush=True)
 
 
 def _piece(token: Token, *, as_ids: bool) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -133,6 +133,7 @@ class SequenceCalls:
         is_new = tip.contradicts([*sent.input_ids, *drafts]) or (draws and bool(tip.doubts))
         if tip.is_ahead or (is_new and await self._holds_only_doubts(timeout)):
             sent.on_stale = types_pb2.STALE_POLICY_REWIND
+            _messages.aim(sent, tip.handle)  # looking may have brought a lost sequence back
         return sent
 
     async def prepare_verify(self, item: Verify[Any], *, timeout: Timeout = USE_DEFAULT) -> executor_pb2.VerifyInput:
@@ -303,6 +304,12 @@ def tip_of(cache: AsyncCache) -> Tip:
     return calls_of(cache).tip
 
 
+def _ended(cache: AsyncCache | Handle) -> Handle:
+    """Return a handle, or give a cache up and return its handle; anything else is refused with the handles."""
+    calls: SequenceCalls | None = getattr(cache, "_calls", None)
+    return cast("Handle", cache) if calls is None else calls.give_up().handle
+
+
 async def release_all(
     connection: Connection, caches: Sequence[AsyncCache | Handle], timeout: Timeout = USE_DEFAULT
 ) -> Released:
@@ -312,7 +319,7 @@ async def release_all(
         FerruleError: A server was not reached. Sequences on other instances were released.
     """
     timeout = connection.until(timeout)
-    handles = [one if isinstance(one, Handle) else calls_of(one).give_up().handle for one in caches]
+    handles = [_ended(one) for one in caches]
     released: dict[int, bool] = {}
     freed_blocks = 0
     failures: dict[str, FerruleError] = {}

@@ -54,7 +54,7 @@ class Wire:
         try:
             self._loop = asyncio.get_running_loop()
         except RuntimeError:
-            raise RuntimeError("AsyncClient.connect needs a running event loop: call it in a coroutine") from None
+            raise RuntimeError("AsyncClient needs a running event loop: make it in a coroutine") from None
         self._labels = Labels(token, extra)
         self.channel = _open_channel(target, tls, has_token=bool(token))
         self._probe: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(HEALTH_CHECK)
@@ -138,7 +138,7 @@ class Wire:
     def _check_loop(self) -> None:
         """Say plainly what grpc.aio would otherwise answer with a hang."""
         if not is_running(self._loop):
-            raise RuntimeError("this client belongs to another event loop; connect one in each")
+            raise RuntimeError("this client belongs to another event loop; make one in each")
 
 
 class _Nudging:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ferrule.v1 import admin_pb2, cache_pb2
 from ferrule_client import _check, _convert
+from ferrule_client._public import publish
 from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client.aio._connection import Connection
 from ferrule_client.types import CacheMetrics, Drained, Warmed
@@ -154,3 +155,6 @@ class AsyncAdmin:
         request = admin_pb2.GetServerViewRequest(**bounds)
         reply = await self._connection.unary(self._connection.admin.GetServerView, request, timeout=timeout)
         return _convert.server_view_from_message(reply.view)
+
+
+publish(globals(), ("AsyncAdmin",))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, overload
 
+from ferrule_client._public import publish
 from ferrule_client.aio._calls import release_all
 from ferrule_client.aio._connection import Connection
 from ferrule_client.errors import FerruleError
@@ -90,3 +91,6 @@ class AsyncBranches(Sequence["AsyncCache"]):
 
     def _losers(self) -> list[AsyncCache]:
         return [one for one in self._caches if not one.is_released and id(one) not in self._kept]
+
+
+publish(globals(), ("AsyncBranches",))

@@ -12,6 +12,7 @@ from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
 from ferrule_client import _check, _convert, _messages
 from ferrule_client import _notebook as notebook
 from ferrule_client._messages import Stops
+from ferrule_client._public import publish
 from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._tip import Tip
 from ferrule_client.aio._calls import SequenceCalls
@@ -146,12 +147,16 @@ class AsyncCache:
         return self._tip.last
 
     @property
-    def token_ids(self) -> list[int] | None:
+    def token_ids(self) -> list[int]:
         """The first ``length`` token ids, without asking the server.
 
-        None for an adopted handle, until ``info(token_ids=True)`` was called.
+        Raises:
+            RuntimeError: They are not known: the handle was adopted, and ``info(token_ids=True)`` was not called yet.
         """
-        return self._tip.seen_ids
+        ids = self._tip.seen_ids
+        if ids is None:
+            raise RuntimeError("the handle was adopted, so its tokens are not known: call cache.info(token_ids=True)")
+        return ids
 
     @property
     def is_released(self) -> bool:
@@ -267,7 +272,6 @@ class AsyncCache:
         stop: Stops = (),
         ignore_eos: bool = False,
         text: bool = False,
-        skip_special_tokens: bool = True,
         on_stale: OnStale = "fail",
         timeout: Timeout = USE_DEFAULT,
     ) -> AsyncGeneration:
@@ -287,7 +291,6 @@ class AsyncCache:
             ignore_eos: True: do not stop at the model's own stop tokens.
             text: True: each token has what it adds to the text, never half a character. Needs a tokenizer.
                 ``pieces`` of the iterator sets it.
-            skip_special_tokens: False: special tokens are part of the text.
             on_stale: As in ``append``.
             timeout: Seconds one token may take, retries included.
 
@@ -312,7 +315,6 @@ class AsyncCache:
             stop=stop,
             ignore_eos=ignore_eos,
             has_text=text,
-            skip_special_tokens=skip_special_tokens,
         )
         _convert.stale_to_message(on_stale)
         return AsyncGeneration(
@@ -580,3 +582,6 @@ class AsyncCache:
             ttl: The lease in seconds that was asked for, if one was.
         """
         return AsyncCache(self._connection, self._calls.of_branch(tip, ttl))
+
+
+publish(globals(), ("AsyncCache",))

@@ -5,52 +5,22 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ferrule_client._public import publish
 from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._token_log import common_length
+from ferrule_client.aio._opening import opening
 from ferrule_client.aio.cache import AsyncCache
 from ferrule_client.aio.generation import AsyncGeneration
 from ferrule_client.policy import Policy, sample
-from ferrule_client.types import FinishReason, Handle
+from ferrule_client.types import Answer, Handle
 
 if TYPE_CHECKING:
     from ferrule_client.aio.client import AsyncClient
 
-__all__ = ["Answer", "AsyncChat"]
-
-
-@dataclass(slots=True)
-class Answer:
-    """What the model said in one turn; ``str`` of it is its text.
-
-    Attributes:
-        text: The text.
-        tokens: Its token ids.
-        finish_reason: Why it ended; ``closed`` if the reader stopped it.
-        seed: Seed of the draws, or None if nothing was drawn.
-        num_prompt_tokens: Tokens of the conversation up to the answer.
-        num_reused_tokens: Of these, tokens whose KV was there already.
-        elapsed_s: Seconds from the question to the last token, the prompt's own run included.
-    """
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    seed: int | None = None
-    num_prompt_tokens: int = 0
-    num_reused_tokens: int = 0
-    elapsed_s: float = 0.0
-
-    def __str__(self) -> str:
-        return self.text
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens drawn for each second."""
-        return len(self.tokens) / self.elapsed_s if self.elapsed_s else 0.0
+__all__ = ["AsyncChat"]
 
 
 class AsyncChat:
@@ -61,7 +31,7 @@ class AsyncChat:
         async with client.chat("Answer briefly.") as chat:
             print(await chat.send("What is a ferrule?"))
             chat.undo()                                       # forgets that turn
-            async with await chat.fork() as other:            # both go on from here
+            async with chat.fork() as other:                  # both go on from here
                 print(await other.send("And a grommet?"))
 
     Each turn renders the whole conversation by the model's chat template, finds how many of its tokens the sequence
@@ -86,11 +56,9 @@ class AsyncChat:
         policy: Policy | None = None,
         max_tokens: int = 256,
         variables: Mapping[str, object] | None = None,
-        allow_special_tokens: bool = False,
     ) -> None:
         self._client = client
         self._variables = variables
-        self._allow_special_tokens = allow_special_tokens
         self._cache: AsyncCache | None = None
         self._token_ids: list[int] = []
         self.system = system
@@ -142,7 +110,6 @@ class AsyncChat:
         prompt = await self._client.apply_chat_template(
             [*self.all_messages, question],
             variables=self._variables,
-            allow_special_tokens=self._allow_special_tokens,
             timeout=timeout,
         )
         start = time.perf_counter()
@@ -165,6 +132,7 @@ class AsyncChat:
         del self.messages[num_kept:]
         return num_undone
 
+    @opening
     async def fork(self) -> AsyncChat:
         """Return a chat that goes on from here by itself; both share the KV of what was said.
 
@@ -238,3 +206,6 @@ async def _read(loop: AsyncGeneration, answer: Answer, on_text: Callable[[str], 
     except KeyboardInterrupt:
         answer.finish_reason = "closed"
     answer.seed = loop.seed
+
+
+publish(globals(), ("AsyncChat",))

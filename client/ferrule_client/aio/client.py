@@ -17,6 +17,7 @@ from ferrule_client import _check, _convert, _messages
 from ferrule_client._channel import Extra
 from ferrule_client._messages import PromptOptions, Stops
 from ferrule_client._parts import Parts, checked_instance
+from ferrule_client._public import publish
 from ferrule_client._retry import RetrySettings
 from ferrule_client._route import by_instance
 from ferrule_client._status import error_from_status
@@ -292,7 +293,6 @@ class AsyncClient:
         stop: Stops = (),
         ignore_eos: bool = False,
         text: bool | None = None,
-        skip_special_tokens: bool = True,
         ttl: float | None = None,
         reuse_prefix: bool = True,
         publish_prefix: bool = True,
@@ -307,13 +307,12 @@ class AsyncClient:
 
         Args:
             prompt: A text, or token ids.
-            max_tokens: As in ``AsyncCache.generate``; so are the arguments up to ``skip_special_tokens``.
+            max_tokens: As in ``AsyncCache.generate``; so are the arguments up to ``text``.
             policy: As in ``AsyncCache.generate``.
             n: As in ``AsyncCache.generate``.
             stop: As in ``AsyncCache.generate``.
             ignore_eos: As in ``AsyncCache.generate``.
             text: As in ``AsyncCache.generate``. None: if the prompt is a text.
-            skip_special_tokens: As in ``AsyncCache.generate``.
             ttl: Lease in seconds, clamped by the server. None: the server's default.
             reuse_prefix: As in ``prefill``.
             publish_prefix: As in ``prefill``.
@@ -341,7 +340,6 @@ class AsyncClient:
             stop=stop,
             ignore_eos=ignore_eos,
             has_text=isinstance(prompt, str) if text is None else text,
-            skip_special_tokens=skip_special_tokens,
         )
         options = PromptOptions(ttl, None, reuse_prefix, publish_prefix)
         _convert.duration(ttl)
@@ -363,7 +361,6 @@ class AsyncClient:
         policy: Policy | None = None,
         max_tokens: int = 256,
         variables: Mapping[str, object] | None = None,
-        allow_special_tokens: bool = False,
     ) -> AsyncChat:
         """Return a new conversation by the model's chat template; see ``AsyncChat``. Nothing is sent yet.
 
@@ -372,7 +369,6 @@ class AsyncClient:
             policy: How answers are drawn. None: ``sample()``.
             max_tokens: Most tokens of an answer.
             variables: More variables for the template.
-            allow_special_tokens: As in ``apply_chat_template``.
 
         Example:
             ``async with client.chat("Answer briefly.") as chat: print(await chat.send("Hello"))``
@@ -383,7 +379,6 @@ class AsyncClient:
             policy=policy,
             max_tokens=max_tokens,
             variables=variables,
-            allow_special_tokens=allow_special_tokens,
         )
 
     def adopt(self, handle: Handle, *, keep_alive: bool = True) -> AsyncCache:
@@ -822,3 +817,6 @@ def _lease_or_error(result: cache_pb2.KeepAliveResult) -> Lease | FerruleError:
     if result.HasField("lease"):
         return _convert.lease_from_message(result.lease)
     return error_from_status(result.error)
+
+
+publish(globals(), ("AsyncClient",))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from ferrule_client._public import publish
+
 __all__ = ["AsyncDetokenizer"]
 
 _REPLACEMENT = "\ufffd"
@@ -72,3 +74,6 @@ class AsyncDetokenizer:
             return 0
         text, ends_mid_character = await self._decode(self._window)
         return len(text.rstrip(_REPLACEMENT) if ends_mid_character else text)
+
+
+publish(globals(), ("AsyncDetokenizer",))

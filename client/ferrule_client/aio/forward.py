@@ -9,6 +9,7 @@ import grpc
 
 from ferrule.v1 import executor_pb2
 from ferrule_client import _convert
+from ferrule_client._public import publish
 from ferrule_client._retry import Attempts
 from ferrule_client._timeouts import Timeout
 from ferrule_client.aio._connection import Connection
@@ -111,3 +112,6 @@ class AsyncForwardPass(AsyncIterator[ForwardChunk]):
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
+
+
+publish(globals(), ("AsyncForwardPass",))

@@ -14,6 +14,7 @@ import grpc
 from ferrule.v1 import executor_pb2
 from ferrule_client import _check, _convert, _messages
 from ferrule_client._messages import GenerationPlan, PromptOptions
+from ferrule_client._public import publish
 from ferrule_client._retry import Attempts
 from ferrule_client._route import instance_of_handle, is_lost
 from ferrule_client._status import error_from_status, may_have_happened
@@ -582,3 +583,6 @@ def _error_of(message: executor_pb2.GenerateOutput, reason: FinishReason | None,
         text += "release something, or go on later" if keeps else "it is in branches, its sequences are released"
         return BlocksExhaustedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_BLOCKS_EXHAUSTED", text)
     return None
+
+
+publish(globals(), ("AsyncBranch", "AsyncGeneration"))

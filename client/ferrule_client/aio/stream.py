@@ -14,6 +14,7 @@ import grpc
 from ferrule.v1 import executor_pb2
 from ferrule_client import _check, _convert, _messages
 from ferrule_client._messages import Appended, Input
+from ferrule_client._public import publish
 from ferrule_client._retry import Attempts
 from ferrule_client._route import by_instance, instance_of_handle
 from ferrule_client._status import error_from_status
@@ -577,3 +578,6 @@ def _check_branches(firsts: Sequence[int], inputs: Sequence[executor_pb2.DecodeI
         if not ids or not beside or ids == beside[: len(ids)]:
             text = f"places {first} and {place} have the same parent and would be the same sequence"
             raise ValueError(f"{text}: give them different tokens, or make the second one with cache.fork()")
+
+
+publish(globals(), ("AsyncStream",))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, overload
 
+from ferrule_client._public import publish
 from ferrule_client.errors import FerruleError
 from ferrule_client.sync._calls import release_all
 from ferrule_client.sync._connection import Connection
@@ -89,3 +90,6 @@ class Branches(Sequence["Cache"]):
 
     def _losers(self) -> list[Cache]:
         return [one for one in self._caches if not one.is_released and id(one) not in self._kept]
+
+
+publish(globals(), ("Branches",))

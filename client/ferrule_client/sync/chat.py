@@ -6,52 +6,21 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ferrule_client._public import publish
 from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._token_log import common_length
 from ferrule_client.policy import Policy, sample
 from ferrule_client.sync.cache import Cache
 from ferrule_client.sync.generation import Generation
-from ferrule_client.types import FinishReason, Handle
+from ferrule_client.types import Answer, Handle
 
 if TYPE_CHECKING:
     from ferrule_client.sync.client import Client
 
-__all__ = ["Answer", "Chat"]
-
-
-@dataclass(slots=True)
-class Answer:
-    """What the model said in one turn; ``str`` of it is its text.
-
-    Attributes:
-        text: The text.
-        tokens: Its token ids.
-        finish_reason: Why it ended; ``closed`` if the reader stopped it.
-        seed: Seed of the draws, or None if nothing was drawn.
-        num_prompt_tokens: Tokens of the conversation up to the answer.
-        num_reused_tokens: Of these, tokens whose KV was there already.
-        elapsed_s: Seconds from the question to the last token, the prompt's own run included.
-    """
-
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    seed: int | None = None
-    num_prompt_tokens: int = 0
-    num_reused_tokens: int = 0
-    elapsed_s: float = 0.0
-
-    def __str__(self) -> str:
-        return self.text
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens drawn for each second."""
-        return len(self.tokens) / self.elapsed_s if self.elapsed_s else 0.0
+__all__ = ["Chat"]
 
 
 class Chat:
@@ -62,7 +31,7 @@ class Chat:
         with client.chat("Answer briefly.") as chat:
             print(chat.send("What is a ferrule?"))
             chat.undo()                                       # forgets that turn
-            with chat.fork() as other:            # both go on from here
+            with chat.fork() as other:                  # both go on from here
                 print(other.send("And a grommet?"))
 
     Each turn renders the whole conversation by the model's chat template, finds how many of its tokens the sequence
@@ -87,11 +56,9 @@ class Chat:
         policy: Policy | None = None,
         max_tokens: int = 256,
         variables: Mapping[str, object] | None = None,
-        allow_special_tokens: bool = False,
     ) -> None:
         self._client = client
         self._variables = variables
-        self._allow_special_tokens = allow_special_tokens
         self._cache: Cache | None = None
         self._token_ids: list[int] = []
         self.system = system
@@ -141,7 +108,6 @@ class Chat:
         prompt = self._client.apply_chat_template(
             [*self.all_messages, question],
             variables=self._variables,
-            allow_special_tokens=self._allow_special_tokens,
             timeout=timeout,
         )
         start = time.perf_counter()
@@ -237,3 +203,6 @@ def _read(loop: Generation, answer: Answer, on_text: Callable[[str], object] | N
     except KeyboardInterrupt:
         answer.finish_reason = "closed"
     answer.seed = loop.seed
+
+
+publish(globals(), ("Chat",))

@@ -18,6 +18,7 @@ from ferrule_client import _check, _convert, _messages
 from ferrule_client._channel import Extra
 from ferrule_client._messages import PromptOptions, Stops
 from ferrule_client._parts import Parts, checked_instance
+from ferrule_client._public import publish
 from ferrule_client._retry import RetrySettings
 from ferrule_client._route import by_instance
 from ferrule_client._status import error_from_status
@@ -122,7 +123,7 @@ class Client:
         return f"Client({self._connection.target!r}{', closed' if self._connection.is_closed else ''})"
 
     def close(self) -> None:
-        """Close the connection and end the keep-alive task. Closing twice changes nothing.
+        """Close the connection and end the keep-alive thread. Closing twice changes nothing.
 
         Caches that were not released stay on the server until their lease ends; releasing them later raises.
         """
@@ -287,7 +288,6 @@ class Client:
         stop: Stops = (),
         ignore_eos: bool = False,
         text: bool | None = None,
-        skip_special_tokens: bool = True,
         ttl: float | None = None,
         reuse_prefix: bool = True,
         publish_prefix: bool = True,
@@ -302,13 +302,12 @@ class Client:
 
         Args:
             prompt: A text, or token ids.
-            max_tokens: As in ``Cache.generate``; so are the arguments up to ``skip_special_tokens``.
+            max_tokens: As in ``Cache.generate``; so are the arguments up to ``text``.
             policy: As in ``Cache.generate``.
             n: As in ``Cache.generate``.
             stop: As in ``Cache.generate``.
             ignore_eos: As in ``Cache.generate``.
             text: As in ``Cache.generate``. None: if the prompt is a text.
-            skip_special_tokens: As in ``Cache.generate``.
             ttl: Lease in seconds, clamped by the server. None: the server's default.
             reuse_prefix: As in ``prefill``.
             publish_prefix: As in ``prefill``.
@@ -327,7 +326,7 @@ class Client:
             FerruleError: While iterating, as in ``prefill``; also what the tokenizer failed with.
 
         Example:
-            ``text = (client.generate("def area(", 20, policy=greedy()).read()).text``
+            ``text = client.generate("def area(", 20, policy=greedy()).read().text``
         """
         plan = _messages.generation_plan(
             policy,
@@ -336,7 +335,6 @@ class Client:
             stop=stop,
             ignore_eos=ignore_eos,
             has_text=isinstance(prompt, str) if text is None else text,
-            skip_special_tokens=skip_special_tokens,
         )
         options = PromptOptions(ttl, None, reuse_prefix, publish_prefix)
         _convert.duration(ttl)
@@ -358,7 +356,6 @@ class Client:
         policy: Policy | None = None,
         max_tokens: int = 256,
         variables: Mapping[str, object] | None = None,
-        allow_special_tokens: bool = False,
     ) -> Chat:
         """Return a new conversation by the model's chat template; see ``Chat``. Nothing is sent yet.
 
@@ -367,7 +364,6 @@ class Client:
             policy: How answers are drawn. None: ``sample()``.
             max_tokens: Most tokens of an answer.
             variables: More variables for the template.
-            allow_special_tokens: As in ``apply_chat_template``.
 
         Example:
             ``with client.chat("Answer briefly.") as chat: print(chat.send("Hello"))``
@@ -378,7 +374,6 @@ class Client:
             policy=policy,
             max_tokens=max_tokens,
             variables=variables,
-            allow_special_tokens=allow_special_tokens,
         )
 
     def adopt(self, handle: Handle, *, keep_alive: bool = True) -> Cache:
@@ -415,7 +410,7 @@ class Client:
         """Return what the server can do and its limits; asked for once.
 
         Example:
-            ``if "forward_verify" in (client.capabilities()).features: ...``
+            ``if "forward_verify" in client.capabilities().features: ...``
         """
         return self._connection.capabilities(timeout)
 
@@ -556,7 +551,7 @@ class Client:
             FerruleError: Anything else, see ``errors``.
 
         Example:
-            ``ids = (client.apply_chat_template([{"role": "user", "content": "Hello"}])).token_ids``
+            ``ids = client.apply_chat_template([{"role": "user", "content": "Hello"}]).token_ids``
         """
         request = tokenizer_pb2.ApplyChatTemplateRequest(
             messages=_chat_messages(messages),
@@ -606,7 +601,7 @@ class Client:
         timeout = self._connection.until(timeout)
         given = list(map(as_mask, masks))
         needs_size = any(one.bits is None for one in given)
-        vocab_size = (self._connection.model_info(timeout)).vocab_size if needs_size else 0
+        vocab_size = self._connection.model_info(timeout).vocab_size if needs_size else 0
         bits = [one.to_bits(vocab_size) for one in given]
         return self._connection.register_masks(bits, self._connection.attempts(timeout))
 
@@ -717,7 +712,7 @@ class Client:
             FerruleError: Anything else, as in ``Cache.reserve``.
 
         Example:
-            ``left = (client.reserve(branches, 512)).free_blocks``
+            ``left = client.reserve(branches, 512).free_blocks``
         """
         kept = list(caches)
         handles = [tip_of(one).live_handle() if isinstance(one, Cache) else one for one in kept]
@@ -815,3 +810,6 @@ def _lease_or_error(result: cache_pb2.KeepAliveResult) -> Lease | FerruleError:
     if result.HasField("lease"):
         return _convert.lease_from_message(result.lease)
     return error_from_status(result.error)
+
+
+publish(globals(), ("Client",))

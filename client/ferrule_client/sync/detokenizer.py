@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ferrule_client._public import publish
+
 __all__ = ["Detokenizer"]
 
 _REPLACEMENT = "\ufffd"
@@ -73,3 +75,6 @@ class Detokenizer:
             return 0
         text, ends_mid_character = self._decode(self._window)
         return len(text.rstrip(_REPLACEMENT) if ends_mid_character else text)
+
+
+publish(globals(), ("Detokenizer",))

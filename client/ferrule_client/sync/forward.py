@@ -10,6 +10,7 @@ import grpc
 
 from ferrule.v1 import executor_pb2
 from ferrule_client import _convert
+from ferrule_client._public import publish
 from ferrule_client._retry import Attempts
 from ferrule_client._timeouts import Timeout
 from ferrule_client.errors import FerruleError, UnavailableError
@@ -110,3 +111,6 @@ class ForwardPass(Iterator[ForwardChunk]):
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
+
+
+publish(globals(), ("ForwardPass",))

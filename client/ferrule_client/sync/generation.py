@@ -15,6 +15,7 @@ import grpc
 from ferrule.v1 import executor_pb2
 from ferrule_client import _check, _convert, _messages
 from ferrule_client._messages import GenerationPlan, PromptOptions
+from ferrule_client._public import publish
 from ferrule_client._retry import Attempts
 from ferrule_client._route import instance_of_handle, is_lost
 from ferrule_client._status import error_from_status, may_have_happened
@@ -237,7 +238,7 @@ class Generation(Iterator[Token]):
         """Draw to the end and return this generation.
 
         Example:
-            ``text = (client.generate("def area(", 32).read()).text``
+            ``text = client.generate("def area(", 32).read().text``
         """
         while self.advance() is not None:
             pass
@@ -579,3 +580,6 @@ def _error_of(message: executor_pb2.GenerateOutput, reason: FinishReason | None,
         text += "release something, or go on later" if keeps else "it is in branches, its sequences are released"
         return BlocksExhaustedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "KV_BLOCKS_EXHAUSTED", text)
     return None
+
+
+publish(globals(), ("Branch", "Generation"))

@@ -24,7 +24,7 @@ class Request:
 
     rest: list[int]
     cache: Cache | None = None
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list[int])
 
     def next_item(self, room: int) -> Prompt | Append[Cache]:
         """Return the next piece of the prompt, or after that nothing but the pending token: a decode."""
@@ -45,7 +45,9 @@ def serve(client: Client, requests: list[Request]) -> int:
     try:
         with client.stream() as stream:
             while live := [one for one in requests[: num_frames + 1] if len(one.tokens) < NUM_TOKENS]:
-                batch, items, room = [], [], MAX_ROWS
+                batch: list[Request] = []
+                items: list[Prompt | Append[Cache]] = []
+                room = MAX_ROWS
                 for request in plan(live):
                     if room > 0:
                         num_rows = min(room, len(request.rest)) or 1

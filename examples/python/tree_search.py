@@ -38,13 +38,14 @@ def search(trunk: Cache, depth: int = 0) -> list[tuple[float, str]]:
 
 def search_without_handles(client: Client, prompt: list[int]) -> int:
     """Search as wide and as deep with calls that keep nothing; return how many prompt tokens they ran."""
-    path, num_run = list(prompt), 0
+    path: list[int] = list(prompt)
+    num_run = 0
     for depth in range(DEPTH):
 
         def draw(seed: int, prompt: list[int] = path) -> tuple[float, list[int]]:
             policy = sample(temperature=0.9, seed=seed, logprobs=True)
             drawn = list(client.generate(prompt, NUM_TOKENS, policy=policy, reuse_prefix=False, publish_prefix=False))
-            return sum(token.logprob for token in drawn) / len(drawn), [*drawn]
+            return sum(token.logprob for token in drawn) / len(drawn), [int(token) for token in drawn]
 
         with ThreadPoolExecutor(WIDTH) as pool:
             thoughts = list(pool.map(draw, range(100 * depth, 100 * depth + WIDTH)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import os
 import secrets
@@ -31,6 +32,8 @@ if TYPE_CHECKING:  # imported after the process is set up, because they import l
 
 _LOG = logging.getLogger("ferrule_server")
 _SWITCH_INTERVAL_S: Final = 0.0005
+_USUAL_TARGET: Final = "127.0.0.1:50051"
+"""What commands use without ``--target``."""
 _EXIT_FAULT: Final = 1
 _EXIT_UNUSABLE: Final = 2
 _EXIT_INTERRUPTED: Final = 130
@@ -298,7 +301,7 @@ def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: L
 def _say_ready(
     addresses: Mapping[str, ListenAddress], engine: Engine, config: ServerConfig, commit: str | None
 ) -> None:
-    """Print the line ``ready`` on stdout, and log the same values."""
+    """Print the line ``ready`` on stdout, as JSON if the log is, and log the same values."""
     gc.collect()
     gc.freeze()  # loaded objects stay for good: later collections skip them
     info = engine.info
@@ -314,10 +317,24 @@ def _say_ready(
         "max_context": info.model.max_context,
         "instance": config.instance,
     }
-    line = " ".join(f"{key}={shlex.quote(str(value))}" for key, value in values.items())
-    sys.stdout.write(f"ready {line}\n")
+    if log_format.is_json():  # containers mix stdout with the log, where each line is to be JSON
+        sys.stdout.write(json.dumps({"message": "ready", **values}) + "\n")
+    else:
+        line = " ".join(f"{key}={shlex.quote(str(value))}" for key, value in values.items())
+        sys.stdout.write(f"ready {line}\n")
     sys.stdout.flush()
+    if _is_watched():
+        _say_next(addresses, has_ui=config.has_ui)
     _LOG.info(f"model loaded {' '.join(f'{key}=%s' for key in values)}", *values.values())
+
+
+def _say_next(addresses: Mapping[str, ListenAddress], *, has_ui: bool) -> None:
+    """Write on a terminal what can be done with a server that is ready."""
+    target = addresses["listen"].target
+    option = "" if target == _USUAL_TARGET else f" --target {target}"
+    sys.stderr.write(f'ferrule serve: try `ferrule generate{option} "def area("` in another terminal\n')
+    if (metrics := addresses.get("metrics_listen")) is not None and has_ui:
+        sys.stderr.write(f"ferrule serve: the page is http://{metrics.target}/ui\n")
 
 
 def _say_draining(num_sequences: int, grace_s: float, *, has_failed: bool) -> None:

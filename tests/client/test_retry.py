@@ -57,7 +57,7 @@ def test_append_is_tried_again_and_replays(fake: FakeServer, fake_client: Client
         assert fake.calls["Decode"] == 3
         fake.calls.clear()
         fake.failures["Prefill"] = [failure, failure]
-        cache.append([*b"de"])
+        assert cache.append([*b"de"]).replayed == failure.after
         assert bytes(fake.sequences[cache.handle.cache_id]) == b"abcde"
         assert fake.calls["Prefill"] == 3
 

@@ -28,6 +28,9 @@ from ferrule_client.types import Answer
 
 __all__ = ["EXAMPLES", "add_options", "run"]
 
+_BUNDLED = "demo"
+"""The model that is bundled with the server, which was trained on code alone."""
+
 _WORD = re.compile(r"/[a-z]+")
 """What is meant as a command, also where it comes from a file; a path is not."""
 
@@ -94,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
             chat = _Dialogue(conversation, is_json=args.json, is_live=sys.stdin.isatty())
             if chat.is_live:
                 _note(f"{model_id} at {args.target}; /help lists the commands")
+                if model_id == _BUNDLED:
+                    _note("this model has seen no conversation and goes on as Python code; serve another with --model")
             for line in _lines(chat.is_live):
                 if not chat.take(line):
                     break

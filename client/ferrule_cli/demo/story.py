@@ -109,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         figures.server_exit_code = server.stop()
     figures.total_s = time.perf_counter() - start
     view.summary(_summary(figures), is_good=figures.is_good)
+    view.note('next: `ferrule serve` here, and `ferrule generate "def area("` in another terminal')
     if args.json:
         print_json({name: round(v, 3) if isinstance(v, float) else v for name, v in vars(figures).items()})
     return 0 if figures.is_good else 1

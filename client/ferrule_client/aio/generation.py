@@ -311,8 +311,9 @@ class AsyncGeneration(AsyncIterator[Token]):
         for course in waiting:
             course.leave()
         if waiting and not self._has_begun:
+            is_repeat = self._whole is not None
             self._whole = await self._first_request(timeout)
-            self._open(self._whole, self._courses)
+            self._open(self._whole, self._courses, is_repeat=is_repeat)
             return
         if self._whole is not None and not all(course.branch.has_cache for course in waiting):
             self._repeat_whole(self._whole)
@@ -362,6 +363,8 @@ class AsyncGeneration(AsyncIterator[Token]):
         tip = tip_of(cache)
         sent = await calls_of(cache).prepare(self._prompt, plan.policy, self._on_stale, draws=True, timeout=timeout)
         self._tokens = tuple(sent.input_ids[len(tip.pending) :])
+        if self._whole is not None and plan.n > 1 and sent.kv_cache == self._whole.kv_cache:
+            sent.on_stale = self._whole.on_stale  # the same again: its request_id finds the branches that it has made
         tip.policy = plan.given
         self._prompt_log = tip_of(cache).log.branch()
         self._prompt_log.extend(sent.input_ids)
@@ -563,7 +566,7 @@ class AsyncGeneration(AsyncIterator[Token]):
         if not is_dead and course.branch.has_cache and is_lost(error, course.branch.cache.handle):
             await self._revive(course, error, attempts)
             return True
-        if isinstance(error, HandleStaleError) and leg.is_repeat:
+        if isinstance(error, HandleStaleError) and leg.is_repeat and self._has_begun:
             course.start = None  # what stands there is not what was drawn, so the rest is drawn from the newest token
             return True
         return await self._connection.restore_masks(error, [leg.request], attempts)

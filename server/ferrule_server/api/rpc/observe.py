@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Protocol
+from urllib.parse import unquote
 
 import grpc
 
@@ -190,7 +191,7 @@ class Call:
     @property
     def peer(self) -> str:
         """Address of the client as gRPC writes it, such as ``ipv4:127.0.0.1:41234``."""
-        return self._context.peer()
+        return unquote(self._context.peer())
 
     def _code_of(self, kind: type[BaseException]) -> grpc.StatusCode:
         """Return the code of a call that ends with an exception of this kind and has no recorded code."""

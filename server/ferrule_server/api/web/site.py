@@ -66,6 +66,12 @@ def refusal(status: int, message: str, **headers: str) -> Answer:
     return Answer(status, body=f"{message}\n".encode(), headers=headers)
 
 
+_NO_PAGE: Final = (
+    "not found; there is /metrics. The page /ui is off, as it is by default where callers need credentials, "
+    "because it asks for none: start the server with --ui on to serve it"
+)
+
+
 class Site:
     """Answers requests.
 
@@ -102,7 +108,7 @@ class Site:
             return Answer(200, EVENT_STREAM, headers={"X-Accel-Buffering": "no"}, is_stream=True)
         found = self._files.get(request.path)
         if found is None:
-            return refusal(404, "not found; there is /metrics" + (" and /ui" if self.events is not None else ""))
+            return refusal(404, "not found; there is /metrics and /ui" if self.events is not None else _NO_PAGE)
         return Answer(200, *found)
 
     def _is_for_us(self, request: Request) -> bool:

@@ -1,0 +1,88 @@
+"""The systemd unit and the Kubernetes manifest: settings that exist, and times that leave room for a drain."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ferrule_server.arguments import parse_config
+
+ROOT = Path(__file__).resolve().parents[2]
+UNIT = (ROOT / "deploy" / "ferrule.service").read_text("utf-8")
+SERVICE, STATEFUL_SET = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text("utf-8"))
+OF_OTHERS = {"HOME", "NUMBA_CACHE_DIR", "FERRULE_KERNEL_CACHE"}
+
+
+def pod() -> dict[str, Any]:
+    """Return the specification of the pods."""
+    spec: dict[str, Any] = STATEFUL_SET["spec"]["template"]["spec"]
+    return spec
+
+
+def container() -> dict[str, Any]:
+    """Return the one container of a pod."""
+    (one,) = pod()["containers"]
+    found: dict[str, Any] = one
+    return found
+
+
+def unit_variables() -> dict[str, str]:
+    """Return the variables that the unit sets."""
+    lines = re.findall(r"^Environment=(.*)$", UNIT, re.MULTILINE)
+    return dict(word.split("=", 1) for line in lines for word in line.split())
+
+
+def pod_variables() -> dict[str, str]:
+    """Return the variables of the container; those that Kubernetes fills in are a name."""
+    return {one["name"]: one.get("value", "ferrule-0") for one in container()["env"]}
+
+
+@pytest.mark.parametrize("variables", [unit_variables(), pod_variables()], ids=["systemd", "kubernetes"])
+def test_the_server_understands_its_settings(variables: dict[str, str], tmp_path: Path) -> None:
+    """Each variable is one of the server's, with a value that it accepts."""
+    ours = {name: value for name, value in variables.items() if name not in OF_OTHERS}
+    if "FERRULE_TOKEN_FILE" in ours:
+        ours["FERRULE_TOKEN_FILE"] = str(tmp_path / "tokens")
+        (tmp_path / "tokens").write_text("")
+    config = parse_config([], ours)
+    assert config.drain_grace_s == 30.0
+    assert config.log_format == "json"
+
+
+def test_a_drain_has_its_time() -> None:
+    """Both wait longer than the grace of 30 s before they kill the process."""
+    stop = re.search(r"^TimeoutStopSec=(\d+)s$", UNIT, re.MULTILINE)
+    assert stop is not None
+    assert int(stop[1]) >= 40
+    assert pod()["terminationGracePeriodSeconds"] >= 40
+
+
+def test_ports_and_labels_agree() -> None:
+    """What the service selects is what the pods are, and its ports are those that the server listens on."""
+    assert SERVICE["spec"]["selector"] == STATEFUL_SET["spec"]["template"]["metadata"]["labels"]
+    assert STATEFUL_SET["spec"]["serviceName"] == SERVICE["metadata"]["name"]
+    listened = {int(pod_variables()[name].rpartition(":")[2]) for name in ("FERRULE_LISTEN", "FERRULE_METRICS_LISTEN")}
+    assert {port["port"] for port in SERVICE["spec"]["ports"]} == listened
+    assert {port["containerPort"] for port in container()["ports"]} == listened
+    volumes = {volume["name"] for volume in pod()["volumes"]}
+    assert {mount["name"] for mount in container()["volumeMounts"]} == volumes
+
+
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    """With a program in the place of ours, which need not be installed here."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    path = tmp_path / "ferrule.service"
+    path.write_text(
+        UNIT.replace("ExecStart=/opt/ferrule/bin/ferrule", "ExecStart=/bin/true").replace("file:/opt", "file:/")
+    )
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(path)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "ferrule.service" not in done.stderr, done.stderr

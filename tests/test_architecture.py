@@ -160,7 +160,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1570,
+    ".": 1590,
     "api": 365,
     "api/receiving": 655,
     "api/requests": 960,
@@ -299,6 +299,14 @@ def test_reversed_arrow_is_caught(module: str, source: str) -> None:
 def test_arrow_in_its_direction_passes(module: str, source: str) -> None:
     """What the table allows is not reported."""
     assert violations(module, source) == []
+
+
+def test_the_package_of_the_contract_lends_the_names_of_the_client() -> None:
+    """The one exception: ``ferrule`` and its public modules import the client, ``ferrule.v1`` nothing of it."""
+    for path in sorted((ROOT / "protos" / "ferrule").rglob("*.py")):
+        foreign = {name.split(".")[0] for _, name in imports_of(path.read_text("utf-8"))} - sys.stdlib_module_names
+        is_public = path.parent.name == "ferrule"
+        assert foreign <= {"ferrule_client"} if is_public else "ferrule_client" not in foreign, path
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "tools"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import subprocess
+import sys
 from argparse import SUPPRESS
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +38,16 @@ def test_examples_run(example: str, shipped_target: str) -> None:
     assert len(out.getvalue()) > 5
     with Client(shipped_target) as client:
         assert list(client.list_caches()) == []
+
+
+def test_examples_are_typed(tmp_path: Path) -> None:
+    """Each block is clean under mypy strict, without an assert or a cast."""
+    paths = [tmp_path / f"block_{place}.py" for place in range(len(EXAMPLES))]
+    for path, example in zip(paths, EXAMPLES, strict=True):
+        path.write_text(example)
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", *map(str, paths)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout
 
 
 def test_first_example_has_five_lines() -> None:

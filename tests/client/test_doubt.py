@@ -117,6 +117,19 @@ def test_a_pending_token_is_part_of_the_append_in_doubt(
         assert cache.pending is None
 
 
+def test_a_loop_of_several_branches_is_asked_for_again_in_the_same_words(fake: FakeServer, fake_client: Client) -> None:
+    """Its request_id is good for one content only, and finds the branches that the lost answer was about."""
+    fake.has_request_ids = True
+    with fake_client.prefill([*b"the"]) as cache:
+        fake.failures["Generate"] = [Failure(CODES.UNAVAILABLE, "Socket closed", after=True)] * 2
+        loop = cache.generate(6, n=2)
+        with loop.read().caches:
+            assert [bytes(branch.tokens) for branch in loop.branches] == [b" quick"] * 2
+            assert len(fake.sequences) == 2
+        first, *again = fake.generates
+        assert again == [first] * 2
+
+
 def test_truncate_drops_what_is_in_doubt(fake: FakeServer, fake_client: Client) -> None:
     """By hand it works too, and nothing more is asked afterwards."""
     with fake_client.prefill([1, 2]) as cache:

@@ -79,7 +79,7 @@ def test_public_modules_have_what_they_name(module: str) -> None:
 
 def test_classes_say_where_users_find_them() -> None:
     """In tracebacks and pickles it is the public module."""
-    names = {name: "ferrule" for name in ferrule.__all__}
+    names = dict.fromkeys(ferrule.__all__, "ferrule")
     for module in ("ferrule.errors", "ferrule.admin", "ferrule.types"):
         names |= {name: module for name in importlib.import_module(module).__all__ if name not in names}
     for name, module in names.items():

@@ -66,7 +66,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         )
         with process:
             assert process.stdout is not None
-            assert process.stdout.readline().startswith("ready "), (folder / "log").read_text()
+            assert json.loads(process.stdout.readline())["message"] == "ready", (folder / "log").read_text()
             yield Served(target, collector, process, folder / "log")
             process.kill()
 
@@ -169,10 +169,9 @@ def test_strangers_cannot_write_into_the_log(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ferrule_server", *arguments]
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=_environment()) as process:
         assert process.stdout is not None
-        ready = re.search(r"listen=(\S+):(\d+)", process.stdout.readline())
-        assert ready is not None
+        host, _, port = json.loads(process.stdout.readline())["listen"].rpartition(":")
         for _ in range(3):
-            with socket.create_connection((ready[1], int(ready[2])), timeout=10) as stranger:
+            with socket.create_connection((host, int(port)), timeout=10) as stranger:
                 stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 while stranger.recv(100):
                     pass

@@ -310,7 +310,7 @@ class Generation(Iterator[Token]):
         for course in waiting:
             course.leave()
         if waiting and not self._has_begun:
-            is_repeat = self._whole is not None
+            is_repeat = self._whole is not None and self._plan.n > 1
             self._whole = self._first_request(timeout)
             self._open(self._whole, self._courses, is_repeat=is_repeat)
             return

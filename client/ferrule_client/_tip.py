@@ -204,7 +204,7 @@ class Tip:
 
     def is_pending(self, token: object) -> bool:
         """Return whether a token is the pending one: chosen at this place, after these tokens."""
-        if not isinstance(token, Token) or self.last is None or token != self.pending[-1]:
+        if not isinstance(token, Token) or self.last is None or self.pending[-1:] != (token,):
             return False
         if token.output is self.last:
             return True

@@ -195,6 +195,17 @@ def test_a_verify_and_a_loop_send_it_first(client: Client) -> None:
         assert held(second) == [*PROMPT, expected[0]]
 
 
+def test_a_draft_follows_the_pending_token(client: Client) -> None:
+    """The token itself as a draft is a mistake; an equal int may be meant."""
+    with prefilled(client) as cache, client.stream() as stream:
+        token = cache.last.token
+        for call in (lambda: cache.verify([token, 5]), lambda: stream.run([Verify(cache, [token])])):
+            with pytest.raises(PendingTokenError):
+                call()
+        cache.verify([int(token)], acceptance="none")
+        assert held(cache) == [*PROMPT, token, token]
+
+
 def test_text_after_a_pending_token_is_text(fake: FakeServer, fake_client: Client) -> None:
     """Nobody encodes what the server chose, so a text that begins alike says it twice."""
     with fake_client.prefill("the", policy=greedy()) as cache:

@@ -20,7 +20,7 @@ from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._tip import Tip, using
 from ferrule_client.aio._connection import Connection
 from ferrule_client.aio._lease import LeaseKeeper
-from ferrule_client.errors import FerruleError, WrongInstanceError
+from ferrule_client.errors import FerruleError, PendingTokenError, WrongInstanceError
 from ferrule_client.items import Append, Verify
 from ferrule_client.policy import Policy
 from ferrule_client.types import CacheInfo, Handle, Lease, OnStale, Pending, Released, Tokens
@@ -145,6 +145,8 @@ class SequenceCalls:
         """
         policy = _messages.verify_policy(item.policy, item.acceptance, item.draft_probs)
         drafts = _check.token_list(item.draft)
+        if drafts and self.tip.is_pending(item.draft[0]):
+            raise PendingTokenError(drafts[0])
         base = await self.prepare(item.tokens, policy, item.on_stale, drafts=drafts, timeout=timeout)
         return _messages.verify_input(base, policy, item)
 

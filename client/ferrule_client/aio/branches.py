@@ -81,7 +81,7 @@ class AsyncBranches(Sequence["AsyncCache"]):
             FerruleError: The server was not reached; the leases will end the others.
 
         Example:
-            ``winner = await branches.keep(max(branches, key=score))``
+            ``winner = await branches.keep(branches[2])``
         """
         if all(one is not cache for one in self._caches):
             raise ValueError("this cache is not one of these branches")

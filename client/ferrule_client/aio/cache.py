@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import NoReturn, overload
 
 from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
-from ferrule_client import _check, _convert, _messages
+from ferrule_client import _convert, _messages
 from ferrule_client import _notebook as notebook
 from ferrule_client._messages import Stops
 from ferrule_client._public import publish
@@ -239,7 +239,8 @@ class AsyncCache:
     ) -> Output:
         """Append the pending token and choose the next one; the loop of a client that decides each step.
 
-        If no token is pending, the first one is chosen from the newest row and nothing is appended.
+        If no token is pending, the first one is chosen from the newest row and nothing is appended. The model's own
+        stop tokens are tokens like any other here; only ``generate`` ends at them.
 
         Args:
             policy: How to choose. None: the policy that chose last on this cache, or ``greedy()``.
@@ -306,7 +307,7 @@ class AsyncCache:
             FerruleError: While iterating, as in ``append``.
 
         Example:
-            ``text = (await cache.generate(32, policy=sample(temperature=0.7)).read()).text``
+            ``text = (await cache.generate(32, policy=sample(temperature=0.7), text=True).read()).text``
         """
         plan = _messages.generation_plan(
             policy,
@@ -345,10 +346,10 @@ class AsyncCache:
         """Run draft tokens, keep those that hold, and return how many did.
 
         Afterwards the handle covers the certain tokens and the accepted drafts, and ``next_token`` is pending: a loop
-        of ``verify`` calls needs no other bookkeeping.
+        of ``verify`` calls needs no other bookkeeping. The model's own stop tokens do not end it.
 
         Args:
-            draft: Draft token ids, a chain or a tree; may be empty.
+            draft: Draft token ids, a chain or a tree; may be empty. They follow the pending token, which is left out.
             tokens: Certain tokens that are not in the sequence yet, appended after the pending one. Together at least
                 one.
             policy: What to return for the rows, and the distribution that the acceptance works with. None:
@@ -370,6 +371,8 @@ class AsyncCache:
             What was decided.
 
         Raises:
+            PendingTokenError: ``tokens`` begin with an int equal to the pending token, or ``draft`` with the pending
+                ``Token`` itself.
             UnsupportedError: The server does not serve it, or not with a tree.
             ValueError: There is no certain token, ``acceptance`` is not a rule or does not go with the policy, or there
                 are more or fewer distributions or masks than needed.
@@ -381,7 +384,7 @@ class AsyncCache:
         timeout = self._connection.until(timeout)
         item = Verify(
             self,
-            _check.token_list(draft),
+            draft,
             tokens,
             policy,
             acceptance,
@@ -399,7 +402,7 @@ class AsyncCache:
                 self._connection.executor.ForwardVerify, request, timeout, creates=creates
             )
         verification = _convert.verification_from_message(reply.output)
-        return self._tip.verified(sent.input_ids, item.draft, parents, verification)
+        return self._tip.verified(sent.input_ids, sent.draft_ids, parents, verification)
 
     @overload
     def fork(

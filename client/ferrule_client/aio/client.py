@@ -621,6 +621,9 @@ class AsyncClient:
 
         Raises:
             FerruleError: While iterating, see ``errors``.
+
+        Example:
+            ``lengths = [one.length async for one in client.list_caches()]``
         """
         _check.whole("page_size", page_size)
         request = cache_pb2.ListCachesRequest(page_size=page_size)

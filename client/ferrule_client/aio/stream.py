@@ -65,7 +65,7 @@ class AsyncStream:
     Attributes:
         free_blocks: Free blocks in the server's KV pool after the newest step, or None before the first; with several
             instances, in the pool of the one that answered last.
-        num_frames: Frames received so far.
+        num_frames: Frames received so far. Releases may be answered by a frame of their own.
 
     Example::
 
@@ -206,8 +206,8 @@ class AsyncStream:
         if isinstance(item, Append):
             return tip.moved(tokens, _convert.output_from_message(result), item.policy if item.is_final else None)
         assert isinstance(result, _messages.VerifyOutput)  # the answer is of the kind of the input
-        certain = tokens[: -len(item.draft) or None]
-        return tip.verified(certain, item.draft, item.parents, _convert.verification_from_message(result))
+        assert isinstance(sent, executor_pb2.VerifyInput)
+        return tip.verified(sent.input_ids, sent.draft_ids, item.parents, _convert.verification_from_message(result))
 
     def _new_cache(self, item: Prompt, sent: Input, result: Appended) -> AsyncCache:
         output = _convert.output_from_message(result)

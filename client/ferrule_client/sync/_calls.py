@@ -18,7 +18,7 @@ from ferrule_client._retry import Attempts
 from ferrule_client._route import is_lost
 from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._tip import Tip, using
-from ferrule_client.errors import FerruleError, WrongInstanceError
+from ferrule_client.errors import FerruleError, PendingTokenError, WrongInstanceError
 from ferrule_client.items import Append, Verify
 from ferrule_client.policy import Policy
 from ferrule_client.sync._connection import Connection
@@ -145,6 +145,8 @@ class SequenceCalls:
         """
         policy = _messages.verify_policy(item.policy, item.acceptance, item.draft_probs)
         drafts = _check.token_list(item.draft)
+        if drafts and self.tip.is_pending(item.draft[0]):
+            raise PendingTokenError(drafts[0])
         base = self.prepare(item.tokens, policy, item.on_stale, drafts=drafts, timeout=timeout)
         return _messages.verify_input(base, policy, item)
 

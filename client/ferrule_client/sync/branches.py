@@ -80,7 +80,7 @@ class Branches(Sequence["Cache"]):
             FerruleError: The server was not reached; the leases will end the others.
 
         Example:
-            ``winner = branches.keep(max(branches, key=score))``
+            ``winner = branches.keep(branches[2])``
         """
         if all(one is not cache for one in self._caches):
             raise ValueError("this cache is not one of these branches")

@@ -614,6 +614,9 @@ class Client:
 
         Raises:
             FerruleError: While iterating, see ``errors``.
+
+        Example:
+            ``lengths = [one.length for one in client.list_caches()]``
         """
         _check.whole("page_size", page_size)
         request = cache_pb2.ListCachesRequest(page_size=page_size)

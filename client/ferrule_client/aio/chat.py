@@ -37,12 +37,11 @@ class AsyncChat:
     Each turn renders the whole conversation by the model's chat template, finds how many of its tokens the sequence
     holds, truncates the sequence there, and sends the rest. Mostly that is the new message alone. After an undo, or if
     the template writes an answer otherwise than it was drawn (without its thoughts, for instance), it is more. To edit
-    what was said, change ``messages``: the next turn runs what differs.
-
-    Invariant: ``_token_ids`` begins with the tokens of the sequence, and continues with the pending one.
+    what was said, change ``messages``: the next turn runs what differs. To have the last question answered again, call
+    ``undo`` and ``send`` it again.
 
     Attributes:
-        messages: What was said, without the system message.
+        messages: What was said, without the system message: dicts with ``role`` and ``content``, which may be changed.
         system: The system message from the next turn on; empty: none.
         policy: How the next answers are drawn.
         max_tokens: Most tokens of an answer.
@@ -60,7 +59,7 @@ class AsyncChat:
         self._client = client
         self._variables = variables
         self._cache: AsyncCache | None = None
-        self._token_ids: list[int] = []
+        self._token_ids: list[int] = []  # those of the sequence, then the pending one
         self.system = system
         self.policy = sample() if policy is None else policy
         self.max_tokens = max_tokens

@@ -168,7 +168,7 @@ class AsyncGeneration(AsyncIterator[Token]):
 
     @property
     def caches(self) -> AsyncBranches:
-        """The sequences of all branches that have a token; a context manager that releases them."""
+        """The sequences of all branches that have a token, which ``async with`` releases; see ``AsyncBranches``."""
         return AsyncBranches(self._connection, [branch.cache for branch in self.branches if branch.has_cache])
 
     async def advance(self) -> Token | None:

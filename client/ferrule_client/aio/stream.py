@@ -237,7 +237,7 @@ class AsyncStream:
             parents: The sequences to continue, in any order, each as often as it has children.
             tokens: For each place its tokens, as in ``AsyncCache.append``.
             policy: What to return for each row. None: nothing.
-            release: Caches to end in the same frame, before the others are judged: the losers.
+            release: Caches to end in the same frame, before the others are judged: the losers, none of the parents.
             timeout: Seconds this may take, retries included.
 
         Returns:

@@ -62,7 +62,8 @@ class Cache:
 
     To pass the token by hand confirms it, and it is sent once: ``cache.append(output.token)``. An int that equals it
     raises ``PendingTokenError``, because nothing says whether the text has it once or twice. ``pending="drop"``
-    replaces it. A fork takes it along; ``truncate`` drops it.
+    replaces it. A fork takes it along; ``truncate`` drops it. After k steps k tokens were chosen, and ``token_ids`` has
+    the first k - 1 of them; ``append(())`` appends the last. A loop yields the tokens that follow the pending one.
 
     **Doubt.** An append that raised did not happen as far as the cache is concerned: ``handle`` and ``pending`` are as
     before. After a timeout, a broken connection or Ctrl-C the server may have run it all the same. Then send
@@ -237,6 +238,9 @@ class Cache:
 
         If no token is pending, the first one is chosen from the newest row and nothing is appended. The model's own
         stop tokens are tokens like any other here; only ``generate`` ends at them.
+
+        After a failure call it again as it is: the pending token is still the same, and it is appended once. A policy
+        without a seed may then choose another token than the one whose reply was lost.
 
         Args:
             policy: How to choose. None: the policy that chose last on this cache, or ``greedy()``.

@@ -167,7 +167,7 @@ class Generation(Iterator[Token]):
 
     @property
     def caches(self) -> Branches:
-        """The sequences of all branches that have a token; a context manager that releases them."""
+        """The sequences of all branches that have a token, which ``with`` releases; see ``Branches``."""
         return Branches(self._connection, [branch.cache for branch in self.branches if branch.has_cache])
 
     def advance(self) -> Token | None:

@@ -159,8 +159,9 @@ class Client:
             reserve_length: Length in tokens up to which room is reserved now, so that appends cannot run out of it.
             reuse_prefix: False: do not look for the prompt in the prefix cache.
             publish_prefix: False: do not keep its blocks for later prompts.
-            request_id: Id of your own, to repeat the call safely after a timeout; echoed in the output: where the server has the feature ``request_id``, the
-                same prompt with the same id is the same sequence, also from another process. Left out, one is made.
+            request_id: Id of your own, to repeat the call safely after a timeout; echoed in the output. If the server
+                has the feature ``request_id``, the same prompt with the same id is the same sequence, also from another
+                process. Left out, one is made.
             keep_alive: False: the lease is not renewed in the background; every call on the cache still renews it.
             recover: True: when the sequence is lost later on (its lease ran out, the server was started anew), the
                 cache and its forks prefill their tokens again by themselves and go on; see ``Cache``.

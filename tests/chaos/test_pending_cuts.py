@@ -1,0 +1,221 @@
+"""The pending rules while connections break: every kind of append of the library, sync and asyncio, each there once.
+
+Sessions draw a random mix of steps, confirmations, texts after a pending token, replacements, redraws, frames,
+verifies, loops and forks, with seeds, so that the same session without cuts must end in the same tokens. At the end
+the server's tokens are compared with the client's, and its count of tokens with those that were sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ferrule import AsyncClient, Cache, Client, Policy, Stream, sample
+from ferrule.errors import PendingTokenError
+from ferrule.types import Append, AsyncCache, AsyncStream, Verify
+from tests.api.harness import RunningServer
+from tests.chaos.cutting_proxy import CuttingProxy
+from tests.chaos.figures import report, seed_of_run
+
+NUM_SESSIONS = 8
+NUM_APPENDS = int(os.environ.get("FERRULE_CHAOS_APPENDS", "10400"))
+MAX_LENGTH = 400
+NUM_RETRIES = 1000
+
+KINDS = ("step", "confirm", "text", "drop", "send", "redraw", "frame", "verify", "loop", "fork")
+
+
+class Session:
+    """The choices of one session: what to do next, and with which tokens and seeds. The same without cuts."""
+
+    def __init__(self, number: int) -> None:
+        self._random = random.Random(seed_of_run() + number)
+        self.prompt = [number, *range(5, 12)]
+        self.counts: Counter[str] = Counter()
+
+    def kind(self) -> str:
+        """Return what to do next."""
+        kind = self._random.choice(KINDS)
+        self.counts[kind] += 1
+        return kind
+
+    def policy(self) -> Policy:
+        """Return a policy with a seed of its own."""
+        return sample(temperature=0.9, seed=self._random.randrange(2**32))
+
+    def tokens(self, pending: int) -> list[int]:
+        """Return tokens whose first one differs from the pending one."""
+        first = self._random.choice([token for token in range(256) if token != pending])
+        return [first, *self._random.choices(range(256), k=self._random.randrange(3))]
+
+    def drafts(self) -> list[int]:
+        """Return a few drafts."""
+        return self._random.choices(range(256), k=self._random.randrange(3))
+
+
+def act(session: Session, cache: Cache, stream: Stream) -> Cache:
+    """Do one thing with a cache that has a pending token, and return the cache that goes on."""
+    kind, policy, token = session.kind(), session.policy(), cache.last.token
+    if kind == "step":
+        cache.step(policy)
+    elif kind == "confirm":
+        cache.append([token, *session.drafts()], policy=policy)
+    elif kind == "text":
+        with pytest.raises(PendingTokenError):
+            cache.append(int(token))
+        cache.append(session.tokens(token), policy=policy)
+    elif kind in ("drop", "send"):
+        cache.append([int(token), *session.drafts()], policy=policy, pending="drop" if kind == "drop" else "send")
+    elif kind == "redraw":
+        cache.step(policy, redraw=True)
+    elif kind == "frame":
+        stream.run([Append(cache, token, policy)])
+    elif kind == "verify":
+        stream.run([Verify(cache, session.drafts(), policy=policy)])
+    elif kind == "loop":
+        cache.generate(3, policy=policy, ignore_eos=True).read()
+    else:
+        branch = cache.fork()
+        cache.release()
+        cache = branch
+    return cache
+
+
+def play(client: Client, number: int, num_actions: int) -> tuple[list[list[int]], Counter[str]]:
+    """Return what each sequence of a session held at its end, with its pending token, and how often it did what."""
+    session, held = Session(number), []
+    with client.stream() as stream:
+        cache = client.prefill(session.prompt, policy=session.policy())
+        for _ in range(num_actions):
+            if cache.length > MAX_LENGTH:
+                held.append(ended(cache))
+                cache = client.prefill(session.prompt, policy=session.policy())
+            cache = act(session, cache, stream)
+        held.append(ended(cache))
+    return held, session.counts
+
+
+def ended(cache: Cache) -> list[int]:
+    """Return what the server holds of a sequence, which is what the client knows, and release it."""
+    with cache:
+        info = cache.info(token_ids=True)
+        assert list(info.token_ids) == cache.token_ids
+        return [*info.token_ids, int(cache.last.token)]
+
+
+async def act_async(session: Session, cache: AsyncCache, stream: AsyncStream) -> AsyncCache:
+    """Do the same with asyncio."""
+    kind, policy, token = session.kind(), session.policy(), cache.last.token
+    if kind == "step":
+        await cache.step(policy)
+    elif kind == "confirm":
+        await cache.append([token, *session.drafts()], policy=policy)
+    elif kind == "text":
+        with pytest.raises(PendingTokenError):
+            await cache.append(int(token))
+        await cache.append(session.tokens(token), policy=policy)
+    elif kind in ("drop", "send"):
+        await cache.append([int(token), *session.drafts()], policy=policy, pending="drop" if kind == "drop" else "send")
+    elif kind == "redraw":
+        await cache.step(policy, redraw=True)
+    elif kind == "frame":
+        await stream.run([Append(cache, token, policy)])
+    elif kind == "verify":
+        await stream.run([Verify(cache, session.drafts(), policy=policy)])
+    elif kind == "loop":
+        await cache.generate(3, policy=policy, ignore_eos=True).read()
+    else:
+        branch = await cache.fork()
+        await cache.release()
+        cache = branch
+    return cache
+
+
+async def play_async(client: AsyncClient, number: int, num_actions: int) -> tuple[list[list[int]], Counter[str]]:
+    """Play the same session with asyncio."""
+    session, held = Session(number), []
+    async with client.stream() as stream:
+        cache = await client.prefill(session.prompt, policy=session.policy())
+        for _ in range(num_actions):
+            if cache.length > MAX_LENGTH:
+                held.append(await ended_async(cache))
+                cache = await client.prefill(session.prompt, policy=session.policy())
+            cache = await act_async(session, cache, stream)
+        held.append(await ended_async(cache))
+    return held, session.counts
+
+
+async def ended_async(cache: AsyncCache) -> list[int]:
+    """Return the same as ``ended``."""
+    async with cache:
+        info = await cache.info(token_ids=True)
+        assert list(info.token_ids) == cache.token_ids
+        return [*info.token_ids, int(cache.last.token)]
+
+
+Played = list[tuple[list[list[int]], Counter[str]]]
+
+
+def sync_sessions(target: str, num_actions: int) -> Played:
+    """Play all sessions in threads, each with a client of its own."""
+
+    def run(number: int) -> tuple[list[list[int]], Counter[str]]:
+        with Client(target, timeout=120, max_retries=NUM_RETRIES) as client:
+            return play(client, number, num_actions)
+
+    with ThreadPoolExecutor(NUM_SESSIONS) as pool:
+        return list(pool.map(run, range(NUM_SESSIONS)))
+
+
+def async_sessions(target: str, num_actions: int) -> Played:
+    """Play all sessions in tasks, with one client."""
+
+    async def run() -> Played:
+        async with AsyncClient(target, timeout=120, max_retries=NUM_RETRIES) as client:
+            return await asyncio.gather(*(play_async(client, number, num_actions) for number in range(NUM_SESSIONS)))
+
+    return asyncio.run(run())
+
+
+WAYS = {"sync": sync_sessions, "asyncio": async_sessions}
+
+
+def campaign(way: str, sessions: Callable[[str, int], Played], num_actions: int, mean_bytes: float) -> int:
+    """Play with and without cuts, compare, report, and return the number of cuts."""
+    with RunningServer() as server:
+        expected = sessions(server.address.target, num_actions)
+        with CuttingProxy(server.address.port, seed=seed_of_run(), mean_bytes=mean_bytes) as proxy:
+            played = sessions(proxy.target, num_actions)
+            num_cuts = proxy.num_cuts
+        with Client(server.address.target) as client:
+            num_left = len(list(client.list_caches()))
+            replayed = client.admin.cache_metrics().num_replays
+    counts = sum((one for _, one in played), Counter[str]())
+    num_different = sum(one != other for one, other in zip(played, expected, strict=True))
+    figures = {"cuts": num_cuts, "replayed": replayed, "different_sessions": num_different, "left": num_left}
+    report("pending rules under cuts", clients=way, actions=sum(counts.values()), **figures, kinds=dict(counts))
+    assert played == expected
+    assert num_left == 0
+    assert set(counts) == set(KINDS)
+    assert replayed > 0
+    return num_cuts
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pending_tokens_are_sent_once_over_a_few_cuts(way: str) -> None:
+    """Whatever the mix is."""
+    assert campaign(way, WAYS[way], 40, 2500.0) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("way", WAYS)
+def test_pending_tokens_are_sent_once_over_a_thousand_cuts(way: str) -> None:
+    """The same, for long."""
+    assert campaign(way, WAYS[way], NUM_APPENDS // NUM_SESSIONS, 2500.0) > 1500 * NUM_APPENDS / 10400

@@ -25,6 +25,7 @@ __all__ = [
     "Stops",
     "VerifyOutput",
     "aim",
+    "append_request",
     "check_scoring",
     "choosing",
     "chunk_input",
@@ -37,7 +38,6 @@ __all__ = [
     "prefill_request",
     "prompt_input",
     "prompt_request",
-    "recovery_request",
     "reserve_request",
     "stream_answer",
     "stream_item",
@@ -114,6 +114,11 @@ class GenerationPlan:
     stop: tuple[str, ...]
     ignore_eos: bool
     has_text: bool
+
+    def given_of(self, index: int) -> Policy:
+        """Return the policy of a branch as the caller said it: with the branch's own seed if there is one."""
+        selection = self.given.selection
+        return self.given if selection is None or selection.seed is None else self.policy_of(index)
 
     @property
     def looks_back(self) -> bool:
@@ -244,9 +249,10 @@ def _cache_options(options: PromptOptions) -> executor_pb2.CacheOptions:
     )
 
 
-def recovery_request(token_ids: Sequence[int], options: PromptOptions) -> executor_pb2.PrefillRequest:
-    """Return the prefill that brings a lost sequence back: its tokens, and no output for them."""
-    return prompt_request(token_ids, options)
+def append_request(handle: Handle, token_ids: Sequence[int]) -> executor_pb2.PrefillRequest:
+    """Return the append of tokens, without an output."""
+    item = executor_pb2.PrefillInput(input_ids=token_ids, kv_cache=_convert.handle_to_message(handle))
+    return executor_pb2.PrefillRequest(input=item)
 
 
 def prefill_request(
@@ -356,7 +362,7 @@ def verify_input(sent: executor_pb2.DecodeInput, policy: Policy | None, item: Ve
     if distributions is not None and len(distributions) != len(drafts):
         text = "draft_probs needs one distribution per draft"
         raise ValueError(f"{text}: there are {len(drafts)} drafts and {len(distributions)} distributions")
-    if item.masks and len(item.masks) != len(drafts) + 1:
+    if len(item.masks) and len(item.masks) != len(drafts) + 1:
         raise ValueError(f"masks needs one per row: there are {len(drafts) + 1} rows and {len(item.masks)} masks")
     return executor_pb2.VerifyInput(
         request_id=sent.request_id,

@@ -124,7 +124,7 @@ class Tip:
         """The token that the server has chosen and that is not in the KV cache yet, or None."""
         if not self.pending or self.last is None:
             return None
-        return Token(self.pending[-1], self.last, self.length)
+        return Token(self.pending[-1], self.last)
 
     @property
     def is_exact(self) -> bool:
@@ -196,20 +196,38 @@ class Tip:
         _check.choice("pending", pending, get_args(Pending))
         if pending == "drop":
             return [*self.pending[:-1], *tokens]
-        if pending == "auto" and self.pending and tokens and tokens[0] == self.pending[-1]:
-            if not self.is_pending(given[0]):
-                raise PendingTokenError(self.pending[-1])
-            tokens = tokens[1:]
+        if pending == "auto" and tokens:
+            if self.is_pending(given[0]):
+                tokens = tokens[1:]
+            elif self.pending[-1:] == (tokens[0],):
+                raise PendingTokenError(tokens[0])
+            else:
+                self._check_new(given[0])
         return [*self.pending, *tokens]
+
+    def _check_new(self, token: object) -> None:
+        """Make sure that a token is not one that the sequence holds already.
+
+        Raises:
+            ValueError: It was chosen at an earlier place of this sequence, so it is a mistake to append it again.
+        """
+        if not isinstance(token, Token) or token.output.handle.cache_id != self.handle.cache_id:
+            return
+        if token.position < self.length:
+            text = f"token {int(token)} was chosen for position {token.position} of this sequence and is there already"
+            raise ValueError(f"{text}; to append the same id again pass int(token)")
 
     def is_pending(self, token: object) -> bool:
         """Return whether a token is the pending one: chosen at this place, after these tokens."""
         if not isinstance(token, Token) or self.last is None or self.pending[-1:] != (token,):
             return False
+        own = Token(token, self.last)
         if token.output is self.last:
             return True
-        own = Token(token, self.last, self.length)
-        return own.lineage is not None and (token.position, token.lineage) == (own.position, own.lineage)
+        is_here = token.position == own.position
+        if own.lineage is None or token.lineage is None:
+            return is_here and token.output.handle.cache_id == self.handle.cache_id
+        return is_here and token.lineage == own.lineage
 
     def decode_input(
         self, token_ids: Sequence[int], policy: Policy | None, on_stale: OnStale = "fail"
@@ -322,13 +340,18 @@ class Tip:
             self.moved(before, output, pending=(token,))
         else:
             self.ahead_handle = output.handle
-            self.last = output = dataclasses.replace(output, handle=self.handle)
             self.pending = (*before, token)
+            self.last = output = dataclasses.replace(output, handle=self.handle, ahead=len(self.pending) - 1)
         self.is_ahead = True
         return output
 
     def verified(
-        self, certain: Sequence[int], drafts: Sequence[int], parents: Sequence[int], verification: Verification
+        self,
+        certain: Sequence[int],
+        drafts: Sequence[int],
+        parents: Sequence[int],
+        verification: Verification,
+        policy: Policy | None = None,
     ) -> Verification:
         """Take over the state after a verify and return what it brought; its next token is pending from here on.
 
@@ -337,11 +360,14 @@ class Tip:
             drafts: The drafts.
             parents: Row that each draft follows; empty: a chain.
             verification: What the server answered.
+            policy: The policy that chose its next token.
         """
         output = verification.output
         num_held = max(0, output.handle.length - self.handle.length - len(certain))
-        path = [drafts[row - 1] for row in verification.accepted_indices] if parents else drafts
+        path = [drafts[row - 1] for row in verification.accepted_indices] if len(parents) else drafts
         self.moved([*certain, *path[:num_held]], output, pending=output.tokens[-1:] if verification.has_next else ())
+        if verification.has_next and policy is not None:
+            self.policy = policy
         return verification
 
     def cut(self, handle: Handle) -> None:
@@ -362,7 +388,10 @@ class Tip:
             self.log = TokenLog(token_ids)
 
     def revive(self, handle: Handle, ttl_s: float | None) -> None:
-        """Take over a new sequence of the very same tokens. What was pending still is."""
+        """Take over a new sequence of the same tokens, or of all that were handed out but the pending one."""
+        if handle.length > self.handle.length:
+            self.log.extend(self.pending[:-1])
+            self.pending = self.pending[-1:]
         self.handle, self.ahead_handle = handle, None
         self.ttl_s = ttl_s
         self.doubts = frozenset()

@@ -106,6 +106,7 @@ class Verify(Item[Verification], Generic[C]):
         draft_probs: As in ``Cache.verify``.
         masks: As in ``Cache.verify``.
         row_handles: As in ``Cache.verify``.
+        pending: As in ``Cache.append``.
         on_stale: As in ``Cache.append``.
     """
 
@@ -118,6 +119,7 @@ class Verify(Item[Verification], Generic[C]):
     draft_probs: DraftDistributions | None = None
     masks: Sequence[MaskLike] = ()
     row_handles: bool = False
+    pending: Pending = "auto"
     on_stale: OnStale = "fail"
 
 

@@ -195,6 +195,9 @@ def sample(
     Example:
         ``output = cache.append("def ", policy=sample(temperature=0.7, seed=1))``
     """
+    if unknown := settings.keys() - Settings.__annotations__.keys():
+        names = ", ".join(Settings.__annotations__)
+        raise TypeError(f"there is no setting {min(unknown)!r}; besides those of sample() there are {names}")
     mask = settings.pop("mask", None)
     selection = Sampling(
         temperature=temperature,

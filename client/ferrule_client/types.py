@@ -56,7 +56,7 @@ __all__ = [
 FloatArray = npt.NDArray[np.float32]
 """A float32 array."""
 
-Tokens = int | Sequence[int] | npt.NDArray[np.integer]
+Tokens = int | np.integer | Sequence[int] | npt.NDArray[np.integer]
 """One token id, or several in order."""
 
 OnStale = Literal["fail", "fork", "rewind"]
@@ -238,6 +238,8 @@ class Output(Rows):
         recomputed: True: the rows of a replay were computed again.
         cached_tokens: Input tokens that came from the prefix cache (prefill only).
         request_id: The request's id.
+        ahead: How far ``token`` is beyond the end of ``handle``: more than 0 if the server sent it together with others
+            and the handle is that of an earlier one, less than 0 for an earlier row of several.
     """
 
     handle: Handle
@@ -246,10 +248,13 @@ class Output(Rows):
     recomputed: bool = False
     cached_tokens: int = 0
     request_id: str = ""
+    ahead: int = field(default=0, repr=False)
 
     @property
     def token(self) -> Token:
-        """Chosen token of the newest row, which is pending: the next append sends it first.
+        """Chosen token of the newest row. It is pending: the next append sends it first.
+
+        A verify with acceptance ``none`` leaves nothing pending.
 
         Raises:
             AttributeError: The policy chose none.
@@ -271,7 +276,7 @@ class Output(Rows):
         """Return one row as an output of its own."""
         cut = self._cut(slice(index, index + 1))
         cut["arrays"].pop("target_logprobs", None)  # has no entry for the last row
-        return replace(self, **cut)
+        return replace(self, ahead=self.ahead - (len(self.tokens) - 1 - index), **cut)
 
     def _repr_html_(self) -> str:
         return notebook.output_html(self)
@@ -317,35 +322,36 @@ class Token(int):
     the next append sends it first. Passing this object confirms that, and the token is sent once.
 
     Attributes:
-        output: The output that it came with: log-probabilities, seed, timing, handle.
-        position: Index of the token in the sequence.
+        output: The output that it came with: log-probabilities, seed, timing, handle. It is kept as long as the token.
         index: Number of the branch of a generation, from 0.
         text: What it adds to the text of a generation, if that was asked for; empty while a character is incomplete. If
             the server sent several tokens together, the last one has the text of all of them.
     """
 
     output: Output
-    position: int
     index: int
     text: str
 
-    def __new__(cls, token: int, output: Output, position: int | None = None, index: int = 0, text: str = "") -> Self:
-        """Return the token; its position is that after the output's handle if None."""
+    def __new__(cls, token: int, output: Output, index: int = 0, text: str = "") -> Self:
+        """Return the token."""
         self = super().__new__(cls, token)
         self.output = output
-        self.position = output.handle.length if position is None else position
         self.index = index
         self.text = text
         return self
 
-    def __getnewargs__(self) -> tuple[int, Output, int, int, str]:  # type: ignore[override]
-        return int(self), self.output, self.position, self.index, self.text
+    def __getnewargs__(self) -> tuple[int, Output, int, str]:  # type: ignore[override]
+        return int(self), self.output, self.index, self.text
+
+    @property
+    def position(self) -> int:
+        """Index of the token in the sequence."""
+        return self.output.handle.length + self.output.ahead
 
     @property
     def lineage(self) -> bytes | None:
         """Lineage of the tokens before it, or None if the server sent it together with later tokens."""
-        handle = self.output.handle
-        return handle.lineage if handle.length == self.position else None
+        return None if self.output.ahead else self.output.handle.lineage
 
     @property
     def logprob(self) -> float:
@@ -381,7 +387,7 @@ class Verification:
     """What a verify has decided about draft tokens.
 
     Attributes:
-        output: The sequence and its rows; ``output.tokens`` holds the accepted drafts, then ``next_token``.
+        output: The sequence and its rows; by a rule, ``output.tokens`` holds the accepted drafts, then ``next_token``.
         accepted_count: Number of accepted drafts; 0 without an acceptance rule.
         accepted_indices: Rows of the accepted drafts, in path order.
         has_next: True: the server chose a token after the last accepted row, as it does by every rule but ``none``.

@@ -73,7 +73,7 @@ def test_masks_bias_and_penalties_bind_the_choice(client: Client) -> None:
     allowed[[20, 30]] = True
     bits = np.packbits(allowed, bitorder="little").tobytes()
     registered = client.register_mask(allowed)
-    assert client.register_masks([bits, [20, 30]]) == [registered, registered]
+    assert [client.register_mask(one) for one in (bits, [20, 30])] == [registered, registered]
     assert client.admin.cache_metrics().token_masks >= 1
     with client.prefill(IDS[:5]) as cache:
         chosen = {cache.step(greedy(mask=one), redraw=True).token for one in (allowed, bits, [20, 30], registered)}

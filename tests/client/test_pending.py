@@ -6,10 +6,11 @@ import pickle
 from collections.abc import Callable
 
 import grpc
+import numpy as np
 import pytest
 
 from ferrule import Cache, Client, Policy, greedy, sample
-from ferrule.errors import DeadlineExceededError, PendingTokenError, UnavailableError
+from ferrule.errors import DeadlineExceededError, FerruleError, PendingTokenError, UnavailableError
 from ferrule.types import Append, Output, Prompt, Token, Verification, Verify
 from tests.client.fake_server import Failure, FakeServer
 
@@ -275,3 +276,121 @@ def test_a_timeout_leaves_it_pending(fake: FakeServer, fake_client: Client) -> N
         assert cache.pending == ord(" ")
         cache.step()
         assert bytes(fake.sequences[cache.handle.cache_id]) == b"the "
+
+
+def test_a_lost_verify_is_decided_again(client: Client, fake: FakeServer) -> None:
+    """Without a seed the second call draws anew, so it is no repetition: what landed is dropped first."""
+    for policy, acceptance in ((sample(temperature=30), "exact"), (sample(), "rejection"), (greedy(), "none")):
+        with Client(fake.target, max_retries=0) as lossy, lossy.prefill([*b"the"], policy=greedy()) as cache:
+            fake.failures["ForwardVerify"] = [LOST]
+            with pytest.raises(UnavailableError):
+                cache.verify([*b"qu"], policy=policy, acceptance=acceptance)  # type: ignore[arg-type]
+            assert (cache.length, cache.pending) == (3, ord(" "))
+            cache.append([*b"!"])
+            assert bytes(fake.sequences[cache.handle.cache_id]) == b"the !"
+            assert cache.token_ids == [*b"the !"]
+    with prefilled(client) as cache:
+        cache._tip.doubts = frozenset({(int(cache.last.token), 8, 13)})  # as after an answer that did not come
+        other = client.adopt(cache.handle, keep_alive=False)
+        other.append([int(cache.last.token), 8])
+        other.detach()
+        cache.verify([8, 13], policy=sample(temperature=30))
+        assert held(cache)[:5] == [*PROMPT, cache.token_ids[4]]
+
+
+def test_a_replacement_in_the_middle_of_a_loop_ends_it(client: Client) -> None:
+    """The loop goes on from what is there then, and client and server agree."""
+    with client.prefill(PROMPT) as cache:
+        loop = cache.generate(30, policy=greedy())
+        said = [int(next(loop))]
+        cache.append((), pending="drop", policy=greedy(mask=[200]))
+        said = [200, *(int(next(loop)) for _ in range(2))]
+        loop.close()
+        cache.append([40])
+        assert held(cache) == [*PROMPT, *said, 40]
+
+
+def test_a_failed_redraw_changes_nothing(fake: FakeServer) -> None:
+    """Also in the middle of a loop, where more stands on the server."""
+    fake.tokens_per_frame = 4
+    with Client(fake.target, max_retries=0) as client, client.prefill([*b"the"], policy=greedy()) as cache:
+        loop = cache.generate(12, policy=greedy())
+        said = bytes([next(loop) for _ in range(3)])
+        before = cache.length, cache.pending, cache.token_ids
+        fake.failures["Decode"] = fake.failures["Prefill"] = [Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, reason="X")]
+        with pytest.raises(FerruleError):
+            cache.step(greedy(mask=[ord("!")]), redraw=True)
+        fake.failures.clear()
+        assert (cache.length, cache.pending, cache.token_ids) == before
+        cache.append([*b"?"])
+        assert bytes(fake.sequences[cache.handle.cache_id]) == b"the " + said + b"?"
+
+
+def test_loops_and_verifies_may_replace_it_too(client: Client) -> None:
+    """Or say it twice."""
+    with prefilled(client) as cache, cache.fork() as other, cache.fork() as third:
+        token = int(cache.last.token)
+        with pytest.raises(PendingTokenError):
+            list(cache.generate(2, tokens=[token]))
+        said = cache.generate(2, tokens=[token, 3], policy=greedy(), pending="send").read().tokens
+        assert held(cache) == [*PROMPT, token, token, 3, said[0]]
+        said = other.generate(2, tokens=[30], policy=greedy(), pending="drop").read().tokens
+        assert held(other) == [*PROMPT, 30, said[0]]
+        third.verify([], tokens=[token, 4], pending="send")
+        assert held(third) == [*PROMPT, token, token, 4]
+
+
+def test_steps_go_on_by_the_policy_of_a_verify_and_of_each_branch(client: Client) -> None:
+    """Whatever chose the pending token."""
+    with client.prefill(PROMPT, policy=greedy(mask=[9])) as cache, client.stream() as stream:
+        cache.verify([], policy=greedy(mask=[11]))
+        assert cache.step().token == 11
+        stream.run([Verify(cache, [], policy=greedy(mask=[12]))])
+        assert cache.step().token == 12
+        with cache.generate(2, n=3, policy=sample(seed=5)).read().caches as caches:
+            seeds = [one.step().seed for one in caches]
+            assert seeds == [5, 6, 7]
+
+
+def test_a_token_that_is_there_already_is_refused(client: Client) -> None:
+    """An old object is a mistake; its number may be said again."""
+    with prefilled(client) as cache:
+        old = cache.last.token
+        cache.step(greedy(mask=[(old + 1) % 256]))
+        with pytest.raises(ValueError, match="is there already"):
+            cache.append(old)
+        cache.append(int(old))
+        assert held(cache) == [*PROMPT, old, (old + 1) % 256, old]
+
+
+def test_tokens_of_one_frame_know_their_places(fake: FakeServer, fake_client: Client) -> None:
+    """Also after a journey through pickle, where the object is another one."""
+    fake.tokens_per_frame = 4
+    with fake_client.prefill([*b"the"]) as cache:
+        loop = cache.generate(8, policy=greedy())
+        for place in range(6):
+            token = next(loop)
+            assert token.position == cache.last.token.position == 3 + place
+        cache.append([pickle.loads(pickle.dumps(token)), *b"!"])
+        assert bytes(fake.sequences[cache.handle.cache_id]) == b"the quick!"
+        assert cache.token_ids == [*b"the quick!"]
+
+
+def test_a_stale_policy_of_fork_makes_no_branch_of_our_own_draws(client: Client) -> None:
+    """What a loop has drawn beyond is dropped, as by any append."""
+    with client.prefill(PROMPT) as cache:
+        said = int(next(cache.generate(50, policy=greedy())))
+        before = cache.handle.handle_id
+        cache.append([200], on_stale="fork")
+        assert cache.handle.handle_id == before
+        assert held(cache) == [*PROMPT, said, 200]
+        assert len(list(client.list_caches())) == 1
+
+
+def test_integers_of_numpy_are_integers(client: Client) -> None:
+    """One that equals the pending token is an error like any other."""
+    with prefilled(client) as cache:
+        with pytest.raises(PendingTokenError):
+            cache.append(np.int64(cache.last.token))
+        cache.append(np.int64((cache.last.token + 1) % 256))
+        assert cache.length == 6

@@ -349,3 +349,35 @@ def test_request_id_of_ones_own_names_one_sequence() -> None:
             other.prefill([1, 3], request_id="mine")
         cache.release()
         other.close()
+
+
+@pytest.mark.parametrize("place", range(1, 9))
+@pytest.mark.parametrize("use", ["truncate", "fork", "branches", "redraw", "step", "append"])
+def test_a_sequence_may_get_lost_in_the_middle_of_a_frame(fake: FakeServer, use: str, place: int) -> None:
+    """Where the handle covers less than was handed out, all of that is brought back."""
+    fake.tokens_per_frame = 4
+    fake.has_request_ids = True
+    with Client(fake.target) as client, client.prefill([*b"the"], recover=True) as cache:
+        loop = cache.generate(12, policy=greedy())
+        said = b"the" + bytes([next(loop) for _ in range(place)])
+        pending = cache.pending
+        fake.sequences.clear()
+        if use == "truncate":
+            cache.truncate(cache.length)
+            assert cache.pending is None
+        elif use == "fork":
+            with cache.fork() as branch:
+                assert (bytes(branch.token_ids), branch.pending) == (said[:-1], pending)
+        elif use == "branches":
+            with cache.fork(2) as branches:
+                assert [bytes(one.token_ids) for one in branches] == [said[:-1]] * 2
+        elif use == "redraw":
+            cache.step(greedy(), redraw=True)
+        elif use == "step":
+            cache.step(greedy())
+        else:
+            cache.append([*b"!"])
+        tail = {"step": said[-1:], "append": said[-1:] + b"!"}.get(use, b"")
+        assert bytes(cache.token_ids) == said[:-1] + tail
+        assert bytes(fake.sequences[cache.handle.cache_id])[: cache.length] == said[:-1] + tail
+        assert cache.num_recoveries == 1

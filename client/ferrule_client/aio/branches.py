@@ -23,9 +23,10 @@ _EXIT_S = 5.0
 
 
 class AsyncBranches(Sequence["AsyncCache"]):
-    """A sequence of caches that are released together when ``async with`` is left.
+    """A sequence of caches that are released together when ``async with`` is left, except those that were there before.
 
-    Made by ``AsyncCache.fork(n)``, by ``AsyncStream.branch``, and ``caches`` of a generation is one::
+    Made by ``AsyncCache.fork(n)``; by ``AsyncStream.branch``, where parents are among them; and ``caches`` of a
+    generation is one, where the cache that it began on is the first::
 
         async with cache.fork(3) as branches:
             for branch in branches: ...
@@ -34,12 +35,15 @@ class AsyncBranches(Sequence["AsyncCache"]):
     Args:
         connection: Where to release them.
         caches: The caches.
+        foreign: Caches among them that are released elsewhere.
     """
 
-    def __init__(self, connection: Connection, caches: Iterable[AsyncCache]) -> None:
+    def __init__(
+        self, connection: Connection, caches: Iterable[AsyncCache], *, foreign: Iterable[AsyncCache] = ()
+    ) -> None:
         self._connection = connection
         self._caches = tuple(caches)
-        self._kept: set[int] = set()
+        self._kept = set(map(id, foreign))
 
     async def __aenter__(self) -> AsyncBranches:
         return self
@@ -77,7 +81,7 @@ class AsyncBranches(Sequence["AsyncCache"]):
             cache: One of the branches.
 
         Raises:
-            ValueError: It is not one of them.
+            ValueError: It is not one of them, or released.
             FerruleError: The server was not reached; the leases will end the others.
 
         Example:
@@ -85,6 +89,8 @@ class AsyncBranches(Sequence["AsyncCache"]):
         """
         if all(one is not cache for one in self._caches):
             raise ValueError("this cache is not one of these branches")
+        if cache.is_released:
+            raise ValueError("this cache is released")
         self._kept.add(id(cache))
         await release_all(self._connection, self._losers())
         return cache

@@ -590,28 +590,15 @@ class AsyncClient:
         Example:
             ``digits = await client.register_mask(await client.tokenize("0123456789"))``
         """
-        (registered,) = await self.register_masks([mask], timeout=timeout)
-        return registered
-
-    async def register_masks(self, masks: Sequence[MaskLike], *, timeout: Timeout = USE_DEFAULT) -> list[TokenMask]:
-        """Have masks kept on the server, many in one call; see ``register_mask``.
-
-        Args:
-            masks: As in ``register_mask``, each.
-            timeout: Seconds this may take, retries included.
-
-        Returns:
-            One registered mask for each.
-
-        Raises:
-            FerruleError: As in ``register_mask``.
-        """
         timeout = self._connection.until(timeout)
-        given = list(map(as_mask, masks))
-        needs_size = any(one.bits is None for one in given)
-        vocab_size = (await self._connection.model_info(timeout)).vocab_size if needs_size else 0
-        bits = [one.to_bits(vocab_size) for one in given]
-        return await self._connection.register_masks(bits, self._connection.attempts(timeout))
+        given = as_mask(mask)
+        vocab_size = 0
+        if given.bits is None:
+            info = await self._connection.model_info(timeout)
+            vocab_size = info.vocab_size
+        attempts = self._connection.attempts(timeout)
+        (registered,) = await self._connection.register_masks([given.to_bits(vocab_size)], attempts)
+        return registered
 
     async def list_caches(self, *, page_size: int = 0, timeout: Timeout = USE_DEFAULT) -> AsyncIterator[CacheSummary]:
         """Yield the caller's live sequences by loggable id, asking for the next page when it is needed.

@@ -34,7 +34,7 @@ from ferrule_client.errors import (
     InstanceUnreachableError,
     UnavailableError,
 )
-from ferrule_client.types import FinishReason, OnStale, Output, Token, Tokens
+from ferrule_client.types import FinishReason, OnStale, Output, Pending, Token, Tokens
 
 if TYPE_CHECKING:
     from ferrule_client.aio.cache import AsyncCache
@@ -79,6 +79,7 @@ class AsyncGeneration(AsyncIterator[Token]):
         follow: Callable[[Tip], AsyncCache],
         cache: AsyncCache | None = None,
         on_stale: OnStale = "fail",
+        pending: Pending = "auto",
         options: PromptOptions | None = None,
         is_patient: bool = False,
         keeps: bool = True,
@@ -89,6 +90,7 @@ class AsyncGeneration(AsyncIterator[Token]):
         self._prompt = prompt
         self._tokens: tuple[int, ...] = () if isinstance(prompt, str) else tuple(_check.token_list(prompt))
         self._on_stale = on_stale
+        self._pending = pending
         self._follow = follow
         self._is_new = cache is None
         self._options = options
@@ -169,7 +171,8 @@ class AsyncGeneration(AsyncIterator[Token]):
     @property
     def caches(self) -> AsyncBranches:
         """The sequences of all branches that have a token, which ``async with`` releases; see ``AsyncBranches``."""
-        return AsyncBranches(self._connection, [branch.cache for branch in self.branches if branch.has_cache])
+        caches = [branch.cache for branch in self.branches if branch.has_cache]
+        return AsyncBranches(self._connection, caches, foreign=() if self._is_new else caches[:1])
 
     async def advance(self) -> Token | None:
         """Return the next token of any branch, or None when all have ended; what ``next`` does, without its error."""
@@ -361,8 +364,11 @@ class AsyncGeneration(AsyncIterator[Token]):
             )
         cache = first.branch.cache
         tip = tip_of(cache)
-        sent = await calls_of(cache).prepare(self._prompt, plan.policy, self._on_stale, draws=True, timeout=timeout)
-        self._tokens = tuple(sent.input_ids[len(tip.pending) :])
+        sent = await calls_of(cache).prepare(
+            self._prompt, plan.policy, self._on_stale, pending=self._pending, draws=True, timeout=timeout
+        )
+        num_before = len(tip.pending[:-1] if self._pending == "drop" else tip.pending)
+        self._tokens = tuple(sent.input_ids[num_before:])
         if self._whole is not None and plan.n > 1 and sent.kv_cache == self._whole.kv_cache:
             sent.on_stale = self._whole.on_stale  # the same again: its request_id finds the branches that it has made
         tip.policy = plan.given
@@ -382,7 +388,7 @@ class AsyncGeneration(AsyncIterator[Token]):
         """Return the request for what follows the newest token of a branch."""
         policy = self._plan.policy_of(branch.index)
         sent = await calls_of(branch.cache).prepare(
-            self._fed(branch), policy, pending="send", draws=True, timeout=timeout
+            self._fed(branch), policy, pending="drop" if self._drops(branch) else "send", draws=True, timeout=timeout
         )
         return _messages.generate_request(
             self._plan,
@@ -405,8 +411,15 @@ class AsyncGeneration(AsyncIterator[Token]):
 
     def _fed(self, branch: AsyncBranch) -> tuple[int, ...]:
         """Return the tokens that go in before the next one of a branch, besides what is pending."""
-        is_first = branch.index == 0 and not branch.tokens and not self._is_new
-        return self._tokens if is_first else ()
+        return self._tokens if self._is_first(branch) else ()
+
+    def _drops(self, branch: AsyncBranch) -> bool:
+        """Return whether the pending token is replaced by the next one of a branch, or by the tokens before it."""
+        return self._pending == "drop" and self._is_first(branch)
+
+    def _is_first(self, branch: AsyncBranch) -> bool:
+        """Return whether the next token of a branch is the first one on a cache that was there before."""
+        return branch.index == 0 and not branch.tokens and not self._is_new
 
     def _note(self, leg: Leg, frame: executor_pb2.GenerateResponse) -> None:
         """Put what a frame holds into the queue, but for tokens that are out already."""
@@ -456,7 +469,7 @@ class AsyncGeneration(AsyncIterator[Token]):
         if log.end != message.resume_from.length:
             log.forget(message.resume_from.length)
         tip = Tip(_convert.handle_from_message(message.resume_from), log=log)
-        tip.policy = self._plan.given
+        tip.policy = self._plan.given_of(course.branch.index)
         tip.is_ahead, tip.running, course.was_ahead = True, course.give_way, False
         tip.num_unseen = max(0, len(message.outputs.tokens) - 1)
         course.branch.attach(self._follow(tip))
@@ -491,9 +504,11 @@ class AsyncGeneration(AsyncIterator[Token]):
         if event.is_counted:
             tip.told(token, output)
         else:
+            if self._drops(branch):
+                tip.pending = tip.pending[:-1]
             output = tip.drew(token, output, fed=self._fed(branch), is_covered=event.is_covered)
         branch.tokens.append(token)
-        return Token(token, output, tip.length, branch.index, event.text)
+        return Token(token, output, branch.index, event.text)
 
     async def _survive(
         self,

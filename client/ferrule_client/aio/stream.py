@@ -172,7 +172,8 @@ class AsyncStream:
         caches = [_cache_of(item) for item in items]
         _check_once(caches)
         inputs = [await self._prepared(item, timeout) for item in items]
-        results = await self._append(caches, inputs, release=release, timeout=timeout)
+        is_patient = all(_is_patient(item) for item in items)
+        results = await self._append(caches, inputs, release=release, is_patient=is_patient, timeout=timeout)
         settled = list(map(self._settled, items, inputs, results))
         if errors == "raise":
             born = [one for item, one in zip(items, settled, strict=True) if isinstance(item, Prompt)]
@@ -207,7 +208,8 @@ class AsyncStream:
             return tip.moved(tokens, _convert.output_from_message(result), item.policy if item.is_final else None)
         assert isinstance(result, _messages.VerifyOutput)  # the answer is of the kind of the input
         assert isinstance(sent, executor_pb2.VerifyInput)
-        return tip.verified(sent.input_ids, sent.draft_ids, item.parents, _convert.verification_from_message(result))
+        verification = _convert.verification_from_message(result)
+        return tip.verified(sent.input_ids, sent.draft_ids, item.parents, verification, item.policy or tip.policy)
 
     def _new_cache(self, item: Prompt, sent: Input, result: Appended) -> AsyncCache:
         output = _convert.output_from_message(result)
@@ -241,7 +243,7 @@ class AsyncStream:
             timeout: Seconds this may take, retries included.
 
         Returns:
-            One cache per place.
+            One cache per place. Leaving ``async with`` of them releases the new ones.
 
         Raises:
             FerruleError: An item failed (the first error is raised, with a note that says which), or the stream did.
@@ -259,17 +261,22 @@ class AsyncStream:
         firsts = {id(parent): place for place, parent in reversed(list(enumerate(parents)))}
         inputs = [
             await calls_of(parent).prepare(
-                one, policy, "fail" if firsts[id(parent)] == place else "fork", timeout=timeout
+                one,
+                policy,
+                "fail" if firsts[id(parent)] == place else "fork",
+                branches=firsts[id(parent)] != place,
+                timeout=timeout,
             )
             for place, (parent, one) in enumerate(zip(parents, tokens, strict=True))
         ]
         _check_branches([firsts[id(parent)] for parent in parents], inputs)
         logs = [tip_of(parent).log.branch() for parent in parents]
-        results = await self._append(parents, inputs, release=release, timeout=timeout)
+        is_patient = all(calls_of(parent).recovers for parent in parents)
+        results = await self._append(parents, inputs, release=release, is_patient=is_patient, timeout=timeout)
         children = [_child(*one, policy) for one in zip(parents, inputs, logs, results, strict=True)]
         born = [one for one in children if all(one is not parent for parent in parents)]
         await self._raise_first(children, born, "place")
-        return AsyncBranches(self._connection, cast("list[AsyncCache]", children))
+        return AsyncBranches(self._connection, cast("list[AsyncCache]", children), foreign=parents)
 
     async def _raise_first(self, results: Sequence[object], born: Sequence[object], what: str) -> None:
         """Raise the first error among results; new sequences, which nobody will see, are released then."""
@@ -285,15 +292,16 @@ class AsyncStream:
         caches: Sequence[AsyncCache | None],
         inputs: Sequence[Input],
         *,
-        release: Iterable[AsyncCache] = (),
-        timeout: Timeout = USE_DEFAULT,
+        release: Iterable[AsyncCache],
+        is_patient: bool,
+        timeout: Timeout,
     ) -> list[Appended | FerruleError]:
         """Exchange the appends of caches, which do not move by it.
 
         If the stream fails, its appends are in doubt, and what was to be released is still ours. Sequences that are
         lost are brought back if their caches do that, and their appends are sent once more.
         """
-        attempts = self._attempts(inputs, timeout, is_patient=_are_patient(caches))
+        attempts = self._attempts(inputs, timeout, is_patient=is_patient and bool(inputs))
         return await Exchange(self._connection, self._send, attempts).perform(caches, inputs, list(release))
 
     async def _forget(self, caches: Sequence[Any]) -> None:
@@ -510,9 +518,9 @@ class _Leg:
         self.cause: grpc.RpcError | None = None
 
 
-def _are_patient(caches: Sequence[AsyncCache | None]) -> bool:
-    """Tell whether all caches wait for a server that went away."""
-    return bool(caches) and all(one is not None and calls_of(one).recovers for one in caches)
+def _is_patient(item: Item[Any]) -> bool:
+    """Return whether an item waits for a server that went away."""
+    return item.recover if isinstance(item, Prompt) else calls_of(item.cache).recovers  # type: ignore[attr-defined]
 
 
 def _child(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
+import numpy as np
 
 from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
 from ferrule_client import _check, _convert, _messages
@@ -95,6 +96,7 @@ class SequenceCalls:
         pending: Pending = "auto",
         drafts: Sequence[int] = (),
         draws: bool = False,
+        branches: bool = False,
         timeout: Timeout = USE_DEFAULT,
     ) -> executor_pb2.DecodeInput:
         """Return the message of the next append.
@@ -109,30 +111,32 @@ class SequenceCalls:
             on_stale: As in ``Cache.append``.
             pending: As in ``Cache.append``.
             drafts: Tokens that are sent besides and may be appended too.
-            draws: True: the server goes on with tokens that it draws, so without tokens this is still an append.
+            draws: True: what is appended depends on draws, so it repeats no append in doubt; and without tokens it is
+                still an append.
+            branches: True: a new branch is wanted in any case.
             timeout: Seconds that requests may take which this needs.
         """
         tip = self.tip
         if isinstance(tokens, str):
             ids = self._connection.encode_text(tokens, timeout=timeout, is_patient=self.recovers)
-            given: Any = ids  # Any: a list of ints or of an array
+            given: Any = ids  # Any: ints of any kind
             pending = "send" if pending == "auto" else pending
         else:
             ids = _check.token_list(tokens)
-            given = [tokens] if isinstance(tokens, int) else tokens
+            given = tokens if isinstance(tokens, (Sequence, np.ndarray)) else [tokens]
         if tip.num_unseen:
             newest = tip.pending, tip.last
             self.truncate(tip.length, timeout=timeout)
             tip.pending, tip.last = newest
         sent = tip.decode_input(tip.joined(ids, given, pending), policy, on_stale)
-        if not sent.input_ids and not draws:
+        if not sent.input_ids and not draws and not (tip.pending and pending == "drop"):
             return sent
         tip.interrupt()
-        if sent.on_stale != types_pb2.STALE_POLICY_FAIL:
+        if branches or not (sent.input_ids or draws):
             return sent
         is_new = tip.contradicts([*sent.input_ids, *drafts]) or (draws and bool(tip.doubts))
         if tip.is_ahead or (is_new and self._holds_only_doubts(timeout)):
-            sent.on_stale = types_pb2.STALE_POLICY_REWIND
+            sent.on_stale, sent.request_id = types_pb2.STALE_POLICY_REWIND, ""
             _messages.aim(sent, tip.handle)  # looking may have brought a lost sequence back
         return sent
 
@@ -145,9 +149,11 @@ class SequenceCalls:
         """
         policy = _messages.verify_policy(item.policy, item.acceptance, item.draft_probs)
         drafts = _check.token_list(item.draft)
-        if drafts and self.tip.is_pending(item.draft[0]):
+        if drafts and item.pending != "drop" and self.tip.is_pending(item.draft[0]):
             raise PendingTokenError(drafts[0])
-        base = self.prepare(item.tokens, policy, item.on_stale, drafts=drafts, timeout=timeout)
+        base = self.prepare(
+            item.tokens, policy, item.on_stale, pending=item.pending, drafts=drafts, draws=True, timeout=timeout
+        )
         return _messages.verify_input(base, policy, item)
 
     def prepare_append(
@@ -168,7 +174,7 @@ class SequenceCalls:
         request = _messages.truncate_request(tip.at(min(length, tip.length)), length)
         tip.interrupt()
         with using(tip):
-            reply = self.call_once_more(self._connection.executor.TruncateKv, request, timeout)
+            reply = self.call_once_more(self._connection.executor.TruncateKv, request, timeout, covers_all=True)
         tip.cut(_convert.handle_from_message(reply.kv_cache))
         return reply.freed_blocks
 
@@ -197,6 +203,7 @@ class SequenceCalls:
         timeout: Timeout,
         *,
         creates: bool = False,
+        covers_all: bool = False,
     ) -> _Reply:
         """Run one call; when the sequence is lost and brought back, once more on the one that replaces it.
 
@@ -205,6 +212,7 @@ class SequenceCalls:
             request: Its request; aimed at the new sequence if need be.
             timeout: Seconds for everything together.
             creates: True: the call makes new sequences.
+            covers_all: True: it names a length up to which the handle may not reach, in the middle of a generation.
 
         Raises:
             FerruleError: It failed; one that says the sequence is lost has its tokens.
@@ -217,7 +225,7 @@ class SequenceCalls:
             if not is_lost(error, self.tip.handle):
                 raise
             self.tip.tell(error)
-            self.revive(error, attempts)
+            self.revive(error, attempts, covers_all=covers_all)
         _messages.aim(request, self.tip.handle)
         try:
             return self._connection.run(method, request, attempts)
@@ -225,12 +233,14 @@ class SequenceCalls:
             self.tip.tell(error)
             raise
 
-    def revive(self, error: FerruleError, attempts: Attempts) -> None:
+    def revive(self, error: FerruleError, attempts: Attempts, *, covers_all: bool = False) -> None:
         """Bring the lost sequence back, as a new one of the same tokens.
 
         Args:
             error: What said that it is lost.
             attempts: Those of the call that found out; the prefill has what is left of its time.
+            covers_all: True: the new handle covers all tokens handed out but the pending one. False: as many as the old
+                one.
 
         Raises:
             FerruleError: ``error``, if that is not done or cannot be, or what the prefill failed with.
@@ -238,7 +248,7 @@ class SequenceCalls:
         token_ids = self.tip.token_ids
         if self._recovery is None or token_ids is None:
             raise error
-        request = _messages.recovery_request(token_ids, self._recovery)
+        request = _messages.prompt_request(token_ids, self._recovery)
         rest = attempts.rest(creates=True, has_request_id=True)
         try:
             reply = self._connection.run(self._connection.executor.Prefill, request, rest)
@@ -251,10 +261,22 @@ class SequenceCalls:
             self._end_stranger(handle)
             error.add_note(_OTHER_MODEL)
             raise error
+        if covers_all and (beyond := self.tip.pending[:-1]):
+            handle = self._extended(handle, beyond, attempts)
         ids = before.handle_id, handle.handle_id
         _log.info("recovered handle_id=%s as=%s reason=%s length=%d", *ids, error.reason, handle.length)
         self.tip.revive(handle, _convert.granted_ttl_s(output))
         self._keep()
+
+    def _extended(self, handle: Handle, token_ids: Sequence[int], attempts: Attempts) -> Handle:
+        """Append tokens to a new sequence and return the handle that covers them."""
+        request = _messages.append_request(handle, token_ids)
+        try:
+            reply = self._connection.run(self._connection.executor.Prefill, request, attempts.rest())
+        except FerruleError:
+            self._end_stranger(handle)
+            raise
+        return _convert.handle_from_message(reply.output.kv_cache)
 
     def renewed(self, lease: Lease | FerruleError, asked_s: float | None) -> None:
         """Take over a lease that was renewed apart from the cache.

@@ -24,9 +24,10 @@ _EXIT_S = 5.0
 
 
 class Branches(Sequence["Cache"]):
-    """A sequence of caches that are released together when ``with`` is left.
+    """A sequence of caches that are released together when ``with`` is left, except those that were there before.
 
-    Made by ``Cache.fork(n)``, by ``Stream.branch``, and ``caches`` of a generation is one::
+    Made by ``Cache.fork(n)``; by ``Stream.branch``, where parents are among them; and ``caches`` of a
+    generation is one, where the cache that it began on is the first::
 
         with cache.fork(3) as branches:
             for branch in branches: ...
@@ -35,12 +36,13 @@ class Branches(Sequence["Cache"]):
     Args:
         connection: Where to release them.
         caches: The caches.
+        foreign: Caches among them that are released elsewhere.
     """
 
-    def __init__(self, connection: Connection, caches: Iterable[Cache]) -> None:
+    def __init__(self, connection: Connection, caches: Iterable[Cache], *, foreign: Iterable[Cache] = ()) -> None:
         self._connection = connection
         self._caches = tuple(caches)
-        self._kept: set[int] = set()
+        self._kept = set(map(id, foreign))
 
     def __enter__(self) -> Branches:
         return self
@@ -76,7 +78,7 @@ class Branches(Sequence["Cache"]):
             cache: One of the branches.
 
         Raises:
-            ValueError: It is not one of them.
+            ValueError: It is not one of them, or released.
             FerruleError: The server was not reached; the leases will end the others.
 
         Example:
@@ -84,6 +86,8 @@ class Branches(Sequence["Cache"]):
         """
         if all(one is not cache for one in self._caches):
             raise ValueError("this cache is not one of these branches")
+        if cache.is_released:
+            raise ValueError("this cache is released")
         self._kept.add(id(cache))
         release_all(self._connection, self._losers())
         return cache

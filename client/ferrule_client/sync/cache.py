@@ -142,7 +142,9 @@ class Cache:
             RuntimeError: There is none: the handle was adopted, or the sequence truncated.
         """
         if self._tip.last is None:
-            raise RuntimeError("there is no output yet: the handle was adopted or truncated; cache.step() chooses anew")
+            raise RuntimeError(
+                "there is no output: the sequence was adopted or truncated; cache.step() chooses a token"
+            )
         return self._tip.last
 
     @property
@@ -154,7 +156,7 @@ class Cache:
         """
         ids = self._tip.seen_ids
         if ids is None:
-            raise RuntimeError("the handle was adopted, so its tokens are not known: call cache.info(token_ids=True)")
+            raise RuntimeError("the tokens are not known, as of an adopted handle: call cache.info(token_ids=True)")
         return ids
 
     @property
@@ -188,7 +190,7 @@ class Cache:
             policy: What to return for the row. None: nothing. A token that it chooses is pending afterwards.
             pending: What to do with a pending token. ``auto``: send it first, and once if ``tokens`` begins with that
                 ``Token``. ``send``: send it first, whatever follows. ``drop``: replace it.
-            all_positions: True: a row for every token, not only the last one.
+            all_positions: True: a row for every token that is sent, the pending one included, not only the last one.
             on_stale: What to do if somebody else appended to this sequence meanwhile. ``fork`` makes this cache follow
                 the new branch.
             timeout: Seconds this may take, retries included.
@@ -259,8 +261,6 @@ class Cache:
             ``tokens = [cache.step(sample(temperature=0.7)).token for _ in range(20)]``
         """
         policy = _messages.choosing(policy or self._tip.policy or greedy())
-        if redraw and (self._tip.is_ahead or not self._tip.is_exact):
-            self._calls.truncate(self.length, timeout=timeout)
         return self.append((), policy=policy, pending="drop" if redraw else "auto", timeout=timeout)
 
     def generate(
@@ -269,6 +269,7 @@ class Cache:
         *,
         tokens: Tokens | str = (),
         policy: Policy | None = None,
+        pending: Pending = "auto",
         n: int = 1,
         stop: Stops = (),
         ignore_eos: bool = False,
@@ -282,9 +283,11 @@ class Cache:
         the token itself is pending. Ctrl-C and ``break`` leave the cache usable.
 
         Args:
-            max_tokens: Most tokens to draw for each branch. None: until a stop or the end of the context.
+            max_tokens: Most tokens to draw for each branch; 0: nothing is sent at all. None: until a stop or the end of
+                the context.
             tokens: Token ids or a text to append first, such as the next question.
             policy: How to choose. None: ``sample()``.
+            pending: As in ``append``.
             n: Number of branches: the first one on this cache, each other on a new one; see ``caches`` of the iterator.
                 Branch i draws with the seed of the policy plus i.
             stop: What ends a branch besides the model's own stop tokens: a text, a token id, or a list of texts, token
@@ -325,6 +328,7 @@ class Cache:
             follow=self._sibling,
             cache=self,
             on_stale=on_stale,
+            pending=pending,
             is_patient=self._calls.recovers,
             timeout=timeout,
         )
@@ -340,6 +344,7 @@ class Cache:
         draft_probs: DraftDistributions | None = None,
         masks: Sequence[MaskLike] = (),
         row_handles: bool = False,
+        pending: Pending = "auto",
         on_stale: OnStale = "fail",
         timeout: Timeout = USE_DEFAULT,
     ) -> Verification:
@@ -364,6 +369,7 @@ class Cache:
                 certainty.
             masks: Tokens that may follow each row (drafts + 1), in place of the policy's mask.
             row_handles: True: return a handle at row 0 and at each appended draft.
+            pending: As in ``append``.
             on_stale: As in ``append``.
             timeout: Seconds this may take, retries included.
 
@@ -392,6 +398,7 @@ class Cache:
             draft_probs,
             masks,
             row_handles,
+            pending,
             on_stale,
         )
         sent = self._calls.prepare_verify(item, timeout=timeout)
@@ -402,7 +409,7 @@ class Cache:
                 self._connection.executor.ForwardVerify, request, timeout, creates=creates
             )
         verification = _convert.verification_from_message(reply.output)
-        return self._tip.verified(sent.input_ids, sent.draft_ids, parents, verification)
+        return self._tip.verified(sent.input_ids, sent.draft_ids, parents, verification, policy or self._tip.policy)
 
     @overload
     def fork(
@@ -439,7 +446,7 @@ class Cache:
 
         Args:
             n: Number of branches. None: one, returned as a cache.
-            length: Tokens at which to branch. None: at the tip.
+            length: Tokens at which to branch, without a pending token. None: at the tip.
             ttl: Lease of each branch in seconds. None: that of this sequence.
             redraw: True: leave the pending token out, so that each branch chooses its own. False: branches at the tip
                 take it along.
@@ -459,7 +466,9 @@ class Cache:
         at_tip = length is None
         wanted = self._tip.length if at_tip and not self._tip.is_exact else length
         request = _messages.fork_request(self._tip.at(wanted or 0), 1 if n is None else n, wanted, ttl)
-        reply = self._calls.call_once_more(self._connection.executor.ForkCache, request, timeout, creates=True)
+        reply = self._calls.call_once_more(
+            self._connection.executor.ForkCache, request, timeout, creates=True, covers_all=True
+        )
         ttl_s = _convert.granted_ttl_s(reply)
         handles = map(_convert.handle_from_message, reply.kv_caches)
         tips = [self._tip.branch(one, at_tip=at_tip, redraw=redraw, ttl_s=ttl_s) for one in handles]
@@ -469,7 +478,8 @@ class Cache:
     def truncate(self, length: int, *, timeout: Timeout = USE_DEFAULT) -> int:
         """Shorten the sequence to exactly ``length`` tokens and return the number of blocks that became free.
 
-        The pending token is dropped; ``truncate(cache.length)`` does only that.
+        The pending token is dropped; ``truncate(cache.length)`` does only that. If no answer comes, truncate again
+        before anything else: the handle may name tokens that are gone.
 
         Args:
             length: Tokens to keep, from 1 to ``cache.length``.
@@ -564,7 +574,9 @@ class Cache:
         """Give the sequence away and return its handle: no release, no keep-alive, no warning from here on.
 
         Whoever gets the handle continues with ``Client.adopt``; until then the lease runs. A pending token is not
-        part of the handle: pass it on too, or append it first.
+        part of the handle: pass it on too, or append it first. If a loop was left early or an append was not answered,
+        the sequence may hold more than the handle: truncate first, or have the new owner append with
+        ``on_stale="rewind"``.
 
         Raises:
             RuntimeError: A generation was left early and the handle is not at ``length``.

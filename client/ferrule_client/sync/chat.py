@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ferrule_client import _check
 from ferrule_client._public import publish
 from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._token_log import common_length
+from ferrule_client.errors import HandleNotFoundError
 from ferrule_client.policy import Policy, sample
 from ferrule_client.sync.cache import Cache
 from ferrule_client.sync.generation import Generation
@@ -110,9 +112,13 @@ class Chat:
             timeout=timeout,
         )
         start = time.perf_counter()
-        cache, num_reused = self._taken_back(prompt.token_ids)
-        answer = Answer(num_prompt_tokens=len(prompt.token_ids), num_reused_tokens=num_reused)
-        self._draw(cache, prompt.token_ids, answer, on_text, timeout)
+        try:
+            cache, num_reused = self._taken_back(prompt.token_ids, timeout)
+            answer = Answer(num_prompt_tokens=len(prompt.token_ids), num_reused_tokens=num_reused)
+            self._draw(cache, prompt.token_ids, answer, on_text, timeout)
+        except HandleNotFoundError:  # it could not be brought back, so the next turn begins a sequence
+            self.close()
+            raise
         answer.elapsed_s = time.perf_counter() - start
         if answer.tokens:
             self.messages += [question, {"role": "assistant", "content": answer.text}]
@@ -124,6 +130,7 @@ class Chat:
         Args:
             num_turns: How many turns, each a question and its answer.
         """
+        _check.whole("num_turns", num_turns, 1)
         num_kept = max(0, len(self.messages) - 2 * num_turns)
         num_undone = (len(self.messages) - num_kept + 1) // 2
         del self.messages[num_kept:]
@@ -152,23 +159,23 @@ class Chat:
         if cache is not None:
             cache.__exit__(None, None, None)
 
-    def _taken_back(self, token_ids: Sequence[int]) -> tuple[Cache, int]:
+    def _taken_back(self, token_ids: Sequence[int], timeout: Timeout) -> tuple[Cache, int]:
         """Return a sequence that holds a beginning of these tokens and nothing else, and the length of that."""
         same = common_length(self._token_ids, token_ids)
         if self._cache is None or same == 0:
-            return self._begun(token_ids), 0
+            return self._begun(token_ids, timeout), 0
         if same < len(self._token_ids):
-            self._cache.truncate(same)
+            self._cache.truncate(same, timeout=timeout)
             self._token_ids = list(token_ids[:same])
         return self._cache, same
 
-    def _begun(self, token_ids: Sequence[int]) -> Cache:
+    def _begun(self, token_ids: Sequence[int], timeout: Timeout) -> Cache:
         """Return a new sequence of all tokens but the last one, which goes with the draws."""
         self.close()
         prompt = list(token_ids[:-1] or token_ids)
         chosen = self.policy.selection
         repeats = chosen is not None and chosen.seed is not None  # cached KV can round otherwise and change the text
-        self._cache = self._client.prefill(prompt, reuse_prefix=not repeats, recover=True)
+        self._cache = self._client.prefill(prompt, reuse_prefix=not repeats, recover=True, timeout=timeout)
         self._token_ids = prompt
         return self._cache
 
@@ -181,7 +188,9 @@ class Chat:
         timeout: Timeout,
     ) -> None:
         rest = token_ids[len(self._token_ids) :]
-        loop = cache.generate(self.max_tokens, tokens=rest, policy=self.policy, text=True, timeout=timeout)
+        loop = cache.generate(
+            self.max_tokens, tokens=rest, policy=self.policy, pending="send", text=True, timeout=timeout
+        )
         try:
             _read(loop, answer, on_text)
         finally:

@@ -171,7 +171,8 @@ class Stream:
         caches = [_cache_of(item) for item in items]
         _check_once(caches)
         inputs = [self._prepared(item, timeout) for item in items]
-        results = self._append(caches, inputs, release=release, timeout=timeout)
+        is_patient = all(_is_patient(item) for item in items)
+        results = self._append(caches, inputs, release=release, is_patient=is_patient, timeout=timeout)
         settled = list(map(self._settled, items, inputs, results))
         if errors == "raise":
             born = [one for item, one in zip(items, settled, strict=True) if isinstance(item, Prompt)]
@@ -206,7 +207,8 @@ class Stream:
             return tip.moved(tokens, _convert.output_from_message(result), item.policy if item.is_final else None)
         assert isinstance(result, _messages.VerifyOutput)  # the answer is of the kind of the input
         assert isinstance(sent, executor_pb2.VerifyInput)
-        return tip.verified(sent.input_ids, sent.draft_ids, item.parents, _convert.verification_from_message(result))
+        verification = _convert.verification_from_message(result)
+        return tip.verified(sent.input_ids, sent.draft_ids, item.parents, verification, item.policy or tip.policy)
 
     def _new_cache(self, item: Prompt, sent: Input, result: Appended) -> Cache:
         output = _convert.output_from_message(result)
@@ -240,7 +242,7 @@ class Stream:
             timeout: Seconds this may take, retries included.
 
         Returns:
-            One cache per place.
+            One cache per place. Leaving ``with`` of them releases the new ones.
 
         Raises:
             FerruleError: An item failed (the first error is raised, with a note that says which), or the stream did.
@@ -257,16 +259,23 @@ class Stream:
         timeout = self._connection.until(timeout)
         firsts = {id(parent): place for place, parent in reversed(list(enumerate(parents)))}
         inputs = [
-            calls_of(parent).prepare(one, policy, "fail" if firsts[id(parent)] == place else "fork", timeout=timeout)
+            calls_of(parent).prepare(
+                one,
+                policy,
+                "fail" if firsts[id(parent)] == place else "fork",
+                branches=firsts[id(parent)] != place,
+                timeout=timeout,
+            )
             for place, (parent, one) in enumerate(zip(parents, tokens, strict=True))
         ]
         _check_branches([firsts[id(parent)] for parent in parents], inputs)
         logs = [tip_of(parent).log.branch() for parent in parents]
-        results = self._append(parents, inputs, release=release, timeout=timeout)
+        is_patient = all(calls_of(parent).recovers for parent in parents)
+        results = self._append(parents, inputs, release=release, is_patient=is_patient, timeout=timeout)
         children = [_child(*one, policy) for one in zip(parents, inputs, logs, results, strict=True)]
         born = [one for one in children if all(one is not parent for parent in parents)]
         self._raise_first(children, born, "place")
-        return Branches(self._connection, cast("list[Cache]", children))
+        return Branches(self._connection, cast("list[Cache]", children), foreign=parents)
 
     def _raise_first(self, results: Sequence[object], born: Sequence[object], what: str) -> None:
         """Raise the first error among results; new sequences, which nobody will see, are released then."""
@@ -282,15 +291,16 @@ class Stream:
         caches: Sequence[Cache | None],
         inputs: Sequence[Input],
         *,
-        release: Iterable[Cache] = (),
-        timeout: Timeout = USE_DEFAULT,
+        release: Iterable[Cache],
+        is_patient: bool,
+        timeout: Timeout,
     ) -> list[Appended | FerruleError]:
         """Exchange the appends of caches, which do not move by it.
 
         If the stream fails, its appends are in doubt, and what was to be released is still ours. Sequences that are
         lost are brought back if their caches do that, and their appends are sent once more.
         """
-        attempts = self._attempts(inputs, timeout, is_patient=_are_patient(caches))
+        attempts = self._attempts(inputs, timeout, is_patient=is_patient and bool(inputs))
         return Exchange(self._connection, self._send, attempts).perform(caches, inputs, list(release))
 
     def _forget(self, caches: Sequence[Any]) -> None:
@@ -507,9 +517,9 @@ class _Leg:
         self.cause: grpc.RpcError | None = None
 
 
-def _are_patient(caches: Sequence[Cache | None]) -> bool:
-    """Tell whether all caches wait for a server that went away."""
-    return bool(caches) and all(one is not None and calls_of(one).recovers for one in caches)
+def _is_patient(item: Item[Any]) -> bool:
+    """Return whether an item waits for a server that went away."""
+    return item.recover if isinstance(item, Prompt) else calls_of(item.cache).recovers  # type: ignore[attr-defined]
 
 
 def _child(

@@ -29,7 +29,6 @@ from ferrule_client.errors import (
     FerruleError,
     InstanceUnreachableError,
     MaskUnknownError,
-    UnsupportedError,
     WrongInstanceError,
 )
 from ferrule_client.masks import TokenMask
@@ -299,17 +298,6 @@ class Connection:
             )
         except FerruleError as error:
             _log.debug("limit of handles unknown reason=%s", error.reason)
-
-    async def require(self, feature: str, timeout: Timeout = USE_DEFAULT) -> None:
-        """Make sure that the server has a feature.
-
-        Raises:
-            UnsupportedError: It has not.
-        """
-        if feature not in (await self.capabilities(timeout)).features:
-            text = f"this server does not serve {feature}: it is not in client.capabilities().features"
-            metadata = {"feature": feature}
-            raise UnsupportedError(grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED", text, metadata)
 
     async def register_masks(self, bits: Sequence[bytes], attempts: Attempts, instance: str = "") -> list[TokenMask]:
         """Have masks kept on the server and return them with their names; they are registered again when it drops them.

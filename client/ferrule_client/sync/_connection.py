@@ -27,7 +27,6 @@ from ferrule_client.errors import (
     FerruleError,
     InstanceUnreachableError,
     MaskUnknownError,
-    UnsupportedError,
     WrongInstanceError,
 )
 from ferrule_client.masks import TokenMask
@@ -297,17 +296,6 @@ class Connection:
             self._ask_capabilities(self.attempts(_ASK_S if limit_s is None else max(0.001, min(_ASK_S, limit_s / 4))))
         except FerruleError as error:
             _log.debug("limit of handles unknown reason=%s", error.reason)
-
-    def require(self, feature: str, timeout: Timeout = USE_DEFAULT) -> None:
-        """Make sure that the server has a feature.
-
-        Raises:
-            UnsupportedError: It has not.
-        """
-        if feature not in self.capabilities(timeout).features:
-            text = f"this server does not serve {feature}: it is not in client.capabilities().features"
-            metadata = {"feature": feature}
-            raise UnsupportedError(grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED", text, metadata)
 
     def register_masks(self, bits: Sequence[bytes], attempts: Attempts, instance: str = "") -> list[TokenMask]:
         """Have masks kept on the server and return them with their names; they are registered again when it drops them.

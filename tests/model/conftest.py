@@ -43,6 +43,14 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "Llama", "vocab_size": 101, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 22, "attention_bias": True, "mlp_bias": True,
     },
+    "qwen2-gqa-7to1-tied": {
+        "family": "Qwen2", "vocab_size": 103, "hidden_size": 56, "intermediate_size": 76, "num_hidden_layers": 2,
+        "num_attention_heads": 7, "num_key_value_heads": 1, "tie_word_embeddings": True, "max_window_layers": 1,
+    },
+    "mistral-gqa-3to1-untied": {
+        "family": "Mistral", "vocab_size": 107, "hidden_size": 48, "intermediate_size": 60, "num_hidden_layers": 2,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": None,
+    },
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ferrule_server.errors import ModelError
 from ferrule_server.model.config import parse_config, read_config
 from ferrule_server.model.families import FAMILIES
 from ferrule_server.model.families.family import Family
-from ferrule_server.model.families.llama import LLAMA
+from ferrule_server.model.families.mistral import MISTRAL
 from ferrule_server.model.families.qwen3 import QWEN3
 
 EACH = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
@@ -32,12 +31,14 @@ def config_of(family: Family, **changes: Any) -> dict[str, Any]:
 @EACH
 def test_a_configuration_of_transformers_loads(family: Family, tmp_path: Path) -> None:
     """What transformers saves for the defaults of a family is read, in full as in short, with the same meaning."""
-    config = transformers.AutoConfig.for_model(family.model_type, architectures=[family.architecture])
+    settings = {"sliding_window": None} if family is MISTRAL else {}  # version 0.2 and later
+    config = transformers.AutoConfig.for_model(family.model_type, architectures=[family.architecture], **settings)
     config.save_pretrained(tmp_path)
     found = read_config(tmp_path)
     assert found == parse_config(json.loads(config.to_json_string(use_diff=False)), {})
     assert (found.vocab_size, found.num_layers) == (config.vocab_size, config.num_hidden_layers)
-    assert (found.num_kv_heads, found.head_dim) == (config.num_key_value_heads, config.head_dim)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert (found.num_kv_heads, found.head_dim) == (config.num_key_value_heads, head_dim)
     assert (found.norm_eps, found.max_positions) == (config.rms_norm_eps, config.max_position_embeddings)
 
 
@@ -79,7 +80,7 @@ def test_silence_means_what_transformers_assumes(family: Family) -> None:
 )
 def test_a_setting_that_is_not_listed_is_refused(family: Family, key: str, value: object) -> None:
     """Key and value are named; null counts as absent, as in the files that transformers writes."""
-    window = {"max_window_layers": 1} if family is QWEN3 else {}
+    window = {"max_window_layers": 1} if "max_window_layers" in family.defaults else {}
     with pytest.raises(ModelError, match=key.replace("use_", "")) as refusal:
         parse_config(config_of(family, **window, **{key: value}), {})
     assert repr(value)[:20] in str(refusal.value) or key == "use_sliding_window"
@@ -100,24 +101,15 @@ def test_another_model_type_is_refused(family: Family) -> None:
         parse_config(config_of(family, model_type="gemma2"), {})
 
 
-def test_the_mere_name_of_mistral_does_not_load_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adding the name alone does not load a model with a window of 4096 tokens as full attention."""
-    config = transformers.AutoConfig.for_model("mistral", architectures=["MistralForCausalLM"], **SIZES)
-    with pytest.raises(ModelError, match=r"architectures is .'MistralForCausalLM'.; supported: Llama"):
-        parse_config(config.to_dict(), {})
-    renamed = replace(LLAMA, architecture="MistralForCausalLM")
-    monkeypatch.setattr("ferrule_server.model.config.FAMILIES", (*FAMILIES, renamed))
-    with pytest.raises(ModelError, match="model_type is 'mistral', MistralForCausalLM has 'llama'"):
-        parse_config(config.to_dict(), {})
-    defaults = {key: value for key, value in LLAMA.defaults.items() if not key.endswith("_bias")}
-    mistral = replace(renamed, model_type="mistral", defaults=defaults)
-    monkeypatch.setattr("ferrule_server.model.config.FAMILIES", (*FAMILIES, mistral))
-    with pytest.raises(ModelError, match="sliding_window is 4096"):
-        parse_config(config.to_dict(), {})
-    with pytest.raises(ModelError, match="sliding_window is 4096"):
-        assert_silence_has_their_meaning(mistral)
-    config.sliding_window = None  # version 0.2 and later
-    assert parse_config(config.to_dict(), {}).architecture == "MistralForCausalLM"
+def test_a_window_of_mistral_is_refused_where_it_has_an_effect() -> None:
+    """One that no sequence reaches has none, null is none, and silence is the default of 4096 tokens."""
+    long = {"max_position_embeddings": 32768}
+    for window in ({}, {"sliding_window": 4096}):
+        with pytest.raises(ModelError, match=r"sliding_window is 4096 .* With max_position_embeddings 4096"):
+            parse_config(config_of(MISTRAL, **long, **window), {})
+    without = parse_config(config_of(MISTRAL, **long, sliding_window=None), {})
+    assert parse_config(config_of(MISTRAL, **long, sliding_window=32768), {}) == without
+    assert parse_config(config_of(MISTRAL, max_position_embeddings=4096), {}).max_positions == 4096
 
 
 def test_silence_about_the_window_of_qwen3_is_the_window_of_transformers() -> None:

@@ -54,12 +54,13 @@ LLAMA_8B = ModelConfig(
     rope_scaling=None,
     is_tied=True,
     has_qk_norm=False,
-    has_attention_bias=False,
+    has_qkv_bias=False,
+    has_attention_out_bias=False,
     has_mlp_bias=False,
     eos_ids=(),
 )
 QWEN3_8B = replace(LLAMA_8B, intermediate_size=12288, has_qk_norm=True)
-QWEN2_7B = replace(LLAMA_8B, num_heads=28, num_kv_heads=4, has_attention_bias=True)
+QWEN2_7B = replace(LLAMA_8B, num_heads=28, num_kv_heads=4, has_qkv_bias=True)
 
 
 @pytest.fixture
@@ -315,7 +316,7 @@ def make_weights(config: ModelConfig, device: str) -> ModelWeights:
         LayerWeights(
             input_norm=empty(hidden),
             qkv=empty(qkv, hidden),
-            qkv_bias=empty(qkv) if config.has_attention_bias else None,
+            qkv_bias=empty(qkv) if config.has_qkv_bias else None,
             q_norm=empty(config.head_dim) if config.has_qk_norm else None,
             k_norm=empty(config.head_dim) if config.has_qk_norm else None,
             attention_out=empty(hidden, attended),

@@ -60,7 +60,8 @@ class ModelConfig:
         rope_scaling: None for plain rope.
         is_tied: The output head is the embedding.
         has_qk_norm: Query and key heads are normalised before the rotation (Qwen3).
-        has_attention_bias: The four attention projections carry biases.
+        has_qkv_bias: The projections of queries, keys and values carry biases.
+        has_attention_out_bias: The projection after attention carries a bias.
         has_mlp_bias: The three feed-forward projections carry biases.
         eos_ids: Tokens that end a text: those of generation_config.json, else those of config.json.
     """
@@ -79,7 +80,8 @@ class ModelConfig:
     rope_scaling: Llama3Scaling | None = None
     is_tied: bool = False
     has_qk_norm: bool = False
-    has_attention_bias: bool = False
+    has_qkv_bias: bool = False
+    has_attention_out_bias: bool = False
     has_mlp_bias: bool = False
     eos_ids: tuple[int, ...] = ()
 
@@ -135,7 +137,8 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Model
         rope_scaling=_rope_scaling(rope, family.rope_types),
         is_tied=values.flag("tie_word_embeddings"),
         has_qk_norm=family.has_qk_norm,
-        has_attention_bias=values.flag("attention_bias"),
+        has_qkv_bias=family.has_qkv_bias or values.flag("attention_bias"),
+        has_attention_out_bias=values.flag("attention_bias"),
         has_mlp_bias=values.flag("mlp_bias"),
         eos_ids=_eos_ids(raw, generation, vocab_size),
     )

@@ -215,8 +215,8 @@ def _layer_parts(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = {"self_attn.q_proj": num_q, "self_attn.k_proj": num_kv, "self_attn.v_proj": num_kv}
     projections = (
-        ("qkv", qkv, hidden, config.has_attention_bias),
-        ("attention_out", {"self_attn.o_proj": hidden}, num_q, config.has_attention_bias),
+        ("qkv", qkv, hidden, config.has_qkv_bias),
+        ("attention_out", {"self_attn.o_proj": hidden}, num_q, config.has_attention_out_bias),
         ("gate_up", {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}, hidden, config.has_mlp_bias),
         ("down", {"mlp.down_proj": hidden}, intermediate, config.has_mlp_bias),
     )

@@ -12,7 +12,16 @@ from ferrule_server.executor.base import Executor, Float32Array
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.weights import DTypeName, load_model
 from ferrule_server.text.tokenizer import Tokenizer
-from tests.executor.cpu.models import DEMO, KERNEL_SETS, kernel_set_name, running, write_awkward, write_tiny
+from tests.executor.cpu.models import (
+    DEMO,
+    KERNEL_SETS,
+    kernel_set_name,
+    running,
+    write_awkward,
+    write_mistral,
+    write_qwen2,
+    write_tiny,
+)
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 TEXT = Path(__file__).read_text()
@@ -32,7 +41,7 @@ def all_logits(executor: Executor, *prompts: list[int]) -> Float32Array:
     return np.concatenate((stepper.logits(*chunks), stepper.logits(*(Piece(seq, [7]) for seq in seqs))))
 
 
-@pytest.mark.parametrize("write", [write_tiny, write_awkward])
+@pytest.mark.parametrize("write", [write_tiny, write_awkward, write_qwen2, write_mistral])
 def test_float32_logits_equal_plain_torch(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     """Only the order of sums differs: 1e-4 of logits with a standard deviation near 1."""
     folder = write(tmp_path / "model")

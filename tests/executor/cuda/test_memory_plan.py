@@ -45,7 +45,8 @@ QWEN3_8B = ModelConfig(
     rope_scaling=None,
     is_tied=False,
     has_qk_norm=True,
-    has_attention_bias=False,
+    has_qkv_bias=False,
+    has_attention_out_bias=False,
     has_mlp_bias=False,
     eos_ids=(),
 )
@@ -74,7 +75,7 @@ def plan(config: ModelConfig = QWEN3_8B, **changed: Any) -> MemoryPlan:
     [
         {},
         {"is_tied": True},
-        {"has_attention_bias": True, "has_mlp_bias": True},
+        {"has_qkv_bias": True, "has_attention_out_bias": True, "has_mlp_bias": True},
         {"has_qk_norm": False, "num_kv_heads": 4},
         {"hidden_size": 96, "head_dim": 10, "num_layers": 3},
     ],

@@ -99,8 +99,10 @@ def _layer(
     )
     if config.has_qk_norm:
         layer.q_norm, layer.k_norm = vector(config.head_dim, 1), vector(config.head_dim, 1)
-    if config.has_attention_bias:
-        layer.qkv_bias, layer.attention_out_bias = vector(num_q + 2 * num_kv, 0), vector(hidden, 0)
+    if config.has_qkv_bias:
+        layer.qkv_bias = vector(num_q + 2 * num_kv, 0)
+    if config.has_attention_out_bias:
+        layer.attention_out_bias = vector(hidden, 0)
     if config.has_mlp_bias:
         layer.gate_up_bias, layer.down_bias = vector(2 * intermediate, 0), vector(hidden, 0)
     return layer

@@ -45,7 +45,8 @@ def config(head_dim: int, scaling: Llama3Scaling | None) -> ModelConfig:
         rope_scaling=scaling,
         is_tied=True,
         has_qk_norm=False,
-        has_attention_bias=False,
+        has_qkv_bias=False,
+        has_attention_out_bias=False,
         has_mlp_bias=False,
         eos_ids=(1,),
     )

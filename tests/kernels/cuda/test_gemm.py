@@ -279,7 +279,9 @@ def test_kernels_fit_the_smallest_gpu_and_two_of_them_an_h100() -> None:
 def test_biases_are_added_where_the_model_has_them() -> None:
     """One kernel more for each number of tokens: the output projection and the down projection then differ."""
     plain = MODEL_SHAPES["Qwen3-0.6B"]
-    biased = [dict(spec.constants) for spec in gemm.specs(replace(plain, has_attention_bias=True))]
+    biased = [
+        dict(spec.constants) for spec in gemm.specs(replace(plain, has_qkv_bias=True, has_attention_out_bias=True))
+    ]
     assert len(gemm.specs(plain)) == 4 * len(gemm.TILES_BUILT)
     assert {str(spec["EPILOGUE"]) for spec in biased if spec["BIAS"]} == {"store", "residual"}
     assert len(biased) == 5 * len(gemm.TILES_BUILT)

@@ -343,15 +343,17 @@ def test_specs_of_a_model_are_unique() -> None:
     assert {one.name for one in specs(shape)} == {one.name for it in SHARED_LIMITS for one in specs(shape, [it])}
 
 
-@pytest.mark.parametrize("has_attention_bias", [False, True])
+@pytest.mark.parametrize("has_qkv_bias", [False, True])
+@pytest.mark.parametrize("has_out_bias", [False, True])
 @pytest.mark.parametrize("has_mlp_bias", [False, True])
-def test_specs_have_the_biases_of_the_model(has_attention_bias: bool, has_mlp_bias: bool) -> None:
-    """QKV and O those of attention, gate, up and down those of the feed-forward part."""
-    shape = replace(MODEL_SHAPES["Qwen3-0.6B"], has_attention_bias=has_attention_bias, has_mlp_bias=has_mlp_bias)
+def test_specs_have_the_biases_of_the_model(has_qkv_bias: bool, has_out_bias: bool, has_mlp_bias: bool) -> None:
+    """QKV and O have one each, gate, up and down that of the feed-forward part."""
+    biases = {"has_qkv_bias": has_qkv_bias, "has_attention_out_bias": has_out_bias, "has_mlp_bias": has_mlp_bias}
+    shape = replace(MODEL_SHAPES["Qwen3-0.6B"], **biases)
     found = {(constants["EPILOGUE"], constants["BIAS"]) for one in specs(shape) if (constants := dict(one.constants))}
     assert found == {
-        ("store", has_attention_bias),
-        ("residual", has_attention_bias),
+        ("store", has_qkv_bias),
+        ("residual", has_out_bias),
         ("residual", has_mlp_bias),
         ("swiglu", has_mlp_bias),
     }

@@ -72,7 +72,8 @@ def shape_of(config: ModelConfig) -> ModelShape:
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         has_qk_norm=config.has_qk_norm,
-        has_attention_bias=config.has_attention_bias,
+        has_qkv_bias=config.has_qkv_bias,
+        has_attention_out_bias=config.has_attention_out_bias,
         has_mlp_bias=config.has_mlp_bias,
     )
 

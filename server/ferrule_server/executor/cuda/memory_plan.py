@@ -52,15 +52,16 @@ def weights_bytes(config: ModelConfig, dtype_bytes: int = 2) -> int:
     attention, qkv = config.num_heads * config.head_dim, shape_of(config).qkv_size
     layer = hidden * (qkv + attention + 3 * intermediate + 2)
     layer += 2 * config.head_dim * config.has_qk_norm
-    layer += (qkv + hidden) * config.has_attention_bias + (2 * intermediate + hidden) * config.has_mlp_bias
+    layer += qkv * config.has_qkv_bias + hidden * config.has_attention_out_bias
+    layer += (2 * intermediate + hidden) * config.has_mlp_bias
     vocabulary = config.vocab_size * hidden * (1 if config.is_tied else 2)
     return dtype_bytes * (vocabulary + hidden + config.num_layers * layer)
 
 
 def num_launches(config: ModelConfig) -> int:
     """Return how many kernels one step of a model launches at most, of those that a graph holds."""
-    biases = 2 * (config.has_attention_bias + config.has_mlp_bias) * _BIAS_LAUNCHES
-    return config.num_layers * (_LAYER_LAUNCHES + biases) + _STEP_LAUNCHES
+    num_biased = config.has_qkv_bias + config.has_attention_out_bias + 2 * config.has_mlp_bias
+    return config.num_layers * (_LAYER_LAUNCHES + num_biased * _BIAS_LAUNCHES) + _STEP_LAUNCHES
 
 
 def plan_memory(

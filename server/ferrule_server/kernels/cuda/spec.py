@@ -48,7 +48,8 @@ class ModelShape:
         head_dim: Width of one head, 64 or 128.
         vocab_size: Rows of the output head.
         has_qk_norm: Query and key heads are normalised before the rotation (Qwen3).
-        has_attention_bias: The projections of attention carry biases.
+        has_qkv_bias: The projections of queries, keys and values carry biases.
+        has_attention_out_bias: The projection after attention carries a bias.
         has_mlp_bias: The projections of the feed-forward part carry biases.
     """
 
@@ -60,7 +61,8 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     has_qk_norm: bool
-    has_attention_bias: bool = False
+    has_qkv_bias: bool = False
+    has_attention_out_bias: bool = False
     has_mlp_bias: bool = False
 
     @property
@@ -79,8 +81,8 @@ class ModelShape:
         hidden, intermediate, attended = self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim
         wide = max(attended, intermediate)
         return {
-            "qkv": LinearShape(self.qkv_size, hidden, "store", self.has_attention_bias, hidden),
-            "attention_out": LinearShape(hidden, attended, "residual", self.has_attention_bias, wide),
+            "qkv": LinearShape(self.qkv_size, hidden, "store", self.has_qkv_bias, hidden),
+            "attention_out": LinearShape(hidden, attended, "residual", self.has_attention_out_bias, wide),
             "gate_up": LinearShape(intermediate, hidden, "swiglu", self.has_mlp_bias, hidden),
             "down": LinearShape(hidden, intermediate, "residual", self.has_mlp_bias, wide),
         }

@@ -53,6 +53,7 @@ class Family:
             assumes if config.json is silent. None means that it is derived from the sizes.
         rope_types: The values of ``rope_type`` that the family uses.
         has_qk_norm: Query and key heads are normalised before the rotation.
+        has_qkv_bias: The projections of queries, keys and values always carry biases.
         check: Refuses what only this family can say, with a :class:`ModelError`.
     """
 
@@ -60,7 +61,8 @@ class Family:
     model_type: str
     defaults: Mapping[str, Any]
     rope_types: tuple[str, ...]
-    has_qk_norm: bool
+    has_qk_norm: bool = False
+    has_qkv_bias: bool = False
     check: Callable[[ConfigValues], None] | None = None
 
     def read(self, raw: Mapping[str, Any]) -> ConfigValues:

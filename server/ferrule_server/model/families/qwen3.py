@@ -12,24 +12,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from ferrule_server.errors import ModelError
 from ferrule_server.model.families.family import Family
-from ferrule_server.model.families.values import ConfigValues
-from ferrule_server.model_files import shown
+from ferrule_server.model.families.windows import check_full_layers
 
 __all__ = ["QWEN3"]
-
-
-def _check_windows(values: ConfigValues) -> None:
-    """Refuse a layer that attends to a window; the rule is that of transformers' ``Qwen3Config``."""
-    kinds, window = values.get("layer_types"), values.get("sliding_window")
-    if kinds is not None and not (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)):
-        raise ModelError(f"config.json: layer_types is {shown(kinds)}; sliding-window attention is not supported")
-    if kinds is not None or not values.flag("use_sliding_window") or window is None:
-        return
-    first = 0 if values.get("max_window_layers") is None else values.count("max_window_layers", least=0)
-    if first < values.count("num_hidden_layers"):
-        raise ModelError(f"config.json: sliding_window is {shown(window)}; sliding-window attention is not supported")
 
 
 QWEN3: Final = Family(
@@ -48,5 +34,5 @@ QWEN3: Final = Family(
     },
     rope_types=("default", "llama3"),
     has_qk_norm=True,
-    check=_check_windows,
+    check=check_full_layers,
 )

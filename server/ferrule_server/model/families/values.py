@@ -23,6 +23,7 @@ _MOST: Final = {
     "max_position_embeddings": 1 << 27,
     "original_max_position_embeddings": 1 << 27,
     "max_window_layers": 1 << 27,
+    "sliding_window": 1 << 27,
 }
 _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30  # float32 holds these and what is computed from them
 

@@ -55,8 +55,9 @@ def serve(client: Client, requests: list[Request]) -> int:
                         items.append(request.next_item(room))
                         room -= num_rows
                 for request, result in zip(batch, stream.run(items), strict=True):
-                    request.cache = request.cache or result  # the result of a Prompt is its cache
-                    request.tokens += request.cache.last.tokens
+                    cache: Cache = request.cache or result  # the result of a Prompt is its cache
+                    request.cache = cache
+                    request.tokens += cache.last.tokens
                 num_frames += 1
     finally:
         client.release(one.cache for one in requests if one.cache is not None)

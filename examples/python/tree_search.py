@@ -48,7 +48,7 @@ def search_without_handles(client: Client, prompt: list[int]) -> int:
             return sum(token.logprob for token in drawn) / len(drawn), [int(token) for token in drawn]
 
         with ThreadPoolExecutor(WIDTH) as pool:
-            thoughts = list(pool.map(draw, range(100 * depth, 100 * depth + WIDTH)))
+            thoughts: list[tuple[float, list[int]]] = list(pool.map(draw, range(100 * depth, 100 * depth + WIDTH)))
         num_run += WIDTH * len(path)
         path = path + max(thoughts)[1]
     return num_run

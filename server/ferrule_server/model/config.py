@@ -149,7 +149,8 @@ def _family(raw: Mapping[str, Any]) -> Family:
     found = [family for family in FAMILIES if names == [family.architecture]]
     if not found:
         supported = ", ".join(family.architecture for family in FAMILIES)
-        raise ModelError(f"config.json: architectures is {shown(names)}; supported: {supported}")
+        advice = "docs/models.md lists models of each; Qwen/Qwen3-0.6B is a small one"
+        raise ModelError(f"config.json: architectures is {shown(names)}; supported: {supported}. {advice}")
     return found[0]
 
 

@@ -77,8 +77,10 @@ def fetch_model(
         listing = hub.listing()
     except Unlisted as problem:
         if here is None:
-            also = f"; nor is it complete in the cache, {hub.root}" if problem.is_outage else ""
-            raise ModelError(f"--model {name}: {problem}{also}") from problem
+            first, also = "", ""
+            if problem.is_outage:
+                first, also = "no such folder, and ", f"; nor is it complete in the cache, {hub.root}"
+            raise ModelError(f"--model {name}: {first}{problem}{also}") from problem
         _LOG.warning("event=hub_unused model=%s commit=%s reason=%r", name, here.name, str(problem))
         return here
     return _Fetch(hub, listing, on_share).run(check)

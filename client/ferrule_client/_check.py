@@ -80,7 +80,7 @@ def instance(name: object) -> None:
     """Make sure that an instance of the server is named as one can be; None, for "any", passes.
 
     Raises:
-        TypeError: It is no text.
+        TypeError: It is not a text.
         ValueError: It is not.
     """
     if name is None:
@@ -128,7 +128,7 @@ def choice(name: str, value: object, choices: Iterable[str]) -> str:
     """Return which of the choices a word is, in any case.
 
     Raises:
-        ValueError: It is none of them.
+        ValueError: It is not one of them.
     """
     known = list(choices)
     word = value.lower() if isinstance(value, str) else ""
@@ -141,7 +141,7 @@ def token(value: object) -> None:
     """Make sure that a bearer token can travel in a header; None, for none, passes. No error repeats any of it.
 
     Raises:
-        TypeError: It is no text.
+        TypeError: It is not a text.
         ValueError: It holds a character that no header can carry, such as a line break.
     """
     if value is None:
@@ -157,7 +157,7 @@ def target(value: object) -> str:
     """Return the address of a server as it was given.
 
     Raises:
-        TypeError: It is no text.
+        TypeError: It is not a text.
         ValueError: It is neither ``host:port`` nor ``unix:PATH`` nor another scheme of gRPC's.
     """
     if not isinstance(value, str):
@@ -178,7 +178,7 @@ def text(value: object) -> None:
     """Make sure that a text can travel.
 
     Raises:
-        TypeError: It is no text.
+        TypeError: It is not a text.
         ValueError: It cannot be written in UTF-8.
     """
     if not isinstance(value, str):

@@ -81,7 +81,7 @@ def handle_to_message(handle: t.Handle) -> types_pb2.KvCacheHandle:
     """Return the wire form of a handle.
 
     Raises:
-        TypeError: It is no handle.
+        TypeError: It is not a handle.
     """
     check_handle(handle)
     return types_pb2.KvCacheHandle(
@@ -129,7 +129,7 @@ def stale_to_message(on_stale: t.OnStale) -> types_pb2.StalePolicy:
     """Return the wire form of a stale policy, written in any case.
 
     Raises:
-        ValueError: It is none of the three.
+        ValueError: It is not one of the three.
     """
     return _STALE[cast("t.OnStale", _check.choice("on_stale", on_stale, _STALE))]
 
@@ -138,7 +138,7 @@ def acceptance_to_message(acceptance: t.Acceptance) -> executor_pb2.AcceptanceRu
     """Return the wire form of an acceptance rule, written in any case.
 
     Raises:
-        ValueError: It is none of the three.
+        ValueError: It is not one of the three.
     """
     return _ACCEPTANCE[cast("t.Acceptance", _check.choice("acceptance", acceptance, _ACCEPTANCE))]
 
@@ -206,7 +206,7 @@ def mask_to_message(mask: MaskLike) -> policy_pb2.TokenMask:
     """Return the wire form of a mask; a registered one goes by its fingerprint.
 
     Raises:
-        TypeError: It is no mask.
+        TypeError: It is not a mask.
         ValueError: It allows nothing.
     """
     mask = as_mask(mask)
@@ -241,7 +241,7 @@ def draft_probs_to_message(distributions: DraftDistributions) -> executor_pb2.Dr
     """Return the distributions of drafts: an array [drafts, vocab_size] as a float32 tensor, mappings without zeros.
 
     Raises:
-        ValueError: A probability is no finite number, or negative.
+        ValueError: A probability is not a finite number, or negative.
     """
     if isinstance(distributions, np.ndarray):
         array = np.ascontiguousarray(distributions, dtype="<f4")
@@ -347,7 +347,7 @@ def pooling_to_message(pooling: t.Pooling | None) -> executor_pb2.HiddenPooling:
     """Return the wire form of a pooling, written in any case; None: there is none.
 
     Raises:
-        ValueError: It is none of the two.
+        ValueError: It is not one of the two.
     """
     if pooling is None:
         return executor_pb2.HIDDEN_POOLING_UNSPECIFIED

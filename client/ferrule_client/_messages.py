@@ -281,7 +281,7 @@ def prefill_request(
 
 
 def creates(sent: Input) -> bool:
-    """Tell whether an append may make a new sequence."""
+    """Return whether an append may make a new sequence."""
     is_new = not isinstance(sent, executor_pb2.DecodeInput) and not sent.HasField("kv_cache")
     return is_new or sent.on_stale == types_pb2.STALE_POLICY_FORK
 
@@ -292,7 +292,7 @@ def stream_item(seq: int, sent: Input) -> executor_pb2.StreamItem:
         return executor_pb2.StreamItem(seq=seq, decode=sent)
     if isinstance(sent, executor_pb2.VerifyInput):
         return executor_pb2.StreamItem(seq=seq, verify=sent)
-    assert isinstance(sent, executor_pb2.UnifiedBatchItem)  # prompts are no items of streams
+    assert isinstance(sent, executor_pb2.UnifiedBatchItem)  # prompts are not items of streams
     return executor_pb2.StreamItem(seq=seq, unified=sent)
 
 
@@ -440,7 +440,7 @@ def truncate_request(handle: Handle, length: int) -> cache_pb2.TruncateKvRequest
 
     Raises:
         TruncateBeyondError: It is negative, which the wire cannot hold; in the words of the server.
-        ValueError: It is no whole number.
+        ValueError: It is not a whole number.
     """
     if length < 0:
         text = f"cannot truncate to {length} tokens: lengths go from 1 to {handle.length}"
@@ -461,7 +461,7 @@ def reserve_request(
         fitting_lengths: Length of each that must fit besides, or None.
 
     Raises:
-        ValueError: The sizes differ, or a length is no whole number.
+        ValueError: The sizes differ, or a length is not a whole number.
     """
     targets = _per_handle("lengths", lengths, len(handles))
     limits = [None] * len(handles) if fitting_lengths is None else _per_handle("fitting", fitting_lengths, len(handles))
@@ -518,7 +518,7 @@ def check_scoring(policy: Policy | None, num_tokens: int, *, all_positions: bool
     """Make sure that a policy's ``target_logprobs`` has rows whose next token is known.
 
     Raises:
-        TypeError: It is no policy.
+        TypeError: It is not a policy.
         ValueError: It has not: only the last of several tokens would have a row, and nothing follows that one.
     """
     check_policy(policy)

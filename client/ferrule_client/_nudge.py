@@ -84,7 +84,7 @@ class Nudger:
                 self._nudge()
 
     def _is_due(self) -> bool:
-        """Tell whether a call has waited long enough, and put off its next turn."""
+        """Return whether a call has waited long enough, and put off its next turn."""
         now = time.monotonic()
         due = [call for call in list(self._waiting.values()) if call.due <= now]
         for call in due:

@@ -19,7 +19,7 @@ from ferrule_client.errors import (
 
 __all__ = ["Attempts", "RetrySettings", "wait_s"]
 
-# Refusals that pass by themselves, while the caller does nothing. The others of their kind (blocks, handles, KV
+# Refusals that pass without the caller, while the caller does nothing. The others of their kind (blocks, handles, KV
 # tokens) end when somebody releases something, and that is the caller's to decide.
 _PASSING = (
     "QUEUE_FULL",
@@ -117,7 +117,7 @@ class Attempts:
         )
 
     def needs_to_know(self, error: FerruleError) -> bool:
-        """Tell whether a retry hangs on one thing: whether the server honours request ids. Then ``learn`` it."""
+        """Return whether a retry hangs on one thing: whether the server honours request ids. Then ``learn`` it."""
         return self._is_repeatable is None and _may_have_run(error)
 
     def learn(self, *, has_request_ids: bool) -> None:
@@ -125,7 +125,7 @@ class Attempts:
         self._is_repeatable = has_request_ids
 
     def may_restore_masks(self) -> bool:
-        """Tell whether masks that the server has dropped may be registered once more; it may drop them again."""
+        """Return whether masks that the server has dropped may be registered once more; it may drop them again."""
         self.num_mask_restores += 1
         return self.num_mask_restores <= _MAX_MASK_RESTORES
 
@@ -139,7 +139,7 @@ class Attempts:
 
         Args:
             error: What the attempt failed with.
-            cause: The gRPC error behind it, chained when ``error`` is raised, where it says more.
+            cause: The gRPC error that caused it, chained when ``error`` is raised, where it says more.
 
         Raises:
             FerruleError: ``error``, if there is to be no further attempt.
@@ -170,7 +170,7 @@ class Attempts:
 
 
 def _may_have_run(error: FerruleError) -> bool:
-    """Tell whether a connection broke after the request may have left."""
+    """Return whether a connection broke after the request may have left."""
     return error.reason == "CONNECTION_LOST"
 
 

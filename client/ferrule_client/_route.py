@@ -61,10 +61,10 @@ def by_instance(items: Iterable[_Item], instance: Callable[[_Item], str]) -> dic
 
 
 def is_lost(error: object, handle: Handle) -> bool:
-    """Tell whether an error of a call on a handle says that its sequence cannot be had any more.
+    """Return whether an error of a call on a handle says that its sequence cannot be had any more.
 
     It is gone; or nobody can reach the instance that has it; or the call named that instance, and the way there does
-    not lead to it: it was taken out of service, or goes by another name since it was started anew.
+    not lead to it: it was taken out of service, or goes by another name since it was restarted.
     """
     if isinstance(error, WrongInstanceError):
         return bool(error.instance) and error.instance == instance_of_handle(handle)

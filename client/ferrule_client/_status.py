@@ -192,7 +192,7 @@ def is_transport_break(error: e.FerruleError) -> bool:
 
 
 def may_have_happened(error: BaseException) -> bool:
-    """Tell whether a request that failed like this may still have been run: nobody said that it was not."""
+    """Return whether a request that failed like this may still have been run: nobody said that it was not."""
     if not isinstance(error, e.FerruleError) or type(error) is e.FerruleError:
         return True
     return isinstance(error, _UNCLEAR) and not isinstance(error, e.RequestTimeoutError)
@@ -228,7 +228,7 @@ def behind_proxy(target: str, instance: str, details: str) -> e.UnavailableError
 
 
 def no_server(target: str, details: str) -> e.UnavailableError:
-    """Return the error for an address where nobody answers; gRPC's own text is in its metadata.
+    """Return the error for an address where no server answers; gRPC's own text is in its metadata.
 
     Args:
         target: The address.

@@ -51,7 +51,7 @@ class Tip:
     """The moving end of one sequence.
 
     The text that a caller has seen is what ``handle`` covers followed by ``pending``: tokens that were handed out and
-    that ``handle`` does not cover. Whatever is appended next is sent behind them. As a rule there are none or one, the
+    that ``handle`` does not cover. Whatever is appended next is sent after them. As a rule there are none or one, the
     newest, which is not in the KV cache yet. A frame of a generation may bring several tokens, but one handle, which
     covers all of them but the last; while it is handed out, ``handle`` lags behind::
 
@@ -66,10 +66,10 @@ class Tip:
         num_unseen: Tokens that ``handle`` covers beyond ``length``: where the first frame of a new branch brings
             several, there is no handle of an earlier state.
         last: Output of the newest call, or None for an adopted handle.
-        doubts: Tokens of appends whose answer never came: behind ``handle`` stands one of them, a beginning of one
+        doubts: Tokens of appends whose answer never came: after ``handle`` stands one of them, a beginning of one
             (a verify that took some of its drafts), or nothing. An append that succeeds ends them.
         is_ahead: True: a generation drew on the server, and more may stand there than was handed out; what is appended
-            next drops it. An append that is no replay ends this.
+            next drops it. An append that is not a replay ends this.
         running: Ends the generation that draws on the sequence now; None: none does.
         is_released: True: the sequence is gone, or no longer ours.
         is_in_use: True: a call is moving it; a second one meanwhile would go by a state that is about to pass.
@@ -284,11 +284,11 @@ class Tip:
                 error.add_note(_ADVICE)
 
     def contradicts(self, tokens: Sequence[int]) -> bool:
-        """Tell whether tokens differ from a doubtful append, so that they are no repetition of it."""
+        """Return whether tokens differ from a doubtful append, so that they are not a repetition of it."""
         return any(tuple(tokens) != doubt[: len(tokens)] for doubt in self.doubts)
 
     def explains(self, beyond: tuple[int, ...]) -> bool:
-        """Tell whether what the server has behind the handle is nothing but a doubtful append of ours."""
+        """Return whether what the server has after the handle is nothing but a doubtful append of ours."""
         return not beyond or any(beyond == doubt[: len(beyond)] for doubt in self.doubts)
 
     def moved(
@@ -330,7 +330,7 @@ class Tip:
         Args:
             token: The token.
             output: What came with it.
-            fed: Tokens that went in before the first one, behind what was pending.
+            fed: Tokens that went in before the first one, after what was pending.
             is_covered: True: the handle of ``output`` covers all before the token. False: that one comes with a later
                 token, and the handle stays where it is.
         """

@@ -179,12 +179,12 @@ class HandleNotFoundError(FerruleError):
         except HandleNotFoundError as error:
             cache = client.prefill([*error.token_ids, *error.pending])
 
-    A cache of ``client.prefill(..., recover=True)`` does it by itself.
+    A cache of ``client.prefill(..., recover=True)`` does it automatically.
 
     Attributes:
         token_ids: Token ids that the lost handle covered. None: some never passed through this cache, because it was
             adopted (``cache.info(token_ids=True)`` in time makes them known), or the error is of no cache.
-        pending: Tokens that a loop had handed out and that stand behind those: none or one; in the middle of a
+        pending: Tokens that a loop had handed out and that follow those: none or one; in the middle of a
             generation a few.
     """
 
@@ -298,7 +298,7 @@ class QueueFullError(ResourceExhaustedError):
 class SlowConsumerError(ResourceExhaustedError):
     """The server ended a stream because its replies were not read; what was under way on it ran.
 
-    Not tried again: what was too slow once would be too slow again. The next call on the stream opens it anew.
+    Not tried again: what was too slow once would be too slow again. The next call on the stream opens it again.
     """
 
 

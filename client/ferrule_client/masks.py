@@ -20,13 +20,13 @@ class TokenMask:
 
     Wherever a mask is taken, its content is too: ids, a bool array with an entry per token id, or packed bits. One that
     is used again and again is cheaper registered: ``client.register_mask`` returns it with its ``fingerprint``, and
-    only those 16 bytes travel. A server that has dropped it meanwhile is given it anew by the client.
+    only those 16 bytes travel. A server that has dropped it meanwhile is given it again by the client.
 
     Attributes:
         allowed_ids: The allowed token ids; None: see ``bits``.
         bits: One bit per token id, ceil(vocab_size / 8) bytes, id i at bit (i mod 8) of byte (i div 8), 1 = allowed.
         fingerprint: Name under which the server keeps it, 16 bytes; None: it does not. Alone it is enough, for a mask
-            that another process of the same principal has registered, but then this client cannot give it anew.
+            that another process of the same principal has registered, but then this client cannot give it again.
     """
 
     allowed_ids: tuple[int, ...] | None = None
@@ -69,7 +69,7 @@ def as_mask(mask: MaskLike) -> TokenMask:
     """Return a mask in whatever form it was given.
 
     Raises:
-        TypeError: It is no mask.
+        TypeError: It is not a mask.
         ValueError: It allows nothing.
     """
     if isinstance(mask, TokenMask):

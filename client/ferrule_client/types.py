@@ -126,7 +126,7 @@ class Handle:
         """Return the handle that ``to_string`` wrote.
 
         Raises:
-            ValueError: The text is none of its.
+            ValueError: The text was not written by it.
 
         Example:
             ``cache = client.adopt(Handle.from_string(os.environ["TRUNK"]))``

@@ -69,7 +69,7 @@ class SequenceView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrincipalView:
-    """One principal. Its sums begin anew should the server have forgotten it, after a thousand others.
+    """One principal. Its sums start over should the server have forgotten it, after a thousand others.
 
     Attributes:
         principal: Its name.

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """Have it done, print what the server says, and return 0.
 
     Raises:
-        FerruleError: The caller is no admin, or the server does not answer.
+        FerruleError: The caller does not have the role admin, or the server does not answer.
     """
     done: Warmed | Drained
     with connect(args) as client:

@@ -107,7 +107,7 @@ class Figures:
         latencies: By ``step``, ``queue``, ``first_token``, ``inter_token`` and ``decode``.
         principals: Whose appends wait longest first.
         generated_points: Generated tokens per second between all looks, oldest first.
-        restarts: How often the server was started anew while we looked.
+        restarts: How often the server was restarted while we looked.
     """
 
     look: Look

@@ -69,7 +69,7 @@ class Connection:
         handle_limit: How many handles go in one request.
 
     Raises:
-        TypeError: The target or the token is no text.
+        TypeError: The target or the token is not a text.
         ValueError: One of them or the instance is malformed, or the timeout not more than 0.
     """
 
@@ -138,7 +138,7 @@ class Connection:
         Args:
             attempts: Those of the call.
             error: What the last one failed with.
-            cause: The gRPC error behind it.
+            cause: The gRPC error that caused it.
 
         Raises:
             FerruleError: ``error``, if there is to be no further attempt.
@@ -354,7 +354,7 @@ class Connection:
         """Return the token ids of a text, with special tokens parsed and none added.
 
         Raises:
-            TypeError: It is no text.
+            TypeError: It is not a text.
             ValueError: It cannot be written in UTF-8.
         """
         _check.text(text)
@@ -380,7 +380,7 @@ class Connection:
         return self._capabilities
 
     async def _has_request_ids(self, attempts: Attempts) -> bool:
-        """Tell whether the server honours request ids; no, if it cannot be asked in the time that is left."""
+        """Return whether the server honours request ids; no, if it cannot be asked in the time that is left."""
         try:
             capabilities = self._capabilities or await self._ask_capabilities(attempts.rest())
         except FerruleError as error:

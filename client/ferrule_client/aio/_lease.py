@@ -41,7 +41,7 @@ class LeaseKeeper:
         self._num_failures: Counter[str] = Counter()  # in a row, by instance
 
     def add(self, tip: Tip) -> None:
-        """Keep a sequence from now on, its lease being new. Adding it again only begins anew."""
+        """Keep a sequence from now on, its lease being new. Adding it again only starts over."""
         if self._is_closed:
             return
         due = self._loop.time() + lease_s(tip) / 3

@@ -123,7 +123,7 @@ class Wire:
                 self._loop.call_soon_threadsafe(callback)
 
     async def pause(self, seconds: float) -> None:
-        """Wait. A channel of grpc.aio goes on connecting by itself meanwhile."""
+        """Wait. A channel of grpc.aio goes on connecting automatically meanwhile."""
         await asyncio.sleep(seconds)
 
     async def close(self) -> None:
@@ -191,7 +191,7 @@ class OwnCancellation:
 
 
 def is_running(loop: asyncio.AbstractEventLoop) -> bool:
-    """Tell whether the caller stands on that loop."""
+    """Return whether the caller stands on that loop."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:

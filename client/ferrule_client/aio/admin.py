@@ -67,7 +67,7 @@ class AsyncAdmin:
             What was run; nothing where all was warm.
 
         Raises:
-            AuthError: The caller is no admin.
+            AuthError: The caller does not have the role admin.
             ValueError: A batch size is below 1.
             FerruleError: Anything else, see ``errors``.
 
@@ -91,7 +91,7 @@ class AsyncAdmin:
             What is alive at this moment.
 
         Raises:
-            AuthError: The caller is no admin.
+            AuthError: The caller does not have the role admin.
             ValueError: ``grace`` is negative.
             FerruleError: Anything else, see ``errors``.
         """
@@ -110,7 +110,7 @@ class AsyncAdmin:
             The sequences that will be lost; the number of jobs is not told and 0.
 
         Raises:
-            AuthError: The caller is no admin.
+            AuthError: The caller does not have the role admin.
             ValueError: ``grace`` is negative.
             FerruleError: Anything else, see ``errors``.
         """
@@ -140,7 +140,7 @@ class AsyncAdmin:
             What is there; of lists as much as was asked for, or as the server gives at most.
 
         Raises:
-            AuthError: The caller is no admin.
+            AuthError: The caller does not have the role admin.
             StartingError: The model is not loaded yet.
             ValueError: A bound is negative.
             FerruleError: Anything else, see ``errors``.

@@ -140,7 +140,7 @@ class AsyncChat:
 
     @opening
     async def fork(self) -> AsyncChat:
-        """Return a chat that goes on from here by itself; both share the KV of what was said.
+        """Return a chat that goes on from here on its own; both share the KV of what was said.
 
         Raises:
             FerruleError: As in ``AsyncCache.fork``.

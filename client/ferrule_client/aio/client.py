@@ -166,8 +166,8 @@ class AsyncClient:
                 has the feature ``request_id``, the same prompt with the same id is the same sequence, also from another
                 process. Left out, one is made.
             keep_alive: False: the lease is not renewed in the background; every call on the cache still renews it.
-            recover: True: when the sequence is lost later on (its lease ran out, the server was started anew), the
-                cache and its forks prefill their tokens again by themselves and go on; see ``AsyncCache``.
+            recover: True: when the sequence is lost later on (its lease ran out, the server was restarted), the
+                cache and its forks prefill their tokens again automatically and go on; see ``AsyncCache``.
             timeout: Seconds this may take, retries included.
 
         Returns:
@@ -175,7 +175,7 @@ class AsyncClient:
 
         Raises:
             InvalidRequestError: The prompt is empty, or a token is out of the vocabulary.
-            TypeError: The tokens are no ints, or the policy is none.
+            TypeError: The tokens are not ints, or the policy is not a policy.
             ValueError: An argument is out of its range, or ``target_logprobs`` comes without ``all_positions``.
             ContextExceededError: The prompt is longer than the context.
             ResourceExhaustedError: The pool or the queue is full now.
@@ -219,8 +219,8 @@ class AsyncClient:
             An iterator over ``ForwardChunk``.
 
         Raises:
-            TypeError: The tokens are no ints, or the policy is none.
-            ValueError: ``pooling`` is none of the two.
+            TypeError: The tokens are not ints, or the policy is not a policy.
+            ValueError: ``pooling`` is not one of the two.
             FerruleError: While iterating, as in ``prefill``.
 
         Example:
@@ -271,7 +271,7 @@ class AsyncClient:
             float32 [hidden_size].
 
         Raises:
-            ValueError: ``pooling`` is none of the two.
+            ValueError: ``pooling`` is not one of the two.
             FerruleError: As in ``prefill``.
 
         Example:
@@ -392,7 +392,7 @@ class AsyncClient:
             keep_alive: False: its lease is not renewed in the background.
 
         Raises:
-            TypeError: It is no handle.
+            TypeError: It is not a handle.
 
         Example:
             ``async with client.adopt(queue.get()) as cache: ...``
@@ -429,10 +429,10 @@ class AsyncClient:
     async def wait_until_ready(
         self, *, on_progress: Callable[[Status | None], object] | None = None, timeout: Timeout = USE_DEFAULT
     ) -> Status:
-        """Return as soon as the server accepts requests; until then poll its status, also while nobody listens yet.
+        """Return as soon as the server accepts requests; until then poll its status, also while no server listens yet.
 
         Args:
-            on_progress: Called with each status on the way, and with None while nobody listens.
+            on_progress: Called with each status on the way, and with None while no server listens.
             timeout: Seconds to wait.
 
         Returns:
@@ -458,7 +458,7 @@ class AsyncClient:
             await self._connection.sleep(_POLL_S)
 
     async def _poll_status(self, left_s: float) -> tuple[Status | None, UnavailableError]:
-        """Return the status, or None while nobody answers, and the error to raise if this was the last look."""
+        """Return the status, or None while no server answers, and the error to raise if this was the last look."""
         try:
             status = await self.status(timeout=max(0.05, min(5.0, left_s)))
         except UnavailableError as error:
@@ -482,7 +482,7 @@ class AsyncClient:
             timeout: Seconds this may take, retries included.
 
         Raises:
-            TypeError: It is no text.
+            TypeError: It is not a text.
             ValueError: It cannot be written in UTF-8, because it holds half of a surrogate pair.
             UnsupportedError: The server has no tokenizer.
             FerruleError: Anything else, see ``errors``.
@@ -552,7 +552,7 @@ class AsyncClient:
             timeout: Seconds this may take, retries included.
 
         Raises:
-            TypeError: It is no list of messages, one has no text as ``role``, or holds what JSON cannot.
+            TypeError: It is not a list of messages, one has no text as ``role``, or holds what JSON cannot.
             UnsupportedError: The model has no chat template.
             InvalidRequestError: The template refuses the conversation, or a string of it contains the text of a
                 special token: ``field`` says where, and ``metadata["special_token"]`` which.
@@ -574,7 +574,7 @@ class AsyncClient:
     async def register_mask(self, mask: MaskLike, *, timeout: Timeout = USE_DEFAULT) -> TokenMask:
         """Have a mask kept on the server, so that policies name it by 16 bytes; return it, for ``mask=`` of a policy.
 
-        Registering a mask again changes nothing. A server that has dropped it, or was started anew, is given it again
+        Registering a mask again changes nothing. A server that has dropped it, or was restarted, is given it again
         by this client when it is used, as long as the returned mask is kept.
 
         Args:
@@ -705,7 +705,7 @@ class AsyncClient:
         Raises:
             BlocksExhaustedError: The pool has too few free blocks now; nothing was taken.
             HandleNotFoundError: One of the sequences is gone; nothing was taken.
-            ValueError: The sizes differ, a length is no whole number, or the sequences are on several instances: no
+            ValueError: The sizes differ, a length is not a whole number, or the sequences are on several instances: no
                 call takes room on all or none of them.
             FerruleError: Anything else, as in ``AsyncCache.reserve``.
 
@@ -763,7 +763,7 @@ def _chat_messages(messages: Sequence[ChatMessage]) -> list[tokenizer_pb2.ChatMe
     """Return the wire form of a conversation.
 
     Raises:
-        TypeError: It is no list of messages, or as in ``_chat_message``.
+        TypeError: It is not a list of messages, or as in ``_chat_message``.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not all(isinstance(one, Mapping) for one in messages):
         raise TypeError('a conversation is a list of messages, such as [{"role": "user", "content": "Hello"}]')

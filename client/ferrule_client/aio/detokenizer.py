@@ -25,7 +25,7 @@ class AsyncDetokenizer:
         window   [c c c | t t t t t t t]        c = context, tokens whose text is out already
         text      .............|......          handed out | new
 
-    While the window ends inside a character, nothing is handed out. When it has grown long, it begins anew with its
+    While the window ends inside a character, nothing is handed out. When it has grown long, it starts over with its
     last few tokens as context, which keeps the cost of a token constant.
 
     Args:

@@ -262,7 +262,7 @@ class AsyncGeneration(AsyncIterator[Token]):
             branch.finish_reason = branch.finish_reason or reason
 
     async def _end(self) -> None:
-        """Let go of the calls, and of the sequences that nobody is to keep."""
+        """Let go of the calls, and of the sequences that are not to be kept."""
         while self._legs:
             leg = self._legs.popleft()
             if not leg.call.is_over:
@@ -436,7 +436,7 @@ class AsyncGeneration(AsyncIterator[Token]):
                 self._follow_branch(course, message)
             outputs = _convert.drawn_from_message(frame, message)
             known = branch.tokens[num_seen : num_seen + len(outputs)]
-            if [output.token for output in outputs[: len(known)]] != known:  # KV was computed anew; rounding decided
+            if [output.token for output in outputs[: len(known)]] != known:  # KV was computed again; rounding decided
                 course.start = self._whole = None
                 leg.call.cancel()
                 return
@@ -527,7 +527,7 @@ class AsyncGeneration(AsyncIterator[Token]):
             courses: The branches that it concerns.
             error: What happened.
             attempts: Those of the token that is waited for.
-            cause: The gRPC error behind it.
+            cause: The gRPC error that caused it.
             reason: What a branch that ends by it ended for.
 
         Raises:
@@ -576,7 +576,7 @@ class AsyncGeneration(AsyncIterator[Token]):
         course.start = None
 
     async def _can_go_on(self, leg: Leg, course: Course, error: FerruleError, attempts: Attempts) -> bool:
-        """Tell whether the call can be made again at once, after doing what that takes."""
+        """Return whether the call can be made again at once, after doing what that takes."""
         is_dead = isinstance(error, InstanceUnreachableError)  # or not for long: that shows when no attempt is left
         if not is_dead and course.branch.has_cache and is_lost(error, course.branch.cache.handle):
             await self._revive(course, error, attempts)

@@ -310,7 +310,7 @@ class SequenceCalls:
             self._keeper.add(self.tip)
 
     def _end_stranger(self, handle: Handle) -> None:
-        """Release a sequence that nobody wants; if that fails, its lease ends it."""
+        """Release a sequence that is not needed; if that fails, its lease ends it."""
         request = cache_pb2.ReleaseCacheRequest(kv_caches=[_convert.handle_to_message(handle)])
         try:
             self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=_END_S)

@@ -47,7 +47,7 @@ class LeaseKeeper:
         self._num_failures: Counter[str] = Counter()  # in a row, by instance
 
     def add(self, tip: Tip) -> None:
-        """Keep a sequence from now on, its lease being new. Adding it again only begins anew."""
+        """Keep a sequence from now on, its lease being new. Adding it again only starts over."""
         with self._condition:
             if self._is_closed:
                 return

@@ -68,7 +68,7 @@ class Admin:
             What was run; nothing where all was warm.
 
         Raises:
-            AuthError: The caller is no admin.
+            AuthError: The caller does not have the role admin.
             ValueError: A batch size is below 1.
             FerruleError: Anything else, see ``errors``.
 
@@ -92,7 +92,7 @@ class Admin:
             What is alive at this moment.
 
         Raises:
-            AuthError: The caller is no admin.
+            AuthError: The caller does not have the role admin.
             ValueError: ``grace`` is negative.
             FerruleError: Anything else, see ``errors``.
         """
@@ -111,7 +111,7 @@ class Admin:
             The sequences that will be lost; the number of jobs is not told and 0.
 
         Raises:
-            AuthError: The caller is no admin.
+            AuthError: The caller does not have the role admin.
             ValueError: ``grace`` is negative.
             FerruleError: Anything else, see ``errors``.
         """
@@ -141,7 +141,7 @@ class Admin:
             What is there; of lists as much as was asked for, or as the server gives at most.
 
         Raises:
-            AuthError: The caller is no admin.
+            AuthError: The caller does not have the role admin.
             StartingError: The model is not loaded yet.
             ValueError: A bound is negative.
             FerruleError: Anything else, see ``errors``.

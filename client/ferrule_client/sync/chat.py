@@ -137,7 +137,7 @@ class Chat:
         return num_undone
 
     def fork(self) -> Chat:
-        """Return a chat that goes on from here by itself; both share the KV of what was said.
+        """Return a chat that goes on from here on its own; both share the KV of what was said.
 
         Raises:
             FerruleError: As in ``Cache.fork``.

@@ -502,7 +502,7 @@ class _Leg:
         losers: Sequences that end with it.
         num_releases: Those of them that are not answered yet.
         error: What it failed with, or None.
-        cause: The gRPC error behind it, or None.
+        cause: The gRPC error that caused it, or None.
     """
 
     __slots__ = ("call", "cause", "error", "instance", "losers", "num_releases", "waiting")

@@ -43,7 +43,7 @@ ELSEWHERE: Final = {
 }
 """What is only parsed here, for want of a GPU, a network or time; which file runs it, and how that can be seen."""
 SAYS: Final = {
-    r"ferrule generate": r"\w{3}",
+    r"ferrule generate": r"\w\w",
     r"ferrule chat": r"\w",
     r".*ferrule health --probe": r"\Aserving$",
     r".*ferrule health": r"serving: ",

@@ -264,11 +264,7 @@ def prefill_request(
         sent: The append.
         policy: The policy it was made with.
         all_positions: True: a row for every token.
-
-    Raises:
-        ValueError: ``target_logprobs`` of several tokens comes without ``all_positions``.
     """
-    check_scoring(policy, len(sent.input_ids), all_positions=all_positions)
     item = executor_pb2.PrefillInput(
         request_id=sent.request_id,
         input_ids=sent.input_ids,

@@ -279,7 +279,7 @@ def test_a_timeout_leaves_it_pending(fake: FakeServer, fake_client: Client) -> N
 
 
 def test_a_lost_verify_is_decided_again(client: Client, fake: FakeServer) -> None:
-    """Without a seed the second call draws anew, so it is no repetition: what landed is dropped first."""
+    """Without a seed the second call draws other tokens, so what landed of the first one is dropped."""
     for policy, acceptance in ((sample(temperature=30), "exact"), (sample(), "rejection"), (greedy(), "none")):
         with Client(fake.target, max_retries=0) as lossy, lossy.prefill([*b"the"], policy=greedy()) as cache:
             fake.failures["ForwardVerify"] = [LOST]

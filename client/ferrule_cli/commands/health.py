@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the server's state and return 0 if it serves, 1 if it does not; that much needs no token.
 
     Raises:
-        FerruleError: Nobody answers, or whoever does is another instance, or takes no such token.
+        FerruleError: No server answers, or another instance does, or the token is not accepted.
     """
     with connect(args) as client:
         try:

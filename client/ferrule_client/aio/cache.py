@@ -578,9 +578,9 @@ class AsyncCache:
     def detach(self) -> Handle:
         """Give the sequence away and return its handle: no release, no keep-alive, no warning from here on.
 
-        Whoever gets the handle continues with ``AsyncClient.adopt``; until then the lease runs. A pending token is not
-        part of the handle: pass it on too, or append it first. If a loop was left early or an append was not answered,
-        the sequence may hold more than the handle: truncate first, or have the new owner append with
+        The new owner continues with ``AsyncClient.adopt``; until then the lease runs. The handle does not include a
+        pending token: pass it on too, or append it first. If a loop was left early or an append was not answered, the
+        sequence may hold more than the handle: truncate first, or have the new owner append with
         ``on_stale="rewind"``.
 
         Raises:

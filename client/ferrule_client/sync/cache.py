@@ -573,9 +573,9 @@ class Cache:
     def detach(self) -> Handle:
         """Give the sequence away and return its handle: no release, no keep-alive, no warning from here on.
 
-        Whoever gets the handle continues with ``Client.adopt``; until then the lease runs. A pending token is not
-        part of the handle: pass it on too, or append it first. If a loop was left early or an append was not answered,
-        the sequence may hold more than the handle: truncate first, or have the new owner append with
+        The new owner continues with ``Client.adopt``; until then the lease runs. The handle does not include a
+        pending token: pass it on too, or append it first. If a loop was left early or an append was not answered, the
+        sequence may hold more than the handle: truncate first, or have the new owner append with
         ``on_stale="rewind"``.
 
         Raises:

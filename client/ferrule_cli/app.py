@@ -1,4 +1,4 @@
-"""The command ``ferrule``: serve, demo, generate, chat, bench, health, caches, metrics, top, admin, token.
+"""Command ``ferrule``: serve, demo, models, check, generate, chat, bench, health, caches, metrics, top, admin, token.
 
 Settings come from flags, then from ``FERRULE_*`` environment variables, then from defaults. Exit codes: 0 done,
 1 failed (one line ``error: ... (REASON)`` on standard error), 2 used wrongly, 130 interrupted.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ferrule import __version__
-from ferrule_cli.commands import admin, bench, caches, chat, generate, health, metrics, token
+from ferrule_cli.commands import admin, bench, caches, chat, check, generate, health, metrics, models, token
 from ferrule_cli.common import CommandError
 from ferrule_cli.demo import story
 from ferrule_cli.parser import Parser
@@ -38,6 +38,8 @@ environment:
 
 _COMMANDS = {
     "demo": (story, "show what Ferrule does, in a few seconds"),
+    "models": (models, "list the families that load, and the models in the cache of the hub"),
+    "check": (check, "say whether a model loads, in how much memory, and what runs it"),
     "generate": (generate, "go on from a prompt"),
     "chat": (chat, "talk to a model"),
     "bench": (bench, "measure how fast a model runs, in about a minute"),
@@ -51,11 +53,7 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
-
-    Args:
-        argv: Arguments without the program's name; None takes those of the process.
-    """
+    """Run one command and return its exit code; ``argv`` is without the program's name, None: that of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["serve"]:
@@ -63,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(arguments)
         code: int = args.run(args)
         sys.stdout.flush()
-    except CommandError as error:
-        return _fail(error, error.exit_code)
-    except FerruleError as error:
-        return _fail(_for_users(error), 1)
+    except (CommandError, FerruleError) as error:
+        said = _for_users(error) if isinstance(error, FerruleError) else error
+        print("error:", " ".join(str(said).split()), file=sys.stderr)
+        return error.exit_code if isinstance(error, CommandError) else 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -101,16 +99,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: Sequence[str]) -> NoReturn:
-    """Become the server, so that its signals, ``--help`` and exit codes are its own.
-
-    Raises:
-        CommandError: The server is not installed.
-    """
+    """Become the server, so that its signals, ``--help`` and exit codes are its own."""
     if importlib.util.find_spec("ferrule_server") is None or importlib.util.find_spec("torch") is None:
-        text = (
-            "the server is not installed: install the server extra of ferrule (in a checkout: pip install '.[server]')"
-        )
-        raise CommandError(text, "SERVER_MISSING")
+        advice = "install the server extra of ferrule (in a checkout: pip install '.[server]')"
+        raise CommandError(f"the server is not installed: {advice}", "SERVER_MISSING")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "ferrule_server", *arguments])  # noqa: S606 - no shell wanted
 
@@ -125,11 +117,6 @@ def _for_users(error: FerruleError) -> object:
         return error
     advice = 'start one with "ferrule serve", or name another with --target'
     return f"no server at {error.metadata['target']} ({error.metadata['cause']}); {advice} ({error.reason})"
-
-
-def _fail(error: object, exit_code: int) -> int:
-    print("error:", " ".join(str(error).split()), file=sys.stderr)
-    return exit_code
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ class Parser(argparse.ArgumentParser):
         """Return what was given; there is nothing that another parser could know more about."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(self._unknown(unknown))
+            options = [one.partition("=")[0] for one in unknown if one.startswith("-")]
+            if not options:
+                self.error(f"unexpected argument {unknown[0]!r}")
+            self.error(f"unknown option {options[0]}{_meant(options[0], self._option_string_actions)}")
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -29,13 +32,6 @@ class Parser(argparse.ArgumentParser):
         if (found := _CHOICES.search(message)) is not None:
             message += _meant(found["given"], re.findall(r"[\w-]+", found["known"]))
         self.exit(2, f'error: {message}; see "{self.prog} --help" (USED_WRONGLY)\n')
-
-    def _unknown(self, arguments: Sequence[str]) -> str:
-        """Say what nobody knows, the first option of it if there is one."""
-        options = [one.partition("=")[0] for one in arguments if one.startswith("-")]
-        if not options:
-            return f"unexpected argument {arguments[0]!r}"
-        return f"unknown option {options[0]}{_meant(options[0], self._option_string_actions)}"
 
 
 def _meant(given: str, known: Iterable[str]) -> str:

@@ -10,11 +10,7 @@ import grpc
 from ferrule_client._route import INSTANCE_KEY
 from ferrule_client.types import TlsConfig
 
-__all__ = ["CHANNEL_OPTIONS", "HEALTH_CHECK", "Extra", "Labels", "Metadata", "secrets_of", "warn_of_plain_token"]
-
-
 _MAX_REPLY_BYTES = 256 << 20
-
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # What we may send is the server's to decide; what we take is bounded, as a guard against nonsense.
@@ -31,18 +27,14 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
-
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 """Called with an empty request, bytes in and bytes out."""
-
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 """What travels with a call besides its message."""
 
-
 Extra = Callable[[], Iterable[tuple[str, str | bytes]]]
 """Returns what the caller wants to travel with the call that is made now."""
-
 
 _MOST_KNOWN = 256
 
@@ -51,11 +43,7 @@ class Labels:
     """Makes what travels with each call: the token, the instance that it is for, and what the caller adds.
 
     Each call also says how large a reply the channel takes, else the server would refuse replies beyond 4 MiB.
-
-    Args:
-        token: Bearer token sent with every call, or None.
-        extra: Called for each attempt, in the thread that makes the call; None: nothing is added. What we set
-            ourselves it cannot change.
+    ``extra`` is called for each attempt, in the thread that makes the call; what we set ourselves it cannot change.
     """
 
     def __init__(self, token: str | None, extra: Extra | None) -> None:
@@ -63,23 +51,17 @@ class Labels:
         if token:
             self._always = (*self._always, ("authorization", f"Bearer {token}"))
         self._extra = extra
-        self._known: dict[str, Metadata] = {"": self._always}
+        self._known: dict[str, Metadata] = {}
 
     def of(self, instance: str) -> Metadata:
-        """Return the metadata of a call.
-
-        Args:
-            instance: The one it is for; empty: any.
-        """
-        known = self._known.get(instance) or self._of_new(instance)
+        """Return the metadata of a call for an instance, or if that is empty, for any."""
+        known = self._always if not instance else self._known.get(instance) or self._of_new(instance)
         if self._extra is None:
             return known
         ours = [key for key, _ in known]
         return (*known, *((key, value) for key, value in self._extra() if key not in ours))
 
     def _of_new(self, instance: str) -> Metadata:
-        if not instance:
-            return self._always
         if len(self._known) > _MOST_KNOWN:  # handles that came from elsewhere may name anything
             self._known.clear()
         made = self._known[instance] = (*self._always, (INSTANCE_KEY, instance))

@@ -10,22 +10,15 @@ from typing import SupportsFloat, cast
 
 import numpy as np
 
-__all__ = ["choice", "instance", "number", "seconds", "target", "text", "token", "token_list", "whole"]
-
 _MAX_UINT32 = 2**32 - 1
 _INSTANCE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
 
 
 def token_list(tokens: object) -> list[int]:
-    """Return one or several token ids as a list.
+    """Return one or several token ids as a list; raise TypeError for a text, bytes or floats.
 
-    Args:
-        tokens: An int, or a sequence or numpy array of ints.
-
-    Raises:
-        TypeError: Something else: a text, bytes, floats.
-        ValueError: An id is negative or above 32 bits; the server checks it against the vocabulary.
+    Raise ValueError for an id that is negative or above 32 bits; the server checks it against the vocabulary.
     """
     try:
         ids = _ints(tokens)
@@ -53,18 +46,13 @@ def _ints(tokens: object) -> list[int]:
 def _kind(tokens: object) -> str:
     if isinstance(tokens, np.ndarray):
         return f"an array of {tokens.dtype} in {tokens.ndim} dimensions"
-    wrong = (
-        next((i for i in tokens if not hasattr(i, "__index__")), None) if isinstance(tokens, (list, tuple)) else None
-    )
+    several = tokens if isinstance(tokens, (list, tuple)) else ()
+    wrong = next((i for i in several if not hasattr(i, "__index__")), None)
     return type(tokens).__name__ if wrong is None else f"{type(tokens).__name__} with {wrong!r}"
 
 
 def whole(name: str, value: object, low: int = 0, high: int | None = None) -> None:
-    """Make sure that an argument is a whole number in its range; None, for "not given", passes.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Raise ValueError if an argument is not a whole number in its range; None, for "not given", passes."""
     if value is None:
         return
     try:
@@ -77,12 +65,7 @@ def whole(name: str, value: object, low: int = 0, high: int | None = None) -> No
 
 
 def instance(name: object) -> None:
-    """Make sure that an instance of the server is named as one can be; None, for "any", passes.
-
-    Raises:
-        TypeError: It is not a text.
-        ValueError: It is not.
-    """
+    """Raise TypeError or ValueError if this cannot be the name of an instance; None, for "any", passes."""
     if name is None:
         return
     if not isinstance(name, str):
@@ -94,11 +77,7 @@ def instance(name: object) -> None:
 def number(
     name: str, value: object, low: float = -math.inf, high: float = math.inf, *, above_low: bool = False
 ) -> None:
-    """Make sure that an argument is a finite number in its range; None, for "not given", passes.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Raise ValueError if an argument is not a finite number in its range; None, for "not given", passes."""
     if value is None:
         return
     try:
@@ -115,21 +94,13 @@ def _bounds(low: float, high: float, above_low: bool) -> str:
 
 
 def seconds(name: str, value: object) -> None:
-    """Make sure that a time limit is more than 0; None, for no limit, passes.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Raise ValueError if a time limit is not more than 0; None, for no limit, passes."""
     if value != math.inf:
         number(name, value, 0, above_low=True)
 
 
 def choice(name: str, value: object, choices: Iterable[str]) -> str:
-    """Return which of the choices a word is, in any case.
-
-    Raises:
-        ValueError: It is not one of them.
-    """
+    """Return which of the choices a word is, in any case; raise ValueError if it is none of them."""
     known = list(choices)
     word = value.lower() if isinstance(value, str) else ""
     if word not in known:
@@ -138,12 +109,7 @@ def choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def token(value: object) -> None:
-    """Make sure that a bearer token can travel in a header; None, for none, passes. No error repeats any of it.
-
-    Raises:
-        TypeError: It is not a text.
-        ValueError: It holds a character that no header can carry, such as a line break.
-    """
+    """Raise TypeError or ValueError if no header can carry a bearer token; None passes. No error repeats any of it."""
     if value is None:
         return
     if not isinstance(value, str):
@@ -154,12 +120,7 @@ def token(value: object) -> None:
 
 
 def target(value: object) -> str:
-    """Return the address of a server as it was given.
-
-    Raises:
-        TypeError: It is not a text.
-        ValueError: It is neither ``host:port`` nor ``unix:PATH`` nor another scheme of gRPC's.
-    """
+    """Return an address as given; raise an error if it is not ``host:port``, ``unix:PATH`` or another of gRPC's."""
     if not isinstance(value, str):
         raise TypeError(f"the target must be a text such as '127.0.0.1:50051' or 'unix:/run/x.sock', got {value!r}")
     scheme = next((one for one in _SCHEMES if value.startswith(one)), None)
@@ -175,12 +136,7 @@ def target(value: object) -> str:
 
 
 def text(value: object) -> None:
-    """Make sure that a text can travel.
-
-    Raises:
-        TypeError: It is not a text.
-        ValueError: It cannot be written in UTF-8.
-    """
+    """Raise TypeError if this is not a text, ValueError if it cannot be written in UTF-8."""
     if not isinstance(value, str):
         hint = "; decode it first" if isinstance(value, (bytes, bytearray)) else ""
         raise TypeError(f"the text must be a str, got {type(value).__name__}{hint}")

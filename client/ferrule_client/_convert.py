@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping, Sequence
 from datetime import UTC
 from typing import Any, TypeVar, cast
 
@@ -16,73 +17,50 @@ from ferrule_client import _check
 from ferrule_client import types as t
 from ferrule_client import views as v
 from ferrule_client.items import DraftDistributions
-from ferrule_client.masks import MaskLike, TokenMask, as_mask
-from ferrule_client.policy import DType, Policy, Sampling, check_policy
-
-__all__ = [
-    "acceptance_to_message",
-    "cache_info_from_message",
-    "capabilities_from_message",
-    "check_handle",
-    "draft_probs_to_message",
-    "drawn_from_message",
-    "duration",
-    "finish_from_message",
-    "forward_from_message",
-    "granted_ttl_s",
-    "handle_from_message",
-    "handle_to_message",
-    "lease_from_message",
-    "mask_to_message",
-    "metrics_from_message",
-    "model_info_from_message",
-    "output_from_message",
-    "policy_to_message",
-    "pooling_to_message",
-    "reservation_from_message",
-    "rows_from_message",
-    "stale_to_message",
-    "status_from_message",
-    "summary_from_message",
-    "tensor_to_array",
-    "timing_from_message",
-    "verification_from_message",
-    "warmed_from_message",
-]
+from ferrule_client.masks import MaskLike, as_mask
+from ferrule_client.policy import Policy, Sampling, check_policy
 
 _T = TypeVar("_T")
 
-_DTYPES: dict[DType, types_pb2.DataType] = {
+_DTYPES: dict[str, types_pb2.DataType] = {
     "float32": types_pb2.DATA_TYPE_FLOAT32,
     "bfloat16": types_pb2.DATA_TYPE_BFLOAT16,
     "float16": types_pb2.DATA_TYPE_FLOAT16,
 }
-_STALE: dict[t.OnStale, types_pb2.StalePolicy] = {
+_STALE: dict[str, types_pb2.StalePolicy] = {
     "fail": types_pb2.STALE_POLICY_FAIL,
     "fork": types_pb2.STALE_POLICY_FORK,
     "rewind": types_pb2.STALE_POLICY_REWIND,
 }
-_ACCEPTANCE: dict[t.Acceptance, executor_pb2.AcceptanceRule] = {
+_ACCEPTANCE: dict[str, executor_pb2.AcceptanceRule] = {
     "none": executor_pb2.ACCEPTANCE_RULE_NONE,
     "greedy": executor_pb2.ACCEPTANCE_RULE_EXACT,
     "exact": executor_pb2.ACCEPTANCE_RULE_EXACT,
     "rejection": executor_pb2.ACCEPTANCE_RULE_REJECTION,
 }
-_POOLING: dict[t.Pooling, executor_pb2.HiddenPooling] = {
+_POOLING: dict[str, executor_pb2.HiddenPooling] = {
     "mean": executor_pb2.HIDDEN_POOLING_MEAN,
     "last": executor_pb2.HIDDEN_POOLING_LAST,
 }
+_NESTED: dict[type, type] = {
+    admin_pb2.PrincipalView: v.PrincipalView,
+    admin_pb2.WarmupStep: t.WarmStep,
+    cache_pb2.CacheMetrics: t.CacheMetrics,
+    cache_pb2.Lease: t.Lease,
+    info_pb2.ExecutorStatus: t.Status,
+    info_pb2.MemoryUsage: t.MemoryUsage,
+}
+"""Messages that stand in fields of others, and the dataclass of each."""
+
+_RETURNED = [field.name for field in dataclasses.fields(Policy) if field.name not in ("selection", "logits")]
+_SAMPLED = [field.name for field in dataclasses.fields(Sampling) if field.name not in ("logit_bias", "mask")]
 _MAX_DURATION_S = 315_576_000_000.0
 
 AnyOutput = executor_pb2.PrefillOutput | executor_pb2.DecodeOutput | executor_pb2.VerifyOutput
 
 
 def handle_to_message(handle: t.Handle) -> types_pb2.KvCacheHandle:
-    """Return the wire form of a handle.
-
-    Raises:
-        TypeError: It is not a handle.
-    """
+    """Return the wire form of a handle; raise TypeError for what is none."""
     check_handle(handle)
     return types_pb2.KvCacheHandle(
         cache_id=handle.cache_id,
@@ -94,16 +72,10 @@ def handle_to_message(handle: t.Handle) -> types_pb2.KvCacheHandle:
 
 
 def check_handle(value: object) -> None:
-    """Make sure that an argument is a handle.
-
-    Raises:
-        TypeError: It is not.
-    """
+    """Raise TypeError if an argument is not a handle."""
     if not isinstance(value, t.Handle):
-        hint = (
-            "; make it with Handle.from_string" if isinstance(value, str) else "; take cache.handle or cache.detach()"
-        )
-        raise TypeError(f"a Handle is needed, got {type(value).__name__}{hint}")
+        hint = "make it with Handle.from_string" if isinstance(value, str) else "take cache.handle or cache.detach()"
+        raise TypeError(f"a Handle is needed, got {type(value).__name__}; {hint}")
 
 
 def handle_from_message(message: types_pb2.KvCacheHandle) -> t.Handle:
@@ -112,11 +84,7 @@ def handle_from_message(message: types_pb2.KvCacheHandle) -> t.Handle:
 
 
 def duration(seconds: float | None) -> duration_pb2.Duration | None:
-    """Return a lease in seconds as a Duration; None stays None, which leaves a field unset.
-
-    Raises:
-        ValueError: It is negative, not a number, or longer than a Duration can be.
-    """
+    """Return a lease as a Duration, or None, which leaves a field unset; raise ValueError if none can be that long."""
     if seconds is None:
         return None
     _check.number("ttl", seconds, 0, _MAX_DURATION_S)
@@ -126,42 +94,30 @@ def duration(seconds: float | None) -> duration_pb2.Duration | None:
 
 
 def stale_to_message(on_stale: t.OnStale) -> types_pb2.StalePolicy:
-    """Return the wire form of a stale policy, written in any case.
-
-    Raises:
-        ValueError: It is not one of the three.
-    """
-    return _STALE[cast("t.OnStale", _check.choice("on_stale", on_stale, _STALE))]
+    """Return the wire form of a stale policy, written in any case; raise ValueError for another word."""
+    return _STALE[_check.choice("on_stale", on_stale, _STALE)]
 
 
 def acceptance_to_message(acceptance: t.Acceptance) -> executor_pb2.AcceptanceRule:
-    """Return the wire form of an acceptance rule, written in any case.
+    """Return the wire form of an acceptance rule, written in any case; raise ValueError for another word."""
+    return _ACCEPTANCE[_check.choice("acceptance", acceptance, _ACCEPTANCE)]
 
-    Raises:
-        ValueError: It is not one of the three.
-    """
-    return _ACCEPTANCE[cast("t.Acceptance", _check.choice("acceptance", acceptance, _ACCEPTANCE))]
+
+def pooling_to_message(pooling: t.Pooling | None) -> executor_pb2.HiddenPooling:
+    """Return the wire form of a pooling, written in any case, or of none; raise ValueError for another word."""
+    if pooling is None:
+        return executor_pb2.HIDDEN_POOLING_UNSPECIFIED
+    return _POOLING[_check.choice("pooling", pooling, _POOLING)]
 
 
 def policy_to_message(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy | None:
-    """Return the wire form of a policy; None, which asks for nothing, leaves the field unset.
-
-    Raises:
-        TypeError: It is not a policy.
-    """
+    """Return the wire form of a policy, or None, which leaves a field unset; raise TypeError for anything else."""
     check_policy(policy)
     if policy is None:
         return None
-    message = policy_pb2.LogitsReturnPolicy(
-        logprobs=policy.logprobs,
-        top_logprobs=policy.top_logprobs,
-        logprob_token_ids=policy.logprob_token_ids,
-        target_logprobs=policy.target_logprobs,
-        entropy=policy.entropy,
-        hidden_state=policy.hidden_state,
-    )
+    message = policy_pb2.LogitsReturnPolicy(**{name: getattr(policy, name) for name in _RETURNED})
     if policy.logits is not None:
-        message.full_logits.dtype = _DTYPES[cast("DType", policy.logits.lower())]
+        message.full_logits.dtype = _DTYPES[policy.logits.lower()]
     if policy.selection is not None:
         _select(message, policy.selection)
     return message
@@ -169,46 +125,19 @@ def policy_to_message(policy: Policy | None) -> policy_pb2.LogitsReturnPolicy | 
 
 def _select(message: policy_pb2.LogitsReturnPolicy, chosen: Sampling) -> None:
     """Write how a token is chosen; the contract has a message of its own for the most likely one."""
+    mask = None if chosen.mask is None else mask_to_message(chosen.mask)
     counts = chosen.frequency_penalty is not None or chosen.presence_penalty is not None
     if chosen.is_greedy and not counts and not chosen.logit_bias:
-        message.greedy_argmax.CopyFrom(
-            policy_pb2.GreedyArgmax(
-                token_mask=_mask(chosen.mask),
-                repetition_penalty=chosen.repetition_penalty,
-                penalty_start=chosen.penalty_start,
-            )
-        )
+        penalties = {name: getattr(chosen, name) for name in ("repetition_penalty", "penalty_start")}
+        message.greedy_argmax.CopyFrom(policy_pb2.GreedyArgmax(token_mask=mask, **penalties))
     else:
-        message.sample.CopyFrom(_sampling_to_message(chosen))
-
-
-def _sampling_to_message(sampling: Sampling) -> policy_pb2.Sample:
-    return policy_pb2.Sample(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        repetition_penalty=sampling.repetition_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        penalty_start=sampling.penalty_start,
-        logit_bias=dict(sampling.logit_bias),
-        token_mask=_mask(sampling.mask),
-    )
-
-
-def _mask(mask: TokenMask | None) -> policy_pb2.TokenMask | None:
-    return None if mask is None else mask_to_message(mask)
+        settings = {name: getattr(chosen, name) for name in _SAMPLED}
+        biases = dict(chosen.logit_bias)
+        message.sample.CopyFrom(policy_pb2.Sample(token_mask=mask, logit_bias=biases, **settings))
 
 
 def mask_to_message(mask: MaskLike) -> policy_pb2.TokenMask:
-    """Return the wire form of a mask; a registered one goes by its fingerprint.
-
-    Raises:
-        TypeError: It is not a mask.
-        ValueError: It allows nothing.
-    """
+    """Return the wire form of a mask; a registered one goes by its fingerprint. Raises as ``as_mask``."""
     mask = as_mask(mask)
     if mask.fingerprint is not None:
         return policy_pb2.TokenMask(fingerprint=mask.fingerprint)
@@ -218,14 +147,7 @@ def mask_to_message(mask: MaskLike) -> policy_pb2.TokenMask:
 
 
 def tensor_to_array(tensor: types_pb2.Tensor) -> t.FloatArray:
-    """Return a float tensor as float32, in its shape.
-
-    Returns:
-        A read-only view of the message's bytes for float32, else a new array.
-
-    Raises:
-        ValueError: The element type is not a float this client knows.
-    """
+    """Return a float tensor as float32 in its shape, a read-only view where it can; raise ValueError for others."""
     shape = tuple(tensor.shape)
     if tensor.dtype == types_pb2.DATA_TYPE_FLOAT32:
         return np.frombuffer(tensor.data, dtype="<f4").reshape(shape)
@@ -238,11 +160,7 @@ def tensor_to_array(tensor: types_pb2.Tensor) -> t.FloatArray:
 
 
 def draft_probs_to_message(distributions: DraftDistributions) -> executor_pb2.DraftProbs:
-    """Return the distributions of drafts: an array [drafts, vocab_size] as a float32 tensor, mappings without zeros.
-
-    Raises:
-        ValueError: A probability is not a finite number, or negative.
-    """
+    """Return an array [drafts, vocab_size] as a float32 tensor, mappings without zeros; raise ValueError for NaN."""
     if isinstance(distributions, np.ndarray):
         array = np.ascontiguousarray(distributions, dtype="<f4")
         if not np.isfinite(array).all():
@@ -263,10 +181,10 @@ def draft_probs_to_message(distributions: DraftDistributions) -> executor_pb2.Dr
 
 def output_from_message(message: AnyOutput) -> t.Output:
     """Return what an append brought; lists that were not asked for come out empty, arrays as None."""
-    return rows_from_message(
+    return _output(
         message.outputs,
-        handle=handle_from_message(message.kv_cache),
-        timing=timing_from_message(message.timing),
+        message.kv_cache,
+        message.timing,
         replayed=message.replayed,
         recomputed=message.recomputed,
         cached_tokens=getattr(message, "cached_tokens", 0),
@@ -274,44 +192,12 @@ def output_from_message(message: AnyOutput) -> t.Output:
     )
 
 
-def timing_from_message(message: types_pb2.Timing) -> t.Timing:
-    """Return where the time of a request went."""
-    return t.Timing(message.queue_ns, message.run_ns, message.step_rows)
-
-
-def rows_from_message(
-    rows: policy_pb2.Outputs,
-    *,
-    handle: t.Handle,
-    timing: t.Timing,
-    replayed: bool = False,
-    recomputed: bool = False,
-    cached_tokens: int = 0,
-    request_id: str = "",
-) -> t.Output:
-    """Return output rows as one value, with what is known of the call they are from."""
-    return t.Output(
-        handle=handle,
-        tokens=tuple(rows.tokens),
-        logprobs=tuple(rows.model_logprobs),
-        sampled_logprobs=tuple(rows.sampled_logprobs),
-        top_logprobs=_top_logprobs(rows),
-        arrays=_arrays(rows),
-        seed=rows.seed if rows.HasField("seed") else None,
-        timing=timing,
-        replayed=replayed,
-        recomputed=recomputed,
-        cached_tokens=cached_tokens,
-        request_id=request_id,
-    )
-
-
 def drawn_from_message(message: executor_pb2.GenerateResponse, output: executor_pb2.GenerateOutput) -> list[t.Output]:
     """Return the outputs of the tokens that a frame brought for one branch, one by one; their handle is the frame's."""
-    rows = rows_from_message(
+    rows = _output(
         output.outputs,
-        handle=handle_from_message(output.resume_from),
-        timing=timing_from_message(message.timing),
+        output.resume_from,
+        message.timing,
         replayed=output.replayed,
         cached_tokens=output.cached_tokens,
         request_id=message.request_id,
@@ -319,12 +205,31 @@ def drawn_from_message(message: executor_pb2.GenerateResponse, output: executor_
     return [rows] if len(rows.tokens) == 1 else [rows.row(index) for index in range(len(rows.tokens))]
 
 
+def _output(
+    rows: policy_pb2.Outputs, handle: types_pb2.KvCacheHandle, timing: types_pb2.Timing, **facts: Any
+) -> t.Output:
+    return t.Output(
+        handle=handle_from_message(handle),
+        tokens=tuple(rows.tokens),
+        logprobs=tuple(rows.model_logprobs),
+        sampled_logprobs=tuple(rows.sampled_logprobs),
+        top_logprobs=_top_logprobs(rows),
+        arrays=_arrays(rows),
+        seed=rows.seed if rows.HasField("seed") else None,
+        timing=_timing(timing),
+        **facts,
+    )
+
+
+def _timing(message: types_pb2.Timing) -> t.Timing:
+    return t.Timing(message.queue_ns, message.run_ns, message.step_rows)
+
+
 def finish_from_message(reason: executor_pb2.FinishReason) -> t.FinishReason | None:
     """Return why a branch ended, or None while it goes on."""
     if reason == executor_pb2.FINISH_REASON_UNSPECIFIED:
         return None
-    word = _enum_word(executor_pb2.FinishReason.DESCRIPTOR, reason)
-    return cast("t.FinishReason", word)
+    return cast("t.FinishReason", _enum_word(executor_pb2.FinishReason.DESCRIPTOR, reason))
 
 
 def forward_from_message(message: executor_pb2.ForwardResponse) -> t.ForwardChunk:
@@ -338,20 +243,9 @@ def forward_from_message(message: executor_pb2.ForwardResponse) -> t.ForwardChun
         tokens=tuple(rows.tokens),
         top_logprobs=_top_logprobs(rows),
         arrays=arrays,
-        timing=timing_from_message(message.timing),
+        timing=_timing(message.timing),
         is_last=message.is_last,
     )
-
-
-def pooling_to_message(pooling: t.Pooling | None) -> executor_pb2.HiddenPooling:
-    """Return the wire form of a pooling, written in any case; None: there is none.
-
-    Raises:
-        ValueError: It is not one of the two.
-    """
-    if pooling is None:
-        return executor_pb2.HIDDEN_POOLING_UNSPECIFIED
-    return _POOLING[cast("t.Pooling", _check.choice("pooling", pooling, _POOLING))]
 
 
 def _arrays(rows: policy_pb2.Outputs) -> dict[str, t.FloatArray]:
@@ -388,51 +282,27 @@ def granted_ttl_s(message: executor_pb2.PrefillOutput | cache_pb2.ForkCacheRespo
     return message.ttl.ToNanoseconds() / 1e9 if message.HasField("ttl") else None
 
 
-def lease_from_message(message: cache_pb2.Lease) -> t.Lease:
-    """Return a lease."""
-    return _copy(t.Lease, message)
-
-
 def cache_info_from_message(message: cache_pb2.CacheInfo) -> t.CacheInfo:
     """Return the state of a sequence."""
-    return _copy(
-        t.CacheInfo,
-        message.summary,
-        handle=handle_from_message(message.kv_cache),
-        token_ids=tuple(message.token_ids),
-        block_ids=tuple(message.block_ids),
-        block_ref_counts=tuple(message.block_ref_counts),
-        lease=lease_from_message(message.summary.lease),
-    )
-
-
-def summary_from_message(message: cache_pb2.CacheSummary) -> t.CacheSummary:
-    """Return one line of a list of sequences."""
-    return _copy(t.CacheSummary, message, lease=lease_from_message(message.lease))
+    return value(t.CacheInfo, message, message.summary, handle=handle_from_message(message.kv_cache))
 
 
 def model_info_from_message(message: info_pb2.ModelInfo) -> t.ModelInfo:
     """Return the description of the model."""
-    return _copy(t.ModelInfo, message)
+    return value(t.ModelInfo, message)
 
 
 def capabilities_from_message(message: info_pb2.ExecutorCapabilities) -> t.Capabilities:
     """Return what the server can do."""
-    memory = message.memory_requirements
-    return _copy(
+    caller, quotas = message.caller, value(t.Quotas, message.caller.quotas)
+    limits = {name: getattr(quotas, name) or None for name in t.Quotas.__annotations__}
+    return value(
         t.Capabilities,
         message,
+        message.memory_requirements,
         features=frozenset(_enum_word(info_pb2.Feature.DESCRIPTOR, one) for one in message.features),
-        parameter_bytes=memory.parameter_bytes,
-        kv_bytes_per_token=memory.kv_bytes_per_token,
-        kv_pool_bytes=memory.kv_pool_bytes,
-        caller=_caller_from_message(message.caller) if message.HasField("caller") else None,
+        caller=value(t.Caller, caller, quotas=t.Quotas(**limits)) if message.HasField("caller") else None,
     )
-
-
-def _caller_from_message(message: info_pb2.CallerInfo) -> t.Caller:
-    quotas = {field.name: getattr(message.quotas, field.name) or None for field in dataclasses.fields(t.Quotas)}
-    return _copy(t.Caller, message, quotas=t.Quotas(**quotas))
 
 
 def reservation_from_message(message: cache_pb2.KvSlotReservation) -> t.Reservation:
@@ -440,35 +310,15 @@ def reservation_from_message(message: cache_pb2.KvSlotReservation) -> t.Reservat
     return t.Reservation(tuple(one.new_blocks for one in message.allocations), message.free_blocks_after)
 
 
-def status_from_message(message: info_pb2.ExecutorStatus) -> t.Status:
-    """Return how the server is doing."""
-    return _copy(t.Status, message, memory=_copy(t.MemoryUsage, message.memory), debug=dict(message.debug))
-
-
-def metrics_from_message(message: cache_pb2.CacheMetrics) -> t.CacheMetrics:
-    """Return the counters of the KV pool."""
-    return _copy(t.CacheMetrics, message)
-
-
-def warmed_from_message(message: admin_pb2.WarmupResponse) -> t.Warmed:
-    """Return what warming up did."""
-    return _copy(t.Warmed, message, steps=tuple(_copy(t.WarmStep, step) for step in message.steps))
-
-
 def server_view_from_message(message: admin_pb2.ServerView) -> v.ServerView:
     """Return the server at one moment."""
-    names = [field.name for field in dataclasses.fields(v.ServerView) if field.name.endswith("_seconds")]
-    histograms = {name: _histogram(getattr(message, name.removesuffix("seconds") + "times")) for name in names}
-    return _copy(
+    names = [name for name in v.ServerView.__annotations__ if name.endswith("_seconds")]
+    return value(
         v.ServerView,
         message,
-        status=status_from_message(message.status),
-        cache_metrics=metrics_from_message(message.cache_metrics),
-        num_refused=dict(message.num_refused),
-        block_map=_copy(v.BlockMap, message.block_map) if message.HasField("block_map") else None,
+        block_map=value(v.BlockMap, message.block_map) if message.HasField("block_map") else None,
         sequences=tuple(_sequence_view(one, message.time) for one in message.sequences),
-        principals=tuple(_copy(v.PrincipalView, one) for one in message.principals),
-        **histograms,
+        **{name: _histogram(getattr(message, name.removesuffix("seconds") + "times")) for name in names},
     )
 
 
@@ -479,44 +329,39 @@ def _histogram(message: admin_pb2.Histogram) -> v.Histogram:
 
 def _sequence_view(message: admin_pb2.SequenceView, now: timestamp_pb2.Timestamp) -> v.SequenceView:
     summary = message.summary
-    return _copy(
-        v.SequenceView,
-        summary,
-        parent_handle_id=message.parent_handle_id,
-        principal=message.principal,
-        num_pending=message.num_pending,
-        is_appending=message.is_appending,
-        ttl_s=summary.lease.ttl.ToNanoseconds() / 1e9,
-        expires_in_s=summary.lease.expires_in.ToNanoseconds() / 1e9,
-        age_s=(now.ToNanoseconds() - summary.create_time.ToNanoseconds()) / 1e9,
-    )
+    age_s = (now.ToNanoseconds() - summary.create_time.ToNanoseconds()) / 1e9
+    return value(v.SequenceView, message, summary, summary.lease, age_s=age_s)
 
 
-def _copy(cls: type[_T], message: Message, **given: object) -> _T:
-    """Build a dataclass from the message's fields of the same names; a name that ends in ``_s`` is a Duration."""
-    values = dict(given)
+def value(cls: type[_T], *messages: Message, **given: object) -> _T:
+    """Build a dataclass from the fields of the same names in messages; a name that ends in ``_s`` is a Duration."""
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if field.name not in values:
-            known = field.name in message.DESCRIPTOR.fields_by_name
-            values[field.name] = _plain(message, field.name if known else field.name.removesuffix("_s"))
-    return cls(**values)
+        if field.name not in given:
+            names = (field.name, field.name.removesuffix("_s"))
+            found = ((one, name) for one in messages for name in names if name in one.DESCRIPTOR.fields_by_name)
+            given[field.name] = _plain(*next(found))
+    return cls(**given)
 
 
 def _plain(message: Message, name: str) -> Any:  # Any: the dataclass the value goes to states its type
-    """Return a field as plain Python: enum names in lower case, unset as None, lists as tuples, times as they are."""
-    descriptor = message.DESCRIPTOR.fields_by_name[name]
-    value = getattr(message, name)
-    if descriptor.has_presence and not message.HasField(name):
-        return 0.0 if isinstance(value, duration_pb2.Duration) else None
-    if isinstance(value, timestamp_pb2.Timestamp):
-        return value.ToDatetime(tzinfo=UTC)
-    if isinstance(value, duration_pb2.Duration):
-        return value.ToNanoseconds() / 1e9
-    if isinstance(value, (str, bytes, bool, float)):
-        return value
-    if isinstance(value, int):
-        return _enum_word(descriptor.enum_type, value) if descriptor.enum_type else value
-    return tuple(_enum_word(descriptor.enum_type, one) if descriptor.enum_type else one for one in value)
+    """Return a field as plain Python: enum names in lower case, unset as None or zeros, lists as tuples."""
+    field, found = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+    if isinstance(found, Mapping):
+        return dict(found)
+    if isinstance(found, Sequence) and not isinstance(found, (str, bytes)):
+        return tuple(_element(field, one) for one in found)
+    can_be_none = field.has_presence and (isinstance(found, timestamp_pb2.Timestamp) or not isinstance(found, Message))
+    return None if can_be_none and not message.HasField(name) else _element(field, found)
+
+
+def _element(field: Any, found: Any) -> Any:  # Any: as in ``_plain``
+    if isinstance(found, timestamp_pb2.Timestamp):
+        return found.ToDatetime(tzinfo=UTC)
+    if isinstance(found, duration_pb2.Duration):
+        return found.ToNanoseconds() / 1e9
+    if isinstance(found, Message):
+        return value(_NESTED[type(found)], found)
+    return _enum_word(field.enum_type, found) if field.enum_type else found
 
 
 def _enum_word(enum: Any, number: int) -> str:  # Any: descriptors have no stubs worth the name

@@ -1,45 +1,106 @@
-"""When leases are to be renewed, and what is logged of it."""
+"""When leases are to be renewed, and what came of it."""
 
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ferrule_client._route import instance_of_handle
 from ferrule_client._tip import Tip
 from ferrule_client.errors import FerruleError
-from ferrule_client.types import Handle
-
-__all__ = ["call_timeout_s", "due_groups", "lease_s", "note_failure", "note_loss", "pause_s"]
-
+from ferrule_client.types import Handle, Lease
 
 _log = logging.getLogger(__name__)
-
 
 # No lease is shorter than 5 s, so where the server has not said how long it is, a first renewal after a third of that
 # is early enough, and its answer says it. What lives shorter than this never costs a call.
 _MIN_LEASE_S = 5.0
-
-
 _MAX_CALL_S = 5.0
-
-
 _MIN_CALL_S = 0.5
-
-
 _MAX_PAUSE_S = 1.0
+
+
+class Leases:
+    """When the lease of each sequence is due, which is at a third of its length; sequences are held weakly.
+
+    A renewal may take as long again, so one that hangs in a dead connection leaves a third of the lease for the next.
+    There are separate calls for each instance of the server, those that failed last time at the end: what is dead, or
+    frozen, costs the others none of their time. Where one request cannot hold all handles, those that are due first are
+    renewed first, each request has its own time, and the next one begins where a failed one left off.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # reentrant: a finaliser may call in from the same thread
+        self.due: weakref.WeakKeyDictionary[Tip, float] = weakref.WeakKeyDictionary()
+        self._num_failures: Counter[str] = Counter()  # in a row, by instance
+
+    def begin(self, tip: Tip, now: float) -> float:
+        """Keep a sequence whose lease is new, and return when it is due. Adding it again only starts over."""
+        with self.lock:
+            self.due[tip] = now + _lease_s(tip) / 3
+            return self.due[tip]
+
+    def first(self) -> float | None:
+        """Return when the first one is due, or None if there is none."""
+        with self.lock:
+            return min(self.due.values(), default=None)
+
+    def groups(self, now: float) -> list[tuple[str, list[Tip]]]:
+        """Return what is to be renewed together as soon as one of it is due; see ``due_groups``."""
+        with self.lock:
+            return due_groups(self.due.items(), now, self._num_failures)
+
+    def take(
+        self,
+        instance: str,
+        tips: Sequence[Tip],
+        handles: Sequence[Handle],
+        answers: Sequence[Lease | FerruleError] | FerruleError,
+        now: float,
+    ) -> Sequence[Tip]:
+        """Note what became of a request to renew the leases of an instance, and return those that it did not hold.
+
+        Args:
+            instance: Its name.
+            tips: The sequences as they are now; those that have moved to another one meanwhile are due as they are.
+            handles: What was renewed.
+            answers: Those of the first handles, or what the request failed with: then all are due again soon.
+            now: The time.
+        """
+        with self.lock:
+            if isinstance(answers, FerruleError):
+                self._num_failures[instance] += 1
+                num, pause_s = self._num_failures[instance], min(_MAX_PAUSE_S, min(map(_lease_s, tips)) / 10)
+                level = logging.WARNING if num == 2 else logging.DEBUG  # two in a row: leases may run out by it
+                _log.log(level, "keep-alive failed reason=%s caches=%d failures=%d", answers.reason, len(tips), num)
+                for tip in tips:
+                    if tip in self.due:
+                        self.due[tip] = max(self.due[tip], now + pause_s)
+                return ()
+            del self._num_failures[instance]
+            for tip, handle, answer in zip(tips, handles, answers, strict=False):
+                if tip.handle.cache_id == handle.cache_id:
+                    self._note(tip, handle, answer, now)
+            return tips[len(answers) :]
+
+    def _note(self, tip: Tip, handle: Handle, answer: Lease | FerruleError, now: float) -> None:
+        if isinstance(answer, Lease):
+            tip.ttl_s = answer.ttl_s
+            if tip in self.due:
+                self.due[tip] = now + answer.ttl_s / 3
+        else:  # the next call on it says why
+            level = logging.DEBUG if tip.is_released else logging.WARNING
+            _log.log(level, "keep-alive lost handle_id=%s reason=%s", handle.handle_id, answer.reason)
+            self.due.pop(tip, None)
 
 
 def due_groups(due: Iterable[tuple[Tip, float]], now: float, num_failures: Counter[str]) -> list[tuple[str, list[Tip]]]:
     """Return the sequences of each instance that has one which is due, those of failing instances last.
 
     Within an instance the sequences that are due first come first.
-
-    Args:
-        due: Sequences and when each is due.
-        now: The time, on the same clock.
-        num_failures: Failures in a row by instance.
     """
     groups: dict[str, list[Tip]] = {}
     urgent = set()
@@ -54,28 +115,10 @@ def due_groups(due: Iterable[tuple[Tip, float]], now: float, num_failures: Count
     )
 
 
-def note_failure(error: FerruleError, num_tips: int, num_failures: int) -> None:
-    """Log a renewal that failed; the second in a row as a warning, since leases may run out by it."""
-    level = logging.WARNING if num_failures == 2 else logging.DEBUG
-    _log.log(level, "keep-alive failed reason=%s caches=%d failures=%d", error.reason, num_tips, num_failures)
-
-
-def note_loss(tip: Tip, handle: Handle, error: FerruleError) -> None:
-    """Log a sequence that is kept no longer; as a warning unless it was released while its lease was renewed."""
-    level = logging.DEBUG if tip.is_released else logging.WARNING
-    _log.log(level, "keep-alive lost handle_id=%s reason=%s", handle.handle_id, error.reason)
-
-
-def lease_s(tip: Tip) -> float:
-    """Return the length of a sequence's lease as far as it is known, in seconds."""
-    return _MIN_LEASE_S if tip.ttl_s is None else tip.ttl_s
-
-
 def call_timeout_s(tips: Sequence[Tip]) -> float:
     """Return the seconds that one renewal may take, so that there is time for others after one that hangs."""
-    return max(_MIN_CALL_S, min(_MAX_CALL_S, min(map(lease_s, tips)) / 3))
+    return max(_MIN_CALL_S, min(_MAX_CALL_S, min(map(_lease_s, tips)) / 3))
 
 
-def pause_s(tips: Sequence[Tip]) -> float:
-    """Return the seconds to wait after a renewal that failed."""
-    return min(_MAX_PAUSE_S, min(map(lease_s, tips)) / 10)
+def _lease_s(tip: Tip) -> float:
+    return _MIN_LEASE_S if tip.ttl_s is None else tip.ttl_s

@@ -17,36 +17,6 @@ from ferrule_client.items import Append, DraftDistributions, Prompt, Verify
 from ferrule_client.policy import Policy, check_policy, greedy, sample, seeded
 from ferrule_client.types import Acceptance, Handle
 
-__all__ = [
-    "Appended",
-    "GenerationPlan",
-    "Input",
-    "PromptOptions",
-    "Stops",
-    "VerifyOutput",
-    "aim",
-    "append_request",
-    "check_scoring",
-    "choosing",
-    "chunk_input",
-    "creates",
-    "fork_request",
-    "generate_request",
-    "generation_plan",
-    "inline_masks",
-    "new_request_id",
-    "prefill_request",
-    "prompt_input",
-    "prompt_request",
-    "reserve_request",
-    "stream_answer",
-    "stream_item",
-    "tokens_of",
-    "truncate_request",
-    "verify_input",
-    "verify_policy",
-]
-
 SequenceRequest = (
     executor_pb2.DecodeRequest
     | executor_pb2.PrefillRequest
@@ -58,30 +28,29 @@ SequenceRequest = (
 )
 """Requests about one sequence: with ``kv_cache``, or with an ``input`` or one of ``requests`` that has it."""
 
-
 Input = executor_pb2.DecodeInput | executor_pb2.VerifyInput | executor_pb2.UnifiedBatchItem
 """One item of a frame."""
 
 Appended = executor_pb2.DecodeOutput | executor_pb2.VerifyOutput | executor_pb2.PrefillOutput
 """What comes of one."""
 
-VerifyOutput = executor_pb2.VerifyOutput
+
+_KINDS = {
+    executor_pb2.DecodeInput: "decode",
+    executor_pb2.VerifyInput: "verify",
+    executor_pb2.UnifiedBatchItem: "unified",
+}
+"""Field of ``StreamItem`` for each input, and of ``StreamResult`` for its output."""
 
 _MAX_LENGTH = 2**32 - 1
+
 Stops = str | int | Sequence[str | int | Sequence[int]]
 """What ends a generation: a text, a token id, or several of texts, ids and runs of ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """How a new sequence is made.
-
-    Attributes:
-        ttl: Lease in seconds; None: the server's default.
-        reserve_length: Length in tokens up to which room is reserved, or None.
-        reuse_prefix: True: look for the prompt in the prefix cache.
-        publish_prefix: True: keep its blocks for later prompts.
-    """
+    """How a new sequence is made; each as in ``AsyncClient.prefill``."""
 
     ttl: float | None = None
     reserve_length: int | None = None
@@ -91,19 +60,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """What a generation is to draw.
-
-    Attributes:
-        given: How each token is chosen, as the caller said it.
-        policy: The same with a seed.
-        max_tokens: Most tokens of each branch, or None.
-        n: Number of branches.
-        stop_ids: Tokens that end a branch.
-        stop_sequences: Runs of tokens that do.
-        stop: Texts that do.
-        ignore_eos: True: the model's own stop tokens do not.
-        has_text: True: with the text of the tokens.
-    """
+    """What a generation is to draw: ``policy`` is the ``given`` one with a seed, and each branch stops at any stop."""
 
     given: Policy
     policy: Policy
@@ -139,22 +96,10 @@ class GenerationPlan:
 
 
 def generation_plan(
-    policy: Policy | None,
-    *,
-    max_tokens: int | None,
-    n: int,
-    stop: Stops,
-    ignore_eos: bool,
-    has_text: bool,
+    policy: Policy | None, *, max_tokens: int | None, n: int, stop: Stops, ignore_eos: bool, has_text: bool
 ) -> GenerationPlan:
-    """Return what a generation is to draw, from checked arguments.
-
-    Raises:
-        TypeError: The policy is not a policy, or a stop is of another kind.
-        ValueError: The policy chooses no token, a stop is empty, or a number is out of its range.
-    """
-    check_policy(policy)
-    chosen = choosing(policy or sample())
+    """Return what a generation is to draw, from checked arguments. Raises TypeError or ValueError for wrong ones."""
+    chosen = choosing(sample() if policy is None else policy)
     _check.whole("max_tokens", max_tokens)
     _check.whole("n", n, 1)
     stops = [stop] if isinstance(stop, (str, int)) else list(stop)
@@ -183,10 +128,10 @@ def generate_request(
     Args:
         plan: What is to be drawn.
         input_ids: Tokens to run first.
-        kv_cache: The sequence; None: a new one.
+        kv_cache: The sequence; None: a new one, kept by ``options``.
         on_stale: What to do if it has moved on.
-        index: Number of the branch that it begins with.
-        num_drawn: Tokens that the branch has got already.
+        index: Number of the first of the ``n`` branches.
+        num_drawn: Tokens that this one has got already.
         n: Number of branches.
         request_id: Id for what is created.
         options: How a new sequence is kept.
@@ -222,12 +167,7 @@ def prompt_request(
     all_positions: bool = False,
     request_id: str = "",
 ) -> executor_pb2.PrefillRequest:
-    """Return the prefill of a new sequence; without a request id it gets one.
-
-    Raises:
-        TypeError: The policy is none.
-        ValueError: An option is out of its range, or ``target_logprobs`` comes without ``all_positions``.
-    """
+    """Return the prefill of a new sequence, with an id of its own if none is given. Raises as ``check_scoring``."""
     check_scoring(policy, len(token_ids), all_positions=all_positions)
     item = executor_pb2.PrefillInput(
         request_id=request_id or new_request_id(),
@@ -249,22 +189,10 @@ def _cache_options(options: PromptOptions) -> executor_pb2.CacheOptions:
     )
 
 
-def append_request(handle: Handle, token_ids: Sequence[int]) -> executor_pb2.PrefillRequest:
-    """Return the append of tokens, without an output."""
-    item = executor_pb2.PrefillInput(input_ids=token_ids, kv_cache=_convert.handle_to_message(handle))
-    return executor_pb2.PrefillRequest(input=item)
-
-
 def prefill_request(
     sent: executor_pb2.DecodeInput, policy: Policy | None, *, all_positions: bool
 ) -> executor_pb2.PrefillRequest:
-    """Return an append as a prefill.
-
-    Args:
-        sent: The append.
-        policy: The policy it was made with.
-        all_positions: True: a row for every token.
-    """
+    """Return an append, made with the policy, as a prefill."""
     item = executor_pb2.PrefillInput(
         request_id=sent.request_id,
         input_ids=sent.input_ids,
@@ -284,22 +212,15 @@ def creates(sent: Input) -> bool:
 
 def stream_item(seq: int, sent: Input) -> executor_pb2.StreamItem:
     """Return an append as an item of a frame."""
-    if isinstance(sent, executor_pb2.DecodeInput):
-        return executor_pb2.StreamItem(seq=seq, decode=sent)
-    if isinstance(sent, executor_pb2.VerifyInput):
-        return executor_pb2.StreamItem(seq=seq, verify=sent)
-    assert isinstance(sent, executor_pb2.UnifiedBatchItem)  # prompts are not items of streams
-    return executor_pb2.StreamItem(seq=seq, unified=sent)
+    kind: dict[str, Any] = {_KINDS[type(sent)]: sent}  # Any: one of ``Input``, by the field that takes it
+    return executor_pb2.StreamItem(seq=seq, **kind)
 
 
 def stream_answer(result: executor_pb2.StreamResult) -> Appended | None:
     """Return what came of an item, or None where it failed."""
     kind = result.WhichOneof("result")
-    if kind == "decode":
-        return result.decode
-    if kind == "verify":
-        return result.verify
-    return result.unified if kind == "unified" else None
+    answer: Appended | None = getattr(result, kind) if kind in _KINDS.values() else None
+    return answer
 
 
 def tokens_of(sent: Input) -> list[int]:
@@ -314,12 +235,7 @@ def tokens_of(sent: Input) -> list[int]:
 def verify_policy(
     policy: Policy | None, acceptance: Acceptance | None, draft_probs: DraftDistributions | None
 ) -> Policy | None:
-    """Return the policy of a verify, which follows from who decides if it is None.
-
-    Raises:
-        TypeError: It is not a policy.
-        ValueError: ``acceptance`` is not a rule, or the policy does not go with it.
-    """
+    """Return the policy of a verify, which follows from who decides if it is None; raise ValueError if they differ."""
     check_policy(policy)
     rule = _rule(policy, acceptance, draft_probs)
     if policy is None:
@@ -341,16 +257,7 @@ def _rule(policy: Policy | None, acceptance: Acceptance | None, draft_probs: Dra
 
 
 def verify_input(sent: executor_pb2.DecodeInput, policy: Policy | None, item: Verify[Any]) -> executor_pb2.VerifyInput:
-    """Return an append of certain tokens and drafts.
-
-    Args:
-        sent: The append of the certain tokens.
-        policy: What ``verify_policy`` made of the item's.
-        item: What is asked for.
-
-    Raises:
-        ValueError: There is no certain token, or distributions and masks are of other numbers than the drafts.
-    """
+    """Return an append of certain tokens, ``sent``, and the drafts of an item, by what ``verify_policy`` returned."""
     if not sent.input_ids:
         text = "a verify needs a certain token, one that is not in the sequence yet: give `tokens`"
         raise ValueError(f"{text} (a pending token is one: it is sent first)")
@@ -376,12 +283,7 @@ def verify_input(sent: executor_pb2.DecodeInput, policy: Policy | None, item: Ve
 
 
 def prompt_input(token_ids: Sequence[int], item: Prompt) -> executor_pb2.UnifiedBatchItem:
-    """Return a prompt, or its first piece, as an item of a frame.
-
-    Raises:
-        TypeError: The policy is not a policy.
-        ValueError: An option is out of its range.
-    """
+    """Return a prompt, or its first piece, as an item of a frame. Raises as ``prompt_request``."""
     options = PromptOptions(item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix)
     message = _chunk(token_ids, item)
     message.request_id = new_request_id()
@@ -390,12 +292,7 @@ def prompt_input(token_ids: Sequence[int], item: Prompt) -> executor_pb2.Unified
 
 
 def chunk_input(sent: executor_pb2.DecodeInput, item: Append[Any]) -> executor_pb2.UnifiedBatchItem:
-    """Return an append as a piece of a batch that the caller schedules.
-
-    Args:
-        sent: The same as a decode.
-        item: What is asked for.
-    """
+    """Return an append, ``sent``, as a piece of a batch that the caller schedules."""
     message = _chunk(sent.input_ids, item)
     message.request_id = sent.request_id
     message.pos_offset = sent.kv_cache.length
@@ -415,11 +312,7 @@ def _chunk(token_ids: Sequence[int], item: Prompt | Append[Any]) -> executor_pb2
 
 
 def fork_request(handle: Handle, n: int, length: int | None, ttl: float | None) -> cache_pb2.ForkCacheRequest:
-    """Return the request for ``n`` branches.
-
-    Raises:
-        ValueError: ``n`` or ``length`` is below 1, or ``ttl`` negative.
-    """
+    """Return the request for ``n`` branches; raise ValueError for numbers out of their range."""
     _check.whole("n", n, 1)
     _check.whole("length", length, 1)
     return cache_pb2.ForkCacheRequest(
@@ -432,12 +325,7 @@ def fork_request(handle: Handle, n: int, length: int | None, ttl: float | None) 
 
 
 def truncate_request(handle: Handle, length: int) -> cache_pb2.TruncateKvRequest:
-    """Return the request to keep ``length`` tokens.
-
-    Raises:
-        TruncateBeyondError: It is negative, which the wire cannot hold; in the words of the server.
-        ValueError: It is not a whole number.
-    """
+    """Return the request to keep ``length`` tokens; refuse a negative length, which cannot be sent, like the server."""
     if length < 0:
         text = f"cannot truncate to {length} tokens: lengths go from 1 to {handle.length}"
         metadata = {"handle_id": handle.handle_id, "new_length": str(length), "length": str(handle.length)}
@@ -449,16 +337,7 @@ def truncate_request(handle: Handle, length: int) -> cache_pb2.TruncateKvRequest
 def reserve_request(
     handles: Sequence[Handle], lengths: int | Sequence[int], fitting_lengths: int | Sequence[int] | None
 ) -> cache_pb2.ReserveKvSlotsRequest:
-    """Return the request for room in several sequences.
-
-    Args:
-        handles: The sequences.
-        lengths: Length of each that is to have its room now; one for all, or one for each.
-        fitting_lengths: Length of each that must fit besides, or None.
-
-    Raises:
-        ValueError: The sizes differ, or a length is not a whole number.
-    """
+    """Return the request for room up to ``lengths`` now, while ``fitting_lengths`` fit too; one for all, or each."""
     targets = _per_handle("lengths", lengths, len(handles))
     limits = [None] * len(handles) if fitting_lengths is None else _per_handle("fitting", fitting_lengths, len(handles))
     message = _convert.handle_to_message
@@ -492,12 +371,7 @@ def aim(request: SequenceRequest | Input, handle: Handle) -> None:
 
 
 def inline_masks(messages: Iterable[Message], masks: Mapping[bytes, bytes]) -> bool:
-    """Put masks themselves in the place of their fingerprints, in messages and whatever these hold; tell if any was.
-
-    Args:
-        messages: Changed in place.
-        masks: Packed masks by fingerprint.
-    """
+    """Put packed masks in the place of their fingerprints, in messages and whatever these hold; return if any was."""
     found = False
     for message in messages:
         if isinstance(message, policy_pb2.TokenMask):
@@ -511,12 +385,7 @@ def inline_masks(messages: Iterable[Message], masks: Mapping[bytes, bytes]) -> b
 
 
 def check_scoring(policy: Policy | None, num_tokens: int, *, all_positions: bool) -> None:
-    """Make sure that a policy's ``target_logprobs`` has rows whose next token is known.
-
-    Raises:
-        TypeError: It is not a policy.
-        ValueError: It has not: only the last of several tokens would have a row, and nothing follows that one.
-    """
+    """Raise ValueError if ``target_logprobs`` has no row whose next token is known, TypeError if it is no policy."""
     check_policy(policy)
     if policy is not None and policy.target_logprobs and num_tokens > 1 and not all_positions:
         raise ValueError("target_logprobs of several tokens needs all_positions=True: nothing follows the last row")
@@ -527,12 +396,7 @@ def _positions(all_positions: bool) -> types_pb2.LogitsPositions:
 
 
 def choosing(policy: Policy) -> Policy:
-    """Return a policy that chooses a token.
-
-    Raises:
-        TypeError: It is not a policy.
-        ValueError: It chooses none.
-    """
+    """Return a policy that chooses a token; raise ValueError if it chooses none."""
     check_policy(policy)
     if policy.selection is None:
         raise ValueError("this needs a policy that chooses a token, such as greedy() or sample()")

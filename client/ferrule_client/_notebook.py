@@ -10,20 +10,13 @@ if TYPE_CHECKING:
     from ferrule_client._tip import Tip
     from ferrule_client.types import Output, TokenLogprob
 
-__all__ = ["cache_html", "output_html"]
-
 _MAX_BLOCKS = 256
 _CELL = "display:inline-block;width:10px;height:10px;margin:1px;border:1px solid #0f766e;background:"
 _FULL, _PENDING = "#0f766e", "#c2410c"
 
 
 def cache_html(tip: Tip, block_size: int) -> str:
-    """Return a sequence as a row of blocks, the last one as full as it is.
-
-    Args:
-        tip: What is known of the sequence.
-        block_size: Tokens in a block of the server's pool.
-    """
+    """Return a sequence as a row of blocks of ``block_size`` tokens, the last one as full as it is."""
     num_full, num_rest = divmod(tip.length, block_size)
     cells = [f'<span style="{_CELL}{_FULL}"></span>' for _ in range(min(num_full, _MAX_BLOCKS))]
     if num_full > _MAX_BLOCKS:

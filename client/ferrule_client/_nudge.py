@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-__all__ = ["FIRST_NUDGE_S", "LONGEST_NUDGE_S", "NUDGE_TIMEOUT_S", "Nudger"]
-
 FIRST_NUDGE_S = 0.25
 """A call that waits so long is worth a look at its channel, then twice as long again, and so on."""
 
@@ -42,8 +40,7 @@ class Nudger:
 
     Entered by a thread for as long as it waits. Invariant: a thread runs while calls wait, and a few seconds longer.
 
-    Args:
-        nudge: Sends something and waits for the answer for a moment; must not raise.
+    ``nudge`` sends something and waits for the answer for a moment; it must not raise.
     """
 
     def __init__(self, nudge: Callable[[], None]) -> None:

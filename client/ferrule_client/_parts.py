@@ -11,8 +11,6 @@ from ferrule_client._route import by_instance, instance_of_handle
 from ferrule_client.errors import FerruleError, InvalidRequestError, MessageTooLargeError, RequestTooLargeError
 from ferrule_client.types import Handle
 
-__all__ = ["HandleLimit", "Parts", "checked_instance"]
-
 _ASSUMED = 512
 """Default of ``max_handles_per_request``; a list of this length is sent without asking for the server's own limit."""
 
@@ -21,14 +19,11 @@ _LISTS = ("kv_caches", "release")
 
 
 class HandleLimit:
-    """How many handles a request may hold, as far as this client knows.
+    """How many handles a request may hold, as far as this client knows: ``most``, at least 1.
 
     The limit that a server advertises is asked for only before a list that is longer than the assumed limit. A server
     with a smaller limit, also one that was restarted with it, refuses a list, and the refusal lowers the limit.
-
-    Attributes:
-        most: Most handles to put in one request, at least 1.
-        is_asked: True: a server has said its limit, or could not be asked.
+    ``is_asked`` is True after a server has said its limit, or could not be asked.
     """
 
     def __init__(self) -> None:
@@ -41,15 +36,7 @@ class HandleLimit:
         self.most = most or self.most
 
     def shrink(self, error: FerruleError, num_handles: int) -> bool:
-        """Lower the limit if a list was refused for its length.
-
-        Args:
-            error: Why the request was refused.
-            num_handles: Handles in the request.
-
-        Returns:
-            True if the same handles may be sent again in shorter lists.
-        """
+        """Lower the limit if a list was refused for its length; return if it may be sent again in shorter lists."""
         allowed = _allowed(error, num_handles)
         if not 1 <= allowed < num_handles:
             return False
@@ -62,14 +49,8 @@ class Parts:
     """The handles of a list by instance, in parts that fit one request.
 
     Iterate over it to get each part once; there is at least one, which is empty if the list is. If a part is refused
-    for its length, ``shrink`` returns it to the list, so that it is yielded again in shorter parts.
-
-    Args:
-        handles: The list.
-        limit: How many of them a request may hold; it is lowered by refusals.
-
-    Attributes:
-        is_alone: True if all handles are of one instance.
+    for its length, ``shrink`` returns it to the list, so that it is yielded again in shorter parts. ``is_alone`` is
+    True if all handles are of one instance.
     """
 
     def __init__(self, handles: Sequence[Handle], limit: HandleLimit) -> None:
@@ -99,20 +80,13 @@ class Parts:
 
 
 def checked_instance(handle: Handle) -> str:
-    """Return the instance that a handle names; empty: none.
-
-    Raises:
-        TypeError: It is not a handle.
-    """
+    """Return the instance that a handle names, or an empty text; raise TypeError if it is not a handle."""
     _convert.check_handle(handle)
     return instance_of_handle(handle)
 
 
 def _allowed(error: FerruleError, num_handles: int) -> int:
-    """Return the length of list that a refusal leaves; 0: it is not about the length.
-
-    If the refusal does not name the limit, half of the list is tried next.
-    """
+    """Return the length of list that a refusal leaves, half if it names no limit; 0: it is not about the length."""
     if isinstance(error, (RequestTooLargeError, MessageTooLargeError)):
         return num_handles // 2
     if not isinstance(error, InvalidRequestError) or error.field not in _LISTS:

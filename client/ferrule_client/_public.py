@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-__all__ = ["publish"]
+from types import FunctionType
 
 _TOP = frozenset(
     {
@@ -25,12 +24,9 @@ _ADMIN = frozenset(
 def publish(namespace: dict[str, object], names: Iterable[str], module: str = "ferrule.types") -> None:
     """Set the module of public classes and functions, as tracebacks, pickles and documentation show it.
 
-    Args:
-        namespace: Their own module's.
-        names: Their names.
-        module: Where users find those that are neither of ``ferrule`` itself nor of ``ferrule.admin``.
+    Those that are neither of ``ferrule`` itself nor of ``ferrule.admin`` are found in ``module``.
     """
     for name in names:
         value = namespace[name]
-        if isinstance(value, type) or callable(value):
+        if isinstance(value, (type, FunctionType)):
             value.__module__ = "ferrule" if name in _TOP else "ferrule.admin" if name in _ADMIN else module

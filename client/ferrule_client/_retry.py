@@ -6,8 +6,6 @@ import random
 import time
 from dataclasses import dataclass
 
-import grpc
-
 from ferrule_client._status import is_transport_break
 from ferrule_client.errors import (
     DrainingError,
@@ -16,8 +14,6 @@ from ferrule_client.errors import (
     ResourceExhaustedError,
     StartingError,
 )
-
-__all__ = ["Attempts", "RetrySettings", "wait_s"]
 
 # Refusals that pass without the caller, while the caller does nothing. The others of their kind (blocks, handles, KV
 # tokens) end when somebody releases something, and that is the caller's to decide.
@@ -49,9 +45,9 @@ class RetrySettings:
     Attributes:
         max_retries: Tries after the first that a broken connection or a full queue is worth. A server that is still
             loading its model is waited for until the deadline, whatever this says.
-        first_backoff_s: Wait before the first retry, in seconds; it grows fourfold each time. Most breaks are of a
-            connection alone, and the next one is there at once.
-        max_backoff_s: Longest wait, in seconds, but for one that the server itself asks for.
+        first_backoff_s: Wait before the first retry, which grows fourfold each time. Most breaks are of a connection
+            alone, and the next one is there at once.
+        max_backoff_s: Longest wait, but for one that the server itself asks for.
     """
 
     max_retries: int = 5
@@ -79,7 +75,7 @@ class Attempts:
             that a proxy does not reach, as another can take its place.
 
     Attributes:
-        is_patient: As given.
+        is_repeatable: Whether it may be sent again after a break; None: if the server honours request ids.
         num_mask_restores: Times that masks were registered once more, or were about to be.
     """
 
@@ -94,9 +90,7 @@ class Attempts:
     ) -> None:
         self._settings = settings
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._is_repeatable: bool | None = (
-            None if creates and has_request_id else not creates
-        )  # None: the server decides
+        self.is_repeatable: bool | None = None if creates and has_request_id else not creates
         self.is_patient = is_patient
         self._num_retries = 0
         self.num_mask_restores = 0
@@ -108,21 +102,12 @@ class Attempts:
 
     def rest(self, *, creates: bool = False, has_request_id: bool = False) -> Attempts:
         """Return the retries of another call, as patient as this one, within the time that is left."""
-        return Attempts(
-            self._settings,
-            self.remaining(),
-            creates=creates,
-            has_request_id=has_request_id,
-            is_patient=self.is_patient,
-        )
+        limit_s, is_patient = self.remaining(), self.is_patient
+        return Attempts(self._settings, limit_s, creates=creates, has_request_id=has_request_id, is_patient=is_patient)
 
     def needs_to_know(self, error: FerruleError) -> bool:
-        """Return whether a retry hangs on one thing: whether the server honours request ids. Then ``learn`` it."""
-        return self._is_repeatable is None and _may_have_run(error)
-
-    def learn(self, *, has_request_ids: bool) -> None:
-        """Take note whether the server honours request ids."""
-        self._is_repeatable = has_request_ids
+        """Return whether a retry hangs on one thing: whether the server honours request ids."""
+        return self.is_repeatable is None and _may_have_run(error)
 
     def may_restore_masks(self) -> bool:
         """Return whether masks that the server has dropped may be registered once more; it may drop them again."""
@@ -134,18 +119,14 @@ class Attempts:
         """True: no attempt is left, however long the deadline is."""
         return self._num_retries > self._settings.max_retries
 
-    def pause_s(self, error: FerruleError, cause: grpc.RpcError | None = None) -> float:
+    def pause_s(self, error: FerruleError) -> float:
         """Return the seconds to wait before the next attempt.
 
-        Args:
-            error: What the attempt failed with.
-            cause: The gRPC error that caused it, chained when ``error`` is raised, where it says more.
-
         Raises:
-            FerruleError: ``error``, if there is to be no further attempt.
+            FerruleError: ``error``, if there is to be no further attempt; its cause is chained where that says more.
         """
         if not self._is_worth_retrying(error):
-            raise error from _worth_showing(error, cause)
+            raise error from _worth_showing(error)
         is_lookout = self.is_patient and error.reason == "CONNECTION_FAILED"
         longest_s = min(self._backoff_s, _LOOKOUT_S) if is_lookout else self._backoff_s
         pause_s = longest_s * random.uniform(0.5, 1.0)  # noqa: S311 - jitter needs no secrecy
@@ -153,13 +134,13 @@ class Attempts:
         self._backoff_s = min(_GROWTH * self._backoff_s, self._settings.max_backoff_s)
         remaining = self.remaining()
         if remaining is not None and remaining <= pause_s:
-            raise error from _worth_showing(error, cause)
+            raise error from _worth_showing(error)
         return pause_s
 
     def _is_worth_retrying(self, error: FerruleError) -> bool:
         if isinstance(error, StartingError):
             return True
-        if _may_have_run(error) and not self._is_repeatable:
+        if _may_have_run(error) and not self.is_repeatable:
             return False
         is_dead = isinstance(error, InstanceUnreachableError)
         if self.is_patient and not is_dead and (is_transport_break(error) or isinstance(error, DrainingError)):
@@ -181,10 +162,10 @@ def wait_s(result: object) -> float | None:
     return None
 
 
-def _worth_showing(error: FerruleError, cause: grpc.RpcError | None) -> grpc.RpcError | None:
-    """Return the cause to chain, where it says more than the error.
+def _worth_showing(error: FerruleError) -> BaseException | None:
+    """Return the cause of an error, where it says more than the error.
 
     What a server told of itself is in the error as a whole; where there is none, our one line says it. gRPC's thirty
     lines would hide either.
     """
-    return cause if error.reason in _UNTOLD or error.reason == error.code.name else None
+    return error.__cause__ if error.reason in _UNTOLD or error.reason == error.code.name else None

@@ -15,8 +15,6 @@ from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
 from ferrule_client.errors import HandleNotFoundError, InstanceUnreachableError, WrongInstanceError
 from ferrule_client.types import Handle
 
-__all__ = ["INSTANCE_KEY", "by_instance", "instance_of", "instance_of_handle", "is_lost"]
-
 INSTANCE_KEY = "ferrule-instance"
 """Key of the metadata that says where a call belongs."""
 
@@ -45,12 +43,7 @@ def instance_of(request: object) -> str:
 
 
 def by_instance(items: Iterable[_Item], instance: Callable[[_Item], str]) -> dict[str, list[int]]:
-    """Return the places of items by their instances; those of any go along with the others, if there are some.
-
-    Args:
-        items: The items.
-        instance: Tells the instance of one; empty: any.
-    """
+    """Return the places of items by their instances; those of any ("") go along with the others, if there are."""
     places: dict[str, list[int]] = {}
     for place, item in enumerate(items):
         places.setdefault(instance(item), []).append(place)

@@ -12,19 +12,6 @@ from grpc_status import rpc_status
 
 from ferrule_client import errors as e
 
-__all__ = [
-    "BY_CODE",
-    "BY_REASON",
-    "behind_proxy",
-    "cut_off",
-    "error_from_call",
-    "error_from_status",
-    "is_transport_break",
-    "may_have_happened",
-    "no_answer",
-    "no_server",
-]
-
 BY_REASON: dict[str, type[e.FerruleError]] = {
     "CANCELLED": e.CallCancelledError,
     "CONNECTION_FAILED": e.UnavailableError,
@@ -143,14 +130,9 @@ _TLS_ADVICE = {
 
 
 def error_from_call(error: object) -> e.FerruleError:
-    """Return the typed error of a failed call; the gRPC error should be chained as its cause.
+    """Return the typed error of what gRPC raised for a call; sync calls raise objects that are a ``grpc.Call`` too.
 
-    Args:
-        error: What gRPC raised. Sync calls raise objects that are a ``grpc.Call`` too.
-
-    Returns:
-        An error whose class follows the ``ErrorInfo`` reason, or, where gRPC itself failed the call and there is
-        none, a reason of the client's own.
+    Its class follows the ``ErrorInfo`` reason, or one of the client's own if gRPC itself failed the call without any.
     """
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return e.InternalError(grpc.StatusCode.UNKNOWN, "UNKNOWN", str(error))
@@ -211,13 +193,7 @@ def cut_off(details: str) -> e.UnavailableError:
 
 
 def behind_proxy(target: str, instance: str, details: str) -> e.UnavailableError | None:
-    """Return the error for a proxy that answers for a server which it cannot reach; None: these are no proxy's words.
-
-    Args:
-        target: Address of the proxy.
-        instance: The instance that the call was for; empty: any.
-        details: What the proxy says.
-    """
+    """Return the error for a proxy at ``target`` that cannot reach a server; None: these are no proxy's words."""
     if not any(text in details for text in _PROXY_NEVER_SENT):
         return None
     metadata, code = {"target": target, "details": details}, grpc.StatusCode.UNAVAILABLE
@@ -228,12 +204,7 @@ def behind_proxy(target: str, instance: str, details: str) -> e.UnavailableError
 
 
 def no_server(target: str, details: str) -> e.UnavailableError:
-    """Return the error for an address where no server answers; gRPC's own text is in its metadata.
-
-    Args:
-        target: The address.
-        details: What gRPC says, often several hundred characters.
-    """
+    """Return the error for an address where no server answers; gRPC's own long text is in its metadata."""
     cause = next((short for text, short in _WHY_NOT if text in details.lower()), "cannot connect")
     if cause == "connection refused":
         cause += _by_whom(target, details)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["USE_DEFAULT", "Timeout", "Until", "UseDefault"]
+import grpc
+
+from ferrule_client.errors import DeadlineExceededError
+
+__all__ = ["CLOSE_S", "USE_DEFAULT", "Timeout", "Until", "UseDefault", "too_late"]
+
+CLOSE_S = 2.0
+"""How long a stream that is closed waits for the server's own end of it."""
 
 
 class UseDefault:
@@ -23,5 +30,10 @@ class Until:
 
 USE_DEFAULT = UseDefault()
 
-
 Timeout = float | None | UseDefault | Until
+
+
+def too_late(timeout: float | None) -> DeadlineExceededError:
+    """Return the error for a stream on which nothing came in time."""
+    text = f"no frame came on the stream within {timeout:.3g} s; give the call a longer timeout"
+    return DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", text)

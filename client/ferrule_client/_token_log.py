@@ -6,8 +6,6 @@ import itertools
 from array import array
 from collections.abc import Iterable, Sequence
 
-__all__ = ["TokenLog", "common_length"]
-
 _TYPE = "I"  # 4 bytes wherever Python runs
 
 
@@ -21,10 +19,6 @@ class TokenLog:
                    read by the branch| [ own . ]
 
     Invariant: the token at position p, for ``start`` <= p < ``end``, is known. A log that knows all begins at 0.
-
-    Args:
-        ids: Token ids from ``start`` on.
-        start: Position of the first one; what stands before is not known.
     """
 
     __slots__ = ("_base", "_num_base", "_own", "start")

@@ -93,11 +93,6 @@ __all__ = [
 ]
 
 
-def _number(text: str | None) -> int | None:
-    """Return a whole number of an error's metadata, or None where there is none."""
-    return int(text) if text is not None and text.isdecimal() else None
-
-
 class FerruleError(Exception):
     """A call failed. Root of all errors of this package.
 
@@ -128,6 +123,10 @@ class FerruleError(Exception):
         """Loggable id of the handle the error is about, or None."""
         return self.metadata.get("handle_id")
 
+    def _number(self, name: str) -> int | None:
+        text = self.metadata.get(name, "")
+        return int(text) if text.isdecimal() else None
+
 
 class InvalidRequestError(FerruleError):
     """A field of the request is out of its range; sending it again cannot help."""
@@ -151,20 +150,17 @@ class ReplyTooLargeError(InvalidRequestError):
 
 
 class RequestTooLargeError(InvalidRequestError):
-    """The request has more bytes than the server accepts for this method; it was not read and nothing was run.
-
-    Sending it again cannot help. Send fewer tokens, or the same in several requests.
-    """
+    """The request has more bytes than the server accepts for this method; nothing was run. Send it in several parts."""
 
     @property
     def num_bytes(self) -> int | None:
         """Bytes of the request, or None if the server does not say."""
-        return _number(self.metadata.get("num_bytes"))
+        return self._number("num_bytes")
 
     @property
     def limit_bytes(self) -> int | None:
         """Most bytes that the server accepts, or None if it does not say."""
-        return _number(self.metadata.get("limit_bytes"))
+        return self._number("limit_bytes")
 
 
 class AuthError(FerruleError):
@@ -184,8 +180,7 @@ class HandleNotFoundError(FerruleError):
     Attributes:
         token_ids: Token ids that the lost handle covered. None: some never passed through this cache, because it was
             adopted (``cache.info(token_ids=True)`` in time makes them known), or the error is of no cache.
-        pending: Tokens that a loop had handed out and that follow those: none or one; in the middle of a
-            generation a few.
+        pending: The token that had been handed out and follows those: none or one.
     """
 
     token_ids: list[int] | None = None
@@ -205,10 +200,7 @@ class HandleLostError(HandleNotFoundError):
 
 
 class MaskUnknownError(FerruleError):
-    """The token mask fingerprint is not registered on the server. Register the mask again.
-
-    Masks of ``client.register_mask`` are, by the client itself, as long as they are kept.
-    """
+    """The server does not know a mask's fingerprint: register it again, as the client does for masks that are kept."""
 
 
 class WrongInstanceError(FerruleError):
@@ -229,7 +221,7 @@ class HandleStaleError(FerruleError):
     @property
     def tip_length(self) -> int | None:
         """Length of the sequence now, in tokens."""
-        return _number(self.metadata.get("tip_length"))
+        return self._number("tip_length")
 
 
 class OutOfRangeError(FerruleError):
@@ -274,17 +266,17 @@ class QuotaExceededError(ResourceExhaustedError):
     @property
     def used(self) -> int | None:
         """The amount in use, in the unit of the quota, or None if the server does not say."""
-        return _number(self.metadata.get("used"))
+        return self._number("used")
 
     @property
     def limit(self) -> int | None:
         """The most that may be in use, in the same unit, or None if the server does not say."""
-        return _number(self.metadata.get("limit"))
+        return self._number("limit")
 
     @property
     def needed(self) -> int | None:
         """What the request needs, or None if the server does not say; above ``limit`` it can never be had."""
-        return _number(self.metadata.get("needed"))
+        return self._number("needed")
 
 
 class BlocksExhaustedError(ResourceExhaustedError):
@@ -296,10 +288,7 @@ class QueueFullError(ResourceExhaustedError):
 
 
 class SlowConsumerError(ResourceExhaustedError):
-    """The server ended a stream because its replies were not read; what was under way on it ran.
-
-    Not tried again: what was too slow once would be too slow again. The next call on the stream opens it again.
-    """
+    """The server ended a stream whose replies were not read; what was under way ran. The next call opens it again."""
 
 
 class MessageTooLargeError(ResourceExhaustedError):
@@ -358,10 +347,7 @@ class DeadlineExceededError(FerruleError, TimeoutError):
 
 
 class RequestTimeoutError(DeadlineExceededError):
-    """The server received the call, but not its whole request in time: nothing was run.
-
-    The way to the server is slow, or broke. The client tries again, as after a broken connection.
-    """
+    """The server did not receive the whole request in time: nothing was run. The client tries again."""
 
 
 class CallCancelledError(FerruleError):

@@ -42,10 +42,7 @@ class TokenMask:
             raise ValueError("a mask must allow at least one token")
 
     def to_bits(self, vocab_size: int) -> bytes:
-        """Return the packed form of the mask.
-
-        Args:
-            vocab_size: Number of token ids.
+        """Return the packed form of the mask for ``vocab_size`` token ids.
 
         Raises:
             ValueError: An allowed id is out of the vocabulary, or the mask is known by its fingerprint alone.
@@ -66,12 +63,7 @@ MaskLike = TokenMask | Sequence[int] | npt.NDArray[np.bool_] | npt.NDArray[np.in
 
 
 def as_mask(mask: MaskLike) -> TokenMask:
-    """Return a mask in whatever form it was given.
-
-    Raises:
-        TypeError: It is not a mask.
-        ValueError: It allows nothing.
-    """
+    """Return a mask in whatever form it was given; raise TypeError if it is none, ValueError if it allows nothing."""
     if isinstance(mask, TokenMask):
         return mask
     if isinstance(mask, (bytes, bytearray, memoryview)):

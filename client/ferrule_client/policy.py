@@ -124,13 +124,10 @@ class Policy:
         object.__setattr__(self, "logprob_token_ids", tuple(_check.token_list(self.logprob_token_ids)))
 
     def with_seed(self, seed: int | None = None) -> Policy:
-        """Return this policy with a seed if it draws, so that sending it twice draws the same token.
+        """Return this policy with a seed, so that sending it twice draws the same token; itself if it needs none.
 
         Args:
             seed: The seed to use; None draws a random one. If the policy has a seed, that stays.
-
-        Returns:
-            The policy itself if nothing is drawn or a seed is set.
         """
         drawn = self.selection
         if drawn is None or drawn.seed is not None or drawn.is_greedy:
@@ -228,21 +225,13 @@ def logits(dtype: DType = "float32") -> Policy:
 
 
 def seeded(policy: Policy | None) -> Policy | None:
-    """Return a policy with a seed if it draws; None, which asks for nothing, stays None.
-
-    Raises:
-        TypeError: It is not a policy.
-    """
+    """Return a policy with a seed if it draws; None stays None. Raises as ``check_policy``."""
     check_policy(policy)
     return None if policy is None else policy.with_seed()
 
 
 def check_policy(value: object) -> None:
-    """Make sure that an argument is a policy or None.
-
-    Raises:
-        TypeError: It is not, for instance because the brackets of ``greedy()`` were forgotten.
-    """
+    """Raise TypeError if an argument is no policy, for instance because the brackets of ``greedy()`` were forgotten."""
     if isinstance(value, Policy | None):
         return
     name = getattr(value, "__name__", type(value).__name__)

@@ -193,10 +193,7 @@ class Rows:
 
     @property
     def target_logprobs(self) -> FloatArray:
-        """Raw log-probability of the input token that follows each row, float32 [num_rows].
-
-        The last row of a text has none.
-        """
+        """Raw log-probability of each row's next input token, float32 [num_rows]; the last row of a text has none."""
         return self._asked("target_logprobs", "Policy(target_logprobs=True)")
 
     @property
@@ -238,8 +235,7 @@ class Output(Rows):
         recomputed: True: the rows of a replay were computed again.
         cached_tokens: Input tokens that came from the prefix cache (prefill only).
         request_id: The request's id.
-        ahead: How far ``token`` is beyond the end of ``handle``: more than 0 if the server sent it together with others
-            and the handle is that of an earlier one, less than 0 for an earlier row of several.
+        ahead: How far ``token`` is beyond the end of ``handle``: less than 0 for an earlier row of several, else 0.
     """
 
     handle: Handle
@@ -252,12 +248,9 @@ class Output(Rows):
 
     @property
     def token(self) -> Token:
-        """Chosen token of the newest row. It is pending: the next append sends it first.
+        """Chosen token of the newest row, or an AttributeError if the policy chose none.
 
-        A verify with acceptance ``none`` leaves nothing pending.
-
-        Raises:
-            AttributeError: The policy chose none.
+        It is pending: the next append sends it first. A verify with acceptance ``none`` leaves nothing pending.
         """
         if not self.tokens:
             raise AttributeError("there is no token: the policy chose none, as greedy() and sample() do")
@@ -265,11 +258,7 @@ class Output(Rows):
 
     @property
     def logprob(self) -> float:
-        """Raw log-probability of ``token``.
-
-        Raises:
-            AttributeError: It was not asked for.
-        """
+        """Raw log-probability of ``token``, or an AttributeError if it was not asked for."""
         return self.token.logprob
 
     def row(self, index: int) -> Output:
@@ -355,20 +344,12 @@ class Token(int):
 
     @property
     def logprob(self) -> float:
-        """Its raw log-probability.
-
-        Raises:
-            AttributeError: It was not asked for.
-        """
+        """Its raw log-probability, or an AttributeError if it was not asked for."""
         return self._last(self.output.logprobs)
 
     @property
     def sampled_logprob(self) -> float:
-        """Its log-probability under the distribution it was drawn from.
-
-        Raises:
-            AttributeError: It was not asked for.
-        """
+        """Its log-probability under the distribution it was drawn from, or an AttributeError as for ``logprob``."""
         return self._last(self.output.sampled_logprobs)
 
     @property
@@ -402,11 +383,7 @@ class Verification:
 
     @property
     def next_token(self) -> Token:
-        """Token after the last accepted row, which is pending.
-
-        Raises:
-            AttributeError: There was no acceptance rule.
-        """
+        """Token after the last accepted row, which is pending, or an AttributeError if there was no acceptance rule."""
         if not self.has_next:
             raise AttributeError("there is no next token: with acceptance none, you choose it")
         return self.output.token
@@ -907,34 +884,4 @@ class TlsConfig:
         return f"TlsConfig(mutual={self.private_key is not None}, server_name={self.server_name!r})"
 
 
-publish(
-    globals(),
-    (
-        "Handle",
-        "Rows",
-        "Output",
-        "ForwardChunk",
-        "Token",
-        "Verification",
-        "Lease",
-        "Released",
-        "Reservation",
-        "CacheInfo",
-        "CacheSummary",
-        "ModelInfo",
-        "Capabilities",
-        "Status",
-        "MemoryUsage",
-        "CacheMetrics",
-        "ChatPrompt",
-        "WarmStep",
-        "Warmed",
-        "Drained",
-        "TlsConfig",
-        "Answer",
-        "Timing",
-        "TokenLogprob",
-        "Quotas",
-        "Caller",
-    ),
-)
+publish(globals(), __all__)

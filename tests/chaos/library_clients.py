@@ -28,7 +28,8 @@ class LibraryStreamAppender:
     def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""
         outputs: list[Output] = []
-        for result in self._stream._exchange(inputs):
+        exchange = self._stream._exchange
+        for result in exchange.run(inputs, (), exchange.attempts(inputs)):
             if isinstance(result, Exception):
                 raise result
             assert not isinstance(result, executor_pb2.PrefillOutput)

@@ -114,6 +114,17 @@ def test_base_installation_lists_and_says_what_to_install(
     assert "pip install '.[server]'" in capsys.readouterr().err
 
 
+def test_commands_start_without_rich(target: str) -> None:
+    """Those that draw with it say so; the others are all there."""
+    code = "import sys; sys.modules['rich'] = None; from ferrule_cli.app import main; sys.exit(main(sys.argv[1:]))"
+    for command, exit_code in (("health", 0), ("--help", 0), ("bench", 1)):
+        more = [] if command == "--help" else ["--target", target]
+        words = [sys.executable, "-c", code, command, *more]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == exit_code, done.stderr
+    assert done.stderr.endswith("(RICH_MISSING)\n")
+
+
 def test_table_in_colour_on_a_terminal(
     capsys: pytest.CaptureFixture[str], client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +238,15 @@ def test_generate_tells_the_likeliest_tokens(capsys: pytest.CaptureFixture[str],
     for one in facts.get("texts", [facts]):
         assert [entry["token"] for entry in one["logprobs"]] == one["tokens"]
         assert all(len(entry["top"]) == 2 and entry["logprob"] < 0 for entry in one["logprobs"])
+
+
+def test_generate_tells_the_texts_of_the_likeliest_tokens(
+    shipped_target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In JSON too, where a model has a tokenizer."""
+    assert run("generate", "--target", shipped_target, "--json", "--max-tokens", "2", "--top-logprobs", "2", "x") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert all(isinstance(one["text"], str) for entry in facts["logprobs"] for one in (entry, *entry["top"]))
 
 
 def test_generate_draws_several_texts_and_stops(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ferrule import Handle, Policy, greedy, logits, sample
-from ferrule.types import Lease
+from ferrule.types import Lease, Status
 from ferrule.v1 import cache_pb2, info_pb2, policy_pb2, types_pb2
 from ferrule_client import _convert
 
@@ -132,7 +132,7 @@ def test_values_speak_plain_words() -> None:
     """Enums in lower case, unset as None, times with their zone; numbers from a newer server as digits."""
     info = _convert.model_info_from_message(info_pb2.ModelInfo(dtype=types_pb2.DATA_TYPE_FLOAT8_E4M3))
     assert (info.dtype, info.device_type, info.bos_token_id) == ("float8_e4m3", "unspecified", None)
-    status = _convert.status_from_message(info_pb2.ExecutorStatus(state=99))  # type: ignore[arg-type]
+    status = _convert.value(Status, info_pb2.ExecutorStatus(state=99))  # type: ignore[arg-type]
     assert (status.state, status.load_progress, status.start_time) == ("99", 0.0, None)
     message = cache_pb2.CacheInfo()
     message.summary.create_time.FromSeconds(0)

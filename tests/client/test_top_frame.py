@@ -14,8 +14,7 @@ from ferrule.admin import BlockMap
 from ferrule.types import Status
 from ferrule_cli.top.figures import Figures, History, Look
 from ferrule_cli.top.frame import Frame, map_cells
-from ferrule_cli.top.parts import ASCII, UNICODE, bar, block_lines, clean, legend, short, span, spark
-from ferrule_cli.top.picture import write_svg
+from ferrule_cli.top.parts import ASCII, UNICODE, bar, block_lines, clean, legend, short, span, spark, write_svg
 from tests.client.views import blank, histogram, look, principal, sequence
 
 

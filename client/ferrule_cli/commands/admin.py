@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from ferrule_cli.common import add_connection_options, connect, number, print_json
+from ferrule_cli.common import add_connection_options, add_numbers, connect, number, show
 from ferrule_client.types import Drained, Warmed
 
 __all__ = ["EXAMPLES", "add_options", "run"]
@@ -34,30 +34,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for name, text in _ACTIONS.items():
         action = actions.add_parser(name, help=text.partition(";")[0], description=text[0].upper() + text[1:] + ".")
         if name == "warmup":
-            action.add_argument(
-                "--batch-sizes",
-                type=number(int, 1),
-                nargs="+",
-                default=[],
-                metavar="N",
-                help="sizes to warm up (its own choice)",
-            )
+            about = "sizes to warm up (its own choice)"
+            action.add_argument("--batch-sizes", type=number(int, 1), nargs="+", default=[], metavar="N", help=about)
         else:
-            action.add_argument(
-                "--grace",
-                type=number(float, 0),
-                metavar="SECONDS",
-                help="time for what is alive (the server's setting)",
-            )
+            about = "time for what is alive (the server's setting)"
+            add_numbers(action, ("--grace", number(float, 0), None, "SECONDS", about))
         add_connection_options(action)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Have it done, print what the server says, and return 0.
-
-    Raises:
-        FerruleError: The caller does not have the role admin, or the server does not answer.
-    """
+    """Have it done, print what the server says, and return 0."""
     done: Warmed | Drained
     with connect(args) as client:
         if args.action == "warmup":
@@ -66,10 +52,7 @@ def run(args: argparse.Namespace) -> int:
             done = client.admin.drain(args.grace)
         else:
             done = client.admin.shutdown(args.grace)
-    if args.json:
-        print_json(dataclasses.asdict(done))
-    else:
-        print(_sentence(args.action, done))
+    show(args, dataclasses.asdict(done), _sentence(args.action, done))
     return 0
 
 

@@ -5,27 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from ferrule_cli.commands.bench_measure import Figure, Run, measure, read_rate
-from ferrule_cli.commands.bench_view import draw
-from ferrule_cli.common import (
-    CommandError,
-    add_connection_options,
-    connect,
-    ending_in_order,
-    number,
-    print_json,
-    wait_for_model,
-)
+from ferrule_cli import common
+from ferrule_cli.commands.bench_measure import Run, measure, read_rate
 from ferrule_cli.demo.server import ServerProcess
 from ferrule_client.sync.client import Client
 from ferrule_client.types import Status
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["EXAMPLES", "add_options", "run"]
 
@@ -53,81 +45,71 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="demo (default), a folder, or org/name on the hub")
     parser.add_argument("--weights", choices=("float", "int8", "int4"), help="as of ferrule serve")
     parser.add_argument("--activations", choices=("int16", "int8"), help="as of ferrule serve")
-    parser.add_argument("--threads", type=number(int, 1, 256), metavar="N", help="as of ferrule serve")
-    parser.add_argument(
-        "--seconds", type=number(float, 0.1, 600), default=6.0, metavar="S", help="time for each figure (6)"
+    common.add_numbers(
+        parser,
+        ("--threads", common.number(int, 1, 256), None, "N", "as of ferrule serve"),
+        ("--seconds", common.number(float, 0.1, 600), 6.0, "S", "time for each figure (6)"),
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write the table and the bars to a picture too")
-    add_connection_options(parser, without_target="start one, and end it")
+    common.add_connection_options(parser, without_target="start one, and end it")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, show the figures and return 0.
-
-    Raises:
-        CommandError: The server did not start, or options exclude each other.
-        FerruleError: A call failed.
-    """
+    """Measure, show the figures and return 0."""
     own = [f"--{name}" for name in ("model", *_SERVER_OPTIONS) if getattr(args, name) is not None]
     if args.target is not None and own:
-        raise CommandError(f"{own[0]} is for a server of our own, not for --target", "USED_WRONGLY", exit_code=2)
+        raise common.misuse(f"{own[0]} is for a server of our own, not for --target", "USED_WRONGLY")
+    common.need_rich("ferrule bench")
+    from rich.console import Console
+
+    from ferrule_cli.commands.bench_view import draw
+
     err = Console(stderr=True)
-    with ending_in_order(), _client(args, err) as client:
+    with common.ending_in_order(), _client(args, err) as client:
         is_local = args.target is None or args.target.startswith(_LOOPBACK)
         with err.status("read rate of memory") as status:
             rate = read_rate() if is_local else None
             result = measure(client, args.seconds, rate, on_figure=status.update)
     if args.json:
-        print_json(_as_json(result))
-    if args.plot is not None or not args.json:
-        keeps = args.plot is not None
-        console = Console(record=True, file=io.StringIO(), width=90) if args.json else Console(record=keeps)
-        draw(console, result)
-        _keep(console, args.plot)
+        common.print_json(_as_json(result))
+        if args.plot is None:
+            return 0
+    keeps = args.plot is not None
+    console = Console(record=True, file=io.StringIO(), width=90) if args.json else Console(record=keeps)
+    draw(console, result)
+    if keeps:
+        try:
+            console.save_svg(str(args.plot), title="ferrule bench")
+        except OSError as error:
+            raise common.CommandError(f"--plot {args.plot}: {error.strerror}", "FILE_UNWRITABLE") from None
     return 0
-
-
-def _keep(console: Console, path: Path | None) -> None:
-    if path is None:
-        return
-    try:
-        console.save_svg(str(path), title="ferrule bench")
-    except OSError as error:
-        raise CommandError(f"--plot {path}: {error.strerror}", "FILE_UNWRITABLE") from None
 
 
 @contextlib.contextmanager
 def _client(args: argparse.Namespace, err: Console) -> Iterator[Client]:
     """Yield a client of the server to measure, when that is ready."""
     if args.target is not None:
-        with connect(args) as client:
-            wait_for_model(client, args)
+        with common.connect(args) as client:
+            common.wait_for_model(client, args)
             yield client
         return
     arguments = ["--model", args.model or "demo", "--log-level", "info"]
     for name in _SERVER_OPTIONS:
         if (value := getattr(args, name)) is not None:
             arguments += [f"--{name}", str(value)]
-    with ServerProcess(arguments) as server:
-        try:
-            with Client(server.target, max_retries=0, timeout=600.0) as client:
-                with err.status("starting a server") as status:
+    with ServerProcess(arguments) as server, Client(server.target, max_retries=0, timeout=600.0) as client:
+        with err.status("starting a server") as status:
 
-                    def show(loading: Status | None) -> None:
-                        server.check()
-                        if loading is not None:
-                            share = f" {loading.load_progress:.0%}" if loading.load_progress < 1 else ""
-                            status.update(f"{loading.load_stage}{share}")
+            def show(loading: Status | None) -> None:
+                if loading is not None:
+                    share = f" {loading.load_progress:.0%}" if loading.load_progress < 1 else ""
+                    status.update(f"{loading.load_stage}{share}")
 
-                    client.wait_until_ready(on_progress=show, timeout=_LOAD_S)
-                yield client
-        except CommandError:
-            print(server.log_tail(), file=sys.stderr)
-            raise
+            server.wait_until_ready(client, show, _LOAD_S)
+        yield client
 
 
 def _as_json(result: Run) -> dict[str, object]:
-    def figure(one: Figure) -> dict[str, object]:
-        return {**asdict(one), "median": one.median, "share": one.share(result.read_bytes_per_s)}
-
-    return {**asdict(result), "figures": [figure(one) for one in result.figures]}
+    rate = result.read_bytes_per_s
+    figures = [asdict(one) | {"median": one.median, "share": one.share(rate)} for one in result.figures]
+    return asdict(result) | {"figures": figures}

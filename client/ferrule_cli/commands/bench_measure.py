@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,41 +14,30 @@ import numpy as np
 
 from ferrule_client.policy import greedy
 from ferrule_client.sync.client import Client
-from ferrule_client.types import Capabilities, ModelInfo
 
 __all__ = ["SIZES", "Figure", "Run", "measure", "rate_of", "read_rate"]
 
-SIZES = (1, 4, 16, 32)
-"""Sequences that are decoded together."""
+SIZES = (1, 4, 16, 32)  # sequences that are decoded together
 _CONTEXT = 128
 _PREFILL = 512
 _SAMPLES = 3
 _WARM_STEPS = 4
 _LEAST_STEPS = 4
 _MOST_STEPS = 4096
-_MESSAGE_GAP_S = 0.0005
-"""Tokens of one message come sooner after each other than this."""
+_MESSAGE_GAP_S = 0.0005  # tokens of one message come sooner after each other than this
 _PROBE_BYTES = 128 << 20
 _PROBE_PASSES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured figure.
+    """One measured figure."""
 
-    Attributes:
-        name: For people.
-        unit: ``tokens/s`` or ``ms``.
-        samples: Measured values.
-        step_bytes: Bytes of weights and KV that a decode step must read; 0: it has no meaning.
-        num_sequences: Sequences that were decoded together; 0: it has no meaning.
-    """
-
-    name: str
-    unit: str
+    name: str  # for people
+    unit: str  # tokens/s or ms
     samples: tuple[float, ...]
-    step_bytes: float = 0.0
-    num_sequences: int = 0
+    step_bytes: float = 0.0  # bytes of weights and KV that a decode step must read; 0: it has no meaning
+    num_sequences: int = 0  # sequences that were decoded together; 0: it has no meaning
 
     @property
     def median(self) -> float:
@@ -64,27 +53,16 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run has measured.
-
-    Attributes:
-        model: Its id.
-        executor: Of the server.
-        dtype: Of the weights.
-        device: For people.
-        server_version: Of the server.
-        parameter_bytes: Bytes of the weights.
-        read_bytes_per_s: Read rate of this machine's memory; None: the server may run on another one.
-        figures: In the order in which they were measured.
-    """
+    """What a run has measured of a server."""
 
     model: str
     executor: str
-    dtype: str
-    device: str
+    dtype: str  # of the weights
+    device: str  # for people
     server_version: str
-    parameter_bytes: int
-    read_bytes_per_s: float | None
-    figures: tuple[Figure, ...]
+    parameter_bytes: int  # bytes of the weights
+    read_bytes_per_s: float | None  # read rate of this machine's memory; None: the server may run on another one
+    figures: tuple[Figure, ...]  # in the order in which they were measured
 
 
 def read_rate() -> float:
@@ -97,31 +75,39 @@ def read_rate() -> float:
             array.max()
 
     def attempt() -> float:
-        threads = [threading.Thread(target=read, args=(array,)) for array in arrays]
         begin = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(read, arrays))
         return num_threads * _PROBE_PASSES * _PROBE_BYTES / (time.perf_counter() - begin)
 
     return max(attempt() for _ in range(5))
 
 
 def measure(client: Client, seconds: float, read_bytes_per_s: float | None, *, on_figure: Callable[[str], None]) -> Run:
-    """Return all figures of a server.
-
-    Args:
-        client: Connected to it.
-        seconds: For each figure, about.
-        read_bytes_per_s: Of the server's machine, if it is known.
-        on_figure: Called with the name of each figure before it is measured.
-    """
+    """Return all figures of a server, each measured for some seconds, and its name given to ``on_figure`` before."""
     info, capabilities, status = client.model_info(), client.capabilities(), client.status()
+    length, slots = info.max_sequence_length, capabilities.total_blocks * capabilities.block_size
+    context, prefill = min(_CONTEXT, length // 2), min(_PREFILL, length - 1)
+    random = np.random.default_rng()
     figures: list[Figure] = []
-    for name, take in _plan(client, info, capabilities, seconds / _SAMPLES):
-        on_figure(name)
-        figures.append(take())
+    seconds /= _SAMPLES
+
+    def prompt(length: int) -> list[int]:
+        tokens: list[int] = random.integers(0, info.vocab_size, length).tolist()
+        return tokens  # the prefix cache has none that begins so
+
+    on_figure(name := f"first token, {context}")
+    figures.append(Figure(name, "ms", _repeat(lambda: 1e3 * _first_token(client, prompt(context)), seconds)))
+    on_figure(name := f"prefill {prefill}")
+    figures.append(Figure(name, "tokens/s", _repeat(lambda: prefill / _prefill(client, prompt(prefill)), seconds)))
+    for size in SIZES:
+        steps = min(length - context - 1, slots // size - context - 2 * capabilities.block_size, _MOST_STEPS)
+        if steps < _WARM_STEPS + _LEAST_STEPS:
+            continue
+        on_figure(name := f"decode {size}")
+        samples = tuple(_decode(client, prompt(context), size, steps, seconds) for _ in range(_SAMPLES))
+        step_bytes = capabilities.parameter_bytes + size * context * capabilities.kv_bytes_per_token
+        figures.append(Figure(name, "tokens/s", samples, step_bytes if capabilities.parameter_bytes else 0.0, size))
     return Run(
         model=info.model_id,
         executor=status.executor,
@@ -132,52 +118,6 @@ def measure(client: Client, seconds: float, read_bytes_per_s: float | None, *, o
         read_bytes_per_s=read_bytes_per_s,
         figures=tuple(figures),
     )
-
-
-def _plan(
-    client: Client, info: ModelInfo, capabilities: Capabilities, seconds: float
-) -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """Yield the name of each figure and what measures it."""
-    length = info.max_sequence_length
-    context, prefill = min(_CONTEXT, length // 2), min(_PREFILL, length - 1)
-    prompts = _Prompts(info.vocab_size)
-
-    def first_token() -> Figure:
-        return Figure(name, "ms", _repeat(lambda: 1e3 * _first_token(client, prompts.new(context)), seconds))
-
-    def whole_prompt() -> Figure:
-        rates = _repeat(lambda: prefill / _prefill(client, prompts.new(prefill)), seconds)
-        return Figure(name, "tokens/s", rates)
-
-    name = f"first token, {context}"
-    yield name, first_token
-    name = f"prefill {prefill}"
-    yield name, whole_prompt
-    slots = capabilities.total_blocks * capabilities.block_size
-    for size in SIZES:
-        steps = min(length - context - 1, slots // size - context - 2 * capabilities.block_size, _MOST_STEPS)
-        if steps < _WARM_STEPS + _LEAST_STEPS:
-            continue
-        name = f"decode {size}"
-
-        def decode(size: int = size, steps: int = steps, name: str = name) -> Figure:
-            samples = [_decode(client, prompts.new(context), size, steps, seconds) for _ in range(_SAMPLES)]
-            step_bytes = capabilities.parameter_bytes + size * context * capabilities.kv_bytes_per_token
-            return Figure(name, "tokens/s", tuple(samples), step_bytes if capabilities.parameter_bytes else 0.0, size)
-
-        yield name, decode
-
-
-class _Prompts:
-    """Makes prompts of random tokens, none of which has been run before."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._random = np.random.default_rng()
-
-    def new(self, length: int) -> list[int]:
-        tokens: list[int] = self._random.integers(0, self._vocab_size, length).tolist()
-        return tokens
 
 
 def _repeat(sample: Callable[[], float], seconds: float) -> tuple[float, ...]:
@@ -219,13 +159,9 @@ def _decode(client: Client, prompt: list[int], size: int, steps: int, seconds: f
 
 
 def rate_of(times: Sequence[float], num_warm: int) -> float:
-    """Return tokens per second, from the end of one message to the end of another.
+    """Return tokens per second, from the end of one message to the end of another, without ``num_warm`` at least.
 
     Tokens that come in one message have the same time, about, so a message is counted with the time before it.
-
-    Args:
-        times: When each token came, in seconds, ascending.
-        num_warm: Tokens that are left out, at least.
     """
     at = np.asarray(times)
     ends = np.flatnonzero(np.diff(at) > _MESSAGE_GAP_S)

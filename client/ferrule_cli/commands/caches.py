@@ -23,27 +23,24 @@ Ids are the loggable ones, the same as in the server's logs; they cannot be used
 
 _HEADINGS = ("handle", "tokens", "blocks", "shared", "lease", "age")
 
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this command."""
-    add_connection_options(parser)
+add_options = add_connection_options
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the live handles and return 0.
-
-    Raises:
-        FerruleError: The server does not answer.
-    """
+    """Print the live handles and return 0."""
     with connect(args) as client:
         caches = list(client.list_caches())
         free, total = client.status().free_blocks, client.capabilities().total_blocks
+    rows, caption = list(map(_row, caches)), f"{len(caches)} live handles, {free} of {total} blocks free"
     if args.json:
         print_json({"caches": [_as_dict(cache) for cache in caches], "free_blocks": free, "total_blocks": total})
     elif sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-        _print_table(caches, free, total)
+        _print_table(rows, caption)
     else:
-        _print_columns(caches, free, total)
+        widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
+        for first, *others in (_HEADINGS, *rows):
+            print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
+        print(caption)
     return 0
 
 
@@ -59,40 +56,22 @@ def _as_dict(cache: CacheSummary) -> dict[str, object]:
 
 
 def _row(cache: CacheSummary) -> tuple[str, ...]:
-    blocks = (str(cache.num_blocks), str(cache.num_shared_blocks))
-    return (cache.handle_id, str(cache.length), *blocks, f"{cache.lease.expires_in_s:.0f} s", _age(cache))
+    age = "-"
+    if cache.create_time is not None:
+        age = f"{max(0.0, (datetime.now(UTC) - cache.create_time).total_seconds()):.0f} s"
+    numbers = map(str, (cache.length, cache.num_blocks, cache.num_shared_blocks))
+    return (cache.handle_id, *numbers, f"{cache.lease.expires_in_s:.0f} s", age)
 
 
-def _total(caches: Sequence[CacheSummary], free: int, total: int) -> str:
-    return f"{len(caches)} live handles, {free} of {total} blocks free"
-
-
-def _print_columns(caches: Sequence[CacheSummary], free: int, total: int) -> None:
-    """Print the table for pipes, and where rich is not installed."""
-    rows = [_HEADINGS, *map(_row, caches)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
-        print("  ".join(cells))
-    print(_total(caches, free, total))
-
-
-def _print_table(caches: Sequence[CacheSummary], free: int, total: int) -> None:
+def _print_table(rows: Sequence[Sequence[str]], caption: str) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(box=SIMPLE_HEAD, caption=_total(caches, free, total), caption_justify="left")
     first, *others = _HEADINGS
-    table.add_column(first, style="cyan", no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
-    for cache in caches:
-        table.add_row(*_row(cache))
+    columns = [Column(first, style="cyan", no_wrap=True)]
+    columns += [Column(name, justify="right", no_wrap=True) for name in others]
+    table = Table(*columns, box=SIMPLE_HEAD, caption=caption, caption_justify="left")
+    for row in rows:
+        table.add_row(*row)
     Console().print(table)
-
-
-def _age(cache: CacheSummary) -> str:
-    if cache.create_time is None:
-        return "-"
-    return f"{max(0.0, (datetime.now(UTC) - cache.create_time).total_seconds()):.0f} s"

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import secrets
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from ferrule_cli.common import (
-    CommandError,
-    add_connection_options,
-    connect,
-    draw_seed,
-    ending_in_order,
-    number,
-    print_json,
-    wait_for_model,
-)
+from ferrule_cli import common
 from ferrule_client._check import token_list
 from ferrule_client.errors import TokenOutOfVocabError, UnsupportedError
-from ferrule_client.policy import Policy, sample
+from ferrule_client.policy import sample
 from ferrule_client.sync.client import Client
 from ferrule_client.sync.generation import Branch, Generation
 from ferrule_client.types import Token
 
 __all__ = ["EXAMPLES", "add_options", "run"]
 
-_UNSUPPORTED = "FEATURE_UNSUPPORTED"
+_TextOf = Callable[[int], str | None]  # returns the text of a token, None where tokens are shown as ids
 
-_CUT = {
+_CUT = {  # ends that nobody has asked for
     "context_full": "the context of the model is full",
     "kv_blocks_exhausted": "the server has no free blocks left; try again later",
 }
-"""Ends that nobody has asked for."""
 
 EXAMPLES = """\
 examples:
@@ -49,83 +41,46 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to go on from (default: standard input)")
-    parser.add_argument("--max-tokens", type=number(int, 1), default=64, metavar="N", help="most tokens to draw (64)")
-    parser.add_argument(
-        "--temperature", type=number(float, 0), default=0.7, metavar="T", help="0 is greedy, 1 as the model is (0.7)"
+    common.add_numbers(parser, ("--max-tokens", common.number(int, 1), 64, "N", "most tokens to draw (64)"))
+    rounding = "because KV from the prefix cache differs by rounding and can change the text"
+    common.add_sampling_options(parser, about_seed=f"; with one the prompt is run whole, {rounding}")
+    common.add_numbers(parser, ("--n", common.number(int, 1), 1, "N", "texts to draw, each by a seed of its own (1)"))
+    about = "end at this text (\\n: a new line); may be given several times"
+    parser.add_argument("--stop", type=_stop_text, action="append", default=[], metavar="TEXT", help=about)
+    about, penalty = "make tokens that are there already less likely, 1: no change", common.number(float, -100, 100)
+    common.add_numbers(
+        parser,
+        ("--top-logprobs", common.number(int, 1), 0, "K", "show the K likeliest tokens in each place"),
+        ("--repetition-penalty", common.number(float, 0, above_low=True), None, "P", about),
+        ("--frequency-penalty", penalty, None, "P", "likewise, per occurrence"),
+        ("--presence-penalty", penalty, None, "P", "likewise, once"),
     )
-    parser.add_argument("--top-k", type=number(int, 0), metavar="K", help="draw from the K most likely tokens")
-    parser.add_argument(
-        "--top-p", type=number(float, 0, 1, above_low=True), metavar="P", help="draw from the tokens that make up P"
-    )
-    parser.add_argument(
-        "--min-p", type=number(float, 0, 1), metavar="P", help="draw from tokens at least P times the most likely one"
-    )
-    parser.add_argument(
-        "--seed",
-        type=number(int, 0, 2**64 - 1),
-        metavar="S",
-        help="seed of the draws (random); with one the prompt is run whole, because KV from the prefix cache differs "
-        "by rounding and can change the text",
-    )
-    parser.add_argument(
-        "--n", type=number(int, 1), default=1, metavar="N", help="texts to draw, each by a seed of its own (1)"
-    )
-    parser.add_argument(
-        "--stop",
-        type=_stop_text,
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end at this text (\\n: a new line); may be given several times",
-    )
-    parser.add_argument(
-        "--top-logprobs", type=number(int, 1), default=0, metavar="K", help="show the K likeliest tokens in each place"
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=number(float, 0, above_low=True),
-        metavar="P",
-        help="make tokens that are there already less likely, 1: no change",
-    )
-    parser.add_argument(
-        "--frequency-penalty", type=number(float, -100, 100), metavar="P", help="likewise, per occurrence"
-    )
-    parser.add_argument("--presence-penalty", type=number(float, -100, 100), metavar="P", help="likewise, once")
     parser.add_argument("--ids", action="store_true", help="PROMPT and output are token ids, separated by spaces")
-    add_connection_options(parser)
+    common.add_connection_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stream the continuation of a prompt to standard output and return 0.
-
-    Raises:
-        CommandError: There is no prompt, or it is not what ``--ids`` promises.
-        FerruleError: A call failed.
-    """
+    """Stream the continuation of a prompt to standard output and return 0."""
     prompt = _read_prompt(args)
     ids = _parse_ids(prompt) if args.ids else []
-    with ending_in_order(), connect(args) as client:
-        wait_for_model(client, args)
+    with common.ending_in_order(), common.connect(args) as client:
+        common.wait_for_model(client, args)
         ids = ids or _encode(client, prompt)
+        text_of = functools.cache(lambda token: None if args.ids else client.detokenize([token]))
         start = time.perf_counter()
-        texts_of = _Texts(None if args.ids else client)
         with _begin(client, ids, args) as loop:
-            shown = _show(loop, args, texts_of)
-        first_s = (shown.first_at or start) - start
-        loop_s = time.perf_counter() - start
+            tokens, first_at = _show(loop, args, text_of)
+        seconds = time.perf_counter() - start
+        texts = [_as_dict(branch, each, args, text_of) for branch, each in zip(loop.branches, tokens, strict=True)]
     num_tokens = sum(len(branch.tokens) for branch in loop.branches)
     if args.json:
-        texts = [_as_dict(branch, as_ids=args.ids) for branch in loop.branches]
-        if args.top_logprobs:
-            for facts, tokens in zip(texts, shown.tokens, strict=True):
-                facts["logprobs"] = [_logprobs(token, texts_of) for token in tokens]
         figures = {
             "num_prompt_tokens": len(ids),
             "num_cached_tokens": loop.cached_tokens,
-            "first_token_ms": round(1e3 * first_s, 3),
-            "tokens_per_s": round(num_tokens / loop_s, 1),
+            "first_token_ms": round(1e3 * ((first_at or start) - start), 3),
+            "tokens_per_s": round(num_tokens / seconds, 1),
         }
-        print_json({**texts[0], **({"texts": texts} if args.n > 1 else {}), **figures})
+        common.print_json({**texts[0], **({"texts": texts} if args.n > 1 else {}), **figures})
         return 0
     for branch in loop.branches:
         if (cause := _CUT.get(str(branch.finish_reason))) is not None:
@@ -133,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{which} ends after {len(branch.tokens)} of {args.max_tokens} tokens: {cause}", file=sys.stderr)
     if sys.stderr.isatty():
         reasons = ", ".join(str(branch.finish_reason) for branch in loop.branches)
-        rate = f"{num_tokens} tokens, {num_tokens / loop_s:.0f} tokens/s"
+        rate = f"{num_tokens} tokens, {num_tokens / seconds:.0f} tokens/s"
         print(f"[{reasons}, {rate}, seed {loop.seed}]", file=sys.stderr)
     return 0
 
@@ -142,21 +97,17 @@ def _read_prompt(args: argparse.Namespace) -> str:
     if args.prompt is not None and args.prompt != "-":
         prompt = str(args.prompt)
     elif sys.stdin.isatty():
-        raise _misuse("give a PROMPT, or pipe one in", "PROMPT_MISSING")
+        raise common.misuse("give a PROMPT, or pipe one in", "PROMPT_MISSING")
     else:
-        prompt = _read_stdin()
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise common.misuse(f"the prompt is no text in {error.encoding.upper()}", "PROMPT_NOT_TEXT") from None
     if not prompt or (args.ids and not prompt.replace(",", " ").split()):
-        raise _misuse("the prompt is empty", "PROMPT_EMPTY")
+        raise common.misuse("the prompt is empty", "PROMPT_EMPTY")
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # so Python keeps bytes that are no text
-        raise _misuse("the prompt is no text in UTF-8", "PROMPT_NOT_TEXT")
+        raise common.misuse("the prompt is no text in UTF-8", "PROMPT_NOT_TEXT")
     return prompt
-
-
-def _read_stdin() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise _misuse(f"the prompt is no text in {error.encoding.upper()}", "PROMPT_NOT_TEXT") from None
 
 
 def _stop_text(text: str) -> str:
@@ -166,146 +117,113 @@ def _stop_text(text: str) -> str:
     return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def _misuse(text: str, reason: str) -> CommandError:
-    return CommandError(text, reason, exit_code=2)
+def _no_tokenizer(advice: str) -> common.CommandError:
+    return common.CommandError(f"the served model has no tokenizer{advice}", "FEATURE_UNSUPPORTED")
 
 
 def _encode(client: Client, prompt: str) -> list[int]:
     try:
         ids = client.tokenize(prompt)
     except UnsupportedError:
-        raise CommandError("the served model has no tokenizer: give token ids with --ids", _UNSUPPORTED) from None
+        raise _no_tokenizer(": give token ids with --ids") from None
     if not ids:
-        raise _misuse("the prompt has no tokens", "PROMPT_EMPTY")
+        raise common.misuse("the prompt has no tokens", "PROMPT_EMPTY")
     return ids
 
 
 def _parse_ids(text: str) -> list[int]:
     words = text.replace(",", " ").split()
     if not all(word.isdecimal() for word in words):
-        raise _misuse("with --ids the prompt is token ids, such as '1 2 3'", "PROMPT_NOT_IDS")
+        raise common.misuse("with --ids the prompt is token ids, such as '1 2 3'", "PROMPT_NOT_IDS")
     try:
         return token_list([int(word) for word in words])
     except ValueError as error:
-        raise _misuse(str(error), "PROMPT_NOT_IDS") from None
+        raise common.misuse(str(error), "PROMPT_NOT_IDS") from None
 
 
 def _begin(client: Client, ids: list[int], args: argparse.Namespace) -> Generation:
-    return client.generate(
-        ids,
-        args.max_tokens,
-        n=args.n,
-        stop=args.stop,
-        text=not args.ids,
-        policy=_policy(args),
-        reuse_prefix=args.seed is None,
-    )
-
-
-def _policy(args: argparse.Namespace) -> Policy:
-    return sample(
+    seed = args.seed
+    if seed is None and args.temperature != 0:
+        seed = secrets.randbits(52)  # every reader of JSON keeps such a number, and those after it
+    policy = sample(
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
         min_p=args.min_p,
-        seed=draw_seed(args),
+        seed=seed,
         repetition_penalty=args.repetition_penalty,
         frequency_penalty=args.frequency_penalty,
         presence_penalty=args.presence_penalty,
         logprobs=bool(args.top_logprobs),
         top_logprobs=args.top_logprobs,
     )
+    return client.generate(
+        ids, args.max_tokens, n=args.n, stop=args.stop, text=not args.ids, policy=policy, reuse_prefix=args.seed is None
+    )
 
 
-@dataclass(slots=True)
-class _Shown:
-    """What has come: the tokens of each branch, and when the first one did."""
+def _show(loop: Generation, args: argparse.Namespace, text_of: _TextOf) -> tuple[list[list[Token]], float | None]:
+    """Print tokens as they come, several texts at their end, unless JSON is wanted.
 
-    tokens: list[list[Token]]
-    first_at: float | None = None
-
-
-class _Texts:
-    """Texts of single tokens, each asked for once. Without a client there are none."""
-
-    def __init__(self, client: Client | None) -> None:
-        self._client = client
-        self._known: dict[int, str] = {}
-
-    def of(self, token: int) -> str | None:
-        """Return the text of a token."""
-        if self._client is None:
-            return None
-        if token not in self._known:
-            self._known[token] = self._client.detokenize([token])
-        return self._known[token]
-
-
-def _show(loop: Generation, args: argparse.Namespace, texts: _Texts) -> _Shown:
-    """Print tokens as they come, unless JSON is wanted; several texts one after another, at their end."""
-    shown = _Shown([[] for _ in loop.branches])
+    Return the tokens of each branch, and when the first one came.
+    """
+    shown: list[list[Token]] = [[] for _ in loop.branches]
+    first_at = None
     streams = args.n == 1 and not args.json
     try:
         for token in loop:
-            shown.first_at = shown.first_at or time.perf_counter()
-            shown.tokens[token.index].append(token)
+            first_at = first_at or time.perf_counter()
+            shown[token.index].append(token)
             if streams:
-                print(_line(token, texts) if args.top_logprobs else _piece(token, as_ids=args.ids), end="", flush=True)
+                plain = f"{int(token)} " if args.ids else token.text
+                print(_line(token, text_of) if args.top_logprobs else plain, end="", flush=True)
     except TokenOutOfVocabError as error:
         token_id, size = (error.metadata.get(name, "?") for name in ("token_id", "vocab_size"))
-        raise _misuse(f"token {token_id} is not in the vocabulary of {size} tokens", "PROMPT_NOT_IDS") from None
+        raise common.misuse(f"token {token_id} is not in the vocabulary of {size} tokens", "PROMPT_NOT_IDS") from None
     except UnsupportedError:
         if not args.stop:
             raise
-        raise CommandError("the served model has no tokenizer, so it cannot --stop at a text", _UNSUPPORTED) from None
+        raise _no_tokenizer(", so it cannot --stop at a text") from None
     if streams:
         print(flush=True)
     elif not args.json:
-        _print_branches(loop, shown, args, texts)
-    return shown
+        for branch, tokens in zip(loop.branches, shown, strict=True):
+            print(f"--- {branch.index}, seed {branch.seed}, {branch.finish_reason}", flush=True)
+            lines = [_line(token, text_of) for token in tokens] if args.top_logprobs else [_said(branch, args)]
+            print("".join(lines), flush=True)
+    return shown, first_at
 
 
-def _print_branches(loop: Generation, shown: _Shown, args: argparse.Namespace, texts: _Texts) -> None:
-    for branch, tokens in zip(loop.branches, shown.tokens, strict=True):
-        print(f"--- {branch.index}, seed {branch.seed}, {branch.finish_reason}", flush=True)
-        lines = [_line(token, texts) for token in tokens] if args.top_logprobs else [_said(branch, as_ids=args.ids)]
-        print("".join(lines), flush=True)
-
-
-def _piece(token: Token, *, as_ids: bool) -> str:
-    return f"{int(token)} " if as_ids else token.text
-
-
-def _line(token: Token, texts: _Texts) -> str:
+def _line(token: Token, text_of: _TextOf) -> str:
     """Return a line about one token: itself, and the likeliest in its place."""
-    others = "  ".join(f"{_name(one.token, texts)} {one.logprob:.3f}" for one in token.top_logprobs)
+
+    def name(token: int) -> str:
+        text = text_of(token)
+        return str(token) if text is None else f"{token} {text!r}"
+
+    others = "  ".join(f"{name(one.token)} {one.logprob:.3f}" for one in token.top_logprobs)
     return f"{int(token):>7} {token.logprob:8.3f}  {token.text!r:<20} | {others}\n"
 
 
-def _name(token: int, texts: _Texts) -> str:
-    text = texts.of(token)
-    return str(token) if text is None else f"{token} {text!r}"
+def _said(branch: Branch, args: argparse.Namespace) -> str:
+    return " ".join(map(str, branch.tokens)) if args.ids else branch.text
 
 
-def _logprobs(token: Token, texts: _Texts) -> dict[str, object]:
-    """Return what JSON tells of one token and of the likeliest in its place."""
-    likeliest = [
-        {"token": one.token, "text": texts.of(one.token), "logprob": one.logprob} for one in token.top_logprobs
-    ]
-    return {"token": int(token), "text": texts.of(int(token)), "logprob": token.logprob, "top": likeliest}
-
-
-def _said(branch: Branch, *, as_ids: bool) -> str:
-    return " ".join(map(str, branch.tokens)) if as_ids else branch.text
-
-
-def _as_dict(branch: Branch, *, as_ids: bool) -> dict[str, object]:
+def _as_dict(branch: Branch, tokens: Sequence[Token], args: argparse.Namespace, text_of: _TextOf) -> dict[str, object]:
     facts: dict[str, object] = {
-        "text": _said(branch, as_ids=as_ids),
+        "text": _said(branch, args),
         "tokens": branch.tokens,
         "finish_reason": branch.finish_reason,
         "seed": branch.seed,
     }
     if branch.error is not None:
         facts["error"] = branch.error.reason
+    if args.json and args.top_logprobs:
+        facts["logprobs"] = [_logprobs(token, text_of) for token in tokens]
     return facts
+
+
+def _logprobs(token: Token, text_of: _TextOf) -> dict[str, object]:
+    """Return what JSON tells of one token and of the likeliest in its place."""
+    top = [{"token": one.token, "text": text_of(one.token), "logprob": one.logprob} for one in token.top_logprobs]
+    return {"token": int(token), "text": text_of(int(token)), "logprob": token.logprob, "top": top}

@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 
-from ferrule_cli.common import CommandError, print_json
+from ferrule_cli.common import CommandError, misuse, show
 
 __all__ = ["EXAMPLES", "add_options", "run"]
 
@@ -41,51 +41,39 @@ _QUOTAS = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument(
-        "name", metavar="NAME", help="principal that the token stands for; owns the handles made with it"
-    )
+    about = "principal that the token stands for; owns the handles made with it"
+    parser.add_argument("name", metavar="NAME", help=about)
     parser.add_argument("--admin", action="store_true", help="give it the role that AdminService needs")
-    parser.add_argument(
-        "--quota",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help=f"limit of the principal instead of the server's own: {', '.join(_QUOTAS)}; none lifts it",
-    )
+    about = f"limit of the principal instead of the server's own: {', '.join(_QUOTAS)}; none lifts it"
+    parser.add_argument("--quota", action="append", default=[], metavar="KEY=VALUE", help=about)
     parser.add_argument("--append", metavar="FILE", help="append the line to this file and print the token alone")
     parser.add_argument("--json", action="store_true", help="print JSON for scripts")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a token and its line, or append the line to a file and print the token; return 0.
-
-    Raises:
-        CommandError: The name or a quota is malformed, or the file cannot be written.
-    """
+    """Print a token and its line, or append the line to a file and print the token; return 0."""
     token = _PREFIX + secrets.token_urlsafe(32)
     line = _line(token, args.name, args.quota, is_admin=args.admin)
     if args.append is not None:
         _append(args.append, line)
-    if args.json:
-        print_json({"token": token} if args.append is not None else {"token": token, "line": line})
-    elif args.append is not None:
-        print(token)
+        show(args, {"token": token}, token)
     else:
-        print(f"token for {args.name}, shown this once:\n{token}\n\nline for the server's --token-file:\n{line}")
+        text = f"token for {args.name}, shown this once:\n{token}\n\nline for the server's --token-file:\n{line}"
+        show(args, {"token": token, "line": line}, text)
     return 0
 
 
 def _line(token: str, name: str, quotas: list[str], *, is_admin: bool) -> str:
     if not _NAME.fullmatch(name):
         text = f"{name!r} is no name: it must be 1 to 128 of A-Z a-z 0-9 . _ @ : / + -, a letter or digit first"
-        raise CommandError(text, "NAME_INVALID", exit_code=2)
+        raise misuse(text, "NAME_INVALID")
     for quota in quotas:
         key, _, value = quota.partition("=")
         if key not in _QUOTAS or not _QUOTAS[key].fullmatch(value):
             text = f"{quota!r} is no quota: give one of {', '.join(_QUOTAS)}, with a whole number"
             names = [name for name, form in _QUOTAS.items() if form is _SIZE]
             sizes = f"{', '.join(names[:-1])} and {names[-1]} with a size such as 16MiB, or none"
-            raise CommandError(f"{text}, {sizes}", "QUOTA_INVALID", exit_code=2)
+            raise misuse(f"{text}, {sizes}", "QUOTA_INVALID")
     digest = hashlib.sha256(token.encode()).hexdigest()
     return " ".join([digest, name, *(["admin"] if is_admin else []), *quotas])
 

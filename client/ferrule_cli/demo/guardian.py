@@ -30,11 +30,8 @@ def main(folder: str, command: list[str]) -> int:
 
 
 def _watch(process: subprocess.Popen[bytes], has_ended: threading.Event) -> None:
-    """Wait for the end of standard input, then end the process.
-
-    Not through ``sys.stdin``: a thread that holds its lock when the interpreter ends aborts the whole program.
-    """
-    while os.read(0, 4096):
+    """Wait for the end of standard input, then end the process."""
+    while os.read(0, 4096):  # not sys.stdin: a thread that holds its lock when the interpreter ends aborts the program
         pass
     has_ended.set()
     process.terminate()

@@ -2,82 +2,42 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Panels", "PlainView", "PoolRow", "RichView", "View", "select_view"]
+__all__ = ["PlainView", "PoolRow", "RichView", "View"]
 
 _COLOURS = {"trunk": "cyan", "branch 1": "green", "branch 2": "yellow", "branch 3": "magenta"}
 _MAX_CELLS = 40
+_FRAME_S = 1 / 15
+
+Add = Callable[[int, str], None]  # puts a piece of text at the end of one of several places
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRow:
-    """The blocks of one handle, in token order.
+    """The blocks of one handle, in token order."""
 
-    Attributes:
-        name: Whose blocks they are.
-        block_ids: Ids of the blocks; equal ids in two rows are one shared block.
-        ref_counts: Number of handles that hold each.
-    """
+    name: str  # whose blocks they are
+    block_ids: tuple[int, ...]  # equal ids in two rows are one shared block
+    ref_counts: tuple[int, ...]  # number of handles that hold each
 
-    name: str
-    block_ids: tuple[int, ...]
-    ref_counts: tuple[int, ...]
+    @property
+    def counts(self) -> str:
+        """How many blocks are shared and how many are not."""
+        num_shared = sum(count > 1 for count in self.ref_counts)
+        return f"{num_shared} shared + {len(self.ref_counts) - num_shared} own"
 
-
-class Panels(Protocol):
-    """Text that grows in several places at once."""
-
-    def add(self, place: int, piece: str) -> None:
-        """Put a piece of text at the end of one place."""
-        ...
-
-
-class View(Protocol):
-    """What the demo tells, in order."""
-
-    def loading(self, progress: float, stage: str) -> None:
-        """Show how far the server is; 1.0 is the end of it."""
-        ...
-
-    def heading(self, title: str, text: str) -> None:
-        """Begin a part."""
-        ...
-
-    def code(self, text: str) -> None:
-        """Show a prompt."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Say one thing."""
-        ...
-
-    def panels(self, titles: Sequence[str], beginnings: Sequence[str]) -> AbstractContextManager[Panels]:
-        """Open places for texts, side by side, each with a title and the text it begins with."""
-        ...
-
-    def pool(self, rows: Sequence[PoolRow], free_blocks: int, total_blocks: int) -> None:
-        """Draw which handle holds which block."""
-        ...
-
-    def summary(self, lines: Sequence[tuple[str, str]], *, is_good: bool) -> None:
-        """Show the figures at the end."""
-        ...
-
-
-def select_view(*, as_json: bool) -> View:
-    """Return the view for standard output, or for standard error when output is to be JSON only."""
-    if as_json or not sys.stdout.isatty():
-        return PlainView(sys.stderr if as_json else sys.stdout)
-    return RichView()
+    def cells(self, shared: str, own: str) -> list[str]:
+        """Return a mark for each block, as many as there is room for."""
+        cells = [shared if count > 1 else own for count in self.ref_counts]
+        return cells if len(cells) <= _MAX_CELLS else [*cells[: _MAX_CELLS - 1], "…"]
 
 
 def _pool_line(rows: Sequence[PoolRow], free_blocks: int, total_blocks: int) -> str:
@@ -89,95 +49,71 @@ def _pool_line(rows: Sequence[PoolRow], free_blocks: int, total_blocks: int) -> 
     return line if held == used else f"{line}; without sharing it would be {held}"
 
 
-def _cells(row: PoolRow, shared: str, own: str) -> list[str]:
-    cells = [shared if count > 1 else own for count in row.ref_counts]
-    return cells if len(cells) <= _MAX_CELLS else [*cells[: _MAX_CELLS - 1], "…"]
-
-
-def _counts(row: PoolRow) -> str:
-    num_shared = sum(count > 1 for count in row.ref_counts)
-    return f"{num_shared} shared + {len(row.ref_counts) - num_shared} own"
-
-
 class PlainView:
-    """Lines of text without control codes, for pipes, logs and simple terminals.
-
-    Args:
-        out: Where to write.
-    """
+    """Lines of text without control codes, for pipes, logs and simple terminals."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self._stage = ""
 
     def loading(self, progress: float, stage: str) -> None:
-        """Show how far the server is: a line per stage."""
+        """Show how far the server is, a line per stage; progress 1.0 is the end of it."""
         if stage != self._stage:
             self._stage = stage
-            self._print(f"loading {progress:4.0%} {stage}".rstrip())
+            self.note(f"loading {progress:4.0%} {stage}".rstrip())
 
     def heading(self, title: str, text: str) -> None:
         """Begin a part."""
-        self._print(f"\n== {title} ==\n{text}")
+        self.note(f"\n== {title} ==\n{text}")
 
     def code(self, text: str) -> None:
         """Show a prompt."""
-        self._print("\n".join(f"  | {line}" for line in text.splitlines()))
+        self.note("\n".join(f"  | {line}" for line in text.splitlines()))
 
     def note(self, text: str) -> None:
         """Say one thing."""
-        self._print(text)
+        encoding = self._out.encoding or "utf-8"
+        print(text.encode(encoding, "replace").decode(encoding), file=self._out, flush=True)
 
     @contextmanager
-    def panels(self, titles: Sequence[str], beginnings: Sequence[str]) -> Iterator[Panels]:
-        """Collect the texts and print them one below the other."""
-        texts = _Texts(beginnings)
+    def panels(self, titles: Sequence[str], beginnings: Sequence[str]) -> Iterator[Add]:
+        """Open places for texts, each with a title and the text it begins with; print them at the end."""
+        texts = list(beginnings)
+
+        def add(place: int, piece: str) -> None:
+            texts[place] += piece
+
         try:
-            yield texts
+            yield add
         finally:
-            for title, text in zip(titles, texts.values, strict=True):
-                self._print(f"-- {title}")
+            for title, text in zip(titles, texts, strict=True):
+                self.note(f"-- {title}")
                 self.code(text)
 
     def pool(self, rows: Sequence[PoolRow], free_blocks: int, total_blocks: int) -> None:
         """Draw which handle holds which block: # is shared, o is its own."""
         for row in rows:
-            self._print(f"  {row.name:<9} {' '.join(_cells(row, '#', 'o'))}   {_counts(row)}")
+            self.note(f"  {row.name:<9} {' '.join(row.cells('#', 'o'))}   {row.counts}")
         legend = "   (# shared, o own)" if rows else ""
-        self._print(f"  {'pool':<9} {_pool_line(rows, free_blocks, total_blocks)}{legend}")
+        self.note(f"  {'pool':<9} {_pool_line(rows, free_blocks, total_blocks)}{legend}")
 
     def summary(self, lines: Sequence[tuple[str, str]], *, is_good: bool) -> None:
         """Show the figures at the end."""
-        self._print(f"\n== {'Done' if is_good else 'FAILED'} ==")
+        self.note(f"\n== {'Done' if is_good else 'FAILED'} ==")
         for name, value in lines:
-            self._print(f"  {name:<28} {value}")
-
-    def _print(self, text: str) -> None:
-        encoding = self._out.encoding or "utf-8"
-        print(text.encode(encoding, "replace").decode(encoding), file=self._out, flush=True)
-
-
-class _Texts:
-    def __init__(self, beginnings: Sequence[str]) -> None:
-        self.values = list(beginnings)
-
-    def add(self, place: int, piece: str) -> None:
-        self.values[place] += piece
+            self.note(f"  {name:<28} {value}")
 
 
 class RichView:
-    """Colours, panels side by side that fill while the model speaks, and a progress bar; drawn with rich."""
+    """The same in colour, with panels side by side that fill while the model speaks; drawn with rich."""
 
     def __init__(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._console = Console(highlight=False)
-        columns = (
-            TextColumn("[bold]loading"),
-            BarColumn(30),
-            TextColumn("{task.percentage:3.0f}%  {task.fields[stage]}"),
-        )
+        stage = TextColumn("{task.percentage:3.0f}%  {task.fields[stage]}")
+        columns = (TextColumn("[bold]loading"), BarColumn(30), stage)
         self._progress = Progress(*columns, console=self._console, transient=True)
         self._task = self._progress.add_task("", total=1.0, stage="")
 
@@ -207,17 +143,42 @@ class RichView:
         self._console.print(text, markup=False)
 
     @contextmanager
-    def panels(self, titles: Sequence[str], beginnings: Sequence[str]) -> Iterator[Panels]:
-        """Open panels side by side and redraw them as their texts grow."""
+    def panels(self, titles: Sequence[str], beginnings: Sequence[str]) -> Iterator[Add]:
+        """Open panels side by side and redraw them as their texts grow, 15 times a second at most."""
         from rich.live import Live
 
-        texts = _Texts(beginnings)
+        texts, drawn_at = list(beginnings), 0.0
         with Live(console=self._console, auto_refresh=False, vertical_overflow="visible") as live:
-            panels = _LivePanels(live, titles, texts)
+
+            def add(place: int, piece: str) -> None:
+                nonlocal drawn_at
+                texts[place] += piece
+                if time.monotonic() - drawn_at > _FRAME_S:
+                    live.update(self._grid(titles, texts), refresh=True)
+                    drawn_at = time.monotonic()
+
             try:
-                yield panels
+                yield add
             finally:
-                panels.draw()
+                live.update(self._grid(titles, texts), refresh=True)
+
+    def _grid(self, titles: Sequence[str], texts: Sequence[str]) -> RenderableType:
+        """Return panels that are all as high as the highest."""
+        from rich.panel import Panel
+        from rich.table import Table
+
+        grid = Table.grid(expand=True, padding=(0, 1))
+        codes = [_as_code(text) for text in texts]
+        options = self._console.options.update(width=self._console.width // len(codes) - 6)  # borders and padding
+        height = 2 + max(len(self._console.render_lines(code, options)) for code in codes)
+        panels = []
+        for title, code in zip(titles, codes, strict=True):
+            grid.add_column(ratio=1)
+            colour = next((colour for name, colour in _COLOURS.items() if title.startswith(name)), "blue")
+            name = f"[{colour}]{title}"
+            panels.append(Panel(code, title=name, title_align="left", border_style=colour, height=height))
+        grid.add_row(*panels)
+        return grid
 
     def pool(self, rows: Sequence[PoolRow], free_blocks: int, total_blocks: int) -> None:
         """Draw which handle holds which block, one colour per handle, shared ones hollow."""
@@ -228,9 +189,9 @@ class RichView:
         for row in rows:
             colour = _COLOURS.get(row.name, "blue")
             cells = Text()
-            for cell in _cells(row, "▣", "■"):
+            for cell in row.cells("▣", "■"):
                 cells.append(f"{cell} ", style="white" if cell == "▣" else f"bold {colour}")
-            table.add_row(Text(row.name, style=colour), cells, Text(_counts(row), style="dim"))
+            table.add_row(Text(row.name, style=colour), cells, Text(row.counts, style="dim"))
         self._console.print(table)
         legend = "  [dim]▣ shared  ■ own[/dim]" if rows else ""
         self._console.print(f"[bold]pool[/bold]  {_pool_line(rows, free_blocks, total_blocks)}{legend}")
@@ -248,44 +209,8 @@ class RichView:
         self._console.print(Panel(table, title=f"[bold {colour}]{title}", border_style=colour, expand=False))
 
 
-class _LivePanels:
-    """Panels that are redrawn at most 15 times a second."""
-
-    def __init__(self, live: object, titles: Sequence[str], texts: _Texts) -> None:
-        from rich.live import Live
-
-        assert isinstance(live, Live)
-        self._live = live
-        self._titles = titles
-        self._texts = texts
-        self._drawn_at = 0.0
-
-    def add(self, place: int, piece: str) -> None:
-        self._texts.add(place, piece)
-        if time.monotonic() - self._drawn_at > 1 / 15:
-            self.draw()
-
-    def draw(self) -> None:
-        """Draw them as they are now, all as high as the highest."""
-        from rich.table import Table
-
-        grid = Table.grid(expand=True, padding=(0, 1))
-        for _ in self._titles:
-            grid.add_column(ratio=1)
-        codes = [_as_code(text) for text in self._texts.values]
-        width = self._live.console.width // len(codes) - 6  # borders and padding
-        options = self._live.console.options.update(width=width)
-        height = 2 + max(len(self._live.console.render_lines(code, options)) for code in codes)
-        grid.add_row(*(self._panel(*cell, height) for cell in zip(self._titles, codes, strict=True)))
-        self._live.update(grid, refresh=True)
-        self._drawn_at = time.monotonic()
-
-    @staticmethod
-    def _panel(title: str, code: RenderableType, height: int) -> RenderableType:
-        from rich.panel import Panel
-
-        colour = next((colour for name, colour in _COLOURS.items() if title.startswith(name)), "blue")
-        return Panel(code, title=f"[{colour}]{title}", title_align="left", border_style=colour, height=height)
+View = PlainView | RichView
+"""What the demo tells, in order."""
 
 
 def _as_code(text: str) -> RenderableType:

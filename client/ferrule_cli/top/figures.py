@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 
 from ferrule_client.types import Status
 from ferrule_client.views import Histogram, PrincipalView, ServerView
 
-__all__ = ["Figures", "History", "Latency", "Look", "PrincipalFigures", "Rates"]
+__all__ = ["LATENCIES", "Figures", "History", "Latency", "Look", "PrincipalFigures", "Rates"]
 
 WINDOW_S = 10.0
 """Quantiles, and the times of principals, are over so many seconds: one second has too few values for a p99."""
 
+LATENCIES = ("step", "queue", "first_token", "inter_token", "decode")
+
 _NUM_POINTS = 120
-_LATENCIES = ("step", "queue", "first_token", "inter_token", "decode")
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A look at a server.
+    """A look at a server."""
 
-    Attributes:
-        at_s: When, on ``time.monotonic`` of this machine.
-        status: How the server is doing.
-        view: The rest; None: the model is not loaded.
-        note: Why there is less to see than usual, for people; empty: nothing is missing.
-        model_id: Name of the model; empty: it is not loaded.
-        max_step_rows: Most rows in one step.
-    """
-
-    at_s: float
+    at_s: float  # when, on time.monotonic of this machine
     status: Status
-    view: ServerView | None = None
-    note: str = ""
-    model_id: str = ""
+    view: ServerView | None = None  # None: the model is not loaded
+    note: str = ""  # why there is less to see than usual, for people; empty: nothing is missing
+    model_id: str = ""  # empty: it is not loaded
     max_step_rows: int = 0
 
     @property
@@ -47,25 +38,17 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What happened between two looks, each per second unless it says otherwise; None: that cannot be told.
+    """What happened between two looks, each per second unless it says otherwise; None: that cannot be told."""
 
-    Attributes:
-        seconds: Between the looks.
-        rows_per_step: Mean rows of a step; None: there was no step.
-        busy: Share of the time in which a step was under way.
-        refused_by: Requests refused, by reason; those that were.
-        prefix_hit_rate: Share of the prompt tokens looked up that were found; None: none were looked up.
-    """
-
-    seconds: float
+    seconds: float  # between the looks
     generated_tokens: float
     prompt_tokens: float
     steps: float
-    rows_per_step: float | None
-    busy: float | None
+    rows_per_step: float | None  # mean; None: there was no step
+    busy: float | None  # share of the time in which a step was under way
     refused: float
-    refused_by: Mapping[str, float]
-    prefix_hit_rate: float | None
+    refused_by: Mapping[str, float]  # requests refused, by reason; those that were
+    prefix_hit_rate: float | None  # share of the prompt tokens looked up that were found; None: none were looked up
     forks: float
     expired: float
 
@@ -80,79 +63,61 @@ class Latency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrincipalFigures:
-    """One principal over the last seconds.
-
-    Attributes:
-        tokens: Appended per second.
-        queue_s: Mean wait of an append for its first step; None: it finished none.
-        run_s: Mean run time of the steps of an append.
-    """
+    """One principal over the last seconds."""
 
     principal: str
     live_sequences: int
     kv_tokens: int
     queued_jobs: int
-    tokens: float
-    queue_s: float | None
-    run_s: float | None
+    tokens: float  # appended per second
+    queue_s: float | None  # mean wait of an append for its first step; None: it finished none
+    run_s: float | None  # mean run time of the steps of an append
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """All that is shown of one look, and of those before it.
-
-    Attributes:
-        look: The newest.
-        rates: None: there is nothing yet to compare it with.
-        latencies: By ``step``, ``queue``, ``first_token``, ``inter_token`` and ``decode``.
-        principals: Whose appends wait longest first.
-        generated_points: Generated tokens per second between all looks, oldest first.
-        restarts: How often the server was restarted while we looked.
-    """
+    """All that is shown of one look, and of those before it."""
 
     look: Look
-    rates: Rates | None
-    latencies: Mapping[str, Latency]
-    principals: tuple[PrincipalFigures, ...]
-    generated_points: tuple[float, ...]
-    restarts: int = 0
+    rates: Rates | None  # None: there is nothing yet to compare the look with
+    latencies: Mapping[str, Latency]  # by step, queue, first_token, inter_token and decode
+    principals: tuple[PrincipalFigures, ...]  # whose appends wait longest first
+    generated_points: tuple[float, ...]  # generated tokens per second between all looks, oldest first
+    restarts: int = 0  # how often the server was restarted while we looked
 
 
-@dataclass(slots=True)
 class History:
     """Looks of the last seconds, all at one run of one server.
 
     Invariant: the looks are in order of time, of one epoch, and go back WINDOW_S at most, or else there are two.
     """
 
-    _looks: deque[Look] = field(default_factory=deque)
-    _points: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_POINTS))
-    _rates: Rates | None = None
-    _restarts: int = 0
+    def __init__(self) -> None:
+        self._looks: deque[Look] = deque()
+        self._points: deque[float] = deque(maxlen=_NUM_POINTS)
+        self._rates: Rates | None = None
+        self._restarts = 0
 
     def add(self, look: Look) -> Figures:
         """Take the newest look and return what is to be shown. A look that tells nothing new changes no rate."""
-        if self._looks and _epoch(self._looks[-1]) != _epoch(look):
-            self._restarts += bool(_epoch(self._looks[-1]))
-            self._looks.clear()
+        looks = self._looks
+        if looks and looks[-1].status.epoch != look.status.epoch:
+            self._restarts += bool(looks[-1].status.epoch)
+            looks.clear()
             self._rates = None
-        if self._looks and _seconds(self._looks[-1], look) <= 0.0:
-            self._looks.pop()
-        elif self._looks:
-            self._rates = rates(self._looks[-1], look)
+        if looks and _seconds(looks[-1], look) <= 0.0:
+            looks.pop()
+        elif looks:
+            self._rates = rates(looks[-1], look)
             self._points += [] if self._rates is None else [self._rates.generated_tokens]
-        self._looks.append(look)
-        while len(self._looks) > 2 and _seconds(self._looks[0], look) > WINDOW_S:
-            self._looks.popleft()
-        return self._figures(look)
-
-    def _figures(self, look: Look) -> Figures:
-        oldest = self._looks[0]
+        looks.append(look)
+        while len(looks) > 2 and _seconds(looks[0], look) > WINDOW_S:
+            looks.popleft()
         return Figures(
             look=look,
             rates=self._rates,
-            latencies=_latencies(oldest.view, look.view),
-            principals=_principals(oldest, look),
+            latencies=_latencies(looks[0].view, look.view),
+            principals=_principals(looks[0], look),
             generated_points=tuple(self._points),
             restarts=self._restarts,
         )
@@ -194,27 +159,26 @@ def rates(before: Look, now: Look) -> Rates | None:
 
 def as_dict(figures: Figures) -> dict[str, object]:
     """Return the figures as plain values for scripts; of the picture of the pool only how large its cells are."""
-    look = figures.look
-    view = look.view
-    facts: dict[str, object] = {"state": look.status.state, "instance": look.status.instance, "note": look.note}
-    facts["is_whole"] = look.is_whole
-    facts["rates"] = None if figures.rates is None else dataclasses.asdict(figures.rates)
+    look, view, status = figures.look, figures.look.view, figures.look.status
+    facts: dict[str, object] = {"state": status.state, "instance": status.instance, "note": look.note}
+    facts |= {"is_whole": look.is_whole, "rates": figures.rates and asdict(figures.rates)}
     if view is None:
-        return facts | {"load_progress": look.status.load_progress, "load_stage": look.status.load_stage}
-    facts |= {"uptime_s": round(view.uptime_s, 3), "model_id": look.model_id, "executor": look.status.executor}
-    facts |= {"max_step_rows": look.max_step_rows, "running_appends": view.running_appends}
-    facts |= {"queued_jobs": view.queued_jobs, "queue_depth": look.status.queue_depth}
-    facts["active_streams"] = look.status.active_streams
-    facts["kv"] = dataclasses.asdict(view.cache_metrics)
-    facts["latencies_s"] = {name: dataclasses.asdict(each) for name, each in figures.latencies.items()}
-    facts["live_sequences"] = look.status.live_sequences
-    facts["sequences"] = [dataclasses.asdict(each) for each in view.sequences]
-    facts["principals"] = [dataclasses.asdict(each) for each in figures.principals]
-    return facts
-
-
-def _epoch(look: Look) -> str:
-    return look.status.epoch
+        return facts | {"load_progress": status.load_progress, "load_stage": status.load_stage}
+    return facts | {
+        "uptime_s": round(view.uptime_s, 3),
+        "model_id": look.model_id,
+        "executor": status.executor,
+        "max_step_rows": look.max_step_rows,
+        "running_appends": view.running_appends,
+        "queued_jobs": view.queued_jobs,
+        "queue_depth": status.queue_depth,
+        "active_streams": status.active_streams,
+        "kv": asdict(view.cache_metrics),
+        "latencies_s": {name: asdict(each) for name, each in figures.latencies.items()},
+        "live_sequences": status.live_sequences,
+        "sequences": list(map(asdict, view.sequences)),
+        "principals": list(map(asdict, figures.principals)),
+    }
 
 
 def _seconds(before: Look, now: Look) -> float:
@@ -229,31 +193,29 @@ def _grown(before: float, now: float) -> float:
 
 
 def _latencies(old: ServerView | None, new: ServerView | None) -> dict[str, Latency]:
-    if new is None:
-        return {}
-
-    def lately(name: str) -> Latency:
-        total: Histogram = getattr(new, f"{name}_seconds")
-        part = total if old is None or old is new else total.since(getattr(old, f"{name}_seconds"))
-        return Latency(part.quantile(0.5), part.quantile(0.99))
-
-    return {name: lately(name) for name in _LATENCIES}
+    latencies = {}
+    for name in LATENCIES if new is not None else ():
+        part: Histogram = getattr(new, f"{name}_seconds")
+        if old is not None and old is not new:
+            part = part.since(getattr(old, f"{name}_seconds"))
+        latencies[name] = Latency(part.quantile(0.5), part.quantile(0.99))
+    return latencies
 
 
 def _principals(oldest: Look, look: Look) -> tuple[PrincipalFigures, ...]:
     if look.view is None:
         return ()
-    seconds = _seconds(oldest, look)
-    old = oldest.view
+    seconds, old = _seconds(oldest, look), oldest.view
+    known: dict[str, PrincipalView] = {}
+    is_complete = True
     if old is None or seconds <= 0.0:
-        figures = [_principal(None, one, look.view.uptime_s) for one in look.view.principals]
+        seconds = look.view.uptime_s
     else:
         known = {one.principal: one for one in old.principals}
         is_complete = old.known_principals <= len(old.principals)
-        figures = [
-            _principal(known.get(one.principal, None if is_complete else one), one, seconds)
-            for one in look.view.principals
-        ]
+    figures = [
+        _principal(known.get(one.principal, None if is_complete else one), one, seconds) for one in look.view.principals
+    ]
     return tuple(sorted(figures, key=lambda one: (-(one.queue_s or 0.0), -one.queued_jobs, one.principal)))
 
 

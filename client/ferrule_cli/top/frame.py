@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from rich.cells import cell_len
 from rich.text import Text
 
 from ferrule_cli.top.figures import WINDOW_S, Figures, Latency, Look, PrincipalFigures, Rates
-from ferrule_cli.top.parts import (
-    Column,
-    Glyphs,
-    bar,
-    block_lines,
-    clean,
-    legend,
-    short,
-    span,
-    spark,
-    table,
-)
+from ferrule_cli.top.parts import Column, Glyphs, bar, block_lines, clean, legend, short, span, spark, table
 from ferrule_client.views import SequenceView, ServerView
 
 __all__ = ["Frame", "map_cells"]
 
 _STATES = {"ready": "green", "busy": "green", "draining": "yellow", "starting": "yellow", "failed": "bright_red"}
+_TIMES = ("step", "queue", "decode", "first_token", "inter_token")
 _TWO_COLUMNS = 110
 _MIN_LIST = 3
 _BLOCKS_TITLE = len("-- blocks  ")
@@ -44,12 +35,7 @@ def _map_height(height: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Draws figures.
-
-    Args:
-        width, height: Cells of the screen.
-        glyphs: What pictures are made of.
-    """
+    """Draws figures on a screen of so many cells."""
 
     width: int
     height: int
@@ -58,18 +44,15 @@ class Frame:
     def lines(self, figures: Figures, *, note: str = "", hint: str = "") -> list[Text]:
         """Return at most ``height`` lines of at most ``width`` cells.
 
-        Args:
-            figures: What is shown.
-            note: That the server is away, if it is; stands on top, and then what was seen last is no state of it.
-            hint: What one can do; stands at the bottom.
+        A note stands on top: the server is away, and what was seen last is no state of it. A hint of what one can do
+        stands at the bottom.
         """
         lines = [self._header(figures.look, is_away=bool(note))]
         lines += [Text(clean(each), "bold yellow") for each in (note, *_notes(figures)) if each]
         view = figures.look.view
         room = self.height - bool(hint)
         if view is not None:
-            lines += self._activity(figures, view)
-            lines += self._pool(view)
+            lines += [*self._activity(figures, view), self._pool(view)]
             if view.block_map is not None:
                 lines += self._map(view, room - len(lines))
             lines += self._lists(figures, view, room - len(lines))
@@ -85,9 +68,8 @@ class Frame:
     def _header(self, look: Look, *, is_away: bool) -> Text:
         """Return the first line: the state of the server in any case, the rest as there is room."""
         status, view = look.status, look.view
-        name, state = (clean(status.instance), "cyan"), (f"{self.glyphs.dot} {status.state}", _style_of(status.state))
-        if is_away:
-            state = (f"{self.glyphs.dot} away", "bold yellow")
+        shown, style = ("away", "bold yellow") if is_away else (status.state, _STATES.get(status.state, ""))
+        name, state = (clean(status.instance), "cyan"), (f"{self.glyphs.dot} {shown}", style)
         line = Text.assemble(("ferrule top", "bold"), "  ", name, "  ", state)
         if cell_len(line.plain) > self.width:
             return Text.assemble(state, "  ", name)
@@ -105,8 +87,7 @@ class Frame:
         )
         room = max(0, min(60, self.width - 11 - cell_len(tokens.plain)))
         sparkline = spark(figures.generated_points, room, self.glyphs)
-        lines = [_labelled("tokens/s", tokens, (sparkline, "green"))]
-        lines.append(_labelled("steps", *self._steps(figures, view)))
+        lines = [_labelled("tokens/s", tokens, (sparkline, "green")), self._steps(figures, view)]
         queue = _words(
             ("jobs", short(view.queued_jobs) if figures.look.is_whole else _UNKNOWN),
             ("waiting", short(status.queue_depth)),
@@ -119,57 +100,40 @@ class Frame:
             lines.append(_labelled("ms p50/p99", self._latencies(figures)))
         return lines
 
-    def _steps(self, figures: Figures, view: ServerView) -> list[Text | tuple[str, str]]:
-        rates = figures.rates
-        parts: list[Text | tuple[str, str]] = [_words(("per second", _rate(rates, "steps")))]
+    def _steps(self, figures: Figures, view: ServerView) -> Text:
+        rates, levels = figures.rates, self.glyphs.levels
+        line = _labelled("steps", _words(("per second", _rate(rates, "steps"))))
         if not figures.look.is_whole:
-            return [*parts, _words(("sequences in the last", short(view.status.current_batch_size)))]
-        has_rows = rates is not None and rates.rows_per_step is not None
-        rows = _rate(rates, "rows_per_step") if has_rows else _UNKNOWN
-        parts.append(_words(("rows each", f"{rows} of {figures.look.max_step_rows}")))
+            return line.append_text(_words(("sequences in the last", short(view.status.current_batch_size))))
         busy = 0.0 if rates is None or rates.busy is None else rates.busy
-        parts.append(_words(("busy", f"{busy:.0%}")))
-        width = max(0, min(30, self.width - 11 - sum(cell_len(str(part)) for part in parts)))
-        parts.append(bar([(busy, self.glyphs.levels[0], "green"), (1 - busy, self.glyphs.levels[3], "dim")], width))
-        return parts
+        rows = f"{_rate(rates, 'rows_per_step')} of {figures.look.max_step_rows}"
+        line.append_text(_words(("rows each", rows), ("busy", f"{busy:.0%}")))
+        width = max(0, min(30, self.width - cell_len(line.plain)))
+        return line.append_text(bar([(busy, levels[0], "green"), (1 - busy, levels[3], "dim")], width))
 
     def _latencies(self, figures: Figures) -> Text:
-        names = {
-            "step": "step",
-            "queue": "queue",
-            "decode": "decode",
-            "first_token": "first token",
-            "inter_token": "next token",
-        }
         text = Text()
-        for name, title in names.items():
-            more = _words((title, _quantiles(figures.latencies.get(name, Latency()))))
+        for name in _TIMES:
+            title = name.replace("inter", "next").replace("_", " ")
+            each = figures.latencies.get(name, Latency())
+            more = _words((title, _UNKNOWN if each.p50 is None else f"{_ms(each.p50)}/{_ms(each.p99)}"))
             if cell_len(text.plain) + cell_len(more.plain) > self.width - 11:
                 break
             text.append_text(more)
         return text
 
-    def _pool(self, view: ServerView) -> list[Text]:
+    def _pool(self, view: ServerView) -> Text:
         kv, levels = view.cache_metrics, self.glyphs.levels
         num_blocks = kv.used_blocks + kv.cached_blocks + kv.empty_blocks
         total = max(1, num_blocks)
-        shares = (
-            (kv.shared_blocks, levels[0], "cyan"),
-            (kv.used_blocks - kv.shared_blocks, levels[1], "blue"),
-            (kv.cached_blocks, levels[2], "bright_black"),
-            (kv.empty_blocks, levels[3], "bright_black"),
-        )
-        width = max(8, min(40, self.width - 74))
-        picture = bar([(count / total, glyph, style) for count, glyph, style in shares], width)
-        counts = _words(
-            ("used", f"{kv.used_blocks / total:.0%}"),
-            ("of", f"{short(num_blocks)}"),
-            ("shared", short(kv.shared_blocks), "bold cyan"),
-            ("own", short(kv.used_blocks - kv.shared_blocks), "bold blue"),
-            ("cached", short(kv.cached_blocks)),
-            ("empty", short(kv.empty_blocks)),
-        )
-        return [_labelled("KV blocks", picture, "  ", counts)]
+        counts = (kv.shared_blocks, kv.used_blocks - kv.shared_blocks, kv.cached_blocks, kv.empty_blocks)
+        shares = [count / total for count in counts]
+        parts = zip(shares, levels, ("cyan", "blue", "bright_black", "bright_black"), strict=True)
+        picture = bar(list(parts), max(8, min(40, self.width - 74)))
+        shared, own, cached, empty = map(short, counts)
+        used = _words(("used", f"{kv.used_blocks / total:.0%}"), ("of", short(num_blocks)))
+        held = _words(("shared", shared, "bold cyan"), ("own", own, "bold blue"), ("cached", cached), ("empty", empty))
+        return _labelled("KV blocks", picture, "  ", used, held)
 
     def _map(self, view: ServerView, room: int) -> list[Text]:
         assert view.block_map is not None
@@ -183,12 +147,10 @@ class Frame:
         """Leases and principals: side by side where it is wide, else one below the other, principals with less."""
         if room < _MIN_LIST:
             return []
-        if not figures.look.is_whole:
-            return self._leases(view, self.width, room)
-        if self.width >= _TWO_COLUMNS:
+        if figures.look.is_whole and self.width >= _TWO_COLUMNS:
             left = (self.width - 3) // 2
             return _beside(self._leases(view, left, room), self._principals(figures, self.width - left - 3, room), left)
-        if room < 2 * _MIN_LIST:
+        if not figures.look.is_whole or room < 2 * _MIN_LIST:
             return self._leases(view, self.width, room)
         below = min(max(_MIN_LIST, 2 + len(figures.principals)), room // 2)
         leases = self._leases(view, self.width, room - below)
@@ -222,10 +184,6 @@ def _notes(figures: Figures) -> list[str]:
     return notes
 
 
-def _style_of(state: str) -> str:
-    return _STATES.get(state, "")
-
-
 def _labelled(label: str, *parts: Text | tuple[str, str] | str) -> Text:
     return Text.assemble((f"{label:<11}", "dim"), *parts)
 
@@ -239,7 +197,8 @@ def _words(*pairs: tuple[str, str] | tuple[str, str, str]) -> Text:
 
 
 def _rate(rates: Rates | None, name: str) -> str:
-    return _UNKNOWN if rates is None else short(getattr(rates, name))
+    value = getattr(rates, name, None)
+    return _UNKNOWN if value is None else short(value)
 
 
 def _hits(rates: Rates | None, view: ServerView) -> str:
@@ -257,32 +216,24 @@ def _ms(seconds: float | None) -> str:
     return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 100 else short(value)
 
 
-def _quantiles(latency: Latency) -> str:
-    return _UNKNOWN if latency.p50 is None else f"{_ms(latency.p50)}/{_ms(latency.p99)}"
-
-
 def _beside(left: Sequence[Text], right: Sequence[Text], width: int) -> list[Text]:
     lines = []
-    for row in range(max(len(left), len(right))):
-        line = left[row].copy() if row < len(left) else Text()
+    for one, other in zip_longest(left, right, fillvalue=Text()):
+        line = one.copy()
         line.pad_right(max(0, width + 3 - cell_len(line.plain)))
-        lines.append(line.append_text(right[row]) if row < len(right) else line)
+        lines.append(line.append_text(other))
     return lines
 
 
 def _left(sequence: SequenceView) -> str:
     if sequence.num_pending:
         return "in use"
-    return ("! " if _is_ending(sequence) else "") + span(sequence.expires_in_s)
-
-
-def _is_ending(sequence: SequenceView) -> bool:
-    return not sequence.num_pending and sequence.expires_in_s < _SOON_S
+    return ("! " if sequence.expires_in_s < _SOON_S else "") + span(sequence.expires_in_s)
 
 
 _LEASES: tuple[Column[SequenceView], ...] = (
     Column("handle", 16, lambda one: one.handle_id, is_left=True, style=lambda _: "cyan"),
-    Column("ends in", 7, _left, style=lambda one: "bright_red" if _is_ending(one) else ""),
+    Column("ends in", 7, _left, style=lambda one: "bright_red" if _left(one).startswith("!") else ""),
     Column("tokens", 6, lambda one: short(one.length), 1),
     Column("blocks", 6, lambda one: short(one.num_blocks), 3),
     Column("shared", 6, lambda one: short(one.num_shared_blocks), 4),

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from rich.cells import cell_len, set_cell_size
+from rich.console import Console
 from rich.text import Text
 
 from ferrule_client.views import BlockMap
 
-__all__ = ["ASCII", "UNICODE", "Column", "Glyphs", "bar", "block_lines", "clean", "legend", "short", "span", "spark"]
+__all__ = [
+    "ASCII",
+    "UNICODE",
+    "Column",
+    "Glyphs",
+    "bar",
+    "block_lines",
+    "clean",
+    "glyphs_of",
+    "legend",
+    "print_lines",
+    "short",
+    "span",
+    "spark",
+    "table",
+    "write_svg",
+]
 
 _T = TypeVar("_T")
 
@@ -34,11 +54,9 @@ class Glyphs:
 UNICODE = Glyphs("·", "░", "▄", "█", "+", "●", "─", "▁▂▃▄▅▆▇█", "█▓░·")
 ASCII = Glyphs(".", ":", "o", "O", "+", "*", "-", "_.-=*#", "#%:.")
 
-_OWN = "blue"
-_CACHED = "bright_black"
-_EMPTY = "bright_black"
-_SHARED = ((2, "cyan"), (4, "green"), (8, "yellow"), (255, "bright_red"))
-"""Colours by owners: up to so many."""
+_SHARED = ((2, "cyan"), (4, "green"), (8, "yellow"), (255, "bright_red"))  # colours by owners: up to so many
+_ELSEWHERE = re.compile(r"\s*@font-face \{\{.*?\n\s*\}\}|\s*<!--.*?-->", re.DOTALL)
+"""Fonts of the template of pictures that would be fetched, and who made it."""
 
 
 def clean(text: str) -> str:
@@ -87,23 +105,14 @@ def spark(points: Sequence[float], width: int, glyphs: Glyphs) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[_T]):
-    """A column of a table.
-
-    Attributes:
-        title: Its head.
-        width: Cells it takes.
-        value: What it says of an entry.
-        rank: Where there is no room, columns of higher rank are left out first.
-        is_left: Text begins at the left; numbers end at the right.
-        style: Of its text, for each entry.
-    """
+    """A column of a table."""
 
     title: str
-    width: int
-    value: Callable[[_T], str]
-    rank: int = 0
-    is_left: bool = False
-    style: Callable[[_T], str] = lambda _: ""
+    width: int  # cells
+    value: Callable[[_T], str]  # what it says of an entry
+    rank: int = 0  # where there is no room, columns of higher rank are left out first
+    is_left: bool = False  # text begins at the left; numbers end at the right
+    style: Callable[[_T], str] = lambda _: ""  # of its text, for each entry
 
 
 def table(columns: Sequence[Column[_T]], entries: Iterable[_T], width: int, height: int) -> list[Text]:
@@ -133,32 +142,22 @@ def _row(columns: Sequence[Column[_T]], cells: Sequence[tuple[str, str]]) -> Tex
 def block_lines(block_map: BlockMap, width: int, height: int, glyphs: Glyphs) -> tuple[list[Text], int]:
     """Return the picture of the pool in at most ``height`` lines of ``width`` cells, and the blocks in one cell."""
     merged = max(1, -(-len(block_map.cells) // max(1, width * height)))
-    cells, fill = _merge(block_map, merged)
-    lines = []
-    for start in range(0, len(cells), width):
-        line = Text()
-        for mark, share in zip(cells[start : start + width], fill[start : start + width], strict=True):
-            line.append(*_cell(mark, share, glyphs))
-        lines.append(line)
+    starts = range(0, len(block_map.cells), merged)
+    # One cell of several has the largest mark and the mean fill, which is above 0 where one of them is.
+    cells = [max(block_map.cells[start : start + merged]) for start in starts]
+    parts = [block_map.fill[start : start + merged] for start in starts]
+    fill = [-(-sum(part) // len(part)) if part else 0 for part in parts]
+    drawn = [_cell(mark, share, glyphs) for mark, share in zip(cells, fill, strict=True)]
+    lines = [Text.assemble(*drawn[start : start + width]) for start in range(0, len(drawn), width)]
     return lines, merged * block_map.cell_blocks
-
-
-def _merge(block_map: BlockMap, size: int) -> tuple[bytes, list[int]]:
-    """Make one cell of ``size``: the largest mark, the mean fill, which is above 0 where one of them is."""
-    starts = range(0, len(block_map.cells), size)
-    cells = bytes(max(block_map.cells[start : start + size]) for start in starts)
-    parts = [block_map.fill[start : start + size] for start in starts]
-    return cells, [-(-sum(part) // len(part)) if part else 0 for part in parts]
 
 
 def _cell(mark: int, fill: int, glyphs: Glyphs) -> tuple[str, str]:
     """Return the character and the style of a cell: digits are owners, so that it is told without colour too."""
-    if mark == 0:
-        return glyphs.empty, _EMPTY
-    if mark == 1:
-        return glyphs.cached, _CACHED
+    if mark <= 1:
+        return (glyphs.cached if mark else glyphs.empty), "bright_black"
     if mark == 2:
-        return (glyphs.own if fill == 255 else glyphs.part), _OWN
+        return (glyphs.own if fill == 255 else glyphs.part), "blue"
     owners = mark - 1
     colour = next(colour for most, colour in _SHARED if owners <= most)
     return str(owners) if owners <= 9 else glyphs.many, f"black on {colour}"
@@ -167,7 +166,8 @@ def _cell(mark: int, fill: int, glyphs: Glyphs) -> tuple[str, str]:
 def legend(cell_blocks: int, glyphs: Glyphs, width: int) -> Text:
     """Return what the characters of the picture mean, as much of it as there is room for, the unit first."""
     owners = Text.assemble(("2", _cell(3, 255, glyphs)[1]), ("-", "dim"), ("9", _cell(10, 255, glyphs)[1]))
-    parts = [_meaning(_cell(mark, fill, glyphs), text) for mark, fill, text in _MEANINGS]
+    known = ((0, 0, "empty"), (1, 0, "cached"), (2, 255, "one owner"))
+    parts = [_meaning(_cell(mark, fill, glyphs), text) for mark, fill, text in known]
     parts += [owners.append(" owners", "dim"), _meaning(_cell(200, 255, glyphs), "more")]
     if cell_blocks > 1:
         parts.insert(0, Text(f"{cell_blocks} a cell", "dim"))
@@ -181,8 +181,27 @@ def legend(cell_blocks: int, glyphs: Glyphs, width: int) -> Text:
     return text
 
 
-_MEANINGS = ((0, 0, "empty"), (1, 0, "cached"), (2, 255, "one owner"))
-
-
 def _meaning(cell: tuple[str, str], meaning: str) -> Text:
     return Text.assemble(cell, (f" {meaning}", "dim"))
+
+
+def glyphs_of(console: Console) -> Glyphs:
+    """Return characters that the console can show."""
+    return UNICODE if console.encoding.lower().startswith("utf") else ASCII
+
+
+def print_lines(console: Console, lines: Sequence[Text]) -> None:
+    """Print lines, none of which is broken; without colours where the console has none."""
+    for line in lines:
+        line.rstrip()
+        console.print(line, no_wrap=True, overflow="ignore", crop=False)
+
+
+def write_svg(path: Path, lines: Sequence[Text], width: int) -> None:
+    """Write lines as a picture of a terminal, ``width`` cells wide, in whatever fixed-width font the reader has."""
+    from rich._export_format import CONSOLE_SVG_FORMAT  # no public name: here it can only keep a picture from being
+
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    print_lines(console, lines)
+    template = _ELSEWHERE.sub("", CONSOLE_SVG_FORMAT).replace("Fira Code", "monospace")
+    path.write_text(console.export_svg(title="ferrule top", code_format=template, unique_id="ferrule"), "utf-8")

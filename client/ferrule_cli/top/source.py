@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import time
+from datetime import datetime
 
-from ferrule_cli.top.figures import Look
+from ferrule_cli.top.figures import LATENCIES, Look
 from ferrule_client.errors import AuthError, DrainingError, FerruleError, StartingError, UnsupportedError
 from ferrule_client.sync.client import Client
 from ferrule_client.types import CacheMetrics, CacheSummary, Status
@@ -13,23 +14,13 @@ from ferrule_client.views import Histogram, SequenceView, ServerView
 
 __all__ = ["Source"]
 
-MAX_SEQUENCES = 256
-_MAX_OWN = 256
+_MAX_SEQUENCES = 256
 _NOTHING = Histogram(upper_bounds=(), counts=(0,), sum=0.0)
-_NO_ROLE = "without the admin role: status, cache metrics and your own handles"
-_NO_NAME = (
-    "the proxy shows a whole server by name only, with --instance NAME: status, cache metrics and your own handles"
-)
-_OLDER = "an older server, which has no server view: status, cache metrics and your own handles"
+_NO_NAME = "the proxy shows a whole server by name only, with --instance NAME"
 
 
 class Source:
-    """Looks at one server.
-
-    Args:
-        client: Connected to it.
-        timeout_s: Longest wait for one answer.
-    """
+    """Looks at the server of a client; ``timeout_s`` is the longest wait for one answer."""
 
     def __init__(self, client: Client, timeout_s: float) -> None:
         self._client = client
@@ -40,11 +31,7 @@ class Source:
         self._is_loaded = False
 
     def look(self, max_cells: int) -> Look:
-        """Look once; what the caller is not told is left out, with a note.
-
-        Raises:
-            FerruleError: The server does not answer, or tells this caller nothing.
-        """
+        """Look once; what the caller is not told is left out, with a note."""
         try:
             return self._look(max(1, max_cells))
         except FerruleError:
@@ -62,13 +49,13 @@ class Source:
         if self._note:  # asking again and again would fill the server's log
             return self._look_as_guest()
         try:
-            view = client.admin.server_view(max_cells=max_cells, max_sequences=MAX_SEQUENCES, timeout=timeout)
+            view = client.admin.server_view(max_cells=max_cells, max_sequences=_MAX_SEQUENCES, timeout=timeout)
             self._learn()
             return Look(time.monotonic(), view.status, view, "", self._model_id, self._max_step_rows)
         except AuthError as error:
-            self._note = _NO_ROLE if error.reason == "ROLE_REQUIRED" else _NO_NAME
+            self._note = "without the admin role" if error.reason == "ROLE_REQUIRED" else _NO_NAME
         except UnsupportedError:
-            self._note = _OLDER
+            self._note = "an older server, which has no server view"
         except (StartingError, DrainingError):
             self._is_loaded = False
             return Look(time.monotonic(), client.status(timeout=timeout))
@@ -79,8 +66,9 @@ class Source:
         status = client.status(timeout=timeout)
         self._learn()
         metrics = client.admin.cache_metrics(timeout=timeout)
-        caches = list(itertools.islice(client.list_caches(timeout=timeout), _MAX_OWN))
-        return Look(time.monotonic(), status, _guest_view(status, metrics, caches), self._note, self._model_id)
+        caches = list(itertools.islice(client.list_caches(timeout=timeout), _MAX_SEQUENCES))
+        note = f"{self._note}: status, cache metrics and your own handles"
+        return Look(time.monotonic(), status, _guest_view(status, metrics, caches), note, self._model_id)
 
     def _learn(self) -> None:
         """Ask for what does not change while the server runs."""
@@ -91,11 +79,9 @@ class Source:
 
 def _guest_view(status: Status, metrics: CacheMetrics, caches: list[CacheSummary]) -> ServerView:
     """Return what a caller without the admin role sees, in the shape of what admins do."""
-    sequences = sorted(map(_own_sequence, caches), key=lambda one: one.expires_in_s)
-    now = time.time()
     return ServerView(
         time=None,
-        uptime_s=0.0 if status.start_time is None else max(0.0, now - status.start_time.timestamp()),
+        uptime_s=_age_s(status.start_time),
         status=status,
         cache_metrics=metrics,
         running_appends=0,
@@ -104,19 +90,14 @@ def _guest_view(status: Status, metrics: CacheMetrics, caches: list[CacheSummary
         step_ns=0,
         num_refused={},
         block_map=None,
-        sequences=tuple(sequences),
+        sequences=tuple(sorted(map(_own_sequence, caches), key=lambda one: one.expires_in_s)),
         principals=(),
         known_principals=0,
-        step_seconds=_NOTHING,
-        queue_seconds=_NOTHING,
-        first_token_seconds=_NOTHING,
-        inter_token_seconds=_NOTHING,
-        decode_seconds=_NOTHING,
+        **{f"{name}_seconds": _NOTHING for name in LATENCIES},
     )
 
 
 def _own_sequence(cache: CacheSummary) -> SequenceView:
-    age_s = 0.0 if cache.create_time is None else max(0.0, time.time() - cache.create_time.timestamp())
     return SequenceView(
         handle_id=cache.handle_id,
         parent_handle_id="",
@@ -128,7 +109,11 @@ def _own_sequence(cache: CacheSummary) -> SequenceView:
         kv_bytes=cache.kv_bytes,
         expires_in_s=cache.lease.expires_in_s,
         ttl_s=cache.lease.ttl_s,
-        age_s=age_s,
+        age_s=_age_s(cache.create_time),
         num_pending=0,
         is_appending=False,
     )
+
+
+def _age_s(start: datetime | None) -> float:
+    return 0.0 if start is None else max(0.0, time.time() - start.timestamp())

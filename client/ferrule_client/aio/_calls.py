@@ -22,19 +22,18 @@ from ferrule_client._tip import Tip, using
 from ferrule_client.aio._connection import Connection
 from ferrule_client.aio._lease import LeaseKeeper
 from ferrule_client.errors import FerruleError, PendingTokenError, WrongInstanceError
-from ferrule_client.items import Append, Verify
+from ferrule_client.items import Append, Item, Verify
 from ferrule_client.policy import Policy
 from ferrule_client.types import CacheInfo, Handle, Lease, OnStale, Pending, Released, Tokens
 
 if TYPE_CHECKING:
     from ferrule_client.aio.cache import AsyncCache
 
-__all__ = ["SequenceCalls", "calls_of", "release_all", "tip_of"]
-
 _log = logging.getLogger(__name__)
 
 _Request = TypeVar("_Request", bound=SequenceRequest)
 _Reply = TypeVar("_Reply")
+_R = TypeVar("_R")
 
 _END_S = 5.0
 _OTHER_MODEL = "the server runs another model now, for which the same tokens are another state: nothing was recovered"
@@ -49,19 +48,10 @@ class SequenceCalls:
         tip: The sequence.
         keep_alive: True: its lease is renewed in the background.
         recovery: How to prefill its tokens again when it is lost; None: that is not done.
-
-    Attributes:
-        tip: The sequence.
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        keeper: LeaseKeeper,
-        tip: Tip,
-        *,
-        keep_alive: bool,
-        recovery: PromptOptions | None,
+        self, connection: Connection, keeper: LeaseKeeper, tip: Tip, *, keep_alive: bool, recovery: PromptOptions | None
     ) -> None:
         self._connection = connection
         self._keeper = keeper
@@ -76,16 +66,34 @@ class SequenceCalls:
         return self._recovery is not None
 
     def of_branch(self, tip: Tip, ttl: float | None) -> SequenceCalls:
-        """Return the calls of a branch of this sequence, in the same manner.
-
-        Args:
-            tip: The branch.
-            ttl: The lease in seconds that was asked for, if one was.
-        """
+        """Return the calls of a branch of this sequence, for whose lease so many seconds were asked for, if any."""
         recovery = self._recovery and dataclasses.replace(
             self._recovery, ttl=self._recovery.ttl if ttl is None else ttl, reserve_length=None
         )
         return SequenceCalls(self._connection, self._keeper, tip, keep_alive=self._keep_alive, recovery=recovery)
+
+    async def perform(self, item: Item[_R], timeout: Timeout) -> _R:
+        """Run an append or a verify by a call of its own and return what it brought, an output or a verification."""
+        timeout, stub = self._connection.until(timeout), self._connection.executor
+        sent = await self.prepare_item(item, timeout)
+        method: Any  # of the kind of the item, as its request and its reply
+        request: Any
+        if isinstance(sent, executor_pb2.VerifyInput):
+            method, request = stub.ForwardVerify, executor_pb2.ForwardVerifyRequest(input=sent)
+        else:
+            assert isinstance(item, Append)
+            _messages.check_scoring(item.policy, len(sent.input_ids), all_positions=item.all_positions)
+            method, request = stub.Decode, executor_pb2.DecodeRequest(input=sent)
+            if len(sent.input_ids) > 1 or item.all_positions:
+                method = stub.Prefill
+                request = _messages.prefill_request(sent, item.policy, all_positions=item.all_positions)
+        with using(self.tip):
+            try:
+                reply = await self.call_once_more(method, request, timeout, creates=_messages.creates(sent))
+            except BaseException as error:
+                self.tip.doubt(_messages.tokens_of(sent), error)
+                raise
+        return self.tip.settled(item, sent, reply.output)
 
     async def prepare(
         self,
@@ -97,7 +105,7 @@ class SequenceCalls:
         drafts: Sequence[int] = (),
         draws: bool = False,
         branches: bool = False,
-        timeout: Timeout = USE_DEFAULT,
+        timeout: Timeout,
     ) -> executor_pb2.DecodeInput:
         """Return the message of the next append.
 
@@ -106,10 +114,10 @@ class SequenceCalls:
         yet, because they may still be on their way; the server takes appends one by one.
 
         Args:
-            tokens: As in ``Cache.append``.
-            policy: As in ``Cache.append``.
-            on_stale: As in ``Cache.append``.
-            pending: As in ``Cache.append``.
+            tokens: As in ``Cache.append``; so are the arguments up to ``pending``.
+            policy: How the token after them is chosen.
+            on_stale: What to do if somebody else appended meanwhile.
+            pending: What to do with a pending token.
             drafts: Tokens that are sent besides and may be appended too.
             draws: True: what is appended depends on draws, so it repeats no append in doubt; and without tokens it is
                 still an append.
@@ -124,7 +132,7 @@ class SequenceCalls:
         else:
             ids = _check.token_list(tokens)
             given = tokens if isinstance(tokens, (Sequence, np.ndarray)) else [tokens]
-        if tip.num_unseen:
+        if tip.beyond:  # a frame was not handed out whole: what is left of it is dropped
             newest = tip.pending, tip.last
             await self.truncate(tip.length, timeout=timeout)
             tip.pending, tip.last = newest
@@ -140,13 +148,13 @@ class SequenceCalls:
             _messages.aim(sent, tip.handle)  # looking may have brought a lost sequence back
         return sent
 
-    async def prepare_verify(self, item: Verify[Any], *, timeout: Timeout = USE_DEFAULT) -> executor_pb2.VerifyInput:
-        """Return the message of a verify.
-
-        Args:
-            item: What is asked for.
-            timeout: As in ``prepare``.
-        """
+    async def prepare_item(
+        self, item: Item[Any], timeout: Timeout
+    ) -> executor_pb2.DecodeInput | executor_pb2.VerifyInput:
+        """Return the message of an append or a verify."""
+        if isinstance(item, Append):
+            return await self.prepare(item.tokens, item.policy, item.on_stale, pending=item.pending, timeout=timeout)
+        assert isinstance(item, Verify)
         policy = _messages.verify_policy(item.policy, item.acceptance, item.draft_probs)
         drafts = _check.token_list(item.draft)
         if drafts and item.pending != "drop" and self.tip.is_pending(item.draft[0]):
@@ -156,25 +164,13 @@ class SequenceCalls:
         )
         return _messages.verify_input(base, policy, item)
 
-    async def prepare_append(
-        self, item: Append[Any], *, timeout: Timeout = USE_DEFAULT
-    ) -> executor_pb2.DecodeInput | executor_pb2.UnifiedBatchItem:
-        """Return the message of an append on a stream.
-
-        Args:
-            item: What is asked for.
-            timeout: As in ``prepare``.
-        """
-        base = await self.prepare(item.tokens, item.policy, item.on_stale, pending=item.pending, timeout=timeout)
-        return _messages.chunk_input(base, item) if item.is_chunk else base
-
     async def truncate(self, length: int, *, timeout: Timeout = USE_DEFAULT) -> int:
         """Shorten the sequence as ``Cache.truncate`` does."""
         tip = self.tip
-        request = _messages.truncate_request(tip.at(min(length, tip.length)), length)
+        request = _messages.truncate_request(tip.live_handle(), length)
         tip.interrupt()
         with using(tip):
-            reply = await self.call_once_more(self._connection.executor.TruncateKv, request, timeout, covers_all=True)
+            reply = await self.call_once_more(self._connection.executor.TruncateKv, request, timeout)
         tip.cut(_convert.handle_from_message(reply.kv_cache))
         return reply.freed_blocks
 
@@ -203,7 +199,6 @@ class SequenceCalls:
         timeout: Timeout,
         *,
         creates: bool = False,
-        covers_all: bool = False,
     ) -> _Reply:
         """Run one call; when the sequence is lost and brought back, once more on the one that replaces it.
 
@@ -212,7 +207,6 @@ class SequenceCalls:
             request: Its request; aimed at the new sequence if need be.
             timeout: Seconds for everything together.
             creates: True: the call makes new sequences.
-            covers_all: True: it names a length up to which the handle may not reach, in the middle of a generation.
 
         Raises:
             FerruleError: It failed; one that says the sequence is lost has its tokens.
@@ -222,10 +216,7 @@ class SequenceCalls:
         try:
             return await self._connection.run(method, request, attempts)
         except FerruleError as error:
-            if not is_lost(error, self.tip.handle):
-                raise
-            self.tip.tell(error)
-            await self.revive(error, attempts, covers_all=covers_all)
+            await self.bring_back(error, self.tip.handle, attempts)
         _messages.aim(request, self.tip.handle)
         try:
             return await self._connection.run(method, request, attempts)
@@ -233,58 +224,45 @@ class SequenceCalls:
             self.tip.tell(error)
             raise
 
-    async def revive(self, error: FerruleError, attempts: Attempts, *, covers_all: bool = False) -> None:
-        """Bring the lost sequence back, as a new one of the same tokens.
+    async def bring_back(self, error: FerruleError, handle: Handle, attempts: Attempts) -> None:
+        """Bring the sequence back as a new one of the same tokens, if that was not done since.
 
         Args:
-            error: What said that it is lost.
-            attempts: Those of the call that found out; the prefill has what is left of its time.
-            covers_all: True: the new handle covers all tokens handed out but the pending one. False: as many as the old
-                one.
+            error: What a call failed with.
+            handle: What the call named.
+            attempts: Those of the call; the prefill has what is left of its time.
 
         Raises:
-            FerruleError: ``error``, if that is not done or cannot be, or what the prefill failed with.
+            FerruleError: ``error``, if it does not say that the sequence is lost, or that is not done or cannot be; or
+                what the prefill failed with.
         """
+        if not is_lost(error, handle):
+            raise error
+        self.tip.tell(error)
+        if handle.cache_id != self.tip.handle.cache_id:
+            return
         token_ids = self.tip.token_ids
         if self._recovery is None or token_ids is None:
             raise error
-        request = _messages.prompt_request(token_ids, self._recovery)
+        request = _messages.prompt_request([*token_ids, *self.tip.beyond], self._recovery)
         rest = attempts.rest(creates=True, has_request_id=True)
         try:
             reply = await self._connection.run(self._connection.executor.Prefill, request, rest)
         except FerruleError as failure:
             failure.add_note(f"the sequence is lost ({error.reason}), and this is what prefilling it again failed with")
             raise
-        output = reply.output
-        before, handle = self.tip.handle, _convert.handle_from_message(output.kv_cache)
-        if handle.lineage != before.lineage:
-            await self._end_stranger(handle)
+        new = _convert.handle_from_message(reply.output.kv_cache)
+        if new.lineage != self.tip.handle.lineage:
+            await self._end_stranger(new)
             error.add_note(_OTHER_MODEL)
             raise error
-        if covers_all and (beyond := self.tip.pending[:-1]):
-            handle = await self._extended(handle, beyond, attempts)
-        ids = before.handle_id, handle.handle_id
-        _log.info("recovered handle_id=%s as=%s reason=%s length=%d", *ids, error.reason, handle.length)
-        self.tip.revive(handle, _convert.granted_ttl_s(output))
+        ids = handle.handle_id, new.handle_id
+        _log.info("recovered handle_id=%s as=%s reason=%s length=%d", *ids, error.reason, new.length)
+        self.tip.revive(new, _convert.granted_ttl_s(reply.output))
         self._keep()
 
-    async def _extended(self, handle: Handle, token_ids: Sequence[int], attempts: Attempts) -> Handle:
-        """Append tokens to a new sequence and return the handle that covers them."""
-        request = _messages.append_request(handle, token_ids)
-        try:
-            reply = await self._connection.run(self._connection.executor.Prefill, request, attempts.rest())
-        except FerruleError:
-            await self._end_stranger(handle)
-            raise
-        return _convert.handle_from_message(reply.output.kv_cache)
-
     def renewed(self, lease: Lease | FerruleError, asked_s: float | None) -> None:
-        """Take over a lease that was renewed apart from the cache.
-
-        Args:
-            lease: The lease, or why there is none.
-            asked_s: What was asked for in seconds, if another length was.
-        """
+        """Take over a lease that was renewed apart from the cache, for as many seconds as were asked for, if any."""
         if not isinstance(lease, Lease):
             return
         if self._recovery is not None and asked_s is not None:

@@ -22,19 +22,18 @@ from ferrule_client._retry import Attempts, RetrySettings
 from ferrule_client._route import instance_of, instance_of_handle
 from ferrule_client._status import behind_proxy, cut_off, error_from_call, no_answer, no_server
 from ferrule_client._timeouts import USE_DEFAULT, Timeout, Until, UseDefault
-from ferrule_client.aio._stream_call import ReplyCall
+from ferrule_client.aio._stream_call import OpenCall, open_replies
 from ferrule_client.aio._wire import Wire
 from ferrule_client.errors import (
     CallCancelledError,
     FerruleError,
     InstanceUnreachableError,
     MaskUnknownError,
+    UnavailableError,
     WrongInstanceError,
 )
 from ferrule_client.masks import TokenMask
 from ferrule_client.types import Capabilities, Handle, ModelInfo, TlsConfig
-
-__all__ = ["REQUEST_IDS", "Connection"]
 
 _log = logging.getLogger(__name__)
 
@@ -56,21 +55,7 @@ _Reply = TypeVar("_Reply")
 class Connection:
     """One channel, shared by a client and everything it makes; safe to use from several tasks.
 
-    Args:
-        target: ``host:port`` or ``unix:PATH``.
-        token: Bearer token sent with every call, or None.
-        tls: True or a ``TlsConfig`` for TLS, None for plain text.
-        timeout: Seconds a call may take unless it says otherwise; None means no limit.
-        retry: When calls are tried again.
-        instance: The one that calls are for which name no handle; None: any.
-        extra: Metadata for each call besides, or None.
-
-    Attributes:
-        handle_limit: How many handles go in one request.
-
-    Raises:
-        TypeError: The target or the token is not a text.
-        ValueError: One of them or the instance is malformed, or the timeout not more than 0.
+    Its arguments are those of the client; calls that name no handle are for ``instance``.
     """
 
     def __init__(
@@ -130,31 +115,24 @@ class Connection:
         limit_s = self.resolve(timeout)
         return Attempts(self._retry, limit_s, creates=creates, has_request_id=has_request_id, is_patient=is_patient)
 
-    async def wait(self, attempts: Attempts, error: FerruleError, cause: grpc.RpcError | None = None) -> None:
+    async def wait(self, attempts: Attempts, error: FerruleError) -> None:
         """Wait before the next attempt.
 
         Whether the server honours request ids is asked for only here, when a creation has broken, and once.
 
-        Args:
-            attempts: Those of the call.
-            error: What the last one failed with.
-            cause: The gRPC error that caused it.
-
         Raises:
-            FerruleError: ``error``, if there is to be no further attempt.
+            FerruleError: ``error``, which the last attempt failed with, if there is to be no further one.
         """
         if attempts.needs_to_know(error):
-            attempts.learn(has_request_ids=await self._has_request_ids(attempts))
-        if not isinstance(error, InstanceUnreachableError):
-            await self.sleep(attempts.pause_s(error, cause))
-            return
-        if time.monotonic() < self._unreachable.get(error.instance, 0.0):
-            raise error from cause
+            attempts.is_repeatable = await self._has_request_ids(attempts)
+        is_dead = isinstance(error, InstanceUnreachableError)
+        if is_dead and time.monotonic() < self._unreachable.get(error.metadata["instance"], 0.0):
+            raise error
         try:
-            await self.sleep(attempts.pause_s(error, cause))
-        except InstanceUnreachableError:
+            await self.sleep(attempts.pause_s(error))
+        except InstanceUnreachableError as dead:
             if attempts.has_tried_all:  # else this call had no time: that says nothing to those that have
-                self._unreachable[error.instance] = time.monotonic() + _GONE_S
+                self._unreachable[dead.instance] = time.monotonic() + _GONE_S
             raise
 
     async def sleep(self, seconds: float) -> None:
@@ -179,9 +157,6 @@ class Connection:
             creates: True: the call makes new sequences.
             has_request_id: True: such a call carries an id, the same in all its attempts.
 
-        Returns:
-            The reply.
-
         Raises:
             FerruleError: The call failed for good.
         """
@@ -194,14 +169,7 @@ class Connection:
         attempts: Attempts,
         instance: str = "",
     ) -> _Reply:
-        """Run one call as ``unary`` does, with attempts that may be under way already.
-
-        Args:
-            method: A method of one of the stubs.
-            request: Its request.
-            attempts: Those of the call.
-            instance: The one it is for; empty: that of its handle.
-        """
+        """Run one call as ``unary`` does, with attempts that may be under way, at an instance or that of its handle."""
         instance, told = instance or self.instance_of(request), ""
         while True:
             self._check_open()
@@ -212,7 +180,7 @@ class Connection:
                 if isinstance(ours, WrongInstanceError) and not told and ours.instance not in (None, instance):
                     instance = told = ours.instance or ""  # once: it is told where the sequence is
                 elif not await self.restore_masks(ours, [request], attempts):
-                    await self.wait(attempts, ours, error)
+                    await self.wait(attempts, ours)
                 continue
             except ValueError:  # gRPC's answer to a channel that was closed just now
                 if not self.is_closed:
@@ -232,39 +200,46 @@ class Connection:
 
     def open_replies(
         self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply], request: _Request, instance: str = ""
-    ) -> ReplyCall[_Reply]:
-        """Open a call that answers with a stream of replies, without retries of its own.
-
-        Args:
-            method: A method of one of the stubs.
-            request: Its request.
-            instance: The one it is for; empty: that of its handle.
+    ) -> OpenCall[_Reply]:
+        """Open a call that answers with a stream of replies, at an instance or that of its handle; without retries.
 
         Raises:
             CallCancelledError: The client is closed.
         """
         self._check_open()
         try:
-            return ReplyCall(self.wire, method, request, instance or self.instance_of(request))
+            return open_replies(self.wire, method, request, instance or self.instance_of(request))
         except ValueError:  # gRPC's answer to a channel that was closed just now
             self._check_open()
             raise
 
+    async def receive(self, call: OpenCall[_Reply], attempts: Attempts) -> _Reply | FerruleError:
+        """Return the next reply of an open call, or the error that it broke by.
+
+        Raises:
+            DeadlineExceededError: Nothing came in time.
+            CallCancelledError: The call or the client was closed meanwhile.
+        """
+        try:
+            return await call.receive(attempts.remaining())
+        except grpc.RpcError as error:
+            return self.typed(error, call.instance)
+        except StopAsyncIteration:
+            text = "the server ended the call before its end"
+            return UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text)
+
     def typed(self, error: grpc.RpcError, instance: str = "") -> FerruleError:
-        """Return our error for one of gRPC's.
+        """Return our error for one of gRPC's, which is its cause.
 
         Where nobody listens, it names the address, or the instance behind it. A call that was cancelled, though not by
         closing this client, broke like a connection: the server, or a proxy, went down under it.
-
-        Args:
-            error: What gRPC raised.
-            instance: The one that the call was for; empty: any.
         """
         ours = error_from_call(error)
         if ours.reason == "CONNECTION_FAILED":
-            return behind_proxy(self.target, instance, ours.message) or no_server(self.target, ours.message)
-        if isinstance(ours, CallCancelledError) and not self.is_closed:
-            return cut_off(ours.message)
+            ours = behind_proxy(self.target, instance, ours.message) or no_server(self.target, ours.message)
+        elif isinstance(ours, CallCancelledError) and not self.is_closed:
+            ours = cut_off(ours.message)
+        ours.__cause__ = error.with_traceback(None)  # else each would keep the other alive
         return ours
 
     async def model_info(self, timeout: Timeout = USE_DEFAULT, *, is_patient: bool = False) -> ModelInfo:
@@ -282,30 +257,22 @@ class Connection:
     async def ask_handle_limit(self, num_handles: int, timeout: Timeout) -> None:
         """Ask the server how many handles a request may hold, once, if a list is longer than the assumed limit.
 
-        If the server does not say, the assumed limit stands, and refusals lower it.
-
-        Args:
-            num_handles: Length of the list.
-            timeout: Seconds for the call that has the list; a quarter of them at most is used.
+        If the server does not say in a quarter of the time, the assumed limit stands, and refusals lower it.
         """
         if num_handles <= self.handle_limit.most or self.handle_limit.is_asked:
             return
         self.handle_limit.is_asked = True
         limit_s = self.resolve(timeout)
+        ask_s = _ASK_S if limit_s is None else max(0.001, min(_ASK_S, limit_s / 4))
         try:
-            await self._ask_capabilities(
-                self.attempts(_ASK_S if limit_s is None else max(0.001, min(_ASK_S, limit_s / 4)))
-            )
+            await self._ask_capabilities(self.attempts(ask_s))
         except FerruleError as error:
             _log.debug("limit of handles unknown reason=%s", error.reason)
 
     async def register_masks(self, bits: Sequence[bytes], attempts: Attempts, instance: str = "") -> list[TokenMask]:
-        """Have masks kept on the server and return them with their names; they are registered again when it drops them.
+        """Have packed masks kept on the server, or one instance, and return them with their names.
 
-        Args:
-            bits: Their packed forms.
-            attempts: Those of the call.
-            instance: The one that is to keep them; empty: any.
+        They are registered again when it drops them.
         """
         most = max(1, (self._capabilities or await self._ask_capabilities(attempts)).max_masks_per_request)
         masks: list[TokenMask] = []
@@ -323,11 +290,6 @@ class Connection:
 
         Of several servers the one that has the sequence is given them. A request that names no handle may reach another
         one next time, so if registering has not helped it, it takes the masks along.
-
-        Args:
-            error: What came of the requests.
-            requests: Messages with policies, of one instance.
-            attempts: Those of the call.
         """
         if not isinstance(error, MaskUnknownError) or not attempts.may_restore_masks():
             return False
@@ -359,9 +321,8 @@ class Connection:
         """
         _check.text(text)
         request = tokenizer_pb2.TokenizeRequest(text=text, parse_special_tokens=True)
-        return list(
-            (await self.run(self.tokenizer.Tokenize, request, self.attempts(timeout, is_patient=is_patient))).token_ids
-        )
+        reply = await self.run(self.tokenizer.Tokenize, request, self.attempts(timeout, is_patient=is_patient))
+        return list(reply.token_ids)
 
     async def close(self) -> None:
         """Close the channel; calls under way are cancelled. Closing twice changes nothing."""

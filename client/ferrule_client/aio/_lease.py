@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import weakref
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
-from ferrule_client._leases import call_timeout_s, due_groups, lease_s, note_failure, note_loss, pause_s
+from ferrule_client._leases import Leases, call_timeout_s
 from ferrule_client._tip import Tip
 from ferrule_client.aio._wire import is_running
 from ferrule_client.errors import FerruleError
 from ferrule_client.types import Handle, Lease
-
-__all__ = ["LeaseKeeper"]
-
 
 Renew = Callable[[Sequence[Handle], float], Awaitable[Sequence[Lease | FerruleError]]]
 """Renews leases in one call of at most so many seconds; the answers are those of the first handles, at least one."""
@@ -25,27 +20,22 @@ class LeaseKeeper:
     """Renews the lease of each registered sequence at a third of its length.
 
     Invariant: while a sequence is registered and the keeper is open, either a timer is set or a task renews; otherwise
-    there is neither. Sequences are held weakly.
-
-    Args:
-        renew: Renews many leases in one call.
+    there is neither.
     """
 
     def __init__(self, renew: Renew) -> None:
         self._renew = renew
         self._loop = asyncio.get_running_loop()
-        self._due: weakref.WeakKeyDictionary[Tip, float] = weakref.WeakKeyDictionary()
+        self._leases = Leases()
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_closed = False
-        self._num_failures: Counter[str] = Counter()  # in a row, by instance
 
     def add(self, tip: Tip) -> None:
         """Keep a sequence from now on, its lease being new. Adding it again only starts over."""
         if self._is_closed:
             return
-        due = self._loop.time() + lease_s(tip) / 3
-        self._due[tip] = due
+        due = self._leases.begin(tip, self._loop.time())
         if self._task is None and (self._timer is None or due < self._timer.when()):
             self._set_timer(due)
 
@@ -67,13 +57,14 @@ class LeaseKeeper:
             await asyncio.wait([task])
 
     def _forget(self, tip: Tip) -> None:
-        self._due.pop(tip, None)
-        if not self._due:
+        self._leases.due.pop(tip, None)
+        if not self._leases.due:
             self._stop_timer()
 
-    def _set_timer(self, due: float) -> None:
+    def _set_timer(self, due: float | None) -> None:
         self._stop_timer()
-        self._timer = self._loop.call_at(due, self._begin)
+        if due is not None:
+            self._timer = self._loop.call_at(due, self._begin)
 
     def _stop_timer(self) -> None:
         timer, self._timer = self._timer, None
@@ -83,14 +74,10 @@ class LeaseKeeper:
     def _begin(self) -> None:
         """Renew all sequences as soon as one of them is due; else wait for the next one."""
         self._timer = None
-        due = min(self._due.values(), default=None)
-        if due is None:
-            return
-        if due > self._loop.time():
-            self._set_timer(due)
-        else:
-            groups = due_groups(self._due.items(), self._loop.time(), self._num_failures)
+        if groups := self._leases.groups(self._loop.time()):
             self._task = self._loop.create_task(self._run(groups), name="ferrule-keep-alive")
+        else:
+            self._set_timer(self._leases.first())
 
     async def _run(self, groups: Sequence[tuple[str, Sequence[Tip]]]) -> None:
         try:
@@ -98,52 +85,17 @@ class LeaseKeeper:
                 await self._renew_all(instance, tips)
         finally:
             self._task = None
-            if self._due and not self._is_closed:
-                self._set_timer(min(self._due.values()))
+            if not self._is_closed:
+                self._set_timer(self._leases.first())
 
     async def _renew_all(self, instance: str, tips: Sequence[Tip]) -> None:
         """Renew the leases of an instance, request by request; if one fails, the rest is due again soon."""
-        handles, timeout_s = [tip.handle for tip in tips], call_timeout_s(tips)
-        start = 0
-        while start < len(tips):
+        timeout_s = call_timeout_s(tips)
+        answers: Sequence[Lease | FerruleError] | FerruleError
+        while tips:
+            handles = [tip.handle for tip in tips]
             try:
-                results = await self._renew(handles[start:], timeout_s)
+                answers = await self._renew(handles, timeout_s)
             except FerruleError as error:
-                self._num_failures[instance] += 1
-                note_failure(error, len(tips) - start, self._num_failures[instance])
-                self._postpone(tips[start:], pause_s(tips))
-                return
-            del self._num_failures[instance]
-            for tip, handle, result in zip(tips[start:], handles[start:], results, strict=False):
-                self._take(tip, handle, result)
-            start += len(results)
-
-    def _take(self, tip: Tip, handle: Handle, result: Lease | FerruleError) -> None:
-        """Note what became of the renewal of one sequence.
-
-        Args:
-            tip: Its tip now.
-            handle: What was renewed. The tip may have moved to another sequence meanwhile, and is due as it is.
-            result: The answer.
-        """
-        if tip.handle.cache_id != handle.cache_id:
-            return
-        if isinstance(result, Lease):
-            tip.ttl_s = result.ttl_s
-            self._schedule({tip: result.ttl_s / 3})
-        else:  # the next call on it says why
-            note_loss(tip, handle, result)
-            self.remove(tip)
-
-    def _postpone(self, tips: Sequence[Tip], wait_s: float) -> None:
-        """Have sequences renewed again after a pause; those that are due later stay so, and do not get in the way."""
-        now = self._loop.time()
-        for tip in tips:
-            if tip in self._due:
-                self._due[tip] = max(self._due[tip], now + wait_s)
-
-    def _schedule(self, waits_s: dict[Tip, float]) -> None:
-        now = self._loop.time()
-        for tip, wait_s in waits_s.items():
-            if tip in self._due:
-                self._due[tip] = now + wait_s
+                answers = error
+            tips = self._leases.take(instance, tips, handles, answers, self._loop.time())

@@ -8,8 +8,6 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-__all__ = ["Opening", "opening"]
-
 _P = ParamSpec("_P")
 
 
@@ -28,9 +26,6 @@ class Opening(
     """What a call returns that opens something: ``x = await call`` or ``async with call as x``.
 
     Nothing runs before one of the two. It is a coroutine in every respect, so tasks can be made of it.
-
-    Args:
-        coroutine: Returns the object.
     """
 
     __slots__ = ("_coroutine", "_opened")
@@ -51,15 +46,12 @@ class Opening(
         return self._opened.__aexit__(kind, error, tb)
 
     def send(self, value: Any) -> Any:
-        """Go on with the coroutine; for the event loop."""
         return self._coroutine.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Go on with the coroutine by an error; for the event loop."""
         return self._coroutine.throw(*error)
 
     def close(self) -> None:
-        """End the coroutine before its end; for the event loop."""
         self._coroutine.close()
 
 

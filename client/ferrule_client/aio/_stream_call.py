@@ -1,95 +1,81 @@
-"""Open streams for asyncio: frames out, frames in, and a limit on the wait between them."""
+"""Open streams for asyncio: frames out, frames in, and a limit on the wait between them; the twin of the sync ones."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
 
 from ferrule.v1 import executor_pb2
+from ferrule_client._timeouts import CLOSE_S, too_late
 from ferrule_client.aio._wire import OwnCancellation, Wire
-from ferrule_client.errors import CallCancelledError, DeadlineExceededError, FerruleError
+from ferrule_client.errors import CallCancelledError, FerruleError
 
-__all__ = ["ReplyCall", "StreamCall"]
-
-_CLOSE_S = 2.0
+__all__ = ["OpenCall", "open_frames", "open_replies"]
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
 
 
-class StreamCall:
-    """One open StreamDecode. Not safe to use from two tasks at once; no task of its own runs.
+class OpenCall(Generic[_Reply]):
+    """One open call. Not safe to use from two tasks at once; no task of its own runs, and nothing is read ahead.
 
     Args:
-        wire: Where to open it.
+        wire: Where it was opened.
+        call: The call of gRPC's.
         instance: The one it is for; empty: any.
+        sends: True: frames are sent on it.
+
+    Attributes:
+        is_closed: True: it was closed or cancelled by this side.
     """
 
-    def __init__(self, wire: Wire, instance: str = "") -> None:
+    def __init__(self, wire: Wire, call: Any, instance: str, *, sends: bool) -> None:  # Any: a call of either kind
+        self.instance = instance
+        self.is_closed = False
         self._wire = wire
-        self._call = wire.open_stream(instance)
-        self._unsent: list[executor_pb2.StreamDecodeRequest] = []
+        self._call = call
+        self._sends = sends
+        self._unsent: list[object] = []
         self._limit: asyncio.Timeout | None = None
         self._is_waiting = False
-        self._is_closed = False
         wire.streams.add(self)
 
     @property
     def is_over(self) -> bool:
         """True: the call ended while nothing was under way on it, as where its server drained; open another one."""
-        return self._call.done()
+        return bool(self._call.done())
 
-    def send(self, frame: executor_pb2.StreamDecodeRequest) -> None:
+    def send(self, frame: object) -> None:
         """Take one frame; ``flush`` or ``receive`` writes it, so that their limit covers the writing too."""
         self._unsent.append(frame)
 
     async def flush(self, timeout: float | None) -> None:
         """Return when what was handed over is on its way; errors as of ``receive``."""
-        self._is_waiting = True
-        try:
-            with OwnCancellation(), self._wire.nudged():
-                async with asyncio.timeout(timeout) as self._limit:
-                    await self._write()
-        except TimeoutError:
-            raise self._why_late(timeout) from None
-        finally:
-            self._limit = None
+        await self._within(timeout, reads=False)
 
-    async def receive(self, timeout: float | None) -> executor_pb2.StreamDecodeResponse:
-        """Return the next frame.
-
-        Args:
-            timeout: Seconds to wait; None means no limit.
+    async def receive(self, timeout: float | None) -> _Reply:
+        """Return the next reply.
 
         Raises:
-            DeadlineExceededError: Nothing came in time.
+            DeadlineExceededError: Nothing came in so many seconds; None means no limit.
             grpc.RpcError: The call failed.
-            CallCancelledError: The stream or the client was closed meanwhile.
+            CallCancelledError: The call or the client was closed meanwhile.
             StopAsyncIteration: The server ended the call.
         """
-        self._is_waiting = True
-        try:
-            with OwnCancellation(), self._wire.nudged():
-                async with asyncio.timeout(timeout) as self._limit:
-                    await self._write()
-                    reply = await self._call.read()
-        except TimeoutError:
-            raise self._why_late(timeout) from None
-        finally:
-            self._limit = None
-        if not isinstance(reply, executor_pb2.StreamDecodeResponse):
+        reply: _Reply | object = await self._within(timeout, reads=True)
+        if reply is grpc.aio.EOF:
             raise StopAsyncIteration
         self._is_waiting = False
-        return reply
+        return reply  # type: ignore[return-value]
 
     async def close(self) -> None:
         """End the call: in order when nothing is under way, at once otherwise. Closing twice changes nothing."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         try:
             if not self._is_waiting:
                 await self._wait_for_end()
@@ -98,13 +84,22 @@ class StreamCall:
 
     def cancel(self) -> None:
         """End the call at once, whatever is under way. Finalisers may call in, from any thread."""
-        self._is_closed = True
+        self.is_closed = True
         self._wire.on_loop(self._stop)
 
-    def _why_late(self, timeout: float | None) -> FerruleError:
-        if self._is_closed:
-            return CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the stream was closed")
-        return _too_late(timeout)
+    async def _within(self, timeout: float | None, *, reads: bool) -> object:
+        self._is_waiting = True
+        try:
+            with OwnCancellation(), self._wire.nudged():
+                async with asyncio.timeout(timeout) as self._limit:
+                    await self._write()
+                    return await self._call.read() if reads else None
+        except TimeoutError:
+            if self.is_closed:
+                raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the call was closed") from None
+            raise too_late(timeout) from None
+        finally:
+            self._limit = None
 
     def _stop(self) -> None:
         """Cancel the call, and wake who waits: for ever, if gRPC's own task for the call had not run before."""
@@ -123,93 +118,22 @@ class StreamCall:
         """Wait a moment for the server's own end of the call, so that it does not see a cancel."""
         try:
             with OwnCancellation():
-                async with asyncio.timeout(_CLOSE_S):
-                    await self._call.done_writing()
-                    while isinstance(await self._call.read(), executor_pb2.StreamDecodeResponse):
-                        pass
-        except (TimeoutError, grpc.RpcError, FerruleError):  # whichever way, it is over
-            return
-
-
-class ReplyCall(Generic[_Reply]):
-    """One open call that answers with a stream of replies; no task of its own runs, and nothing is read ahead.
-
-    Args:
-        wire: Where to open it.
-        method: A method of the stub.
-        request: Its request.
-        instance: The one it is for; empty: any.
-
-    Attributes:
-        instance: As given.
-        is_over: True: it was closed or cancelled by this side.
-    """
-
-    def __init__(
-        self,
-        wire: Wire,
-        method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply],
-        request: _Request,
-        instance: str = "",
-    ) -> None:
-        self.instance = instance
-        self._wire = wire
-        self._call = wire.open_replies(method, request, instance)
-        self._limit: asyncio.Timeout | None = None
-        self.is_over = False
-        wire.streams.add(self)
-
-    async def receive(self, timeout: float | None) -> _Reply:
-        """Return the next reply.
-
-        Args:
-            timeout: Seconds to wait; None means no limit.
-
-        Raises:
-            DeadlineExceededError: Nothing came in time.
-            grpc.RpcError: The call failed.
-            CallCancelledError: The call or the client was closed meanwhile.
-            StopAsyncIteration: The server ended the call.
-        """
-        try:
-            with OwnCancellation(), self._wire.nudged():
-                async with asyncio.timeout(timeout) as self._limit:
-                    reply = await self._call.read()
-        except TimeoutError:
-            if self.is_over:
-                raise CallCancelledError(grpc.StatusCode.CANCELLED, "CANCELLED", "the call was closed") from None
-            raise _too_late(timeout) from None
-        finally:
-            self._limit = None
-        if reply is grpc.aio.EOF:
-            raise StopAsyncIteration
-        return cast("_Reply", reply)
-
-    async def close(self) -> None:
-        """Take leave of a call whose last reply has come: wait a moment for its end."""
-        self.is_over = True
-        try:
-            with OwnCancellation():
-                async with asyncio.timeout(_CLOSE_S):
+                async with asyncio.timeout(CLOSE_S):
+                    if self._sends:
+                        await self._call.done_writing()
                     while await self._call.read() is not grpc.aio.EOF:
                         pass
         except (TimeoutError, grpc.RpcError, FerruleError):  # whichever way, it is over
             return
-        finally:
-            self._stop()
-
-    def cancel(self) -> None:
-        """End the call at once, whatever is under way. Finalisers may call in, from any thread."""
-        self.is_over = True
-        self._wire.on_loop(self._stop)
-
-    def _stop(self) -> None:
-        """Cancel the call, and wake who waits."""
-        self._call.cancel()
-        if self._limit is not None and not self._limit.expired():
-            self._limit.reschedule(asyncio.get_running_loop().time())
 
 
-def _too_late(timeout: float | None) -> DeadlineExceededError:
-    text = f"no frame came on the stream within {timeout:.3g} s; give the call a longer timeout"
-    return DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", text)
+def open_frames(wire: Wire, instance: str) -> OpenCall[executor_pb2.StreamDecodeResponse]:
+    """Open one StreamDecode at an instance (empty: any), without a deadline of its own."""
+    return OpenCall(wire, wire.executor.StreamDecode(metadata=wire.metadata(instance)), instance, sends=True)
+
+
+def open_replies(
+    wire: Wire, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply], request: _Request, instance: str
+) -> OpenCall[_Reply]:
+    """Open one call that answers with a stream of replies, without a deadline of its own."""
+    return OpenCall(wire, method(request, metadata=wire.metadata(instance)), instance, sends=False)

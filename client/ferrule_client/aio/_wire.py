@@ -12,18 +12,22 @@ from typing import Protocol, TypeVar
 import grpc
 import grpc.aio
 
-from ferrule.v1 import admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2_grpc
-from ferrule_client._channel import CHANNEL_OPTIONS, HEALTH_CHECK, Extra, Labels, secrets_of, warn_of_plain_token
+from ferrule.v1 import admin_pb2_grpc, executor_pb2_grpc, tokenizer_pb2_grpc
+from ferrule_client._channel import (
+    CHANNEL_OPTIONS,
+    HEALTH_CHECK,
+    Extra,
+    Labels,
+    Metadata,
+    secrets_of,
+    warn_of_plain_token,
+)
 from ferrule_client._nudge import FIRST_NUDGE_S, LONGEST_NUDGE_S, NUDGE_TIMEOUT_S
 from ferrule_client.errors import CallCancelledError
 from ferrule_client.types import TlsConfig
 
-__all__ = ["Extra", "OwnCancellation", "StreamStreamCall", "Wire", "is_running"]
-
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
-
-StreamStreamCall = grpc.aio.StreamStreamCall[executor_pb2.StreamDecodeRequest, executor_pb2.StreamDecodeResponse]
 
 
 class Cancellable(Protocol):
@@ -37,17 +41,11 @@ class Cancellable(Protocol):
 class Wire:
     """One channel and the stubs on it, for the tasks of one event loop.
 
-    Args:
-        target: ``host:port`` or ``unix:PATH``, checked.
-        token: Bearer token sent with every call, or None.
-        tls: True or a ``TlsConfig`` for TLS, None for plain text.
-        extra: Metadata for each call besides, or None.
+    Its arguments are those of ``Connection``. ``streams`` is what closing the channel has to end itself, as gRPC does
+    not end all of it.
 
     Raises:
         RuntimeError: No event loop runs.
-
-    Attributes:
-        streams: What closing the channel has to end itself, as gRPC does not end all of it.
     """
 
     def __init__(self, target: str, token: str | None, tls: bool | TlsConfig | None, extra: Extra | None) -> None:
@@ -71,34 +69,20 @@ class Wire:
         timeout: float | None,
         instance: str = "",
     ) -> _Reply | None:
-        """Run one call once and return the reply; cancelling the task cancels it.
-
-        Args:
-            method: A method of a stub.
-            request: Its request.
-            timeout: Seconds it may take; None means no limit.
-            instance: The one it is for; empty: any.
-
-        Raises:
-            grpc.RpcError: The call failed.
-            CallCancelledError: The channel was closed meanwhile.
-        """
-        self._check_loop()
-        metadata = self._labels.of(instance)
+        """Run one call once, in at most so many seconds, and return the reply; cancelling the task cancels it."""
+        metadata = self.metadata(instance)
         with OwnCancellation(), self.nudged():
             return await method(request, timeout=timeout, metadata=metadata)
 
-    def open_stream(self, instance: str) -> StreamStreamCall:
-        """Open one StreamDecode at an instance (empty: any), without a deadline of its own."""
-        self._check_loop()
-        return self.executor.StreamDecode(metadata=self._labels.of(instance))
+    def metadata(self, instance: str) -> Metadata:
+        """Return what travels with a call for an instance, or for any if it is empty.
 
-    def open_replies(
-        self, method: grpc.aio.UnaryStreamMultiCallable[_Request, _Reply], request: _Request, instance: str
-    ) -> grpc.aio.UnaryStreamCall[_Request, _Reply]:
-        """Open one call that answers with a stream of replies, without a deadline of its own."""
-        self._check_loop()
-        return method(request, metadata=self._labels.of(instance))
+        Raises:
+            RuntimeError: The caller stands on another loop, where grpc.aio would hang.
+        """
+        if not is_running(self._loop):
+            raise RuntimeError("this client belongs to another event loop; make one in each")
+        return self._labels.of(instance)
 
     def nudged(self) -> _Nudging:
         """Return what touches the channel at growing intervals while a call on it waits."""
@@ -134,11 +118,6 @@ class Wire:
         for stream in list(self.streams):
             stream.cancel()
         await self.channel.close()
-
-    def _check_loop(self) -> None:
-        """Say plainly what grpc.aio would otherwise answer with a hang."""
-        if not is_running(self._loop):
-            raise RuntimeError("this client belongs to another event loop; make one in each")
 
 
 class _Nudging:

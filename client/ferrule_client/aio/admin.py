@@ -19,7 +19,7 @@ class AsyncAdmin:
     """Calls for operators; ``client.admin``.
 
     All but ``health`` and ``cache_metrics`` need the role admin. Without the role they raise ``AuthError``, on a server
-    without the service ``UnsupportedError``.
+    without the service ``UnsupportedError``; all raise a ``FerruleError`` if they fail otherwise.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -34,7 +34,6 @@ class AsyncAdmin:
 
         Raises:
             UnavailableError: No server answers.
-            FerruleError: Anything else, see ``errors``.
         """
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -51,7 +50,7 @@ class AsyncAdmin:
         """
         request = cache_pb2.GetCacheMetricsRequest()
         reply = await self._connection.unary(self._connection.executor.GetCacheMetrics, request, timeout=timeout)
-        return _convert.metrics_from_message(reply.metrics)
+        return _convert.value(CacheMetrics, reply.metrics)
 
     async def warmup(self, batch_sizes: Sequence[int] = (), *, timeout: Timeout = USE_DEFAULT) -> Warmed:
         """Run steps of the usual shapes on no sequence's memory, so that the first request is not slow.
@@ -63,13 +62,8 @@ class AsyncAdmin:
             batch_sizes: Batch sizes to prepare for. Empty: those that the executor chooses.
             timeout: Seconds this may take, retries included.
 
-        Returns:
-            What was run; nothing where all was warm.
-
         Raises:
-            AuthError: The caller does not have the role admin.
             ValueError: A batch size is below 1.
-            FerruleError: Anything else, see ``errors``.
 
         Example:
             ``client.admin.warmup([1, 8, 32])``
@@ -78,7 +72,7 @@ class AsyncAdmin:
             _check.whole("a batch size", size, 1, 2**32 - 1)
         request = admin_pb2.WarmupRequest(batch_sizes=batch_sizes)
         reply = await self._connection.unary(self._connection.admin.Warmup, request, timeout=timeout)
-        return _convert.warmed_from_message(reply)
+        return _convert.value(Warmed, reply)
 
     async def drain(self, grace: float | None = None, *, timeout: Timeout = USE_DEFAULT) -> Drained:
         """Let the server refuse new prompts and serve live handles, until its grace ends; the process stays.
@@ -87,13 +81,8 @@ class AsyncAdmin:
             grace: Seconds that live sequences may still be used. None: the server's setting.
             timeout: Seconds this may take, retries included.
 
-        Returns:
-            What is alive at this moment.
-
         Raises:
-            AuthError: The caller does not have the role admin.
             ValueError: ``grace`` is negative.
-            FerruleError: Anything else, see ``errors``.
         """
         request = admin_pb2.DrainRequest(grace=_convert.duration(grace))
         reply = await self._connection.unary(self._connection.admin.Drain, request, timeout=timeout)
@@ -110,9 +99,7 @@ class AsyncAdmin:
             The sequences that will be lost; the number of jobs is not told and 0.
 
         Raises:
-            AuthError: The caller does not have the role admin.
             ValueError: ``grace`` is negative.
-            FerruleError: Anything else, see ``errors``.
         """
         request = admin_pb2.ShutdownRequest(grace=_convert.duration(grace))
         reply = await self._connection.unary(self._connection.admin.Shutdown, request, timeout=timeout)
@@ -140,18 +127,15 @@ class AsyncAdmin:
             What is there; of lists as much as was asked for, or as the server gives at most.
 
         Raises:
-            AuthError: The caller does not have the role admin.
             StartingError: The model is not loaded yet.
             ValueError: A bound is negative.
-            FerruleError: Anything else, see ``errors``.
 
         Example:
             ``client.admin.server_view(max_cells=0)``
         """
         bounds = {"max_cells": max_cells, "max_sequences": max_sequences, "max_principals": max_principals}
         for name, bound in bounds.items():
-            if bound is not None:
-                _check.whole(name, bound, 0, 2**32 - 1)
+            _check.whole(name, bound, 0, 2**32 - 1)
         request = admin_pb2.GetServerViewRequest(**bounds)
         reply = await self._connection.unary(self._connection.admin.GetServerView, request, timeout=timeout)
         return _convert.server_view_from_message(reply.view)

@@ -109,9 +109,7 @@ class AsyncChat:
         """
         question = {"role": "user", "content": text}
         prompt = await self._client.apply_chat_template(
-            [*self.all_messages, question],
-            variables=self._variables,
-            timeout=timeout,
+            [*self.all_messages, question], variables=self._variables, timeout=timeout
         )
         start = time.perf_counter()
         try:

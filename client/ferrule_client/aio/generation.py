@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from ferrule.v1 import executor_pb2
+from ferrule.v1 import executor_pb2, types_pb2
 from ferrule_client import _check, _convert, _messages
 from ferrule_client._messages import GenerationPlan, PromptOptions
 from ferrule_client._public import publish
@@ -23,7 +22,7 @@ from ferrule_client._tip import Tip, using
 from ferrule_client._token_log import TokenLog
 from ferrule_client.aio._calls import calls_of, tip_of
 from ferrule_client.aio._connection import Connection
-from ferrule_client.aio._drawing import AsyncBranch, Course, Event, Leg, Start
+from ferrule_client.aio._drawing import AsyncBranch, Course, Event, Leg
 from ferrule_client.aio.branches import AsyncBranches
 from ferrule_client.aio.detokenizer import AsyncDetokenizer
 from ferrule_client.errors import (
@@ -41,9 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncBranch", "AsyncGeneration"]
 
-_log = logging.getLogger(__name__)
-
-_END_S = 5.0
 _MAX_REPEATS = 10
 _REPLACEMENT = "\ufffd"
 _WINDOW = 16
@@ -119,8 +115,7 @@ class AsyncGeneration(AsyncIterator[Token]):
 
     def __del__(self) -> None:
         for leg in self.__dict__.get("_legs", ()):
-            if not leg.call.is_over:
-                leg.call.cancel()
+            leg.call.cancel()
 
     async def __anext__(self) -> Token:
         token = await self.advance()
@@ -204,7 +199,10 @@ class AsyncGeneration(AsyncIterator[Token]):
         Example:
             ``async for piece in cache.generate(32).pieces(): print(piece, end="")``
         """
-        self._ask_for_text()
+        if not self._plan.has_text:
+            if self._has_begun or self._legs:
+                raise RuntimeError("the loop has begun without text: ask for it with text=True")
+            self._plan = dataclasses.replace(self._plan, has_text=True)
         num_out = 0
         has_ended = False
         while not has_ended:
@@ -217,12 +215,6 @@ class AsyncGeneration(AsyncIterator[Token]):
             num_out = len(self.text)
             if piece:
                 yield piece
-
-    def _ask_for_text(self) -> None:
-        if not self._plan.has_text:
-            if self._has_begun or self._legs:
-                raise RuntimeError("the loop has begun without text: ask for it with text=True")
-            self._plan = dataclasses.replace(self._plan, has_text=True)
 
     async def _text_after_context(self) -> str:
         """Return the text of the tokens so far, the first of which end a character that began before them."""
@@ -264,19 +256,12 @@ class AsyncGeneration(AsyncIterator[Token]):
     async def _end(self) -> None:
         """Let go of the calls, and of the sequences that are not to be kept."""
         while self._legs:
-            leg = self._legs.popleft()
-            if not leg.call.is_over:
-                leg.call.cancel()
-        for cache in self.caches:
+            self._legs.popleft().call.cancel()
+        caches = self.caches
+        for cache in caches:
             tip_of(cache).running = None
-            if not self._keeps and not cache.is_released:
-                await self._release(cache)
-
-    async def _release(self, cache: AsyncCache) -> None:
-        try:
-            await cache.release(timeout=_END_S)
-        except FerruleError as failure:  # its lease ends it
-            _log.debug("release failed handle_id=%s reason=%s", cache.handle.handle_id, failure.reason)
+        if not self._keeps:
+            await caches.__aexit__(None, None, None)
 
     async def _fill(self) -> None:
         """Wait for one frame and put what it holds into the queue; on a new call when one breaks."""
@@ -288,17 +273,11 @@ class AsyncGeneration(AsyncIterator[Token]):
                 return
             self._legs.rotate(-1)
             leg = self._legs[-1]
-            try:
-                with using(*(tip_of(cache) for cache in self.caches)):
-                    frame = await leg.call.receive(attempts.remaining())
-            except grpc.RpcError as error:
+            with using(*(tip_of(cache) for cache in self.caches)):
+                frame = await self._connection.receive(leg.call, attempts)
+            if isinstance(frame, FerruleError):
                 leg.call.cancel()
-                await self._survive(leg, leg.courses, self._connection.typed(error, leg.call.instance), attempts, error)
-            except StopAsyncIteration:
-                leg.call.cancel()
-                text = "the server ended the generation before its end"
-                lost = UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text)
-                await self._survive(leg, leg.courses, lost, attempts)
+                await self._survive(leg, leg.courses, frame, attempts)
             else:
                 self._note(leg, frame)
 
@@ -308,7 +287,7 @@ class AsyncGeneration(AsyncIterator[Token]):
 
     async def _open_what_lacks(self, timeout: Timeout) -> None:
         """Open one call for all branches at first, then one for each that has lost its own."""
-        for leg in [leg for leg in self._legs if leg.call.is_over]:
+        for leg in [leg for leg in self._legs if leg.call.is_closed]:
             self._legs.remove(leg)
         waiting = [one for one in self._courses if one.goes_on and one.leg not in self._legs]
         for course in waiting:
@@ -319,7 +298,10 @@ class AsyncGeneration(AsyncIterator[Token]):
             self._open(self._whole, self._courses, is_repeat=is_repeat)
             return
         if self._whole is not None and not all(course.branch.has_cache for course in waiting):
-            self._repeat_whole(self._whole)
+            request, self._num_repeats = self._whole, self._num_repeats + 1  # it finds the branches that it has made
+            if self._num_repeats == _MAX_REPEATS or any(course.is_moved for course in self._courses):
+                self._whole = None
+            self._open(request, self._courses, is_repeat=True)
             return
         for course in waiting:
             branch = course.branch
@@ -327,18 +309,11 @@ class AsyncGeneration(AsyncIterator[Token]):
                 text = "the connection broke before the branch had its first token"
                 error = UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text)
                 self._fail([course], error, "error")
-            elif self._plan.looks_back and course.start is not None and branch.tokens:
-                self._open(self._once_more(branch, course.start), [course], is_repeat=True)
+            elif course.start is not None and branch.tokens:
+                self._open(course.start, [course], is_repeat=True)
             else:
                 course.start = None
                 self._open(await self._rest(branch, timeout), [course])
-
-    def _repeat_whole(self, request: executor_pb2.GenerateRequest) -> None:
-        """Make the first call again, which finds the branches that it has made; some are not known here yet."""
-        self._num_repeats += 1
-        if self._num_repeats == _MAX_REPEATS or any(course.is_moved for course in self._courses):
-            self._whole = None
-        self._open(request, self._courses, is_repeat=True)
 
     def _open(
         self, request: executor_pb2.GenerateRequest, courses: Sequence[Course], *, is_repeat: bool = False
@@ -367,14 +342,14 @@ class AsyncGeneration(AsyncIterator[Token]):
         sent = await calls_of(cache).prepare(
             self._prompt, plan.policy, self._on_stale, pending=self._pending, draws=True, timeout=timeout
         )
-        num_before = len(tip.pending[:-1] if self._pending == "drop" else tip.pending)
+        num_before = 0 if self._pending == "drop" else len(tip.pending)
         self._tokens = tuple(sent.input_ids[num_before:])
         if self._whole is not None and plan.n > 1 and sent.kv_cache == self._whole.kv_cache:
             sent.on_stale = self._whole.on_stale  # the same again: its request_id finds the branches that it has made
         tip.policy = plan.given
         self._prompt_log = tip_of(cache).log.branch()
         self._prompt_log.extend(sent.input_ids)
-        first.start = Start(sent.kv_cache, tuple(sent.input_ids))
+        self._begin(first, sent.kv_cache, sent.input_ids)
         return _messages.generate_request(
             plan,
             input_ids=sent.input_ids,
@@ -386,10 +361,10 @@ class AsyncGeneration(AsyncIterator[Token]):
 
     async def _rest(self, branch: AsyncBranch, timeout: Timeout) -> executor_pb2.GenerateRequest:
         """Return the request for what follows the newest token of a branch."""
+        fed, drops = self._before(branch)
+        pending: Pending = "drop" if drops else "send"
         policy = self._plan.policy_of(branch.index)
-        sent = await calls_of(branch.cache).prepare(
-            self._fed(branch), policy, pending="drop" if self._drops(branch) else "send", draws=True, timeout=timeout
-        )
+        sent = await calls_of(branch.cache).prepare(fed, policy, pending=pending, draws=True, timeout=timeout)
         return _messages.generate_request(
             self._plan,
             input_ids=sent.input_ids,
@@ -400,26 +375,24 @@ class AsyncGeneration(AsyncIterator[Token]):
             request_id=sent.request_id,
         )
 
-    def _once_more(self, branch: AsyncBranch, start: Start) -> executor_pb2.GenerateRequest:
-        """Return the request for a branch once more, from its start: the tokens that are out are answered as a replay.
+    def _begin(self, course: Course, kv_cache: types_pb2.KvCacheHandle, input_ids: Sequence[int]) -> None:
+        """Note where a branch begins, if it may be drawn from there again, so that its tokens come as a replay.
 
         For texts, and stops that may have begun before the newest token: a call knows only what it has drawn itself.
         """
-        return _messages.generate_request(
-            self._plan, input_ids=start.input_ids, kv_cache=start.kv_cache, index=branch.index
-        )
+        if self._plan.looks_back:
+            course.start = _messages.generate_request(
+                self._plan, input_ids=input_ids, kv_cache=kv_cache, index=course.branch.index
+            )
 
-    def _fed(self, branch: AsyncBranch) -> tuple[int, ...]:
-        """Return the tokens that go in before the next one of a branch, besides what is pending."""
-        return self._tokens if self._is_first(branch) else ()
+    def _before(self, branch: AsyncBranch) -> tuple[tuple[int, ...], bool]:
+        """Return what goes in before the next token of a branch, and whether the pending token is replaced.
 
-    def _drops(self, branch: AsyncBranch) -> bool:
-        """Return whether the pending token is replaced by the next one of a branch, or by the tokens before it."""
-        return self._pending == "drop" and self._is_first(branch)
-
-    def _is_first(self, branch: AsyncBranch) -> bool:
-        """Return whether the next token of a branch is the first one on a cache that was there before."""
-        return branch.index == 0 and not branch.tokens and not self._is_new
+        Both concern only the first token on a cache that was there before.
+        """
+        if branch.index or branch.tokens or self._is_new:
+            return (), False
+        return self._tokens, self._pending == "drop"
 
     def _note(self, leg: Leg, frame: executor_pb2.GenerateResponse) -> None:
         """Put what a frame holds into the queue, but for tokens that are out already."""
@@ -431,8 +404,7 @@ class AsyncGeneration(AsyncIterator[Token]):
                 course.was_ahead = False
             branch, num_seen = course.branch, leg.num_seen[message.index]
             branch.cached_tokens = max(branch.cached_tokens, message.cached_tokens)
-            is_new = not branch.has_cache
-            if is_new:
+            if not branch.has_cache:
                 self._follow_branch(course, message)
             outputs = _convert.drawn_from_message(frame, message)
             known = branch.tokens[num_seen : num_seen + len(outputs)]
@@ -442,39 +414,24 @@ class AsyncGeneration(AsyncIterator[Token]):
                 return
             leg.num_seen[message.index] += len(outputs)
             leg.texts[message.index] += message.text
-            self._queue(leg, course, outputs[len(known) :], message, is_new=is_new)
+            self._queue(leg, course, outputs[len(known) :], message)
 
-    def _queue(
-        self,
-        leg: Leg,
-        course: Course,
-        outputs: Sequence[Output],
-        message: executor_pb2.GenerateOutput,
-        *,
-        is_new: bool,
-    ) -> None:
-        reason = _convert.finish_from_message(message.finish_reason)
-        error = _error_of(message, reason, keeps=self._keeps)
+    def _queue(self, leg: Leg, course: Course, outputs: Sequence[Output], message: executor_pb2.GenerateOutput) -> None:
+        reason, frame = _convert.finish_from_message(message.finish_reason), tuple(message.outputs.tokens)
         text = leg.texts[message.index][len(course.branch.text) :]
-        for output in outputs[:-1]:
-            self._events.append(Event(course, leg, output, "", False, is_new, None, None))
+        self._events.extend(Event(course, leg, output, frame) for output in outputs[:-1])
         if outputs or text or reason is not None:
-            last = outputs[-1] if outputs else None
-            self._events.append(Event(course, leg, last, text, True, False, reason, error))
+            last, error = outputs[-1] if outputs else None, _error_of(message, reason, keeps=self._keeps)
+            self._events.append(Event(course, leg, last, frame, text, reason, error))
 
     def _follow_branch(self, course: Course, message: executor_pb2.GenerateOutput) -> None:
         """Make the cache of a branch whose first frame has come."""
-        log = self._prompt_log.branch()
-        log.extend(message.outputs.tokens[:-1])
-        if log.end != message.resume_from.length:
-            log.forget(message.resume_from.length)
-        tip = Tip(_convert.handle_from_message(message.resume_from), log=log)
-        tip.policy = self._plan.given_of(course.branch.index)
+        handle, beyond = _convert.handle_from_message(message.resume_from), tuple(message.outputs.tokens[:-1])
+        tip = Tip(handle, log=self._prompt_log.branch(), beyond=beyond, policy=self._plan.given_of(course.branch.index))
         tip.is_ahead, tip.running, course.was_ahead = True, course.give_way, False
-        tip.num_unseen = max(0, len(message.outputs.tokens) - 1)
         course.branch.attach(self._follow(tip))
-        if len(message.outputs.tokens) <= 1:
-            course.start = Start(message.resume_from, ())
+        if not beyond:
+            self._begin(course, message.resume_from, ())
 
     async def _hand_out(self, event: Event) -> Token | None:
         """Move a branch by one event and return its token; None: it has none, or is no longer wanted."""
@@ -501,12 +458,10 @@ class AsyncGeneration(AsyncIterator[Token]):
         if output.seed is None and branch.seed is not None:
             output = dataclasses.replace(output, seed=branch.seed)
         tip = tip_of(branch.cache)
-        if event.is_counted:
-            tip.told(token, output)
-        else:
-            if self._drops(branch):
-                tip.pending = tip.pending[:-1]
-            output = tip.drew(token, output, fed=self._fed(branch), is_covered=event.is_covered)
+        fed, drops = self._before(branch)
+        if drops:
+            tip.pending = ()
+        output = tip.drew(token, output, fed=fed, beyond=event.frame[output.ahead - 1 : -1])
         branch.tokens.append(token)
         return Token(token, output, branch.index, event.text)
 
@@ -516,19 +471,10 @@ class AsyncGeneration(AsyncIterator[Token]):
         courses: Sequence[Course],
         error: FerruleError,
         attempts: Attempts,
-        cause: grpc.RpcError | None = None,
         *,
         reason: FinishReason = "error",
     ) -> None:
-        """Arrange that what broke is opened again, or end it.
-
-        Args:
-            leg: The call that it happened on.
-            courses: The branches that it concerns.
-            error: What happened.
-            attempts: Those of the token that is waited for.
-            cause: The gRPC error that caused it.
-            reason: What a branch that ends by it ended for.
+        """Arrange that what broke on a call is opened again for some of its branches, or end these for a reason.
 
         Raises:
             FerruleError: ``error``, where with it all branches have failed.
@@ -541,7 +487,7 @@ class AsyncGeneration(AsyncIterator[Token]):
             if await self._can_go_on(leg, course, error, attempts):
                 return
             try:
-                await self._connection.wait(attempts, error, cause)
+                await self._connection.wait(attempts, error)
             except InstanceUnreachableError:
                 await self._move_on(courses, error, attempts)
         except FerruleError as final:
@@ -571,8 +517,7 @@ class AsyncGeneration(AsyncIterator[Token]):
 
     @staticmethod
     async def _revive(course: Course, error: FerruleError, attempts: Attempts) -> None:
-        tip_of(course.branch.cache).tell(error)
-        await calls_of(course.branch.cache).revive(error, attempts)
+        await calls_of(course.branch.cache).bring_back(error, course.branch.cache.handle, attempts)
         course.start = None
 
     async def _can_go_on(self, leg: Leg, course: Course, error: FerruleError, attempts: Attempts) -> bool:

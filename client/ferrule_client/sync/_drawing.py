@@ -7,16 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ferrule.v1 import executor_pb2, types_pb2
+from ferrule.v1 import executor_pb2
 from ferrule_client.errors import FerruleError
 from ferrule_client.sync._calls import tip_of
-from ferrule_client.sync._stream_call import ReplyCall
+from ferrule_client.sync._stream_call import OpenCall
 from ferrule_client.types import FinishReason, Output
 
 if TYPE_CHECKING:
     from ferrule_client.sync.cache import Cache
-
-__all__ = ["Branch", "Course", "Event", "Leg", "Start"]
 
 
 class Branch:
@@ -66,21 +64,13 @@ class Branch:
         self._cache = cache
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where a branch began: the same request from there draws the same tokens, and tells their text from its start."""
-
-    kv_cache: types_pb2.KvCacheHandle
-    input_ids: tuple[int, ...]
-
-
 class Course:
     """How one branch comes about.
 
     Attributes:
         branch: What the caller sees of it.
         leg: The call that draws it now; None: none does.
-        start: Where it began, if it can be drawn from there once more.
+        start: The request that draws it from where it began once more, if that is of use and it can.
         is_moved: True: the caller has moved its sequence by another call.
         was_ahead: True: the server had drawn tokens before that were not handed out, and it may end among them. None:
             to be told at the next call, because there was none yet or the caller has moved its sequence since.
@@ -89,7 +79,7 @@ class Course:
     def __init__(self, branch: Branch) -> None:
         self.branch = branch
         self.leg: Leg | None = None
-        self.start: Start | None = None
+        self.start: executor_pb2.GenerateRequest | None = None
         self.is_moved = False
         self.was_ahead: bool | None = None
 
@@ -126,14 +116,11 @@ class Course:
 class Leg:
     """One open call, and the branches that it draws.
 
-    Args:
+    Attributes:
         call: The call.
         request: What it asked for.
         courses: The branches, by the numbers that the call knows them by.
-        is_repeat: True: it draws its branch from the start once more.
-
-    Attributes:
-        is_repeat: True: it draws its branch from the start once more.
+        is_repeat: True: it draws its branches from the start once more.
         has_replied: True: a frame has come.
         were_ahead: For each branch whether its sequence was ahead before.
         num_seen: For each branch the tokens that the server has told, in this call and those before it.
@@ -142,7 +129,7 @@ class Leg:
 
     def __init__(
         self,
-        call: ReplyCall[executor_pb2.GenerateResponse],
+        call: OpenCall[executor_pb2.GenerateResponse],
         request: executor_pb2.GenerateRequest,
         courses: Sequence[Course],
         *,
@@ -178,9 +165,8 @@ class Event:
         course: The branch.
         leg: The call that it came by.
         output: The token; None: an end without one.
+        frame: All tokens that came with it; the handle of ``output`` covers all but the last.
         text: What is added to the branch's text.
-        is_covered: True: the handle of ``output`` covers all before the token.
-        is_counted: True: the handle of the sequence covers the token already.
         finish_reason: Why the branch ends; None: it goes on.
         error: What it fails with, if it does.
     """
@@ -188,8 +174,7 @@ class Event:
     course: Course
     leg: Leg
     output: Output | None
-    text: str
-    is_covered: bool
-    is_counted: bool
-    finish_reason: FinishReason | None
-    error: FerruleError | None
+    frame: Sequence[int]
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: FerruleError | None = None

@@ -6,33 +6,29 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
 from ferrule.v1 import executor_pb2
-from ferrule_client.errors import DeadlineExceededError
-from ferrule_client.sync._wire import FrameReader, Metadata, ReplyReader, Wire
+from ferrule_client._timeouts import CLOSE_S, too_late
+from ferrule_client.sync._wire import Reader, Wire
 
-__all__ = ["ReplyCall", "StreamCall"]
-
-_CLOSE_S = 2.0
+__all__ = ["OpenCall", "open_frames", "open_replies"]
 
 # Replies that may wait unread; then the server has to wait, too.
 _WINDOW = 8
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
-
 _Requests = SimpleQueue[executor_pb2.StreamDecodeRequest | None]
-_Replies = SimpleQueue[executor_pb2.StreamDecodeResponse | grpc.RpcError | None]
 
 # The call, or why there is none. Not one or the other: gRPC's call object is an exception too.
-_Opened = SimpleQueue[tuple[FrameReader | None, Exception | None]]
+_Opened = SimpleQueue[tuple[Reader[_Reply] | None, Exception | None]]
 
 
-class StreamCall:
-    """One open StreamDecode. Not safe to use from two threads at once.
+class OpenCall(Generic[_Reply]):
+    """One open call. Not safe to use from two threads at once.
 
     The caller's thread touches queues and, but for a cancel, nothing of gRPC; a thread opens and reads the call::
 
@@ -45,19 +41,29 @@ class StreamCall:
 
     Args:
         wire: Where to open it.
+        open_call: Opens it; called in the thread.
         instance: The one it is for; empty: any.
+        requests: Frames to send, and None at the end. None: none are sent, and the call ends by itself.
+
+    Attributes:
+        is_closed: True: it was closed or cancelled by this side.
     """
 
-    def __init__(self, wire: Wire, instance: str = "") -> None:
-        self._requests: _Requests = SimpleQueue()
-        self._replies: _Replies = SimpleQueue()
+    def __init__(
+        self, wire: Wire, open_call: Callable[[], Reader[_Reply]], instance: str, requests: _Requests | None = None
+    ) -> None:
+        self.instance = instance
+        self.is_closed = False
+        self._requests = requests
+        self._replies: SimpleQueue[_Reply | grpc.RpcError | None] = SimpleQueue()
+        self._room = threading.Semaphore(_WINDOW)
         self._nudger = wire.nudger
         self._is_waiting = False
-        self._is_closed = False
-        opened: _Opened = SimpleQueue()
-        # The thread holds the queues and the call, not this object, so that forgetting a stream ends it.
-        arguments = (wire, wire.labels.of(instance), self._requests, opened, self._replies)
-        threading.Thread(target=_run, args=arguments, name="ferrule-stream", daemon=True).start()
+        opened: _Opened[_Reply] = SimpleQueue()
+        # The thread holds the queues and the call, not this object, so that forgetting the call ends it.
+        arguments = (open_call, opened, self._replies, self._room)
+        name = "ferrule-replies" if requests is None else "ferrule-stream"
+        threading.Thread(target=_read, args=arguments, name=name, daemon=True).start()
         call, error = opened.get()
         if call is None:
             assert error is not None  # the reader puts one of the two
@@ -71,19 +77,17 @@ class StreamCall:
 
     def send(self, frame: executor_pb2.StreamDecodeRequest) -> None:
         """Hand one frame over; it is on its way."""
+        assert self._requests is not None
         self._requests.put(frame)
 
     def flush(self, timeout: float | None) -> None:
         """Return when what was handed over is on its way: at once here, where a thread sends it; for asyncio's twin."""
 
-    def receive(self, timeout: float | None) -> executor_pb2.StreamDecodeResponse:
-        """Return the next frame.
-
-        Args:
-            timeout: Seconds to wait; None means no limit.
+    def receive(self, timeout: float | None) -> _Reply:
+        """Return the next reply.
 
         Raises:
-            DeadlineExceededError: Nothing came in time.
+            DeadlineExceededError: Nothing came in so many seconds; None means no limit.
             grpc.RpcError: The call failed.
             StopIteration: The server ended the call.
         """
@@ -92,7 +96,8 @@ class StreamCall:
             with self._nudger:
                 reply = self._replies.get(timeout=timeout)
         except Empty:
-            raise _too_late(timeout) from None
+            raise too_late(timeout) from None
+        self._room.release()
         if reply is None:
             raise StopIteration
         if isinstance(reply, grpc.RpcError):
@@ -102,12 +107,14 @@ class StreamCall:
 
     def close(self) -> None:
         """End the call: in order when nothing is under way, at once otherwise. Closing twice changes nothing."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
-        self._requests.put(None)
+        self.is_closed = True
+        if self._requests is not None:
+            self._requests.put(None)
         if self._is_waiting or not self._has_ended():
             self._call.cancel()
+        self._room.release()
 
     def cancel(self) -> None:
         """End the call at once, whatever is under way."""
@@ -115,93 +122,36 @@ class StreamCall:
         self.close()
 
     def _has_ended(self) -> bool:
-        """Wait a moment for the server's own end of the call, so that it does not see a cancel."""
+        """Wait a moment for the server's own end of the call, so that it does not see a cancel.
+
+        That of a call that ends by itself is awaited in the background.
+        """
+        if self._requests is None:
+            return True
         try:
-            while isinstance(self._replies.get(timeout=_CLOSE_S), executor_pb2.StreamDecodeResponse):
-                pass
+            while True:
+                reply = self._replies.get(timeout=CLOSE_S)
+                if reply is None or isinstance(reply, grpc.RpcError):
+                    return True
+                self._room.release()
         except Empty:
             return False
-        return True
 
 
-class ReplyCall(Generic[_Reply]):
-    """One open call that answers with a stream of replies; read by a thread, for the reasons of ``StreamCall``.
-
-    A few replies wait for the caller; while it does not take them, no more are read and the server has to wait.
-
-    Args:
-        wire: Where to open it.
-        method: A method of the stub.
-        request: Its request.
-        instance: The one it is for; empty: any.
-
-    Attributes:
-        instance: As given.
-        is_over: True: it was closed or cancelled by this side.
-    """
-
-    def __init__(
-        self,
-        wire: Wire,
-        method: grpc.UnaryStreamMultiCallable[_Request, _Reply],
-        request: _Request,
-        instance: str = "",
-    ) -> None:
-        self.instance = instance
-        self._replies: SimpleQueue[_Reply | grpc.RpcError | None] = SimpleQueue()
-        self._room = threading.Semaphore(_WINDOW)
-        self._nudger = wire.nudger
-        self.is_over = False
-        opened: SimpleQueue[tuple[ReplyReader[_Reply] | None, Exception | None]] = SimpleQueue()
-
-        # The thread holds the queues and the call, not this object, so that forgetting the call ends it.
-        open_call = functools.partial(wire.open_replies, method, request, wire.labels.of(instance))
-        arguments = (open_call, opened, self._replies, self._room)
-        threading.Thread(target=_read, args=arguments, name="ferrule-replies", daemon=True).start()
-        call, error = opened.get()
-        if call is None:
-            assert error is not None  # the reader puts one of the two
-            raise error
-        self._call = call
-
-    def receive(self, timeout: float | None) -> _Reply:
-        """Return the next reply.
-
-        Args:
-            timeout: Seconds to wait; None means no limit.
-
-        Raises:
-            DeadlineExceededError: Nothing came in time.
-            grpc.RpcError: The call failed.
-            StopIteration: The server ended the call.
-        """
-        try:
-            with self._nudger:
-                reply = self._replies.get(timeout=timeout)
-        except Empty:
-            raise _too_late(timeout) from None
-        self._room.release()
-        if reply is None:
-            raise StopIteration
-        if isinstance(reply, grpc.RpcError):
-            raise reply
-        return reply
-
-    def close(self) -> None:
-        """Take leave of a call whose last reply has come: its end is awaited in the background."""
-        self.is_over = True
-        self._room.release()
-
-    def cancel(self) -> None:
-        """End the call at once, whatever is under way."""
-        self.is_over = True
-        self._call.cancel()
-        self._room.release()
+def open_frames(wire: Wire, instance: str) -> OpenCall[executor_pb2.StreamDecodeResponse]:
+    """Open one StreamDecode at an instance (empty: any), without a deadline of its own."""
+    requests: _Requests = SimpleQueue()
+    metadata = wire.labels.of(instance)
+    return OpenCall(wire, functools.partial(wire.open_stream, _drain(requests), metadata), instance, requests)
 
 
-def _too_late(timeout: float | None) -> DeadlineExceededError:
-    text = f"no frame came on the stream within {timeout:.3g} s; give the call a longer timeout"
-    return DeadlineExceededError(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", text)
+def open_replies(
+    wire: Wire, method: grpc.UnaryStreamMultiCallable[_Request, _Reply], request: _Request, instance: str
+) -> OpenCall[_Reply]:
+    """Open one call that answers with a stream of replies, without a deadline of its own."""
+    metadata = wire.labels.of(instance)
+    open_call: Callable[[], Any] = functools.partial(method, request, metadata=metadata)  # Any: a Reader
+    return OpenCall(wire, open_call, instance)
 
 
 def _drain(requests: _Requests) -> Iterator[executor_pb2.StreamDecodeRequest]:
@@ -209,30 +159,13 @@ def _drain(requests: _Requests) -> Iterator[executor_pb2.StreamDecodeRequest]:
         yield frame
 
 
-def _run(wire: Wire, metadata: Metadata, requests: _Requests, opened: _Opened, replies: _Replies) -> None:
-    """Open the call and read it to its end."""
-    try:
-        call = wire.open_stream(_drain(requests), metadata)
-    except Exception as error:  # noqa: BLE001 - the caller's thread raises it
-        opened.put((None, error))
-        return
-    opened.put((call, None))
-    try:
-        while True:
-            replies.put(next(call))
-    except StopIteration:
-        replies.put(None)
-    except grpc.RpcError as error:
-        replies.put(error)
-
-
 def _read(
-    open_call: Callable[[], ReplyReader[_Reply]],
-    opened: SimpleQueue[tuple[ReplyReader[_Reply] | None, Exception | None]],
+    open_call: Callable[[], Reader[_Reply]],
+    opened: _Opened[_Reply],
     replies: SimpleQueue[_Reply | grpc.RpcError | None],
     room: threading.Semaphore,
 ) -> None:
-    """Open a call that answers with a stream and read it to its end, as far as there is room for its replies."""
+    """Open a call and read it to its end, as far as there is room for its replies."""
     try:
         call = open_call()
     except Exception as error:  # noqa: BLE001 - the caller's thread raises it

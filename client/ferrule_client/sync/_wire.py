@@ -23,27 +23,15 @@ from ferrule_client._channel import (
 from ferrule_client._nudge import NUDGE_TIMEOUT_S, Nudger
 from ferrule_client.types import TlsConfig
 
-__all__ = ["Extra", "FrameReader", "Metadata", "ReplyReader", "Wire"]
-
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
-
-
-class FrameReader(Protocol):
-    """The reading side of one StreamDecode."""
-
-    def __next__(self) -> executor_pb2.StreamDecodeResponse: ...
-
-    def cancel(self) -> bool:
-        """End the call at once."""
-        ...
 
 
 _Message_co = TypeVar("_Message_co", covariant=True)
 
 
-class ReplyReader(Protocol[_Message_co]):
-    """The reading side of one call that answers with a stream of replies."""
+class Reader(Protocol[_Message_co]):
+    """The reading side of a call that answers with a stream."""
 
     def __next__(self) -> _Message_co: ...
 
@@ -55,14 +43,7 @@ class ReplyReader(Protocol[_Message_co]):
 class Wire:
     """One channel and the stubs on it; safe to use from several threads.
 
-    Args:
-        target: ``host:port`` or ``unix:PATH``, checked.
-        token: Bearer token sent with every call, or None.
-        tls: True or a ``TlsConfig`` for TLS, None for plain text.
-        extra: Metadata for each call besides, or None.
-
-    Attributes:
-        labels: Makes the metadata of calls, in whose thread a call is made.
+    Its arguments are those of ``Connection``; ``labels`` makes the metadata of calls, in whose thread a call is made.
     """
 
     def __init__(self, target: str, token: str | None, tls: bool | TlsConfig | None, extra: Extra | None) -> None:
@@ -81,33 +62,19 @@ class Wire:
         timeout: float | None,
         instance: str = "",
     ) -> _Reply | None:
-        """Run one call once and return the reply.
+        """Run one call once, in at most so many seconds, and return the reply.
 
-        Args:
-            method: A method of a stub.
-            request: Its request.
-            timeout: Seconds it may take; None means no limit.
-            instance: The one it is for; empty: any.
-
-        Returns:
-            The reply. None: gRPC said OK and had no message, for a call cut off by its deadline just as it ended.
-
-        Raises:
-            grpc.RpcError: The call failed.
+        None: gRPC said OK and had no message, for a call cut off by its deadline just as it ended.
         """
         metadata = self.labels.of(instance)
         with self.nudger:
             return method(request, timeout=timeout, metadata=metadata)
 
-    def open_stream(self, requests: Iterator[executor_pb2.StreamDecodeRequest], metadata: Metadata) -> FrameReader:
+    def open_stream(
+        self, requests: Iterator[executor_pb2.StreamDecodeRequest], metadata: Metadata
+    ) -> Reader[executor_pb2.StreamDecodeResponse]:
         """Open one StreamDecode, without a deadline of its own."""
         return self.executor.StreamDecode(requests, metadata=metadata)
-
-    def open_replies(
-        self, method: grpc.UnaryStreamMultiCallable[_Request, _Reply], request: _Request, metadata: Metadata
-    ) -> ReplyReader[_Reply]:
-        """Open one call that answers with a stream of replies, without a deadline of its own."""
-        return method(request, metadata=metadata)
 
     def pause(self, seconds: float) -> None:
         """Wait, and let the channel go on connecting meanwhile.

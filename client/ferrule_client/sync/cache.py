@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn, overload
 
-from ferrule.v1 import cache_pb2, executor_pb2, types_pb2
+from ferrule.v1 import cache_pb2
 from ferrule_client import _convert, _messages
 from ferrule_client import _notebook as notebook
 from ferrule_client._messages import Stops
@@ -17,7 +17,7 @@ from ferrule_client._public import publish
 from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._tip import Tip
 from ferrule_client.errors import FerruleError, WrongInstanceError
-from ferrule_client.items import DraftDistributions, Verify
+from ferrule_client.items import Append, DraftDistributions, Verify
 from ferrule_client.masks import MaskLike
 from ferrule_client.policy import Policy, greedy
 from ferrule_client.sync._calls import SequenceCalls
@@ -154,7 +154,7 @@ class Cache:
         Raises:
             RuntimeError: They are not known: the handle was adopted, and ``info(token_ids=True)`` was not called yet.
         """
-        ids = self._tip.seen_ids
+        ids = self._tip.token_ids
         if ids is None:
             raise RuntimeError("the tokens are not known, as of an adopted handle: call cache.info(token_ids=True)")
         return ids
@@ -195,9 +195,6 @@ class Cache:
                 the new branch.
             timeout: Seconds this may take, retries included.
 
-        Returns:
-            The output.
-
         Raises:
             PendingTokenError: The tokens begin with an int equal to the pending token.
             HandleNotFoundError: The sequence is gone: prefill again.
@@ -214,24 +211,8 @@ class Cache:
         Example:
             ``output = cache.append("\n\n", policy=greedy())``
         """
-        timeout = self._connection.until(timeout)
-        sent = self._calls.prepare(tokens, policy, on_stale, pending=pending, timeout=timeout)
-        _messages.check_scoring(policy, len(sent.input_ids), all_positions=all_positions)
-        creates = sent.on_stale == types_pb2.STALE_POLICY_FORK
-        with self._tip.sending(sent.input_ids):
-            if len(sent.input_ids) <= 1 and not all_positions:
-                request = executor_pb2.DecodeRequest(input=sent)
-                decoded = self._calls.call_once_more(
-                    self._connection.executor.Decode, request, timeout, creates=creates
-                )
-                output = _convert.output_from_message(decoded.output)
-            else:
-                prompt = _messages.prefill_request(sent, policy, all_positions=all_positions)
-                prefilled = self._calls.call_once_more(
-                    self._connection.executor.Prefill, prompt, timeout, creates=creates
-                )
-                output = _convert.output_from_message(prefilled.output)
-        return self._tip.moved(sent.input_ids, output, policy)
+        item = Append(self, tokens, policy, pending, all_positions, on_stale=on_stale)
+        return self._calls.perform(item, timeout)
 
     decode = append
 
@@ -313,12 +294,7 @@ class Cache:
             ``text = cache.generate(32, policy=sample(temperature=0.7), text=True).read().text``
         """
         plan = _messages.generation_plan(
-            policy,
-            max_tokens=max_tokens,
-            n=n,
-            stop=stop,
-            ignore_eos=ignore_eos,
-            has_text=text,
+            policy, max_tokens=max_tokens, n=n, stop=stop, ignore_eos=ignore_eos, has_text=text
         )
         _convert.stale_to_message(on_stale)
         return Generation(
@@ -373,9 +349,6 @@ class Cache:
             on_stale: As in ``append``.
             timeout: Seconds this may take, retries included.
 
-        Returns:
-            What was decided.
-
         Raises:
             PendingTokenError: ``tokens`` begin with an int equal to the pending token, or ``draft`` with the pending
                 ``Token`` itself.
@@ -387,29 +360,10 @@ class Cache:
         Example:
             ``accepted = cache.verify(propose(cache.token_ids, 4)).accepted_count``
         """
-        timeout = self._connection.until(timeout)
         item = Verify(
-            self,
-            draft,
-            tokens,
-            policy,
-            acceptance,
-            parents,
-            draft_probs,
-            masks,
-            row_handles,
-            pending,
-            on_stale,
+            self, draft, tokens, policy, acceptance, parents, draft_probs, masks, row_handles, pending, on_stale
         )
-        sent = self._calls.prepare_verify(item, timeout=timeout)
-        request = executor_pb2.ForwardVerifyRequest(input=sent)
-        creates = sent.on_stale == types_pb2.STALE_POLICY_FORK
-        with self._tip.sending([*sent.input_ids, *sent.draft_ids]):
-            reply = self._calls.call_once_more(
-                self._connection.executor.ForwardVerify, request, timeout, creates=creates
-            )
-        verification = _convert.verification_from_message(reply.output)
-        return self._tip.verified(sent.input_ids, sent.draft_ids, parents, verification, policy or self._tip.policy)
+        return self._calls.perform(item, timeout)
 
     @overload
     def fork(
@@ -464,11 +418,9 @@ class Cache:
             ``with cache.fork(3) as branches: ...``
         """
         at_tip = length is None
-        wanted = self._tip.length if at_tip and not self._tip.is_exact else length
-        request = _messages.fork_request(self._tip.at(wanted or 0), 1 if n is None else n, wanted, ttl)
-        reply = self._calls.call_once_more(
-            self._connection.executor.ForkCache, request, timeout, creates=True, covers_all=True
-        )
+        wanted = self._tip.length if at_tip and self._tip.beyond else length
+        request = _messages.fork_request(self._tip.live_handle(), 1 if n is None else n, wanted, ttl)
+        reply = self._calls.call_once_more(self._connection.executor.ForkCache, request, timeout, creates=True)
         ttl_s = _convert.granted_ttl_s(reply)
         handles = map(_convert.handle_from_message, reply.kv_caches)
         tips = [self._tip.branch(one, at_tip=at_tip, redraw=redraw, ttl_s=ttl_s) for one in handles]
@@ -506,9 +458,6 @@ class Cache:
         Args:
             length: Length of the sequence in tokens; not how many more.
             timeout: Seconds this may take, retries included.
-
-        Returns:
-            Blocks taken from the pool.
 
         Raises:
             BlocksExhaustedError: The pool has too few free blocks now; nothing was taken.
@@ -551,9 +500,6 @@ class Cache:
         Args:
             timeout: Seconds this may take, retries included.
 
-        Returns:
-            What was freed.
-
         Raises:
             FerruleError: The server was not reached, or the client is closed; the lease will end the sequence.
 
@@ -584,17 +530,12 @@ class Cache:
         Example:
             ``queue.put(cache.detach())``
         """
-        if not self._tip.is_exact:
+        if self._tip.beyond:
             raise RuntimeError("the handle is not that of the newest token: call cache.truncate(cache.length) first")
         return self._calls.give_up().handle
 
     def _sibling(self, tip: Tip, ttl: float | None = None) -> Cache:
-        """Return the cache of a branch of this sequence.
-
-        Args:
-            tip: The branch.
-            ttl: The lease in seconds that was asked for, if one was.
-        """
+        """Return the cache of a branch of this sequence, for whose lease so many seconds were asked for, if any."""
         return Cache(self._connection, self._calls.of_branch(tip, ttl))
 
 

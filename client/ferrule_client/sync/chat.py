@@ -107,9 +107,7 @@ class Chat:
         """
         question = {"role": "user", "content": text}
         prompt = self._client.apply_chat_template(
-            [*self.all_messages, question],
-            variables=self._variables,
-            timeout=timeout,
+            [*self.all_messages, question], variables=self._variables, timeout=timeout
         )
         start = time.perf_counter()
         try:

@@ -75,7 +75,8 @@ class Client:
 
     Every method takes ``timeout``: seconds for the call with all its retries; None means no limit, and the default is
     the client's own. Broken connections are tried again if that is safe, and full queues, at most ``max_retries``
-    times; a server that is still loading is waited for as long as the timeout allows.
+    times; a server that is still loading is waited for as long as the timeout allows. A call that fails raises a
+    ``FerruleError``, see ``ferrule.errors``; each method lists the kinds that are worth catching there.
 
     Args:
         target: ``host:port`` or ``unix:PATH``.
@@ -176,7 +177,6 @@ class Client:
             ValueError: An argument is out of its range, or ``target_logprobs`` comes without ``all_positions``.
             ContextExceededError: The prompt is longer than the context.
             ResourceExhaustedError: The pool or the queue is full now.
-            FerruleError: Anything else, see ``errors``.
 
         Example:
             ``with client.prefill("def f(x):", policy=greedy()) as cache: print(cache.pending)``
@@ -204,16 +204,13 @@ class Client:
         pooling: Pooling | None = None,
         timeout: Timeout = USE_DEFAULT,
     ) -> ForwardPass:
-        """Return an iterator over the rows of all positions of an input, in chunks; no cache is kept.
+        """Return an iterator over the rows of all positions of an input, as ``ForwardChunk``s; no cache is kept.
 
         Args:
             tokens: Token ids, at least one, or a text.
             policy: What to return for each row. None: ``logits()``, or with ``pooling`` nothing besides that.
             pooling: Return the hidden states of all rows as one vector too, with the last chunk.
             timeout: Seconds one chunk may take, retries included.
-
-        Returns:
-            An iterator over ``ForwardChunk``.
 
         Raises:
             TypeError: The tokens are not ints, or the policy is not a policy.
@@ -241,9 +238,6 @@ class Client:
         Returns:
             float32 [number of tokens - 1], natural logarithms under the raw model.
 
-        Raises:
-            FerruleError: As in ``prefill``.
-
         Example:
             ``perplexity = np.exp(-client.score("a text").mean())``
         """
@@ -267,7 +261,6 @@ class Client:
 
         Raises:
             ValueError: ``pooling`` is not one of the two.
-            FerruleError: As in ``prefill``.
 
         Example:
             ``vector = client.embed("a text")``
@@ -296,10 +289,10 @@ class Client:
         recover: bool = False,
         timeout: Timeout = USE_DEFAULT,
     ) -> Generation:
-        """Return an iterator over what the server draws after a prompt, which makes its sequences itself.
+        """Return an iterator over the tokens that the server draws after a prompt; see ``Generation``.
 
-        Prompt and draws are one call. At the end, or when the iterator is closed (leave it early in ``with``),
-        its sequences are released.
+        Prompt and draws are one call, which makes its sequences itself. At the end, or when the iterator is closed
+        (leave it early in ``with``), they are released.
 
         Args:
             prompt: A text, or token ids.
@@ -315,9 +308,6 @@ class Client:
             keep: True: the sequences are yours to continue and to release, ``caches`` of the iterator.
             recover: As in ``prefill``.
             timeout: Seconds one token may take, retries included.
-
-        Returns:
-            An iterator over tokens; see ``Generation``.
 
         Raises:
             TypeError: An argument is of another type.
@@ -369,13 +359,7 @@ class Client:
         Example:
             ``with client.chat("Answer briefly.") as chat: print(chat.send("Hello"))``
         """
-        return Chat(
-            self,
-            system,
-            policy=policy,
-            max_tokens=max_tokens,
-            variables=variables,
-        )
+        return Chat(self, system, policy=policy, max_tokens=max_tokens, variables=variables)
 
     def adopt(self, handle: Handle, *, keep_alive: bool = True) -> Cache:
         """Return a cache for a handle that came from elsewhere; it owns the sequence from now on.
@@ -419,7 +403,7 @@ class Client:
         """Return how the server is doing now, also while it loads."""
         request = executor_pb2.GetStatusRequest()
         reply = self._connection.unary(self._connection.executor.GetStatus, request, timeout=timeout)
-        return _convert.status_from_message(reply.status)
+        return _convert.value(Status, reply.status)
 
     def wait_until_ready(
         self, *, on_progress: Callable[[Status | None], object] | None = None, timeout: Timeout = USE_DEFAULT
@@ -458,7 +442,9 @@ class Client:
             status = self.status(timeout=max(0.05, min(5.0, left_s)))
         except UnavailableError as error:
             return None, error
-        return status, _not_ready(status)
+        text = f"the server is {status.state}" + (f": {status.load_stage}" if status.load_stage else "")
+        kind, reason = (DrainingError, "DRAINING") if status.state == "draining" else (StartingError, "STARTING")
+        return status, kind(grpc.StatusCode.UNAVAILABLE, reason, text)
 
     def tokenize(
         self,
@@ -480,7 +466,6 @@ class Client:
             TypeError: It is not a text.
             ValueError: It cannot be written in UTF-8, because it holds half of a surrogate pair.
             UnsupportedError: The server has no tokenizer.
-            FerruleError: Anything else, see ``errors``.
 
         Example:
             ``ids = client.tokenize("def area(")``
@@ -503,7 +488,6 @@ class Client:
         Raises:
             UnsupportedError: The server has no tokenizer.
             TokenOutOfVocabError: A token is not in the vocabulary.
-            FerruleError: Anything else, see ``errors``.
         """
         request = tokenizer_pb2.DetokenizeRequest(
             token_ids=_check.token_list(tokens), skip_special_tokens=skip_special_tokens
@@ -549,13 +533,14 @@ class Client:
             UnsupportedError: The model has no chat template.
             InvalidRequestError: The template refuses the conversation, or a string of it contains the text of a
                 special token: ``field`` says where, and ``metadata["special_token"]`` which.
-            FerruleError: Anything else, see ``errors``.
 
         Example:
             ``ids = client.apply_chat_template([{"role": "user", "content": "Hello"}]).token_ids``
         """
+        if isinstance(messages, (str, bytes, Mapping)) or not all(isinstance(one, Mapping) for one in messages):
+            raise TypeError('a conversation is a list of messages, such as [{"role": "user", "content": "Hello"}]')
         request = tokenizer_pb2.ApplyChatTemplateRequest(
-            messages=_chat_messages(messages),
+            messages=map(_chat_message, messages),
             tools_json=json.dumps(list(tools)) if tools else "",
             skip_generation_prompt=not add_generation_prompt,
             variables_json=json.dumps(dict(variables)) if variables else "",
@@ -578,17 +563,13 @@ class Client:
             QuotaExceededError: It does not fit the caller's quota of mask bytes.
             InvalidRequestError: It is not of the vocabulary's size.
             ValueError: It allows nothing, or a token out of the vocabulary.
-            FerruleError: Anything else, see ``errors``.
 
         Example:
             ``digits = client.register_mask(client.tokenize("0123456789"))``
         """
         timeout = self._connection.until(timeout)
         given = as_mask(mask)
-        vocab_size = 0
-        if given.bits is None:
-            info = self._connection.model_info(timeout)
-            vocab_size = info.vocab_size
+        vocab_size = 0 if given.bits is not None else self._connection.model_info(timeout).vocab_size
         attempts = self._connection.attempts(timeout)
         (registered,) = self._connection.register_masks([given.to_bits(vocab_size)], attempts)
         return registered
@@ -600,9 +581,6 @@ class Client:
             page_size: Entries per page; 0 lets the server choose.
             timeout: Seconds each page may take.
 
-        Raises:
-            FerruleError: While iterating, see ``errors``.
-
         Example:
             ``lengths = [one.length for one in client.list_caches()]``
         """
@@ -610,7 +588,7 @@ class Client:
         request = cache_pb2.ListCachesRequest(page_size=page_size)
         while True:
             reply = self._connection.unary(self._connection.executor.ListCaches, request, timeout=timeout)
-            for one in map(_convert.summary_from_message, reply.caches):
+            for one in (_convert.value(CacheSummary, summary) for summary in reply.caches):
                 yield one
             if not reply.next_page_token:
                 return
@@ -637,7 +615,8 @@ class Client:
         """
         kept, timeout = list(caches), self._connection.until(timeout)
         self._connection.ask_handle_limit(len(kept), timeout)
-        parts = Parts(_handles(kept), self._connection.handle_limit)
+        handles = [one.handle if isinstance(one, Cache) else one for one in kept]
+        parts = Parts(handles, self._connection.handle_limit)
         done, failures = self._keep_parts(parts, ttl, timeout)
         for error in failures.values():
             if parts.is_alone and not (kept and isinstance(error, WrongInstanceError)):
@@ -651,11 +630,9 @@ class Client:
     def _keep_parts(
         self, parts: Parts, ttl: float | None, timeout: Timeout
     ) -> tuple[dict[int, Lease | FerruleError], dict[str, FerruleError]]:
-        """Renew leases part by part.
+        """Renew leases part by part; an instance whose call failed is not asked for its other parts.
 
-        Returns:
-            What became of each, by its place; and what a call failed with, by the instance it was for. After that the
-            instance is not asked for its other parts.
+        Return what became of each, by its place; and what a call failed with, by the instance it was for.
         """
         done: dict[int, Lease | FerruleError] = {}
         failures: dict[str, FerruleError] = {}
@@ -692,9 +669,6 @@ class Client:
                 each. None: no more than ``lengths``.
             timeout: Seconds this may take, retries included.
 
-        Returns:
-            The blocks that each took, and those left.
-
         Raises:
             BlocksExhaustedError: The pool has too few free blocks now; nothing was taken.
             HandleNotFoundError: One of the sequences is gone; nothing was taken.
@@ -707,7 +681,9 @@ class Client:
         """
         kept = list(caches)
         handles = [tip_of(one).live_handle() if isinstance(one, Cache) else one for one in kept]
-        _check_one_instance(handles)
+        if len(names := sorted(by_instance(handles, checked_instance))) > 1:
+            text = " and ".join(map(repr, names))
+            raise ValueError(f"the sequences are on the instances {text}: reserve on each by a call of its own")
         request = _messages.reserve_request(handles, lengths, fitting)
         reply = self._connection.unary(self._connection.executor.ReserveKvSlots, request, timeout=timeout)
         for cache, wanted in zip(kept, request.requests, strict=True):
@@ -724,9 +700,6 @@ class Client:
         Args:
             caches: Caches or handles.
             timeout: Seconds this may take, retries included.
-
-        Returns:
-            What was freed.
 
         Raises:
             FerruleError: The server was not reached; the leases will end the sequences. Where there are several
@@ -747,28 +720,8 @@ class Client:
         return self.keep_alive(handles[: self._connection.handle_limit.most], timeout=timeout_s)
 
 
-def _handles(caches: Sequence[Cache | Handle]) -> list[Handle]:
-    """Return the handles of caches, and those that stand among them."""
-    return [cache.handle if isinstance(cache, Cache) else cache for cache in caches]
-
-
-def _chat_messages(messages: Sequence[ChatMessage]) -> list[tokenizer_pb2.ChatMessage]:
-    """Return the wire form of a conversation.
-
-    Raises:
-        TypeError: It is not a list of messages, or as in ``_chat_message``.
-    """
-    if isinstance(messages, (str, bytes, Mapping)) or not all(isinstance(one, Mapping) for one in messages):
-        raise TypeError('a conversation is a list of messages, such as [{"role": "user", "content": "Hello"}]')
-    return [_chat_message(one) for one in messages]
-
-
 def _chat_message(message: ChatMessage) -> tokenizer_pb2.ChatMessage:
-    """Return the wire form of a message; what is neither its role nor a plain text goes as JSON.
-
-    Raises:
-        TypeError: It has no text as ``role``, or holds what JSON cannot.
-    """
+    """Return the wire form of a message; what is neither its role nor a plain text goes as JSON."""
     extra = dict(message)
     role, content = extra.pop("role", None), extra.pop("content", "")
     if not isinstance(role, str):
@@ -778,28 +731,9 @@ def _chat_message(message: ChatMessage) -> tokenizer_pb2.ChatMessage:
     return tokenizer_pb2.ChatMessage(role=role, content=content, extra_json=json.dumps(extra) if extra else "")
 
 
-def _not_ready(status: Status) -> UnavailableError:
-    text = f"the server is {status.state}" + (f": {status.load_stage}" if status.load_stage else "")
-    if status.state == "draining":
-        return DrainingError(grpc.StatusCode.UNAVAILABLE, "DRAINING", text)
-    return StartingError(grpc.StatusCode.UNAVAILABLE, "STARTING", text)
-
-
-def _check_one_instance(handles: Sequence[Handle]) -> None:
-    """Make sure that one instance has all sequences.
-
-    Raises:
-        ValueError: It has not.
-    """
-    names = sorted(by_instance(handles, checked_instance))
-    if len(names) > 1:
-        text = " and ".join(map(repr, names))
-        raise ValueError(f"the sequences are on the instances {text}: reserve on each by a call of its own")
-
-
 def _lease_or_error(result: cache_pb2.KeepAliveResult) -> Lease | FerruleError:
     if result.HasField("lease"):
-        return _convert.lease_from_message(result.lease)
+        return _convert.value(Lease, result.lease)
     return error_from_status(result.error)
 
 

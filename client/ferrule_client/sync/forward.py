@@ -6,16 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import TracebackType
 
-import grpc
-
 from ferrule.v1 import executor_pb2
 from ferrule_client import _convert
 from ferrule_client._public import publish
 from ferrule_client._retry import Attempts
 from ferrule_client._timeouts import Timeout
-from ferrule_client.errors import FerruleError, UnavailableError
+from ferrule_client.errors import FerruleError
 from ferrule_client.sync._connection import Connection
-from ferrule_client.sync._stream_call import ReplyCall
+from ferrule_client.sync._stream_call import OpenCall
 from ferrule_client.types import ForwardChunk
 
 __all__ = ["ForwardPass"]
@@ -35,7 +33,7 @@ class ForwardPass(Iterator[ForwardChunk]):
         self._text = text
         self._request = request
         self._timeout = timeout
-        self._call: ReplyCall[executor_pb2.ForwardResponse] | None = None
+        self._call: OpenCall[executor_pb2.ForwardResponse] | None = None
         self._position = 0
         self._has_ended = False
 
@@ -68,10 +66,7 @@ class ForwardPass(Iterator[ForwardChunk]):
     def close(self) -> None:
         """End the pass. Closing twice changes nothing."""
         self._has_ended = True
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()
-            call.close()
+        self._drop()
 
     def _receive(self, attempts: Attempts) -> ForwardChunk:
         if self._text is not None:
@@ -80,32 +75,19 @@ class ForwardPass(Iterator[ForwardChunk]):
         while True:
             if self._call is None:
                 self._call = self._connection.open_replies(self._connection.executor.Forward, self._request)
-            try:
-                reply = self._call.receive(attempts.remaining())
-            except grpc.RpcError as error:
-                self._go_on(self._connection.typed(error, self._call.instance), attempts, error)
-            except StopIteration:
-                text = "the server ended the pass before its end"
-                self._go_on(UnavailableError(grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST", text), attempts)
-            else:
-                chunk = _convert.forward_from_message(reply).behind(self._position)
-                if chunk is not None:
-                    return self._taken(chunk)
-
-    def _taken(self, chunk: ForwardChunk) -> ForwardChunk:
-        self._position = chunk.first_position + chunk.num_rows
-        if chunk.is_last:
-            self._has_ended = True
-            call, self._call = self._call, None
-            if call is not None:
-                call.close()
-        return chunk
-
-    def _go_on(self, error: FerruleError, attempts: Attempts, cause: grpc.RpcError | None = None) -> None:
-        """Arrange that the call is made again, or raise what ended it."""
-        self._drop()
-        if not self._connection.restore_masks(error, [self._request], attempts):
-            self._connection.wait(attempts, error, cause)
+            reply = self._connection.receive(self._call, attempts)
+            if isinstance(reply, FerruleError):
+                self._drop()
+                if not self._connection.restore_masks(reply, [self._request], attempts):
+                    self._connection.wait(attempts, reply)
+                continue
+            chunk = _convert.forward_from_message(reply).behind(self._position)
+            if chunk is not None:
+                self._position = chunk.first_position + chunk.num_rows
+                if chunk.is_last:
+                    self._has_ended = True
+                    self._call.close()
+                return chunk
 
     def _drop(self) -> None:
         call, self._call = self._call, None

@@ -1,0 +1,37 @@
+"""``ferrule check``: whether a model loads, before its weights are fetched. The package of the server does the work."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+
+from ferrule_cli.common import misuse
+
+EXAMPLES = """\
+examples:
+  ferrule check demo
+  ferrule check Qwen/Qwen3-0.6B --max-context 8192    fetches the configuration alone
+  ferrule check ~/models/Qwen3-0.6B --weights int8 --json
+
+Exit codes: 0 it loads, 1 it does not (the output says why, and what to try instead), 2 used wrongly.
+"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this command."""
+    parser.add_argument("model", metavar="MODEL", help="demo, a folder, or org/name on the hub")
+    for flag in ("--dtype", "--max-context", "--weights"):
+        parser.add_argument(flag, metavar="VALUE", help="as for ferrule serve")
+    parser.add_argument("--json", action="store_true", help="print JSON for scripts")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Let the server's package print what is asked for, and return its exit code."""
+    if importlib.util.find_spec("ferrule_server") is None or importlib.util.find_spec("torch") is None:
+        raise misuse("the server is not installed: install the server extra of ferrule", "SERVER_MISSING")
+    values = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if isinstance(value, str)}
+    flags = [f"{flag}={value}" for flag, value in values.items()] + ["--json"] * args.json
+    command = [sys.executable, "-m", "ferrule_server.model_check", *flags]
+    return subprocess.run(command, check=False).returncode  # noqa: S603 - our own program, no shell

@@ -186,7 +186,7 @@ def processor_name() -> str:
 
 def _fitting(cells: Sequence[Cell], run: Run) -> list[Cell]:
     from benchmarks.cpu.cells import fitting
-    from ferrule_server.model.config import read_config
+    from ferrule_server.model.config_reader import read_config
 
     max_context = read_config(run.folder).max_positions
     found = fitting(cells, max_context, run.effort.num_steps)
@@ -202,7 +202,7 @@ def _measure_in_process(run: Run, cells: Sequence[Cell]) -> None:
     from benchmarks.cpu.cells import num_pool_tokens
     from benchmarks.cpu.sides import InProcessSide, open_side
     from ferrule_server.executor.base import BLOCK_SIZE
-    from ferrule_server.model.config import read_config
+    from ferrule_server.model.config_reader import read_config
 
     steps = run.effort.num_steps
     num_tokens = num_pool_tokens(cells, steps, BLOCK_SIZE)
@@ -258,7 +258,7 @@ def _measure(run: Run, cells: Sequence[Cell], measures: Measures, threads: Mappi
     from benchmarks.cpu.rounds import make_record, sample_sides
     from benchmarks.cpu.sides import WEIGHT_BYTES, weights_of
     from benchmarks.gpu.models import read_bytes
-    from ferrule_server.model.config import read_config
+    from ferrule_server.model.config_reader import read_config
 
     config, effort = read_config(run.folder), run.effort
     probe = compiled_probe(effort.num_probe_passes)

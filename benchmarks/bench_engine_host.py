@@ -150,9 +150,9 @@ def _outputs(batch: StepBatch) -> StepResult:
 
 def _info() -> ExecutorInfo:
     from ferrule_server.executor.base import ExecutorInfo, ModelDescription
-    from ferrule_server.model.config import ModelConfig
+    from ferrule_server.model.config import LayerKind, ModelConfig
 
-    config = ModelConfig("Free", _VOCAB, 8, 1, 1, 1, 8, 1 << 16)
+    config = ModelConfig("Free", _VOCAB, 8, 1, 1 << 16, (LayerKind(head_dim=8, num_kv_heads=1),))
     model = ModelDescription(config, "free", 1, config.max_positions, "float32", bytes(32))
     return ExecutorInfo("free", "cpu", "float32", BLOCK_SIZE, 1 << 15, 64, model)
 

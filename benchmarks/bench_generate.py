@@ -33,7 +33,7 @@ from child_server import server  # type: ignore[import-not-found]  # beside this
 from in_process import PRINCIPAL, Inbox, InProcess, append_job, in_process, load_executor  # type: ignore[import-not-found]
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, policy_pb2, types_pb2
-from ferrule_server.model.config import read_config
+from ferrule_server.model.config_reader import read_config
 
 PROMPT_TOKENS = 128
 SIZES = (1, 16)

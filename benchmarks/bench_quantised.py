@@ -133,7 +133,7 @@ def random_logits(side: str, folder: Path) -> Any:
     """Return the logits of the last positions of a random prompt."""
     import numpy as np
 
-    from ferrule_server.model.config import read_config
+    from ferrule_server.model.config_reader import read_config
 
     print(f"logits of {side}", file=sys.stderr, flush=True)
     vocab = read_config(folder).vocab_size

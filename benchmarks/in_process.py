@@ -88,7 +88,7 @@ def load_executor(folder: Path, *, kv_bytes: int, max_context: int, dtype: str =
     """Return the executor that the server would choose for a model folder, with as many threads as it would use."""
     from ferrule_server.config import ServerConfig
     from ferrule_server.loading import create_executor
-    from ferrule_server.model.config import read_config
+    from ferrule_server.model.config_reader import read_config
 
     context = min(max_context, read_config(folder).max_positions)
     config = ServerConfig(model=str(folder), kv_memory_bytes=kv_bytes, max_context=context, dtype=dtype)

@@ -23,7 +23,7 @@ from ferrule_server.executor.base import (
     StepResult,
 )
 from ferrule_server.executor.sampling.selection import select_rows
-from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config import LayerKind, ModelConfig
 
 UNWRITTEN = -1
 HIDDEN_SIZE = 3
@@ -142,12 +142,10 @@ class FakeExecutor:
         config = ModelConfig(
             architecture="Fake",
             hidden_size=HIDDEN_SIZE,
-            num_layers=1,
             num_heads=1,
-            num_kv_heads=1,
-            head_dim=1,
             vocab_size=vocab_size,
             max_positions=max_context,
+            layers=(LayerKind(head_dim=1, num_kv_heads=1),),
             eos_ids=eos_ids,
         )
         model = ModelDescription(

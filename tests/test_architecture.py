@@ -122,6 +122,19 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ferrule_server.errors",
         *DEVICE,
     ),
+    # It composes, as `loading` does, and stops before anything is read.
+    "ferrule_server.model_check": (
+        "ferrule_server.model_check",
+        "ferrule_server.loading",
+        "ferrule_server.executor",
+        "ferrule_server.kernels",
+        "ferrule_server.model_files",
+        "ferrule_server.model",
+        "ferrule_server.arguments",
+        "ferrule_server.config",
+        "ferrule_server.errors",
+        "torch",
+    ),
     "ferrule_server.model": (
         "ferrule_server.model",
         "ferrule_server.model_files",
@@ -160,7 +173,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1590,
+    ".": 1605,
     "api": 365,
     "api/receiving": 655,
     "api/requests": 960,
@@ -178,18 +191,19 @@ BUDGET: dict[str, int] = {
     "engine/generation": 670,
     "engine/metrics": 265,
     "engine/steps": 1010,
-    "executor": 545,
+    "executor": 550,
     "executor/cpu": 940,
     "executor/cuda": 2730,
     "executor/fallback": 520,
     "executor/sampling": 640,
-    "kernels": 110,
+    "kernels": 125,
     "kernels/cpu": 2565,
     "kernels/cuda": 3520,
     "kv": 1380,
-    "model": 1155,
-    "model/families": 240,
-    "model/hub": 550,
+    "model": 1590,
+    "model/families": 1055,
+    "model/hub": 610,
+    "model_check": 620,
     "text": 730,
     "training": 665,
 }

@@ -44,6 +44,7 @@ RUN_BY = {
     ("docs/clients.md", "rust rust-tls"): "tests/conformance/test_clients_tls.py",
     ("docs/handles.md", "python"): "tests/test_docs.py",
     ("docs/kernels.md", "python"): "tests/kernels/cuda/test_kernels_page.py",
+    ("docs/models.md", "python"): "tests/model/test_new_family.py",
     ("docs/metrics.md", "promql"): "tests/api/test_exposition.py",
     ("docs/metrics.md", "yaml"): "tests/api/test_exposition.py",
     ("docs/observing.md", "json"): "tests/test_docs.py",

@@ -20,7 +20,7 @@ from ferrule_server.executor.cpu.support import choose
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cpu.plan import WeightKind
 from ferrule_server.loading import suggested_threads
-from ferrule_server.model.config import read_config
+from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.weights import load_model
 
 __all__ = ["SIDES", "WEIGHT_BYTES", "InProcessSide", "open_side", "prompt_step", "weights_of"]

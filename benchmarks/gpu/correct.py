@@ -23,7 +23,7 @@ from benchmarks.gpu.ours import GREEDY, NotReady, Ours
 from benchmarks.gpu.reference import Trace, traced
 from benchmarks.gpu.timing import Row
 from ferrule_server.executor.base import Int32Array, OutputSpec, StepBatch
-from ferrule_server.model.weights import ModelWeights
+from ferrule_server.model.tensors import ModelWeights
 
 _TIMES_TORCH = 2.0
 _MORE = 1e-3

@@ -17,7 +17,7 @@ from benchmarks.gpu.peers import CompiledPeer, GraphPeer, Peer, PeerLeftOut, Pla
 from benchmarks.gpu.timing import Arm, Row, alternate, summary
 from ferrule_server.executor.base import Float32Array
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.weights import ModelWeights
+from ferrule_server.model.tensors import ModelWeights
 
 LIMIT_OF_DIFFERENCE = 0.05
 """Largest difference of two arms' logits over the largest logit: bfloat16 makes about 0.01 of it."""

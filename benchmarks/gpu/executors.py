@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu import models
 from ferrule_server.executor.base import Executor
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.weights import ModelWeights
+from ferrule_server.model.tensors import ModelWeights
 
 BLOCK_SIZE = 16
 _SPARE_BLOCKS = 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, ModelShape
-from ferrule_server.model.config import ModelConfig, parse_config
-from ferrule_server.model.weights import LayerWeights, LoadedModel, ModelWeights
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config_reader import parse_config
+from ferrule_server.model.tensors import LayerWeights, ModelWeights
+from ferrule_server.model.weights import LoadedModel
 
 STD = 0.02
 """Of all matrices. Never zeros: a product with zeros draws less power and runs faster than any real one."""
@@ -98,7 +101,7 @@ def num_read_weights(config: ModelConfig) -> int:
     """Return how many weights one step reads: all but the embedding, of which a step reads single rows."""
     hidden, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
     attention = hidden * heads * config.head_dim + hidden * config.num_heads * config.head_dim
-    norms = 2 * hidden + (2 * config.head_dim if config.has_qk_norm else 0)
+    norms = 2 * hidden + (2 * config.head_dim if config.qk_norm == "head" else 0)
     layer = attention + 3 * hidden * config.intermediate_size + norms
     return config.num_layers * layer + hidden + config.vocab_size * hidden
 
@@ -123,20 +126,23 @@ def _random_layer(config: ModelConfig, matrix: Any, norm: Any) -> LayerWeights:
     hidden, intermediate = config.hidden_size, config.intermediate_size
     num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return LayerWeights(
-        input_norm=norm(hidden),
+        attention_norm=norm(hidden),
         qkv=matrix(num_q + 2 * num_kv, hidden),
         attention_out=matrix(hidden, num_q),
-        post_attention_norm=norm(hidden),
+        mlp_norm=norm(hidden),
         gate_up=matrix(2 * intermediate, hidden),
         down=matrix(hidden, intermediate),
-        q_norm=norm(config.head_dim) if config.has_qk_norm else None,
-        k_norm=norm(config.head_dim) if config.has_qk_norm else None,
+        q_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
+        k_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
     )
 
 
 def loaded(name: str, weights: ModelWeights) -> LoadedModel:
-    """Return a model as an executor takes it; the tensors are shared with ``weights``, which stays whole."""
-    kept = ModelWeights(weights.embedding, weights.head, weights.final_norm, [_shallow(one) for one in weights.layers])
+    """Return a model as an executor takes it; the tensors are shared with ``weights``, which stays whole.
+
+    An executor clears the fields of the objects that it is given, so it gets others.
+    """
+    kept = replace(weights, layers=[replace(layer) for layer in weights.layers])
     config = config_of(name)
     tensors = dict(checkpoint_tensors(config, weights))
     return LoadedModel(
@@ -146,20 +152,6 @@ def loaded(name: str, weights: ModelWeights) -> LoadedModel:
         fingerprint=hashlib.sha256(f"random {name}".encode()).digest(),
         num_parameters=sum(tensor.numel() for tensor in tensors.values()),
         weights=kept,
-    )
-
-
-def _shallow(layer: LayerWeights) -> LayerWeights:
-    """Return another object over the same tensors: an executor clears the fields of the one it is given."""
-    return LayerWeights(
-        layer.input_norm,
-        layer.qkv,
-        layer.attention_out,
-        layer.post_attention_norm,
-        layer.gate_up,
-        layer.down,
-        layer.q_norm,
-        layer.k_norm,
     )
 
 
@@ -176,8 +168,9 @@ def checkpoint_tensors(config: ModelConfig, weights: ModelWeights) -> Iterator[t
 
 def _layer_tensors(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[str, Tensor]]:
     num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield "input_layernorm.weight", layer.input_norm
-    yield "post_attention_layernorm.weight", layer.post_attention_norm
+    for name, norm in (("input_layernorm", layer.attention_norm), ("post_attention_layernorm", layer.mlp_norm)):
+        assert norm is not None
+        yield f"{name}.weight", norm
     for name, part in zip("qkv", torch.split(layer.qkv, [num_q, num_kv, num_kv]), strict=True):
         yield f"self_attn.{name}_proj.weight", part
     yield "self_attn.o_proj.weight", layer.attention_out

@@ -15,7 +15,7 @@ from benchmarks.gpu import models
 from benchmarks.gpu.plain_model import PlainModel
 from benchmarks.gpu.timing import synchronize
 from ferrule_server.executor.base import Float32Array
-from ferrule_server.model.weights import ModelWeights
+from ferrule_server.model.tensors import ModelWeights
 
 _PREFILL_TOKENS = 512
 _NUM_WARM_STEPS = 4
@@ -300,7 +300,7 @@ def transformers_model(name: str, weights: ModelWeights) -> Any:
     except ImportError as error:
         raise PeerLeftOut(f"transformers is not installed ({error})") from error
     config = models.config_of(name)
-    prefix = "Qwen3" if config.has_qk_norm else "Llama"
+    prefix = "Qwen3" if config.qk_norm == "head" else "Llama"
     kind: Any = getattr(transformers, f"{prefix}Config")
     family: Any = getattr(transformers, f"{prefix}ForCausalLM")
     raw = {key: value for key, value in models.raw_config(name).items() if key not in ("architectures", "model_type")}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.rope import inverse_frequencies
-from ferrule_server.model.weights import LayerWeights, ModelWeights
+from ferrule_server.model.tensors import LayerWeights, ModelWeights
 
 _LENGTH_STEP: Final = 8
 
@@ -37,7 +37,7 @@ class PlainModel(nn.Module):
         self.register_buffer("embedding", weights.embedding)
         self.register_buffer("output_head", weights.head)
         self.register_buffer("final_norm", weights.final_norm)
-        angles = torch.outer(torch.arange(self.length).float(), inverse_frequencies(config)).to(device)
+        angles = rope_angles(config, self.length).to(device)
         self.register_buffer("cos", torch.cat((angles.cos(), angles.cos()), -1))
         self.register_buffer("sin", torch.cat((-angles.sin(), angles.sin()), -1))
         places = torch.arange(self.length, device=device)
@@ -69,7 +69,7 @@ class PlainLayer(nn.Module):
     def __init__(self, config: ModelConfig, weights: LayerWeights, batch: int, length: int) -> None:
         super().__init__()
         self.config = config
-        for name in ("input_norm", "qkv", "attention_out", "post_attention_norm", "gate_up", "down"):
+        for name in ("attention_norm", "qkv", "attention_out", "mlp_norm", "gate_up", "down"):
             self.register_buffer(name, getattr(weights, name))
         self.register_buffer("q_norm", weights.q_norm)
         self.register_buffer("k_norm", weights.k_norm)
@@ -80,9 +80,9 @@ class PlainLayer(nn.Module):
     def forward(self, hidden: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], is_seen: Tensor) -> Tensor:
         """Return the residual stream behind this layer: [batch, tokens, hidden_size]."""
         eps = self.config.norm_eps
-        normed = rms_norm(hidden, self.get_buffer("input_norm"), eps)
+        normed = rms_norm(hidden, self.get_buffer("attention_norm"), eps)
         hidden = hidden + F.linear(self._attend(normed, positions, rotation, is_seen), self.get_buffer("attention_out"))
-        normed = rms_norm(hidden, self.get_buffer("post_attention_norm"), eps)
+        normed = rms_norm(hidden, self.get_buffer("mlp_norm"), eps)
         gate, up = F.linear(normed, self.get_buffer("gate_up")).chunk(2, -1)
         return hidden + F.linear(F.silu(gate) * up, self.get_buffer("down"))
 
@@ -102,13 +102,19 @@ class PlainLayer(nn.Module):
         return made.transpose(1, 2).reshape(batch, count, -1)
 
     def _head_norm(self, heads: Tensor, name: str) -> Tensor:
-        return rms_norm(heads, self.get_buffer(name), self.config.norm_eps) if self.config.has_qk_norm else heads
+        return rms_norm(heads, self.get_buffer(name), self.config.norm_eps) if self.config.qk_norm == "head" else heads
 
 
 def rms_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return values over their root mean square, in float32, times a weight."""
     wide = values.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(values.dtype)
+
+
+def rope_angles(config: ModelConfig, length: int) -> Tensor:
+    """Return the radians by which each pair of a head turns at each position: float32 [length, head_dim / 2]."""
+    frequencies = inverse_frequencies(config.layers[0].rope, config.head_dim)
+    return torch.outer(torch.arange(length).float(), frequencies)
 
 
 def turned(heads: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

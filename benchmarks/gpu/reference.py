@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.plain_model import rms_norm, turned
+from benchmarks.gpu.plain_model import rms_norm, rope_angles, turned
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.rope import inverse_frequencies
-from ferrule_server.model.weights import LayerWeights, ModelWeights
+from ferrule_server.model.tensors import LayerWeights, ModelWeights
 
 
 @dataclass
@@ -41,7 +40,7 @@ def traced(config: ModelConfig, weights: ModelWeights, token_ids: Tensor, last: 
         dtype: Of everything; float32 is the reference.
     """
     device, length = token_ids.device, token_ids.shape[1]
-    angles = torch.outer(torch.arange(length).float(), inverse_frequencies(config)).to(device)
+    angles = rope_angles(config, length).to(device)
     rotation = (torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1))
     hidden = F.embedding(token_ids, weights.embedding).to(dtype)
     trace, kv = Trace(torch.empty(0)), []
@@ -59,7 +58,9 @@ def _layer(
     config: ModelConfig, weights: LayerWeights, hidden: Tensor, rotation: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return the residual stream behind a layer, what its buffers hold, and its K and V."""
-    normed = rms_norm(hidden, weights.input_norm, config.norm_eps)
+    assert weights.attention_norm is not None
+    assert weights.mlp_norm is not None
+    normed = rms_norm(hidden, weights.attention_norm, config.norm_eps)
     qkv = F.linear(normed, weights.qkv.to(dtype))
     query, key, value = _heads(config, weights, qkv, rotation)
     made = [
@@ -68,7 +69,7 @@ def _layer(
     ]
     attended = torch.stack(made).transpose(1, 2).flatten(2)
     hidden = hidden + F.linear(attended, weights.attention_out.to(dtype))
-    normed = rms_norm(hidden, weights.post_attention_norm, config.norm_eps)
+    normed = rms_norm(hidden, weights.mlp_norm, config.norm_eps)
     gate, up = F.linear(normed, weights.gate_up.to(dtype)).chunk(2, -1)
     gated = F.silu(gate) * up
     hidden = hidden + F.linear(gated, weights.down.to(dtype))

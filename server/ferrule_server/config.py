@@ -92,9 +92,9 @@ class ServerConfig:
     """
     device: str = _MODEL.setting("--device", _DEVICE, "auto")
     """where the model runs; a GPU that is named must exist (default: {default} = the first GPU, else the processor)"""
-    dtype: str = _MODEL.setting("--dtype", one_of("auto", "bfloat16", "float32"), "auto")
-    """data type of weights, activations and KV (default: {default} = bfloat16 on a GPU, with numba-cpu, and on
-    processors with instructions for it, else float32)
+    dtype: str = _MODEL.setting("--dtype", one_of("auto", "bfloat16", "float16", "float32"), "auto")
+    """data type of weights, activations and KV; float16 runs in torch only (default: {default} = bfloat16 on a GPU,
+    with numba-cpu, and on processors with instructions for it, else float32)
     """
     weights: str = _MODEL.setting("--weights", one_of("float", "int8", "int4"), "float")
     """how numba-cpu keeps the matrices of the model: as --dtype says, or quantised when they are read, to int8 with a
@@ -248,6 +248,8 @@ class ServerConfig:
             )
         if self.executor == "paged-reference":
             self._check_reference()
+        if self.dtype == "float16":
+            self._check_float16()
 
     def _check_reference(self) -> None:
         """Refuse settings that the executor without weights ignores."""
@@ -255,6 +257,15 @@ class ServerConfig:
         _require(self.model is None, f"{runs} has no weights; leave --model out")
         _require(self.device in ("auto", "cpu"), f"{runs} computes on the processor; leave --device out")
         _require(self.dtype in ("auto", "float32"), f"{runs} computes in float32; leave --dtype out")
+
+    def _check_float16(self) -> None:
+        """Refuse settings that need kernels, because only torch computes in float16."""
+        for holds, setting in (
+            (self.executor in ("auto", "torch"), f"--executor {self.executor}"),
+            (self.weights == "float", f"--weights {self.weights}"),
+            (not self.is_deterministic, "--deterministic"),
+        ):
+            _require(holds, f"--dtype float16 runs in torch only; leave {setting} out")
 
     def _check_deterministic(self) -> None:
         """Refuse settings under which the kernels cannot run, because only they are deterministic."""

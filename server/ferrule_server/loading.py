@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from ferrule_server.config import DEFAULT_KV_BYTES, DEMO_MODEL, ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor.base import BLOCK_SIZE, Executor
 from ferrule_server.executor.reference import PagedReferenceExecutor
-from ferrule_server.model.config import read_config
+from ferrule_server.model.config_reader import read_config
 from ferrule_server.model_files import is_folder, name_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from ferrule_server.model.weights import DTypeName, LoadedModel
     from ferrule_server.text.chat_template import ChatTemplate
     from ferrule_server.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, float], None]
 """Called with the current stage, for people, and the progress of the whole load from 0 to 1; from any thread."""
@@ -85,8 +88,8 @@ def download(config: ServerConfig, on_progress: OnProgress) -> Path:
         ConfigError: The settings do not fit the model.
         ModelError: The model cannot be fetched, or it is not a model that can run.
     """
-    folder, _, _ = _found(config, on_progress)
-    _model_config(config, folder)
+    folder, _, _ = find_model(config, on_progress)
+    network_of(config, folder)
     return folder
 
 
@@ -115,8 +118,8 @@ def _paged_reference(config: ServerConfig) -> Executor:
 
 
 def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
-    folder, commit, on_progress = _found(config, on_progress)
-    model_config = _model_config(config, folder)
+    folder, commit, on_progress = find_model(config, on_progress)
+    model_config = network_of(config, folder)
     on_progress("importing torch", 0.0)
     import torch
 
@@ -127,15 +130,16 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     def on_bytes(done_bytes: int, total_bytes: int) -> None:
         on_progress("reading weights", 2 * _IMPORT_SHARE + _WEIGHTS_SHARE * done_bytes / max(1, total_bytes))
 
-    device = _device(config)
-    choice = None if device.index is not None else _cpu_choice(config, model_config)
-    dtype = _dtype(config, device, choice)
+    device = device_of(config)
+    choice = None if device.index is not None else cpu_choice(config, model_config)
+    dtype = dtype_of(config, device, choice)
     tokenizer = Tokenizer.load(folder)
     chat_template = None if tokenizer is None else ChatTemplate.load(folder)
     with _preparing(config, model_config, device, dtype) as preparation:
         prepared = _prepare_processor(config, model_config, choice, on_progress)
         encoding = None if prepared is None else prepared.encoding
-        model = load_model(folder, dtype=dtype, on_progress=on_bytes, encoding=encoding)
+        model = load_model(folder, dtype=dtype, config=model_config, on_progress=on_bytes, encoding=encoding)
+        _log_left_out(model_config)
         if config.model == DEMO_MODEL or commit is not None:
             model.model_id = config.model or ""
         torch.set_num_threads(config.num_threads or suggested_threads(model.weights_bytes, torch.get_num_threads()))
@@ -147,7 +151,17 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     return LoadedExecutor(executor, tokenizer, chat_template, commit)
 
 
-def _device(config: ServerConfig) -> Device:
+def _log_left_out(model_config: ModelConfig) -> None:
+    """Log which parts of a model of several modalities are not loaded."""
+    from ferrule_server.model.tensors import wrapper_of
+
+    wrapper = wrapper_of(model_config)
+    if wrapper is not None:
+        parts = dict.fromkeys(prefix.removesuffix(".").rpartition(".")[2] for prefix in wrapper.left_out)
+        _log.info("event=text_model_only architecture=%s left_out=%s", wrapper.architecture, ",".join(parts))
+
+
+def device_of(config: ServerConfig) -> Device:
     """Return the device that the model will run on; the processor for an executor that runs only there.
 
     Raises:
@@ -186,7 +200,7 @@ def _preparing(
         device=device.name,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
-        dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
+        dtype=getattr(torch, dtype),
         max_context=config.max_context or model_config.max_positions,
         max_step_rows=config.max_step_rows,
         memory_fraction=config.gpu_memory_fraction,
@@ -207,7 +221,7 @@ def _preparing(
         raise
 
 
-def _cpu_choice(config: ServerConfig, model_config: ModelConfig) -> Choice | None:
+def cpu_choice(config: ServerConfig, model_config: ModelConfig) -> Choice | None:
     """Return how the processor runs a model; None: in torch, as the settings say.
 
     Raises:
@@ -215,8 +229,10 @@ def _cpu_choice(config: ServerConfig, model_config: ModelConfig) -> Choice | Non
     """
     if config.executor == "torch":
         return None
-    from ferrule_server.executor.cpu.support import choose
+    from ferrule_server.executor.cpu.support import Choice, choose
 
+    if config.dtype == "float16":
+        return Choice(None, "the kernels of the processor compute in bfloat16 or float32, not in float16")
     weights: WeightKind = config.weights  # type: ignore[assignment]
     dtype = "float32" if config.dtype == "float32" else "bfloat16"
     choice = choose(model_config, dtype, weights, has_int8_inputs=config.activations == "int8")
@@ -307,7 +323,7 @@ def _allocating(config: ServerConfig) -> Iterator[int]:
         raise ConfigError(text) from error
 
 
-def _found(config: ServerConfig, on_progress: OnProgress) -> tuple[Path, str | None, OnProgress]:
+def find_model(config: ServerConfig, on_progress: OnProgress) -> tuple[Path, str | None, OnProgress]:
     """Return the model's folder, its commit if it is from the hub, and the callback for the progress of the rest.
 
     Raises:
@@ -318,7 +334,7 @@ def _found(config: ServerConfig, on_progress: OnProgress) -> tuple[Path, str | N
         raise ConfigError("--model is needed: demo, a folder, or org/name on the hub")
     if config.model == DEMO_MODEL:
         return _demo_folder(), None, on_progress
-    folder = _as_folder(config.model)
+    folder = as_folder(config.model)
     if folder is not None:
         if config.revision is not None:
             raise ConfigError(f"--revision {config.revision}: --model {config.model} is a folder here, not on the hub")
@@ -332,7 +348,7 @@ def _found(config: ServerConfig, on_progress: OnProgress) -> tuple[Path, str | N
     return _fetched(config, config.model, on_progress)
 
 
-def _as_folder(name: str) -> Path | None:
+def as_folder(name: str) -> Path | None:
     """Return the folder that a setting names; None if there is none."""
     try:
         folder = Path(name).expanduser()
@@ -360,7 +376,7 @@ def _fetched(config: ServerConfig, name: str, on_progress: OnProgress) -> tuple[
         name,
         config.revision,
         is_offline=config.is_offline,
-        check=lambda folder: _model_config(config, folder),
+        check=lambda folder: network_of(config, folder),
         on_share=on_share,
     )
     return folder, folder.name, on_rest
@@ -375,7 +391,7 @@ def _demo_folder() -> Path:
     return _DEMO_FOLDER
 
 
-def _model_config(config: ServerConfig, folder: Path) -> ModelConfig:
+def network_of(config: ServerConfig, folder: Path) -> ModelConfig:
     """Return the model's configuration. Too long a context is refused here, before the weights are read.
 
     Raises:
@@ -388,16 +404,17 @@ def _model_config(config: ServerConfig, folder: Path) -> ModelConfig:
         raise ConfigError(
             f"--max-context {config.max_context} is beyond the {most} tokens that {config.model} supports"
         )
-    return model_config
+    return model_config.for_context(config.max_context or most)
 
 
-def _dtype(config: ServerConfig, device: Device, choice: Choice | None) -> DTypeName:
+def dtype_of(config: ServerConfig, device: Device, choice: Choice | None) -> DTypeName:
     """Return the type of the weights; the kernels of either processor run bfloat16 unless told otherwise."""
     if choice is not None and choice.plan is not None:
         return "bfloat16" if choice.plan.is_bfloat16 else "float32"
     if config.dtype == "auto":
         return "bfloat16" if device.index is not None or _has_bfloat16() else "float32"
-    return "bfloat16" if config.dtype == "bfloat16" else "float32"
+    dtype: DTypeName = config.dtype  # type: ignore[assignment]
+    return dtype
 
 
 def _has_bfloat16() -> bool:

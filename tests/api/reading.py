@@ -8,7 +8,7 @@ from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.inputs import InputReader
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.executor.base import ModelDescription
-from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config import LayerKind, ModelConfig
 from ferrule_server.text.tokenizer import Tokenizer
 
 
@@ -24,12 +24,10 @@ def make_reader(
     config = ModelConfig(
         architecture="A",
         hidden_size=24,
-        num_layers=1,
         num_heads=1,
-        num_kv_heads=1,
-        head_dim=24,
         vocab_size=vocab_size,
         max_positions=max_context,
+        layers=(LayerKind(head_dim=24, num_kv_heads=1),),
         eos_ids=tuple(eos_ids),
     )
     model = ModelDescription(

@@ -221,6 +221,27 @@ def test_the_bundled_model_has_every_feature_but_trees(shipped: Server, feature:
     assert (feature in capabilities.features) is (feature != info_pb2.FEATURE_TREE_VERIFY)
 
 
+@pytest.fixture(scope="module")
+def half() -> Iterator[Server]:
+    """The bundled model in float16."""
+    config = ServerConfig(executor="torch", dtype="float16", kv_memory_bytes=16 << 20)
+    loaded = create_executor(config, lambda _stage, _share: None)
+    with RunningServer(loaded.executor, tokenizer=loaded.tokenizer, chat_template=loaded.chat_template) as server:
+        yield server
+
+
+def test_a_model_in_float16_says_so_and_answers(half: Server) -> None:
+    """Its weights, its KV, and the types that the executor can run; its sizes are those of config.json."""
+    info = half.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).info
+    assert (info.dtype, info.kv_dtype) == (types_pb2.DATA_TYPE_FLOAT16, types_pb2.DATA_TYPE_FLOAT16)
+    assert (info.num_layers, info.num_heads, info.num_kv_heads, info.head_dim) == (6, 4, 2, 64)
+    made = half.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
+    assert types_pb2.DATA_TYPE_FLOAT16 in made.supported_dtypes
+    assert made.memory_requirements.kv_bytes_per_token == 6 * 2 * 2 * 64 * 2
+    output = half.prefill(policy=GREEDY)
+    assert len(output.outputs.tokens) == 1
+
+
 def _check_feature(server: Server, capabilities: info_pb2.ExecutorCapabilities, feature: info_pb2.Feature) -> None:
     reason = _reason_of_refusal(lambda: CALLS[feature](server))
     assert reason in (None, "FEATURE_UNSUPPORTED")

@@ -43,7 +43,8 @@ from benchmarks.gpu.process import Workplace, run_limited
 from benchmarks.gpu.worker import TASKS
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
-from ferrule_server.model.weights import ModelWeights, load_model
+from ferrule_server.model.tensors import ModelWeights
+from ferrule_server.model.weights import load_model
 from tests.benchmarks.queued_executor import QueuedExecutor
 from tests.executor.cuda.test_end_to_end import simulated
 from tests.executor.cuda.tiny_model import tiny_executor

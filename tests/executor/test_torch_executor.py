@@ -18,7 +18,7 @@ from ferrule_server.executor import block_pool
 from ferrule_server.executor import torch as torch_executor
 from ferrule_server.executor.base import Executor, OutputSpec, SampleSpec, Shaping
 from ferrule_server.executor.torch import TorchExecutor
-from ferrule_server.model.weights import LoadedModel, load_model
+from ferrule_server.model.weights import DTypeName, LoadedModel, load_model
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 TOKENS = list(range(3, 40))
@@ -70,6 +70,28 @@ def test_plain_weights_are_those_of_the_checkpoint(folder: Path) -> None:
         assert torch.equal(layer.down, stored[f"model.layers.{index}.mlp.down_proj.weight"].bfloat16())
         assert layer.q_norm is not None
         assert torch.equal(layer.q_norm, stored[f"model.layers.{index}.self_attn.q_norm.weight"].bfloat16())
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_float16_is_float32_but_for_rounding(folder: Path, tmp_path: Path, stored: torch.dtype) -> None:
+    """Whatever the checkpoint has: a prompt in chunks, then decodes, on weights and KV of two bytes."""
+    tensors = {name: tensor.to(stored) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    exact, half = _logits_in(tmp_path, "float32"), _logits_in(tmp_path, "float16")
+    assert 0 < np.abs(half - exact).max() <= 4e-3 * np.abs(exact).max()
+
+
+def _logits_in(folder: Path, dtype: DTypeName) -> np.ndarray:
+    """Return logits of a prompt in chunks and of decodes."""
+    model = load_model(folder, dtype=dtype)
+    executor = TorchExecutor(model, kv_memory_bytes=4 * TorchExecutor.min_kv_bytes(model), max_context=256)
+    assert (executor.info.kv_dtype, executor.pool.dtype) == (dtype, getattr(torch, dtype))
+    stepper, seq = Stepper(executor), PooledSequence()
+    pieces = [TOKENS[:17], TOKENS[17:34], TOKENS[34:35], TOKENS[35:36]]
+    logits = [stepper.logits(Piece(seq, tokens, num_outputs=len(tokens))) for tokens in pieces]
+    executor.close()
+    return np.concatenate(logits)
 
 
 def test_the_pool_is_shared(executor: TorchExecutor) -> None:

@@ -40,8 +40,9 @@ class FlashOperator:
         """Run the operator. The rest of the arguments are those of its schema; only what we use may be given."""
         cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask = args
         assert (dropout_p, is_causal, return_debug_mask) == (0.0, True, False)
-        assert kwargs.keys() == {"seqused_k"}
-        seqused_k = kwargs["seqused_k"]
+        assert {"seqused_k"} <= kwargs.keys() <= {"seqused_k", "scale"}
+        seqused_k, scale = kwargs["seqused_k"], kwargs.get("scale")
+        scale = query.shape[2] ** -0.5 if scale is None else scale
         self._check(query, key, value)
         num_seqs = len(cum_seq_q) - 1
         for lengths, size in ((cum_seq_q, num_seqs + 1), (cum_seq_k, num_seqs + 1), (seqused_k, num_seqs)):
@@ -56,7 +57,8 @@ class FlashOperator:
             begin, end, first = rows[seq], rows[seq + 1], slots[seq]
             assert end - begin <= used <= slots[seq + 1] - first
             ahead = used - (end - begin) if self._is_lower_right else 0
-            out[begin:end] = _attend(query[begin:end], key[first : first + used], value[first : first + used], ahead)
+            keys = slice(first, first + used)
+            out[begin:end] = _attend(query[begin:end], key[keys], value[keys], ahead, scale)
         self.num_calls += 1
         unused = torch.empty(0)
         return out, torch.empty(query.shape[1], len(query)), torch.empty(2, dtype=torch.uint64), unused, unused.clone()
@@ -74,14 +76,14 @@ class FlashOperator:
         assert query.stride(2) == key.stride(2) == value.stride(2) == 1
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, ahead: int) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, ahead: int, scale: float) -> Tensor:
     """Attend one sequence: query [rows, num_heads, head_dim], key and value [kv_len, num_kv_heads, head_dim].
 
-    The first row sees ``ahead`` keys and one more.
+    The first row sees ``ahead`` keys and one more; ``scale`` multiplies the products of queries and keys.
     """
     group = query.shape[1] // key.shape[1]
     wide_key, wide_value = (part.float().repeat_interleave(group, 1).transpose(0, 1) for part in (key, value))
-    scores = query.float().transpose(0, 1) @ wide_key.transpose(1, 2) * query.shape[2] ** -0.5
+    scores = query.float().transpose(0, 1) @ wide_key.transpose(1, 2) * scale
     is_future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + ahead)
     weights = scores.masked_fill(is_future, float("-inf")).softmax(-1)
     out: Tensor = (weights @ wide_value).transpose(0, 1).to(query.dtype)

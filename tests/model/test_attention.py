@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from ferrule_server.kernels.reference import AttentionRule
 from ferrule_server.model.attention import GroupedAttention, PlainAttention, StepArrays
 
 BLOCK_SIZE = 16
@@ -90,3 +91,25 @@ def test_rows_without_a_slot_are_not_written() -> None:
     grouped = GroupedAttention(pools[1], step, 4).attend(0, query, key, value)
     torch.testing.assert_close(grouped, plain, rtol=1e-5, atol=1e-5)
     assert torch.equal(pools[0].view(torch.uint8), pools[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [0.0, 4.0])
+@pytest.mark.parametrize(
+    "seqs", [[(200, 1), (90, 1)], [(150, 5), (140, 5)], [(37, 300)]], ids=["step", "verify", "chunk"]
+)
+def test_a_window_and_a_cap_equal_the_plain_ones(seqs: list[Seq], cap: float, dtype: torch.dtype) -> None:
+    """Blocks before every window may be given back: whatever the null block holds, no row sees it."""
+    torch.manual_seed(8)
+    rule = AttentionRule(scale=0.3, window=20, softcap=cap)
+    step, num_blocks = make_step(seqs, np.random.default_rng(9))
+    pool = make_pool(step, (num_blocks, 1, 2, 2, BLOCK_SIZE, 8), dtype)
+    num_rows = len(step.positions)
+    query, (key, value) = torch.randn(num_rows, 4, 8).to(dtype), torch.randn(2, num_rows, 2, 8).to(dtype)
+    whole = PlainAttention(pool.clone(), step).attend(0, query, key, value, rule)
+    for table, (past, _) in zip(step.block_tables, seqs, strict=True):
+        table[: max(0, past + 1 - rule.window) // BLOCK_SIZE] = 0
+    assert not step.block_tables.all()
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for made in (PlainAttention(pool.clone(), step), GroupedAttention(pool.clone(), step, 4)):
+        torch.testing.assert_close(made.attend(0, query, key, value, rule), whole, rtol=tolerance, atol=tolerance)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model.config import Llama3Scaling, parse_config, read_config
+from ferrule_server.model.config_reader import parse_config, read_config
+from ferrule_server.model.rope import Llama3Scaling, Rope
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
@@ -26,16 +27,14 @@ def test_both_dialects_give_one_configuration() -> None:
     old = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **SCALING}, "torch_dtype": "bfloat16"}
     new = {**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **SCALING}, "dtype": "bfloat16"}
     assert parse_config(old, {}) == parse_config(new, {})
-    assert parse_config(old, {}).rope_scaling == LLAMA3
-    assert parse_config(old, {}).rope_theta == 5e5
+    assert parse_config(old, {}).layers[0].rope == Rope(5e5, num_pairs=8, width=16, scaling=LLAMA3)
 
 
 @pytest.mark.parametrize("rope", [{}, {"rope_scaling": None}, {"rope_parameters": {"rope_type": "default"}}])
 def test_plain_rope_is_understood_in_every_spelling(rope: dict[str, Any]) -> None:
     """No scaling, null and the type "default" mean the same."""
-    config = parse_config({**BASE, **rope}, {})
-    assert config.rope_scaling is None
-    assert config.rope_theta == 10_000.0
+    (kind, _) = parse_config({**BASE, **rope}, {}).layers
+    assert kind.rope == Rope(10_000.0, num_pairs=kind.head_dim // 2, width=kind.head_dim)
 
 
 def test_silent_keys_get_the_defaults_of_transformers() -> None:
@@ -43,7 +42,7 @@ def test_silent_keys_get_the_defaults_of_transformers() -> None:
     silent = {key: value for key, value in LLAMA.items() if key not in {"num_key_value_heads", "rms_norm_eps"}}
     config = parse_config(silent, {})
     assert (config.head_dim, config.num_kv_heads, config.norm_eps, config.is_tied) == (16, 4, 1e-6, False)
-    assert not config.has_qk_norm
+    assert config.qk_norm == "none"
     assert parse_config({**BASE, "head_dim": None}, {}).head_dim == 128
 
 
@@ -69,11 +68,16 @@ def test_eos_ids_come_from_generation_config_first(config_eos: Any, generation: 
         ({"architectures": None}, "architectures"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
+        ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1}, "sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "mrope"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1.0}}, "beta_fast"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 0}}, "factor"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "short_factor"),
+        ({"rope_parameters": ["default"]}, "rope_parameters"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor"),

@@ -69,11 +69,11 @@ def test_hidden_states_equal_transformers(example: Example, new_executor: NewExe
     assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("chunk", [*range(1, 10), len(PROMPT)])
+@pytest.mark.parametrize("chunk", [1, 3, 7, len(PROMPT)])
 def test_greedy_continuation_equals_transformers_however_the_prompt_is_cut(
     example: Example, new_executor: NewExecutor, chunk: int
 ) -> None:
-    """64 greedy tokens are identical for prefill whole, in chunks of 1 to 9, and so one by one."""
+    """64 greedy tokens are identical for prefill whole, in chunks, and one by one."""
     stepper = Stepper(new_executor(example.folder))
     seq, token = feed(stepper, PROMPT, chunk)
     assert continue_greedily(stepper, seq, token, 64) == example.greedy(PROMPT, 64)
@@ -119,7 +119,7 @@ def test_bfloat16_is_as_exact_as_transformers_in_bfloat16(example: Example, new_
     exact, theirs = example.logits(PROMPT), example.logits(PROMPT, torch.bfloat16)
     assert rms(ours - exact) <= 1.2 * rms(theirs - exact)
     second, first = np.sort(exact, axis=1)[:, -2:].T
-    is_clear = first - second > 2 * np.abs(ours - exact).max()
+    is_clear = first - second > 2 * np.abs(ours - exact).max(1)
     assert is_clear.sum() >= 3
     assert (ours.argmax(1) == exact.argmax(1))[is_clear].all()
 
@@ -140,7 +140,8 @@ def test_plain_and_fast_ops_agree_on_logits_and_on_the_whole_pool(example: Examp
         results.append((np.concatenate(logits), pool.view(np.float32)))
     (plain_logits, plain_pool), (fast_logits, fast_pool) = results
     assert_close(fast_logits, plain_logits)
-    np.testing.assert_allclose(fast_pool, plain_pool, rtol=1e-4, atol=1e-5)  # NaN where nothing was written, in both
+    largest = float(np.nanmax(np.abs(plain_pool)))
+    np.testing.assert_allclose(fast_pool, plain_pool, rtol=1e-4, atol=1e-5 * largest)  # NaN in both if never written
 
 
 def test_rows_without_a_slot_leave_the_pool_alone(qwen3: Example, new_executor: NewExecutor) -> None:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model.config import parse_config, read_config
+from ferrule_server.model.config_reader import parse_config, read_config
 from ferrule_server.model.weights import load_model
 from tests.model.small_model import CONFIG, LAYER, header_of, write_config, write_header, write_small_model
 
@@ -128,10 +128,6 @@ TABLE: dict[str, Spoil] = {
     "max_window_layers a text": _text(
         "config.json",
         json.dumps({**CONFIG, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": "x"}),
-    ),
-    "max_window_layers null": _text(
-        "config.json",
-        json.dumps({**CONFIG, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": None}),
     ),
     "eos a million": _key("eos_token_id", json.dumps([-1] * 1_000_000)),
     "hidden_act a megabyte": _key("hidden_act", json.dumps("x" * 1_000_000)),

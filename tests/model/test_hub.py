@@ -21,7 +21,7 @@ from huggingface_hub import constants
 from ferrule_server.arguments import parse_config
 from ferrule_server.errors import ModelError
 from ferrule_server.loading import download
-from ferrule_server.model.config import read_config
+from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.hub import fetch as hub_fetch
 from ferrule_server.model.hub import models as hub_module
 from ferrule_server.model.hub.models import fetch_model, is_hub_name

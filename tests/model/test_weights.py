@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ferrule_server.errors import ModelError
+from ferrule_server.model.rope import stored_order
 from ferrule_server.model.weights import LoadedModel, load_model
 from tests.model.conftest import CASES, Example, make_example
 
@@ -59,19 +60,31 @@ def error_of(folder: Path) -> str:
 
 
 def test_tensors_arrive_in_their_places(example: Example) -> None:
-    """Every tensor of the checkpoint is found, bit for bit, in the fused weights."""
+    """Every matrix of the checkpoint is found, bit for bit, in the fused weights; rotated heads have our order."""
     stored = load_file(example.folder / "model.safetensors")
+
+    def joined(prefix: str, *names: str) -> torch.Tensor:
+        """Return the rows of those tensors that the checkpoint has: a family may store parts, or all in one."""
+        return torch.cat([stored[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in stored])
+
     model = load(example.folder)
     weights = model.take_weights()
     assert torch.equal(weights.embedding, stored["model.embed_tokens.weight"])
     assert (weights.head is weights.embedding) == model.config.is_tied
-    for index, layer in enumerate(weights.layers):
-        prefix = f"model.layers.{index}."
-        qkv = torch.cat([stored[f"{prefix}self_attn.{name}_proj.weight"] for name in "qkv"])
-        gate_up = torch.cat([stored[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
+    for index, (layer, kind) in enumerate(zip(weights.layers, model.config.layers, strict=True)):
+        attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
+        qkv = joined(attention, *(f"{name}_proj.weight" for name in ("q", "k", "v", "qkv")))
+        order = stored_order(kind.rope, kind.head_dim)
+        if order is not None:
+            rotated, values = qkv.split(
+                [len(qkv) - kind.num_kv_heads * kind.head_dim, kind.num_kv_heads * kind.head_dim]
+            )
+            qkv = torch.cat([rotated.view(-1, kind.head_dim, qkv.shape[1])[:, order].flatten(0, 1), values])
         assert torch.equal(layer.qkv, qkv)
+        assert torch.equal(layer.attention_out, joined(attention, "o_proj.weight"))
+        gate_up = joined(mlp, *(f"{name}.weight" for name in ("gate_proj", "up_proj", "gate_up_proj", "c_fc")))
         assert torch.equal(layer.gate_up, gate_up)
-        assert torch.equal(layer.down, stored[f"{prefix}mlp.down_proj.weight"])
+        assert torch.equal(layer.down, joined(mlp, "down_proj.weight", "c_proj.weight"))
     assert model.num_parameters == sum(tensor.numel() for tensor in stored.values())
     assert model.weights_bytes == 4 * model.num_parameters
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks import make_random_model
 from ferrule_server import loading as select
@@ -104,6 +105,7 @@ def test_a_start_on_the_processor_loads_nothing_of_a_gpu() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+_HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 SMALL: dict[str, Any] = {"kv_memory_bytes": 1 << 22}
 
 
@@ -186,6 +188,57 @@ def test_torch_runs_what_the_kernels_cannot(
     executor.close()
     with pytest.raises(ConfigError, match=r"--deterministic needs kernels, not torch: .*head_dim 24"):
         _created(executor=name, model=str(tmp_path), is_deterministic=True)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(("name", "reason"), [("auto", "bfloat16 or float32, not in float16"), ("torch", "")])
+def test_float16_runs_in_torch_on_the_processor(name: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With the reason, unless torch was asked for."""
+    executor = _created(executor=name, dtype="float16")
+    assert isinstance(executor, FallbackExecutor if reason else TorchExecutor)
+    info = executor.info
+    assert (info.model.dtype, info.kv_dtype) == ("float16", "float16")
+    assert "float16" in info.supported_dtypes
+    assert info.model.weights_bytes == 2 * info.model.num_parameters
+    assert reason in info.fallback_reason
+    assert bool(info.fallback_reason) == bool(reason)
+    assert len(_warnings(caplog)) == bool(reason)
+    executor.close()
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", ["auto", "torch"])
+def test_float16_runs_in_torch_on_a_gpu(name: str) -> None:
+    """The kernels say that they need bfloat16; weights and pool take two bytes for each number."""
+    executor = _created(executor=name, dtype="float16")
+    assert isinstance(executor, FallbackExecutor)
+    assert (executor.state.name, executor.info.model.dtype, executor.info.kv_dtype) == ("torch", "float16", "float16")
+    reason = "" if name == "torch" else "the kernels need bfloat16, not float16"
+    assert executor.state.fallback_reason == reason
+    assert executor.state.memory is not None
+    assert executor.state.memory.weights == executor.info.model.weights_bytes
+    executor.close()
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_what_is_left_out_of_a_model_of_several_modalities_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one line; a text model has none."""
+    make_random_model.write_model(tmp_path, "tiny")
+    stored = load_file(tmp_path / "model.safetensors")
+    inner = {f"language_model.{name}": tensor for name, tensor in stored.items() if not name.endswith(_HEAD_NORMS)}
+    save_file({**inner, "vision_tower.patch_conv.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "mistral"}
+    del text["architectures"], text["attention_bias"]
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.INFO, "ferrule_server.loading"):
+        _created(executor="torch").close()
+        _created(executor="torch", model=str(tmp_path)).close()
+    lines = [line for line in caplog.messages if line.startswith("event=text_model_only")]
+    left_out = "left_out=vision_tower,multi_modal_projector"
+    assert lines == [f"event=text_model_only architecture=Mistral3ForConditionalGeneration {left_out}"]
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -308,6 +361,7 @@ def test_every_setting_of_a_gpu_arrives(monkeypatch: pytest.MonkeyPatch, tmp_pat
     cases: tuple[dict[str, Any], ...] = (
         {"is_deterministic": True, "early_launch": "off", "has_cuda_graphs": False},
         {"executor": "torch", "has_cuda_runner": False, "dtype": "float32"},
+        {"dtype": "float16"},
     )
     for settings in cases:
         with pytest.raises(ConfigError, match="enough"):
@@ -324,6 +378,7 @@ def test_every_setting_of_a_gpu_arrives(monkeypatch: pytest.MonkeyPatch, tmp_pat
         **shared,
     )
     assert (seen[1].wants_kernels, seen[1].dtype) == (False, torch.float32)
+    assert (seen[2].wants_kernels, seen[2].dtype) == (True, torch.float16)
     assert "--disable-cuda-runner" in seen[1].reason
 
 

@@ -137,7 +137,7 @@ class Linear:
         def expect() -> Tensor:
             made = multiplied(reference.rms_norm(x, norm, EPS) if self.is_normed else x).bfloat16()
             if epilogue == "swiglu":
-                return reference.swiglu(made)
+                return reference.activate(made, "silu", is_gated=True)
             return before + made if epilogue == "residual" else made
 
         def torch_op() -> Tensor:

@@ -72,7 +72,8 @@ def _instance(
         qkv.copy_(product("qkv", before))
         seen = attended.expect().bfloat16().view(1, -1)
         middle = before + product("attention_out", seen)
-        return middle + product("down", reference.swiglu(product("gate_up", middle)))
+        gated = reference.activate(product("gate_up", middle), "silu", is_gated=True)
+        return middle + product("down", gated)
 
     def torch_op() -> Tensor:
         def linear(role: str, x: Tensor) -> Tensor:

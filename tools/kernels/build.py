@@ -93,7 +93,7 @@ def _shape(name: str) -> ModelShape:
     from ferrule_server.executor.cuda.kernel_choice import (
         shape_of,  # not in every process that compiles: torch is large
     )
-    from ferrule_server.model.config import read_config
+    from ferrule_server.model.config_reader import read_config
 
     return shape_of(read_config(Path(name).expanduser()))
 

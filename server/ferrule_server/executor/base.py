@@ -253,7 +253,8 @@ class ModelDescription:
         model_id: Folder name, hub id, ``demo`` or ``paged-reference``.
         num_parameters: Distinct parameters (tied ones once).
         max_context: Longest sequence in tokens that the model and the server allow.
-        dtype: Type of the weights in memory: ``float32`` or ``bfloat16``; ``int8`` or ``int4`` if they are quantised.
+        dtype: Type of the weights in memory: ``float32``, ``bfloat16`` or ``float16``; ``int8`` or ``int4`` if they are
+            quantised.
         fingerprint: 32 bytes over weights, dtypes and everything else that determines the KV; root of the lineage.
         weights_bytes: Bytes of the weights in memory.
     """

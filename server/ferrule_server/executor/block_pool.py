@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,25 +20,25 @@ _COPY_BYTES = 64 << 20
 
 def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of K and V of all layers of one block."""
-    return config.num_layers * 2 * config.num_kv_heads * block_size * config.head_dim * dtype.itemsize
+    return config.kv_values * block_size * dtype.itemsize
 
 
 class BlockPool:
-    """The KV of every sequence.
+    """The KV of every sequence: one tensor for each group of layers with equal heads, and a block is a row of all.
 
-    Invariant: the tensor is contiguous, and allocated and committed once.
+    Invariant: the tensors are contiguous, and allocated and committed once.
 
     Args:
         info: Of the executor that owns the pool.
         dtype: Of K and V.
 
     Attributes:
-        tensor: ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
+        tensors: For each of ``config.kv_groups``: ``[num_blocks, layers, 2, num_kv_heads, block_size, head_dim]``.
     """
 
     def __init__(self, info: ExecutorInfo, dtype: torch.dtype) -> None:
-        self.tensor = _new_pool(info, dtype)
-        self._blocks = self.tensor.view(info.num_blocks, -1).view(torch.uint8)
+        self.tensors = tuple(_new_pool(info, group, dtype) for group in info.model.config.kv_groups)
+        self._blocks = [tensor.view(info.num_blocks, -1).view(torch.uint8) for tensor in self.tensors]
 
     @torch.inference_mode()
     def copy_blocks(self, block_pairs: Int32Array) -> None:
@@ -44,24 +46,27 @@ class BlockPool:
 
         No block is both a source and a destination.
         """
-        words = self._blocks.view(torch.int64) if self._blocks.shape[1] % 8 == 0 else self._blocks
-        size = max(1, _COPY_BYTES // self._blocks.shape[1])
-        for first in range(0, len(block_pairs), size):
-            source, destination = self._index(block_pairs[first : first + size]).unbind(1)
-            words.index_copy_(0, destination, words.index_select(0, source))
+        for blocks in self._blocks:
+            words = blocks.view(torch.int64) if blocks.shape[1] % 8 == 0 else blocks
+            size = max(1, _COPY_BYTES // blocks.shape[1])
+            for first in range(0, len(block_pairs), size):
+                source, destination = self._index(block_pairs[first : first + size]).unbind(1)
+                words.index_copy_(0, destination, words.index_select(0, source))
 
     @torch.inference_mode()
     def copy_slots(self, slot_pairs: Int32Array) -> None:
         """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""
         source, destination = self._index(slot_pairs).unbind(1)
-        block_size = self.tensor.shape[4]
-        kept = self.tensor[source // block_size, :, :, :, source % block_size]
-        self.tensor[destination // block_size, :, :, :, destination % block_size] = kept
+        for tensor in self.tensors:
+            block_size = tensor.shape[4]
+            kept = tensor[source // block_size, :, :, :, source % block_size]
+            tensor[destination // block_size, :, :, :, destination % block_size] = kept
 
     @torch.inference_mode()
     def read_blocks(self, block_ids: Int32Array) -> npt.NDArray[np.uint8]:
         """Return the raw bytes of blocks: uint8 [n, bytes_per_block], a copy."""
-        data: npt.NDArray[np.uint8] = self._blocks.index_select(0, self._index(block_ids)).cpu().numpy()
+        parts = [blocks.index_select(0, self._index(block_ids)) for blocks in self._blocks]
+        data: npt.NDArray[np.uint8] = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).cpu().numpy()
         return data
 
     @torch.inference_mode()
@@ -71,18 +76,21 @@ class BlockPool:
         Raises:
             ValueError: ``data`` has another shape or dtype; nothing is written.
         """
-        if data.dtype != np.uint8 or data.shape != (len(block_ids), self._blocks.shape[1]):
-            raise ValueError(f"block data is {data.dtype} {data.shape}, expected uint8 [n, {self._blocks.shape[1]}]")
-        self._blocks.index_copy_(0, self._index(block_ids), torch.tensor(data, device=self.tensor.device))
+        sizes = [blocks.shape[1] for blocks in self._blocks]
+        if data.dtype != np.uint8 or data.shape != (len(block_ids), sum(sizes)):
+            raise ValueError(f"block data is {data.dtype} {data.shape}, expected uint8 [n, {sum(sizes)}]")
+        copied = torch.tensor(data, device=self.tensors[0].device)
+        for blocks, part in zip(self._blocks, torch.split(copied, sizes, 1), strict=True):
+            blocks.index_copy_(0, self._index(block_ids), part)
 
     def _index(self, values: Int32Array) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.tensor.device)
+        return torch.tensor(values, dtype=torch.int64, device=self.tensors[0].device)
 
 
-def _new_pool(info: ExecutorInfo, dtype: torch.dtype) -> torch.Tensor:
+def _new_pool(info: ExecutorInfo, group: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     device = torch.device(info.device)
-    config = info.model.config
-    shape = (info.num_blocks, config.num_layers, 2, config.num_kv_heads, info.block_size, config.head_dim)
+    kind = info.model.config.layers[group[0]]
+    shape = (info.num_blocks, len(group), 2, kind.num_kv_heads, info.block_size, kind.head_dim)
     if device.type == "cpu":
         return new_tensor(shape, dtype).zero_()  # touches every page, so a lack of memory shows now
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -28,7 +28,7 @@ from ferrule_server.executor.base import (
     StepResult,
 )
 from ferrule_server.executor.sampling.selection import select_rows
-from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config import LayerKind, ModelConfig
 
 _CHUNK_ELEMENTS = 1 << 14
 """The most gathered K numbers of output rows that attend together: 128 KiB in float64. Beyond that the C library maps
@@ -70,11 +70,9 @@ class PagedReferenceExecutor:
             architecture="PagedReference",
             vocab_size=vocab_size,
             hidden_size=num_heads * head_dim,
-            num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
             max_positions=max_context,
+            layers=(LayerKind(head_dim, num_kv_heads),) * num_layers,
         )
         _check_sizes(config, max_context)
         if block_size < 1 or block_size & (block_size - 1):

@@ -13,10 +13,17 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import ExecutorInfo, Int32Array, ModelDescription, RowOutput, StepBatch, StepResult
 from ferrule_server.executor.block_pool import BlockPool, bytes_per_block
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
-from ferrule_server.model.attention import GroupedAttention, PlainAttention, StepArrays, StepAttention
+from ferrule_server.model.attention import (
+    GroupedAttention,
+    LayerAttention,
+    PlainAttention,
+    StepArrays,
+    StepAttention,
+)
 from ferrule_server.model.decoder import Decoder
-from ferrule_server.model.flash_attention import FlashAttention, can_attend, has_trailing_rows
-from ferrule_server.model.weights import LoadedModel, ModelWeights
+from ferrule_server.model.flash_attention import FlashAttention, can_attend, can_compute, has_trailing_rows
+from ferrule_server.model.tensors import ModelWeights
+from ferrule_server.model.weights import LoadedModel
 
 __all__ = ["TorchExecutor", "check_settings", "describe"]
 
@@ -74,10 +81,10 @@ class TorchExecutor:
             num_blocks=kv_memory_bytes // num_bytes,
             bytes_per_block=num_bytes,
             model=describe(model, max_context),
-            supported_dtypes=("float32", "bfloat16"),
+            supported_dtypes=("float32", "bfloat16", "float16"),
         )
         self.blocks = BlockPool(self._info, model.torch_dtype)
-        self._has_flash = not is_plain and can_attend(self.pool)
+        self._has_flash = not is_plain and can_compute(model.config) and all(map(can_attend, self.blocks.tensors))
 
     @staticmethod
     def min_kv_bytes(model: LoadedModel, block_size: int = 16) -> int:
@@ -96,8 +103,12 @@ class TorchExecutor:
 
     @property
     def pool(self) -> torch.Tensor:
-        """The KV of every sequence, ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``."""
-        return self.blocks.tensor
+        """The KV of every sequence, ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
+
+        Only of a model whose layers have equal heads.
+        """
+        (tensor,) = self.blocks.tensors
+        return tensor
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepResult:
@@ -160,10 +171,11 @@ class TorchExecutor:
 
     def _attention(self, batch: StepBatch) -> StepAttention:
         step = StepArrays(batch.positions, batch.slot_mapping, batch.cu_seqlens_q, batch.kv_lens, batch.block_tables)
+        config, pools = self._info.model.config, self.blocks.tensors
         if self._is_plain:
-            return PlainAttention(self.pool, step)
+            return LayerAttention(config, [PlainAttention(pool, step) for pool in pools])
         make = FlashAttention if self._has_flash and has_trailing_rows(step) else GroupedAttention
-        return make(self.pool, step, self._info.model.config.num_heads)
+        return LayerAttention(config, [make(pool, step, config.num_heads) for pool in pools])
 
     def _index(self, values: Int32Array) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -7,24 +7,44 @@ The code is clear rather than fast: it attends sequences one by one, and neither
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
+    "AttentionRule",
+    "activate",
     "apply_rope",
     "best_tokens",
     "embed",
     "gather_kv",
     "kv_append",
+    "layer_norm",
     "linear",
     "linear_int8",
     "paged_attention",
     "qk_norm_rope",
     "rms_norm",
     "rope_angles",
-    "swiglu",
+    "softcap",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How scores are made and which keys a row sees.
+
+    Attributes:
+        scale: Multiplies the products of queries and keys.
+        window: How many keys a row sees, its own included; 0: all up to its own.
+        softcap: Scores become ``cap * tanh(score / cap)``; 0: they do not.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
 
 
 def embed(token_ids: Tensor, table: Tensor, sampled: Tensor | None = None) -> Tensor:
@@ -98,15 +118,37 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [..., size].
-        weight: [size], dtype of ``x``.
+        weight: [size], dtype of ``x`` or float32.
         eps: Added to the mean square.
 
     Returns:
-        [..., size], dtype of ``x``; rounded to it once before the multiplication, as in ``transformers``.
+        [..., size], dtype of ``x``. As in ``transformers``: rounded to it before the multiplication by a weight of that
+        dtype, and after that by a float32 one.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    return (weight * normed.to(weight.dtype)).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Return ``x`` with mean 0 and variance 1, times ``weight``, plus ``bias`` ("Layer Normalization", Ba, 2016).
+
+    Args:
+        x: [..., size].
+        weight: [size].
+        bias: [size], or None.
+        eps: Added to the variance.
+
+    Returns:
+        [..., size], dtype of ``x``; computed in float32 and rounded once.
+    """
+    wide_bias = None if bias is None else bias.float()
+    return F.layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps).to(x.dtype)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """Return ``cap * tanh(x / cap)`` ("Gemma 2", 2024)."""
+    return cap * torch.tanh(x / cap)
 
 
 def rope_angles(positions: Tensor, inverse_frequencies: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,17 +202,20 @@ def qk_norm_rope(heads: Tensor, weight: Tensor | None, eps: float, cos: Tensor, 
     return apply_rope(wide, cos, sin).to(heads.dtype)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Return ``silu(gate) * up`` ("GLU Variants Improve Transformer", Shazeer, 2020).
+def activate(x: Tensor, activation: str, *, is_gated: bool) -> Tensor:
+    """Return the activation of a projection, times another ("GLU Variants Improve Transformer", Shazeer, 2020).
 
     Args:
-        gate_up: [rows, 2 * intermediate_size], gate first.
+        x: [rows, 2 * size], the activated half first; [rows, size] without a gate.
+        activation: ``silu``, or ``gelu_tanh``, the approximation of GELU by a tanh.
+        is_gated: Whether there are two halves.
 
     Returns:
-        [rows, intermediate_size].
+        [rows, size].
     """
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    first, second = x.chunk(2, dim=-1) if is_gated else (x, None)
+    activated = F.silu(first) if activation == "silu" else F.gelu(first, approximate="tanh")
+    return activated if second is None else activated * second
 
 
 def kv_append(pool: Tensor, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
@@ -218,8 +263,9 @@ def paged_attention(
     cu_seqlens_q: Tensor,
     kv_lens: Tensor,
     block_tables: Tensor,
+    rule: AttentionRule | None = None,
 ) -> Tensor:
-    """Return the causal softmax attention of each row over its own sequence, with scale 1 / sqrt(head_dim).
+    """Return the causal softmax attention of each row over its own sequence.
 
     Args:
         query: [rows, num_heads, head_dim]; query head h reads kv head ``h // (num_heads // num_kv_heads)``.
@@ -229,22 +275,28 @@ def paged_attention(
         cu_seqlens_q: Integers [num_seqs + 1], the first row of each sequence, and the number of rows.
         kv_lens: Integers [num_seqs].
         block_tables: Integers [num_seqs, max_blocks].
+        rule: Scale, window and cap of the scores; None: scale 1 / sqrt(head_dim), and nothing else.
 
     Returns:
         [rows, num_heads, head_dim], dtype of ``query``.
     """
+    rule = rule or AttentionRule(query.shape[-1] ** -0.5)
     out = torch.empty_like(query)
     for seq, (begin, end) in enumerate(zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)):
         key, value = gather_kv(pool, layer, block_tables[seq], int(kv_lens[seq]))
-        out[begin:end] = _attend(query[begin:end], key, value, positions[begin:end])
+        out[begin:end] = _attend(query[begin:end], key, value, positions[begin:end], rule)
     return out
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, positions: Tensor) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, rule: AttentionRule) -> Tensor:
     """Attend the rows of one sequence: query [rows, num_heads, head_dim], key [num_kv_heads, kv_len, head_dim]."""
     num_queries_per_kv = query.shape[1] // key.shape[0]
     key, value = (part.repeat_interleave(num_queries_per_kv, dim=0) for part in (key, value))
-    scores = torch.einsum("rhd,htd->hrt", query.float(), key.float()) * query.shape[-1] ** -0.5
-    is_future = torch.arange(key.shape[1], device=query.device) > positions.unsqueeze(1)
-    weights = torch.softmax(scores.masked_fill(is_future, float("-inf")), dim=-1)
-    return torch.einsum("hrt,htd->rhd", weights, value.float()).to(query.dtype)
+    scores = torch.einsum("rhd,htd->hrt", query.float(), key.float()) * rule.scale
+    if rule.softcap:
+        scores = softcap(scores, rule.softcap)
+    ahead = torch.arange(key.shape[1], device=query.device) - positions.unsqueeze(1)
+    is_hidden = ahead > 0 if not rule.window else (ahead > 0) | (ahead <= -rule.window)
+    weights = torch.softmax(scores.masked_fill(is_hidden, float("-inf")), dim=-1)
+    seen = value.float().masked_fill(is_hidden.all(0).view(1, -1, 1), 0)  # what no row sees may be anything
+    return torch.einsum("hrt,htd->rhd", weights, seen).to(query.dtype)

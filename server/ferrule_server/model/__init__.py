@@ -1,14 +1,16 @@
 """Model folders: configuration, weights, and the decoder in torch.
 
-config.py           config.json and generation_config.json -> one validated ModelConfig
+config.py           ModelConfig: the network, and what each of its layers computes
+config_reader.py    config.json and generation_config.json -> one validated ModelConfig
 checkpoint.py       which tensors the safetensors files hold
-weights.py          safetensors -> the tensors of the decoder
+tensors.py          the tensors of the decoder, and where those of a checkpoint go
+weights.py          safetensors -> these tensors
 decoder.py          the decoder
 attention.py        attention over the block pool
 flash_attention.py  the same by torch's flash attention operator, on GPUs
 pool_shape.py       places of K and V in the pool, and how they are written
 linear.py           linear layers, repacked for oneDNN where that is faster
-rope.py             frequencies of rotary positions
+rope.py             rotary positions: frequencies, and which pairs of a head turn
 memory.py           large tensors in huge pages
 families/           what each family of models reads from config.json; begin there to add one
 hub/                models by name, from the Hugging Face hub

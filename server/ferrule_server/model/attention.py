@@ -8,8 +8,9 @@ in the gathered copy: whatever other sequences left in the pool, infinities incl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -19,13 +20,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrule_server.kernels import reference
+from ferrule_server.kernels.reference import AttentionRule
+from ferrule_server.model.config import LayerKind, ModelConfig
 from ferrule_server.model.pool_shape import KvWriter, PoolShape, index_tensor
 
-__all__ = ["GroupedAttention", "PlainAttention", "StepArrays", "StepAttention"]
+__all__ = [
+    "GroupedAttention",
+    "LayerAttention",
+    "PlainAttention",
+    "PoolAttention",
+    "StepArrays",
+    "StepAttention",
+    "attention_layers",
+]
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
+# Stands in a table for a block that was given back, because it is outside every window; its content never matters.
+_NULL_BLOCK = 0
 # A chunk of more query rows per KV head than this is attended alone.
 _MAX_GROUPED_ROWS = 32
 # Rows of a chunk attended at a time, and how many scores at a time. One thread is as fast with scores that fit its L2
@@ -63,13 +76,13 @@ class StepArrays:
 class StepAttention(Protocol):
     """Gives the layers of the decoder access to the KV pool during one step."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
         """Write K and V of the rows, then return the attention of every row over its own sequence.
 
         Args:
             layer: Number of the layer.
             query: [num_rows, num_heads, head_dim].
-            key: [num_rows, num_kv_heads, head_dim].
+            key: [num_rows, num_kv_heads, head_dim]; None if the layer reads the K and V of an earlier one.
             value: Like ``key``.
 
         Returns:
@@ -78,8 +91,50 @@ class StepAttention(Protocol):
         ...
 
 
+class PoolAttention(Protocol):
+    """Attention over one pool, whose layers have equal heads. ``layer`` counts those of the pool."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None, rule: AttentionRule | None = None
+    ) -> Tensor:
+        """See :meth:`StepAttention.attend`; ``rule`` says how scores are made, by default plainly."""
+        ...
+
+
+class LayerAttention:
+    """Implements ``StepAttention`` for the layers of a network.
+
+    Args:
+        config: The network.
+        pools: The attention over the pool of each of ``config.kv_groups``.
+    """
+
+    def __init__(self, config: ModelConfig, pools: Sequence[PoolAttention]) -> None:
+        self._layers = attention_layers(config)
+        self._pools = pools
+
+    def attend(self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
+        """See :class:`StepAttention`."""
+        place, index, rule = self._layers[layer]
+        return self._pools[place].attend(index, query, key, value, rule)
+
+
+@cache
+def attention_layers(config: ModelConfig) -> tuple[tuple[int, int, AttentionRule], ...]:
+    """Return for each layer: the pool in which its K and V are, its number there, and how its scores are made."""
+    places = {layer: (pool, index) for pool, group in enumerate(config.kv_groups) for index, layer in enumerate(group)}
+    return tuple(
+        (*places[index if kind.kv_layer is None else kind.kv_layer], _rule_of(config, kind))
+        for index, kind in enumerate(config.layers)
+    )
+
+
+def _rule_of(config: ModelConfig, kind: LayerKind) -> AttentionRule:
+    return AttentionRule(kind.score_scale, kind.window, config.score_softcap)
+
+
 class PlainAttention:
-    """Implements ``StepAttention`` with ``kernels.reference`` alone.
+    """Implements ``PoolAttention`` with ``kernels.reference`` alone.
 
     Args:
         pool: The KV pool; :meth:`attend` changes it.
@@ -91,16 +146,20 @@ class PlainAttention:
         names = ("positions", "slot_mapping", "cu_seqlens_q", "kv_lens", "block_tables")
         self._step = {name: torch.tensor(getattr(step, name), device=pool.device) for name in names}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :class:`StepAttention`."""
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None, rule: AttentionRule | None = None
+    ) -> Tensor:
+        """See :class:`PoolAttention`."""
         step = dict(self._step)
-        reference.kv_append(self._pool, layer, key, value, step.pop("slot_mapping"))
-        out = reference.paged_attention(query, self._pool, layer, **step)
+        slots = step.pop("slot_mapping")
+        if key is not None and value is not None:
+            reference.kv_append(self._pool, layer, key, value, slots)
+        out = reference.paged_attention(query, self._pool, layer, **step, rule=rule)
         return out.flatten(1)
 
 
 class GroupedAttention:
-    """Implements ``StepAttention`` with few torch calls per layer, whatever the number of sequences.
+    """Implements ``PoolAttention`` with few torch calls per layer, whatever the number of sequences.
 
     All indices are computed once per step: the part of each layer in the pool is the same rows, shifted.
 
@@ -116,15 +175,19 @@ class GroupedAttention:
         self._writer = KvWriter(pool, self._shape, step.slot_mapping)
         self._groups = [_Group(self._shape, step, seqs, pool) for seqs in _group_seqs(step, self._shape)]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :class:`StepAttention`."""
-        self._writer.write(layer, key, value)
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None, rule: AttentionRule | None = None
+    ) -> Tensor:
+        """See :class:`PoolAttention`."""
+        if key is not None and value is not None:
+            self._writer.write(layer, key, value)
+        rule = rule or AttentionRule(query.shape[-1] ** -0.5)
         pieces = self._shape.layer_pieces(self._pool, layer)
         if len(self._groups) == 1:
-            return self._groups[0].attend(query, pieces).reshape(query.shape[0], -1)
+            return self._groups[0].attend(query, pieces, rule).reshape(query.shape[0], -1)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for group in self._groups:
-            out[group.rows] = group.attend(query[group.rows], pieces)
+            out[group.rows] = group.attend(query[group.rows], pieces, rule)
         return out.flatten(1)
 
 
@@ -163,43 +226,60 @@ class _Group:
         rows = (begins[:, None] + np.arange(self._q_len)).reshape(-1)
         is_consecutive = int(rows[-1] - rows[0]) == len(rows) - 1
         self.rows = slice(int(rows[0]), int(rows[-1]) + 1) if is_consecutive else index_tensor(rows, pool)
-        self._pieces = index_tensor(
-            shape.pieces(_own_blocks(step.block_tables[seqs, :num_blocks], kv_lens, shape)), pool
-        )
-        is_stale = np.arange(self._length) >= kv_lens[:, None]
+        tables = step.block_tables[seqs, :num_blocks]
+        self._pieces = index_tensor(shape.pieces(_own_blocks(tables, kv_lens, shape)), pool)
+        is_given_back = np.repeat(tables == _NULL_BLOCK, shape.block_size, axis=1)
+        is_stale = (np.arange(self._length) >= kv_lens[:, None]) | is_given_back
         self._stale = index_tensor(np.flatnonzero(_spread(is_stale, shape.num_kv_heads)), pool)
         self._is_chunk = self._q_len * shape.num_queries_per_kv > _MAX_GROUPED_ROWS
         self._begin = int(step.positions[rows[0]])
-        self._mask = self._future_mask(pool) if self._is_chunk else self._make_mask(step.positions[rows], pool)
+        self._positions, self._pool = step.positions[rows], pool
+        self._future = self._future_mask(pool) if self._is_chunk else None
+        self._masks: dict[int, Tensor] = {}
 
-    def attend(self, query: Tensor, layer_pieces: Tensor) -> Tensor:
+    def attend(self, query: Tensor, layer_pieces: Tensor, rule: AttentionRule) -> Tensor:
         """Return [rows, num_heads, head_dim] for query [rows, num_heads, head_dim]."""
         shape = self._shape
         gathered = layer_pieces.index_select(0, self._pieces).view(-1, shape.head_dim)
         if len(self._stale):
             gathered.index_fill_(0, self._stale, 0)
         key, value = gathered.view(2, self._num_seqs, shape.num_kv_heads, self._length, shape.head_dim).unbind(0)
-        return self._attend_chunk(query, key, value) if self._is_chunk else self._attend_short(query, key, value)
+        return (self._attend_short if self._future is None else self._attend_chunk)(query, key, value, rule)
 
-    def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend consecutive rows of one sequence tile by tile, each tile up to the last key that it may see."""
+    def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """Attend consecutive rows of one sequence tile by tile, each tile over the keys that it may see."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for begin in range(0, self._q_len, _TILE_ROWS):
             end = min(begin + _TILE_ROWS, self._q_len)
-            length = self._begin + end
+            first = max(0, self._begin + begin + 1 - rule.window) if rule.window else 0
+            keys = slice(first, self._begin + end)
             tile = self._stack(query[begin:end], 1)
-            mask = self._mask[: tile.shape[2], : end - begin]
-            attended = _attend_tile(tile[0], key[0, :, :length], value[0, :, :length], mask)
+            mask = self._tile_mask(begin, end, first, rule.window)
+            attended = _attend_tile(tile[0], key[0, :, keys], value[0, :, keys], mask, rule)
             out[begin:end] = self._unstack(attended.unsqueeze(0), 1)
         return out
 
-    def _attend_short(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _tile_mask(self, begin: int, end: int, first: int, window: int) -> Tensor:
+        """Return the mask of a tile over its last keys; over all from ``first`` if there is a window."""
+        assert self._future is not None
+        if not window:
+            return self._future[: (end - begin) * self._shape.num_queries_per_kv, : end - begin]
+        device = self._future.device
+        rows, keys = (torch.arange(first_, self._begin + end, device=device) for first_ in (self._begin + begin, first))
+        ahead = keys - rows.unsqueeze(1)
+        mask = torch.zeros(ahead.shape, device=device).masked_fill_((ahead > 0) | (ahead <= -window), float("-inf"))
+        return mask.repeat_interleave(self._shape.num_queries_per_kv, 0)
+
+    def _attend_short(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Compute the attention of the few rows of many sequences at once."""
-        stacked = self._stack(query, self._num_seqs)
-        if query.dtype == torch.bfloat16 and (stacked.shape[2] + 6) * key.numel() > _FUSED_WORK:
-            out = _attend_by_products(stacked, key, value, self._mask)
+        if rule.window not in self._masks:
+            self._masks[rule.window] = self._make_mask(rule.window)
+        stacked, mask = self._stack(query, self._num_seqs), self._masks[rule.window]
+        is_large = query.dtype == torch.bfloat16 and (stacked.shape[2] + 6) * key.numel() > _FUSED_WORK
+        if is_large or rule.softcap:
+            out = _attend_by_products(stacked, key, value, mask, rule)
         else:
-            out = F.scaled_dot_product_attention(stacked, key, value, attn_mask=self._mask)
+            out = F.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=rule.scale)
         return self._unstack(out, self._num_seqs)
 
     def _stack(self, query: Tensor, num_seqs: int) -> Tensor:
@@ -220,15 +300,17 @@ class _Group:
         mask = torch.full((num_rows, num_rows), float("-inf"), device=pool.device).triu_(1)
         return mask.repeat_interleave(self._shape.num_queries_per_kv, 0)
 
-    def _make_mask(self, positions: Int32Array, pool: Tensor) -> Tensor:
+    def _make_mask(self, window: int) -> Tensor:
         """Return the mask for the scores, [num_seqs, 1, rows * num_queries_per_kv, length], of 0 and -inf."""
-        is_hidden = np.arange(self._length) > positions.reshape(self._num_seqs, 1, self._q_len, 1)
+        pool = self._pool
+        ahead = np.arange(self._length) - self._positions.reshape(self._num_seqs, 1, self._q_len, 1)
+        is_hidden = (ahead > 0) | (ahead <= -window) if window else ahead > 0
         is_hidden = is_hidden.repeat(self._shape.num_queries_per_kv, axis=2)
         mask = torch.zeros(is_hidden.shape, dtype=pool.dtype, device=pool.device)
         return mask.masked_fill_(torch.from_numpy(is_hidden).to(pool.device), float("-inf"))
 
 
-def _attend_tile(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+def _attend_tile(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule) -> Tensor:
     """Compute the attention of one tile of a chunk, as many KV heads at a time as have scores that fit into the cache.
 
     Args:
@@ -236,22 +318,24 @@ def _attend_tile(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Ten
         key: [num_kv_heads, length, head_dim].
         value: Like ``key``.
         mask: float32 [stacked rows, k], added to the scores of the last k keys.
+        rule: How scores are made.
 
     Returns:
         [num_kv_heads, stacked rows, head_dim].
     """
-    if query.dtype != torch.bfloat16:
+    if query.dtype != torch.bfloat16 and not rule.softcap:
         wide = F.pad(mask, (key.shape[1] - mask.shape[1], 0)).to(query.dtype)
-        return F.scaled_dot_product_attention(query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), wide).squeeze(0)
+        parts = (query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0))
+        return F.scaled_dot_product_attention(*parts, wide, scale=rule.scale).squeeze(0)
     out = torch.empty_like(query)
     num_heads = max(1, _TILE_SCORES // (query.shape[1] * key.shape[1]))
     for begin in range(0, len(query), num_heads):
         heads = slice(begin, begin + num_heads)
-        out[heads] = _attend_by_products(query[heads], key[heads], value[heads], mask)
+        out[heads] = _attend_by_products(query[heads], key[heads], value[heads], mask, rule)
     return out
 
 
-def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule) -> Tensor:
     """Attend by two batched products. The scores keep 16 significant bits, although bfloat16 rounds to 8.
 
     ``low`` is the rounding error of ``high``: the same product with ``high`` subtracted from its float32 sums.
@@ -261,6 +345,7 @@ def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor)
         key: [..., length, head_dim].
         value: Like ``key``.
         mask: Broadcasts to [..., rows, k], added to the scores of the last k keys.
+        rule: How scores are made.
 
     Returns:
         [..., rows, head_dim].
@@ -269,7 +354,9 @@ def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor)
     query, key, value = (part.reshape(-1, *part.shape[-2:]) for part in (query, key, value))
     high = torch.bmm(query, key.transpose(1, 2))
     low = torch.baddbmm(high, query, key.transpose(1, 2), beta=-1)
-    scores = high.float().add_(low).mul_(query.shape[-1] ** -0.5).view(*leading, *high.shape[-2:])
+    scores = high.float().add_(low).mul_(rule.scale).view(*leading, *high.shape[-2:])
+    if rule.softcap:
+        scores = reference.softcap(scores, rule.softcap)
     scores[..., scores.shape[-1] - mask.shape[-1] :].add_(mask)
     weights = torch.softmax(scores, dim=-1).to(value.dtype)
     return torch.bmm(weights.view_as(high), value).view(*leading, *query.shape[-2:])

@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ferrule_server.kernels.reference import AttentionRule
 from ferrule_server.model.attention import StepArrays
+from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.pool_shape import Int32Array, KvWriter, PoolShape, index_tensor
 
-__all__ = ["GATHERED_BYTES", "FlashAttention", "can_attend", "has_trailing_rows"]
+__all__ = ["GATHERED_BYTES", "FlashAttention", "can_attend", "can_compute", "has_trailing_rows"]
 
 GATHERED_BYTES = 128 << 20
 """The most bytes of K and V that are gathered at a time, unless a single sequence has more."""
@@ -51,6 +54,11 @@ def can_attend(pool: Tensor) -> bool:
     return not reason
 
 
+def can_compute(config: ModelConfig) -> bool:
+    """Return whether the operator computes the scores of all layers: it knows neither windows nor caps."""
+    return not config.score_softcap and not any(kind.window for kind in config.layers)
+
+
 def has_trailing_rows(step: StepArrays) -> bool:
     """Return whether the rows of each sequence are its last ones, as the operator's causal mask assumes."""
     ahead = np.repeat(step.kv_lens - step.cu_seqlens_q[1:], np.diff(step.cu_seqlens_q))
@@ -58,7 +66,7 @@ def has_trailing_rows(step: StepArrays) -> bool:
 
 
 class FlashAttention:
-    """Implements ``StepAttention`` for a pool that :func:`can_attend` accepts and steps with trailing rows.
+    """Implements ``PoolAttention`` for a pool that :func:`can_attend` accepts and steps with trailing rows.
 
     Args:
         pool: The KV pool, contiguous; :meth:`attend` changes it.
@@ -74,11 +82,15 @@ class FlashAttention:
         most_blocks = GATHERED_BYTES // (pool[0, 0].numel() * pool.element_size())
         self._packs = [_Pack(self._shape, step, seqs, pool) for seqs in _pack_seqs(num_blocks, most_blocks)]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See :class:`StepAttention`."""
-        self._writer.write(layer, key, value)
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None, rule: AttentionRule | None = None
+    ) -> Tensor:
+        """See :class:`PoolAttention`."""
+        if key is not None and value is not None:
+            self._writer.write(layer, key, value)
+        scale = None if rule is None else rule.scale
         pieces = self._shape.layer_pieces(self._pool, layer)
-        parts = [pack.attend(query[pack.rows], pieces) for pack in self._packs]
+        parts = [pack.attend(query[pack.rows], pieces, scale) for pack in self._packs]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 
@@ -110,11 +122,11 @@ class _Pack:
         self._pieces = index_tensor(shape.pieces(blocks[None]), pool)
         self._lengths = _lengths(np.diff(begins), num_blocks * shape.block_size, kv_lens, pool.device)
 
-    def attend(self, query: Tensor, layer_pieces: Tensor) -> Tensor:
-        """Return [rows, num_heads, head_dim] for query [rows, num_heads, head_dim]."""
+    def attend(self, query: Tensor, layer_pieces: Tensor, scale: float | None) -> Tensor:
+        """Return [rows, num_heads, head_dim] for query [rows, num_heads, head_dim]; scale None: the usual one."""
         gathered = layer_pieces.index_select(0, self._pieces).view(self._kv_shape)
         key, value = gathered.transpose(1, 2).unbind(0)
-        return _run(query, key, value, self._lengths)
+        return _run(query, key, value, {**self._lengths, "scale": scale})
 
 
 def _lengths(
@@ -126,7 +138,7 @@ def _lengths(
     return {**tensors, "max_q": int(num_rows.max()), "max_k": int(kv_lens.max())}
 
 
-def _run(query: Tensor, key: Tensor, value: Tensor, lengths: dict[str, Tensor | int]) -> Tensor:
+def _run(query: Tensor, key: Tensor, value: Tensor, lengths: dict[str, Any]) -> Tensor:
     """Call the operator itself: ``scaled_dot_product_attention`` would need a mask for each sequence.
 
     Its public form, ``torch.nn.attention.varlen``, adds a launch, and importing it takes seconds.
@@ -135,7 +147,7 @@ def _run(query: Tensor, key: Tensor, value: Tensor, lengths: dict[str, Tensor | 
         query: [rows, num_heads, head_dim]; of this and the others, only the last dimension need be contiguous.
         key: [slots, num_kv_heads, head_dim].
         value: Like ``key``.
-        lengths: From :func:`_lengths`.
+        lengths: From :func:`_lengths`, and the scale of the scores if it is not 1 / sqrt(head_dim).
 
     Returns:
         [rows, num_heads, head_dim], contiguous.

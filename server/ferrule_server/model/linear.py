@@ -51,11 +51,14 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:
     return lambda x: reference.linear(x, weight, bias)
 
 
-def adding(linear: Linear) -> AddLinear:
-    """Return the addition of what a linear layer returns."""
+def adding(linear: Linear, norm: Callable[[Tensor], Tensor] | None = None, scale: float = 1.0) -> AddLinear:
+    """Return the addition of what a linear layer returns, normed and multiplied first."""
 
     def add(total: Tensor, x: Tensor) -> None:
-        total += linear(x)
+        out = linear(x)
+        if norm is not None:
+            out = norm(out)
+        total += out if scale == 1 else out * scale
 
     return add
 

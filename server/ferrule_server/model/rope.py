@@ -1,27 +1,208 @@
-"""Frequencies of the rotary positions, plain or scaled as in Llama 3.1."""
+"""Rotary positions: which pairs of a head turn, at which frequency, and how long contexts scale that.
+
+Inside the server the pairs of a head are (i, i + head_dim / 2), the rotated ones first. :func:`stored_order` says where
+a checkpoint keeps them, and the loader orders the rows of queries and keys so; the scores do not change by it.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # a configuration is read without torch, which takes seconds to import
+    from torch import Tensor
 
-from ferrule_server.model.config import Llama3Scaling, ModelConfig
+__all__ = [
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongScaling",
+    "Rope",
+    "Scaling",
+    "YarnScaling",
+    "inverse_frequencies",
+    "magnitudes",
+    "stored_order",
+]
 
-__all__ = ["inverse_frequencies"]
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Divides every frequency ("Extending Context Window of Large Language Models via Position Interpolation", 2023).
+
+    Attributes:
+        factor: The divisor.
+    """
+
+    factor: float
 
 
-def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Return the radians per position of each pair of values: float32 [head_dim / 2], on the CPU."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    return frequencies if config.rope_scaling is None else _scale(frequencies, config.rope_scaling)
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """How Llama 3.1 scales the rotary frequencies ("The Llama 3 Herd of Models", Grattafiori et al., 2024).
+
+    Attributes:
+        factor: Divides low frequencies.
+        low_freq_factor: Wavelengths above ``original_max_positions / low_freq_factor`` are low frequencies.
+        high_freq_factor: Wavelengths below ``original_max_positions / high_freq_factor`` are not scaled.
+        original_max_positions: Context length in tokens before the scaling.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
 
 
-def _scale(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN: frequencies of few rotations are divided ("YaRN: Efficient Context Window Extension", Peng et al., 2023).
+
+    Attributes:
+        factor: Divides low frequencies.
+        original_max_positions: Context length in tokens before the scaling.
+        magnitude: Multiplies cosine and sine.
+        beta_fast: Pairs with more rotations than this within the original context are not scaled.
+        beta_slow: Pairs with fewer are divided by ``factor``; between the two it is interpolated.
+        is_truncated: The bounds of the interpolation are rounded to whole pairs.
+    """
+
+    factor: float
+    original_max_positions: int
+    magnitude: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    is_truncated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """One divisor for each pair, of which there are two lists ("LongRoPE", Ding et al., 2024).
+
+    Attributes:
+        short_factors: Divisors if no sequence can be longer than ``original_max_positions``.
+        long_factors: Divisors otherwise. One server uses one list for all sequences, so that KV never depends on how
+            long a sequence became later.
+        original_max_positions: Context length in tokens before the scaling.
+        magnitude: Multiplies cosine and sine.
+        is_long: Which list is used.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_positions: int
+    magnitude: float
+    is_long: bool = True
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """The rotation of the queries and keys of a layer ("RoFormer", Su et al., 2021).
+
+    Attributes:
+        theta: Base of the frequencies: pair i turns by ``theta ** (-2 * i / width)`` radians per position.
+        num_pairs: How many pairs of a head are rotated; the others stay.
+        width: Of the frequencies: ``2 * num_pairs``, or head_dim if the slowest pairs of a whole head stay.
+        scaling: For long contexts; None: plain.
+        is_interleaved: The checkpoint keeps a pair in neighbouring rows, not in the two halves of the rotated part.
+    """
+
+    theta: float
+    num_pairs: int
+    width: int
+    scaling: Scaling | None = None
+    is_interleaved: bool = False
+
+    @property
+    def magnitude(self) -> float:
+        """What multiplies cosine and sine of the rotated pairs."""
+        return self.scaling.magnitude if isinstance(self.scaling, YarnScaling | LongScaling) else 1.0
+
+
+def inverse_frequencies(rope: Rope | None, head_dim: int) -> Tensor:
+    """Return the radians per position of each pair, 0 for one that stays: float32 [head_dim / 2], on the CPU."""
+    import torch
+
+    frequencies = torch.zeros(head_dim // 2)
+    if rope is None:
+        return frequencies
+    exponents = torch.arange(0, 2 * rope.num_pairs, 2, dtype=torch.float32) / rope.width
+    plain = 1.0 / (rope.theta**exponents)
+    frequencies[: rope.num_pairs] = plain if rope.scaling is None else _SCALE[type(rope.scaling)](plain, rope)
+    return frequencies
+
+
+def magnitudes(rope: Rope | None, head_dim: int) -> Tensor:
+    """Return what multiplies the cosine and sine of each pair, 1 for one that stays: float32 [head_dim / 2]."""
+    import torch
+
+    values = torch.ones(head_dim // 2)
+    if rope is not None:
+        values[: rope.num_pairs] = rope.magnitude
+    return values
+
+
+def stored_order(rope: Rope | None, head_dim: int) -> list[int] | None:
+    """Return the row in the checkpoint of each row of a head inside the server; None if they are the same."""
+    if rope is None or (not rope.is_interleaved and rope.width == head_dim):
+        return None
+    num_rotated, pairs = 2 * rope.num_pairs, range(rope.num_pairs)
+    firsts = [2 * pair if rope.is_interleaved else pair for pair in pairs]
+    seconds = [2 * pair + 1 if rope.is_interleaved else pair + rope.num_pairs for pair in pairs]
+    middle = (num_rotated + head_dim) // 2
+    return [*firsts, *range(num_rotated, middle), *seconds, *range(middle, head_dim)]
+
+
+def _scale_linear(frequencies: Tensor, rope: Rope) -> Tensor:
+    assert isinstance(rope.scaling, LinearScaling)
+    return frequencies / rope.scaling.factor
+
+
+def _scale_llama3(frequencies: Tensor, rope: Rope) -> Tensor:
     """Divide low frequencies by the factor, keep high ones, and interpolate between them."""
+    scaling = rope.scaling
+    assert isinstance(scaling, Llama3Scaling)
     wavelengths = 2 * math.pi / frequencies
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     smooth = ((scaling.original_max_positions / wavelengths - low) / (high - low)).clamp(0, 1)
     return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+
+
+def _scale_yarn(frequencies: Tensor, rope: Rope) -> Tensor:
+    import torch
+
+    scaling = rope.scaling
+    assert isinstance(scaling, YarnScaling)
+
+    def pair_of(num_rotations: float) -> float:
+        """Return the pair that makes so many rotations within the original context, a fraction between pairs."""
+        wavelength = scaling.original_max_positions / (num_rotations * 2 * math.pi)
+        return rope.width * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.width - 1)
+    ramp = (torch.arange(rope.num_pairs, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    return frequencies / scaling.factor * (1 - kept) + frequencies * kept
+
+
+def _scale_long(frequencies: Tensor, rope: Rope) -> Tensor:
+    import torch
+
+    scaling = rope.scaling
+    assert isinstance(scaling, LongScaling)
+    return frequencies / torch.tensor(scaling.long_factors if scaling.is_long else scaling.short_factors)
+
+
+_SCALE: Final[dict[type[Scaling], Callable[[Tensor, Rope], Tensor]]] = {
+    LinearScaling: _scale_linear,
+    Llama3Scaling: _scale_llama3,
+    YarnScaling: _scale_yarn,
+    LongScaling: _scale_long,
+}

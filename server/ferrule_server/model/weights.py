@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Literal
@@ -20,74 +20,22 @@ import torch
 
 from ferrule_server.errors import ModelError
 from ferrule_server.model.checkpoint import DTYPE_BYTES, StoredTensor, list_tensors
-from ferrule_server.model.config import ModelConfig, read_config
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.memory import new_tensor
+from ferrule_server.model.tensors import EMBEDDING, HEAD, ModelWeights, Place, allocate, layer_parts, wrapper_of
 from ferrule_server.model_files import name_of, open_file
 
-__all__ = ["Encoding", "LayerWeights", "LoadedModel", "ModelWeights", "load_model"]
+__all__ = ["Encoding", "LoadedModel", "check_tensors", "load_model", "of_text_model"]
 
-DTypeName = Literal["float32", "bfloat16"]
+DTypeName = Literal["float32", "bfloat16", "float16"]
 Progress = Callable[[int, int], None]
 
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_BYTES = 8 << 20
-_EMBEDDING = "model.embed_tokens.weight"
-_HEAD = "lm_head.weight"
 _MATRICES = ("qkv", "attention_out", "gate_up", "down")
 _MAX_PROBLEMS = 100
-
-
-@dataclass(slots=True)
-class LayerWeights:
-    """The weights of one decoder layer, all of one dtype.
-
-    ``q`` stands for num_heads * head_dim, and ``kv`` for num_kv_heads * head_dim.
-
-    Attributes:
-        input_norm: [hidden_size].
-        qkv: [q + kv + kv, hidden_size]; rows of q, then k, then v.
-        qkv_bias: [q + kv + kv], or None.
-        q_norm: [head_dim], or None.
-        k_norm: [head_dim], or None.
-        attention_out: [hidden_size, q].
-        attention_out_bias: [hidden_size], or None.
-        post_attention_norm: [hidden_size].
-        gate_up: [2 * intermediate_size, hidden_size]; rows of gate, then up.
-        gate_up_bias: [2 * intermediate_size], or None.
-        down: [hidden_size, intermediate_size].
-        down_bias: [hidden_size], or None.
-    """
-
-    input_norm: torch.Tensor
-    qkv: torch.Tensor
-    attention_out: torch.Tensor
-    post_attention_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
-    qkv_bias: torch.Tensor | None = None
-    attention_out_bias: torch.Tensor | None = None
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-
-
-@dataclass(slots=True)
-class ModelWeights:
-    """Every tensor of a model.
-
-    Attributes:
-        embedding: [vocab_size, hidden_size].
-        head: [vocab_size, hidden_size]; if tied, the tensor ``embedding`` itself.
-        final_norm: [hidden_size].
-        layers: In order.
-    """
-
-    embedding: torch.Tensor
-    head: torch.Tensor
-    final_norm: torch.Tensor
-    layers: list[LayerWeights] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +59,7 @@ class LoadedModel:
     Attributes:
         config: The network.
         model_id: Name of the folder, or of the model on the hub.
-        dtype: ``float32`` or ``bfloat16``, of weights, activations and KV.
+        dtype: ``float32``, ``bfloat16`` or ``float16``, of weights, activations and KV.
         fingerprint: 32 bytes over weights, dtypes and everything else that decides the KV.
         num_parameters: Distinct parameters, tied ones once.
         weights: None once they are taken.
@@ -144,13 +92,19 @@ class LoadedModel:
 
 
 def load_model(
-    folder: Path, *, dtype: DTypeName, on_progress: Progress | None = None, encoding: Encoding | None = None
+    folder: Path,
+    *,
+    dtype: DTypeName,
+    config: ModelConfig | None = None,
+    on_progress: Progress | None = None,
+    encoding: Encoding | None = None,
 ) -> LoadedModel:
     """Return the model of a Hugging Face folder, with its weights converted to ``dtype``.
 
     Args:
         folder: Holds config.json and *.safetensors, one file or shards with an index.
         dtype: Of weights, activations and KV.
+        config: As the folder's config.json states it, for the context of the server; None: read it, for any context.
         on_progress: Called with (bytes read, bytes in total) after each chunk.
         encoding: In what form matrices are kept; None: as they are. Only an executor that knows it can use them.
 
@@ -158,13 +112,14 @@ def load_model(
         ModelError: The model is not supported, or its files do not hold exactly the tensors that it needs. The message
             names every tensor that is missing, unexpected, broken or of another shape. No weights are allocated then.
     """
-    config = read_config(folder)
-    stored = _check_tensors(folder, config)
+    if config is None:
+        config = read_config(folder)
+    stored = check_tensors(folder, config)
     try:
-        weights, places = _allocate(config, _TORCH_DTYPES[dtype], new_tensor)
+        weights, places = allocate(config, _TORCH_DTYPES[dtype], new_tensor)
     except (MemoryError, OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ModelError(f"no memory for the weights of {folder}: {error}") from error
-    num_parameters = sum(place.numel() for place in places.values())
+    num_parameters = sum(place.tensor.numel() for place in places.values())
     on_progress = on_progress or (lambda _done, _total: None)
     if encoding is None:
         digests = _read_all(stored, places, on_progress, lambda _name: None)
@@ -179,67 +134,18 @@ def load_model(
         fingerprint=_fingerprint(config, digests, dtype, encoding),
         num_parameters=num_parameters,
         weights=weights,
-        weights_bytes=_num_bytes(weights),
+        weights_bytes=sum(tensor.nbytes for tensor in weights.tensors()),
     )
 
 
-def _allocate(
-    config: ModelConfig, dtype: torch.dtype, new: Callable[[Sequence[int], torch.dtype], torch.Tensor]
-) -> tuple[ModelWeights, dict[str, torch.Tensor]]:
-    """Return empty weights, and the part of them that each tensor of the checkpoint fills, by its name."""
-    vocab_shape = (config.vocab_size, config.hidden_size)
-    embedding = new(vocab_shape, dtype)
-    head = embedding if config.is_tied else new(vocab_shape, dtype)
-    weights = ModelWeights(embedding, head, new((config.hidden_size,), dtype))
-    places = {_EMBEDDING: embedding, "model.norm.weight": weights.final_norm}
-    if not config.is_tied:
-        places[_HEAD] = head
-    parts_by_field = _layer_parts(config)
-    for index in range(config.num_layers):
-        tensors = {}
-        for name, parts in parts_by_field.items():
-            num_rows = [shape[0] for shape in parts.values()]
-            tensors[name] = new((sum(num_rows), *next(iter(parts.values()))[1:]), dtype)
-            pieces = torch.split(tensors[name], num_rows)
-            places.update((f"model.layers.{index}.{part}", piece) for part, piece in zip(parts, pieces, strict=True))
-        weights.layers.append(LayerWeights(**tensors))
-    return weights, places
-
-
-def _layer_parts(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return, for each field of :class:`LayerWeights`, the shapes of its parts by their names in the checkpoint.
-
-    The rows of the parts follow each other in the field.
-    """
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = {"self_attn.q_proj": num_q, "self_attn.k_proj": num_kv, "self_attn.v_proj": num_kv}
-    projections = (
-        ("qkv", qkv, hidden, config.has_qkv_bias),
-        ("attention_out", {"self_attn.o_proj": hidden}, num_q, config.has_attention_out_bias),
-        ("gate_up", {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate}, hidden, config.has_mlp_bias),
-        ("down", {"mlp.down_proj": hidden}, intermediate, config.has_mlp_bias),
-    )
-    parts: dict[str, dict[str, tuple[int, ...]]] = {
-        "input_norm": {"input_layernorm.weight": (hidden,)},
-        "post_attention_norm": {"post_attention_layernorm.weight": (hidden,)},
-    }
-    if config.has_qk_norm:
-        parts |= {f"{name}_norm": {f"self_attn.{name}_norm.weight": (config.head_dim,)} for name in "qk"}
-    for field_name, rows, width, has_bias in projections:
-        parts[field_name] = {f"{name}.weight": (num_rows, width) for name, num_rows in rows.items()}
-        if has_bias:
-            parts[f"{field_name}_bias"] = {f"{name}.bias": (num_rows,) for name, num_rows in rows.items()}
-    return parts
-
-
-def _check_tensors(folder: Path, config: ModelConfig) -> list[StoredTensor]:
+def check_tensors(folder: Path, config: ModelConfig) -> list[StoredTensor]:
     """Return the tensors to read, in file order; refuse a folder that does not hold exactly what the model needs."""
     stored, accounted, problems = list_tensors(folder)
-    _, places = _allocate(config, torch.float32, lambda shape, dtype: torch.empty(*shape, dtype=dtype, device="meta"))
-    shapes = {name: tuple(place.shape) for name, place in places.items()}
-    if config.is_tied and _HEAD in stored:
-        shapes[_HEAD] = shapes[_EMBEDDING]
+    stored = of_text_model(config, stored)
+    _, places = allocate(config, torch.float32, lambda shape, dtype: torch.empty(*shape, dtype=dtype, device="meta"))
+    shapes = {name: tuple(place.tensor.shape) for name, place in places.items()}
+    if config.is_tied and HEAD in stored:
+        shapes[HEAD] = shapes[EMBEDDING]
     for name in shapes.keys() - stored.keys() - accounted:
         problems.append(f"tensor {name} is missing, shape {list(shapes[name])}")
     wanted = [entry for name, entry in stored.items() if not _is_ignorable(name)]
@@ -247,6 +153,20 @@ def _check_tensors(folder: Path, config: ModelConfig) -> list[StoredTensor]:
     if problems:
         raise ModelError(_complaint(folder, sorted(problems)))
     return sorted(wanted, key=lambda entry: (entry.path, entry.offset))
+
+
+def of_text_model(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of the text model in a model of several modalities, by the names that they have alone."""
+    wrapper = wrapper_of(config)
+    if wrapper is None:
+        return stored
+    found = {}
+    for name, entry in stored.items():
+        if name.startswith(wrapper.left_out):
+            continue
+        old, new = next((pair for pair in wrapper.renamed if name.startswith(pair[0])), ("", ""))
+        found[new + name.removeprefix(old)] = replace(entry, name=new + name.removeprefix(old))
+    return found
 
 
 def _complaint(folder: Path, problems: list[str]) -> str:
@@ -274,7 +194,7 @@ def _problem_of(entry: StoredTensor, shapes: dict[str, tuple[int, ...]]) -> str 
 
 def _read_all(
     stored: list[StoredTensor],
-    places: dict[str, torch.Tensor],
+    places: dict[str, Place],
     on_progress: Progress,
     on_read: Callable[[str], None],
 ) -> dict[str, bytes]:
@@ -288,23 +208,18 @@ def _read_all(
     staging = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
     for entry in stored:
         digest = hashlib.sha256(f"{entry.dtype} {list(entry.shape)} ".encode())
-        reader = _ChunkReader(entry, places.get(entry.name), staging)
+        place = places.get(entry.name)
+        reader = _ChunkReader(entry, None if place is None else place.tensor, staging)
         for chunk in reader.chunks():
             digest.update(chunk)
             done_bytes += len(chunk)
             on_progress(done_bytes, total_bytes)
         digests[entry.name] = digest.digest()
         del reader
+        if place is not None:
+            place.finish()
         on_read(entry.name)
     return digests
-
-
-def _num_bytes(weights: ModelWeights) -> int:
-    tensors = [weights.embedding, weights.final_norm]
-    tensors += [] if weights.head is weights.embedding else [weights.head]
-    for layer in weights.layers:
-        tensors += [tensor for item in fields(layer) if (tensor := getattr(layer, item.name)) is not None]
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 class _Encoder:
@@ -323,17 +238,17 @@ class _Encoder:
         self,
         config: ModelConfig,
         weights: ModelWeights,
-        places: dict[str, torch.Tensor],
+        places: dict[str, Place],
         encode: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> None:
         self._weights, self._places, self._encode = weights, places, encode
         self._missing = {
             (index, field_name): {f"model.layers.{index}.{part}" for part in parts}
-            for index in range(config.num_layers)
-            for field_name, parts in _layer_parts(config).items()
+            for index, kind in enumerate(config.layers)
+            for field_name, parts in layer_parts(config, kind).items()
             if field_name in _MATRICES
         }
-        self._missing[-1, "head"] = {_EMBEDDING if config.is_tied else _HEAD}
+        self._missing[-1, "head"] = {EMBEDDING if config.is_tied else HEAD}
         self._matrix_of = {name: matrix for matrix, names in self._missing.items() for name in names}
         self._worker = ThreadPoolExecutor(1, "encode")
         self._running: Future[None] | None = None
@@ -421,8 +336,8 @@ def _read_exactly(file: FileIO, buffer: memoryview, entry: StoredTensor) -> None
 
 def _check_tied_head(config: ModelConfig, digests: dict[str, bytes]) -> None:
     """Refuse a stored head that differs from the embedding to which config.json ties it."""
-    if config.is_tied and digests.get(_HEAD, digests[_EMBEDDING]) != digests[_EMBEDDING]:
-        raise ModelError(f"config.json ties the output head, yet {_HEAD} differs from {_EMBEDDING}")
+    if config.is_tied and digests.get(HEAD, digests[EMBEDDING]) != digests[EMBEDDING]:
+        raise ModelError(f"config.json ties the output head, yet {HEAD} differs from {EMBEDDING}")
 
 
 def _fingerprint(config: ModelConfig, digests: dict[str, bytes], dtype: DTypeName, encoding: Encoding | None) -> bytes:
@@ -431,6 +346,6 @@ def _fingerprint(config: ModelConfig, digests: dict[str, bytes], dtype: DTypeNam
     digest = hashlib.sha256(b"ferrule-model-1\0")
     types = {"dtype": (encoding.name if encoding else "") or dtype, "kv_dtype": dtype}
     digest.update(json.dumps({"network": network, **types}, sort_keys=True).encode())
-    for name in sorted(digests.keys() - ({_HEAD} if config.is_tied else set())):
+    for name in sorted(digests.keys() - ({HEAD} if config.is_tied else set())):
         digest.update(name.encode() + b"\0" + digests[name])
     return digest.digest()

@@ -20,8 +20,10 @@ from ferrule_server.executor.cpu.support import plan_for
 from ferrule_server.executor.cpu.workers import Workers
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import target_features
-from ferrule_server.model.config import ModelConfig, read_config
-from ferrule_server.model.weights import DTypeName, ModelWeights, load_model
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config_reader import read_config
+from ferrule_server.model.tensors import ModelWeights
+from ferrule_server.model.weights import DTypeName, load_model
 
 DEMO = Path(__file__).parents[3] / "server" / "ferrule_server" / "demo_model"
 HAS_AVX512_BF16 = bool(target_features().get("avx512bf16"))

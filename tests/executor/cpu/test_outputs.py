@@ -13,7 +13,7 @@ import torch
 from ferrule_server.executor.base import Float32Array, OutputSpec, StepBatch
 from ferrule_server.executor.cpu.executor import NumbaCpuExecutor
 from ferrule_server.executor.sampling.selection import select_rows
-from ferrule_server.model.weights import ModelWeights
+from ferrule_server.model.tensors import ModelWeights
 from tests.executor.cpu.models import running, write_awkward, write_tiny
 from tests.executor.test_device_outputs import assert_same, history_of, random_spec
 from tests.model.stepping import Piece, PooledSequence, Stepper

@@ -13,7 +13,7 @@ from ferrule_server.executor.base import Float32Array
 from ferrule_server.executor.cpu.weights import unpack_model
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cpu.plan import Instructions, WeightKind
-from ferrule_server.model.weights import ModelWeights
+from ferrule_server.model.tensors import ModelWeights
 from tests.executor.cpu.models import DEMO, QUANTISED_SETS, lose_a_thread, running, write_awkward, write_tiny
 from tests.executor.cpu.test_against_torch import TEXT, all_logits
 from tests.executor.cpu.test_weights import load_packed
@@ -22,12 +22,16 @@ from tests.model.stepping import Piece, PooledSequence, Stepper
 PROMPTS = [list(range(3, 203)), [9], list(range(40, 57))]
 
 
-def oracle_logits(folder: Path, kind: WeightKind) -> Float32Array:
-    """Return the logits of a float32 model with the weights that the quantised ones stand for, in plain torch."""
+def oracle_of(folder: Path, kind: WeightKind) -> TorchExecutor:
+    """Return plain torch with a float32 model whose weights are what the quantised ones stand for."""
     plan, prepared, model = load_packed(folder, "float32", kind)
     model.weights = unpack_model(model.config, plan, prepared.packer.finish(model.take_weights()))
-    oracle = TorchExecutor(model, kv_memory_bytes=48 << 20, max_context=1024, is_plain=True)
-    return all_logits(oracle, *PROMPTS)
+    return TorchExecutor(model, kv_memory_bytes=48 << 20, max_context=1024, is_plain=True)
+
+
+def oracle_logits(folder: Path, kind: WeightKind) -> Float32Array:
+    """Return the logits of :func:`oracle_of`."""
+    return all_logits(oracle_of(folder, kind), *PROMPTS)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -14,8 +14,9 @@ from ferrule_server.executor.cpu.executor import Prepared, prepare
 from ferrule_server.executor.cpu.weights import unpack_model
 from ferrule_server.kernels.cpu.plan import Plan, WeightKind
 from ferrule_server.kernels.quantise import quantise_rows
-from ferrule_server.model.config import read_config
-from ferrule_server.model.weights import DTypeName, LayerWeights, LoadedModel, ModelWeights, load_model
+from ferrule_server.model.config_reader import read_config
+from ferrule_server.model.tensors import LayerWeights, ModelWeights
+from ferrule_server.model.weights import DTypeName, LoadedModel, load_model
 from tests.executor.cpu.models import QUANTISED_SETS, plan_of, write_awkward, write_tiny
 
 MATRICES = ("qkv", "attention_out", "gate_up", "down")
@@ -99,7 +100,10 @@ def test_quantised_matrices_are_the_nearest_ones(
     for weights in rounded.values():
         assert (weights.head is weights.embedding) == (exact.head is exact.embedding)
         assert weights.head is weights.embedding or torch.equal(weights.embedding, exact.embedding)
-        assert torch.equal(weights.layers[1].input_norm, exact.layers[1].input_norm)
+        norm, exact_norm = weights.layers[1].attention_norm, exact.layers[1].attention_norm
+        assert norm is not None
+        assert exact_norm is not None
+        assert torch.equal(norm, exact_norm)
     triples = [(exact.head, rounded["int8"].head, rounded["int4"].head)]
     for layers in zip(exact.layers, rounded["int8"].layers, rounded["int4"].layers, strict=True):
         triples += [tuple(getattr(layer, name) for layer in layers) for name in MATRICES]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,6 +27,7 @@ from ferrule_server.kernels.cuda.catalog import merged
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.weights import LoadedModel
+from tests.configs import with_layers
 from tests.executor.cuda.fake_gpu import FakeGpu
 from tests.executor.cuda.tiny_model import tiny_config, tiny_model
 from tools.kernels.build import write_bundle
@@ -276,9 +276,10 @@ def test_graphs_that_are_off_are_said(config: ModelConfig, caplog: pytest.LogCap
 def test_products_are_summed_in_float32(config: ModelConfig) -> None:
     """It may add partial sums in bfloat16 unless cuBLAS is told not to: an error beyond what the kernels have."""
     matmul = torch.backends.cuda.matmul
-    matmul.allow_bf16_reduced_precision_reduction = True
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
     prepared(config, wants_kernels=False).close()
     assert not matmul.allow_bf16_reduced_precision_reduction
+    assert not matmul.allow_fp16_reduced_precision_reduction
 
 
 def test_weights_are_there_before_they_are_moved(
@@ -338,7 +339,7 @@ def test_a_kernel_that_takes_more_shared_memory_than_there_is_leaves_every_step_
     config: ModelConfig, bundles: Path
 ) -> None:
     """From the start: no step finds out; in deterministic mode no kernel needs that much."""
-    wide, small = replace(config, intermediate_size=32768), opening(FakeGpu(capability=(8, 6)))
+    wide, small = with_layers(config, intermediate_size=32768), opening(FakeGpu(capability=(8, 6)))
     shape = shape_of(wide)
     modes = (specs_needed(shape, is_deterministic=mode, limit=99 << 10) for mode in (False, True))
     specs = merged(chain.from_iterable(modes))

@@ -31,6 +31,8 @@ from ferrule_server.kernels.cuda.catalog import kernels_of
 from ferrule_server.kernels.cuda.logit_rows import num_slices
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, SHARED_LIMITS, KernelSpec, ModelShape
 from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.rope import LinearScaling, Rope, YarnScaling
+from tests.configs import with_layers
 from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
 from tests.executor.cuda.tiny_model import KINDS, tiny_config, tiny_executor
 from tools.kernels.compile import ARCHITECTURES, capability_of
@@ -86,10 +88,13 @@ def _module(spec: KernelSpec) -> str:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (replace(tiny_config(), head_dim=96), "heads of 64 or 128 values, not 96"),
-        (replace(tiny_config(), num_heads=34, num_kv_heads=2), "at most 16 query heads per KV head, not 17"),
+        (with_layers(tiny_config(), head_dim=96), "heads of 64 or 128 values, not 96"),
+        (
+            with_layers(replace(tiny_config(), num_heads=34), num_kv_heads=2),
+            "at most 16 query heads per KV head, not 17",
+        ),
         (replace(tiny_config(), hidden_size=100), "a hidden_size that is a multiple of 8, not 100"),
-        (replace(tiny_config(), intermediate_size=1001), "an intermediate_size that is a multiple of 8, not 1001"),
+        (with_layers(tiny_config(), intermediate_size=1001), "an intermediate_size that is a multiple of 8, not 1001"),
         (replace(tiny_config(), vocab_size=1 << 20), "a vocabulary of at most 1048575, not 1048576"),
     ],
 )
@@ -99,9 +104,41 @@ def test_models_the_kernels_cannot_run_are_named(config: ModelConfig, words: str
     assert unsupported_reason(config, torch.bfloat16, 16) == f"the kernels need {words}"
 
 
-def test_every_field_of_a_model_is_known() -> None:
+def test_every_other_field_of_a_model_is_refused_by_name() -> None:
     """A new field of the configuration is first taken into account by the kernels, then listed in ``KNOWN_FIELDS``."""
-    assert {each.name for each in fields(ModelConfig)} == KNOWN_FIELDS
+    names = {each.name for each in fields(ModelConfig)}
+    assert names > KNOWN_FIELDS
+    for name in names - KNOWN_FIELDS:
+        value = not getattr(tiny_config(), name)
+        config = replace(tiny_config(), **{name: value})  # type: ignore[arg-type]
+        assert unsupported_reason(config, torch.bfloat16, 16) == f"the kernels need the default {name}, not {value!r}"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (replace(tiny_config(), qk_norm="row"), "norms of single heads, not of all heads of a row"),
+        (with_layers(tiny_config(), window=64), "attention to all tokens, not to the last 64"),
+        (with_layers(tiny_config(), score_scale=0.25), "scores divided by the root of head_dim, not times 0.25"),
+        (
+            with_layers(tiny_config(), rope=Rope(1e4, 32, 64, YarnScaling(4.0, 64, magnitude=1.5))),
+            "rotations that keep lengths",
+        ),
+        (
+            replace(tiny_config(), layers=(tiny_config().layers[0], with_layers(tiny_config(), rope=None).layers[0])),
+            "equal layers",
+        ),
+    ],
+)
+def test_layers_the_kernels_cannot_run_are_named(config: ModelConfig, words: str) -> None:
+    """They know equal layers of plain attention to all tokens."""
+    assert unsupported_reason(config, torch.bfloat16, 16) == f"the kernels need {words}"
+
+
+def test_layers_without_a_rotation_or_with_other_frequencies_run() -> None:
+    """Both are only another table."""
+    for rope in (None, Rope(1e6, 16, 32), Rope(1e6, 32, 64, LinearScaling(2.0))):
+        assert unsupported_reason(with_layers(tiny_config(), rope=rope), torch.bfloat16, 16) == ""
 
 
 @pytest.mark.parametrize("default", [0, MISSING])

@@ -23,14 +23,15 @@ from ferrule_server.executor.cuda.graphs import NODE_BYTES, GraphKey
 from ferrule_server.executor.cuda.kernel_choice import shape_of
 from ferrule_server.executor.cuda.memory_plan import format_plan, num_launches, plan_memory, weights_bytes
 from ferrule_server.executor.cuda.runner import CudaDecodeRunner, create_runner
-from ferrule_server.model import weights
 from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.tensors import allocate
+from tests.configs import uniform_config, with_layers
 from tests.executor.cuda.fake_gpu import FakeGpu, FakeLaunch
 from tests.executor.cuda.tiny_model import tiny_executor
 from tests.executor.cuda.toy_runner import cubins_of, limits_of, num_ctas_of
 
 GIB = 1 << 30
-QWEN3_8B = ModelConfig(
+QWEN3_8B = uniform_config(
     architecture="Qwen3ForCausalLM",
     vocab_size=151936,
     hidden_size=4096,
@@ -40,17 +41,13 @@ QWEN3_8B = ModelConfig(
     num_kv_heads=8,
     head_dim=128,
     max_positions=40960,
-    norm_eps=1e-6,
     rope_theta=1e6,
-    rope_scaling=None,
-    is_tied=False,
-    has_qk_norm=True,
-    has_qkv_bias=False,
-    has_attention_out_bias=False,
-    has_mlp_bias=False,
-    eos_ids=(),
+    qk_norm="head",
 )
-TINY = replace(QWEN3_8B, vocab_size=1001, hidden_size=64, intermediate_size=72, num_layers=2, num_heads=8, head_dim=64)
+TINY = with_layers(
+    replace(QWEN3_8B, vocab_size=1001, hidden_size=64, num_heads=8), num_layers=2, intermediate_size=72, head_dim=64
+)
+MIXED_HEADS = (TINY.layers[0], with_layers(TINY, head_dim=32, num_kv_heads=2).layers[0])
 BLOCK_BYTES = bytes_per_block(QWEN3_8B, 16, torch.bfloat16)
 
 
@@ -76,8 +73,9 @@ def plan(config: ModelConfig = QWEN3_8B, **changed: Any) -> MemoryPlan:
         {},
         {"is_tied": True},
         {"has_qkv_bias": True, "has_attention_out_bias": True, "has_mlp_bias": True},
-        {"has_qk_norm": False, "num_kv_heads": 4},
-        {"hidden_size": 96, "head_dim": 10, "num_layers": 3},
+        {"qk_norm": "none", "layers": with_layers(TINY, num_kv_heads=4).layers},
+        {"hidden_size": 96, "layers": with_layers(TINY, head_dim=10, num_layers=3).layers},
+        {"architecture": "Gemma2ForCausalLM", "norm_offset": 1.0, "has_norm_after": True, "layers": MIXED_HEADS},
     ],
     ids=str,
 )
@@ -85,8 +83,28 @@ def plan(config: ModelConfig = QWEN3_8B, **changed: Any) -> MemoryPlan:
 def test_weights_take_what_the_loader_allocates(changed: dict[str, Any], dtype: torch.dtype) -> None:
     """To the byte, from the configuration alone."""
     config = replace(TINY, **changed)
-    _, places = weights._allocate(config, dtype, lambda shape, dtype: torch.empty(*shape, dtype=dtype, device="meta"))
-    assert weights_bytes(config, dtype.itemsize) == sum(place.nbytes for place in places.values())
+    _, places = allocate(config, dtype, lambda shape, dtype: torch.empty(*shape, dtype=dtype, device="meta"))
+    assert weights_bytes(config, dtype) == sum(place.tensor.nbytes for place in places.values())
+
+
+def test_weights_of_a_well_known_model_take_what_its_card_says() -> None:
+    """8.19 billion parameters of two bytes."""
+    assert weights_bytes(QWEN3_8B) == 2 * 8_190_735_360
+
+
+def test_a_pool_of_layers_with_other_heads_takes_the_sum_of_all() -> None:
+    """One layer of 8 heads of 64 values, and one of 2 of 32."""
+    config = replace(TINY, layers=MIXED_HEADS)
+    made = plan(config, kv_bytes=GIB, limits=None)
+    block = 2 * (8 * 64 + 2 * 32) * 16 * 2
+    assert made.kv_pool == GIB // block * block
+
+
+@pytest.mark.parametrize("changed", [{"window": 64}, {"score_softcap": 30.0}], ids=str)
+def test_windows_and_caps_take_work_space(changed: dict[str, Any]) -> None:
+    """Torch makes a mask for them, and caps the scores in more memory."""
+    config = replace(TINY, **changed) if "score_softcap" in changed else with_layers(TINY, **changed)
+    assert plan(config, limits=None).workspace > plan(TINY, limits=None).workspace
 
 
 def test_buffers_take_what_is_allocated() -> None:
@@ -171,7 +189,7 @@ def test_something_stays_free_whatever_is_asked_for(changed: dict[str, Any]) -> 
 
 def test_graphs_are_planned_by_their_launches() -> None:
     """One of each size: more layers, more memory; a launch counts for what ``graphs.py`` says."""
-    half = plan(replace(QWEN3_8B, num_layers=18)).graphs
+    half = plan(with_layers(QWEN3_8B, num_layers=18)).graphs
     per_graph = 18 * 10 * NODE_BYTES
     assert plan().graphs - half == per_graph * len(bucket_sizes(256))
     assert 300 << 20 < plan().graphs < GIB

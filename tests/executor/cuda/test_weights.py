@@ -35,7 +35,7 @@ def test_rotations_are_those_of_the_decoder() -> None:
     """Every bit of the cosines and sines that torch would compute for a step."""
     config = tiny_config()
     weights = adopt_weights(FakeGpu(), tiny_model().take_weights(), config, 200)
-    cos, sin = reference.rope_angles(torch.arange(200), inverse_frequencies(config))
+    cos, sin = reference.rope_angles(torch.arange(200), inverse_frequencies(config.layers[0].rope, config.head_dim))
     assert torch.equal(weights.rope, torch.cat((cos, sin), dim=1))
 
 

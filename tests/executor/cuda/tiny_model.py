@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ferrule_server.executor.torch import TorchExecutor
-from ferrule_server.model.config import ModelConfig, parse_config
-from ferrule_server.model.weights import LayerWeights, LoadedModel, ModelWeights
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config_reader import parse_config
+from ferrule_server.model.tensors import LayerWeights, ModelWeights
+from ferrule_server.model.weights import LoadedModel
 
 __all__ = ["KINDS", "tiny_config", "tiny_executor", "tiny_model"]
 
@@ -90,14 +92,14 @@ def _layer(
     hidden, intermediate = config.hidden_size, config.intermediate_size
     num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = LayerWeights(
-        input_norm=vector(hidden, 1),
+        attention_norm=vector(hidden, 1),
         qkv=matrix(num_q + 2 * num_kv, hidden),
         attention_out=matrix(hidden, num_q),
-        post_attention_norm=vector(hidden, 1),
+        mlp_norm=vector(hidden, 1),
         gate_up=matrix(2 * intermediate, hidden),
         down=matrix(hidden, intermediate),
     )
-    if config.has_qk_norm:
+    if config.qk_norm != "none":
         layer.q_norm, layer.k_norm = vector(config.head_dim, 1), vector(config.head_dim, 1)
     if config.has_qkv_bias:
         layer.qkv_bias = vector(num_q + 2 * num_kv, 0)

@@ -20,6 +20,7 @@ from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import LAYER, MODEL
 from ferrule_server.kernels.cpu.sync import SyncBlock, reset
 from ferrule_server.model.config import ModelConfig
+from tests.configs import uniform_config
 from tests.executor.cpu.models import HAS_AVX512_BF16, KERNEL_SETS
 
 LAYERS, BLOCK = 2, 16
@@ -47,10 +48,9 @@ class Case:
     def config(self) -> ModelConfig:
         """Return a model of these sizes."""
         num_heads = self.num_kv_heads * self.group
-        return ModelConfig(
-            architecture="none", hidden_size=64, num_layers=LAYERS, num_heads=num_heads, vocab_size=64,
-            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, max_positions=4096, intermediate_size=64,
-        )  # fmt: skip
+        return uniform_config(
+            num_layers=LAYERS, num_heads=num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim
+        )
 
     def batch(self) -> StepBatch:
         """Return the step; blocks lie in the pool in no order."""
@@ -90,6 +90,8 @@ def run(
     *,
     num_threads: int,
     ancestors: npt.NDArray[np.int64] | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Return what the kernels compute: float32 [rows, num_heads, head_dim]."""
     config, batch = case.config(), case.batch()
@@ -104,6 +106,7 @@ def run(
     model["num_heads"], model["num_kv_heads"] = config.num_heads, config.num_kv_heads
     model["num_queries_per_kv"], model["head_dim"], model["pool"] = case.group, case.head_dim, pool.data_ptr()
     model["block_bytes"], model["head_bytes"] = pool.stride(0) * pool.itemsize, pool.stride(3) * pool.itemsize
+    model["score_softcap"], layer["window"] = softcap, window
     layer["pool_offset"] = pool.stride(1) * pool.itemsize
     sync = SyncBlock(2)
     _attend(plan, model.ctypes.data, layer.ctypes.data, memory.address, sync.address, ATTEND)
@@ -111,10 +114,16 @@ def run(
     return memory.attended[: len(queries), :width].float().view(queries.shape)
 
 
-@pytest.mark.parametrize("is_bfloat16", [False, True])
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 32), (3, 96), (16, 128)])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "is_bfloat16"),
+    [
+        *((group, head_dim, kind) for group, head_dim in ((1, 32), (3, 96), (16, 128)) for kind in (False, True)),
+        (2, 80, False),
+        (2, 256, True),
+    ],
+)
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_attention_is_that_of_the_reference(is_bfloat16: bool, group: int, head_dim: int, num_threads: int) -> None:
+def test_attention_is_that_of_the_reference(group: int, head_dim: int, num_threads: int, *, is_bfloat16: bool) -> None:
     """Tokens around the sizes of blocks and tiles; slots behind a sequence hold NaN, which nothing may read."""
     case = Case([1, 15, 16, 17, 255, 256, 257, 300, 513, 40], [1, 1, 2, 17, 1, 3, 1, 300, 5, 40], 2, group, head_dim)
     dtype = torch.bfloat16 if is_bfloat16 else torch.float32
@@ -129,6 +138,28 @@ def test_attention_is_that_of_the_reference(is_bfloat16: bool, group: int, head_
     found = run(case, plan, queries, pool, num_threads=num_threads)
     tolerance = 2**-8 if is_bfloat16 else 1e-5  # results are rounded to bfloat16
     torch.testing.assert_close(found, expected, atol=tolerance / 4, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window", [1, 15, 16, 40, 256, 300])
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_a_row_sees_the_tokens_of_its_window(window: int, num_threads: int) -> None:
+    """Blocks before the windows of all rows may have been given back: nothing reads what is there, NaN here.
+
+    The scores are capped too.
+    """
+    case = Case([1, 16, 17, 257, 300, 513, 800, 800, 1030], [1, 2, 17, 1, 300, 5, 1, 40, 3], 2, 3, 64)
+    batch, pool, queries = case.batch(), case.pool(torch.float32), case.queries()
+    plan = Plan("fma", is_emulated=False, is_bfloat16=False, head_dim=64)
+    expected = reference.paged_attention(
+        queries, pool, 1,
+        positions=torch.from_numpy(batch.positions), cu_seqlens_q=torch.from_numpy(batch.cu_seqlens_q),
+        kv_lens=torch.from_numpy(batch.kv_lens), block_tables=torch.from_numpy(batch.block_tables),
+        rule=reference.AttentionRule(64**-0.5, window, 1.5),
+    )  # fmt: skip
+    for table, length, rows in zip(batch.block_tables, case.lengths, case.rows, strict=True):
+        pool[table[: max(0, length - rows + 1 - window) // BLOCK]] = torch.nan
+    found = run(case, plan, queries, pool, num_threads=num_threads, window=window, softcap=1.5)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])

@@ -19,8 +19,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
     thread_id,
 )
 from ferrule_server.kernels.cuda.specialise import i32, registers
-from ferrule_server.model.config import Llama3Scaling, ModelConfig
-from ferrule_server.model.rope import inverse_frequencies
+from ferrule_server.model.rope import Llama3Scaling, Rope, inverse_frequencies
 from tools.cuda_simulator import Launch, Memory, from_bf16, run, to_bf16
 
 SCALING = Llama3Scaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
@@ -28,28 +27,9 @@ LOG2 = {64: 2, 128: 3}
 EPS = 1e-6
 
 
-def config(head_dim: int, scaling: Llama3Scaling | None) -> ModelConfig:
-    """Return a model of which only the rotation matters."""
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=8,
-        hidden_size=64,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=head_dim,
-        max_positions=131072,
-        norm_eps=EPS,
-        rope_theta=500000.0,
-        rope_scaling=scaling,
-        is_tied=True,
-        has_qk_norm=False,
-        has_qkv_bias=False,
-        has_attention_out_bias=False,
-        has_mlp_bias=False,
-        eos_ids=(1,),
-    )
+def frequencies_of(head_dim: int, scaling: Llama3Scaling | None) -> torch.Tensor:
+    """Return the frequencies of whole heads: float32 [head_dim / 2]."""
+    return inverse_frequencies(Rope(500000.0, head_dim // 2, head_dim, scaling), head_dim)
 
 
 def rotate(
@@ -106,7 +86,7 @@ def address(
 def test_heads_are_normalised_and_rotated(head_dim: int, has_norm: bool, scaling: Llama3Scaling | None) -> None:
     """In float32, rounded once: at most one bf16 step from plain torch, where the two round a tie apart."""
     num_heads = 512 // head_dim
-    frequencies = inverse_frequencies(config(head_dim, scaling))
+    frequencies = frequencies_of(head_dim, scaling)
     table = rope_table(frequencies, 3 * num_heads)
     heads = torch.randn((num_heads, 1, head_dim), generator=torch.Generator().manual_seed(1)).bfloat16()
     weight = torch.linspace(0.5, 1.5, head_dim).bfloat16()
@@ -130,7 +110,7 @@ def test_heads_are_normalised_and_rotated(head_dim: int, has_norm: bool, scaling
 def test_the_table_is_that_of_the_decoder_at_every_position() -> None:
     """Default and Llama-3 rotation: cosines of all pairs, then sines."""
     for scaling in (None, SCALING):
-        frequencies = inverse_frequencies(config(64, scaling))
+        frequencies = frequencies_of(64, scaling)
         cos, sin = reference.rope_angles(torch.arange(9000), frequencies)
         assert torch.equal(rope_table(frequencies, 9000), torch.cat((cos, sin), dim=1))
 

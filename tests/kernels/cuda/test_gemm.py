@@ -131,7 +131,7 @@ def expected(case: Case, constants: dict[str, Constant]) -> NDArray[np.float32]:
     wide = reference.linear(x.double(), weight.double(), bias.double() if constants["BIAS"] else None)
     y = wide.float().bfloat16()
     if constants["EPILOGUE"] == "swiglu":
-        y = reference.swiglu(y)
+        y = reference.activate(y, "silu", is_gated=True)
     if constants["EPILOGUE"] == "residual":
         y = old + y
     return y.float().numpy()

@@ -97,7 +97,7 @@ def _expected(case: Case, data: Data) -> Tensor:
     bias = data.bias if case.has_bias else None
     y = reference.linear(x.float(), data.weight.float(), None if bias is None else bias.float()).bfloat16()
     if case.epilogue == "swiglu":
-        return reference.swiglu(y)
+        return reference.activate(y, "silu", is_gated=True)
     return data.before + y if case.epilogue == "residual" else y
 
 

@@ -19,10 +19,11 @@ from ferrule_server.kernels.cuda.append import rope_table
 from ferrule_server.kernels.cuda.spec import KernelSpec, LinearShape, ModelShape
 from ferrule_server.kernels.cuda.work_list import WorkList, make_work_list
 from ferrule_server.model.attention import PlainAttention, StepArrays
-from ferrule_server.model.config import ModelConfig, parse_config
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config_reader import parse_config
 from ferrule_server.model.decoder import Decoder
 from ferrule_server.model.rope import inverse_frequencies
-from ferrule_server.model.weights import LayerWeights, ModelWeights
+from ferrule_server.model.tensors import LayerWeights, ModelWeights
 from tests.kernels.cuda.padded_pool import PaddedPool
 from tools.cuda_simulator import Launch, Memory, run
 
@@ -91,10 +92,10 @@ def _weights() -> ModelWeights:
 
     layers = [
         LayerWeights(
-            input_norm=norm(HIDDEN),
+            attention_norm=norm(HIDDEN),
             qkv=matrix(QKV, HIDDEN),
             attention_out=matrix(HIDDEN, NUM_HEADS * HEAD_DIM),
-            post_attention_norm=norm(HIDDEN),
+            mlp_norm=norm(HIDDEN),
             gate_up=matrix(2 * INTERMEDIATE, HIDDEN),
             down=matrix(HIDDEN, INTERMEDIATE),
             q_norm=norm(HEAD_DIM),
@@ -149,10 +150,12 @@ class Chain:
 
     def _place_weights(self, weights: ModelWeights, config: ModelConfig) -> None:
         put, a = self.memory.put, self._a
-        a["rope"] = put("rope", rope_table(inverse_frequencies(config), MAX_CONTEXT).numpy())
+        a["rope"] = put(
+            "rope", rope_table(inverse_frequencies(config.layers[0].rope, config.head_dim), MAX_CONTEXT).numpy()
+        )
         for name in ("embedding", "head", "final_norm"):
             a[name] = put(name, _bits(getattr(weights, name)))
-        names = ("input_norm", "qkv", "q_norm", "k_norm", "attention_out", "post_attention_norm", "gate_up", "down")
+        names = ("attention_norm", "qkv", "q_norm", "k_norm", "attention_out", "mlp_norm", "gate_up", "down")
         for index, layer in enumerate(weights.layers):
             for name in names:
                 a[f"{name}{index}"] = put(f"{name}{index}", _bits(getattr(layer, name)))
@@ -238,7 +241,7 @@ def _small_chain(chain: Chain, num_rows: int) -> None:
     chain.begin()
     chain.work_list()
     for i in range(NUM_LAYERS):
-        chain.gemv("hidden", f"input_norm{i}", f"qkv{i}", "qkv", num_rows=QKV, size=HIDDEN, epilogue="store")
+        chain.gemv("hidden", f"attention_norm{i}", f"qkv{i}", "qkv", num_rows=QKV, size=HIDDEN, epilogue="store")
         chain.attend(i)
         chain.gemv(
             "attended",
@@ -251,7 +254,7 @@ def _small_chain(chain: Chain, num_rows: int) -> None:
         )
         chain.gemv(
             "hidden",
-            f"post_attention_norm{i}",
+            f"mlp_norm{i}",
             f"gate_up{i}",
             "act",
             num_rows=INTERMEDIATE,
@@ -272,13 +275,13 @@ def _large_chain(chain: Chain, num_rows: int) -> None:
     chain.begin()
     chain.work_list()
     for i in range(NUM_LAYERS):
-        chain.add_norm(f"input_norm{i}")
+        chain.add_norm(f"attention_norm{i}")
         chain.gemm("normed", f"qkv{i}", "qkv", num_rows=QKV, size=HIDDEN, epilogue="store")
         chain.attend(i)
         chain.gemm(
             "attended", f"attention_out{i}", "hidden", num_rows=HIDDEN, size=NUM_HEADS * HEAD_DIM, epilogue="residual"
         )
-        chain.add_norm(f"post_attention_norm{i}")
+        chain.add_norm(f"mlp_norm{i}")
         chain.gemm("normed", f"gate_up{i}", "act", num_rows=INTERMEDIATE, size=HIDDEN, epilogue="swiglu")
         chain.gemm("act", f"down{i}", "hidden", num_rows=HIDDEN, size=INTERMEDIATE, epilogue="residual")
     chain.add_norm("final_norm")

@@ -163,7 +163,7 @@ class NumbaCpuExecutor:
         self._planner = TaskPlanner(
             config.num_kv_heads, config.num_heads // config.num_kv_heads, options.num_threads, self._memory.num_partials
         )
-        record = ModelRecord(config, self._packed, self._pool.tensor, kernels)
+        record = ModelRecord(config, self._packed, self._pool.tensors[0], kernels)
         step_address = self._memory.address
 
         def run(sync: int, thread: int) -> int:

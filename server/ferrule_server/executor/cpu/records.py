@@ -26,7 +26,7 @@ from ferrule_server.kernels.cpu.records import BEST_BYTES, LAYER, MODEL, MOST_TO
 from ferrule_server.kernels.cpu.step import num_stages
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.memory import new_tensor
-from ferrule_server.model.rope import inverse_frequencies
+from ferrule_server.model.rope import Rope, inverse_frequencies, magnitudes
 
 __all__ = ["ModelRecord", "StepMemory"]
 
@@ -72,10 +72,15 @@ class ModelRecord:
     """
 
     def __init__(self, config: ModelConfig, packed: PackedModel, pool: Tensor, kernels: Kernels) -> None:
-        self._kept = (packed, pool, kernels, inverse_frequencies(config).contiguous())
+        ropes = _ropes(config)
+        tables = torch.stack([_rotation_table(rope, config.head_dim) for rope in ropes])
+        self._kept = (packed, pool, kernels, tables)
         self._layers = np.zeros(config.num_layers, LAYER)
         self._model = np.zeros(1, MODEL)
         self._fill_layers(packed, pool)
+        for record, kind in zip(self._layers, config.layers, strict=True):
+            record["rotation_offset"] = ropes.index(kind.rope) * 4 * config.head_dim
+            record["window"], record["score_scale"] = kind.window, kind.score_scale
         units = HeadUnits.of(config)
         sizes = {
             "num_layers": config.num_layers,
@@ -84,6 +89,7 @@ class ModelRecord:
             "num_kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
             "num_queries_per_kv": config.num_heads // config.num_kv_heads,
+            "num_rotations": len(ropes),
             "vocab_size": config.vocab_size,
             "is_tied": packed.embedding is packed.head,
             "hidden_tiles": _inputs(config.hidden_size) // TILE_INPUTS,
@@ -94,7 +100,7 @@ class ModelRecord:
             "head_stride": units.stride,
             "num_qkv_units": units.count,
             "num_hidden_units": _groups(config.hidden_size),
-            "num_activated_units": _groups(2 * config.intermediate_size),
+            "num_activated_units": _groups((2 if config.is_gated else 1) * config.intermediate_size),
             "num_head_units": _groups(config.vocab_size),
             "block_bytes": pool.stride(0) * pool.itemsize,
             "head_bytes": pool.stride(3) * pool.itemsize,
@@ -104,13 +110,14 @@ class ModelRecord:
             "embedding": packed.embedding.data_ptr(),
             "head": packed.head.data_ptr(),
             "final_norm": packed.final_norm.data_ptr(),
-            "frequencies": self._kept[3].data_ptr(),
+            "final_norm_bias": 0 if packed.final_norm_bias is None else packed.final_norm_bias.data_ptr(),
+            "rotations": tables.data_ptr(),
             "pool": pool.data_ptr(),
             "linear_kernel": kernels.linear,
             "attend_kernel": kernels.attend,
             "merge_kernel": kernels.merge,
         }
-        _fill(self._model, {**sizes, **addresses, "norm_eps": config.norm_eps, "score_scale": config.head_dim**-0.5})
+        _fill(self._model, {**sizes, **addresses, **_features(config, pool.dtype)})
         self.address = self._model.ctypes.data
         self.num_stages = num_stages(config.num_layers)
 
@@ -120,6 +127,34 @@ class ModelRecord:
                 tensor = getattr(layer, name, None)
                 self._layers[index][name] = 0 if tensor is None else tensor.data_ptr()
             self._layers[index]["pool_offset"] = index * pool.stride(1) * pool.itemsize
+
+
+def _ropes(config: ModelConfig) -> list[Rope | None]:
+    """Return the different rotations of the layers."""
+    return list(dict.fromkeys(kind.rope for kind in config.layers))
+
+
+def _rotation_table(rope: Rope | None, head_dim: int) -> Tensor:
+    """Return frequency and magnitude of each pair: float32 [2, head_dim / 2]."""
+    return torch.stack((inverse_frequencies(rope, head_dim), magnitudes(rope, head_dim)))
+
+
+def _features(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the fields of a model's record that are not sizes or addresses."""
+    return {
+        "has_layer_norm": config.has_layer_norm,
+        "has_norm_after": config.has_norm_after,
+        "has_row_norm": config.qk_norm == "row",
+        "is_parallel": config.is_parallel,
+        "is_gated": config.is_gated,
+        "is_gelu": config.activation == "gelu_tanh",
+        "norm_eps": config.norm_eps,
+        "embedding_scale": torch.tensor(config.embedding_scale, dtype=dtype).item(),
+        "residual_scale": config.residual_scale,
+        "score_softcap": config.score_softcap,
+        "logit_scale": config.logit_scale,
+        "logit_softcap": config.logit_softcap,
+    }
 
 
 def _fill(record: npt.NDArray[Any], values: dict[str, Any]) -> None:
@@ -163,6 +198,7 @@ class StepMemory:
         self._max_rows = max_rows
         self._input_type = torch.float32 if plan.has_wide_inputs else torch.bfloat16
         self._hidden_size, self.vocab_size = config.hidden_size, config.vocab_size
+        self._temperature = config.query_temperature
         vocab = _groups(config.vocab_size) * GROUP
         self.max_outputs = max(1, min(_MOST_OUTPUTS, max_rows, _LOGIT_BYTES // (4 * vocab)))
         self.logits: Float32Array = self._new("logits", (self.max_outputs, vocab)).numpy()
@@ -174,6 +210,8 @@ class StepMemory:
             name: self._new(name, (max_rows,), torch.int32).numpy()
             for name in ("token_ids", "positions", "slot_mapping", "begins", "ends", "output_rows")
         }
+        if config.query_temperature is not None:
+            self._rows["temperatures"] = self._new("temperatures", (max_rows,)).numpy()
         self._step["num_threads"] = num_threads
         self._step["num_stages"] = num_stages(config.num_layers)
 
@@ -202,7 +240,11 @@ class StepMemory:
             self._step["quantised_bytes"] = memory.stride(0) * memory.itemsize
         self._new("hidden", (rows, config.hidden_size))
         self.queries = self._new("queries", (rows, query))
-        self._new("rotations", (rows, config.head_dim))
+        self._new("rotations", (rows, len(_ropes(config)), config.head_dim))
+        if config.has_norm_after:
+            self._new("added", (rows, config.hidden_size))
+        if config.qk_norm == "row":
+            self._new("keys", (rows, config.num_kv_heads * config.head_dim))
 
     def _make_outputs(self, config: ModelConfig, num_threads: int) -> None:
         count = self.max_outputs
@@ -238,6 +280,9 @@ class StepMemory:
         for name in ("token_ids", "positions", "slot_mapping"):
             self._rows[name][: batch.num_rows] = getattr(batch, name)
         self._rows["ends"][: batch.num_rows] = batch.positions + 1
+        if self._temperature is not None:
+            growth = np.log1p(batch.positions // self._temperature.length)
+            self._rows["temperatures"][: batch.num_rows] = 1 + self._temperature.beta * growth
         step["ancestors"] = 0
         step["num_rows"], step["is_head_only"] = batch.num_rows, 0
         step["block_tables"], step["table_width"] = tables.ctypes.data, tables.shape[1]

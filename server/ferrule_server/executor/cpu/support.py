@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import choose_instructions
-from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config import LayerKind, ModelConfig
 
 __all__ = ["Choice", "WeightKind", "choose", "plan_for", "unsupported"]
 
-_HEAD_STEP: Final = 32
+_HEAD_STEP: Final = 16
 _HIDDEN_STEP: Final = 16
+_KNOWN_FIELDS: Final = frozenset(
+    {
+        "architecture", "vocab_size", "hidden_size", "num_heads", "max_positions", "layers", "norm_eps", "norm_offset",
+        "has_layer_norm", "has_norm_bias", "has_norm_before", "has_norm_after", "is_parallel", "qk_norm", "activation",
+        "is_gated", "score_softcap", "query_temperature", "embedding_scale", "residual_scale", "logit_scale",
+        "logit_softcap", "is_tied", "has_qkv_bias", "has_attention_out_bias", "has_mlp_bias", "eos_ids",
+    }
+)  # fmt: skip
+"""The fields of a network that the kernels compute; any other must have its default."""
+_WORDS: Final = {
+    "has_v_norm": "norms of values",
+    "has_layer_scale": "a number that multiplies the residual stream behind each layer",
+    "per_layer_input": "a second embedding",
+}
+"""Other fields, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +54,7 @@ def choose(config: ModelConfig, dtype: str, weights: WeightKind = "float", *, ha
         has_int8_inputs: Whether their inputs are int8 too, with weights of int8.
     """
     instructions, reason = choose_instructions(dtype, weights)
-    why_not = unsupported(config)
+    why_not = unsupported(config, dtype)
     if instructions is None or why_not:
         return Choice(None, f"the kernels of the processor cannot run: {why_not or reason}")
     if has_int8_inputs and instructions != "avx512-vnni":
@@ -46,13 +62,36 @@ def choose(config: ModelConfig, dtype: str, weights: WeightKind = "float", *, ha
     return Choice(plan_for(config, instructions, dtype, weights, has_int8_inputs=has_int8_inputs), reason)
 
 
-def unsupported(config: ModelConfig) -> str:
+def unsupported(config: ModelConfig, dtype: str = "bfloat16") -> str:
     """Return why the kernels cannot run a model, for people; empty if they can."""
+    if dtype not in ("bfloat16", "float32"):
+        return f"they compute with bfloat16 or float32, not with {dtype}"
     if config.head_dim % _HEAD_STEP:
         return f"head_dim {config.head_dim} is not a multiple of {_HEAD_STEP}"
     if config.hidden_size % _HIDDEN_STEP:
         return f"hidden_size {config.hidden_size} is not a multiple of {_HIDDEN_STEP}"
-    return ""
+    reasons = [_WORDS.get(name, name) for name in _unknown_fields(config)] + list(_unlike_layers(config))
+    return f"they do not compute {', '.join(reasons)}" if reasons else ""
+
+
+def _unknown_fields(config: ModelConfig) -> Iterator[str]:
+    for field in fields(config):
+        if field.name not in _KNOWN_FIELDS and getattr(config, field.name) != field.default:
+            yield field.name
+    if config.has_norm_after and (config.has_layer_norm or config.is_parallel):
+        yield "has_norm_after"
+
+
+def _unlike_layers(config: ModelConfig) -> Iterator[str]:
+    """Yield what the layers have that the kernels do not compute, for people."""
+    others = [replace(kind, score_scale=1.0, rope=None, window=0) for kind in config.layers]
+    if any(kind.kv_layer is not None for kind in others):
+        yield "layers that read K and V of another layer"
+    if any(kind.is_value_key for kind in others):
+        yield "values that are keys"
+    equal = LayerKind(config.head_dim, config.num_kv_heads, config.intermediate_size)
+    if any(replace(kind, kv_layer=None, is_value_key=False) != equal for kind in others):
+        yield "layers of different sizes"
 
 
 def plan_for(

@@ -4,7 +4,7 @@ Linear layers are packed by ``kernels.cpu.pack``, as soon as they have been read
 second copy of the model. Their rows come in units, each with whole groups of 64::
 
     qkv       one head, or as many as 64 rows hold; a head of another width is padded to whole groups
-    gate_up   32 rows of gate, the same 32 rows of up
+    gate_up   32 rows of gate, the same 32 rows of up; without a gate as others
     others    64 rows
 """
 
@@ -25,10 +25,15 @@ from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.processor import QUANTISERS
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.memory import new_tensor
-from ferrule_server.model.weights import LayerWeights, ModelWeights
+from ferrule_server.model.tensors import LayerWeights, ModelWeights
 
 __all__ = ["HeadUnits", "PackedLayer", "PackedModel", "Packer", "unpack_model"]
 
+_VECTORS: Final = (
+    *("attention_norm", "attention_norm_bias", "attention_out_norm", "mlp_norm", "mlp_norm_bias", "mlp_out_norm"),
+    *("q_norm", "k_norm"),
+)
+"""Fields of a layer that have the same name and shape when they are packed."""
 _HALF: Final = GROUP // 2
 _ALIGNMENT: Final = 64
 
@@ -64,12 +69,16 @@ class HeadUnits:
 class PackedLayer:
     """The weights of a layer: linear layers packed, all others float32; None: the layer has none."""
 
-    input_norm: Tensor
     qkv: Tensor
     out: Tensor
-    post_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    attention_norm: Tensor | None = None
+    attention_norm_bias: Tensor | None = None
+    attention_out_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+    mlp_norm_bias: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     qkv_bias: Tensor | None = None
@@ -87,12 +96,14 @@ class PackedModel:
         head: Packed.
         final_norm: float32 [hidden_size].
         layers: In order.
+        final_norm_bias: float32 [hidden_size], or None.
     """
 
     embedding: Tensor
     head: Tensor
     final_norm: Tensor
     layers: list[PackedLayer]
+    final_norm_bias: Tensor | None = None
 
 
 def _padded(values: Tensor, num_rows: int) -> Tensor:
@@ -157,7 +168,12 @@ class Packer:
             "head": (-(-config.vocab_size // GROUP) * GROUP, hidden),
             "qkv": (units.count * units.groups * GROUP, hidden),
             "attention_out": (out, config.num_heads * config.head_dim),
-            "gate_up": (2 * -(-config.intermediate_size // _HALF) * _HALF, hidden),
+            "gate_up": (
+                2 * -(-config.intermediate_size // _HALF) * _HALF
+                if config.is_gated
+                else -(-config.intermediate_size // GROUP) * GROUP,
+                hidden,
+            ),
             "down": (out, config.intermediate_size),
         }[name]
 
@@ -183,7 +199,7 @@ class Packer:
         """Return the rows of a matrix, or the numbers of a bias, in whole units."""
         if name == "qkv":
             return _by_units(self._units, values, self._config.head_dim)
-        return _interleaved(values) if name == "gate_up" else _whole_groups(values)
+        return _interleaved(values) if name == "gate_up" and self._config.is_gated else _whole_groups(values)
 
     def finish(self, weights: ModelWeights) -> PackedModel:
         """Return the model, when all matrices have been packed."""
@@ -192,6 +208,7 @@ class Packer:
             head=weights.head,
             final_norm=weights.final_norm.float(),
             layers=[self._finish_layer(layer) for layer in weights.layers],
+            final_norm_bias=_wide(weights.final_norm_bias),
         )
 
     def _finish_layer(self, layer: LayerWeights) -> PackedLayer:
@@ -199,19 +216,20 @@ class Packer:
             return None if values is None else self._in_units(name, values).float().contiguous()
 
         return PackedLayer(
-            input_norm=layer.input_norm.float(),
             qkv=layer.qkv,
             out=layer.attention_out,
-            post_norm=layer.post_attention_norm.float(),
             gate_up=layer.gate_up,
             down=layer.down,
-            q_norm=None if layer.q_norm is None else layer.q_norm.float(),
-            k_norm=None if layer.k_norm is None else layer.k_norm.float(),
+            **{name: _wide(getattr(layer, name)) for name in _VECTORS},
             qkv_bias=bias("qkv", layer.qkv_bias),
             out_bias=bias("attention_out", layer.attention_out_bias),
             gate_up_bias=bias("gate_up", layer.gate_up_bias),
             down_bias=bias("down", layer.down_bias),
         )
+
+
+def _wide(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.float()
 
 
 def _as_rows(plan: Plan, packed: Tensor, inputs: int) -> Tensor:
@@ -228,6 +246,11 @@ def _dtype(plan: Plan) -> torch.dtype:
     return torch.bfloat16 if plan.is_bfloat16 else torch.float32
 
 
+def _norm_dtype(config: ModelConfig, plan: Plan) -> torch.dtype:
+    """Return the type of norms: sums with an offset are kept as they are."""
+    return torch.float32 if config.norm_offset else _dtype(plan)
+
+
 def unpack_model(config: ModelConfig, plan: Plan, packed: PackedModel) -> ModelWeights:
     """Return the weights as they were before; the layers of ``packed`` are freed one by one.
 
@@ -237,7 +260,9 @@ def unpack_model(config: ModelConfig, plan: Plan, packed: PackedModel) -> ModelW
     head = _as_rows(plan, packed.head, hidden)[:vocab].contiguous()
     is_tied = packed.embedding is packed.head
     embedding = head if is_tied else packed.embedding.view(vocab, hidden).clone()
-    weights = ModelWeights(embedding, head, packed.final_norm.to(_dtype(plan)))
+    dtype = _dtype(plan)
+    weights = ModelWeights(embedding, head, packed.final_norm.to(_norm_dtype(config, plan)))
+    weights.final_norm_bias = None if packed.final_norm_bias is None else packed.final_norm_bias.to(dtype)
     while packed.layers:
         weights.layers.append(_unpack_layer(config, plan, packed.layers.pop(0)))
     return weights
@@ -247,14 +272,17 @@ def _unpack_layer(config: ModelConfig, plan: Plan, layer: PackedLayer) -> LayerW
     units, dtype = HeadUnits.of(config), _dtype(plan)
     hidden, query = config.hidden_size, config.num_heads * config.head_dim
 
-    def vector(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values.to(dtype)
+    def vector(name: str) -> Tensor | None:
+        values: Tensor | None = getattr(layer, name)
+        return None if values is None else values.to(_norm_dtype(config, plan) if name.endswith("norm") else dtype)
 
     def heads(values: Tensor) -> Tensor:
         count = config.num_heads + 2 * config.num_kv_heads
         return values.view(-1, units.stride, *values.shape[1:])[:count, : config.head_dim].flatten(0, 1).contiguous()
 
     def gate_up(values: Tensor) -> Tensor:
+        if not config.is_gated:
+            return values[: config.intermediate_size].contiguous()
         parts = values.view(-1, 2, _HALF, *values.shape[1:])
         halves = [parts[:, i].flatten(0, 1)[: config.intermediate_size] for i in range(2)]
         return torch.cat(halves)
@@ -263,14 +291,11 @@ def _unpack_layer(config: ModelConfig, plan: Plan, layer: PackedLayer) -> LayerW
         return None if values is None else place(values).to(dtype)
 
     return LayerWeights(
-        input_norm=layer.input_norm.to(dtype),
         qkv=heads(_as_rows(plan, layer.qkv, hidden)),
         attention_out=_as_rows(plan, layer.out, query)[:hidden].contiguous(),
-        post_attention_norm=layer.post_norm.to(dtype),
         gate_up=gate_up(_as_rows(plan, layer.gate_up, hidden)),
         down=_as_rows(plan, layer.down, config.intermediate_size)[:hidden].contiguous(),
-        q_norm=vector(layer.q_norm),
-        k_norm=vector(layer.k_norm),
+        **{name: vector(name) for name in _VECTORS},
         qkv_bias=bias(layer.qkv_bias, heads),
         attention_out_bias=bias(layer.out_bias, lambda values: values[:hidden]),
         gate_up_bias=bias(layer.gate_up_bias, gate_up),

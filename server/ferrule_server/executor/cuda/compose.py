@@ -207,8 +207,9 @@ def prepare(config: ModelConfig, options: GpuOptions, *, open_gpu: Callable[[str
     Raises:
         ConfigError: The memory is too little, a bundle is named that does not serve, or there is no deterministic mode.
     """
-    # What cuBLAS adds up in parts it would round to bfloat16 in between; the kernels and the CPU do not.
+    # What cuBLAS adds up in parts it would round to 16 bits in between; the kernels and the CPU do not.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     gpu, reason = _opened(config, options, open_gpu)
     kernels = early_launch = None
     if gpu is not None and options.wants_kernels and not reason:
@@ -263,7 +264,7 @@ def _specs(config: ModelConfig, options: GpuOptions, gpu: GpuInfo) -> list[Kerne
 def _planned(config: ModelConfig, options: GpuOptions, limits: Limits | None, num_ctas: int) -> MemoryPlan:
     return plan_memory(
         config,
-        dtype_bytes=options.dtype.itemsize,
+        dtype=options.dtype,
         total_bytes=options.total_bytes,
         free_bytes=options.free_bytes,
         fraction=options.memory_fraction,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
@@ -20,7 +20,7 @@ from ferrule_server.kernels.cuda import (
 from ferrule_server.kernels.cuda.append import ROWS
 from ferrule_server.kernels.cuda.catalog import OPS, merged
 from ferrule_server.kernels.cuda.spec import SHARED_LIMITS, KernelSpec, LinearShape, ModelShape
-from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config import ModelConfig, unknown_features
 
 __all__ = [
     "BLOCK_SIZES",
@@ -52,10 +52,13 @@ HEAD_DIMS = (64, 128)
 MAX_VOCAB_SIZE = min((1 << 20) - 1, 32 * logit_rows.DEFAULT_WARPS * logit_rows.DEFAULT_SLICE)
 """Logits of a row whose slices the threads of one CTA can fold; see ``logit_rows.num_slices``."""
 
-_OTHER_FIELDS = ("architecture", "max_positions", "norm_eps", "rope_theta", "rope_scaling", "is_tied", "eos_ids")
-"""Known fields of a model that are not in its shape: they are data of a kernel, or they do not change one."""
-KNOWN_FIELDS = frozenset({*(field.name for field in fields(ModelShape)), *_OTHER_FIELDS})
-"""All known fields of :class:`ModelConfig`. A model that sets any other field runs in torch."""
+KNOWN_FIELDS = frozenset(
+    {
+        "architecture", "vocab_size", "hidden_size", "num_heads", "max_positions", "layers", "norm_eps", "qk_norm",
+        "is_tied", "has_qkv_bias", "has_attention_out_bias", "has_mlp_bias", "eos_ids",
+    }
+)  # fmt: skip
+"""The fields of :class:`ModelConfig` that the kernels compute. A model that sets any other field runs in torch."""
 
 _LOGIT_OPS = ("argmax", "sample", "log_sum_exp", "top_k")
 """Modules of which a step behind the logits may need everything."""
@@ -71,7 +74,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
-        has_qk_norm=config.has_qk_norm,
+        has_qk_norm=config.qk_norm != "none",
         has_qkv_bias=config.has_qkv_bias,
         has_attention_out_bias=config.has_attention_out_bias,
         has_mlp_bias=config.has_mlp_bias,
@@ -101,9 +104,7 @@ def unsupported_reason(config: ModelConfig, dtype: torch.dtype, block_size: int)
         reasons.append(f"blocks of {' or '.join(map(str, BLOCK_SIZES))} tokens, not {block_size}")
     if config.vocab_size > MAX_VOCAB_SIZE:
         reasons.append(f"a vocabulary of at most {MAX_VOCAB_SIZE}, not {config.vocab_size}")
-    unknown = {field.name: field.default for field in fields(config) if field.name not in KNOWN_FIELDS}
-    values = {name: getattr(config, name) for name in unknown}
-    reasons += [f"the default {name}, not {value!r}" for name, value in values.items() if value != unknown[name]]
+    reasons += unknown_features(config, KNOWN_FIELDS)
     return f"the kernels need {', '.join(reasons)}" if reasons else ""
 
 

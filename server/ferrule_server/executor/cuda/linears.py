@@ -130,6 +130,12 @@ def _weight(parts: StepParts, layer: int, name: str) -> tuple[Tensor, Tensor | N
     return getattr(weights, name), getattr(weights, f"{name}_bias")
 
 
+def _norm_weight(parts: StepParts, layer: int, name: str) -> Tensor:
+    """Return the weight of a norm; the kernels refuse models that lack one."""
+    weight: Tensor = getattr(parts.weights.layers[layer], name)
+    return weight
+
+
 @dataclass(frozen=True, slots=True)
 class _Vectors:
     """One or two rows."""
@@ -139,13 +145,13 @@ class _Vectors:
 
     def project(self, layer: int) -> list[Operation]:
         buffers = self.parts.buffers
-        return [self._linear(layer, "qkv", buffers.hidden, buffers.qkv, norm="input_norm")]
+        return [self._linear(layer, "qkv", buffers.hidden, buffers.qkv, norm="attention_norm")]
 
     def finish(self, layer: int) -> list[Operation]:
         buffers = self.parts.buffers
         return [
             self._linear(layer, "attention_out", buffers.attended, buffers.hidden),
-            self._linear(layer, "gate_up", buffers.hidden, buffers.gated, norm="post_attention_norm"),
+            self._linear(layer, "gate_up", buffers.hidden, buffers.gated, norm="mlp_norm"),
             self._linear(layer, "down", buffers.gated, buffers.hidden),
         ]
 
@@ -177,7 +183,7 @@ class _Vectors:
         weight, bias = _weight(self.parts, layer, name)
         arguments: Arguments = {
             "x": x,
-            "norm_weight": getattr(self.parts.weights.layers[layer], norm) if norm else 0,
+            "norm_weight": _norm_weight(self.parts, layer, norm) if norm else 0,
             "weight": weight,
             "bias": 0 if bias is None else bias,
             "out": out,
@@ -197,13 +203,13 @@ class _Tiles:
 
     def project(self, layer: int) -> list[Operation]:
         buffers = self.parts.buffers
-        return [self._norm(layer, "input_norm"), self._linear(layer, "qkv", buffers.normed, buffers.qkv)]
+        return [self._norm(layer, "attention_norm"), self._linear(layer, "qkv", buffers.normed, buffers.qkv)]
 
     def finish(self, layer: int) -> list[Operation]:
         buffers = self.parts.buffers
         return [
             self._linear(layer, "attention_out", buffers.attended, buffers.hidden),
-            self._norm(layer, "post_attention_norm"),
+            self._norm(layer, "mlp_norm"),
             self._linear(layer, "gate_up", buffers.normed, buffers.gated),
             self._linear(layer, "down", buffers.gated, buffers.hidden),
         ]
@@ -218,7 +224,7 @@ class _Tiles:
         ]
 
     def _norm(self, layer: int, name: str) -> Launch:
-        return self.parts.norm(getattr(self.parts.weights.layers[layer], name), self.num_rows)
+        return self.parts.norm(_norm_weight(self.parts, layer, name), self.num_rows)
 
     def _linear(self, layer: int, name: str, x: Tensor, out: Tensor) -> Launch:
         return self._product(self.parts.shape.linears[name], x, *_weight(self.parts, layer, name), out)
@@ -250,7 +256,7 @@ class _Large:
 
     def project(self, layer: int) -> list[Operation]:
         buffers = self.parts.buffers
-        norm = self.parts.weights.layers[layer].input_norm
+        norm = _norm_weight(self.parts, layer, "attention_norm")
         return [
             self.parts.norm(norm, self.num_rows, buffers.normed if layer else None),
             self._linear(layer, "qkv", buffers.normed, buffers.qkv),
@@ -258,7 +264,7 @@ class _Large:
 
     def finish(self, layer: int) -> list[Operation]:
         buffers = self.parts.buffers
-        norm = self.parts.weights.layers[layer].post_attention_norm
+        norm = _norm_weight(self.parts, layer, "mlp_norm")
         gate_up, gated = buffers.gate_up[: self.num_rows], buffers.gated[: self.num_rows]
         return [
             self._linear(layer, "attention_out", buffers.attended, buffers.normed),

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import MemoryPlan
 from ferrule_server.executor.cuda.buckets import bucket_sizes
@@ -17,7 +19,8 @@ from ferrule_server.executor.cuda.buffers import Limits, decode_buffer_bytes
 from ferrule_server.executor.cuda.graphs import FIRST_GRAPH_BYTES, NODE_BYTES
 from ferrule_server.executor.cuda.kernel_choice import shape_of
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.flash_attention import GATHERED_BYTES
+from ferrule_server.model.flash_attention import GATHERED_BYTES, can_compute
+from ferrule_server.model.tensors import allocate
 
 __all__ = ["format_plan", "num_launches", "plan_memory", "weights_bytes"]
 
@@ -33,6 +36,8 @@ _ATTENTION_TILE_ROWS = 256
 """Rows of a chunk that torch attends at a time."""
 _SCORE_BYTES = 16
 """Per score of such a tile: two bfloat16 products, float32 scores and weights, bfloat16 weights."""
+_RULE_BYTES = 20
+"""Per score in a model with windows or capped scores: the mask of a window, and what capping them makes in between."""
 _LAYER_LAUNCHES = 10
 """Of a step, per layer, at most: above 64 rows products, norms and activations are launches of their own."""
 _BIAS_LAUNCHES = 1
@@ -46,16 +51,10 @@ _LEAST_FREE_SHARE = 50
 blocks of 20 MiB."""
 
 
-def weights_bytes(config: ModelConfig, dtype_bytes: int = 2) -> int:
+def weights_bytes(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> int:
     """Return what the weights of a model take, those that are tied once."""
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    attention, qkv = config.num_heads * config.head_dim, shape_of(config).qkv_size
-    layer = hidden * (qkv + attention + 3 * intermediate + 2)
-    layer += 2 * config.head_dim * config.has_qk_norm
-    layer += qkv * config.has_qkv_bias + hidden * config.has_attention_out_bias
-    layer += (2 * intermediate + hidden) * config.has_mlp_bias
-    vocabulary = config.vocab_size * hidden * (1 if config.is_tied else 2)
-    return dtype_bytes * (vocabulary + hidden + config.num_layers * layer)
+    weights, _ = allocate(config, dtype, lambda shape, dtype: torch.empty(*shape, dtype=dtype, device="meta"))
+    return sum(tensor.nbytes for tensor in weights.tensors())
 
 
 def num_launches(config: ModelConfig) -> int:
@@ -67,7 +66,7 @@ def num_launches(config: ModelConfig) -> int:
 def plan_memory(
     config: ModelConfig,
     *,
-    dtype_bytes: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
     total_bytes: int,
     free_bytes: int,
     fraction: float,
@@ -82,7 +81,7 @@ def plan_memory(
 
     Args:
         config: Of the model.
-        dtype_bytes: Of a weight, and of a value in the pool.
+        dtype: Of weights, activations and KV.
         total_bytes: Of the GPU.
         free_bytes: Of these what nobody uses yet.
         fraction: How much of ``total_bytes`` may be used in all, by others too, where ``kv_bytes`` is None.
@@ -99,17 +98,17 @@ def plan_memory(
     """
     plan = MemoryPlan(
         total=total_bytes,
-        weights=weights_bytes(config, dtype_bytes),
+        weights=weights_bytes(config, dtype),
         kv_pool=0,
         buffers=_buffer_bytes(config, limits, max_context, num_ctas),
-        workspace=_workspace_bytes(config, dtype_bytes, max_context, max_step_rows),
+        workspace=_workspace_bytes(config, dtype.itemsize, max_context, max_step_rows),
         graphs=_graph_bytes(config, limits),
         free=0,
     )
     plan = replace(plan, free=free_bytes - plan.weights - plan.buffers - plan.workspace - plan.graphs)
     spare = max(_spare_bytes(plan), 0 if kv_bytes is not None else int(total_bytes * (1 - fraction)))
     left = plan.free - spare
-    block_bytes = 2 * config.num_layers * config.num_kv_heads * block_size * config.head_dim * dtype_bytes
+    block_bytes = config.kv_values * block_size * dtype.itemsize
     kv_pool = (left if kv_bytes is None else kv_bytes) // block_bytes * block_bytes
     if not _MIN_BLOCKS * block_bytes <= kv_pool <= left:
         asked = f"--gpu-memory-fraction {fraction}" if kv_bytes is None else f"--kv-memory {_gib(kv_bytes)}"
@@ -174,6 +173,7 @@ def _workspace_bytes(config: ModelConfig, dtype_bytes: int, max_context: int, ma
     """Return what torch takes at most for a prefill of one long sequence: activations, attention, logits."""
     qkv, group = shape_of(config).qkv_size, config.num_heads // config.num_kv_heads
     activations = max_rows * dtype_bytes * (10 * config.hidden_size + 2 * qkv + 4 * config.intermediate_size)
-    scores = min(_ATTENTION_TILE_ROWS, max_rows) * group * max_context * _SCORE_BYTES
+    score_bytes = _SCORE_BYTES + (0 if can_compute(config) else _RULE_BYTES)
+    scores = min(_ATTENTION_TILE_ROWS, max_rows) * group * max_context * score_bytes
     gathered = max(4 * max_context * config.num_kv_heads * config.head_dim * dtype_bytes, GATHERED_BYTES)
     return activations + scores + gathered + 4 * _LOGIT_TILE_BYTES + _LIBRARY_BYTES

@@ -11,7 +11,7 @@ from ferrule_server.executor.cuda.gpu import Gpu
 from ferrule_server.kernels.cuda.append import rope_table
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.rope import inverse_frequencies
-from ferrule_server.model.weights import LayerWeights, ModelWeights
+from ferrule_server.model.tensors import LayerWeights, ModelWeights
 
 __all__ = ["StepWeights", "adopt_weights"]
 
@@ -48,7 +48,7 @@ def adopt_weights(gpu: Gpu, weights: ModelWeights, config: ModelConfig, max_cont
         GpuError: There is no memory for the table.
     """
     with gpu.current():
-        rope = rope_table(inverse_frequencies(config).to(gpu.torch_device), max_context)
+        rope = rope_table(inverse_frequencies(config.layers[0].rope, config.head_dim).to(gpu.torch_device), max_context)
     for name, tensor in (*_named(weights), ("rope", rope)):
         assert tensor.is_contiguous(), name
         gpu.adopt(name, tensor, is_mutable=False)

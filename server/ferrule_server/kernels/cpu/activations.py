@@ -11,6 +11,7 @@ from ferrule_server.kernels.cpu.kernel import Lanes, Record, kernel
 from ferrule_server.kernels.cpu.lanes import (
     LANES,
     add,
+    divide,
     fma,
     load,
     load_bfloat16,
@@ -26,20 +27,25 @@ from ferrule_server.kernels.cpu.lanes import (
     store_int16,
     subtract,
     sum_of,
+    tanh,
 )
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.scalars import read_bfloat16, read_float32, read_int8, write_float32, write_int32
 
 __all__ = [
     "SCALE_BYTES",
+    "add_normed",
     "embed_row",
+    "layer_norm_row",
     "load_element",
     "norm_head",
     "norm_row",
     "quantise_row",
     "rotate_head",
     "rotation_row",
+    "softcap",
     "store_input",
+    "store_row",
 ]
 
 SCALE_BYTES: Final = 8
@@ -64,15 +70,53 @@ def load_element(plan: Plan, base: int, index: int) -> Lanes:
 
 
 @kernel
+def store_row(plan: Plan, row: int, size: int, out: int) -> None:
+    """Write a float32 row as inputs of a linear layer; ``size`` is a multiple of 16."""
+    for i in range(0, size, LANES):
+        store_input(plan, out, i, load(row + 4 * i))
+
+
+@kernel
 def norm_row(plan: Plan, row: int, weight: int, size: int, eps: float, out: int) -> None:
     """Write an RMSNorm of a float32 row as inputs of a linear layer; ``size`` is a multiple of 16."""
+    scale = _inverse_root(_squares(row, size), size, eps)
+    for i in range(0, size, LANES):
+        store_input(plan, out, i, multiply(multiply(load(row + 4 * i), scale), load(weight + 4 * i)))
+
+
+@kernel
+def layer_norm_row(plan: Plan, row: int, weight: int, bias: int, size: int, eps: float, out: int) -> None:
+    """Write a LayerNorm of a float32 row as inputs of a linear layer; ``bias`` may be 0."""
+    total, squares = splat(np.float32(0)), splat(np.float32(0))
+    for i in range(0, size, LANES):
+        total = add(total, load(row + 4 * i))
+    mean = splat(sum_of(total) / np.float32(size))
+    for i in range(0, size, LANES):
+        x = subtract(load(row + 4 * i), mean)
+        squares = fma(x, x, squares)
+    scale = _inverse_root(sum_of(squares), size, eps)
+    for i in range(0, size, LANES):
+        x = multiply(multiply(subtract(load(row + 4 * i), mean), scale), load(weight + 4 * i))
+        store_input(plan, out, i, add(x, load(bias + 4 * i)) if bias else x)
+
+
+@kernel
+def add_normed(row: int, source: int, weight: int, size: int, eps: float, factor: np.float32) -> None:
+    """Add an RMSNorm of another float32 row, times a number, to a float32 row."""
+    scale, factors = _inverse_root(_squares(source, size), size, eps), splat(factor)
+    for i in range(0, size, LANES):
+        x = multiply(multiply(load(source + 4 * i), scale), load(weight + 4 * i))
+        store(row + 4 * i, add(load(row + 4 * i), multiply(x, factors)))
+
+
+@kernel
+def _squares(row: int, size: int) -> float:
+    """Return the sum of the squares of a float32 row."""
     squares = splat(np.float32(0))
     for i in range(0, size, LANES):
         x = load(row + 4 * i)
         squares = fma(x, x, squares)
-    scale = _inverse_root(sum_of(squares), size, eps)
-    for i in range(0, size, LANES):
-        store_input(plan, out, i, multiply(multiply(load(row + 4 * i), scale), load(weight + 4 * i)))
+    return sum_of(squares)
 
 
 @kernel
@@ -83,22 +127,24 @@ def _inverse_root(squares: float, size: int, eps: float) -> Lanes:
 
 @kernel
 def norm_head(head: int, weight: int, size: int, eps: float) -> None:
-    """Normalise a float32 head in place."""
-    squares = splat(np.float32(0))
-    for i in range(0, size, LANES):
-        x = load(head + 4 * i)
-        squares = fma(x, x, squares)
-    scale = _inverse_root(sum_of(squares), size, eps)
+    """Normalise a float32 head, or all heads of a row together, in place."""
+    scale = _inverse_root(_squares(head, size), size, eps)
     for i in range(0, size, LANES):
         store(head + 4 * i, multiply(multiply(load(head + 4 * i), scale), load(weight + 4 * i)))
 
 
 @kernel
 def rotate_head(head: int, size: int, rotation: int, scale: np.float32) -> None:
-    """Rotate a float32 head in place by the angles of a row, and multiply it by a number."""
+    """Rotate a float32 head in place by the angles of a row, and multiply it by a number; ``size`` is even."""
     half = size // 2
+    whole = half // LANES * LANES
     factor = splat(scale)
-    for i in range(0, half, LANES):
+    for i in range(whole, half):
+        c, s = read_float32(rotation + 4 * i), read_float32(rotation + 4 * (half + i))
+        x, y = read_float32(head + 4 * i), read_float32(head + 4 * (half + i))
+        write_float32(head + 4 * i, scale * (x * c - y * s))
+        write_float32(head + 4 * (half + i), scale * (y * c + x * s))
+    for i in range(0, whole, LANES):
         cos, sin = load(rotation + 4 * i), load(rotation + 4 * (half + i))
         first, second = load(head + 4 * i), load(head + 4 * (half + i))
         store(head + 4 * i, multiply(factor, subtract(multiply(first, cos), multiply(second, sin))))
@@ -106,17 +152,37 @@ def rotate_head(head: int, size: int, rotation: int, scale: np.float32) -> None:
 
 
 @kernel
-def rotation_row(position: int, frequencies: int, size: int, out: int) -> None:
-    """Write the cosines, then the sines, of the angles of a position; float64 makes them the same everywhere."""
+def rotation_row(position: int, table: int, size: int, out: int) -> None:
+    """Write the cosines, then the sines, of the angles of a position; float64 makes them the same everywhere.
+
+    ``table`` is the address of float32 [2, size / 2]: radians per position, and what multiplies cosine and sine.
+    """
     half = size // 2
     for i in range(half):
-        angle = np.float64(np.float32(position) * read_float32(frequencies + 4 * i))
-        write_float32(out + 4 * i, np.float32(math.cos(angle)))
-        write_float32(out + 4 * (half + i), np.float32(math.sin(angle)))
+        angle = np.float64(np.float32(position) * read_float32(table + 4 * i))
+        magnitude = read_float32(table + 4 * (half + i))
+        write_float32(out + 4 * i, np.float32(math.cos(angle)) * magnitude)
+        write_float32(out + 4 * (half + i), np.float32(math.sin(angle)) * magnitude)
+
+
+@kernel
+def softcap(x: Lanes, cap: np.float32) -> Lanes:
+    """Return ``cap * tanh(x / cap)``."""
+    caps = splat(cap)
+    return multiply(caps, tanh(divide(x, caps)))
 
 
 @kernel
 def embed_row(plan: Plan, model: Record, token_id: int, out: int) -> None:
+    """Write the embedding of a token as float32, times ``embedding_scale``."""
+    _look_up(plan, model, token_id, out)
+    factor = splat(model.embedding_scale)
+    for i in range(0, model.hidden_size, LANES):
+        store(out + 4 * i, multiply(load(out + 4 * i), factor))
+
+
+@kernel
+def _look_up(plan: Plan, model: Record, token_id: int, out: int) -> None:
     """Write the embedding of a token as float32. A tied one is read out of the packed output head."""
     size = model.hidden_size
     if not model.is_tied:

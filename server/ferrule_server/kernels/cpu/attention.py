@@ -7,15 +7,17 @@ the sum of the weights and the weighted sum of V; tiles are merged in order ("Fl
     tile 0    tile 1    tile 2 ...                     merged as they come, or kept as partials and merged later
 
 So the bits of a row depend only on its own sequence up to it. They do not depend on how rows are grouped into tasks,
-or on whether the tiles of a task were shared out to several threads. Rows of a tree of drafts see what their ancestor
-masks say; a path through a tree has other bits than the same tokens in a chain, because its tokens lie elsewhere.
+or on whether the tiles of a task were shared out to several threads. In layers with a window, blocks that no row of a
+task sees are left out, which changes nothing either, because the weights of hidden tokens are 0. Rows of a tree of
+drafts see what their ancestor masks say; a path through a tree has other bits than the same tokens in a chain, because
+its tokens lie elsewhere.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ferrule_server.kernels.cpu.activations import store_input
+from ferrule_server.kernels.cpu.activations import softcap, store_input
 from ferrule_server.kernels.cpu.attention_block import MOST_QUERIES, score_block, weigh_block
 from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import (
@@ -28,7 +30,7 @@ from ferrule_server.kernels.cpu.lanes import (
     max_of,
     maximum,
     multiply,
-    select_below,
+    select_within,
     splat,
     store,
     subtract,
@@ -117,7 +119,7 @@ def attend(
     item = thread
     while item < num_items:
         following = claim(sync, stage)
-        _attend_item(plan, model, step, layer.pool_offset, item, min(following, num_items - 1), scratch)
+        _attend_item(plan, model, layer, step, item, min(following, num_items - 1), scratch)
         item = following
     return 0
 
@@ -135,11 +137,11 @@ def merge(
     ahead: int,
 ) -> int:
     """Run this thread's part of merging the partials of a layer."""
-    model, step = model_at(model_address), step_at(step_address)
+    model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
     item = thread
     while item < step.num_merges * model.num_kv_heads:
         task = step.merges + item // model.num_kv_heads * (4 * TASK_FIELDS)
-        _merge_partials(plan, model, step, task, item % model.num_kv_heads)
+        _merge_partials(plan, model, layer, step, task, item % model.num_kv_heads)
         item = claim(sync, stage)
     return 0
 
@@ -156,8 +158,19 @@ def _table_of(step: Record, task: int, tile: int) -> int:
 
 
 @kernel
+def _first_token(layer: Record, step: Record, row: int, num_rows: int) -> int:
+    """Return the first token of their sequence that any of some rows sees."""
+    if layer.window == 0:
+        return 0
+    position = read_int32(step.positions + 4 * row)
+    for other in range(row + 1, row + num_rows):
+        position = min(position, read_int32(step.positions + 4 * other))
+    return max(0, position + 1 - layer.window)
+
+
+@kernel
 def _attend_item(
-    plan: Plan, model: Record, step: Record, layer_offset: int, item: int, following: int, scratch: int
+    plan: Plan, model: Record, layer: Record, step: Record, item: int, following: int, scratch: int
 ) -> None:
     """Compute one KV head of one task; write the outputs of its rows, or the partials of its tiles.
 
@@ -166,7 +179,8 @@ def _attend_item(
     task, head = _task_of(model, step, item), item % model.num_kv_heads
     group = model.num_queries_per_kv
     row, num_rows = read_int32(task + 4), read_int32(task + 8)
-    first_tile, last_tile = read_int32(task + 12), read_int32(task + 16)
+    first_token = _first_token(layer, step, row, num_rows)
+    first_tile, last_tile = max(read_int32(task + 12), first_token // TILE_TOKENS), read_int32(task + 16)
     num_tiles, partial = read_int32(task + 20), read_int32(task + 24)
     num_queries = num_rows * group
     partial_size = _state_bytes(plan, num_queries)
@@ -175,23 +189,32 @@ def _attend_item(
     state = scores + num_queries * 4 * TILE_TOKENS
     fresh = state + partial_size
     _gather_queries(plan, model, step, row, num_rows, head, queries)
-    keys = model.pool + layer_offset
+    keys = model.pool + layer.pool_offset
     for tile in range(first_tile, last_tile):
+        skipped = 0
         if tile + 1 < last_tile:
             next_tile, next_table, next_keys = tile + 1, _table_of(step, task, tile + 1), keys + head * model.head_bytes
         else:
             next_task = _task_of(model, step, following)
-            next_tile = read_int32(next_task + 12)
-            next_table = _table_of(step, next_task, next_tile)
+            next_token = _first_token(layer, step, read_int32(next_task + 4), read_int32(next_task + 8))
+            next_tile = max(read_int32(next_task + 12), next_token // TILE_TOKENS)
+            skipped = max(0, next_token - next_tile * TILE_TOKENS) // _BLOCK
+            next_table = _table_of(step, next_task, next_tile) + 4 * skipped
             next_keys = keys + following % model.num_kv_heads * model.head_bytes
         num_next = step.table_width - next_tile * (TILE_TOKENS // _BLOCK)
         place = state if partial < 0 and tile == first_tile else fresh
         if partial >= 0:
             place = step.partials + (partial + head * num_tiles + tile) * step.partial_bytes
         table = _table_of(step, task, tile)
-        length = _score_tile(plan, model, step, keys, table, row, num_rows, head, tile, queries, scores, place)
+        first_block = max(0, first_token - tile * TILE_TOKENS) // _BLOCK
+        length = _score_tile(
+            plan, model, layer, step, keys, table, row, num_rows, head, tile, first_block, queries, scores, place
+        )
         values = keys + (model.num_kv_heads + head) * model.head_bytes
-        _weigh(plan, model, values, table, length, num_queries, scores, place, next_table, min(num_next, 16), next_keys)
+        num_next = min(num_next, TILE_TOKENS // _BLOCK) - skipped
+        _weigh(
+            plan, model, values, table, first_block, length, num_queries, scores, place, next_table, num_next, next_keys
+        )
         if partial < 0 and tile > first_tile:
             _merge(plan, state, fresh, num_queries)
     if partial < 0:
@@ -199,12 +222,13 @@ def _attend_item(
 
 
 @kernel
-def _merge_partials(plan: Plan, model: Record, step: Record, task: int, head: int) -> None:
+def _merge_partials(plan: Plan, model: Record, layer: Record, step: Record, task: int, head: int) -> None:
     """Merge the partials of one KV head of some rows in order, and write the outputs of the rows."""
     row, num_rows = read_int32(task + 4), read_int32(task + 8)
     num_tiles, partial = read_int32(task + 20), read_int32(task + 24)
-    state = step.partials + (partial + head * num_tiles) * step.partial_bytes
-    for tile in range(1, num_tiles):
+    first_tile = _first_token(layer, step, row, num_rows) // TILE_TOKENS
+    state = step.partials + (partial + head * num_tiles + first_tile) * step.partial_bytes
+    for tile in range(1, num_tiles - first_tile):
         _merge(plan, state, state + tile * step.partial_bytes, num_rows * model.num_queries_per_kv)
     _write_rows(plan, model, step, row, num_rows, head, state)
 
@@ -223,6 +247,7 @@ def _gather_queries(plan: Plan, model: Record, step: Record, row: int, num_rows:
 def _score_tile(
     plan: Plan,
     model: Record,
+    layer: Record,
     step: Record,
     keys: int,
     table: int,
@@ -230,17 +255,22 @@ def _score_tile(
     num_rows: int,
     head: int,
     tile: int,
+    first_block: int,
     queries: int,
     scores: int,
     state: int,
 ) -> int:
-    """Write the weights of a tile for each query, with the largest score and the sum; return how many tokens it has."""
+    """Write the weights of a tile for each query, from a block on, with the largest score and the sum.
+
+    Returns:
+        How many tokens the tile has.
+    """
     begin = tile * TILE_TOKENS
     end = min(begin + TILE_TOKENS, read_int32(step.ends + 4 * (row + num_rows - 1)))
     num_blocks = (end - begin + _BLOCK - 1) // _BLOCK
     num_queries = num_rows * model.num_queries_per_kv
     keys += head * model.head_bytes
-    for block in range(num_blocks):
+    for block in range(first_block, num_blocks):
         base = keys + read_int32(table + 4 * block) * model.block_bytes
         values = base + model.num_kv_heads * model.head_bytes
         for query in range(0, num_queries, MOST_QUERIES):
@@ -251,12 +281,21 @@ def _score_tile(
     for query in range(num_queries):
         own = row + query // model.num_queries_per_kv
         visible = max(0, min(read_int32(step.ends + 4 * own), end) - begin)
+        hidden = min(max(0, _first_token(layer, step, own, 1) - begin), visible)
         place, top = scores + 4 * query * TILE_TOKENS, state + 4 * (num_queries * plan.head_dim + query)
+        if model.score_softcap != 0:
+            _cap(place, first_block * _BLOCK, num_blocks * _BLOCK, model.score_softcap)
         if step.ancestors != 0:
             first = read_int32(step.begins + 4 * own) - begin
             _hide_strangers(place, first, visible, read_int64(step.ancestors + 8 * own))
-        _soften(place, num_blocks * _BLOCK, visible, top, top + 4 * num_queries)
+        _soften(place, first_block * _BLOCK, num_blocks * _BLOCK, hidden, visible, top, top + 4 * num_queries)
     return end - begin
+
+
+@kernel
+def _cap(scores: int, begin: int, end: int, cap: np.float32) -> None:
+    for i in range(begin, end, LANES):
+        store(scores + 4 * i, softcap(load(scores + 4 * i), cap))
 
 
 @kernel
@@ -268,15 +307,20 @@ def _hide_strangers(scores: int, first: int, visible: int, ancestors: int) -> No
 
 
 @kernel
-def _soften(scores: int, num_scores: int, visible: int, top_place: int, sum_place: int) -> None:
-    """Replace scores by weights exp(score - largest), 0 for hidden tokens; write the largest and the sum of weights."""
+def _soften(scores: int, begin: int, end: int, hidden: int, visible: int, top_place: int, sum_place: int) -> None:
+    """Replace some scores by weights exp(score - largest); write the largest and the sum of weights.
+
+    Those before ``hidden`` and from ``visible`` on get the weight 0.
+    """
+    count = visible - hidden
     largest = splat(_LOWEST)
-    for i in range(0, num_scores, LANES):
-        largest = maximum(select_below(visible - i, load(scores + 4 * i), splat(_LOWEST)), largest)
+    for i in range(begin, end, LANES):
+        largest = maximum(select_within(hidden - i, count, load(scores + 4 * i), splat(_LOWEST)), largest)
     top = max(max_of(largest), _LEAST)
     total = splat(np.float32(0))
-    for i in range(0, num_scores, LANES):
-        weights = select_below(visible - i, exp(subtract(load(scores + 4 * i), splat(top))), splat(np.float32(0)))
+    for i in range(begin, end, LANES):
+        weights = exp(subtract(load(scores + 4 * i), splat(top)))
+        weights = select_within(hidden - i, count, weights, splat(np.float32(0)))
         store(scores + 4 * i, weights)
         total = add(total, weights)
     write_float32(top_place, top)
@@ -289,6 +333,7 @@ def _weigh(
     model: Record,
     values: int,
     table: int,
+    first_block: int,
     num_tokens: int,
     num_queries: int,
     weights: int,
@@ -297,13 +342,13 @@ def _weigh(
     num_next: int,
     next_keys: int,
 ) -> None:
-    """Write the weighted sum of V of each query; meanwhile bring the keys of the next tile near."""
+    """Write the weighted sum of V of each query, from a block on; meanwhile bring the keys of the next tile near."""
     for i in range(0, num_queries * plan.head_dim, LANES):
         store(sums + 4 * i, splat(np.float32(0)))
-    for first in range(0, num_tokens, _BLOCK):
+    for first in range(first_block * _BLOCK, num_tokens, _BLOCK):
         base = values + read_int32(table + 4 * (first // _BLOCK)) * model.block_bytes
         count = min(_BLOCK, num_tokens - first)
-        number = first // _BLOCK
+        number = first // _BLOCK - first_block
         keys = next_keys + read_int32(next_table + 4 * number) * model.block_bytes if number < num_next else 0
         for query in range(0, num_queries, MOST_QUERIES):
             place = weights + 4 * (query * TILE_TOKENS + first)

@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+from ferrule_server.kernels.cpu.activations import softcap
 from ferrule_server.kernels.cpu.dot import GROUP
 from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import (
@@ -21,6 +22,7 @@ from ferrule_server.kernels.cpu.lanes import (
     load,
     max_of,
     maximum,
+    multiply,
     select_below,
     splat,
     store,
@@ -57,6 +59,8 @@ def read_logits(
     for i in range(num_rows):
         logits = sums + i * sum_bytes
         wants = read_int32(step.wants + 4 * (row + i))
+        if model.logit_scale != 1 or model.logit_softcap != 0:
+            _finish_logits(model, logits)
         if width < GROUP:
             for j in range(0, GROUP, LANES):
                 store(logits + 4 * j, select_below(width - j, load(logits + 4 * j), splat(_LOWEST)))
@@ -78,6 +82,14 @@ def read_logits(
             write_float64(
                 step.results + ((row + i) * RESULT_FIELDS + 4) * 8, np.float64(read_float32(logits + 4 * target))
             )
+
+
+@kernel
+def _finish_logits(model: Record, logits: int) -> None:
+    """Multiply 64 logits by ``logit_scale`` and cap them."""
+    for j in range(0, GROUP, LANES):
+        x = multiply(load(logits + 4 * j), splat(model.logit_scale))
+        store(logits + 4 * j, softcap(x, model.logit_softcap) if model.logit_softcap != 0 else x)
 
 
 @kernel

@@ -31,6 +31,7 @@ __all__ = [
     "rint",
     "round_to_bfloat16",
     "select_below",
+    "select_within",
     "splat",
     "store",
     "store_bfloat16",
@@ -39,6 +40,7 @@ __all__ = [
     "store_int16",
     "subtract",
     "sum_of",
+    "tanh",
 ]
 
 LANES: Final = 16
@@ -316,6 +318,18 @@ def select_below(typing: Any, count: Any, x: Any, y: Any) -> Any:
     return lanes(types.int64, lanes, lanes), emit
 
 
+@intrinsic
+def select_within(typing: Any, first: Any, count: Any, x: Any, y: Any) -> Any:
+    """Return ``count`` lanes of x, from number ``first`` on, which may be negative, and the other lanes of y."""
+
+    def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
+        begin, limit = (spread(builder, builder.trunc(arg, I32), I32X16) for arg in args[:2])
+        numbers = builder.sub(ir.Constant(I32X16, list(range(LANES))), begin)
+        return builder.select(builder.icmp_unsigned("<", numbers, limit), args[2], args[3])
+
+    return lanes(types.int64, types.int64, lanes, lanes), emit
+
+
 def fold(builder: Builder, x: Value, combine: Any) -> Value:
     """Return the combination of all lanes, halves first: lane i with lane i + 8, then i + 4, i + 2, i + 1."""
     count = LANES
@@ -386,6 +400,31 @@ def _emit_exp(builder: Builder, x: Value) -> Value:
 def exp(typing: Any, x: Any) -> Any:
     """Return the exponential with a relative error of at most 3e-7; x is limited to -87 .. 88, and NaN stays NaN."""
     return lanes(lanes), lambda _c, b, _s, a: _emit_exp(b, a[0])
+
+
+_TANH_LIMIT: Final = 0.625
+"""Below it ``tanh`` is a polynomial, because the other formula subtracts numbers that are nearly equal."""
+_TANH_COEFFICIENTS: Final = (-0.00570498872745, 0.0206390887954, -0.0537397155531, 0.133314422036, -0.333332819422)
+
+
+def _emit_tanh(builder: Builder, x: Value) -> Value:
+    """Return tanh(x): near 0 an odd polynomial (Cephes, Moshier, 1989), else 1 - 2 / (1 + exp(2 |x|)) with its sign."""
+    squared = builder.fmul(x, x)
+    near = constant(_TANH_COEFFICIENTS[0])
+    for coefficient in _TANH_COEFFICIENTS[1:]:
+        near = emit_fma(builder, near, squared, constant(coefficient))
+    near = emit_fma(builder, builder.fmul(near, squared), x, x)
+    size = call(builder, "llvm.fabs.v16f32", F32X16, [x])
+    grown = builder.fadd(_emit_exp(builder, builder.fadd(size, size)), constant(1.0))
+    far = builder.fsub(constant(1.0), builder.fdiv(constant(2.0), grown))
+    far = call(builder, "llvm.copysign.v16f32", F32X16, [far, x])
+    return builder.select(builder.fcmp_ordered("<", size, constant(_TANH_LIMIT)), near, far)
+
+
+@intrinsic
+def tanh(typing: Any, x: Any) -> Any:
+    """Return the hyperbolic tangent with a relative error of at most 3e-7; NaN stays NaN."""
+    return lanes(lanes), lambda _c, b, _s, a: _emit_tanh(b, a[0])
 
 
 @intrinsic

@@ -14,6 +14,7 @@ multiply first in the next layer, which it goes on to bring near while it waits 
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -27,6 +28,7 @@ from ferrule_server.kernels.cpu.lanes import (
     add,
     divide,
     exp,
+    fma,
     load,
     multiply,
     splat,
@@ -36,7 +38,7 @@ from ferrule_server.kernels.cpu.lanes import (
 )
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import layer_at, model_at, step_at
-from ferrule_server.kernels.cpu.scalars import read_int32
+from ferrule_server.kernels.cpu.scalars import read_float32, read_int32
 from ferrule_server.kernels.cpu.sync import claim
 
 __all__ = [
@@ -47,7 +49,9 @@ __all__ = [
     "MOST_BLOCK_ROWS",
     "PROJECT",
     "READ_LOGITS",
+    "finish_rows",
     "first_weights",
+    "gelu",
     "linear",
     "rows_of_part",
 ]
@@ -57,13 +61,16 @@ _CACHED_BYTES: Final = 256 << 10
 MOST_BLOCK_ROWS: Final = 128
 """Rows of a block, however narrow they are, so that their sums stay there too."""
 
+_GELU_LINEAR: Final = np.float32(-2 * math.sqrt(2 / math.pi))
+_GELU_CUBIC: Final = np.float32(-2 * math.sqrt(2 / math.pi) * 0.044715)
+
 # Not plain numbers: Numba would compile what takes a kind again for each number.
 PROJECT: Final = np.int64(0)
 """Queries, keys and values of the heads."""
 ADD_ATTENTION: Final = np.int64(1)
 """The output layer of attention, added to the residual stream."""
 ACTIVATE: Final = np.int64(2)
-"""Gate and up of the feed-forward part, and silu(gate) * up."""
+"""Gate and up of the feed-forward part, and activation(gate) * up; or activation(up)."""
 ADD_FEED_FORWARD: Final = np.int64(3)
 """The last layer of the feed-forward part, added to the residual stream."""
 READ_LOGITS: Final = np.int64(4)
@@ -250,7 +257,7 @@ def _finish(
     elif kind == ADD_ATTENTION:
         _add_residual(model, step, unit, row, num_rows, sums, sum_bytes, layer.out_bias)
     elif kind == ACTIVATE:
-        _activate(plan, layer, step, unit, row, num_rows, sums, sum_bytes)
+        _activate(plan, model, layer, step, unit, row, num_rows, sums, sum_bytes)
     elif kind == ADD_FEED_FORWARD:
         _add_residual(model, step, unit, row, num_rows, sums, sum_bytes, layer.down_bias)
     else:
@@ -271,36 +278,63 @@ def _add_bias(sums: int, sum_bytes: int, num_rows: int, bias: int, size: int) ->
 def _add_residual(
     model: Record, step: Record, unit: int, row: int, num_rows: int, sums: int, sum_bytes: int, bias: int
 ) -> None:
-    """Add the outputs of a unit of 64 to the residual stream."""
+    """Add the outputs of a unit of 64 to the residual stream, or write them beside it if they are to be normed."""
     _add_bias(sums, sum_bytes, num_rows, bias + 4 * GROUP * unit if bias else 0, GROUP)
     first = unit * GROUP
     width = min(GROUP, model.hidden_size - first)
+    has_norm_after, factor = model.has_norm_after, splat(model.residual_scale)
     for i in range(num_rows):
-        out = step.hidden + 4 * ((row + i) * model.hidden_size + first)
+        place = 4 * ((row + i) * model.hidden_size + first)
         for j in range(0, width, LANES):
-            store(out + 4 * j, add(load(out + 4 * j), load(sums + i * sum_bytes + 4 * j)))
+            x = load(sums + i * sum_bytes + 4 * j)
+            if has_norm_after:
+                store(step.added + place + 4 * j, x)
+            else:
+                out = step.hidden + place + 4 * j
+                store(out, add(load(out), multiply(x, factor)))
 
 
 @kernel
 def _activate(
-    plan: Plan, layer: Record, step: Record, unit: int, row: int, num_rows: int, sums: int, sum_bytes: int
+    plan: Plan,
+    model: Record,
+    layer: Record,
+    step: Record,
+    unit: int,
+    row: int,
+    num_rows: int,
+    sums: int,
+    sum_bytes: int,
 ) -> None:
-    """Write silu(gate) * up of a unit, which holds 32 rows of gate, then the same rows of up."""
+    """Write activation(gate) * up of a unit, which holds 32 rows of gate, then the same rows of up.
+
+    Without a gate it holds 64 rows, and the activation of each is written.
+    """
     bias = layer.gate_up_bias
     _add_bias(sums, sum_bytes, num_rows, bias + 4 * GROUP * unit if bias else 0, GROUP)
-    half = GROUP // 2
-    one, zero = splat(np.float32(1)), splat(np.float32(0))
+    is_gated, is_gelu = model.is_gated, model.is_gelu
+    width = GROUP // 2 if is_gated else GROUP
     for i in range(num_rows):
         out = step.activated + (row + i) * step.activated_bytes
-        for j in range(0, half, LANES):
-            gate, up = load(sums + i * sum_bytes + 4 * j), load(sums + i * sum_bytes + 4 * (half + j))
-            store_input(plan, out, unit * half + j, multiply(_silu(gate, one, zero), up))
+        for j in range(0, width, LANES):
+            x = load(sums + i * sum_bytes + 4 * j)
+            x = gelu(x) if is_gelu else _silu(x)
+            if is_gated:
+                x = multiply(x, load(sums + i * sum_bytes + 4 * (width + j)))
+            store_input(plan, out, unit * width + j, x)
 
 
 @kernel
-def _silu(x: Lanes, one: Lanes, zero: Lanes) -> Lanes:
+def _silu(x: Lanes) -> Lanes:
     """Return x / (1 + exp(-x)); where exp would overflow, x times the least that it can be."""
-    return divide(x, add(one, exp(subtract(zero, x))))
+    return divide(x, add(splat(np.float32(1)), exp(subtract(splat(np.float32(0)), x))))
+
+
+@kernel
+def gelu(x: Lanes) -> Lanes:
+    """Return x * (1 + tanh(y)) / 2, which is x / (1 + exp(-2 y)), for y = sqrt(2 / pi) * (x + 0.044715 x**3)."""
+    cubic = fma(multiply(x, x), splat(_GELU_CUBIC), splat(_GELU_LINEAR))
+    return divide(x, add(splat(np.float32(1)), exp(multiply(x, cubic))))
 
 
 @kernel
@@ -330,20 +364,64 @@ def _project_heads(
             return
         for r in range(num_rows):
             place = sums + r * sum_bytes + 4 * i * model.head_stride
-            if head < model.num_heads:
+            if model.has_row_norm and head < model.num_heads + model.num_kv_heads:
+                _keep_head(model, step, row + r, head, place)
+            elif head < model.num_heads:
                 _finish_query(model, layer, step, row + r, head, place)
             else:
                 _append(plan, model, layer, step, row + r, head - model.num_heads, place)
 
 
 @kernel
+def _keep_head(model: Record, step: Record, row: int, head: int, place: int) -> None:
+    """Write a query or key head to where all heads of a row are normed together."""
+    out = step.queries + 4 * (row * model.num_heads + head) * model.head_dim
+    if head >= model.num_heads:
+        out = step.keys + 4 * (row * model.num_kv_heads + head - model.num_heads) * model.head_dim
+    _copy(place, model.head_dim, out)
+
+
+@kernel
+def finish_rows(plan: Plan, model: Record, layer: Record, step: Record, begin: int, end: int) -> None:
+    """Norm all queries and all keys of some rows together and rotate them; keys go to the pool."""
+    head_bytes = 4 * model.head_dim
+    for row in range(begin, end):
+        queries = step.queries + row * model.num_heads * head_bytes
+        norm_head(queries, layer.q_norm, model.num_heads * model.head_dim, model.norm_eps)
+        for head in range(model.num_heads):
+            _rotate_query(model, layer, step, row, queries + head * head_bytes)
+        keys = step.keys + row * model.num_kv_heads * head_bytes
+        norm_head(keys, layer.k_norm, model.num_kv_heads * model.head_dim, model.norm_eps)
+        for head in range(model.num_kv_heads):
+            _append(plan, model, layer, step, row, head, keys + head * head_bytes)
+
+
+@kernel
 def _finish_query(model: Record, layer: Record, step: Record, row: int, head: int, place: int) -> None:
     if layer.q_norm != 0:
         norm_head(place, layer.q_norm, model.head_dim, model.norm_eps)
-    rotate_head(place, model.head_dim, step.rotations + 4 * row * model.head_dim, model.score_scale)
-    out = step.queries + 4 * (row * model.num_heads + head) * model.head_dim
-    for i in range(0, model.head_dim, LANES):
-        store(out + 4 * i, load(place + 4 * i))
+    _rotate_query(model, layer, step, row, place)
+    _copy(place, model.head_dim, step.queries + 4 * (row * model.num_heads + head) * model.head_dim)
+
+
+@kernel
+def _copy(source: int, size: int, target: int) -> None:
+    for i in range(0, size, LANES):
+        store(target + 4 * i, load(source + 4 * i))
+
+
+@kernel
+def _rotate_query(model: Record, layer: Record, step: Record, row: int, place: int) -> None:
+    scale = layer.score_scale
+    if step.temperatures != 0:
+        scale *= read_float32(step.temperatures + 4 * row)
+    rotate_head(place, model.head_dim, _rotation_of(model, layer, step, row), scale)
+
+
+@kernel
+def _rotation_of(model: Record, layer: Record, step: Record, row: int) -> int:
+    """Return where the cosines and sines of a row are."""
+    return step.rotations + 4 * row * model.num_rotations * model.head_dim + layer.rotation_offset
 
 
 @kernel
@@ -353,9 +431,9 @@ def _append(plan: Plan, model: Record, layer: Record, step: Record, row: int, he
     if slot < 0:
         return
     if head < model.num_kv_heads:
-        if layer.k_norm != 0:
+        if layer.k_norm != 0 and not model.has_row_norm:
             norm_head(place, layer.k_norm, model.head_dim, model.norm_eps)
-        rotate_head(place, model.head_dim, step.rotations + 4 * row * model.head_dim, np.float32(1))
+        rotate_head(place, model.head_dim, _rotation_of(model, layer, step, row), np.float32(1))
     element = 2 if plan.is_bfloat16 else 4
     base = model.pool + layer.pool_offset + slot // plan.block_size * model.block_bytes
     out = base + head * model.head_bytes + slot % plan.block_size * model.head_dim * element

@@ -47,25 +47,42 @@ def _record(addresses: str, sizes: str = "", numbers: str = "") -> np.dtype[Any]
 
 
 LAYER: Final = _record(
-    "input_norm qkv qkv_bias q_norm k_norm out out_bias post_norm gate_up gate_up_bias down down_bias pool_offset"
+    "attention_norm attention_norm_bias qkv qkv_bias q_norm k_norm out out_bias attention_out_norm "
+    "mlp_norm mlp_norm_bias gate_up gate_up_bias down down_bias mlp_out_norm",
+    "pool_offset rotation_offset window",
+    "score_scale",
 )
 """Weights of a layer. Linear layers are packed (``dot``), all others are float32; 0: the layer has none.
 
-Biases are as long as the packed rows. A group of ``gate_up`` holds 32 rows of gate, then the same 32 of up.
+Biases are as long as the packed rows. A group of ``gate_up`` holds 32 rows of gate, then the same 32 of up; without a
+gate it holds 64 rows.
+
+    pool_offset      bytes from the begin of a block
+    rotation_offset  bytes from the begin of a row of rotations
+    window           how many tokens a row attends to, itself included; 0: all
+    score_scale      multiplies the products of queries and keys
 """
 
 MODEL: Final = _record(
-    "layers embedding head final_norm frequencies pool linear_kernel attend_kernel merge_kernel",
-    "num_layers hidden_size num_heads num_kv_heads head_dim num_queries_per_kv vocab_size is_tied "
+    "layers embedding head final_norm final_norm_bias rotations pool linear_kernel attend_kernel merge_kernel",
+    "num_layers hidden_size num_heads num_kv_heads head_dim num_queries_per_kv num_rotations vocab_size is_tied "
+    "has_layer_norm has_norm_after has_row_norm is_parallel is_gated is_gelu "
     "hidden_tiles query_tiles intermediate_tiles "
     "heads_at_once groups_at_once head_stride num_qkv_units num_hidden_units num_activated_units num_head_units "
     "block_bytes head_bytes",
-    "norm_eps score_scale",
+    "norm_eps embedding_scale residual_scale score_softcap logit_scale logit_softcap",
 )
-"""Sizes of a model, and memory that does not change between steps.
+"""Sizes of a model, its features, and memory that does not change between steps.
 
     layers                   LAYER [num_layers]
-    frequencies              float32 [head_dim / 2], radians per position
+    rotations                float32 [num_rotations, 2, head_dim / 2]: radians per position; what multiplies the cosine
+                             and sine of each pair
+    has_layer_norm           norms of the residual stream subtract the mean
+    has_norm_after           what attention and feed-forward part return is normed before it is added
+    has_row_norm             all query heads of a row are normed together, and all key heads
+    is_parallel              attention and feed-forward part read the same normed rows
+    is_gated, is_gelu        activation(gate) * up, else activation(up); GELU by tanh, else SiLU
+    *_softcap                scores and logits become cap * tanh(score / cap); 0: they do not
     *_kernel                 machine code (``compiled``)
     *_tiles                  tiles of 32 inputs of the linear layers that read this width
     heads_at_once            query, key and value heads of one unit of ``qkv``: 1, or as many as fit in 64 outputs
@@ -78,8 +95,8 @@ MODEL: Final = _record(
 
 STEP: Final = _record(
     "token_ids positions slot_mapping begins ends ancestors block_tables output_rows "
-    "tasks merges partials hidden normed queries attended activated quantised rotations scratch "
-    "wants targets top_counts logits best sums tops results top_results",
+    "tasks merges partials hidden added normed queries keys temperatures attended activated quantised rotations "
+    "scratch wants targets top_counts logits best sums tops results top_results",
     "is_head_only num_rows table_width num_outputs num_tasks num_merges partial_bytes "
     "normed_bytes attended_bytes activated_bytes quantised_bytes scratch_bytes logit_bytes num_stages num_threads",
 )
@@ -93,10 +110,13 @@ STEP: Final = _record(
     output_rows      int32 [num_outputs]
     tasks            int32 [num_tasks, TASK_FIELDS] (``attention``)
     hidden           float32 [num_rows, hidden_size], the residual stream
+    added            float32 [num_rows, hidden_size], what is added to it once it is normed, if ``has_norm_after``
     normed, attended, activated   inputs of linear layers, float32 or bfloat16, with their strides in bytes
     quantised        the same as integers, of one linear layer at a time (``quantise_row``)
-    queries          float32 [num_rows, num_heads * head_dim], divided by sqrt(head_dim)
-    rotations        float32 [num_rows, head_dim], cosines then sines
+    queries          float32 [num_rows, num_heads * head_dim], times ``score_scale``
+    keys             float32 [num_rows, num_kv_heads * head_dim], before they are normed, if ``has_row_norm``
+    temperatures     float32 [num_rows], multiplies the queries of a row; 0: nothing does
+    rotations        float32 [num_rows, num_rotations, head_dim], cosines then sines
     scratch          ``scratch_bytes`` for each thread
 """
 

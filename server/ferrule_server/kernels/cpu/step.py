@@ -11,9 +11,11 @@
     head                 units of logits, then rows: what the threads have kept is merged
 
 Every line ends at a barrier. If weights are quantised, the norms write integers, and so do two more lines, over rows,
-behind attention and behind the activation. Threads claim units; rows are shared out evenly. Nothing that a thread
-computes depends on which thread it is. A thread's first unit is fixed, so that it can bring the weights near while it
-waits for the others.
+behind attention and behind the activation. If all heads of a row are normed together, that is a line behind ``project``
+of its own. If what is added is normed first, ``add`` writes it beside the residual stream, and ``norm`` adds it. If
+attention and feed-forward part read the same rows, the first ``norm`` is left out. Threads claim units; rows are shared
+out evenly. Nothing that a thread computes depends on which thread it is. A thread's first unit is fixed, so that it can
+bring the weights near while it waits for the others.
 """
 
 from __future__ import annotations
@@ -25,7 +27,15 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ferrule_server.kernels.cpu.activations import embed_row, norm_row, quantise_row, rotation_row
+from ferrule_server.kernels.cpu.activations import (
+    add_normed,
+    embed_row,
+    layer_norm_row,
+    norm_row,
+    quantise_row,
+    rotation_row,
+    store_row,
+)
 from ferrule_server.kernels.cpu.head import clear_outputs, merge_outputs
 from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import I8, I64, Builder, Value, pointer
@@ -36,6 +46,7 @@ from ferrule_server.kernels.cpu.linear import (
     ATTEND,
     PROJECT,
     READ_LOGITS,
+    finish_rows,
     first_weights,
 )
 from ferrule_server.kernels.cpu.plan import Plan
@@ -119,21 +130,52 @@ def _embed(plan: Plan, model: Record, step: Record, thread: int) -> None:
     begin, end = share(step.num_rows, step.num_threads, thread)
     for row in range(begin, end):
         embed_row(plan, model, read_int32(step.token_ids + 4 * row), step.hidden + 4 * row * model.hidden_size)
-        position = read_int32(step.positions + 4 * row)
-        rotation_row(position, model.frequencies, model.head_dim, step.rotations + 4 * row * model.head_dim)
-    _norm(plan, model, step, layer_at(model.layers).input_norm, thread)
+        position, size = read_int32(step.positions + 4 * row), 4 * model.head_dim
+        for i in range(model.num_rotations):
+            out = step.rotations + (row * model.num_rotations + i) * size
+            rotation_row(position, model.rotations + i * size, model.head_dim, out)
+    first = layer_at(model.layers)
+    _norm(plan, model, step, first.attention_norm, first.attention_norm_bias, thread)
 
 
 @kernel
-def _norm(plan: Plan, model: Record, step: Record, weight: int, thread: int) -> None:
+def _norm(plan: Plan, model: Record, step: Record, weight: int, bias: int, thread: int) -> None:
     """Write the norm of this thread's rows."""
     begin, end = share(step.num_rows, step.num_threads, thread)
     for row in range(begin, end):
-        hidden = step.hidden + 4 * row * model.hidden_size
-        normed = step.normed + row * step.normed_bytes
+        _norm_row(plan, model, step, row, weight, bias, row)
+
+
+@kernel
+def _norm_row(plan: Plan, model: Record, step: Record, row: int, weight: int, bias: int, place: int) -> None:
+    """Write the norm of a row of the residual stream as the inputs in a place; without a weight, the row itself."""
+    hidden, normed = step.hidden + 4 * row * model.hidden_size, step.normed + place * step.normed_bytes
+    if weight == 0:
+        store_row(plan, hidden, model.hidden_size, normed)
+    elif model.has_layer_norm:
+        layer_norm_row(plan, hidden, weight, bias, model.hidden_size, model.norm_eps, normed)
+    else:
         norm_row(plan, hidden, weight, model.hidden_size, model.norm_eps, normed)
-        if plan.is_quantised:
-            quantise_row(plan, normed, model.hidden_tiles, step.quantised + row * step.quantised_bytes)
+    if plan.is_quantised:
+        quantise_row(plan, normed, model.hidden_tiles, step.quantised + place * step.quantised_bytes)
+
+
+@kernel
+def _add_normed(model: Record, step: Record, weight: int, thread: int) -> None:
+    """Add the norm of what a part of a layer has returned to this thread's rows; without a weight it is added."""
+    if weight == 0:
+        return
+    begin, end = share(step.num_rows, step.num_threads, thread)
+    for row in range(begin, end):
+        place = 4 * row * model.hidden_size
+        add_normed(
+            step.hidden + place,
+            step.added + place,
+            weight,
+            model.hidden_size,
+            model.norm_eps,
+            model.residual_scale,
+        )
 
 
 @kernel
@@ -169,11 +211,26 @@ def _run_layer(
     plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, index: int
 ) -> bool:
     """Run one thread's part of a layer; return False if the step was aborted."""
+    return _run_attention(plan, model_address, layer_address, step_address, sync, thread, index) and _run_feed_forward(
+        plan, model_address, layer_address, step_address, sync, thread, index
+    )
+
+
+@kernel
+def _run_attention(
+    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, index: int
+) -> bool:
+    """Run one thread's part of a layer up to the output layer of attention; return False if the step was aborted."""
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
     first, linear = index * _STAGES_PER_LAYER, model.linear_kernel
     ahead = first_weights(plan, model, layer, ADD_ATTENTION, thread)
     if not _stage(linear, model_address, layer_address, step_address, sync, thread, first, PROJECT, ahead):
         return False
+    if model.has_row_norm:
+        begin, end = share(step.num_rows, step.num_threads, thread)
+        finish_rows(plan, model, layer, step, begin, end)
+        if not barrier(sync, step.num_threads, ahead):
+            return False
     attend, merge = model.attend_kernel, model.merge_kernel
     if not _stage(attend, model_address, layer_address, step_address, sync, thread, first + 1, ATTEND, ahead):
         return False
@@ -187,11 +244,27 @@ def _run_layer(
     ):
         return False
     ahead = first_weights(plan, model, layer, ACTIVATE, thread)
-    if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 3, ADD_ATTENTION, ahead):
-        return False
-    _norm(plan, model, step, layer.post_norm, thread)
-    if not barrier(sync, step.num_threads, ahead):
-        return False
+    return _stage(linear, model_address, layer_address, step_address, sync, thread, first + 3, ADD_ATTENTION, ahead)
+
+
+@kernel
+def _run_feed_forward(
+    plan: Plan, model_address: int, layer_address: int, step_address: int, sync: int, thread: int, index: int
+) -> bool:
+    """Run one thread's part of the rest of a layer; return False if the step was aborted."""
+    model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
+    first, linear = index * _STAGES_PER_LAYER, model.linear_kernel
+    ahead = first_weights(plan, model, layer, ACTIVATE, thread)
+    if model.is_parallel:
+        if plan.is_quantised and not _quantise(
+            plan, step, sync, step.normed, step.normed_bytes, model.hidden_tiles, thread, ahead
+        ):
+            return False
+    else:
+        _add_normed(model, step, layer.attention_out_norm, thread)
+        _norm(plan, model, step, layer.mlp_norm, layer.mlp_norm_bias, thread)
+        if not barrier(sync, step.num_threads, ahead):
+            return False
     ahead = first_weights(plan, model, layer, ADD_FEED_FORWARD, thread)
     if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 4, ACTIVATE, ahead):
         return False
@@ -204,9 +277,10 @@ def _run_layer(
     ahead = first_weights(plan, model, following, READ_LOGITS if is_last else PROJECT, thread)
     if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 5, ADD_FEED_FORWARD, ahead):
         return False
+    _add_normed(model, step, layer.mlp_out_norm, thread)
     if is_last:
-        return True
-    _norm(plan, model, step, following.input_norm, thread)
+        return not model.has_norm_after or barrier(sync, step.num_threads, ahead)
+    _norm(plan, model, step, following.attention_norm, following.attention_norm_bias, thread)
     return barrier(sync, step.num_threads, ahead)
 
 
@@ -216,11 +290,8 @@ def _run_head(plan: Plan, model_address: int, step_address: int, sync: int, thre
     model, step = model_at(model_address), step_at(step_address)
     begin, end = share(step.num_outputs, step.num_threads, thread)
     for i in range(begin, end):
-        hidden = step.hidden + 4 * read_int32(step.output_rows + 4 * i) * model.hidden_size
-        normed = step.normed + i * step.normed_bytes
-        norm_row(plan, hidden, model.final_norm, model.hidden_size, model.norm_eps, normed)
-        if plan.is_quantised:
-            quantise_row(plan, normed, model.hidden_tiles, step.quantised + i * step.quantised_bytes)
+        row = read_int32(step.output_rows + 4 * i)
+        _norm_row(plan, model, step, row, model.final_norm, model.final_norm_bias, i)
     clear_outputs(step, thread)
     layer = layer_at(model.layers)
     if not barrier(sync, step.num_threads, first_weights(plan, model, layer, READ_LOGITS, thread)):

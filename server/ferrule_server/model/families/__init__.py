@@ -1,29 +1,70 @@
 """Model families: one file for each, which states what the family reads from config.json and what it refuses.
 
-values.py    config.json, each value read with a check
-family.py    the frame: a family's names, its defaults, and the allow-list of its settings
-llama.py     Llama 2 and 3, and models of the same architecture
-mistral.py   Mistral without windows
-qwen2.py     Qwen2 and Qwen2.5, dense
-qwen3.py     Qwen3, dense
-windows.py   refuses layers that attend to a window only
+values.py      config.json, each value read with a check
+family.py      the frame: a family's names, its defaults, and the allow-list of its settings
+rotary.py      reads the settings of rotary positions
+windows.py     which layers attend to a window
+others.py      architectures that do not load, and what to try instead
+cohere2.py     Command R7B and Command A
+gemma2.py      Gemma 2
+gemma3.py      Gemma 3
+gemma4.py      Gemma 4
+glm.py         GLM-4
+granite.py     Granite 3
+llama.py       Llama 2 and 3, and models of the same architecture
+mistral.py     Mistral, Ministral and Ministral 3
+olmo.py        OLMo 2 and OLMo 3
+phi3.py        Phi-3, Phi-3.5 and Phi-4
+qwen2.py       Qwen2 and Qwen2.5
+qwen3.py       Qwen3
+smollm3.py     SmolLM3
+starcoder2.py  StarCoder2
 
 To add a family, write its file, add it to :data:`FAMILIES`, and add a case to ``tests/model/conftest.py``, which
-compares the decoder with transformers. ``tests/model/test_families.py`` compares the defaults with transformers. If the
-family computes something new, add a field to ``ModelConfig``: ``_layer_parts`` of ``weights.py`` maps the tensors and
-``decoder.py`` runs them. If the kernels for GPUs do not compute it, ``executor/cuda/kernel_choice.py`` must refuse it.
+compares the decoder with transformers; docs/models.md goes through it. If the family computes something new, add a
+field to ``ModelConfig``: ``tensors.py`` says where its tensors go, and ``decoder.py`` runs them. Kernels refuse fields
+that they do not know.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from ferrule_server.model.families.cohere2 import COHERE2
+from ferrule_server.model.families.family import Wrapper
+from ferrule_server.model.families.gemma2 import GEMMA2
+from ferrule_server.model.families.gemma3 import GEMMA3
+from ferrule_server.model.families.gemma4 import GEMMA4
+from ferrule_server.model.families.glm import GLM, GLM4
+from ferrule_server.model.families.granite import GRANITE
 from ferrule_server.model.families.llama import LLAMA
-from ferrule_server.model.families.mistral import MISTRAL
+from ferrule_server.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from ferrule_server.model.families.olmo import OLMO2, OLMO3
+from ferrule_server.model.families.phi3 import PHI3
 from ferrule_server.model.families.qwen2 import QWEN2
 from ferrule_server.model.families.qwen3 import QWEN3
+from ferrule_server.model.families.smollm3 import SMOLLM3
+from ferrule_server.model.families.starcoder2 import STARCODER2
 
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "WRAPPERS"]
 
-FAMILIES: Final = (LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES: Final = (
+    LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, PHI3, SMOLLM3, OLMO2, OLMO3, GLM,
+    GLM4, GRANITE, COHERE2, STARCODER2,
+)  # fmt: skip
 """Every family that can be loaded."""
+
+_INNER: Final = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+_OTHERS: Final = ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio.")
+_VISION: Final = ("model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector.")
+
+WRAPPERS: Final = (
+    Wrapper("Gemma3ForConditionalGeneration", ("gemma3_text",), _INNER, _VISION),
+    Wrapper("Gemma4ForConditionalGeneration", ("gemma4_text",), _INNER, _OTHERS),
+    Wrapper("Mistral3ForConditionalGeneration", ("mistral", "ministral3"), _INNER, _VISION),
+)
+"""Every model of several modalities whose text model can be loaded."""

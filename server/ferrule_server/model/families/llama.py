@@ -1,11 +1,10 @@
 """Llama 2, 3, 3.1, 3.2 (text), 3.3, and what has their architecture: TinyLlama, SmolLM, Yi, DeepSeek-R1-Distill-Llama.
 
-Attention: grouped queries, rotary positions over the whole head, plain or stretched as in Llama 3.1; no norm of heads.
+Attention: grouped queries, rotary positions; no norm of heads.
 Biases: ``attention_bias`` adds one to all four projections of attention, ``mlp_bias`` to the three of the feed-forward
 part. Weights have the names of the table in ``weights.py``.
 
-Not supported: sliding windows and other kinds of layers, linear, dynamic, yarn and longrope scaling, partial or
-interleaved rotation, activations other than SiLU, quantised checkpoints, text models inside multimodal ones.
+Not supported: activations other than SiLU, quantised checkpoints, text models inside multimodal ones.
 """
 
 from __future__ import annotations
@@ -27,6 +26,4 @@ LLAMA: Final = Family(
         "mlp_bias": False,
         "tie_word_embeddings": False,
     },
-    rope_types=("default", "llama3"),
-    has_qk_norm=False,
 )

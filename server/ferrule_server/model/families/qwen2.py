@@ -9,18 +9,27 @@ partial rotation, activations other than SiLU, quantised checkpoints, Qwen2-MoE 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
+from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.families.family import Family
-from ferrule_server.model.families.windows import check_full_layers
+from ferrule_server.model.families.values import ConfigValues
+from ferrule_server.model.families.windows import late_windows
 
 __all__ = ["QWEN2"]
+
+
+def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
+    return late_windows(replace(config, has_qkv_bias=True), values)
+
 
 QWEN2: Final = Family(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     defaults={
         "head_dim": None,
+        "num_key_value_heads": 32,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10_000.0,
         "tie_word_embeddings": False,
@@ -29,7 +38,5 @@ QWEN2: Final = Family(
         "max_window_layers": 28,
         "layer_types": None,
     },
-    rope_types=("default", "llama3"),
-    has_qkv_bias=True,
-    check=check_full_layers,
+    refine=_refine,
 )

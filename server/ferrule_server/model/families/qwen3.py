@@ -10,12 +10,19 @@ partial rotation, activations other than SiLU, quantised checkpoints, Qwen3-MoE,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
+from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.families.family import Family
-from ferrule_server.model.families.windows import check_full_layers
+from ferrule_server.model.families.values import ConfigValues
+from ferrule_server.model.families.windows import late_windows
 
 __all__ = ["QWEN3"]
+
+
+def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
+    return late_windows(replace(config, qk_norm="head"), values)
 
 
 QWEN3: Final = Family(
@@ -23,6 +30,7 @@ QWEN3: Final = Family(
     model_type="qwen3",
     defaults={
         "head_dim": 128,
+        "num_key_value_heads": 32,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10_000.0,
         "attention_bias": False,
@@ -32,7 +40,5 @@ QWEN3: Final = Family(
         "max_window_layers": 28,
         "layer_types": None,
     },
-    rope_types=("default", "llama3"),
-    has_qk_norm=True,
-    check=check_full_layers,
+    refine=_refine,
 )

@@ -14,6 +14,7 @@ __all__ = ["ConfigValues"]
 # weight is read, so the folder of a stranger must not choose them freely.
 _MOST: Final = {
     "vocab_size": 1 << 22,
+    "vocab_size_per_layer_input": 1 << 22,
     "hidden_size": 1 << 17,
     "intermediate_size": 1 << 20,
     "num_hidden_layers": 1024,
@@ -25,6 +26,7 @@ _MOST: Final = {
     "max_window_layers": 1 << 27,
     "sliding_window": 1 << 27,
 }
+_MOST_ELSE = 1 << 20
 _LEAST_NUMBER, _MOST_NUMBER = 1e-30, 1e30  # float32 holds these and what is computed from them
 
 
@@ -55,8 +57,9 @@ class ConfigValues:
         value = self._required(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ModelError(f"config.json: {key} is {shown(value)}, a whole number of at least {least} is expected")
-        if value > _MOST[key]:
-            raise ModelError(f"config.json: {key} is {shown(value)}, at most {_MOST[key]} is supported")
+        most = _MOST.get(key, _MOST_ELSE)
+        if value > most:
+            raise ModelError(f"config.json: {key} is {shown(value)}, at most {most} is supported")
         return value
 
     def number(self, key: str) -> float:
@@ -82,6 +85,10 @@ class ConfigValues:
         if not isinstance(value, bool):
             raise ModelError(f"config.json: {key} is {shown(value)}, true or false is expected")
         return value
+
+    def has_default(self, key: str) -> bool:
+        """Return whether the family has such a setting."""
+        return key in self._defaults
 
     def is_absent(self, key: str) -> bool:
         """Return whether neither the file nor the defaults have a value."""

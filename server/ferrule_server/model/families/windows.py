@@ -1,43 +1,101 @@
-"""Refuses layers that attend to a window of the last tokens only, which the decoder does not compute."""
+"""Which layers attend to a window of the last tokens only, and which are rotated."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from ferrule_server.errors import ModelError
+from ferrule_server.model.config import LayerKind, ModelConfig
+from ferrule_server.model.families.rotary import read_rope
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model_files import shown
 
-__all__ = ["check_full_layers", "check_no_window"]
+__all__ = ["late_windows", "layer_types", "window_everywhere", "with_ropes", "with_windows"]
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_LONGEST = "max_position_embeddings"
 
 
-def check_full_layers(values: ConfigValues) -> None:
-    """Refuse a layer with a window, by the rule of transformers' ``Qwen2Config`` and ``Qwen3Config``.
-
-    Raises:
-        ModelError: Some layer has a window; the message names the setting.
-    """
-    kinds, window = values.get("layer_types"), values.get("sliding_window")
-    if kinds is not None and not (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)):
-        raise ModelError(f"config.json: layer_types is {shown(kinds)}; sliding-window attention is not supported")
-    if kinds is not None or not values.flag("use_sliding_window") or window is None:
-        return
-    first = 0 if values.get("max_window_layers") is None else values.count("max_window_layers", least=0)
-    if first < values.count("num_hidden_layers"):
-        raise ModelError(f"config.json: sliding_window is {shown(window)}; sliding-window attention is not supported")
-
-
-def check_no_window(values: ConfigValues) -> None:
-    """Refuse a window in every layer that is shorter than the longest sequence; a longer one has no effect.
-
-    An absent ``sliding_window`` is the default of the family, null is none.
+def layer_types(values: ConfigValues, *, every: int) -> list[str]:
+    """Return the type of each layer: those of ``layer_types``, by default every n-th full and the others sliding.
 
     Raises:
-        ModelError: There is such a window.
+        ModelError: There are other types, or another number of them than there are layers.
     """
-    if values.get("sliding_window") is None:
-        return
-    window, longest = values.count("sliding_window"), values.count("max_position_embeddings")
-    if window < longest:
+    count, found = values.count("num_hidden_layers"), values.get("layer_types")
+    if found is None:
+        return [_SLIDING if (index + 1) % every else _FULL for index in range(count)]
+    if not isinstance(found, list) or len(found) != count or any(kind not in (_FULL, _SLIDING) for kind in found):
         raise ModelError(
-            f"config.json: sliding_window is {window} and max_position_embeddings {longest}; sliding-window attention "
-            f"is not supported. With max_position_embeddings {window} the model loads, and is exact up to there"
+            f"config.json: layer_types is {shown(found)}, {count} of {_FULL!r} or {_SLIDING!r} are expected"
         )
+    return list(found)
+
+
+def with_windows(config: ModelConfig, values: ConfigValues, types: Sequence[str]) -> ModelConfig:
+    """Return the network with the window of ``sliding_window`` in layers of the sliding type.
+
+    Raises:
+        ModelError: There is such a layer, and no window.
+    """
+    if _SLIDING not in types:
+        return config
+    window = _effective(values.count("sliding_window"), config)
+    return replace(config, layers=tuple(_windowed(*pair, window) for pair in zip(config.layers, types, strict=True)))
+
+
+def _windowed(kind: LayerKind, layer_type: str, window: int) -> LayerKind:
+    return replace(kind, window=window) if layer_type == _SLIDING else kind
+
+
+def _effective(window: int, config: ModelConfig) -> int:
+    """Return 0 for a window that no sequence reaches."""
+    return window if window < config.max_positions else 0
+
+
+def with_ropes(
+    config: ModelConfig, values: ConfigValues, types: Sequence[str], *, sliding_theta: str = "rope_theta"
+) -> ModelConfig:
+    """Return the network with a rotation for each type of layer; settings of the older dialect scale full layers only.
+
+    Args:
+        config: The network.
+        values: Of config.json.
+        types: Of each layer.
+        sliding_theta: The setting of the older dialect that is the base of the frequencies in sliding layers.
+
+    Raises:
+        ModelError: A setting is not supported.
+    """
+    nested = values.get("rope_parameters")
+    if nested and not (isinstance(nested, dict) and set(nested) <= {_FULL, _SLIDING}):
+        raise ModelError(f"config.json: rope_parameters is {shown(nested)}; one object for each layer type is expected")
+    own = {"rope_parameters": nested, "rope_theta": values.get(sliding_theta), _LONGEST: values.get(_LONGEST)}
+    ropes = {
+        _FULL: read_rope(values, config.head_dim, kind=_FULL),
+        _SLIDING: read_rope(ConfigValues(own, {}), config.head_dim, kind=_SLIDING),
+    }
+    pairs = zip(config.layers, types, strict=True)
+    return replace(config, layers=tuple(replace(kind, rope=ropes[layer_type]) for kind, layer_type in pairs))
+
+
+def window_everywhere(config: ModelConfig, values: ConfigValues) -> ModelConfig:
+    """Return the network with the window of ``sliding_window`` in every layer; null is none."""
+    if values.get("sliding_window") is None:
+        return config
+    return with_windows(config, values, [_SLIDING] * config.num_layers)
+
+
+def late_windows(config: ModelConfig, values: ConfigValues) -> ModelConfig:
+    """Return the network with windows as in Qwen2 and Qwen3: if they are used, from layer ``max_window_layers`` on."""
+    count, kinds = config.num_layers, values.get("layer_types")
+    if kinds is None and values.flag("use_sliding_window") and values.get("sliding_window") is not None:
+        first = values.count("max_window_layers", least=0)
+        return with_windows(config, values, [_FULL if index < first else _SLIDING for index in range(count)])
+    if kinds is None:
+        return config
+    types = layer_types(values, every=1)
+    if _SLIDING in types and not values.flag("use_sliding_window"):
+        raise ModelError(f"config.json: layer_types is {shown(kinds)}, but use_sliding_window is false")
+    return with_windows(config, values, types)

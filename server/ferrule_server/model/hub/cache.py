@@ -88,8 +88,17 @@ class HubCache:
         if commit is None:
             return None
         folder = self.snapshot(commit)
-        weights = [SINGLE_FILE] if is_file(folder / SINGLE_FILE) else shards_of(folder)
+        weights = weights_of(folder)
         return folder if weights and all(is_file(folder / name) for name in ("config.json", *weights)) else None
+
+    def newest(self) -> Path | None:
+        """Return the folder of a commit with weights: that of the main branch, else any; None if there is none."""
+        commits = sorted(path.name for path in (self.folder / "snapshots").glob("*"))
+        return next((folder for name in ("main", *commits) if (folder := self.complete(name)) is not None), None)
+
+    def disk_bytes(self) -> int:
+        """Return the size of all files of the model on the disk, those of all its commits together."""
+        return sum(size_of(path) for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
 
     def link(self, commit: str, path: str, etag: str) -> None:
         """Give a complete blob its name in a snapshot; the blob is moved there if the disk has no links.
@@ -134,13 +143,27 @@ class HubCache:
         return sum(max(0, size - here[etag]) for etag, size in missing.items())
 
 
+def weights_of(folder: Path) -> list[str]:
+    """Return the names of the files with the weights of a folder: the single file, or those of the index."""
+    return [SINGLE_FILE] if is_file(folder / SINGLE_FILE) else shards_of(folder)
+
+
 def shards_of(folder: Path) -> list[str]:
     """Return the files that the index of a model folder names, in order; none if it has no readable index."""
+    return sorted({str(name) for name in _weight_map(folder).values()})
+
+
+def tensors_of(folder: Path) -> frozenset[str]:
+    """Return the names of the tensors in the index of a model folder; none if it has no readable index."""
+    return frozenset(_weight_map(folder))
+
+
+def _weight_map(folder: Path) -> dict[str, object]:
     try:
         weight_map = read_object(folder / INDEX_FILE, MAX_HEADER_BYTES).get("weight_map")
     except ModelError:
-        return []
-    return sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
+        return {}
+    return weight_map if isinstance(weight_map, dict) else {}
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -146,6 +146,13 @@ class HubClient:
         return f"{self.endpoint} cannot be reached ({_first_line(error)})"
 
 
+def cache_root() -> Path:
+    """Return the folder of the cache of all models; it need not exist."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
 def _is_wanted(path: str) -> bool:
     """Return whether the server may read a file; the index decides which of the safetensors it reads."""
     is_weights = path == INDEX_FILE or (path.endswith(".safetensors") and re.fullmatch(r"[A-Za-z0-9][\w.-]*", path))

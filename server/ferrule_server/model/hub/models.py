@@ -12,14 +12,27 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model.hub.cache import INDEX_FILE, SINGLE_FILE, free_bytes, has_tokenizer, shards_of
-from ferrule_server.model.hub.client import CONFIGS, TEXTS, HubClient, Listing, Unlisted
+from ferrule_server.model.families.others import NotSupported, files_advice
+from ferrule_server.model.hub.cache import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    HubCache,
+    free_bytes,
+    has_tokenizer,
+    shards_of,
+    size_of,
+    tensors_of,
+    weights_of,
+)
+from ferrule_server.model.hub.client import CONFIGS, TEXTS, HubClient, Listing, Unlisted, cache_root
 from ferrule_server.model.hub.fetch import CutOff, RemoteFile, Stopped, fetch_file
 
 OnShare = Callable[[float], None]
@@ -62,11 +75,60 @@ def fetch_model(
         ModelError: There is no such model or revision, access is refused, it has no safetensors, it does not fit on
             the disk, the network fails, or the cache lacks files and requests are forbidden.
     """
+    hub, found = _looked_up(name, revision, is_offline=is_offline)
+    return found if isinstance(found, Path) else _Fetch(hub, found, on_share).run(check)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What is known of a model of the hub before its weights are fetched.
+
+    Attributes:
+        folder: Has the configuration, and the index of the weights if there is one.
+        stored_bytes: Size of the weights.
+        missing_bytes: How many of them are still to be fetched.
+        tensors: The names of the tensors, if the repository has an index; else empty.
+    """
+
+    folder: Path
+    stored_bytes: int
+    missing_bytes: int
+    tensors: frozenset[str] = frozenset()
+
+
+def outline_model(name: str, revision: str | None, *, is_offline: bool, check: Callable[[Path], object]) -> Outline:
+    """Return what is known of a model of the hub without its weights; fetch its configuration and index alone.
+
+    Args:
+        name: ``org/name``.
+        revision: Branch, tag or commit; None: the main branch.
+        is_offline: Use the cache alone.
+        check: As for :func:`fetch_model`.
+
+    Raises:
+        ModelError: As for :func:`fetch_model`.
+    """
+    hub, found = _looked_up(name, revision, is_offline=is_offline)
+    if isinstance(found, Listing):
+        return _Fetch(hub, found, lambda _: None).outline(check)
+    return Outline(found, sum(size_of(found / file) for file in weights_of(found)), 0)
+
+
+def cached_models() -> list[tuple[str, HubCache]]:
+    """Return the models in the cache of the hub by name, complete or not."""
+    root = cache_root()
+    folders = sorted(path.name for path in root.glob("models--*") if path.is_dir())
+    names = [folder.removeprefix("models--").replace("--", "/", 1) for folder in folders]
+    return [(name, HubCache(root, name)) for name in names if is_hub_name(name)]
+
+
+def _looked_up(name: str, revision: str | None, *, is_offline: bool) -> tuple[HubClient, Path | Listing]:
+    """Return the folder of a model in the cache if nothing has to be asked for, else the files of its repository."""
     hub = HubClient(name, revision or DEFAULT_REVISION)
     is_forbidden = is_offline or hub.is_offline
     here = hub.cache.complete(hub.revision)
     if here is not None and (is_forbidden or (here.name == hub.revision and has_tokenizer(here))):
-        return here
+        return hub, here
     if is_forbidden:
         asked = f"--revision {revision}: " if revision else ""
         raise ModelError(
@@ -74,7 +136,7 @@ def fetch_model(
             f" ({'--offline' if is_offline else 'HF_HUB_OFFLINE'}); start once without that"
         )
     try:
-        listing = hub.listing()
+        return hub, hub.listing()
     except Unlisted as problem:
         if here is None:
             first, also = "", ""
@@ -82,8 +144,7 @@ def fetch_model(
                 first, also = "no such folder, and ", f"; nor is it complete in the cache, {hub.root}"
             raise ModelError(f"--model {name}: {first}{problem}{also}") from problem
         _LOG.warning("event=hub_unused model=%s commit=%s reason=%r", name, here.name, str(problem))
-        return here
-    return _Fetch(hub, listing, on_share).run(check)
+        return hub, here
 
 
 class _Fetch:
@@ -98,33 +159,59 @@ class _Fetch:
     def run(self, check: Callable[[Path], object]) -> Path:
         """Fetch the missing files: the configuration, the texts, then the weights. Return the folder."""
         files = self._listing.files
-        has_weights = SINGLE_FILE in files or INDEX_FILE in files
-        if "config.json" not in files or not has_weights:
-            raise ModelError(self._no_model(has_weights))
-        try:
-            self._fetch([files[name] for name in CONFIGS if name in files])
+        with self._failing():
+            self._fetch_configuration()
             check(self._folder)
             self._fetch([file for name, file in files.items() if TEXTS.fullmatch(name)])
-            if SINGLE_FILE not in files:
-                self._fetch([files[INDEX_FILE]])
             self._fetch_weights(self._weights())
             self._remember()
+        return self._folder
+
+    def outline(self, check: Callable[[Path], object]) -> Outline:
+        """Fetch the configuration and the index, and return what they and the list of files say."""
+        with self._failing():
+            self._fetch_configuration()
+            check(self._folder)
+            weights = self._weights()
+        missing = self._cache.missing_bytes({file.etag: file.num_bytes for file in self._missing(weights)})
+        has_index = SINGLE_FILE not in self._listing.files
+        tensors = tensors_of(self._folder) if has_index else frozenset[str]()
+        return Outline(self._folder, sum(file.num_bytes for file in weights), missing, tensors)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Raise a ModelError in place of what a fetch raises."""
+        try:
+            yield
         except CutOff as error:
             raise ModelError(f"--model {self._hub.name}: {error}; what has arrived is kept, start again") from error
         except OSError as error:
             raise ModelError(f"--model {self._hub.name}: {self._hub.root} cannot be written: {error}") from error
-        return self._folder
 
-    def _no_model(self, has_weights: bool) -> str:
+    def _fetch_configuration(self) -> None:
+        files = self._listing.files
+        has_weights = SINGLE_FILE in files or INDEX_FILE in files
+        if "config.json" not in files or not has_weights:
+            raise self._no_model(has_weights)
+        self._fetch([files[name] for name in CONFIGS if name in files])
+
+    def _no_model(self, has_weights: bool) -> ModelError:
         missing = "config.json" if has_weights else "safetensors"
         pickles = [name for name in self._listing.others if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".gguf"))]
         instead = f", only {pickles[0]}, which is not read" if pickles and not has_weights else ""
-        return f"--model {self._hub.name}: the repository has no {missing}{instead}"
+        text = f"--model {self._hub.name}: the repository has no {missing}{instead}"
+        advice = files_advice((*self._listing.files, *self._listing.others))
+        if advice is None:
+            return ModelError(text)
+        return NotSupported(text if instead else f"{text}; {advice[0]}", advice[1])
 
     def _weights(self) -> list[RemoteFile]:
-        """Return the files with weights: the single file, or exactly those that the index names."""
+        """Return the files with weights: the single file, or exactly those that the index names, which is fetched."""
         files = self._listing.files
-        names = [SINGLE_FILE] if SINGLE_FILE in files else shards_of(self._folder)
+        names = [SINGLE_FILE]
+        if SINGLE_FILE not in files:
+            self._fetch([files[INDEX_FILE]])
+            names = shards_of(self._folder)
         lost = [name for name in names if name not in files]
         if lost or not names:
             said = f"names {lost[0]}, which the repository lacks" if lost else "names no files"

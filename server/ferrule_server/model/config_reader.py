@@ -1,0 +1,169 @@
+"""Read config.json and generation_config.json into one validated :class:`ModelConfig`.
+
+Both dialects of Hugging Face transformers are read: version 4 (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and
+version 5 (``rope_parameters``, ``dtype``). The settings of each family stand in ``families/``. A setting that is not
+listed there is refused by name, because ignoring it could change what the model computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ferrule_server.errors import ModelError
+from ferrule_server.model.config import LayerKind, ModelConfig
+from ferrule_server.model.families import FAMILIES, WRAPPERS
+from ferrule_server.model.families.family import Family, Wrapper
+from ferrule_server.model.families.others import SMALL, NotSupported, check_not_quantised, files_advice, other_of
+from ferrule_server.model.families.rotary import read_rope
+from ferrule_server.model.families.values import ConfigValues
+from ferrule_server.model_files import MAX_CONFIG_BYTES, FileMissing, read_object, shown
+
+__all__ = ["parse_config", "read_config"]
+
+_MAX_FILES: Final = 1000
+"""Of a folder without config.json that are looked at."""
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Return the configuration of a model folder.
+
+    Args:
+        folder: Holds config.json, and generation_config.json if the model has one.
+
+    Raises:
+        ModelError: A file is missing or broken, or this server cannot run the model exactly.
+    """
+    try:
+        raw = read_object(folder / "config.json", MAX_CONFIG_BYTES)
+    except FileMissing as error:
+        raise _no_config(folder) from error
+    try:
+        generation = read_object(folder / "generation_config.json", MAX_CONFIG_BYTES)
+    except FileMissing:
+        generation = {}
+    return parse_config(raw, generation)
+
+
+def _no_config(folder: Path) -> ModelError:
+    """Return the error of a folder without config.json: what it holds instead, if that is known."""
+    text = f"{folder / 'config.json'} is missing; a model folder holds config.json and *.safetensors"
+    try:
+        advice = files_advice(path.name for path in itertools.islice(folder.iterdir(), _MAX_FILES))
+    except OSError:
+        advice = None
+    return ModelError(text) if advice is None else NotSupported(f"{text}; {advice[0]}", advice[1])
+
+
+def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration for the contents of config.json and generation_config.json.
+
+    Args:
+        raw: Parsed config.json.
+        generation: Parsed generation_config.json; empty if there is none.
+
+    Raises:
+        ModelError: A value is missing, malformed or not supported; the message names it.
+    """
+    family, wrapper, text = _find(raw)
+    check_not_quantised(raw)
+    check_not_quantised(text)
+    values = family.read(text)
+    vocab_size = values.count("vocab_size")
+    config = ModelConfig(
+        architecture=family.architecture if wrapper is None else wrapper.architecture,
+        vocab_size=vocab_size,
+        hidden_size=values.count("hidden_size"),
+        num_heads=values.count("num_attention_heads"),
+        max_positions=values.count("max_position_embeddings"),
+        layers=_layers(family, values),
+        norm_eps=values.number(family.norm_eps_key),
+        is_tied=_is_tied(raw, values),
+        has_qkv_bias=values.flag("attention_bias"),
+        has_attention_out_bias=values.flag("attention_bias"),
+        has_mlp_bias=values.flag("mlp_bias"),
+        eos_ids=_eos_ids(raw, text, generation, vocab_size),
+    )
+    return family.refine(config, values)
+
+
+def _find(raw: Mapping[str, Any]) -> tuple[Family, Wrapper | None, Mapping[str, Any]]:
+    """Return the family, what wraps its text model, and the settings of the text model."""
+    names = raw.get("architectures")
+    for family in FAMILIES:
+        if names == [family.architecture]:
+            return family, None, raw
+    for wrapper in WRAPPERS:
+        if names == [wrapper.architecture]:
+            return _unwrapped(wrapper, raw)
+    supported = ", ".join(known.architecture for known in (*FAMILIES, *WRAPPERS))
+    text = f"config.json: architectures is {shown(names)}; supported: {supported}"
+    if (other := other_of(names, raw)) is not None:
+        raise NotSupported(f"{text}. This is {other.kind}", other.instead)
+    raise ModelError(f"{text}. docs/models.md lists models of each; {SMALL} is a small one")
+
+
+def _unwrapped(wrapper: Wrapper, raw: Mapping[str, Any]) -> tuple[Family, Wrapper, Mapping[str, Any]]:
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError(f"config.json: text_config of {wrapper.architecture} is {shown(text)}, an object is expected")
+    if raw.get("quantization_config") is not None:
+        found = shown(raw["quantization_config"])
+        raise ModelError(f"config.json: quantization_config is {found}, a setting that is not supported")
+    kind = text.get("model_type", wrapper.model_types[0])
+    if kind not in wrapper.model_types:
+        known = ", ".join(wrapper.model_types)
+        raise ModelError(f"config.json: text_config has model_type {shown(kind)}; supported: {known}")
+    return next(family for family in FAMILIES if family.model_type == kind), wrapper, text
+
+
+def _layers(family: Family, values: ConfigValues) -> tuple[LayerKind, ...]:
+    """Return layers that are all equal."""
+    num_heads = values.count("num_attention_heads")
+    head_dim = _head_dim(values, num_heads)
+    kind = LayerKind(
+        head_dim=head_dim,
+        num_kv_heads=_num_kv_heads(values, num_heads),
+        intermediate_size=values.count("intermediate_size"),
+        score_scale=head_dim**-0.5,
+        rope=read_rope(values, head_dim, extra=family.rope_extra),
+    )
+    return (kind,) * values.count("num_hidden_layers")
+
+
+def _is_tied(raw: Mapping[str, Any], values: ConfigValues) -> bool:
+    """Return whether the head is the embedding: what surrounds a text model may say so too."""
+    return ConfigValues(raw, {"tie_word_embeddings": values.flag("tie_word_embeddings")}).flag("tie_word_embeddings")
+
+
+def _num_kv_heads(values: ConfigValues, num_heads: int) -> int:
+    num_kv_heads = values.count("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    return num_kv_heads
+
+
+def _head_dim(values: ConfigValues, num_heads: int) -> int:
+    """Return the width of a head, by default that of the family or the share of a head in the residual stream."""
+    hidden_size = values.count("hidden_size")
+    head_dim = values.count("head_dim", default=hidden_size // num_heads)
+    if values.is_absent("head_dim") and hidden_size % num_heads:
+        raise ModelError(f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
+    if head_dim % 2:
+        raise ModelError(f"config.json: head_dim {head_dim} is odd; rotary positions need pairs")
+    return head_dim
+
+
+def _eos_ids(
+    raw: Mapping[str, Any], text: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int
+) -> tuple[int, ...]:
+    places = (generation, raw, text)
+    found = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if any(type(token_id) is not int or not 0 <= token_id < vocab_size for token_id in ids):
+        raise ModelError(f"eos_token_id {shown(found)} is not a token of the vocabulary of {vocab_size}")
+    return tuple(ids)

@@ -1,0 +1,42 @@
+"""Granite 3, dense: as Llama, with multipliers of embedding, scores, residual stream and logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.families.family import Family
+from ferrule_server.model.families.values import ConfigValues
+
+__all__ = ["GRANITE"]
+
+
+def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
+    scale = values.number("attention_multiplier")
+    return replace(
+        config,
+        layers=tuple(replace(kind, score_scale=scale) for kind in config.layers),
+        embedding_scale=values.number("embedding_multiplier"),
+        residual_scale=values.number("residual_multiplier"),
+        logit_scale=1 / values.number("logits_scaling"),
+    )
+
+
+GRANITE: Final = Family(
+    architecture="GraniteForCausalLM",
+    model_type="granite",
+    defaults={
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "attention_multiplier": 1.0,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
+    refine=_refine,
+)

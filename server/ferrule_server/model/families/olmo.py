@@ -1,0 +1,47 @@
+"""OLMo 2 and OLMo 3: norms only after attention and feed-forward part, and all heads of a row are normed together.
+
+OLMo 3 adds windows in three of four layers; scaling for long contexts is for full layers only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.families.family import Family
+from ferrule_server.model.families.values import ConfigValues
+from ferrule_server.model.families.windows import layer_types, with_ropes, with_windows
+
+__all__ = ["OLMO2", "OLMO3"]
+
+_DEFAULTS: Final = {
+    "head_dim": None,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+_TENSORS: Final = {
+    "attention_out_norm": ("post_attention_layernorm",),
+    "mlp_out_norm": ("post_feedforward_layernorm",),
+}
+
+
+def _refine(config: ModelConfig, _values: ConfigValues) -> ModelConfig:
+    return replace(config, has_norm_before=False, has_norm_after=True, qk_norm="row")
+
+
+def _refine_3(config: ModelConfig, values: ConfigValues) -> ModelConfig:
+    types = layer_types(values, every=4)
+    return with_windows(with_ropes(_refine(config, values), values, types), values, types)
+
+
+OLMO2: Final = Family("Olmo2ForCausalLM", "olmo2", _DEFAULTS, _refine, tensors=_TENSORS)
+OLMO3: Final = Family(
+    "Olmo3ForCausalLM",
+    "olmo3",
+    {**_DEFAULTS, "rope_theta": 500_000.0, "sliding_window": 4096, "layer_types": None},
+    _refine_3,
+    tensors=_TENSORS,
+)

@@ -1,0 +1,151 @@
+"""``python -m ferrule_server.model_check``: the command ``ferrule models``; with ``--model MODEL``, ``ferrule check``.
+
+Exit codes: 0 done, and the model loads; 1 it does not load; 2 used wrongly; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Final
+
+from ferrule_server.arguments import as_given, parse_config
+from ferrule_server.config import ServerConfig
+from ferrule_server.errors import ConfigError
+from ferrule_server.model_check.cached import Cached, list_cached
+from ferrule_server.model_check.catalogue import KnownFamily, known_families, known_wrappers
+from ferrule_server.model_check.report import Details, Report, check_model
+
+_FLAGS: Final = ("--dtype", "--max-context", "--weights")
+_VARIABLES: Final = frozenset(
+    f"FERRULE_{name}"
+    for name in (
+        "ACTIVATIONS", "DEVICE", "DISABLE_CUDA_RUNNER", "DTYPE", "EXECUTOR", "MAX_CONTEXT", "OFFLINE", "REVISION",
+        "WEIGHTS",
+    )
+)  # fmt: skip
+"""The settings of a server that change how a model loads."""
+_UNITS: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: ``check`` if ``--model`` is given, else ``models``."""
+    parser = argparse.ArgumentParser(prog="ferrule", allow_abbrev=False)
+    for flag in ("--model", *_FLAGS):
+        parser.add_argument(flag)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(arguments)
+    try:
+        return _models(is_json=args.json) if args.model is None else _check(args)
+    except KeyboardInterrupt:
+        return 130
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("ferrule"):
+            raise
+        return _misuse(f"the module {error.name!r} is missing: install ferrule[server]")
+
+
+def _check(args: argparse.Namespace) -> int:
+    environment = {name: value for name, value in os.environ.items() if name in _VARIABLES}
+    values = {"--model": args.model} | {flag: getattr(args, flag[2:].replace("-", "_")) for flag in _FLAGS}
+    given = [f"{flag}={value}" for flag, value in values.items() if value is not None]
+    try:
+        report = check_model(_settings(given, environment))
+    except ConfigError as error:
+        return _misuse(as_given(str(error), given, environment))
+    sys.stdout.write((json.dumps(report.facts()) if args.json else _text_of(report)) + "\n")
+    return 0 if report.loads else 1
+
+
+def _settings(given: Sequence[str], environment: Mapping[str, str]) -> ServerConfig:
+    config = parse_config(given, environment)
+    if config.executor == "paged-reference":
+        raise ConfigError("--executor paged-reference runs no model")
+    return config
+
+
+def _misuse(message: str) -> int:
+    sys.stderr.write(f"error: {message}\n")
+    return 2
+
+
+def _text_of(report: Report) -> str:
+    if report.details is None:
+        advice = f"\ntry {report.instead}" if report.instead else ""
+        return f"{report.model} does not load: {report.reason}{advice}"
+    details = report.details
+    per_token, longest = size(details.kv_bytes_per_token), size(details.kv_bytes)
+    rows = {
+        "architecture": _network_text(details),
+        "runs on": _path_text(details),
+        "processor": details.processor_kernels or "its kernels can run this model",
+        "GPU": details.gpu_kernels or "its kernels can run this model",
+        "weights": _weights_text(details),
+        "KV": f"{per_token} per token, {longest} for {details.max_context} tokens",
+        "left out": ", ".join(details.left_out),
+        "download": size(details.download_bytes) if details.download_bytes else "",
+    }
+    lines = [f"{name:<14}{text}" for name, text in rows.items() if text]
+    return "\n".join([f"{report.model} loads", *lines])
+
+
+def _network_text(details: Details) -> str:
+    return f"{details.architecture}, {details.num_layers} layers, {_count(details.num_parameters)} parameters"
+
+
+def _path_text(details: Details) -> str:
+    reason = f" ({details.path_reason})" if details.path_reason else ""
+    return f"{details.executor} on {details.device} in {details.dtype}{reason}"
+
+
+def _weights_text(details: Details) -> str:
+    chosen = details.dtype if details.weights == "float" else details.weights
+    others = ", ".join(f"{name} {size(num)}" for name, num in details.weights_bytes_by_type.items() if name != chosen)
+    return f"{size(details.weights_bytes)} as {chosen} ({others})"
+
+
+def _models(*, is_json: bool) -> int:
+    families, wrappers, cached = known_families(), known_wrappers(), list_cached()
+    if is_json:
+        facts = {"families": [asdict(family) for family in families], "wrappers": wrappers}
+        sys.stdout.write(json.dumps(facts | {"cached": [asdict(model) for model in cached]}) + "\n")
+        return 0
+    lines = [line for family in families for line in _family_lines(family)]
+    lines += [f"{name}: the text model alone" for name in wrappers]
+    lines += ["", "in the cache of the hub:" if cached else "the cache of the hub has no models"]
+    lines += [_cached_line(model) for model in cached]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _family_lines(family: KnownFamily) -> list[str]:
+    kernels = [
+        name for name, reason in (("processor", family.processor_kernels), ("GPU", family.gpu_kernels)) if not reason
+    ]
+    path = f"kernels: {', '.join(kernels)}" if kernels else "torch"
+    rows = {"models": family.models, "needs": family.differs, "path": path}
+    return [family.architecture, *(f"  {name:<8}{text}" for name, text in rows.items() if text)]
+
+
+def _cached_line(model: Cached) -> str:
+    return f"  {model.model}  {size(model.disk_bytes)}  {'loads' if model.loads else f'does not load: {model.reason}'}"
+
+
+def size(num_bytes: int) -> str:
+    """Return a number of bytes for people."""
+    for unit, name in _UNITS:
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}" if num_bytes < 1000 * unit else f"{num_bytes / unit:.0f} {name}"
+    return f"{num_bytes} bytes"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 10**9 else f"{number / 1e6:.3g} million"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Sizes of weights and KV, from the configuration alone: nothing is read or allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from ferrule_server.executor.base import BLOCK_SIZE
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.tensors import ModelWeights, Place, allocate
+
+if TYPE_CHECKING:
+    from ferrule_server.kernels.cpu.plan import Plan
+
+__all__ = ["TORCH_DTYPES", "kv_bytes", "num_parameters", "tensor_names", "weights_bytes"]
+
+TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_MATRICES: Final = ("qkv", "attention_out", "gate_up", "down")
+_ALIGNMENT: Final = 64
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Return the distinct parameters of a network, tied ones once."""
+    return sum(tensor.numel() for tensor in _on_meta(config, torch.float32)[0].tensors())
+
+
+def tensor_names(config: ModelConfig) -> frozenset[str]:
+    """Return the names of the tensors that a checkpoint of a network must hold."""
+    return frozenset(_on_meta(config, torch.float32)[1])
+
+
+def weights_bytes(config: ModelConfig, dtype: torch.dtype, plan: Plan | None = None) -> int:
+    """Return the bytes of the weights of a loaded model.
+
+    Args:
+        config: The network.
+        dtype: Of what is not packed.
+        plan: Of the kernels of the processor, for which matrices are packed; None: they are not.
+    """
+    weights, _ = _on_meta(config, dtype)
+    total = sum(tensor.nbytes for tensor in weights.tensors())
+    if plan is None:
+        return total
+    matrices = [("head", weights.head)]
+    matrices += [(name, getattr(layer, name)) for layer in weights.layers for name in _MATRICES]
+    plain = sum(matrix.nbytes for _, matrix in matrices)
+    return total - plain + sum(_packed_bytes(config, plan, name, tuple(matrix.shape)) for name, matrix in matrices)
+
+
+def kv_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> int:
+    """Return the bytes of K and V of a sequence, in whole blocks."""
+    return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE * config.kv_values * dtype.itemsize
+
+
+def _on_meta(config: ModelConfig, dtype: torch.dtype) -> tuple[ModelWeights, dict[str, Place]]:
+    """Return weights that have shapes and no memory, and their places by the names in a checkpoint."""
+
+    def new(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    return allocate(config, dtype, new)
+
+
+def _packed_bytes(config: ModelConfig, plan: Plan, name: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a matrix as ``executor/cpu/weights.py`` packs it."""
+    from ferrule_server.executor.cpu.weights import HeadUnits
+    from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
+
+    num_rows, num_inputs = shape
+    groups = -(-num_rows // GROUP)
+    if name == "qkv":
+        units = HeadUnits.of(config)
+        groups = units.count * units.groups
+    elif name == "gate_up" and config.is_gated:
+        groups = -(-num_rows // 2 // (GROUP // 2))
+    num_bytes = groups * (-(-num_inputs // TILE_INPUTS) * plan.tile_bytes + plan.group_end_bytes)
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,221 @@
+"""One model: whether it loads, in how much memory, on what path, and what is left out. No weights are read."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
+
+from ferrule_server.config import DEMO_MODEL, ServerConfig
+from ferrule_server.errors import ConfigError, ModelError
+from ferrule_server.loading import as_folder, find_model, network_of
+from ferrule_server.model.checkpoint import StoredTensor, list_tensors
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config_reader import read_config
+from ferrule_server.model.families.others import NotSupported
+from ferrule_server.model.hub.cache import size_of, weights_of
+from ferrule_server.model.hub.models import Outline, is_hub_name, outline_model
+from ferrule_server.model.tensors import HEAD, wrapper_of
+from ferrule_server.model.weights import check_tensors, of_text_model
+from ferrule_server.model_check.memory import TORCH_DTYPES, kv_bytes, num_parameters, tensor_names
+from ferrule_server.model_check.paths import gpu_reason, path_of, processor_reason
+from ferrule_server.model_files import is_file, listed
+
+__all__ = ["Details", "Report", "check_folder", "check_model"]
+
+_IGNORED: Final = "rotary_emb.inv_freq"
+_MAX_NAMED: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """How a model loads.
+
+    Attributes:
+        commit: Of a model of the hub; None for a folder.
+        architecture: As in config.json.
+        num_layers: Decoder layers.
+        num_parameters: Distinct parameters of what is loaded.
+        max_context: Longest sequence in tokens.
+        executor: What runs it on this machine: ``numba-cuda``, ``numba-cpu`` or ``torch``.
+        device: As PyTorch names it.
+        dtype: Of weights that are not quantised, activations and KV.
+        path_reason: Why this executor, for people; may be empty.
+        processor_kernels: Why the kernels of the processor cannot run it; empty if they can.
+        gpu_kernels: Why the kernels of a GPU cannot run it; empty if they can.
+        weights: As ``--weights`` says.
+        weights_bytes: Of the weights in memory.
+        weights_bytes_by_type: The same for each type that ``--dtype`` and ``--weights`` could name.
+        kv_bytes_per_token: Of K and V.
+        kv_bytes: Of K and V of one sequence of ``max_context`` tokens.
+        left_out: Parts of the checkpoint that are not loaded.
+        stored_bytes: Size of the files with the weights.
+        download_bytes: How many of them are still to be fetched.
+    """
+
+    commit: str | None
+    architecture: str
+    num_layers: int
+    num_parameters: int
+    max_context: int
+    executor: str
+    device: str
+    dtype: str
+    path_reason: str
+    processor_kernels: str
+    gpu_kernels: str
+    weights: str
+    weights_bytes: int
+    weights_bytes_by_type: dict[str, int]
+    kv_bytes_per_token: int
+    kv_bytes: int
+    left_out: tuple[str, ...]
+    stored_bytes: int
+    download_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Whether a model loads.
+
+    Attributes:
+        model: As it was named.
+        reason: Why it does not load; empty if it does.
+        instead: What to try in its place, if that is known.
+        details: How it loads; None if it does not.
+    """
+
+    model: str
+    reason: str = ""
+    instead: str = ""
+    details: Details | None = None
+
+    @property
+    def loads(self) -> bool:
+        """Whether it loads."""
+        return self.details is not None
+
+    def facts(self) -> dict[str, Any]:
+        """Return the report for JSON; the keys are always the same."""
+        first = {"model": self.model, "loads": self.loads, "reason": self.reason, "instead": self.instead}
+        details = None if self.details is None else asdict(self.details)
+        return first | (details or dict.fromkeys(field.name for field in fields(Details)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a model lies: a folder with all files, or the outline of one that may lack its weights."""
+
+    folder: Path
+    commit: str | None = None
+    outline: Outline | None = None
+
+
+def check_model(config: ServerConfig) -> Report:
+    """Return whether the model of the settings loads, and how. Of a model of the hub no weights are fetched.
+
+    Raises:
+        ConfigError: The settings cannot be used with this model or on this machine.
+    """
+    name = str(config.model)
+    try:
+        source = _located(config, name)
+        network = network_of(config, source.folder)
+        names = _checked_names(network, source)
+    except ModelError as error:
+        reason, instead = (error.reason, error.instead) if isinstance(error, NotSupported) else (str(error), "")
+        return Report(name, reason.removeprefix(f"--model {name}: "), instead)
+    try:
+        return Report(name, details=_details(config, network, source, names))
+    except ConfigError as error:
+        if config.weights == "float":
+            raise
+        return Report(name, str(error), f"--weights float in place of {config.weights}")
+
+
+def check_folder(folder: Path) -> str:
+    """Return why a complete model folder does not load; empty if it does."""
+    try:
+        check_tensors(folder, read_config(folder))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def _located(config: ServerConfig, name: str) -> _Source:
+    """Return where a model lies; for one of the hub, fetch its configuration and index."""
+    if name == DEMO_MODEL or as_folder(name) is not None or not is_hub_name(name):
+        folder, _, _ = find_model(config, lambda _stage, _share: None)
+        return _Source(folder)
+    outline = outline_model(
+        name, config.revision, is_offline=config.is_offline, check=functools.partial(network_of, config)
+    )
+    return _Source(outline.folder, outline.folder.name, outline)
+
+
+def _checked_names(network: ModelConfig, source: _Source) -> frozenset[str] | None:
+    """Return the names of the tensors, which are those that the network needs; None: they are not known yet.
+
+    Raises:
+        ModelError: They are others.
+    """
+    if source.outline is None or _is_complete(source.folder):
+        check_tensors(source.folder, network)
+        return frozenset(list_tensors(source.folder)[0])
+    if source.outline.tensors:
+        _check_index(network, source.outline.tensors)
+    return source.outline.tensors or None
+
+
+def _is_complete(folder: Path) -> bool:
+    weights = weights_of(folder)
+    return bool(weights) and all(is_file(folder / name) for name in weights)
+
+
+def _check_index(network: ModelConfig, names: frozenset[str]) -> None:
+    """Compare the names in an index with those that a network needs; shapes are known after the download only."""
+    unread = {name: StoredTensor(name, "F32", (), Path(), 0, 0) for name in names}
+    found = {name for name in of_text_model(network, unread) if not name.endswith(_IGNORED)}
+    needed = tensor_names(network)
+    for verb, tensors in (("lacks", needed - found), ("has unexpected", found - needed - {HEAD})):
+        if tensors:
+            more = f" and {len(tensors) - _MAX_NAMED} more" if len(tensors) > _MAX_NAMED else ""
+            raise ModelError(f"the index of the weights {verb} tensors: {listed(sorted(tensors)[:_MAX_NAMED])}{more}")
+
+
+def _details(config: ServerConfig, network: ModelConfig, source: _Source, names: frozenset[str] | None) -> Details:
+    path, sizes = path_of(config, network)
+    dtype = TORCH_DTYPES[path.dtype]
+    max_context = config.max_context or network.max_positions
+    files = [source.folder / name for name in weights_of(source.folder)]
+    return Details(
+        commit=source.commit,
+        architecture=network.architecture,
+        num_layers=network.num_layers,
+        num_parameters=num_parameters(network),
+        max_context=max_context,
+        executor=path.executor,
+        device=path.device,
+        dtype=path.dtype,
+        path_reason=path.reason,
+        processor_kernels=processor_reason(network),
+        gpu_kernels=gpu_reason(network),
+        weights=config.weights,
+        weights_bytes=sizes[path.dtype if config.weights == "float" else config.weights],
+        weights_bytes_by_type=sizes,
+        kv_bytes_per_token=network.kv_values * dtype.itemsize,
+        kv_bytes=kv_bytes(network, dtype, max_context),
+        left_out=_left_out(network, names),
+        stored_bytes=source.outline.stored_bytes if source.outline else sum(map(size_of, files)),
+        download_bytes=source.outline.missing_bytes if source.outline else 0,
+    )
+
+
+def _left_out(network: ModelConfig, names: frozenset[str] | None) -> tuple[str, ...]:
+    """Return the parts of a checkpoint that are not loaded; while its names are not known, all that it may have."""
+    wrapper = wrapper_of(network)
+    if wrapper is None:
+        return ()
+    parts = [part for part in wrapper.left_out if names is None or any(name.startswith(part) for name in names)]
+    return tuple(dict.fromkeys(part.rstrip(".").rpartition(".")[2] for part in parts))

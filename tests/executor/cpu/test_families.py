@@ -1,0 +1,197 @@
+"""Every family of models on the kernels: the logits of the torch executor, and bits that depend on nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ferrule_server.executor.base import Executor, Float32Array, OutputSpec
+from ferrule_server.executor.cpu.support import choose, unsupported
+from ferrule_server.kernels.cpu.plan import WeightKind
+from ferrule_server.model.config import LayerKind, ModelConfig, PerLayerInput
+from ferrule_server.model.config_reader import read_config
+from ferrule_server.model.tensors import LayerWeights
+from ferrule_server.model.weights import load_model
+from tests.configs import uniform_config
+from tests.executor.cpu.models import QUANTISED_SETS, running
+from tests.executor.cpu.test_against_torch import torch_executor
+from tests.executor.cpu.test_quantised import oracle_of
+from tests.executor.cpu.test_weights import unpacked
+from tests.model.conftest import CASES, LONG_ROPE, make_example
+from tests.model.stepping import Piece, PooledSequence, Stepper
+
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 200, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+"""Heads of 32, for which other tests compile kernels too."""
+FAMILIES = [name for name in CASES if not name.startswith("gemma4")]
+QUANTISED = ["gemma2-window-softcap", "olmo3-windows", "cohere2-parallel", "starcoder2-layernorm"]
+"""Together they have every feature."""
+LENGTH = 330
+"""Beyond a tile of attention."""
+
+Folder = Callable[[str], Path]
+
+
+def case_of(name: str) -> dict[str, Any]:
+    """Return a case with sizes that the kernels compute."""
+    case = {**CASES[name], **SIZES}
+    if "head_dim" in case:
+        case["head_dim"] = 32
+    if case.get("rope_parameters") == LONG_ROPE:
+        factors = {key: LONG_ROPE[key] * 2 for key in ("short_factor", "long_factor")}
+        case["rope_parameters"] = {**LONG_ROPE, **factors}
+    return case
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Return the folder of a random model of a family, made when it is first asked for."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = make_example(case_of(name), tmp_path_factory.mktemp("model")).folder
+        return made[name]
+
+    return folder
+
+
+def prompts_of(vocab_size: int) -> list[list[int]]:
+    """Return the tokens of three sequences."""
+    return [
+        [(7 * i + i // 5 + start) % vocab_size for i in range(length)]
+        for start, length in ((3, LENGTH), (9, 1), (40, 17))
+    ]
+
+
+def all_logits(executor: Executor) -> Float32Array:
+    """Return the logits of all positions of three sequences, run in one step, and of a decode after each."""
+    stepper = Stepper(executor)
+    prompts = prompts_of(executor.info.model.config.vocab_size)
+    seqs = [PooledSequence() for _ in prompts]
+    chunks = [Piece(seq, prompt, num_outputs=len(prompt)) for seq, prompt in zip(seqs, prompts, strict=True)]
+    return np.concatenate((stepper.logits(*chunks), stepper.logits(*(Piece(seq, [7]) for seq in seqs))))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_float32_logits_equal_plain_torch(folder_of: Folder, name: str) -> None:
+    """Only the order of sums differs."""
+    folder = folder_of(name)
+    expected = all_logits(torch_executor(folder, "float32", is_plain=True))
+    with running(folder, "float32") as executor:
+        found = all_logits(executor)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4 * float(expected.std()) + 2e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_logits_are_as_near_as_those_of_torch(folder_of: Folder, name: str) -> None:
+    """Nearer, because the residual stream stays float32."""
+    folder = folder_of(name)
+    exact, rounded = (all_logits(torch_executor(folder, dtype)) for dtype in ("float32", "bfloat16"))
+    with running(folder, "bfloat16") as executor:
+        found = all_logits(executor)
+    assert np.sqrt(np.square(found - exact).mean()) <= np.sqrt(np.square(rounded - exact).mean())
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_logits_are_those_of_the_quantised_weights(folder_of: Folder, name: str, kind: WeightKind) -> None:
+    """As torch computes them with the weights that the integers stand for, which are unpacked."""
+    folder = folder_of(name)
+    expected = all_logits(oracle_of(folder, kind))
+    with running(folder, "float32", QUANTISED_SETS[-1], weights=kind) as executor:
+        found = all_logits(executor)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 * float(expected.std()))
+
+
+def in_parts(executor: Executor, sizes: Iterator[int]) -> Float32Array:
+    """Return the logits of all positions of a sequence, run in chunks beside another one."""
+    stepper, seq, mate = Stepper(executor, seed=3), PooledSequence(), PooledSequence()
+    tokens = prompts_of(executor.info.model.config.vocab_size)[0]
+    none = OutputSpec()
+    parts: list[Float32Array] = []
+    while seq.length < LENGTH:
+        chunk = tokens[seq.length : seq.length + next(sizes)]
+        rows = stepper.run(Piece(seq, chunk, num_outputs=len(chunk)), Piece(mate, chunk[:3], spec=none))
+        parts += [row.logits for row in rows if row.logits is not None]
+    return np.stack(parts)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_same_bits_in_chunks_of_any_size(folder_of: Folder, name: str, num_threads: int) -> None:
+    """Windows begin at other tokens for each row, yet what rows share a task changes nothing."""
+    folder = folder_of(name)
+    sizes = iter([100, 1, 1, 1, 17, 33, 1, 100, 1, 1, 5, 60, *[1] * LENGTH])
+    with running(folder, "float32") as executor:
+        expected = in_parts(executor, iter([LENGTH]))
+    with running(folder, "float32", num_threads=num_threads) as executor:
+        executor._threads.at = lambda now: num_threads  # type: ignore[method-assign]
+        found = in_parts(executor, sizes)
+    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_unpacked_weights_are_those_that_were_packed(folder_of: Folder, name: str) -> None:
+    """Torch can take over after a fault."""
+    folder = folder_of(name)
+    expected, found = load_model(folder, dtype="bfloat16").take_weights(), unpacked(folder, "bfloat16")
+    pairs: list[tuple[Any, Any]] = [
+        (getattr(found, part), getattr(expected, part))
+        for part in ("embedding", "head", "final_norm", "final_norm_bias")
+    ]
+    for layer, original in zip(found.layers, expected.layers, strict=True):
+        pairs += [(getattr(layer, field.name), getattr(original, field.name)) for field in fields(LayerWeights)]
+    for one, other in pairs:
+        assert (one is None) == (other is None)
+        assert one is None or (one.dtype == other.dtype and torch.equal(one, other))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_chosen(folder_of: Folder, name: str) -> None:
+    """Kernels are compiled for each size of heads, never for a family."""
+    config = read_config(folder_of(name))
+    assert unsupported(config) == ""
+    assert choose(config, "bfloat16").plan == choose(uniform_config(head_dim=32), "bfloat16").plan
+
+
+PLAIN = uniform_config(num_layers=2, head_dim=32)
+KIND = PLAIN.layers[0]
+
+
+def with_second(kind: LayerKind) -> ModelConfig:
+    """Return a network whose second layer is another one."""
+    return replace(PLAIN, layers=(KIND, kind))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (replace(PLAIN, has_v_norm=True), "norms of values"),
+        (replace(PLAIN, per_layer_input=PerLayerInput(9, 8)), "a second embedding"),
+        (with_second(replace(KIND, kv_layer=0)), "layers that read K and V of another layer"),
+        (with_second(replace(KIND, is_value_key=True)), "values that are keys"),
+        (with_second(replace(KIND, head_dim=64)), "layers of different sizes"),
+        (replace(PLAIN, hidden_size=72), "hidden_size 72 is not a multiple of 16"),
+        (uniform_config(head_dim=24), "head_dim 24 is not a multiple of 16"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_is_refused(config: ModelConfig, reason: str) -> None:
+    """Torch runs such a model, and the reason is told."""
+    assert reason in unsupported(config)
+    choice = choose(config, "bfloat16")
+    assert choice.plan is None
+    assert reason in choice.reason
+
+
+def test_float16_is_refused() -> None:
+    """The kernels would take its weights for those of another type."""
+    assert choose(PLAIN, "float16").plan is None

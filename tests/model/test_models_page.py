@@ -1,0 +1,64 @@
+"""The tables of docs/models.md are those of the code: families, what runs them, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ferrule_server.model.families import WRAPPERS
+from ferrule_server.model_check.__main__ import size
+from ferrule_server.model_check.catalogue import KNOWN, known_families
+from ferrule_server.model_check.memory import kv_bytes, weights_bytes
+from tests.model.conftest import CASES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
+
+
+def family_rows() -> list[str]:
+    """Return the rows of the families: architecture, models, differences, cases of tests, kernels."""
+    return [
+        f"| `{family.architecture}` | {family.models} | {family.differs} | {cases_of(family.architecture)} |"
+        f" {'no' if family.processor_kernels else 'yes'} | {'no' if family.gpu_kernels else 'yes'} |"
+        for family in known_families()
+    ]
+
+
+def cases_of(architecture: str) -> str:
+    """Return the cases of tests/model/conftest.py that compare a family with transformers."""
+    return ", ".join(f"`{name}`" for name, case in CASES.items() if f"{case['family']}ForCausalLM" == architecture)
+
+
+def memory_rows() -> list[str]:
+    """Return the rows of memory in bfloat16: weights, KV of a token, and of the longest sequence."""
+    rows = []
+    for architecture, known in KNOWN.items():
+        for model in known.published:
+            if model.name:
+                network, dtype = model.network(architecture), torch.bfloat16
+                per_token = network.kv_values * dtype.itemsize
+                longest = network.max_positions
+                sizes = weights_bytes(network, dtype), per_token, kv_bytes(network, dtype, longest)
+                weights, token, all_tokens = map(size, sizes)
+                rows.append(f"| {model.name} | {weights} | {token} | {all_tokens} for {longest} tokens |")
+    return rows
+
+
+@pytest.mark.parametrize("rows", [family_rows, memory_rows])
+def test_tables_are_those_of_the_code(rows: Callable[[], list[str]]) -> None:
+    """Whoever changes what kernels run copies the rows of this message into the page."""
+    expected = rows()
+    assert all(row in PAGE for row in expected), "docs/models.md must have:\n" + "\n".join(expected)
+
+
+def test_every_family_has_a_case() -> None:
+    """Without one nothing is proven."""
+    assert [family.architecture for family in known_families() if not cases_of(family.architecture)] == []
+
+
+def test_wrappers_are_named() -> None:
+    """With what is left out."""
+    for wrapper in WRAPPERS:
+        assert f"`{wrapper.architecture}`" in PAGE

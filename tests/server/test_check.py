@@ -1,0 +1,539 @@
+"""``ferrule check`` and ``ferrule models``: what they say is what a server does, and no weights are fetched for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+
+from ferrule_cli import app
+from ferrule_server.config import ServerConfig
+from ferrule_server.errors import ConfigError, ModelError
+from ferrule_server.executor.cpu import weights as packing
+from ferrule_server.executor.cpu.support import choose
+from ferrule_server.executor.devices import Device
+from ferrule_server.loading import create_executor
+from ferrule_server.model.config_reader import read_config
+from ferrule_server.model.families import FAMILIES, WRAPPERS
+from ferrule_server.model.families.others import OTHERS, SMALL
+from ferrule_server.model.hub.models import fetch_model
+from ferrule_server.model.weights import DTypeName, Encoding, load_model
+from ferrule_server.model_check import paths
+from ferrule_server.model_check.__main__ import main, size
+from ferrule_server.model_check.catalogue import KNOWN, Published
+from ferrule_server.model_check.memory import TORCH_DTYPES, num_parameters
+from ferrule_server.model_check.report import Details, Report, check_model
+from tests.executor.cpu.models import DEMO, write_awkward
+from tests.model.conftest import CASES, make_example
+from tests.model.hub_stand_in import Hub, files_of, serving
+from tests.model.small_model import CONFIG, write_small_model
+from tests.tools import KERNEL_CACHE
+
+NAME = "tiny/model"
+WEIGHTS = ".safetensors"
+DTYPES: tuple[DTypeName, ...] = ("float32", "bfloat16", "float16")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings of whoever runs the tests have no say."""
+    for name in ("DTYPE", "WEIGHTS", "MAX_CONTEXT", "DEVICE", "EXECUTOR", "OFFLINE", "REVISION"):
+        monkeypatch.delenv(f"FERRULE_{name}", raising=False)
+
+
+def checked(model: Path | str, **settings: Any) -> Details:
+    """Return how a model loads; it does."""
+    report = check_model(ServerConfig(model=str(model), **{"device": "cpu", **settings}))
+    assert report.details is not None, report
+    return report.details
+
+
+def refused(model: Path | str, **settings: Any) -> Report:
+    """Return why a model does not load; it does not."""
+    report = check_model(ServerConfig(model=str(model), **{"device": "cpu", **settings}))
+    assert not report.loads
+    assert report.reason
+    return report
+
+
+def folder_of(folder: Path, **changes: Any) -> Path:
+    """Return a folder with a config.json of a small model that is changed."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return folder
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_are_those_of_a_loaded_model(case: str, tmp_path: Path) -> None:
+    """Of every family, to the byte, for every type."""
+    make_example(CASES[case], tmp_path)
+    details = checked(tmp_path, executor="torch", dtype="float32")
+    for dtype in DTYPES:
+        model = load_model(tmp_path, dtype=dtype)
+        assert details.weights_bytes_by_type[dtype] == model.weights_bytes, dtype
+        assert details.num_parameters == model.num_parameters
+    assert details.weights_bytes == details.weights_bytes_by_type["float32"]
+    assert details.max_context == 512
+
+
+WIDE = ("gemma2-window-softcap", "phi3-longrope-partial", "olmo2", "cohere2-parallel", "starcoder2-layernorm")
+"""Cases whose layers have other parts; their heads are made as wide as kernels need."""
+
+
+@pytest.mark.parametrize("weights", ["float", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", ["awkward", "demo", *WIDE])
+def test_bytes_of_packed_weights_are_those_of_a_loaded_model(
+    shape: str, dtype: DTypeName, weights: Any, tmp_path: Path
+) -> None:
+    """What the kernels of the processor read has another size; nothing is compiled to know it."""
+    if shape in WIDE:
+        folder = make_example({**CASES[shape], "hidden_size": 64, "head_dim": 16}, tmp_path).folder
+    else:
+        folder = DEMO if shape == "demo" else write_awkward(tmp_path)
+    config = read_config(folder)
+    plan = choose(config, dtype, weights).plan
+    if plan is None and shape in WIDE:
+        pytest.skip("the kernels of the processor do not run this family")
+    assert plan is not None
+    packer = packing.Packer(config, plan, lambda *_: 0)
+    model = load_model(folder, dtype=dtype, config=config, encoding=Encoding(packer.name, packer.encode))
+    details = checked(folder, dtype=dtype, weights=weights)
+    assert details.weights_bytes == model.weights_bytes
+    assert details.executor == "numba-cpu"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dtype": "float32"}, {"dtype": "float16"}, {"weights": "int8"}, {"executor": "torch"}, {"max_context": 100}],
+    ids=str,
+)
+def test_the_path_is_that_of_a_server(settings: dict[str, Any]) -> None:
+    """Executor, type, context and bytes of KV are those of what a server with these settings makes."""
+    details = checked("demo", **settings)
+    config = ServerConfig(
+        model="demo", device="cpu", kv_memory_bytes=1 << 20, kernel_cache=Path(KERNEL_CACHE), **settings
+    )
+    loaded = create_executor(config, lambda _stage, _share: None)
+    try:
+        info = loaded.executor.info
+        assert details.executor == info.name.partition(" ")[0]
+        assert (details.dtype, details.weights_bytes) == (info.kv_dtype, info.model.weights_bytes)
+        assert details.max_context == info.model.max_context
+        assert details.kv_bytes_per_token * info.block_size == info.bytes_per_block
+        assert details.kv_bytes == -(-details.max_context // info.block_size) * info.bytes_per_block
+    finally:
+        loaded.executor.close()
+
+
+def test_no_kernels_are_no_reason_not_to_load(tmp_path: Path) -> None:
+    """Torch runs such a model, and the reasons of both kinds of kernels are there."""
+    make_example(CASES["llama-gqa-1to1-untied-biases"], tmp_path)
+    details = checked(tmp_path)
+    assert details.executor == "torch"
+    assert "head_dim 22 is not a multiple of" in details.path_reason
+    assert "head_dim 22" in details.processor_kernels
+    assert "heads of 64 or 128 values, not 22" in details.gpu_kernels
+    assert set(details.weights_bytes_by_type) == set(DTYPES)
+    report = refused(tmp_path, weights="int8")
+    assert "--weights int8 needs kernels" in report.reason
+    assert report.instead == "--weights float in place of int8"
+
+
+@pytest.mark.parametrize(
+    ("settings", "executor", "reason"),
+    [
+        ({}, "numba-cuda", ""),
+        ({"dtype": "float32"}, "torch", "bfloat16, not float32"),
+        ({"executor": "torch"}, "torch", "the settings say so"),
+        ({"has_cuda_runner": False}, "torch", "the settings say so"),
+    ],
+    ids=str,
+)
+def test_a_gpu_runs_what_its_kernels_know(
+    settings: dict[str, Any], executor: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU is a stand-in; weights have no packed form there, and cannot be quantised."""
+    monkeypatch.setattr(paths, "device_of", lambda _config: Device(0))
+    details = checked("demo", device="auto", **settings)
+    assert (details.executor, details.device) == (executor, "cuda:0")
+    assert details.dtype == settings.get("dtype", "bfloat16")
+    assert reason in details.path_reason
+    assert bool(reason) == bool(details.path_reason)
+    assert set(details.weights_bytes_by_type) == set(DTYPES)
+
+
+def test_a_gpu_that_is_not_there_is_wrong_usage() -> None:
+    """As it is for a server."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ConfigError, match="--device cuda"):
+        check_model(ServerConfig(model="demo", device="cuda"))
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_what_does_not_load_says_what_to_try(architecture: str, tmp_path: Path) -> None:
+    """The kind, and a model of the hub."""
+    report = refused(folder_of(tmp_path, architectures=[architecture]))
+    assert f"This is {OTHERS[architecture].kind}" in report.reason
+    assert report.instead == OTHERS[architecture].instead
+    assert hasattr(transformers, architecture), "transformers has no such class"
+    assert architecture not in {known.architecture for known in (*FAMILIES, *WRAPPERS)}, "it loads"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "instead"),
+    [
+        ({"architectures": ["NewMoeForCausalLM"], "num_experts": 8}, "a mixture of experts", SMALL),
+        ({"architectures": ["NewForMaskedLM"]}, "an encoder", SMALL),
+        ({"architectures": ["NewForConditionalGeneration"]}, "several modalities", SMALL),
+        ({"architectures": ["NewForCausalLM"]}, f"{SMALL} is a small one", ""),
+        ({"architectures": None}, "architectures is None", ""),
+        ({"architectures": ["A", "B"]}, "architectures is ['A', 'B']", ""),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'", "--weights int8"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'", "--weights int8"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised by 'fp8'", "the original repository"),
+        ({"quantization_config": {}}, "the checkpoint is quantised", "--weights int8"),
+        ({"a_setting_of_tomorrow": 1}, "a_setting_of_tomorrow is 1", ""),
+    ],
+    ids=str,
+)
+def test_configurations_are_refused_with_advice(
+    changes: dict[str, Any], reason: str, instead: str, tmp_path: Path
+) -> None:
+    """A model that is known has something to try in its place."""
+    report = refused(folder_of(tmp_path, **changes))
+    assert reason in report.reason
+    assert instead in report.instead
+    assert bool(instead) == bool(report.instead)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason", "instead"),
+    [
+        (["adapter_config.json", "adapter_model.safetensors"], "a LoRA adapter", "merge"),
+        (["model-q4_k_m.gguf"], "GGUF", "--weights int8"),
+        (["pytorch_model.bin"], "pickles", "safetensors"),
+        ([], "config.json is missing", ""),
+    ],
+    ids=str,
+)
+def test_folders_of_other_formats_are_refused_with_advice(
+    files: list[str], reason: str, instead: str, tmp_path: Path
+) -> None:
+    """What they hold is said by name."""
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    report = refused(tmp_path)
+    assert reason in report.reason
+    assert instead in report.instead
+
+
+def test_a_path_that_is_not_there_is_said_to_be_none() -> None:
+    """Before anything is said about a hub, and nobody is asked."""
+    for name in ("./models/nope", "/models/nope", "nope"):
+        assert refused(name).reason == "there is no such folder; a model of the hub is named org/name"
+
+
+def test_tensors_are_compared_before_anything_is_read(tmp_path: Path) -> None:
+    """Missing ones are named, as by a server."""
+    folder = write_small_model(tmp_path / "small")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    assert "tensor model.norm.weight is missing" in refused(folder).reason
+
+
+def test_a_refusal_at_the_start_of_a_server_says_what_to_try(tmp_path: Path) -> None:
+    """The same words."""
+    with pytest.raises(ModelError, match=r"a mixture of experts, which is not supported yet\. Try Qwen/Qwen3-8B"):
+        read_config(folder_of(tmp_path, architectures=["Qwen3MoeForCausalLM"]))
+
+
+# ---- the commands ---------------------------------------------------------------------------------------------------
+
+
+def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0, 1 and 2; the keys are the same, whether it loads or not."""
+    assert main(["--model=demo", "--json"]) == 0
+    loads = json.loads(capsys.readouterr().out)
+    assert main([f"--model={folder_of(tmp_path, architectures=['MixtralForCausalLM'])}", "--json"]) == 1
+    does_not = json.loads(capsys.readouterr().out)
+    assert list(loads) == list(does_not)
+    assert (loads["loads"], does_not["loads"]) == (True, False)
+    kinds = {
+        "model": str, "loads": bool, "reason": str, "instead": str, "architecture": str, "num_layers": int,
+        "num_parameters": int, "max_context": int, "executor": str, "device": str, "dtype": str, "path_reason": str,
+        "processor_kernels": str, "gpu_kernels": str, "weights": str, "weights_bytes": int,
+        "weights_bytes_by_type": dict, "kv_bytes_per_token": int, "kv_bytes": int, "left_out": list,
+        "stored_bytes": int, "download_bytes": int,
+    }  # fmt: skip
+    assert loads.keys() - {"commit"} == kinds.keys()
+    assert {key: type(loads[key]) for key in kinds} == kinds
+    assert {does_not[key] for key in does_not.keys() - {"model", "loads", "reason", "instead"}} == {None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype=int3"], "error: --dtype 'int3': must be one of"),
+        (["--max-context=0"], "error: --max-context '0'"),
+        (["--max-context=4096"], "error: --max-context 4096 is beyond the 2048 tokens that demo supports"),
+        (["--weights=int2"], "error: --weights 'int2': must be one of"),
+    ],
+    ids=str,
+)
+def test_wrong_usage_ends_with_2(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line on stderr."""
+    assert main(["--model=demo", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, len(captured.err.splitlines())) == ("", 1)
+    assert captured.err.startswith(message)
+
+
+def test_variables_of_a_server_count(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags win over them, and a message names the variable."""
+    monkeypatch.setenv("FERRULE_DTYPE", "float32")
+    monkeypatch.setenv("FERRULE_LISTEN", "what is not read here")
+    assert main(["--model=demo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "float32"
+    assert main(["--model=demo", "--dtype=bfloat16", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "bfloat16"
+    monkeypatch.setenv("FERRULE_MAX_CONTEXT", "4096")
+    assert main(["--model=demo"]) == 2
+    assert "FERRULE_MAX_CONTEXT=4096 is beyond" in capsys.readouterr().err
+
+
+def test_the_command_gives_flags_and_exit_code_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A process of the server's package prints the report."""
+    assert app.main(["check", "demo", "--json", "--dtype", "float32", "--max-context", "99", "--weights", "int8"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["dtype"], found["max_context"], found["weights"]) == ("float32", 99, "int8")
+    assert app.main(["check", str(folder_of(tmp_path, architectures=["BertModel"]))]) == 1
+    assert "does not load" in capfd.readouterr().out
+
+
+def test_text_has_what_json_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """For people, with units."""
+    assert main(["--model=demo"]) == 0
+    text = capsys.readouterr().out
+    details = checked("demo")
+    assert text.startswith("demo loads\n")
+    for part in (details.executor, size(details.weights_bytes), f"{size(details.kv_bytes_per_token)} per token"):
+        assert part in text
+
+
+# ---- the hub --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with a model in one file."""
+    return write_small_model(tmp_path / "repository")
+
+
+@pytest.fixture
+def hub(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A stand-in with that repository, and an empty cache."""
+    with serving(tiny__model=repository) as hub:
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        template = hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield hub
+    huggingface_hub.close_session()
+
+
+def asked_for_weights(hub: Hub) -> bool:
+    """Return whether a request was for weights, or any bytes of them were sent."""
+    return hub.sent_bytes > 0 or any(WEIGHTS in seen.path and "index" not in seen.path for seen in hub.seen)
+
+
+def shard(repository: Path, *, without: str = "", extra: str = "") -> None:
+    """Replace the single file by two shards and an index, in which names can be missing or too many."""
+    tensors = load_file(repository / "model.safetensors")
+    (repository / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {name: f"model-0000{1 + index % 2}-of-00002.safetensors" for index, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in names if files[name] == file}, repository / file)
+    files.pop(without, None)
+    weight_map = {**files, **({extra: "model-00001-of-00002.safetensors"} if extra else {})}
+    (repository / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_a_model_of_the_hub_is_checked_without_its_weights(hub: Hub, repository: Path) -> None:
+    """The configuration alone is fetched; the figures are those of the folder."""
+    (repository / "generation_config.json").write_text("{}")
+    details = checked(NAME)
+    assert set(hub.files_got()) == {"config.json", "generation_config.json"}
+    assert not asked_for_weights(hub)
+    assert details.download_bytes == details.stored_bytes == (repository / "model.safetensors").stat().st_size
+    assert details.commit == hub.commit(NAME)
+    of_folder = checked(repository)
+    assert details.weights_bytes_by_type == of_folder.weights_bytes_by_type
+    assert (details.kv_bytes, details.executor) == (of_folder.kv_bytes, of_folder.executor)
+
+
+def test_of_shards_the_index_is_read(hub: Hub, repository: Path) -> None:
+    """It names the files, whose sizes the list of files has, and the tensors."""
+    shard(repository)
+    details = checked(NAME)
+    assert set(hub.files_got()) == {"config.json", "model.safetensors.index.json"}
+    assert not asked_for_weights(hub)
+    assert details.stored_bytes == sum(path.stat().st_size for path in repository.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"without": "model.norm.weight"}, "the index of the weights lacks tensors: model.norm.weight"),
+        ({"extra": "model.other.weight"}, "the index of the weights has unexpected tensors: model.other.weight"),
+    ],
+    ids=str,
+)
+def test_an_index_of_another_network_is_refused(
+    hub: Hub, repository: Path, change: dict[str, str], reason: str
+) -> None:
+    """Before gigabytes are fetched."""
+    shard(repository, **change)
+    assert refused(NAME).reason == reason
+    assert not asked_for_weights(hub)
+
+
+def test_frequencies_and_a_tied_head_in_an_index_are_no_fault(hub: Hub, repository: Path) -> None:
+    """They are none in a folder."""
+    for extra in ("model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"):
+        write_small_model(repository)
+        shard(repository, extra=extra)
+        checked(NAME)
+
+
+@pytest.mark.parametrize(
+    ("files", "reason", "instead"),
+    [
+        (["model-q4.gguf"], "the repository has no safetensors, only model-q4.gguf", "--weights int8"),
+        (["pytorch_model.bin"], "the repository has no safetensors, only pytorch_model.bin", "with safetensors"),
+        (["adapter_config.json", "adapter_model.safetensors"], "it holds a LoRA adapter", "merge"),
+        (["README.md"], "the repository has no safetensors", ""),
+    ],
+    ids=str,
+)
+def test_repositories_of_other_formats_are_refused_with_advice(
+    hub: Hub, repository: Path, files: list[str], reason: str, instead: str
+) -> None:
+    """Nothing at all is fetched."""
+    for name in files_of(repository):
+        if name != "config.json" or "adapter_config.json" in files:
+            (repository / name).unlink()
+    for name in files:
+        (repository / name).write_text("{}")
+    report = refused(NAME)
+    assert reason in report.reason
+    assert instead in report.instead
+    assert hub.files_got() == []
+
+
+def test_an_unsupported_model_of_the_hub_says_what_to_try(hub: Hub, repository: Path) -> None:
+    """Its configuration is enough to know."""
+    folder_of(repository, architectures=["DeepseekV3ForCausalLM"])
+    assert refused(NAME).instead == OTHERS["DeepseekV3ForCausalLM"].instead
+    assert hub.files_got() == ["config.json"]
+
+
+def test_a_model_of_several_modalities_says_what_is_left_out(hub: Hub, repository: Path) -> None:
+    """Of shards, what the index names; of a single file, what there may be."""
+    text = {key: value for key, value in CONFIG.items() if key not in ("architectures", "model_type")}
+    text |= {"model_type": "mistral", "use_sliding_window": None, "max_window_layers": None, "attention_bias": None}
+    content = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+    (repository / "config.json").write_text(json.dumps(content))
+    tensors = load_file(repository / "model.safetensors")
+    inner = {f"language_{name}": tensor for name, tensor in tensors.items() if "q_norm" not in name}
+    inner = {name: tensor for name, tensor in inner.items() if "k_norm" not in name}
+    inner = {name.replace("language_model.", "language_model.model."): tensor for name, tensor in inner.items()}
+    save_file({**inner, "vision_tower.patch_conv.weight": torch.zeros(4)}, repository / "model.safetensors")
+    assert checked(repository).left_out == ("vision_tower",)
+    assert checked(NAME).left_out == ("vision_tower", "multi_modal_projector")
+    shard(repository)
+    assert checked(NAME).left_out == ("vision_tower",)
+    assert not asked_for_weights(hub)
+
+
+def test_a_repository_or_a_hub_that_is_not_there(hub: Hub) -> None:
+    """The folder is spoken of first."""
+    assert refused("no/body").reason.startswith("no such folder, and http")
+    hub.faults.is_down = True
+    assert refused(NAME).reason.startswith("no such folder, and http")
+
+
+def test_what_is_in_the_cache_is_listed(hub: Hub, repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checked models are not complete; fetched ones load, and are checked without the hub."""
+    assert main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cached"] == []
+    checked(NAME)
+    assert main(["--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["cached"]
+    assert (entry["model"], entry["loads"]) == (NAME, False)
+    assert "not complete" in entry["reason"]
+    fetch_model(NAME, None, is_offline=False, check=read_config, on_share=lambda _: None)
+    assert main(["--json"]) == 0
+    (entry,) = json.loads(capsys.readouterr().out)["cached"]
+    assert (entry["loads"], entry["reason"]) == (True, "")
+    assert entry["disk_bytes"] >= (repository / "model.safetensors").stat().st_size
+    hub.seen.clear()
+    assert checked(NAME, is_offline=True).download_bytes == 0
+    assert hub.seen == []
+    assert main([]) == 0
+    assert f"  {NAME}  {size(entry['disk_bytes'])}  loads" in capsys.readouterr().out
+
+
+# ---- families -------------------------------------------------------------------------------------------------------
+
+
+def test_every_family_is_listed(capsys: pytest.CaptureFixture[str], hub: Hub) -> None:
+    """With its models and what runs them; a new one belongs into the catalogue."""
+    assert main(["--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [entry["architecture"] for entry in listed["families"]] == [family.architecture for family in FAMILIES]
+    assert listed["wrappers"] == [wrapper.architecture for wrapper in WRAPPERS]
+    assert KNOWN.keys() == {family.architecture for family in FAMILIES}
+    assert all(entry["models"] for entry in listed["families"])
+    assert {entry["architecture"] for entry in listed["families"] if entry["processor_kernels"] == ""} >= {
+        "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+    }  # fmt: skip
+
+
+PUBLISHED = [
+    pytest.param(architecture, model, id=model.name)
+    for architecture, known in KNOWN.items()
+    for model in known.published
+    if model.name
+]
+
+
+@pytest.mark.parametrize(("architecture", "model"), PUBLISHED)
+def test_sizes_of_the_catalogue_give_the_published_parameters(architecture: str, model: Published) -> None:
+    """The number of parameters is a check of the sizes, rounded as it is published."""
+    assert num_parameters(model.network(architecture)) / 1e9 == pytest.approx(model.billions, rel=6e-3)
+
+
+def test_types_are_those_of_the_loader() -> None:
+    """None is forgotten."""
+    assert tuple(TORCH_DTYPES) == DTYPES

@@ -46,12 +46,12 @@ class Leases:
     def first(self) -> float | None:
         """Return when the first one is due, or None if there is none."""
         with self.lock:
-            return min(self.due.values(), default=None)
+            return min((due for _, due in self._items()), default=None)
 
     def groups(self, now: float) -> list[tuple[str, list[Tip]]]:
         """Return what is to be renewed together as soon as one of it is due; see ``due_groups``."""
         with self.lock:
-            return due_groups(self.due.items(), now, self._num_failures)
+            return due_groups(self._items(), now, self._num_failures)
 
     def take(
         self,
@@ -85,6 +85,11 @@ class Leases:
                 if tip.handle.cache_id == handle.cache_id:
                     self._note(tip, handle, answer, now)
             return tips[len(answers) :]
+
+    def _items(self) -> list[tuple[Tip, float]]:
+        """Return what is kept; a finaliser may take some of it out meanwhile."""
+        tips = [tip for ref in self.due.keyrefs() if (tip := ref()) is not None]
+        return [(tip, due) for tip in tips if (due := self.due.get(tip)) is not None]
 
     def _note(self, tip: Tip, handle: Handle, answer: Lease | FerruleError, now: float) -> None:
         if isinstance(answer, Lease):

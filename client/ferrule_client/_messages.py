@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_client import _check, _convert
-from ferrule_client.errors import TruncateBeyondError
+from ferrule_client.errors import InvalidRequestError, TruncateBeyondError
 from ferrule_client.items import Append, DraftDistributions, Prompt, Verify
 from ferrule_client.policy import Policy, check_policy, greedy, sample, seeded
 from ferrule_client.types import Acceptance, Handle
@@ -311,10 +311,15 @@ def _chunk(token_ids: Sequence[int], item: Prompt | Append[Any]) -> executor_pb2
     )
 
 
-def fork_request(handle: Handle, n: int, length: int | None, ttl: float | None) -> cache_pb2.ForkCacheRequest:
-    """Return the request for ``n`` branches; raise ValueError for numbers out of their range."""
+def fork_request(
+    handle: Handle, n: int, length: int | None, most: int, ttl: float | None
+) -> cache_pb2.ForkCacheRequest:
+    """Return the request for ``n`` branches; raise ValueError for numbers out of their range; ``most`` as above."""
     _check.whole("n", n, 1)
     _check.whole("length", length, 1)
+    if length is not None and most < length <= handle.length:
+        text = f"length: {length} is outside [1, {most}], the cache's length"
+        raise InvalidRequestError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", text, {"field": "length"})
     return cache_pb2.ForkCacheRequest(
         kv_cache=_convert.handle_to_message(handle),
         count=n,
@@ -324,11 +329,14 @@ def fork_request(handle: Handle, n: int, length: int | None, ttl: float | None) 
     )
 
 
-def truncate_request(handle: Handle, length: int) -> cache_pb2.TruncateKvRequest:
-    """Return the request to keep ``length`` tokens; refuse a negative length, which cannot be sent, like the server."""
-    if length < 0:
-        text = f"cannot truncate to {length} tokens: lengths go from 1 to {handle.length}"
-        metadata = {"handle_id": handle.handle_id, "new_length": str(length), "length": str(handle.length)}
+def truncate_request(handle: Handle, length: int, most: int) -> cache_pb2.TruncateKvRequest:
+    """Return the request to keep ``length`` tokens; refuse like the server what is negative, which cannot be sent.
+
+    So is what is above ``most``, the length of the cache, where the server would not: its handle may cover more.
+    """
+    if length < 0 or most < length <= handle.length:
+        text = f"cannot truncate to {length} tokens: lengths go from 1 to {most}"
+        metadata = {"handle_id": handle.handle_id, "new_length": str(length), "length": str(most)}
         raise TruncateBeyondError(grpc.StatusCode.OUT_OF_RANGE, "TRUNCATE_BEYOND", text, metadata)
     _check.whole("length", length)
     return cache_pb2.TruncateKvRequest(kv_cache=_convert.handle_to_message(handle), new_length=length)

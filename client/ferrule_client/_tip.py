@@ -55,17 +55,18 @@ class Tip:
     The text that a caller has seen is the first ``length`` tokens of ``handle``, then ``pending``: the newest token
     that the server has chosen, which is not in the KV cache yet and is sent before whatever is appended next. A frame
     of a generation may bring several tokens but one handle, which covers all of them but the last. While they are
-    handed out, ``handle`` is ahead of what was seen::
+    handed out, ``handle`` is ahead of what was seen, and ``beyond`` begins with the pending token::
 
         text     [ length ................. | pending: t1 ]
-        handle   [ .................................... | beyond: t2 t3 ]     t4 becomes pending once they are out
+        handle   [ length ................. | beyond:  t1 t2 t3 ]             t4 becomes pending once they are out
 
     Attributes:
-        handle: Covers the tokens that are in the KV cache and were handed out, then those of ``beyond``.
+        handle: Covers the first ``length`` tokens, then those of ``beyond``.
         last: Output of the newest call, or None for an adopted handle.
         log: The first ``length`` token ids, as far as they are known.
         ttl_s: The granted lease in seconds, or None if the server has not said it.
-        beyond: Tokens that ``handle`` covers and that were not handed out yet.
+        beyond: Tokens of a frame that ``handle`` covers though it was not handed out whole yet.
+        is_cutting: True: a truncate that drops ``beyond`` was sent, and no answer came: ``handle`` may be stale.
         pending: The token that the server has chosen and that is not in the KV cache yet, if there is one.
         policy: The policy that chose a token last; None: none has.
         doubts: Tokens of appends whose answer never came: after ``handle`` stands one of them, a beginning of one
@@ -83,6 +84,7 @@ class Tip:
     log: TokenLog = field(default_factory=TokenLog)
     ttl_s: float | None = None
     beyond: tuple[int, ...] = ()
+    is_cutting: bool = False
     pending: tuple[int, ...] = ()
     policy: Policy | None = None
     doubts: frozenset[tuple[int, ...]] = frozenset()
@@ -235,7 +237,7 @@ class Tip:
         self.doubts = self._doubts_after(tuple(appended), output)
         if appended and not output.replayed:
             self.is_ahead = False
-        self.handle, self.beyond = output.handle, tuple(beyond)
+        self.handle, self.beyond, self.is_cutting = output.handle, tuple(beyond), False
         self.last, self.pending = output, tuple(pending)
         self.log.extend(appended)
         self._check_log()
@@ -283,7 +285,7 @@ class Tip:
         A generation that was ended just before may still get a token in, so ``is_ahead`` stays.
         """
         self.log.cut(handle.length)
-        self.handle, self.beyond = handle, ()
+        self.handle, self.beyond, self.is_cutting = handle, (), False
         self.last, self.pending, self.doubts = None, (), frozenset()
         self._check_log()
 
@@ -295,7 +297,7 @@ class Tip:
     def revive(self, handle: Handle, ttl_s: float | None) -> None:
         """Take over a new sequence of the same tokens."""
         self.handle, self.ttl_s = handle, ttl_s
-        self.doubts, self.is_ahead = frozenset(), False
+        self.doubts, self.is_ahead, self.is_cutting = frozenset(), False, False
         self.num_recoveries += 1
 
     def _check_log(self) -> None:

@@ -1,8 +1,9 @@
 """The pending rules while connections break: every kind of append of the library, sync and asyncio, each there once.
 
 Sessions draw a random mix of steps, confirmations, texts after a pending token, replacements, redraws, frames,
-verifies, loops and forks, with seeds, so that the same session without cuts must end in the same tokens. At the end
-the server's tokens are compared with the client's, and its count of tokens with those that were sent.
+verifies, loops, loops left early and forks, with seeds, so that the same session without cuts must end in the same
+tokens. At the end the server's tokens are compared with the client's, and its count of tokens with those that were
+sent.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ NUM_APPENDS = int(os.environ.get("FERRULE_CHAOS_APPENDS", "10400"))
 MAX_LENGTH = 400
 NUM_RETRIES = 1000
 
-KINDS = ("step", "confirm", "text", "drop", "send", "redraw", "frame", "verify", "loop", "fork")
+KINDS = ("step", "confirm", "text", "drop", "send", "redraw", "frame", "verify", "loop", "leave", "fork")
 
 
 class Session:
-    """The choices of one session: what to do next, and with which tokens and seeds. The same without cuts."""
+    """The choices of one session: what to do next, and with which tokens and seeds. The same without cuts.
+
+    ``num_within`` counts the loops of all sessions that were left within a frame; how many depends on the weather.
+    """
+
+    num_within = 0
 
     def __init__(self, number: int) -> None:
         self._random = random.Random(seed_of_run() + number)
@@ -53,6 +59,10 @@ class Session:
         """Return tokens whose first one differs from the pending one."""
         first = self._random.choice([token for token in range(256) if token != pending])
         return [first, *self._random.choices(range(256), k=self._random.randrange(3))]
+
+    def num_drawn(self) -> int:
+        """Return after how many tokens to leave a loop."""
+        return self._random.randrange(1, 12)
 
     def drafts(self) -> list[int]:
         """Return a few drafts."""
@@ -80,6 +90,11 @@ def act(session: Session, cache: Cache, stream: Stream) -> Cache:
         stream.run([Verify(cache, session.drafts(), policy=policy)])
     elif kind == "loop":
         cache.generate(3, policy=policy, ignore_eos=True).read()
+    elif kind == "leave":
+        loop = cache.generate(40, policy=policy, ignore_eos=True)
+        for _ in range(session.num_drawn()):
+            next(loop)
+        Session.num_within += cache.handle.length > cache.length
     else:
         branch = cache.fork()
         cache.release()
@@ -104,9 +119,11 @@ def play(client: Client, number: int, num_actions: int) -> tuple[list[list[int]]
 def ended(cache: Cache) -> list[int]:
     """Return what the server holds of a sequence, which is what the client knows, and release it."""
     with cache:
+        token = cache.last.token
+        cache.truncate(cache.length)  # what a loop drew beyond
         info = cache.info(token_ids=True)
         assert list(info.token_ids) == cache.token_ids
-        return [*info.token_ids, int(cache.last.token)]
+        return [*info.token_ids, int(token)]
 
 
 async def act_async(session: Session, cache: AsyncCache, stream: AsyncStream) -> AsyncCache:
@@ -130,6 +147,11 @@ async def act_async(session: Session, cache: AsyncCache, stream: AsyncStream) ->
         await stream.run([Verify(cache, session.drafts(), policy=policy)])
     elif kind == "loop":
         await cache.generate(3, policy=policy, ignore_eos=True).read()
+    elif kind == "leave":
+        loop = cache.generate(40, policy=policy, ignore_eos=True)
+        for _ in range(session.num_drawn()):
+            await anext(loop)
+        Session.num_within += cache.handle.length > cache.length
     else:
         branch = await cache.fork()
         await cache.release()
@@ -154,9 +176,11 @@ async def play_async(client: AsyncClient, number: int, num_actions: int) -> tupl
 async def ended_async(cache: AsyncCache) -> list[int]:
     """Return the same as ``ended``."""
     async with cache:
+        token = cache.last.token
+        await cache.truncate(cache.length)
         info = await cache.info(token_ids=True)
         assert list(info.token_ids) == cache.token_ids
-        return [*info.token_ids, int(cache.last.token)]
+        return [*info.token_ids, int(token)]
 
 
 Played = list[tuple[list[list[int]], Counter[str]]]
@@ -190,6 +214,7 @@ def campaign(way: str, sessions: Callable[[str, int], Played], num_actions: int,
     """Play with and without cuts, compare, report, and return the number of cuts."""
     with RunningServer() as server:
         expected = sessions(server.address.target, num_actions)
+        Session.num_within = 0
         with CuttingProxy(server.address.port, seed=seed_of_run(), mean_bytes=mean_bytes) as proxy:
             played = sessions(proxy.target, num_actions)
             num_cuts = proxy.num_cuts
@@ -199,11 +224,13 @@ def campaign(way: str, sessions: Callable[[str, int], Played], num_actions: int,
     counts = sum((one for _, one in played), Counter[str]())
     num_different = sum(one != other for one, other in zip(played, expected, strict=True))
     figures = {"cuts": num_cuts, "replayed": replayed, "different_sessions": num_different, "left": num_left}
+    figures["within"] = Session.num_within
     report("pending rules under cuts", clients=way, actions=sum(counts.values()), **figures, kinds=dict(counts))
     assert played == expected
     assert num_left == 0
     assert set(counts) == set(KINDS)
     assert replayed > 0
+    assert Session.num_within > 0
     return num_cuts
 
 

@@ -214,6 +214,12 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
             context.abort_with_status(rpc_status.to_status(GONE))
         return self.sequences[handle.cache_id]
 
+    @staticmethod
+    def _check_fresh(handle: types_pb2.KvCacheHandle, tokens: list[int], context: grpc.ServicerContext) -> None:
+        """Refuse a handle that is beyond the end of its sequence."""
+        if handle.length > len(tokens):
+            context.abort_with_status(rpc_status.to_status(status_of(grpc.StatusCode.ABORTED, "HANDLE_STALE")))
+
     def _grant(self, reply: executor_pb2.PrefillOutput | cache_pb2.ForkCacheResponse) -> None:
         if self.granted_ttl_s is not None:
             reply.ttl.FromNanoseconds(int(1e9 * self.granted_ttl_s))
@@ -276,7 +282,10 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
 
     def TruncateKv(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         def work() -> cache_pb2.TruncateKvResponse:
-            del self._find(request.kv_cache, context)[request.new_length :]
+            tokens = self._find(request.kv_cache, context)
+            if request.new_length != len(tokens):  # else it may be the last truncate once more
+                self._check_fresh(request.kv_cache, tokens, context)
+            del tokens[request.new_length :]
             return cache_pb2.TruncateKvResponse(kv_cache=self._handle(request.kv_cache.cache_id))
 
         return self._run("TruncateKv", context, work)
@@ -394,7 +403,9 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
 
     def ForkCache(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         def work() -> cache_pb2.ForkCacheResponse:
-            tokens = self._find(request.kv_cache, context)[: request.length or request.kv_cache.length]
+            tokens = self._find(request.kv_cache, context)
+            self._check_fresh(request.kv_cache, tokens, context)
+            tokens = tokens[: request.length or request.kv_cache.length]
             reply = cache_pb2.ForkCacheResponse(kv_caches=self._create(tokens, request.request_id, request.count))
             self._grant(reply)
             return reply

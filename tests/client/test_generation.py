@@ -17,6 +17,8 @@ from ferrule.errors import (
     HandleStaleError,
     InvalidRequestError,
     MaskUnknownError,
+    PendingTokenError,
+    TruncateBeyondError,
     UnavailableError,
 )
 from ferrule.types import TokenMask
@@ -344,6 +346,47 @@ def test_every_place_of_a_frame_is_a_good_one_to_leave(fake: FakeServer, fake_cl
         speak()
         cache.append(9)
         assert fake.sequences[cache.handle.cache_id] == cache.token_ids == [1, 2, 3, *said, 9]
+
+
+def test_what_is_refused_within_a_frame_changes_nothing(fake: FakeServer, fake_client: Client) -> None:
+    """The handle covers tokens that nobody has seen, and they are no place to cut or to branch at."""
+    fake.tokens_per_frame = 4
+    with fake_client.prefill([1, 2, 3]) as cache:
+        loop = cache.generate(8)
+        said = [next(loop), next(loop)]
+        assert cache.handle.length > cache.length + 1
+        with pytest.raises(TruncateBeyondError, match="cannot truncate to 5 tokens: lengths go from 1 to 4"):
+            cache.truncate(cache.length + 1)
+        with pytest.raises(InvalidRequestError, match="length: 5 is outside"):
+            cache.fork(length=cache.length + 1)
+        with pytest.raises(PendingTokenError):
+            cache.append(int(said[-1]))
+        assert fake.calls["TruncateKv"] == 0
+        assert [*said, *loop] == [fake.text[(3 + n) % len(fake.text)] for n in range(8)]
+        assert fake.calls["Generate"] == 1
+
+
+@pytest.mark.parametrize("use", ["append", "fork", "same", "shorter"])
+def test_a_frame_is_dropped_though_nobody_answers(fake: FakeServer, use: str) -> None:
+    """An append that begins with it fails, and the handle is stale; what comes next goes on all the same."""
+    fake.tokens_per_frame = 4
+    with Client(fake.target, max_retries=0) as client, client.prefill([1, 2, 3]) as cache:
+        loop = cache.generate(12)
+        said = [next(loop) for _ in range(3)]
+        fake.failures["TruncateKv"] = [Failure(grpc.StatusCode.UNAVAILABLE, "Socket closed", after=True)]
+        with pytest.raises(UnavailableError):
+            cache.append(9)
+        assert (cache.token_ids, cache.pending) == ([1, 2, 3, *said[:-1]], said[-1])
+        if use == "append":
+            cache.append(9)
+            assert cache.token_ids == [1, 2, 3, *said, 9]
+        elif use == "fork":
+            with cache.fork() as branch:
+                assert (branch.token_ids, branch.pending) == ([1, 2, 3, *said[:-1]], said[-1])
+        else:
+            cache.truncate(cache.length if use == "same" else 4)
+            assert (cache.token_ids, cache.pending) == ([1, 2, 3, *said[: 2 if use == "same" else 1]], None)
+        assert fake.sequences[cache.handle.cache_id] == cache.token_ids
 
 
 def test_moving_the_cache_in_the_loop_goes_on_from_there(fake: FakeServer, fake_client: Client) -> None:

@@ -14,6 +14,7 @@ from ferrule import Client, FerruleError, Handle, HandleNotFoundError
 from ferrule.errors import CallCancelledError, DeadlineExceededError
 from ferrule.types import Lease
 from ferrule_client import _leases
+from ferrule_client._leases import Leases
 from ferrule_client._tip import Tip
 from ferrule_client.sync._lease import LeaseKeeper
 from tests.client.fake_server import Failure, FakeServer, threads_named, wait_for
@@ -167,3 +168,19 @@ def test_lease_renewed_by_hand_is_kept_from_then_on(fake: FakeServer, fake_clien
         fake_client.keep_alive([cache], ttl=0.15)
         assert cache._tip.ttl_s == 0.15
         wait_for(lambda: fake.calls["KeepAlive"] > 2)
+
+
+def test_finaliser_may_strike_while_leases_are_looked_at() -> None:
+    """A collection of garbage may run anywhere, and end caches that were never released."""
+    leases, tips = Leases(), [Tip(Handle(f"x.{number}", 1, b"l")) for number in range(4)]
+
+    class Due(float):
+        def __lt__(self, other: float) -> bool:
+            leases.due.pop(tips[0], None)
+            return float(self) < float(other)
+
+    for tip in tips:
+        leases.begin(tip, 0.0)
+    leases.due[tips[1]] = Due(3.0)
+    assert leases.first() == leases.due[tips[2]]
+    assert tips[0] not in leases.due

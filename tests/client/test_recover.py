@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import pickle
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from ferrule import Cache, Client, FerruleError, HandleNotFoundError, greedy, sample
+from ferrule import AsyncClient, Cache, Client, FerruleError, HandleNotFoundError, greedy, sample
 from ferrule.errors import (
     BlocksExhaustedError,
     DeadlineExceededError,
@@ -141,6 +142,33 @@ def test_only_lost_items_are_sent_again(fake: FakeServer, fake_client: Client) -
         assert third.token_ids == PROMPT
         assert [len(frame) for frame in fake.frames] == [3, 1]
         assert (kept.num_recoveries, lost.num_recoveries, plain.length) == (0, 1, 3)
+
+
+def test_a_call_within_a_frame_recovers_for_the_loop_too(fake: FakeServer, fake_client: Client) -> None:
+    """What is left of the frame names the lost sequence, and is not handed out."""
+    fake.tokens_per_frame = 4
+    with fake_client.prefill(PROMPT, recover=True) as cache:
+        loop = cache.generate(8)
+        said = [next(loop)]
+        fake.lose_all()
+        cache.info()
+        said += loop
+        assert said == [fake.text[(3 + n) % len(fake.text)] for n in range(8)]
+        assert cache.num_recoveries == 1
+        assert fake.sequences == {cache.handle.cache_id: [*PROMPT, *said[:-1]]}
+
+
+def test_calls_at_once_recover_once(fake: FakeServer) -> None:
+    """Those that only look may run together; the first that has brought the sequence back has done it for all."""
+
+    async def look() -> None:
+        async with AsyncClient(fake.target) as client, client.prefill(PROMPT, recover=True) as cache:
+            fake.lose_all()
+            await asyncio.gather(*(cache.info() for _ in range(3)))
+            assert cache.num_recoveries == 1
+            assert fake.sequences == {cache.handle.cache_id: PROMPT}
+
+    asyncio.run(look())
 
 
 def test_sampled_loop_keeps_its_seed(fake: FakeServer, fake_client: Client) -> None:

@@ -97,6 +97,24 @@ def test_one_bad_item_leaves_its_neighbours_alone(fake: FakeServer, fake_client:
     fake_client.release(caches)
 
 
+def test_one_bad_item_costs_no_further_call(fake: FakeServer, fake_client: Client) -> None:
+    """Where no sequence was made there is none to release."""
+    with fake_client.prefill([1]) as cache, fake_client.stream() as stream:
+        fake.failures["item"] = [Failure(grpc.StatusCode.INVALID_ARGUMENT, reason="INVALID_FIELD")]
+        with pytest.raises(FerruleError):
+            stream.run([Append(cache, 5)])
+        assert fake.calls["ReleaseCache"] == 0
+
+
+def test_a_dropped_mask_is_registered_once_for_all_items(fake: FakeServer, fake_client: Client) -> None:
+    """However many need it."""
+    policy = greedy(mask=fake_client.register_mask([1, 2, 3]))
+    with fake_client.prefill([1]) as cache, cache.fork(6) as branches, fake_client.stream() as stream:
+        fake.failures["item"] = [Failure(grpc.StatusCode.NOT_FOUND, reason="MASK_UNKNOWN")] * 6
+        assert len(stream.run([Append(one, 5, policy) for one in branches])) == 6
+        assert fake.calls["RegisterTokenMask"] == 2
+
+
 def test_release_travels_with_the_frame(client: Client) -> None:
     """Losers go and winners move in one round trip."""
     with client.prefill([5, 6, 7]) as cache, client.stream() as stream:
@@ -206,6 +224,22 @@ def test_branches_take_the_pending_token_along(client: Client) -> None:
             assert list(other.info(token_ids=True).token_ids) == [5, 6, 7, said, 2]
             assert list(root.info(token_ids=True).token_ids) == [5, 6, 7, said, 1]
             assert other.pending is None
+
+
+def test_branches_after_a_loop_that_was_left_are_new(client: Client) -> None:
+    """Also where they say what the server has drawn there already: that would be a replay, and one sequence twice."""
+    policy = sample(seed=3)
+    with client.prefill([5, 6, 7]) as twin:
+        said = list(map(int, twin.generate(20, policy=policy)))
+    with client.prefill([5, 6, 7]) as root, client.stream() as stream:
+        loop = root.generate(20, policy=policy)
+        assert next(loop) == said[0]
+        wait_for(lambda: root.info().handle.length > 8)
+        _, other = stream.branch([root, root], [said[1], said[1:3]])
+        with other:
+            assert other.handle.cache_id != root.handle.cache_id
+            assert list(other.info(token_ids=True).token_ids) == other.token_ids == [5, 6, 7, *said[:3]]
+            assert root.token_ids == [5, 6, 7, *said[:2]]
 
 
 def test_branches_must_differ(fake: FakeServer, fake_client: Client) -> None:

@@ -132,11 +132,10 @@ class SequenceCalls:
         else:
             ids = _check.token_list(tokens)
             given = tokens if isinstance(tokens, (Sequence, np.ndarray)) else [tokens]
-        if tip.beyond:  # a frame was not handed out whole: what is left of it is dropped
-            newest = tip.pending, tip.last
-            await self.truncate(tip.length, timeout=timeout)
-            tip.pending, tip.last = newest
         sent = tip.decode_input(tip.joined(ids, given, pending), policy, on_stale)
+        if tip.beyond:
+            await self.drop_beyond(timeout)
+            _messages.aim(sent, tip.handle)
         if not sent.input_ids and not draws and not (tip.pending and pending == "drop"):
             return sent
         tip.interrupt()
@@ -164,10 +163,18 @@ class SequenceCalls:
         )
         return _messages.verify_input(base, policy, item)
 
+    async def drop_beyond(self, timeout: Timeout) -> None:
+        """Drop what a loop drew beyond the newest token that was handed out, which stays pending."""
+        newest, self.tip.is_cutting = (self.tip.pending, self.tip.last), True
+        await self.truncate(self.tip.length, timeout=timeout)
+        self.tip.pending, self.tip.last = newest
+
     async def truncate(self, length: int, *, timeout: Timeout = USE_DEFAULT) -> int:
         """Shorten the sequence as ``Cache.truncate`` does."""
-        tip = self.tip
-        request = _messages.truncate_request(tip.live_handle(), length)
+        tip, timeout = self.tip, self._connection.until(timeout)
+        if tip.is_cutting and length != tip.length:
+            await self.drop_beyond(timeout)
+        request = _messages.truncate_request(tip.live_handle(), length, tip.length)
         tip.interrupt()
         with using(tip):
             reply = await self.call_once_more(self._connection.executor.TruncateKv, request, timeout)
@@ -213,10 +220,11 @@ class SequenceCalls:
         """
         has_id = bool(getattr(getattr(request, "input", request), "request_id", ""))
         attempts = self._connection.attempts(timeout, creates=creates, has_request_id=has_id, is_patient=self.recovers)
+        handle = self.tip.handle
         try:
             return await self._connection.run(method, request, attempts)
         except FerruleError as error:
-            await self.bring_back(error, self.tip.handle, attempts)
+            await self.bring_back(error, handle, attempts)
         _messages.aim(request, self.tip.handle)
         try:
             return await self._connection.run(method, request, attempts)
@@ -252,6 +260,9 @@ class SequenceCalls:
             failure.add_note(f"the sequence is lost ({error.reason}), and this is what prefilling it again failed with")
             raise
         new = _convert.handle_from_message(reply.output.kv_cache)
+        if handle.cache_id != self.tip.handle.cache_id:  # another call has done it meanwhile
+            await self._end_stranger(new)
+            return
         if new.lineage != self.tip.handle.lineage:
             await self._end_stranger(new)
             error.add_note(_OTHER_MODEL)
@@ -259,6 +270,7 @@ class SequenceCalls:
         ids = handle.handle_id, new.handle_id
         _log.info("recovered handle_id=%s as=%s reason=%s length=%d", *ids, error.reason, new.length)
         self.tip.revive(new, _convert.granted_ttl_s(reply.output))
+        self.tip.interrupt()  # what a loop has still to hand out names the lost sequence
         self._keep()
 
     def renewed(self, lease: Lease | FerruleError, asked_s: float | None) -> None:

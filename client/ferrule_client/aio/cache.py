@@ -422,9 +422,11 @@ class AsyncCache:
         Example:
             ``async with cache.fork(3) as branches: ...``
         """
-        at_tip = length is None
+        at_tip, timeout = length is None, self._connection.until(timeout)
+        if self._tip.is_cutting:
+            await self._calls.drop_beyond(timeout)
         wanted = self._tip.length if at_tip and self._tip.beyond else length
-        request = _messages.fork_request(self._tip.live_handle(), 1 if n is None else n, wanted, ttl)
+        request = _messages.fork_request(self._tip.live_handle(), 1 if n is None else n, wanted, self._tip.length, ttl)
         reply = await self._calls.call_once_more(self._connection.executor.ForkCache, request, timeout, creates=True)
         ttl_s = _convert.granted_ttl_s(reply)
         handles = map(_convert.handle_from_message, reply.kv_caches)

@@ -240,6 +240,9 @@ class AsyncStream:
         check_policy(policy)
         timeout = self._connection.until(timeout)
         firsts = {id(parent): place for place, parent in reversed(list(enumerate(parents)))}
+        for parent in {id(one): one for place, one in enumerate(parents) if firsts[id(one)] != place}.values():
+            if tip_of(parent).is_ahead:  # else a branch may repeat what a loop drew there, and be no new sequence
+                await calls_of(parent).drop_beyond(timeout)
         inputs = [
             await calls_of(parent).prepare(
                 one,
@@ -268,7 +271,8 @@ class AsyncStream:
                 result.add_note(f"this was {what} {place} of {len(results)}; {text}")
                 born = [one for one in born if not isinstance(one, FerruleError)]
                 with contextlib.suppress(FerruleError):  # their leases end them
-                    await release_all(self._connection, cast("list[AsyncCache]", born))
+                    if born:
+                        await release_all(self._connection, cast("list[AsyncCache]", born))
                 raise result
 
     async def close(self) -> None:

@@ -27,6 +27,7 @@ from ferrule_client.errors import (
     FerruleError,
     InstanceUnreachableError,
     InvalidRequestError,
+    MaskUnknownError,
     WrongInstanceError,
 )
 from ferrule_client.sync._calls import calls_of, tip_of
@@ -165,12 +166,14 @@ class Exchange:
         return list(refused)
 
     def _with_masks(self, inputs: Sequence[Input], done: Done, attempts: Attempts) -> list[int]:
-        """Register masks that were dropped, and return the places of the items that need them."""
-        return [
-            place
-            for place, error in done.items()
-            if isinstance(error, FerruleError) and self._connection.restore_masks(error, [inputs[place]], attempts)
-        ]
+        """Register masks that were dropped, once on each instance; return the places of the items that need them."""
+        lacking = {place: error for place, error in done.items() if isinstance(error, MaskUnknownError)}
+        places, again = list(lacking), []
+        for group in by_instance([inputs[place] for place in places], self._instance_of).values():
+            part = [places[one] for one in group]
+            if self._connection.restore_masks(lacking[part[0]], [inputs[place] for place in part], attempts):
+                again += part
+        return again
 
     def _recover(
         self,

@@ -239,6 +239,9 @@ class Stream:
         check_policy(policy)
         timeout = self._connection.until(timeout)
         firsts = {id(parent): place for place, parent in reversed(list(enumerate(parents)))}
+        for parent in {id(one): one for place, one in enumerate(parents) if firsts[id(one)] != place}.values():
+            if tip_of(parent).is_ahead:  # else a branch may repeat what a loop drew there, and be no new sequence
+                calls_of(parent).drop_beyond(timeout)
         inputs = [
             calls_of(parent).prepare(
                 one,
@@ -267,7 +270,8 @@ class Stream:
                 result.add_note(f"this was {what} {place} of {len(results)}; {text}")
                 born = [one for one in born if not isinstance(one, FerruleError)]
                 with contextlib.suppress(FerruleError):  # their leases end them
-                    release_all(self._connection, cast("list[Cache]", born))
+                    if born:
+                        release_all(self._connection, cast("list[Cache]", born))
                 raise result
 
     def close(self) -> None:

@@ -69,11 +69,12 @@ class PlainLayer(nn.Module):
     def __init__(self, config: ModelConfig, weights: LayerWeights, batch: int, length: int) -> None:
         super().__init__()
         self.config = config
+        self.kind = config.layers[0]  # its sizes are plain numbers, as torch.compile needs them
         for name in ("attention_norm", "qkv", "attention_out", "mlp_norm", "gate_up", "down"):
             self.register_buffer(name, getattr(weights, name))
         self.register_buffer("q_norm", weights.q_norm)
         self.register_buffer("k_norm", weights.k_norm)
-        size = (batch, config.num_kv_heads, length, config.head_dim)
+        size = (batch, self.kind.num_kv_heads, length, self.kind.head_dim)
         for name in ("keys", "values"):
             self.register_buffer(name, torch.zeros(size, dtype=weights.qkv.dtype, device=weights.qkv.device))
 
@@ -87,16 +88,16 @@ class PlainLayer(nn.Module):
         return hidden + F.linear(F.silu(gate) * up, self.get_buffer("down"))
 
     def _attend(self, normed: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], is_seen: Tensor) -> Tensor:
-        config, (batch, count, _) = self.config, normed.shape
-        heads = F.linear(normed, self.get_buffer("qkv")).view(batch, count, -1, config.head_dim).transpose(1, 2)
-        query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
+        (batch, count, _), head_dim, num_kv_heads = normed.shape, self.kind.head_dim, self.kind.num_kv_heads
+        heads = F.linear(normed, self.get_buffer("qkv")).view(batch, count, -1, head_dim).transpose(1, 2)
+        query, key, value = torch.split(heads, [self.config.num_heads, num_kv_heads, num_kv_heads], 1)
         query = turned(self._head_norm(query, "q_norm"), rotation)
         key = turned(self._head_norm(key, "k_norm"), rotation)
         keys, values = self.get_buffer("keys"), self.get_buffer("values")
         keys.index_copy_(2, positions, key)
         values.index_copy_(2, positions, value)
         if count == 1:  # the heads of a group as rows: K and V are read once, by the kernels that take a mask
-            query = query.view(batch, config.num_kv_heads, -1, config.head_dim)
+            query = query.view(batch, num_kv_heads, -1, head_dim)
             return F.scaled_dot_product_attention(query, keys, values, attn_mask=is_seen).reshape(batch, 1, -1)
         made = F.scaled_dot_product_attention(query, keys, values, attn_mask=is_seen, enable_gqa=True)
         return made.transpose(1, 2).reshape(batch, count, -1)

@@ -183,7 +183,7 @@ def test_torch_runs_what_the_kernels_cannot(
     executor = _created(executor=name, model=str(tmp_path))
     assert isinstance(executor, FallbackExecutor)
     assert executor.state.name == "torch"
-    assert "head_dim 24 is not a multiple of 32" in executor.state.fallback_reason
+    assert "head_dim 24 is not a multiple of 16" in executor.state.fallback_reason
     assert len(_warnings(caplog)) == 1
     executor.close()
     with pytest.raises(ConfigError, match=r"--deterministic needs kernels, not torch: .*head_dim 24"):

@@ -90,6 +90,7 @@ class PagedReferenceExecutor:
             bytes_per_block=bytes_per_block,
             model=_describe(config),
         )
+        self._num_layers, self._num_kv_heads, self._head_dim = num_layers, num_kv_heads, head_dim
         self._kv = np.zeros((num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), np.float32)
 
     @property
@@ -138,11 +139,10 @@ class PagedReferenceExecutor:
 
     def _embed(self, token_ids: Int32Array) -> Float32Array:
         """Return one-hot rows: float32 [num_rows, num_kv_heads, head_dim]."""
-        model = self._info.model.config
-        width = model.num_kv_heads * model.head_dim
+        width = self._num_kv_heads * self._head_dim
         embeddings = np.zeros((len(token_ids), width), np.float32)
         embeddings[np.arange(len(token_ids)), token_ids % width] = 1
-        return embeddings.reshape(len(token_ids), model.num_kv_heads, model.head_dim)
+        return embeddings.reshape(len(token_ids), self._num_kv_heads, self._head_dim)
 
     def _write(self, embeddings: Float32Array, slot_mapping: Int32Array) -> None:
         """Write K = V = embedding of every row that has a slot, in all layers."""
@@ -152,8 +152,7 @@ class PagedReferenceExecutor:
 
     def _chunks(self, positions: Int32Array) -> list[slice]:
         """Return slices that cover the output rows in order; the rows of a slice attend together."""
-        model = self._info.model.config
-        row_elements = (int(positions.max()) + 1) * model.num_kv_heads * model.head_dim
+        row_elements = (int(positions.max()) + 1) * self._num_kv_heads * self._head_dim
         size = max(1, _CHUNK_ELEMENTS // row_elements)
         return [slice(start, start + size) for start in range(0, len(positions), size)]
 
@@ -165,11 +164,10 @@ class PagedReferenceExecutor:
             positions: int32 [num_rows]; a row sees positions 0 up to its own.
             block_tables: int32 [num_rows, max_blocks], the table of each row's sequence.
         """
-        model = self._info.model.config
-        num_rows, group = len(positions), model.num_heads // model.num_kv_heads
+        num_rows, group = len(positions), self._info.model.config.num_heads // self._num_kv_heads
         keys, values, is_visible = self._gather(positions, block_tables)
         queries = np.repeat(embeddings[:, :, None], group, axis=2)
-        scores = np.matmul(queries, keys.swapaxes(-1, -2)) * np.float32(model.head_dim**-0.5)
+        scores = np.matmul(queries, keys.swapaxes(-1, -2)) * np.float32(self._head_dim**-0.5)
         scores = np.where(is_visible[:, None, None], scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True)).astype(np.float64)
         out = np.matmul(weights, values) / weights.sum(axis=-1, keepdims=True)
@@ -183,14 +181,14 @@ class PagedReferenceExecutor:
 
         Slots that are not visible are set to 0 in the copy, so the values that the pool holds there cannot reach a sum.
         """
-        model, block_size = self._info.model.config, self._info.block_size
+        block_size = self._info.block_size
         num_blocks = int(positions.max()) // block_size + 1
         length = num_blocks * block_size
         is_visible = np.arange(length) <= positions[:, None]
-        heads = np.arange(2 * model.num_kv_heads).reshape(2, 1, -1, 1)
-        last_layers = (block_tables[:, :num_blocks] + 1) * (model.num_layers * 2 * model.num_kv_heads) - heads.size
-        pieces = self._kv.reshape(-1, block_size * model.head_dim).take(last_layers[:, None] + heads, axis=0)
-        kv = pieces.reshape(2, len(positions), model.num_kv_heads, length, model.head_dim)
+        heads = np.arange(2 * self._num_kv_heads).reshape(2, 1, -1, 1)
+        last_layers = (block_tables[:, :num_blocks] + 1) * (self._num_layers * 2 * self._num_kv_heads) - heads.size
+        pieces = self._kv.reshape(-1, block_size * self._head_dim).take(last_layers[:, None] + heads, axis=0)
+        kv = pieces.reshape(2, len(positions), self._num_kv_heads, length, self._head_dim)
         rows, slots = np.nonzero(~is_visible)
         kv[:, rows, :, slots] = 0
         return kv[0], kv[1], is_visible

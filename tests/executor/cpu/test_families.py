@@ -31,6 +31,7 @@ SIZES = {
     "max_position_embeddings": 1024,
 }  # fmt: skip
 """Heads of 32, for which other tests compile kernels too."""
+LONG_FACTORS = {"short_factor": [1.0, 1.2, 1.5, 2.0] * 2, "long_factor": [1.5, 2.5, 4.0, 6.0] * 2}
 FAMILIES = [name for name in CASES if not name.startswith("gemma4")]
 QUANTISED = ["gemma2-window-softcap", "olmo3-windows", "cohere2-parallel", "starcoder2-layernorm"]
 """Together they have every feature."""
@@ -46,8 +47,7 @@ def case_of(name: str) -> dict[str, Any]:
     if "head_dim" in case:
         case["head_dim"] = 32
     if case.get("rope_parameters") == LONG_ROPE:
-        factors = {key: LONG_ROPE[key] * 2 for key in ("short_factor", "long_factor")}
-        case["rope_parameters"] = {**LONG_ROPE, **factors}
+        case["rope_parameters"] = {**LONG_ROPE, **LONG_FACTORS}
     return case
 
 

@@ -87,7 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2-window-softcap": {
         "family": "Gemma2", "vocab_size": 103, "hidden_size": 48, "intermediate_size": 60, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 14, "sliding_window": 12,
-        "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0,
+        "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0,
     },
     "gemma3-two-ropes": {
         "family": "Gemma3", "vocab_size": 103, "hidden_size": 48, "intermediate_size": 60, "num_hidden_layers": 4,

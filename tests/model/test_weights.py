@@ -76,10 +76,9 @@ def test_tensors_arrive_in_their_places(example: Example) -> None:
         qkv = joined(attention, *(f"{name}_proj.weight" for name in ("q", "k", "v", "qkv")))
         order = stored_order(kind.rope, kind.head_dim)
         if order is not None:
-            rotated, values = qkv.split(
-                [len(qkv) - kind.num_kv_heads * kind.head_dim, kind.num_kv_heads * kind.head_dim]
-            )
-            qkv = torch.cat([rotated.view(-1, kind.head_dim, qkv.shape[1])[:, order].flatten(0, 1), values])
+            num_rotated = len(qkv) - kind.num_kv_heads * kind.head_dim
+            rotated = qkv[:num_rotated].view(-1, kind.head_dim, qkv.shape[1])[:, order].flatten(0, 1)
+            qkv = torch.cat([rotated, qkv[num_rotated:]])
         assert torch.equal(layer.qkv, qkv)
         assert torch.equal(layer.attention_out, joined(attention, "o_proj.weight"))
         gate_up = joined(mlp, *(f"{name}.weight" for name in ("gate_proj", "up_proj", "gate_up_proj", "c_fc")))

@@ -352,6 +352,8 @@ def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor,
     """
     leading = query.shape[:-2]
     query, key, value = (part.reshape(-1, *part.shape[-2:]) for part in (query, key, value))
+    if query.dtype == torch.float16:  # its range may be too small for a product that is not scaled yet
+        query, key = query.float(), key.float()
     high = torch.bmm(query, key.transpose(1, 2))
     low = torch.baddbmm(high, query, key.transpose(1, 2), beta=-1)
     scores = high.float().add_(low).mul_(rule.scale).view(*leading, *high.shape[-2:])

@@ -61,15 +61,16 @@ class _PerLayerInput:
 class _Layer:
     """One decoder layer, ready to run. What is None does not exist.
 
-    ``q_norm`` is [num_heads * head_dim] or [head_dim], and ``rotation`` the number of its table.
+    ``head_norm`` is [query and key heads, head_dim]; ``row_norms`` are one weight for all query heads of a row, and one
+    for all key heads. ``rotation`` is the number of its table.
     """
 
     kind: LayerKind
     rotation: int
     attention_norm: Norm | None
     qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    head_norm: Tensor | None
+    row_norms: tuple[Tensor, ...]
     attention_out: AddLinear
     mlp_norm: Norm | None
     gate_up: Linear
@@ -191,17 +192,14 @@ class Decoder:
         It computes in float32. ``roll`` swaps the halves; the sine carries the sign of the first half.
         """
         wide = heads.float()
-        if layer.q_norm is not None:
+        if layer.head_norm is not None:
+            wide = self._scaled(wide, 1).mul_(layer.head_norm)
+        elif layer.row_norms:
             num_heads = self._config.num_heads
-            parts = [(wide[:, :num_heads], layer.q_norm), (wide[:, num_heads:], layer.k_norm)]
-            wide = torch.cat([self._head_norm(part, weight) for part, weight in parts if weight is not None], 1)
+            parts = zip((wide[:, :num_heads], wide[:, num_heads:]), layer.row_norms, strict=True)
+            wide = torch.cat([self._scaled(part, 2).mul_(weight.view(part.shape[1:])) for part, weight in parts], 1)
         swapped = torch.roll(wide, wide.shape[-1] // 2, -1)
         return torch.addcmul(wide * rotation[0], swapped, rotation[1]).to(heads.dtype)
-
-    def _head_norm(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """Return float32 heads normed one by one, or all of a row together, as the size of the weight says."""
-        num_axes = 1 if weight.numel() == heads.shape[-1] else 2
-        return self._scaled(heads, num_axes).mul_(weight.view(-1, heads.shape[-1]))
 
     def _scaled(self, wide: Tensor, num_axes: int) -> Tensor:
         """Return float32 heads scaled to mean square 1 over the last axes."""
@@ -255,8 +253,8 @@ class Decoder:
             rotation=rotation,
             attention_norm=norm("attention_norm"),
             qkv=linear("qkv"),
-            q_norm=weights.q_norm,
-            k_norm=weights.k_norm,
+            head_norm=_stack_norms(self._config, kind, weights) if self._config.qk_norm == "head" else None,
+            row_norms=_present(weights.q_norm, weights.k_norm) if self._config.qk_norm == "row" else (),
             attention_out=add("attention_out", norm("attention_out_norm")),
             mlp_norm=norm("mlp_norm"),
             gate_up=linear("gate_up"),
@@ -291,6 +289,17 @@ class _InputEmbedding:
         normed = reference.rms_norm(projected.view(len(hidden), -1, self._size), self._norm, self._eps)
         out: Tensor = (normed + own) * 2.0**-0.5
         return out
+
+
+def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(tensor for tensor in tensors if tensor is not None)
+
+
+def _stack_norms(config: ModelConfig, kind: LayerKind, weights: LayerWeights) -> Tensor | None:
+    """Return the norm of heads, repeated for each query and key head, so that one norm covers all."""
+    counts = (config.num_heads, kind.num_kv_heads)
+    norms = _present(weights.q_norm, weights.k_norm)
+    return torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=False)]) if norms else None
 
 
 def _temperature(config: ModelConfig, positions: Tensor) -> Tensor | None:

@@ -189,7 +189,7 @@ def test_a_gpu_that_is_not_there_is_wrong_usage() -> None:
 def test_what_does_not_load_says_what_to_try(architecture: str, tmp_path: Path) -> None:
     """The kind, and a model of the hub."""
     report = refused(folder_of(tmp_path, architectures=[architecture]))
-    assert f"This is {OTHERS[architecture].kind}" in report.reason
+    assert OTHERS[architecture].kind in report.reason
     assert report.instead == OTHERS[architecture].instead
     assert hasattr(transformers, architecture), "transformers has no such class"
     assert architecture not in {known.architecture for known in (*FAMILIES, *WRAPPERS)}, "it loads"

@@ -98,11 +98,11 @@ def _find(raw: Mapping[str, Any]) -> tuple[Family, Wrapper | None, Mapping[str, 
     for wrapper in WRAPPERS:
         if names == [wrapper.architecture]:
             return _unwrapped(wrapper, raw)
-    supported = ", ".join(known.architecture for known in (*FAMILIES, *WRAPPERS))
-    text = f"config.json: architectures is {shown(names)}; supported: {supported}"
+    text = f"config.json: architectures is {shown(names)}"
     if (other := other_of(names, raw)) is not None:
-        raise NotSupported(f"{text}. This is {other.kind}", other.instead)
-    raise ModelError(f"{text}. docs/models.md lists models of each; {SMALL} is a small one")
+        raise NotSupported(f"{text}, {other.kind}", other.instead)
+    supported = ", ".join(known.architecture for known in (*FAMILIES, *WRAPPERS))
+    raise ModelError(f"{text}; supported: {supported}. docs/models.md lists models of each; {SMALL} is a small one")
 
 
 def _unwrapped(wrapper: Wrapper, raw: Mapping[str, Any]) -> tuple[Family, Wrapper, Mapping[str, Any]]:

@@ -55,6 +55,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ferrule_server.settings",
     ),
     "ferrule_server.kv": ("ferrule_server.kv", "ferrule_server.errors", "ferrule_server.quotas", "numpy"),
+    "ferrule_server.durability": ("ferrule_server.durability", "ferrule_server.errors", "google_crc32c"),
     "ferrule_server.engine": ("ferrule_server.engine", "ferrule_server.kv", "ferrule_server.suffixes", *HOST_ONLY),
     "ferrule_server.api": (
         "ferrule_server.api",

@@ -1,0 +1,374 @@
+"""How records are read: strictly, since a journal may come from a damaged disk."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, TypeVar
+
+from ferrule_server.durability.records import (
+    APPEND_HAS_ANSWER,
+    CREATION_HAS_SEED,
+    DIGEST_BYTES,
+    DOUBLE,
+    FLOAT32,
+    FLOAT64,
+    HAS_ANSWER,
+    HAS_DRAFTS,
+    HAS_LOOP,
+    HAS_PARENT,
+    HAS_POSITION,
+    HAS_PREFIX,
+    HAS_SEED,
+    HAS_TOKEN,
+    HAS_TRUNCATION,
+    HAS_TTL,
+    HAS_VERIFIED,
+    IS_PARTIAL,
+    IS_PUBLISHED,
+    IS_REWIND,
+    SINGLE,
+    UINT64,
+    WAS_ACCEPTED,
+    WAS_REJECTED,
+    Answer,
+    Append,
+    BadRecord,
+    Creation,
+    DraftsAnswer,
+    End,
+    Ended,
+    Lease,
+    Mask,
+    Numbers,
+    PolicyDigest,
+    PrincipalName,
+    Record,
+    Reserve,
+    Row,
+    SequenceRecord,
+    SequenceState,
+    SnapshotBegin,
+    SnapshotEnd,
+    Tag,
+    Tombstone,
+    Truncate,
+    Truncation,
+)
+
+_T = TypeVar("_T")
+_MAX_UINT32: Final = (1 << 32) - 1
+_ENDS: Final = {each.value: each for each in End}
+_SHAPE_MASK: Final = 0xFFF
+
+
+def sizes_of(shape: int) -> tuple[int, ...]:
+    """Return the bytes of each of the four numbers of a row; -1 for one that is None."""
+    return tuple((-1, 0, 4, 8)[shape >> shift & 3] for shift in (0, 2, 4, 6))
+
+
+NUMBER_BYTES: Final = tuple(sum(max(0, size) for size in sizes_of(shape)) for shape in range(256))
+"""The bytes of the numbers of a row, by shape."""
+
+
+@dataclass(slots=True)
+class Definitions:
+    """The numbers of principals and policies that are valid at a place of the journal."""
+
+    principals: list[str] = field(default_factory=list)
+    policies: list[bytes] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget all: a snapshot begins."""
+        self.principals.clear()
+        self.policies.clear()
+
+
+class Cursor:
+    """Reads fields of a payload, one after the other.
+
+    Attributes:
+        at: Where the next field begins.
+    """
+
+    __slots__ = ("_payload", "at")
+
+    def __init__(self, payload: bytes, at: int = 0) -> None:
+        self._payload = payload
+        self.at = at
+
+    def take(self, size: int) -> bytes:
+        """Return the next ``size`` bytes."""
+        end = self.at + size
+        data = self._payload[self.at : end]
+        if len(data) != size:
+            raise BadRecord(f"the payload ends inside a field of {size} bytes")
+        self.at = end
+        return data
+
+    def byte(self) -> int:
+        """Return the next byte."""
+        return self.take(1)[0]
+
+    def varint(self, limit: int = _MAX_UINT32) -> int:
+        """Return the next varint, at most ``limit``."""
+        value = shift = 0
+        while True:
+            byte = self.byte()
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                break
+            shift += 7
+            if shift > 63:
+                raise BadRecord("a varint has more than 9 bytes")
+        if value > limit:
+            raise BadRecord(f"the varint {value} is above {limit}")
+        return value
+
+    def flags(self, allowed: int) -> int:
+        """Return the next byte, which holds flags."""
+        flags = self.byte()
+        if flags & ~allowed:
+            raise BadRecord(f"unknown flags {flags:#x}")
+        return flags
+
+    def optional(self) -> int | None:
+        """Return the next varint minus one; None if it is 0."""
+        value = self.varint(_MAX_UINT32 + 1)
+        return value - 1 if value else None
+
+    def double(self) -> float:
+        """Return the next double."""
+        value: float = FLOAT64.unpack(self.take(8))[0]
+        return value
+
+    def seconds(self) -> float:
+        """Return the next double, which is a time above 0."""
+        value = self.double()
+        if not value > 0.0:
+            raise BadRecord(f"a lease of {value} s")
+        return value
+
+    def seed(self) -> int:
+        """Return the next seed."""
+        value: int = UINT64.unpack(self.take(8))[0]
+        return value
+
+    def text(self) -> str:
+        """Return the next text."""
+        try:
+            return self.take(self.varint()).decode()
+        except UnicodeDecodeError as error:
+            raise BadRecord("a text is not UTF-8") from error
+
+    def token_ids(self) -> array[int]:
+        """Return the next tokens."""
+        token_ids = array("I")
+        token_ids.frombytes(self.take(4 * self.varint()))
+        return token_ids
+
+
+def decode(payload: bytes, at: int, definitions: Definitions) -> tuple[Record, int]:
+    """Return the record that begins at ``at``, any but a step, and where it ends.
+
+    Args:
+        payload: The payload of a frame.
+        at: Below the length of the payload.
+        definitions: As they are there; definitions and the begin of a snapshot change them.
+
+    Raises:
+        BadRecord: It is malformed. The definitions are not changed.
+    """
+    read = _READERS.get(payload[at])
+    if read is None:
+        raise BadRecord(f"unknown record {payload[at]}")
+    cursor = Cursor(payload, at + 1)
+    return read(cursor, definitions), cursor.at
+
+
+def numbers_of(shape: int, data: bytes) -> Numbers:
+    """Return the four numbers of a row from their bytes."""
+    cursor = Cursor(data)
+    first, second = _number(cursor, shape & 3), _number(cursor, shape >> 2 & 3)
+    return first, second, _number(cursor, shape >> 4 & 3), _number(cursor, shape >> 6 & 3)
+
+
+def _number(cursor: Cursor, kind: int) -> float | None:
+    if kind == DOUBLE:
+        return cursor.double()
+    if kind == SINGLE:
+        value: float = FLOAT32.unpack(cursor.take(4))[0]
+        return value
+    return 0.0 if kind else None
+
+
+def _principal_name(cursor: Cursor, definitions: Definitions) -> PrincipalName:
+    record = PrincipalName(cursor.varint(), cursor.text())
+    _define(definitions.principals, *record)
+    return record
+
+
+def _policy_digest(cursor: Cursor, definitions: Definitions) -> PolicyDigest:
+    record = PolicyDigest(cursor.varint(), cursor.take(DIGEST_BYTES))
+    _define(definitions.policies, *record)
+    return record
+
+
+def _define(known: list[_T], index: int, value: _T) -> None:
+    if index != len(known) or value in known:
+        raise BadRecord(f"definition {index} follows {len(known)}, or repeats one")
+    known.append(value)
+
+
+def _principal(cursor: Cursor, definitions: Definitions) -> str:
+    return _defined(definitions.principals, cursor.varint())
+
+
+def _defined(known: list[_T], index: int) -> _T:
+    if index >= len(known):
+        raise BadRecord(f"{index} is used and not defined")
+    return known[index]
+
+
+def _sequence(cursor: Cursor, definitions: Definitions) -> SequenceRecord:
+    no = _no(cursor)
+    flags = cursor.flags(IS_PUBLISHED | HAS_PREFIX | HAS_ANSWER | HAS_TRUNCATION | HAS_PARENT)
+    secret, principal = cursor.take(DIGEST_BYTES), _principal(cursor, definitions)
+    ttl_s, reserved_length = cursor.seconds(), cursor.varint()
+    parent = cursor.take(8).hex() if flags & HAS_PARENT else ""
+    prefix = (_no(cursor), cursor.varint()) if flags & HAS_PREFIX else (0, 0)
+    token_ids = cursor.token_ids()
+    answer = _answer(cursor, definitions) if flags & HAS_ANSWER else None
+    truncation = _truncation(cursor) if flags & HAS_TRUNCATION else None
+    is_published = bool(flags & IS_PUBLISHED)
+    state = SequenceState(
+        no, secret, principal, ttl_s, is_published, reserved_length, parent, token_ids, answer, truncation
+    )
+    return SequenceRecord(state, *prefix)
+
+
+def _append(cursor: Cursor, definitions: Definitions) -> Append:
+    no, flags = _no(cursor), cursor.flags(IS_REWIND | HAS_TTL | APPEND_HAS_ANSWER)
+    rewind_to = cursor.varint() if flags & IS_REWIND else None
+    ttl_s = cursor.seconds() if flags & HAS_TTL else None
+    token_ids = cursor.token_ids()
+    answer = _answer(cursor, definitions) if flags & APPEND_HAS_ANSWER else None
+    return Append(no, rewind_to, token_ids, ttl_s, answer)
+
+
+def _answer(cursor: Cursor, definitions: Definitions) -> Answer:
+    flags = cursor.flags(HAS_SEED | IS_PARTIAL | HAS_DRAFTS)
+    start, num_tokens = cursor.varint(), cursor.varint()
+    policy = _defined(definitions.policies, cursor.varint())
+    seed = cursor.seed() if flags & HAS_SEED else None
+    drafts = _drafts(cursor) if flags & HAS_DRAFTS else None
+    num_rows = cursor.varint()
+    first = start + num_tokens - num_rows + 1
+    rows = tuple(_row(cursor, position) for position in range(first, first + num_rows))
+    return Answer(start, num_tokens, policy, seed, rows, not flags & IS_PARTIAL, drafts)
+
+
+def _drafts(cursor: Cursor) -> DraftsAnswer:
+    digest, num_certain, draft_ids = cursor.take(DIGEST_BYTES), cursor.varint(), tuple(cursor.token_ids())
+    accepted_count = cursor.varint(len(draft_ids))
+    return DraftsAnswer(digest, num_certain, draft_ids, accepted_count, cursor.optional())
+
+
+def _row(cursor: Cursor, position: int) -> Row:
+    shape = cursor.byte() | cursor.byte() << 8
+    if shape & ~_SHAPE_MASK or shape & (WAS_ACCEPTED | WAS_REJECTED) == WAS_ACCEPTED | WAS_REJECTED:
+        raise BadRecord(f"a row of shape {shape:#x}")
+    if shape & HAS_POSITION:
+        position = cursor.varint()
+    token = cursor.varint() if shape & HAS_TOKEN else None
+    numbers = numbers_of(shape & 0xFF, cursor.take(NUMBER_BYTES[shape & 0xFF])) if shape & 0xFF else _NO_NUMBERS
+    is_accepted = bool(shape & WAS_ACCEPTED) if shape & (WAS_ACCEPTED | WAS_REJECTED) else None
+    if position < 0:
+        raise BadRecord(f"a row at position {position}")
+    return Row(position, token, *numbers, is_accepted)
+
+
+def _truncate(cursor: Cursor, _: Definitions) -> Truncate:
+    return Truncate(_no(cursor), _truncation(cursor))
+
+
+def _truncation(cursor: Cursor) -> Truncation:
+    return Truncation(cursor.varint(), cursor.take(DIGEST_BYTES), cursor.varint(), cursor.varint())
+
+
+def _reserve(cursor: Cursor, _: Definitions) -> Reserve:
+    return Reserve(_no(cursor), cursor.varint())
+
+
+def _lease(cursor: Cursor, _: Definitions) -> Lease:
+    return Lease(_no(cursor), cursor.seconds())
+
+
+def _ended(cursor: Cursor, _: Definitions) -> Ended:
+    no, how = _no(cursor), _ENDS.get(cursor.byte())
+    if how is None:
+        raise BadRecord("a sequence has ended in an unknown way")
+    return Ended(no, how)
+
+
+def _creation(cursor: Cursor, definitions: Definitions) -> Creation:
+    principal, flags = _principal(cursor, definitions), cursor.flags(HAS_LOOP | CREATION_HAS_SEED | HAS_VERIFIED)
+    request_id, content = cursor.text(), cursor.take(DIGEST_BYTES)
+    loop = cursor.take(DIGEST_BYTES) if flags & HAS_LOOP else b""
+    start, length, lineage = cursor.varint(), cursor.varint(), cursor.take(DIGEST_BYTES)
+    seed = cursor.seed() if flags & CREATION_HAS_SEED else None
+    verified = (cursor.varint(), cursor.optional()) if flags & HAS_VERIFIED else None
+    members = tuple(_member(cursor) for _ in range(cursor.varint()))
+    if not members:
+        raise BadRecord("a creation of no sequence")
+    return Creation(principal, request_id, content, loop, start, length, lineage, seed, verified, members)
+
+
+def _member(cursor: Cursor) -> int | bytes:
+    return cursor.varint() or cursor.take(DIGEST_BYTES)
+
+
+def _tombstone(cursor: Cursor, definitions: Definitions) -> Tombstone:
+    return Tombstone(_principal(cursor, definitions), cursor.take(DIGEST_BYTES))
+
+
+def _mask(cursor: Cursor, definitions: Definitions) -> Mask:
+    return Mask(_principal(cursor, definitions), cursor.take(cursor.varint()))
+
+
+def _snapshot_begin(_: Cursor, definitions: Definitions) -> SnapshotBegin:
+    definitions.clear()
+    return SnapshotBegin()
+
+
+def _snapshot_end(_: Cursor, __: Definitions) -> SnapshotEnd:
+    return SnapshotEnd()
+
+
+def _no(cursor: Cursor) -> int:
+    no = cursor.varint()
+    if not no:
+        raise BadRecord("a sequence has the number 0")
+    return no
+
+
+_NO_NUMBERS: Final[Numbers] = (None, None, None, None)
+_READERS: Final[Mapping[int, Callable[[Cursor, Definitions], Record]]] = MappingProxyType(
+    {
+        Tag.PRINCIPAL: _principal_name,
+        Tag.POLICY: _policy_digest,
+        Tag.SEQUENCE: _sequence,
+        Tag.APPEND: _append,
+        Tag.TRUNCATE: _truncate,
+        Tag.RESERVE: _reserve,
+        Tag.LEASE: _lease,
+        Tag.END: _ended,
+        Tag.CREATION: _creation,
+        Tag.TOMBSTONE: _tombstone,
+        Tag.MASK: _mask,
+        Tag.SNAPSHOT_BEGIN: _snapshot_begin,
+        Tag.SNAPSHOT_END: _snapshot_end,
+    }
+)

@@ -1,0 +1,341 @@
+"""The state that the records of a journal describe.
+
+Each record must fit the state before it, so a journal that was written wrongly or read wrongly is noticed.
+
+A snapshot repeats everything that is live between SNAPSHOT_BEGIN and SNAPSHOT_END, while changes go on::
+
+    ... | BEGIN  seq 1  seq 7  append 7  end 1  seq 2 ...  END | append 2 ...
+          ^ from here on a sequence is only changed, forked or named by a creation after it was written again
+
+So the records from BEGIN on describe the same state with and without those before it. Tombstones, creations and masks
+end without a record: END removes those that were not written again. A sequence that was not written again is an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from ferrule_server.durability.decoder import NUMBER_BYTES, Definitions, decode, numbers_of
+from ferrule_server.durability.records import (
+    STEP,
+    STEP_SEEDED,
+    UINT64,
+    Answer,
+    Append,
+    BadRecord,
+    Creation,
+    End,
+    Ended,
+    Lease,
+    Mask,
+    Reserve,
+    Row,
+    SequenceRecord,
+    SequenceState,
+    SnapshotBegin,
+    SnapshotEnd,
+    Tombstone,
+    Truncate,
+    left_out,
+)
+
+_MAX_UINT32: Final = (1 << 32) - 1
+_UNKNOWN: Final = "sequence {} is not known, or was not written since the snapshot began"
+
+CreationKey = tuple[str, str]
+MaskKey = tuple[str, bytes]
+
+
+class _Tip:
+    """A sequence, and what its next step may leave out: the reader's side of :class:`~.records.Tip`.
+
+    Steps only change the tip. ``settle`` makes the last one the answer of the sequence.
+    """
+
+    __slots__ = ("is_stepped", "numbers", "policy", "seed", "shape", "size", "state", "token", "token_ids")
+
+    def __init__(self, state: SequenceState) -> None:
+        self.state = state
+        self.token_ids = state.token_ids
+        self.is_stepped = False
+        self.note(state.answer)
+
+    def note(self, answer: Answer | None) -> None:
+        """Take over what the answer to an append has."""
+        self.token, self.policy, self.seed, self.shape = left_out(answer)
+        self.numbers = b""
+        self.size = NUMBER_BYTES[self.shape]
+
+    def settle(self) -> None:
+        """Give the sequence the answer to its last step."""
+        if self.is_stepped:
+            self.is_stepped = False
+            length = len(self.token_ids)
+            row = Row(length, self.token, *numbers_of(self.shape, self.numbers))
+            self.state.answer = Answer(length - 1, 1, self.policy, self.seed, (row,))
+            self.state.truncation = None
+
+
+class JournalState:
+    """What is live at a place of the journal.
+
+    Attributes:
+        definitions: The numbers that are valid there.
+        creations: By principal and request_id; those whose sequences have all ended in the order of their ends.
+        tombstones: Principals by secret, the oldest first.
+        masks: Packed bits by principal and fingerprint, in the order in which they were registered.
+        next_no: Above every number of a sequence so far.
+        is_in_snapshot: A snapshot has begun and has not ended.
+    """
+
+    def __init__(self) -> None:
+        self.definitions = Definitions()
+        self.creations: dict[CreationKey, Creation] = {}
+        self.tombstones: dict[bytes, str] = {}
+        self.masks: dict[MaskKey, bytes] = {}
+        self.next_no = 1
+        self.is_in_snapshot = False
+        self._sequences: dict[int, SequenceState] = {}
+        self._secrets: dict[bytes, int] = {}
+        self._makers: dict[int, CreationKey] = {}  # by number of each live sequence
+        self._tips: dict[int, _Tip] = {}  # of the sequences written since the snapshot began
+        self._fresh: set[CreationKey | MaskKey | bytes] = set()  # the rest that was written since then
+        self._appliers: Mapping[type, Callable[..., None]] = MappingProxyType(
+            {
+                SequenceRecord: self._add_sequence,
+                Append: self._append,
+                Truncate: self._truncate,
+                Reserve: self._reserve,
+                Lease: self._lease,
+                Ended: self._end,
+                Creation: self._add_creation,
+                Tombstone: self._add_tombstone,
+                Mask: self._add_mask,
+                SnapshotBegin: self._begin_snapshot,
+                SnapshotEnd: self._end_snapshot,
+            }
+        )
+
+    @property
+    def sequences(self) -> Mapping[int, SequenceState]:
+        """The live sequences by number, in the order in which they were first written."""
+        for tip in self._tips.values():
+            tip.settle()
+        return self._sequences
+
+    def read(self, payload: bytes) -> None:
+        """Apply the records of a frame.
+
+        Raises:
+            BadRecord: One is malformed or does not fit; the records before it are applied.
+        """
+        at = 0
+        while at < len(payload):
+            if payload[at] < STEP:
+                record, at = decode(payload, at, self.definitions)
+                apply = self._appliers.get(type(record))
+                if apply is not None:
+                    apply(record)
+            else:
+                at = self._read_steps(payload, at)
+
+    def _read_steps(self, payload: bytes, at: int) -> int:
+        """Apply the steps from ``at`` on, and return where they end. Written out in place: most records are steps."""
+        try:
+            return _read_steps(self._tips, payload, at)
+        except IndexError:
+            raise BadRecord("the payload ends inside a step") from None
+        except KeyError as error:
+            raise BadRecord(_UNKNOWN.format(error.args[0])) from None
+
+    def _add_sequence(self, record: SequenceRecord) -> None:
+        state, prefix_no, prefix_length = record
+        known = self._sequences.get(state.no)
+        if self._secrets.get(state.secret, state.no) != state.no or state.secret in self.tombstones:
+            raise BadRecord(f"sequence {state.no} has the secret of another one")
+        if known is not None and (known.secret, known.principal) != (state.secret, state.principal):
+            raise BadRecord(f"sequence {state.no} was another one before")
+        if prefix_no:
+            state.token_ids = self._prefix(prefix_no, prefix_length) + state.token_ids
+        self._sequences[state.no] = state
+        self._secrets[state.secret] = state.no
+        self._tips[state.no] = _Tip(state)
+        self.next_no = max(self.next_no, state.no + 1)
+
+    def _prefix(self, no: int, length: int) -> array[int]:
+        token_ids = self._tip(no).token_ids
+        if not 0 < length <= len(token_ids):
+            raise BadRecord(f"a prefix of {length} tokens of sequence {no}, which has {len(token_ids)}")
+        return token_ids[:length]
+
+    def _tip(self, no: int) -> _Tip:
+        tip = self._tips.get(no)
+        if tip is None:
+            raise BadRecord(_UNKNOWN.format(no))
+        return tip
+
+    def _append(self, record: Append) -> None:
+        no, rewind_to, new_ids, ttl_s, answer = record
+        tip = self._tip(no)
+        state, token_ids = tip.state, tip.token_ids
+        start = len(token_ids) if rewind_to is None else rewind_to
+        if start > len(token_ids):
+            raise BadRecord(f"sequence {no} is rewound to {start}, beyond its length {len(token_ids)}")
+        if answer is not None and (answer.start, answer.num_tokens) != (start, len(new_ids)):
+            raise BadRecord(f"the answer to an append of {len(new_ids)} tokens at {start} is to another one")
+        del token_ids[start:]
+        token_ids.extend(new_ids)
+        tip.is_stepped = False
+        tip.note(answer)
+        state.answer, state.truncation = answer, None
+        if ttl_s is not None:
+            state.ttl_s = ttl_s
+
+    def _truncate(self, record: Truncate) -> None:
+        no, truncation = record
+        tip = self._tip(no)
+        tip.settle()
+        if truncation.new_length > min(len(tip.token_ids), truncation.handle_length):
+            raise BadRecord(f"sequence {no} is truncated to {truncation.new_length}, beyond its length")
+        del tip.token_ids[truncation.new_length :]
+        tip.state.truncation = truncation
+
+    def _reserve(self, record: Reserve) -> None:
+        self._tip(record.no).state.reserved_length = record.length
+
+    def _lease(self, record: Lease) -> None:
+        self._tip(record.no).state.ttl_s = record.ttl_s
+
+    def _end(self, record: Ended) -> None:
+        no, how = record
+        state = self._tip(no).state
+        del self._tips[no], self._sequences[no], self._secrets[state.secret]
+        if how is End.EXPIRED:
+            self._add_tombstone(Tombstone(state.principal, state.secret))
+        key = self._makers.pop(no, None)
+        if key is not None:
+            self._end_member(key, no, state.secret)
+
+    def _end_member(self, key: CreationKey, no: int, secret: bytes) -> None:
+        """Note in a creation that one of its sequences has ended."""
+        creation = self.creations[key]
+        members = tuple(secret if member == no else member for member in creation.members)
+        if any(isinstance(member, int) for member in members):
+            self.creations[key] = creation._replace(members=members)
+        else:
+            del self.creations[key]  # to the end: the dead are in the order of their ends
+            self.creations[key] = creation._replace(members=members[:1])
+
+    def _add_creation(self, creation: Creation) -> None:
+        key = (creation.principal, creation.request_id)
+        live = [member for member in creation.members if isinstance(member, int)]
+        known = self.creations.get(key)
+        if known is not None and known != creation and _is_live(known):
+            raise BadRecord("a request_id was used twice")
+        if len(set(live)) != len(live) or (not live and len(creation.members) > 1):
+            raise BadRecord("a creation names a sequence twice, or several that have ended")
+        for no in live:
+            if self._tip(no).state.principal != creation.principal or self._makers.get(no, key) != key:
+                raise BadRecord(f"sequence {no} was not created by this request of {creation.principal!r}")
+        self.creations.pop(key, None)
+        self._makers.update((no, key) for no in live)
+        self.creations[key] = creation
+        self._fresh.add(key)
+
+    def _add_tombstone(self, record: Tombstone) -> None:
+        if record.secret in self._secrets:
+            raise BadRecord("a tombstone of a live sequence")
+        self.tombstones.pop(record.secret, None)
+        self.tombstones[record.secret] = record.principal
+        self._fresh.add(record.secret)
+
+    def _add_mask(self, record: Mask) -> None:
+        key = (record.principal, hashlib.blake2b(record.bits, digest_size=16).digest())
+        self.masks.pop(key, None)
+        self.masks[key] = record.bits
+        self._fresh.add(key)
+
+    def _begin_snapshot(self, _: SnapshotBegin) -> None:
+        for tip in self._tips.values():
+            tip.settle()
+        self._tips.clear()
+        self._fresh.clear()
+        self.is_in_snapshot = True
+
+    def _end_snapshot(self, _: SnapshotEnd) -> None:
+        if not self.is_in_snapshot:
+            raise BadRecord("a snapshot ends that has not begun")
+        missing = self._sequences.keys() - self._tips.keys()
+        if missing:
+            raise BadRecord(f"a snapshot ends without {len(missing)} sequences, one is {min(missing)}")
+        fresh = self._fresh
+        self.creations = {key: each for key, each in self.creations.items() if key in fresh}
+        self.tombstones = {secret: each for secret, each in self.tombstones.items() if secret in fresh}
+        self.masks = {key: each for key, each in self.masks.items() if key in fresh}
+        self._makers = {no: key for no, key in self._makers.items() if key in fresh}
+        self.is_in_snapshot = False
+
+
+def _is_live(creation: Creation) -> bool:
+    return any(isinstance(member, int) for member in creation.members)
+
+
+def _read_steps(tips: Mapping[int, _Tip], payload: bytes, at: int) -> int:
+    """Apply steps until another record or the end, and return where that is.
+
+    Raises:
+        BadRecord: A step does not fit.
+        IndexError: The payload ends inside a step.
+        KeyError: A step is of an unknown sequence.
+    """
+    end = len(payload)
+    while at < end and (tag := payload[at]) >= STEP:
+        no, at = payload[at + 1], at + 2
+        if no >= 0x80:
+            no, at = no + (payload[at] << 7) - 0x80, at + 1
+            if no >= 0x4000:
+                no, at = _rest(payload, at, no)
+        tip = tips[no]
+        if tag != STEP:
+            tip.seed, at = _seed(payload, at, tag)
+        token, at = payload[at], at + 1
+        if token >= 0x80:
+            token, at = token + (payload[at] << 7) - 0x80, at + 1
+            if token >= 0x4000:
+                token, at = token + (payload[at] << 14) - 0x4000, at + 1
+                if token >= 0x200000:
+                    token, at = _rest(payload, at - 1, token - (payload[at - 1] << 14) + 0x4000)
+        if tip.size:
+            numbers, at = payload[at : at + tip.size], at + tip.size
+            if at > end:
+                raise IndexError
+            tip.numbers = numbers
+        if tip.token < 0:
+            raise BadRecord(f"a step of sequence {no}, whose last answer chose no token")
+        tip.token_ids.append(tip.token)
+        tip.token, tip.is_stepped = token, True
+    return at
+
+
+def _rest(payload: bytes, at: int, value: int) -> tuple[int, int]:
+    """Return a varint whose first two bytes have been read into ``value``, and where it ends."""
+    value, shift, more = value & 0x3FFF, 14, True
+    while more:
+        byte, at = payload[at], at + 1
+        value, shift, more = value | (byte & 0x7F) << shift, shift + 7, byte >= 0x80
+        if value > _MAX_UINT32 or shift > 35:
+            raise BadRecord("a varint of a step is above 2**32")
+    return value, at
+
+
+def _seed(payload: bytes, at: int, tag: int) -> tuple[int, int]:
+    """Return the seed of a step, and where it ends."""
+    if tag != STEP_SEEDED:
+        raise BadRecord(f"unknown record {tag}")
+    if at + 8 > len(payload):
+        raise IndexError
+    return UINT64.unpack_from(payload, at)[0], at + 8

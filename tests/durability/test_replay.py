@@ -193,8 +193,10 @@ def _refused() -> dict[str, tuple[str, bytes]]:
         "second definition": ("definition 0 follows 1", b"\1\0\0"),
         "not UTF-8": ("not UTF-8", b"\1\1\1\xff"),
         "cut text": ("ends inside a field of 9", b"\1\1\x09ab"),
-        "endless varint": ("more than 9 bytes", b"\6" + b"\xff" * 12),
-        "huge varint": ("is above 4294967295", b"\6" + b"\xff" * 8 + b"\1"),
+        "endless varint": ("more than 8 bytes", b"\6" + b"\xff" * 12),
+        "huge varint": ("is above 4294967295", b"\6" + b"\xff" * 6 + b"\1"),
+        "cut record": ("ends inside a record", b"\6"),
+        "cut varint": ("ends inside a record", b"\6\1\x80"),
         "many tokens": ("ends inside a field of 17179869180", b"\4\1\0\xff\xff\xff\xff\x0f"),
     }
 

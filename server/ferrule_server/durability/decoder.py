@@ -109,20 +109,29 @@ class Cursor:
         return data
 
     def byte(self) -> int:
-        """Return the next byte."""
-        return self.take(1)[0]
+        """Return the next byte.
+
+        Raises:
+            IndexError: There is none.
+        """
+        at = self.at
+        self.at = at + 1
+        return self._payload[at]
 
     def varint(self, limit: int = _MAX_UINT32) -> int:
         """Return the next varint, at most ``limit``."""
-        value = shift = 0
-        while True:
+        byte = self._payload[self.at]
+        self.at += 1
+        return byte if byte < 0x80 else self._long_varint(byte & 0x7F, limit)
+
+    def _long_varint(self, value: int, limit: int) -> int:
+        shift, byte = 7, 0x80
+        while byte >= 0x80:
             byte = self.byte()
             value |= (byte & 0x7F) << shift
-            if byte < 0x80:
-                break
             shift += 7
             if shift > 63:
-                raise BadRecord("a varint has more than 9 bytes")
+                raise BadRecord("a varint has more than 8 bytes")
         if value > limit:
             raise BadRecord(f"the varint {value} is above {limit}")
         return value
@@ -185,7 +194,10 @@ def decode(payload: bytes, at: int, definitions: Definitions) -> tuple[Record, i
     if read is None:
         raise BadRecord(f"unknown record {payload[at]}")
     cursor = Cursor(payload, at + 1)
-    return read(cursor, definitions), cursor.at
+    try:
+        return read(cursor, definitions), cursor.at
+    except IndexError:
+        raise BadRecord("the payload ends inside a record") from None
 
 
 def numbers_of(shape: int, data: bytes) -> Numbers:

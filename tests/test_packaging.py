@@ -27,6 +27,7 @@ HEAVY = (
     "prometheus_client",
     "huggingface_hub",
     "cryptography",
+    "google_crc32c",
     "opentelemetry",
     "ferrule_server",
 )

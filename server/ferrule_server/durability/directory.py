@@ -1,0 +1,311 @@
+"""The directory of a journal: one owner, an identity that never changes, and segments.
+
+    lock                           locked by the owner for as long as it lives
+    identity.json                  what the journal belongs to, and how often a server was started on it
+    00000000000000000007.segment   frames (frames.py), preallocated
+
+An owner may lose its lock without noticing, if the directory is on a shared file system. So each start increments the
+generation, and an owner reads it again before it creates a segment: one that was replaced writes to its last segment
+at most, and the header of the new owner's first segment says how much of that one counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ferrule_server.durability.files import Files, OsFiles
+from ferrule_server.durability.frames import Previous, SegmentHeader, encode_frame
+from ferrule_server.errors import ConfigError
+
+FORMAT: Final = 1
+_SEGMENT: Final = re.compile(r"([0-9]{20})\.segment")
+_EPOCH: Final = re.compile(r"[0-9a-f]{12}")
+_KEY_BYTES: Final = 16
+
+
+class JournalDamaged(ConfigError):
+    """A journal holds something that a crash cannot leave.
+
+    Args:
+        segment: Number of the segment.
+        offset: Where the first bad frame begins.
+        reason: What is wrong with it.
+        lost: What would be lost if the journal ended there.
+    """
+
+    def __init__(self, segment: int, offset: int, reason: str, lost: str) -> None:
+        super().__init__(f"segment {segment} is damaged at offset {offset}: {reason}; {lost}")
+        self.segment = segment
+        self.offset = offset
+        self.reason = reason
+        self.lost = lost
+
+
+class OwnerReplaced(OSError):
+    """Another server was started on the directory since; this one must not write to it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a server is, and the identity of its directory must agree with.
+
+    Attributes:
+        instance: The name of the server to its clients.
+        fingerprint: The digest of the model.
+        dtype: Of its computation.
+        block_size: Tokens in a block.
+    """
+
+    instance: str
+    fingerprint: bytes
+    dtype: str
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a directory belongs to.
+
+    Attributes:
+        instance: As in :class:`Wanted`.
+        epoch: Part of the cache_id of each durable handle: 12 hexadecimal digits, made with the directory.
+        fingerprint: As in :class:`Wanted`.
+        dtype: As in :class:`Wanted`.
+        block_size: As in :class:`Wanted`.
+        seed_key: 16 bytes from which seeds of Generate are derived, made with the directory; secret.
+        generation: How often a server was started on the directory.
+    """
+
+    instance: str
+    epoch: str
+    fingerprint: bytes
+    dtype: str
+    block_size: int
+    seed_key: bytes = dataclasses.field(repr=False)
+    generation: int
+
+    @classmethod
+    def create(cls, wanted: Wanted) -> Identity:
+        """Return the identity of a new directory, before its first start."""
+        return cls(
+            **dataclasses.asdict(wanted),
+            epoch=secrets.token_hex(6),
+            seed_key=secrets.token_bytes(_KEY_BYTES),
+            generation=0,
+        )
+
+    def encode(self) -> bytes:
+        """Return the content of ``identity.json``."""
+        values = {"format": FORMAT, **dataclasses.asdict(self)}
+        values |= {"fingerprint": self.fingerprint.hex(), "seed_key": self.seed_key.hex()}
+        return json.dumps(values, indent=2).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, content: bytes) -> Identity:
+        """Read the content of ``identity.json``.
+
+        Raises:
+            ValueError: It is malformed, or its format is another one.
+        """
+        try:
+            values = json.loads(content)
+            if values.pop("format") != FORMAT:
+                raise ValueError(f"the format is not {FORMAT}")
+            for name in ("fingerprint", "seed_key"):
+                values[name] = bytes.fromhex(values[name])
+            identity = cls(**values)
+        except (TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(f"it is malformed: {error}") from None
+        identity._check()
+        return identity
+
+    def _check(self) -> None:
+        texts = (self.instance, self.epoch, self.dtype)
+        numbers = (self.block_size, self.generation)
+        if not all(type(text) is str for text in texts) or not all(type(it) is int and it >= 0 for it in numbers):
+            raise ValueError("it has values of other types")
+        if not _EPOCH.fullmatch(self.epoch) or len(self.seed_key) != _KEY_BYTES:
+            raise ValueError("epoch or seed_key has another length")
+
+    def difference(self, wanted: Wanted) -> str:
+        """Return a phrase for each value that differs from that of a server, or an empty text."""
+        fields = [field.name for field in dataclasses.fields(wanted)]
+        pairs = [(name, getattr(self, name), getattr(wanted, name)) for name in fields]
+        return ", ".join(
+            f"{name} {_text(ours)} (not {_text(theirs)})" for name, ours, theirs in pairs if ours != theirs
+        )
+
+
+def _text(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
+
+
+class DurableDirectory:
+    """A directory that this process owns.
+
+    Invariant: until :meth:`close`, the lock is held, and ``identity`` is what the disk had when it was opened.
+
+    Attributes:
+        path: The directory.
+        files: The system calls.
+        identity: With the generation of this owner.
+    """
+
+    def __init__(self, path: Path, files: Files, lock: int, identity: Identity) -> None:
+        self.path = path
+        self.files = files
+        self.identity = identity
+        self._lock = lock
+
+    @classmethod
+    def open(cls, path: Path, wanted: Wanted, files: Files | None = None) -> DurableDirectory:
+        """Lock a directory, created if it is missing, and begin a generation.
+
+        Raises:
+            ConfigError: Another process owns it, it belongs to another kind of server, or it cannot be written to.
+        """
+        files = files or OsFiles()
+        try:
+            files.make_directory(path)
+            lock = files.lock(path / "lock")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be used for durable handles: {error}") from error
+        try:
+            return cls(path, files, lock, _begin_generation(path, wanted, files))
+        except OSError as error:
+            files.close(lock)
+            raise ConfigError(f"{path} cannot be used for durable handles: {error}") from error
+        except ConfigError:
+            files.close(lock)
+            raise
+
+    def still_owner(self) -> bool:
+        """Whether no other server was started on the directory since."""
+        try:
+            return read_identity(self.path, self.files).generation == self.identity.generation
+        except (OSError, ConfigError):
+            return False
+
+    def segments(self) -> list[int]:
+        """Return the numbers of all segments, ascending."""
+        return list_segments(self.path, self.files)
+
+    def create_segment(self, number: int, size: int, previous: Previous | None) -> tuple[int, int]:
+        """Create a segment with its header, on the disk when this returns.
+
+        Args:
+            number: A number that no segment has.
+            size: Its preallocated size in bytes; more if its header needs it.
+            previous: For its header.
+
+        Returns:
+            A descriptor that the caller closes, and the offset of the first frame after the header.
+
+        Raises:
+            OwnerReplaced: This process is not the owner any more.
+            OSError: The segment could not be created, and nothing in it will be used.
+        """
+        if not self.still_owner():
+            raise OwnerReplaced(errno.EPERM, "another server has taken the directory", str(self.path))
+        header = SegmentHeader(number, self.identity.epoch, self.identity.generation, previous)
+        frame = encode_frame(header.encode(), number, 0)
+        path = segment_path(self.path, number)
+        fd = self.files.open_new(path)
+        try:
+            self.files.preallocate(fd, max(size, len(frame)))
+            self.files.write(fd, frame, 0)
+            self.files.sync(fd)
+            self.files.sync_directory(self.path)
+        except OSError:
+            self.files.close(fd)
+            with contextlib.suppress(OSError):
+                self.files.unlink(path)
+            raise
+        return fd, len(frame)
+
+    def confirm(self, number: int, start: int, end: int) -> None:
+        """Write part of a segment again as it is read, and sync it.
+
+        What is read after a process has died may be in memory only, and a sync alone would not find out: the kernel
+        drops pages whose write has failed, and reports that once, perhaps to the process that died.
+        """
+        path = segment_path(self.path, number)
+        content = self.files.read_bytes(path)[start:end]
+        fd = self.files.open_existing(path)
+        try:
+            self.files.write(fd, content, start)
+            self.files.sync(fd)
+        finally:
+            self.files.close(fd)
+
+    def delete_segment(self, number: int) -> None:
+        """Remove a segment, and return when it is gone from the disk."""
+        self.files.unlink(segment_path(self.path, number))
+        self.files.sync_directory(self.path)
+
+    def close(self) -> None:
+        """Give up the lock."""
+        self.files.close(self._lock)
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    """Return the path of a segment."""
+    return directory / f"{number:020}.segment"
+
+
+def list_segments(directory: Path, files: Files) -> list[int]:
+    """Return the numbers of all segments in a directory, ascending."""
+    matches = map(_SEGMENT.fullmatch, files.list_names(directory))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def read_identity(directory: Path, files: Files) -> Identity:
+    """Read the identity of a directory.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ConfigError: It is malformed.
+    """
+    path = directory / "identity.json"
+    try:
+        return Identity.decode(files.read_bytes(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _begin_generation(path: Path, wanted: Wanted, files: Files) -> Identity:
+    """Check the identity of a locked directory, or make one, and write it with the next generation."""
+    try:
+        identity = read_identity(path, files)
+    except FileNotFoundError:
+        if list_segments(path, files):
+            raise ConfigError(f"{path} has segments and no identity.json: restore the file from a backup") from None
+        identity = Identity.create(wanted)
+    if difference := identity.difference(wanted):
+        raise ConfigError(f"{path} belongs to another server: it has {difference}; use another directory")
+    identity = dataclasses.replace(identity, generation=identity.generation + 1)
+    _replace(path, identity.encode(), files)
+    return identity
+
+
+def _replace(directory: Path, content: bytes, files: Files) -> None:
+    """Write ``identity.json`` so that a crash leaves the old content or the new one."""
+    new = directory / "identity.json.new"
+    with contextlib.suppress(FileNotFoundError):
+        files.unlink(new)
+    fd = files.open_new(new)
+    try:
+        files.write(fd, content, 0)
+        files.sync(fd)
+    finally:
+        files.close(fd)
+    files.rename(new, directory / "identity.json")
+    files.sync_directory(directory)

@@ -1,0 +1,147 @@
+"""The system calls of the journal: :class:`Files` names them, :class:`OsFiles` makes them.
+
+Tests replace them by files in memory that lose, tear and refuse writes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from typing import Final, Protocol
+
+from ferrule_server.errors import ConfigError
+
+_CHUNK_BYTES: Final = 1 << 20
+_OWNER_BYTES: Final = 256
+_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+
+
+class OwnedElsewhere(ConfigError):
+    """Another process holds the lock of the directory."""
+
+
+class Files(Protocol):
+    """Files and directories; each method raises OSError if the system refuses."""
+
+    def make_directory(self, path: Path) -> None:
+        """Create a directory with mode 0700, and its parents, unless it exists."""
+
+    def lock(self, path: Path) -> int:
+        """Lock a file, created if it is missing, for as long as the descriptor is open, and write the owner into it.
+
+        Raises:
+            OwnedElsewhere: Another process holds the lock; the message has what that process wrote.
+        """
+
+    def open_new(self, path: Path) -> int:
+        """Create a file with mode 0600, which must not exist, and return its descriptor."""
+
+    def open_existing(self, path: Path) -> int:
+        """Open a file to write to it, and return its descriptor."""
+
+    def preallocate(self, fd: int, size: int) -> None:
+        """Write `size` zeros, so that the syncs of later writes change no metadata."""
+
+    def write(self, fd: int, data: bytes, offset: int) -> None:
+        """Write all of `data`."""
+
+    def sync(self, fd: int) -> None:
+        """Return when all that was written to the file is on the disk."""
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor, which ends its lock."""
+
+    def read_bytes(self, path: Path) -> bytes:
+        """Return the whole content of a file."""
+
+    def list_names(self, path: Path) -> list[str]:
+        """Return the names of the files in a directory."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name; a file that had it is replaced in the same moment."""
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file."""
+
+    def sync_directory(self, path: Path) -> None:
+        """Return when all files created, renamed and removed in a directory are so on the disk."""
+
+
+class OsFiles:
+    """The files of the operating system."""
+
+    def make_directory(self, path: Path) -> None:
+        """Create a directory with mode 0700, and its parents, unless it exists."""
+        if not path.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700)
+
+    def lock(self, path: Path) -> int:
+        """Lock a file with ``flock`` and write process and host into it."""
+        fd = os.open(path, _NEW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            self.write(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        except BlockingIOError:
+            owner = os.pread(fd, _OWNER_BYTES, 0).decode(errors="replace")
+            os.close(fd)
+            raise OwnedElsewhere(f"{path.parent} is in use by {owner or 'another process'}") from None
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def open_new(self, path: Path) -> int:
+        """Create a file with mode 0600, which must not exist, and return its descriptor."""
+        return os.open(path, _NEW | os.O_EXCL, 0o600)
+
+    def open_existing(self, path: Path) -> int:
+        """Open a file to write to it, and return its descriptor."""
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def preallocate(self, fd: int, size: int) -> None:
+        """Write zeros, since a hole or an unwritten extent would cost a change of metadata with each sync."""
+        zeros = bytes(min(size, _CHUNK_BYTES))
+        for offset in range(0, size, _CHUNK_BYTES):
+            self.write(fd, zeros[: size - offset], offset)
+
+    def write(self, fd: int, data: bytes, offset: int) -> None:
+        """Write all of `data`, with more than one call if the system takes less."""
+        done = os.pwrite(fd, data, offset)
+        while done < len(data):
+            done += os.pwrite(fd, data[done:], offset + done)
+
+    def sync(self, fd: int) -> None:
+        """Return when all that was written to the file, and its size, is on the disk."""
+        os.fdatasync(fd)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor, which ends its lock."""
+        os.close(fd)
+
+    def read_bytes(self, path: Path) -> bytes:
+        """Return the whole content of a file."""
+        return path.read_bytes()
+
+    def list_names(self, path: Path) -> list[str]:
+        """Return the names of the files in a directory."""
+        return [entry.name for entry in path.iterdir()]
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file another name; a file that had it is replaced in the same moment."""
+        source.replace(target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file."""
+        path.unlink()
+
+    def sync_directory(self, path: Path) -> None:
+        """Return when all files created, renamed and removed in a directory are so on the disk."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

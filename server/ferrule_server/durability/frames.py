@@ -1,0 +1,288 @@
+r"""Frames: one group commit each, and how a frame that was never confirmed is told from one that was damaged.
+
+    uint24 length of the payload   uint8 format version   uint32 CRC-32C   payload, each byte XOR 0xF5   0xF5
+
+A frame is written after the one before it was synced, over zeros. After a crash the last frame may therefore lack any
+of its 512-byte sectors, or its end, and these are still zero; every other frame is whole, or it was damaged later::
+
+                       sector                    sector
+    ...frame 6  0xF5 | frame 7 ...             | ... frame 7   0xF5  0 0 0 0
+                      \_ torn: only zeros here, or the 0xF5 is missing
+
+The XOR keeps zeros in records from being zeros on the disk: a sector of token ids 0 must not look like a missing one.
+The frame of etcd's write-ahead log is recognised as torn in the same way (etcd, server/storage/wal/decoder.go).
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import google_crc32c
+
+END: Final = 0xF5
+VERSION: Final = 1
+OVERHEAD_BYTES: Final = 9
+MAX_PAYLOAD_BYTES: Final = (1 << 24) - 1
+SECTOR_BYTES: Final = 512
+
+_HEAD: Final = struct.Struct("<II")
+_COVERED: Final = struct.Struct("<QQI")
+_END_BYTE: Final = bytes([END])
+_VERSION_BYTE: Final = bytes([VERSION])
+_XOR: Final = bytes(byte ^ END for byte in range(256))
+_MAX_CANDIDATES: Final = 1 << 20
+_MAX_CHECKED_BYTES: Final = 1 << 30
+"""The search for a frame after a bad one ends after so many places, or so many bytes of checksums."""
+
+
+class Tail(enum.Enum):
+    """What follows the last valid frame of a segment."""
+
+    CLEAN = "clean"
+    """Zeros."""
+    TORN = "torn"
+    """A frame that was never confirmed, and is to be ignored."""
+    DAMAGED = "damaged"
+    """A frame that was confirmed, or something that no crash leaves."""
+
+
+class Frame(NamedTuple):
+    """A valid frame.
+
+    Attributes:
+        offset: Where it begins in its segment.
+        payload: As it was given to :func:`encode_frame`.
+    """
+
+    offset: int
+    payload: bytes
+
+    @property
+    def end(self) -> int:
+        """The offset of the byte after it."""
+        return self.offset + len(self.payload) + OVERHEAD_BYTES
+
+
+class Scan(NamedTuple):
+    """The frames of a segment.
+
+    Attributes:
+        frames: Valid frames, one directly after the other.
+        end: The offset of the byte after the last of them.
+        tail: What follows.
+        reason: Why the tail is torn or damaged; empty if it is clean.
+        resumes_at: The offset of the first valid frame after a damaged one, if there is one.
+    """
+
+    frames: list[Frame]
+    end: int
+    tail: Tail
+    reason: str = ""
+    resumes_at: int | None = None
+
+
+def frame_bytes(payload_bytes: int) -> int:
+    """Return how much room the frame of a payload takes."""
+    return payload_bytes + OVERHEAD_BYTES
+
+
+def encode_frame(payload: bytes, segment: int, offset: int) -> bytes:
+    """Return the frame that stands at `offset` of a segment; nowhere else is it valid.
+
+    Raises:
+        ValueError: The payload is empty or longer than MAX_PAYLOAD_BYTES.
+    """
+    if not 0 < len(payload) <= MAX_PAYLOAD_BYTES:
+        raise ValueError(f"a payload of {len(payload)} bytes does not fit in a frame")
+    head = len(payload) | VERSION << 24
+    stored = payload.translate(_XOR)
+    return _HEAD.pack(head, _checksum(segment, offset, head, stored)) + stored + _END_BYTE
+
+
+def scan(data: bytes, segment: int, *, start: int = 0, valid_bytes: int | None = None) -> Scan:
+    """Read the frames of a segment; the time is linear in its size, whatever it contains.
+
+    Args:
+        data: The whole segment.
+        segment: Its number.
+        start: Where the first frame begins: 0, or ``resumes_at`` of another scan.
+        valid_bytes: What the header of the next segment says of this one: exactly so many bytes are confirmed. What
+            follows them is not read. None: the segment is the last.
+    """
+    if valid_bytes is not None:
+        data = data[:valid_bytes]
+    frames, end = [], start
+    while (payload := _payload_at(data, segment, end)) is not None:
+        frames.append(Frame(end, payload))
+        end += len(payload) + OVERHEAD_BYTES
+    found = Scan(frames, end, *_tail(data, segment, end))
+    if valid_bytes is None or end == valid_bytes:
+        return found
+    reason = f"{valid_bytes} bytes were confirmed, {end} are valid"
+    return found._replace(tail=Tail.DAMAGED, reason=found.reason or reason)
+
+
+def _checksum(segment: int, offset: int, head: int, stored: bytes) -> int:
+    covered: int = google_crc32c.value(_COVERED.pack(segment, offset, head) + stored)
+    return covered
+
+
+def _payload_at(data: bytes, segment: int, offset: int) -> bytes | None:
+    """Return the payload of the valid frame that begins at `offset`, or None."""
+    if len(data) - offset <= OVERHEAD_BYTES:
+        return None
+    head, checksum = _HEAD.unpack_from(data, offset)
+    last = offset + _HEAD.size + (head & MAX_PAYLOAD_BYTES)
+    if head >> 24 != VERSION or last >= len(data) or data[last] != END:
+        return None
+    stored = data[offset + _HEAD.size : last]
+    if not stored or _checksum(segment, offset, head, stored) != checksum:
+        return None
+    return stored.translate(_XOR)
+
+
+def _tail(data: bytes, segment: int, start: int) -> tuple[Tail, str, int | None]:
+    """Judge what begins at `start`, where no valid frame begins."""
+    stop = len(data.rstrip(b"\0"))
+    if stop <= start:
+        return Tail.CLEAN, "", None
+    next_frame, is_certain = _next_frame(data, segment, start + 1, stop)
+    if next_frame is not None:
+        return Tail.DAMAGED, f"a valid frame follows at {next_frame}", next_frame
+    if not is_certain:
+        return Tail.DAMAGED, "the rest is not a frame, and too irregular to be searched for one", None
+    if stop - start > frame_bytes(MAX_PAYLOAD_BYTES):
+        return Tail.DAMAGED, f"{stop - start} bytes follow, more than a frame has", None
+    return *_last_frame(data[:stop], segment, start), None
+
+
+def _next_frame(data: bytes, segment: int, start: int, stop: int) -> tuple[int | None, bool]:
+    """Return where the first valid frame at or after `start` begins, and whether the answer is certain.
+
+    Whoever chose the bytes can make each a possible begin of a frame of any length, so the effort is bounded.
+    """
+    num_checked_bytes = 0
+    at = data.find(_VERSION_BYTE, start + 3, stop)
+    for _ in range(_MAX_CANDIDATES):
+        if at < 0:
+            return None, True
+        offset = at - 3
+        last = offset + _HEAD.size + int.from_bytes(data[offset:at], "little")
+        if last < stop and data[last] == END:
+            if _payload_at(data, segment, offset) is not None:
+                return offset, True
+            num_checked_bytes += last - offset
+            if num_checked_bytes > _MAX_CHECKED_BYTES:
+                break
+        at = data.find(_VERSION_BYTE, at + 1, stop)
+    return None, False
+
+
+@dataclass(frozen=True, slots=True)
+class _BadFrame:
+    """A frame that is not valid and the last: `data` ends with its last byte that is not zero."""
+
+    data: bytes
+    segment: int
+    start: int
+
+    @property
+    def head(self) -> int:
+        return int.from_bytes(self.data[self.start : self.start + 4], "little")
+
+    @property
+    def length(self) -> int:
+        """The length that it would have if its end were not missing."""
+        return len(self.data) - frame_bytes(self.start)
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the length that it states leads to its last byte."""
+        return 0 < self.length == self.head & MAX_PAYLOAD_BYTES and self.data[-1] == END
+
+    def is_valid(self, head: int) -> bool:
+        """Whether it is valid with another length and version, so that only these are wrong or unknown."""
+        if self.length <= 0 or self.data[-1] != END:
+            return False
+        checksum = int.from_bytes(self.data[self.start + 4 : self.start + _HEAD.size], "little")
+        stored = self.data[self.start + _HEAD.size : -1]
+        return _checksum(self.segment, self.start, head, stored) == checksum
+
+    def lacks_sector(self) -> bool:
+        """Whether one of its sectors is zero, as far as it belongs to the frame.
+
+        The first part may be one or two bytes that a whole frame has as zeros: those of a length that is a multiple of
+        256. They are not missing if the length that is read with them is right.
+        """
+        first = self.start + SECTOR_BYTES - self.start % SECTOR_BYTES
+        if not self.has_end and not any(self.data[self.start : first]):
+            return True
+        zeros = bytes(SECTOR_BYTES)
+        return any(self.data.startswith(zeros, at) for at in range(first, len(self.data), SECTOR_BYTES))
+
+
+def _last_frame(data: bytes, segment: int, start: int) -> tuple[Tail, str]:
+    """Judge a bad frame that no other follows; `data` ends with the last byte that is not zero."""
+    bad = _BadFrame(data, segment, start)
+    if bad.is_valid(bad.head):
+        return Tail.DAMAGED, f"it has format version {bad.head >> 24}, this server reads {VERSION}"
+    if bad.is_valid(bad.length | bad.head >> 24 << 24):
+        return Tail.DAMAGED, f"its length is {bad.length}, it says {bad.head & MAX_PAYLOAD_BYTES}"
+    if bad.lacks_sector():
+        return Tail.TORN, "a sector of it was not written"
+    if start + frame_bytes(bad.head & MAX_PAYLOAD_BYTES) > len(data):
+        return Tail.TORN, "its end was not written"
+    return Tail.DAMAGED, "its checksum is wrong"
+
+
+class Previous(NamedTuple):
+    """The segment before, and how much of it was confirmed when the new one began."""
+
+    segment: int
+    valid_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """The payload of the first frame of a segment.
+
+    Attributes:
+        segment: Number of the segment.
+        epoch: That of the directory: 12 hexadecimal digits.
+        generation: That of the server which wrote the segment.
+        previous: Where the records before those of this segment are; None: it is the first of its directory. Numbers
+            between the two are segments that were never used.
+    """
+
+    segment: int
+    epoch: str
+    generation: int
+    previous: Previous | None
+
+    def encode(self) -> bytes:
+        """Return the payload."""
+        previous = None if self.previous is None else self.previous._asdict()
+        values = {"segment": self.segment, "epoch": self.epoch, "generation": self.generation, "previous": previous}
+        return json.dumps(values).encode()
+
+    @classmethod
+    def decode(cls, payload: bytes) -> SegmentHeader:
+        """Read a payload.
+
+        Raises:
+            ValueError: It is not the header of a segment.
+        """
+        try:
+            values = json.loads(payload)
+            previous = values["previous"] if values["previous"] is None else Previous(**values["previous"])
+            header = cls(values["segment"], values["epoch"], values["generation"], previous)
+        except (TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"the header of a segment is malformed: {error}") from None
+        numbers = (header.segment, header.generation, *(previous or ()))
+        if not isinstance(header.epoch, str) or not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError("the header of a segment has values of other types")
+        return header

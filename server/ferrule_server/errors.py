@@ -391,6 +391,37 @@ class Starting(Unavailable):
     TEXT = "the server is starting, its model is still loading; retry soon"
 
 
+class Restoring(Unavailable):
+    """The handle was restored, and its KV is being computed again.
+
+    Args:
+        handle_id: The loggable name of the sequence.
+        tokens_to_recompute: Tokens whose KV is still to be computed.
+        retry_after_s: When to ask again, in seconds.
+    """
+
+    REASON = "RESTORING"
+    TEXT = "the KV of handle {handle_id} is computed again, {tokens_to_recompute} tokens are left; retry then"
+
+    def __init__(self, handle_id: str, tokens_to_recompute: int, retry_after_s: float) -> None:
+        super().__init__(handle_id=handle_id, tokens_to_recompute=tokens_to_recompute)
+        self.retry_after_s = retry_after_s
+
+
+class DurabilityLost(Unavailable):
+    """The journal of durable handles cannot be written, so nothing that depends on it is answered."""
+
+    REASON = "DURABILITY_LOST"
+    TEXT = (
+        "the disk of the journal failed, so it is unknown whether this operation happened; "
+        "the handle is kept, send the same request again"
+    )
+
+    def __init__(self, retry_after_s: float = 1.0) -> None:
+        super().__init__()
+        self.retry_after_s = retry_after_s
+
+
 class Draining(Unavailable):
     """The server is shutting down."""
 

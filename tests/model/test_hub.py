@@ -278,7 +278,9 @@ def _write(hub: Hub, name: str, content: object) -> None:
 def test_a_model_that_cannot_run_costs_no_weights(hub: Hub) -> None:
     """Its configuration says so, and it comes first."""
     _write(hub, "config.json", {**CONFIG, "architectures": ["GPT2LMHeadModel"]})
-    with pytest.raises(ModelError, match=r"architectures is .'GPT2LMHeadModel'., a dense decoder of a family that is not supported"):
+    with pytest.raises(
+        ModelError, match=r"architectures is .'GPT2LMHeadModel'., a dense decoder of a family that is not supported"
+    ):
         fetch()
     assert set(hub.files_got()) == {"config.json", "generation_config.json"}
 

@@ -24,16 +24,22 @@ import threading
 import time
 from collections.abc import Callable
 
+from ferrule_server.durability.records import End
 from ferrule_server.engine.appends.admission import Admission
 from ferrule_server.engine.appends.caches import Caches
+from ferrule_server.engine.appends.cold import Cold
 from ferrule_server.engine.appends.commits import Commits
 from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.endings import Endings
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.records import ReplayRecords
 from ferrule_server.engine.bridge.delivery import Delivery, Later
-from ferrule_server.engine.bridge.gate import Finished, Gate
+from ferrule_server.engine.bridge.gate import Finished, Gate, is_last
 from ferrule_server.engine.bridge.inbox import Inbox
+from ferrule_server.engine.durable.barrier import Barrier
+from ferrule_server.engine.durable.journal import Journal
+from ferrule_server.engine.durable.opening import Durability
+from ferrule_server.engine.durable.restore import restore
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.faults import fault
 from ferrule_server.engine.generation.drivers import Driver, Drivers, DriverSink
@@ -41,8 +47,11 @@ from ferrule_server.engine.generation.forward import ForwardPass
 from ferrule_server.engine.generation.generate import Generation
 from ferrule_server.engine.host_calls import Host
 from ferrule_server.engine.jobs import (
+    AppendJob,
+    AppendResult,
     Entry,
     ForwardJob,
+    GenerateFrame,
     GenerateJob,
     HostCall,
     Job,
@@ -54,16 +63,26 @@ from ferrule_server.engine.jobs import (
     WarmupJob,
 )
 from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot, OwnFigures
+from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.engine.shares import Shares
 from ferrule_server.engine.steps.gather import GatherWindow
 from ferrule_server.engine.steps.stepper import Stepper
 from ferrule_server.engine.steps.warmup import Warmup
 from ferrule_server.engine.viewer import Viewer
-from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleLost
+from ferrule_server.errors import (
+    Cancelled,
+    Draining,
+    DurabilityLost,
+    FerruleError,
+    HandleExpired,
+    HandleLost,
+    Restoring,
+)
 from ferrule_server.executor.base import DeviceLost, Executor, KvLost
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.metrics import KvMetrics
+from ferrule_server.kv.registry import Registry
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.quotas import LimitsOf, unlimited
@@ -102,7 +121,11 @@ class Engine:
         on_failure: Called once, on the engine thread, when the engine cannot continue, such as after a lost device.
         limits_of: The quotas of a principal.
         shares: Counts the work for each principal; None: the counts are not read.
+        durability: The journal of durable sequences and what it described at start; None: there are none.
         failpoints: For tests: where to fail on purpose.
+
+    Raises:
+        OSError: The journal cannot be written.
     """
 
     def __init__(
@@ -116,6 +139,7 @@ class Engine:
         later: Later | None = None,
         limits_of: LimitsOf = unlimited,
         shares: Shares | None = None,
+        durability: Durability | None = None,
         failpoints: Failpoints | None = None,
     ) -> None:
         self.info = executor.info
@@ -129,15 +153,18 @@ class Engine:
         self._failpoints = failpoints
         self._records = ReplayRecords(settings.retained_bytes, limits_of)
         self._creations = Creations(store.clock)
-        caches = Caches(store, self.info.bytes_per_block, self._num_pending)
+        self._journal = journal = None if durability is None else durability.journal
+        caches = Caches(store, self.info.bytes_per_block, self._num_pending, self._warm_sequence, journal)
         admission = Admission(store, self._records, self._creations, self.counters)
         self._lanes = Lanes(
             store,
             admission,
             caches,
             creations=self._creations,
+            cold=Cold(store, self.counters, settings.restore_wait_tokens),
             counters=self.counters,
             finish=self._finish,
+            journal=journal,
             failpoints=failpoints,
         )
         self._gather = GatherWindow(settings)
@@ -149,6 +176,7 @@ class Engine:
             check_loop=self._creations.check_loop,
             release=self._endings.release_one,
             finish=self._finish,
+            seed_key=None if durability is None else durability.seed_key,
         )
         self._warmup = Warmup(executor, settings.max_step_rows, self._finish)
         self._stepper = Stepper(
@@ -156,7 +184,7 @@ class Engine:
             store,
             settings,
             self._lanes,
-            Commits(store, self._records, self._creations, self.counters, failpoints),
+            Commits(store, self._records, self._creations, self.counters, journal, failpoints),
             warmup=self._warmup,
             gather=self._gather,
             counters=self.counters,
@@ -168,6 +196,10 @@ class Engine:
         )
         self._gate = Gate(settings.max_waiting_jobs, limits_of)
         self._delivery = Delivery(post, self._gate, later)
+        self._barrier = None if durability is None else Barrier(self._delivery.deliver)
+        self._num_restored = 0
+        if durability is not None:
+            self._restore(durability)
         viewer = Viewer(store, self._gate, self.counters.own, self._lanes.num_pending, self.snapshot)
         self._host = Host(caches, self._endings, viewer)
         self._is_stopping = False
@@ -270,8 +302,10 @@ class Engine:
             self._shut_down()
 
     def _round(self) -> None:
-        """Take new jobs, run a step if appends wait for one, hand over the results, and tend the executor."""
+        """Take new jobs, run a step if appends wait for one, hand over the results, and tend executor and journal."""
         self._take()
+        if self._journal is not None and self._journal.tend():
+            self._lose_journal()
         self._expire()
         self._turn()
         if self._lanes.running:
@@ -333,6 +367,7 @@ class Engine:
         if self._lanes.running:
             return max(self._gather.remaining_s(time.monotonic()), self._hold_s)
         has_work = self._drivers.active and self._drivers.has_work
+        has_work = has_work or (self._journal is not None and self._journal.has_work)
         if self._delivery.finished or has_work or self._stepper.has_work:
             return 0.0
         most_s = _POLL_S if self._warmup.queue else _IDLE_S
@@ -348,6 +383,8 @@ class Engine:
         if now < self._next_expiry_check:
             return
         self._next_expiry_check = now + 0.05
+        if self._journal is not None and self._journal.is_lost:
+            self._store.renew_restored()  # their owners cannot do that now
         try:
             if self._failpoints is not None and self._store.next_expiry() == 0.0:
                 self._failpoints.hit("during_free")
@@ -357,6 +394,8 @@ class Engine:
             return
         for handle_id in expired:
             self.counters.expired += 1
+            if self._journal is not None:
+                self._journal.note_ended(handle_id, End.EXPIRED)
             self._endings.notify(handle_id)
             _LOG.info("lease expired handle_id=%s", handle_id)
 
@@ -364,8 +403,27 @@ class Engine:
         """Let streams continue, then hand over all finished jobs."""
         if self._drivers.active:
             self._drivers.turn()
+        if self._journal is not None:
+            self._journal.close_group()
         if self._delivery.finished:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Deliver all finished jobs; those that show state of durable sequences wait for the journal."""
+        if self._journal is None or self._barrier is None:
             self._delivery.hand_over()
+            return
+        finished, self._delivery.finished = self._delivery.finished, []
+        self._barrier.pass_on([self._awaited(each, self._journal) for each in finished])
+
+    def _awaited(self, finished: Finished, journal: Journal) -> tuple[int, Finished]:
+        """Return an outcome with the group of records that it depends on; while the journal is lost, an error."""
+        job, sink, outcome = finished
+        if _shows_no_durable(outcome, self._store.registry) or not journal.concerns(job.principal):
+            return 0, finished
+        if journal.is_lost:
+            return 0, (job, sink, DurabilityLost())
+        return journal.group_of(job.principal), finished
 
     def _shut_down(self) -> None:
         """Answer all jobs and close the executor; if one part raises, the others are still done."""
@@ -374,6 +432,7 @@ class Engine:
             lambda: self._drivers.end_all(lambda _: Draining()),
             lambda: self._warmup.end_all(Draining),
             self._answer_rest,
+            self._close_journal,
             self._stepper.close,
             self._executor.close,
         )
@@ -386,9 +445,19 @@ class Engine:
     def _answer_rest(self) -> None:
         self._is_closed = True
         with contextlib.suppress(RuntimeError):  # the event loop may be closed already: then no caller waits
+            if self._journal is not None:
+                self._journal.close_group()
             if self._delivery.finished:
-                self._delivery.hand_over()
+                self._hand_over()
             self._refuse_rest()
+
+    def _close_journal(self) -> None:
+        """Write what is left, and answer what still waits for a disk that does not answer."""
+        if self._journal is None or self._barrier is None:
+            return
+        self._journal.close()
+        with contextlib.suppress(RuntimeError):
+            self._delivery.deliver([(job, sink, DurabilityLost()) for job, sink, _ in self._barrier.take_all()])
 
     def _refuse_rest(self) -> None:
         """Answer the jobs in the inbox of a closed engine. Each is answered once, by the thread that takes it out."""
@@ -415,6 +484,8 @@ class Engine:
                 raise Draining
             if isinstance(job, QueuedJob) and job.handle is not None:
                 self._gather.came_back(job.handle.cache_id, time.monotonic())
+            if self._journal is not None and self._journal.is_lost and self._is_durable(job):
+                raise DurabilityLost
             if isinstance(job, LaneJob):
                 self._lanes.enter(job, sink, at)
             elif isinstance(job, HostCall):
@@ -425,9 +496,19 @@ class Engine:
                 assert isinstance(job, WarmupJob)
                 self._warmup.add(job, sink)
         except FerruleError as error:
+            if isinstance(error, HandleExpired):
+                self._next_expiry_check = 0.0  # what is answered now must be recorded with this round
             self._finish(job, sink, error)
         except Exception:  # noqa: BLE001 - a bug must end only its own job
             self._finish(job, sink, fault(f"job failed kind={type(job).__name__}"))
+
+    def _is_durable(self, job: Job[object]) -> bool:
+        """Return whether a job works on a durable sequence, or creates one."""
+        if not isinstance(job, QueuedJob):
+            return False
+        if job.handle is not None:
+            return self._store.registry.is_durable(job.handle.cache_id)
+        return isinstance(job, AppendJob | GenerateJob) and job.is_durable
 
     def _start_stream(self, job: StreamJob[object], sink: Sink, at: float) -> None:
         if job.is_cancelled:
@@ -446,6 +527,9 @@ class Engine:
     def _num_pending(self, sequence: Sequence) -> int:
         return self._lanes.num_pending(sequence)
 
+    def _warm_sequence(self, sequence: Sequence) -> None:
+        self._lanes.warm(sequence)
+
     def _finish(self, job: Job[object], sink: Sink, outcome: Outcome) -> None:
         if isinstance(sink, DriverSink):
             self._drivers.collect(job, sink, outcome)  # type: ignore[arg-type]  # drivers enter no other jobs
@@ -453,6 +537,42 @@ class Engine:
         if isinstance(outcome, FerruleError):
             self.counters.refuse(job.principal, outcome.reason)
         self._delivery.finished.append((job, sink, outcome))
+
+    # ---- durability -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether sequences can survive the process."""
+        return self._journal is not None
+
+    def durability(self) -> DurabilityFigures | None:
+        """Return the figures of the journal; from any thread."""
+        if self._journal is None:
+            return None
+        return self._journal.figures(self._num_restored, self.counters.restored_tokens)
+
+    def _restore(self, durability: Durability) -> None:
+        """Make what the journal described live again, and write it to a segment of its own."""
+        assert self._barrier is not None
+        restored = restore(durability.state, self._store, self._records, self._creations)
+        durability.journal.attach(
+            self._store,
+            self._records,
+            self._creations,
+            on_synced=self._barrier.release,
+            wake=lambda: self._inbox.put([]),
+        )
+        durability.journal.begin(restored)
+        self._num_restored = len(restored)
+
+    def _lose_journal(self) -> None:
+        """Answer what waits for the journal with DURABILITY_LOST: it is unknown whether it will be there."""
+        assert self._barrier is not None
+        lost = [(job, sink, DurabilityLost()) for job, sink, outcome in self._barrier.take_all() if is_last(outcome)]
+        self._delivery.finished += lost
+        self._drivers.end_some(self._is_durable, lambda _: DurabilityLost())
+
+    # ---- faults -----------------------------------------------------------------------------------------------------
 
     def _lose_device(self) -> None:
         """Fail everything: no KV can be trusted any more, every handle is lost, and nothing runs again."""
@@ -463,14 +583,33 @@ class Engine:
         self._on_failure()
 
     def _lose_kv(self) -> None:
-        """Answer everything in flight, and every handle from now on, with HANDLE_LOST; nothing stays cached."""
-        self._lanes.end_all(lambda job: _lost(job.handle))
-        self._drivers.end_all(_lost)
-        self._warmup.end_all(lambda: _lost(None))
+        """Answer everything in flight, and every handle from now on, with HANDLE_LOST; nothing stays cached.
+
+        Durable sequences stay: what is in flight on them is answered with RESTORING.
+        """
+        self._lanes.end_all(lambda job: self._lost(job.handle))
+        self._drivers.end_all(self._lost)
+        self._warmup.end_all(lambda: self._lost(None))
         self._store.lose_all()
-        self._records.clear()
-        self._creations.clear()
+        kept = {sequence.handle_id for sequence in self._store.registry}
+        self._records.keep_only(kept)
+        self._creations.keep_only(kept)
+
+    def _lost(self, handle: Handle | None) -> HandleLost | Restoring:
+        """Return the error of a job whose KV is lost."""
+        if handle is None:
+            return HandleLost("")
+        sequence = self._store.registry.sequences.get(handle.cache_id)
+        if sequence is not None and sequence.is_durable:
+            return Restoring(sequence.handle_id, sequence.length, 1.0)
+        return HandleLost(handle.handle_id)
 
 
-def _lost(handle: Handle | None) -> HandleLost:
-    return HandleLost(handle.handle_id if handle else "")
+def _shows_no_durable(outcome: Outcome, registry: Registry) -> bool:
+    """Return whether an outcome is about a sequence that is not durable, and nothing else."""
+    if type(outcome) is AppendResult:
+        return not registry.is_durable(outcome.handle.cache_id)
+    if type(outcome) is GenerateFrame:
+        handles = [branch.handle for branch in outcome.branches if branch.handle is not None]
+        return bool(handles) and not any(registry.is_durable(handle.cache_id) for handle in handles)
+    return False

@@ -18,6 +18,8 @@ class EngineSettings:
         gather_gap_s: The gather window closes if no row has come back for this long, in seconds.
         gather_share: Longest gather window, as a share of the last step's run time.
         retained_bytes: Most bytes of logits kept for replay; beyond that the oldest are dropped and recomputed.
+        restore_wait_tokens: Jobs wait while at most so many tokens of a restored sequence are computed again; for more
+            they are answered with RESTORING.
         debug_top_tokens: Log the position and the five best tokens of every output row.
     """
 
@@ -27,4 +29,5 @@ class EngineSettings:
     gather_gap_s: float = 0.001
     gather_share: float = 0.1
     retained_bytes: int = 64 << 20
+    restore_wait_tokens: int = 8192
     debug_top_tokens: bool = False

@@ -7,7 +7,7 @@ import heapq
 import re
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -40,6 +40,7 @@ class Registry:
     Args:
         instance: Name of this server. epoch: name of this run of it. Both 1 to 64 of ``A-Z a-z 0-9 _ -``.
         new_secret: Returns 16 unguessable bytes.
+        durable_epoch: The epoch in the cache_ids of durable sequences, the same in all runs; None: there are none.
 
     Attributes:
         sequences: The live sequences by cache_id, a read-only view.
@@ -49,12 +50,17 @@ class Registry:
         ValueError: A name has other characters or another length.
     """
 
-    def __init__(self, instance: str, epoch: str, new_secret: Callable[[], bytes]) -> None:
-        for name, value in (("instance", instance), ("epoch", epoch)):
+    def __init__(
+        self, instance: str, epoch: str, new_secret: Callable[[], bytes], durable_epoch: str | None = None
+    ) -> None:
+        for name, value in (("instance", instance), ("epoch", epoch), ("durable_epoch", durable_epoch or epoch)):
             if not _NAME.fullmatch(value):
                 raise ValueError(f"{name} must be 1 to 64 of A-Z a-z 0-9 _ -, got {value!r}")
         self._instance = instance
         self._epoch = epoch
+        self._durable_epoch = durable_epoch or epoch
+        self._has_durable = durable_epoch is not None
+        self._durable_prefix = f"{instance}.{self._durable_epoch}."
         self._new_secret = new_secret
         self._sequences: dict[str, Sequence] = {}
         self.sequences: Mapping[str, Sequence] = MappingProxyType(self._sequences)
@@ -70,17 +76,41 @@ class Registry:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
 
-    def new_cache_id(self) -> str:
+    def new_cache_id(self, *, is_durable: bool = False) -> str:
         """Return a new, unique cache_id."""
         secret = self._new_secret()
         assert len(secret) == SECRET_BYTES, f"a secret has {len(secret)} bytes, not {SECRET_BYTES}"
-        return f"{self._instance}.{self._epoch}.{base64.urlsafe_b64encode(secret).rstrip(b'=').decode()}"
+        return self._cache_id(self._durable_epoch if is_durable else self._epoch, secret)
+
+    def durable_cache_id(self, secret: bytes) -> str:
+        """Return the cache_id of a durable sequence with this secret."""
+        return self._cache_id(self._durable_epoch, secret)
 
     def add(self, sequence: Sequence) -> None:
         """Register the sequence under its cache_id."""
         assert sequence.cache_id not in self._sequences, "a secret came twice"
         self._sequences[sequence.cache_id] = sequence
         insort(self._own.setdefault(sequence.principal, []), sequence, key=_HANDLE_ID)
+
+    def restore(self, sequences: Iterable[Sequence]) -> None:
+        """Register many sequences; faster than one by one."""
+        touched: set[str] = set()
+        for sequence in sequences:
+            assert sequence.cache_id not in self._sequences, "a secret came twice"
+            self._sequences[sequence.cache_id] = sequence
+            self._own.setdefault(sequence.principal, []).append(sequence)
+            touched.add(sequence.principal)
+        for principal in touched:
+            self._own[principal].sort(key=_HANDLE_ID)
+
+    def is_durable(self, cache_id: str) -> bool:
+        """Return whether the name is, or was, that of a durable sequence."""
+        return self._has_durable and cache_id.startswith(self._durable_prefix)
+
+    def tombstones(self) -> list[tuple[str, str]]:
+        """Return the principals and cache_ids of the expired sequences that are remembered, the oldest first."""
+        ends = ((end, principal, name) for principal, own in self._tombstones.items() for name, end in own.items())
+        return [(principal, cache_id) for _, principal, cache_id in sorted(ends)]
 
     def get(self, cache_id: str, principal: str) -> Sequence | None:
         """Return the principal's own live sequence of that name, or None."""
@@ -101,19 +131,25 @@ class Registry:
     def bury(self, sequence: Sequence, now: float) -> None:
         """Forget the sequence, and answer its owner for TOMBSTONE_S that it expired."""
         self.remove(sequence)
-        own = self._tombstones.setdefault(sequence.principal, OrderedDict())
-        own[sequence.cache_id] = now + TOMBSTONE_S
+        self.restore_tombstone(sequence.principal, sequence.cache_id, now)
+
+    def restore_tombstone(self, principal: str, cache_id: str, now: float) -> None:
+        """Answer the owner of a sequence that is not here for TOMBSTONE_S that it expired."""
+        own = self._tombstones.setdefault(principal, OrderedDict())
+        own[cache_id] = now + TOMBSTONE_S
         self.num_tombstones += 1
         while next(iter(own.values())) <= now:
-            self._drop_tombstone(sequence.principal)
+            self._drop_tombstone(principal)
         if self.num_tombstones > MAX_TOMBSTONES:
             self._drop_tombstone(self._dispensable(now))
 
     def lose_all(self) -> None:
-        """Forget every sequence, and answer its owner from now on that it was lost."""
-        self._lost.update((cache_id, sequence.principal) for cache_id, sequence in self._sequences.items())
-        self._sequences.clear()
-        self._own.clear()
+        """Forget every sequence that is not durable, and answer its owner from now on that it was lost."""
+        for sequence in [each for each in self if not each.is_durable]:
+            self._lost[sequence.cache_id] = sequence.principal
+            del self._sequences[sequence.cache_id]
+        durable = ((name, [each for each in own if each.is_durable]) for name, own in self._own.items())
+        self._own = {name: own for name, own in durable if own}
 
     def why_missing(self, cache_id: str, principal: str, now: float) -> HandleUnknown | WrongInstance:
         """Return the error for a cache_id that :meth:`get` does not find.
@@ -171,7 +207,10 @@ class Registry:
             return None
         if instance != self._instance:
             return WrongInstance(handle_id, instance)
-        return EpochChanged(handle_id) if epoch != self._epoch else None
+        return EpochChanged(handle_id) if epoch not in (self._epoch, self._durable_epoch) else None
+
+    def _cache_id(self, epoch: str, secret: bytes) -> str:
+        return f"{self._instance}.{epoch}.{base64.urlsafe_b64encode(secret).rstrip(b'=').decode()}"
 
     def _dispensable(self, now: float) -> str:
         """Return the principal whose oldest tombstone is dropped: one that is over, else the one with most."""

@@ -38,6 +38,8 @@ class Reservation:
         num_cached: How many of the tokens to be written the first blocks of the table hold already: these blocks came
             from the prefix cache and must not be written. Whole blocks; may be all of the tokens.
         is_published: Whether the full blocks of the sequence to be created are registered in the prefix cache.
+        is_durable: Whether the sequence to be created survives the process.
+        is_warming: Nothing is appended: the tokens that a cold sequence has are written again.
     """
 
     sequence: Sequence | None
@@ -53,6 +55,8 @@ class Reservation:
     reserved_length: int = 0
     num_cached: int = 0
     is_published: bool = False
+    is_durable: bool = False
+    is_warming: bool = False
 
     @property
     def pinned(self) -> Sequence | None:
@@ -130,6 +134,7 @@ class Reservations:
         *,
         prompt: SequenceOf[int] | None = None,
         publish: bool = True,
+        is_durable: bool = False,
     ) -> Reservation:
         """Hold the blocks of a sequence to be created with ``num_tokens`` tokens.
 
@@ -144,6 +149,7 @@ class Reservations:
             prompt: These tokens, to be looked up in the prefix cache; the commit then takes no others, and at least the
                 cached ones. None: nothing is looked up.
             publish: Whether its full blocks, and those of its forks, are registered for others of the principal.
+            is_durable: Whether it survives the process.
 
         Raises:
             ValueError: The prompt has another length.
@@ -163,9 +169,27 @@ class Reservations:
         reservation.reserved_length = reserved_length
         reservation.num_cached = len(found_ids) * self.pool.block_size
         reservation.is_published = publish and self.cache.is_on
+        reservation.is_durable = is_durable
         if looked_up is not None:
             self.ledger.add(principal, "num_prefix_lookup_tokens", num_tokens)
             self.ledger.add(principal, "num_prefix_hit_tokens", reservation.num_cached)
+        return self._open(reservation)
+
+    def reserve_cold(self, sequence: Sequence) -> Reservation:
+        """Hold the blocks of a cold sequence, those reserved for it included, to compute its tokens again.
+
+        Full blocks that the prefix cache knows are shared, as for a new sequence with this prompt.
+        """
+        require_idle(sequence)
+        principal, length = sequence.principal, sequence.length
+        self._check_need(0, length, sequence.reserved_length)
+        found_ids = self.cache.find(principal, sequence.chain) if self.cache.is_on else []
+        num_blocks = self.pool.num_blocks_for(max(length, sequence.reserved_length))
+        held_ids = self._hold(principal, found_ids, num_blocks, num_sequences=0)
+        table = held_ids[: self.pool.num_blocks_for(length)]
+        reservation = Reservation(sequence, None, principal, 0, length, table, [], held_ids)
+        reservation.num_cached = len(found_ids) * self.pool.block_size
+        reservation.is_warming = True
         return self._open(reservation)
 
     def reserve_append(self, sequence: Sequence, num_tokens: int) -> Reservation:
@@ -326,7 +350,8 @@ class Reservations:
         """Check a reservation that can still be committed; the table of any other one is void until its abort."""
         start, stop = reservation.start, reservation.start + reservation.num_tokens
         sequence = reservation.sequence
-        assert sequence is None or sequence.length == start, "a sequence moved under its reservation"
+        length = stop if reservation.is_warming else start
+        assert sequence is None or sequence.length == length, "a sequence moved under its reservation"
         assert len(reservation.block_ids) == self.pool.num_blocks_for(stop), "a reserved table has another size"
         written_ids = reservation.block_ids[(start + reservation.num_cached) // self.pool.block_size :]
         for block_id in written_ids:
@@ -360,17 +385,18 @@ class Reservations:
             self.usage.check(sequence.principal, num_blocks=num_needed - num_own, num_whole=num_whole)
             self.pool.require(num_needed, num_own)
 
-    def _hold(self, principal: str, found_ids: list[int], num_blocks: int) -> list[int]:
-        """Return the blocks for a new sequence, those found in the prefix cache first; all or nothing."""
+    def _hold(self, principal: str, found_ids: list[int], num_blocks: int, *, num_sequences: int = 1) -> list[int]:
+        """Return the blocks for a new or cold sequence, those found in the prefix cache first; all or nothing."""
         num_fresh = num_blocks - len(found_ids)
         num_more = num_fresh + self.pool.count_free(found_ids)
-        self.usage.check(principal, num_sequences=1, num_blocks=num_more, num_whole=num_blocks)
+        self.usage.check(principal, num_sequences=num_sequences, num_blocks=num_more, num_whole=num_blocks)
         self.pool.require(num_more)
         self.cache.link(found_ids)
         # The found blocks first, or the allocation might hand them out.
         self.usage.adopt(principal, found_ids)
         fresh_ids = self.usage.allocate(principal, num_fresh)
-        self.usage.enter(principal)
+        if num_sequences:
+            self.usage.enter(principal, num_sequences)
         return found_ids + fresh_ids
 
     def _extend(self, sequence: Sequence, num_tokens: int, *, is_checked: bool = False) -> Reservation:

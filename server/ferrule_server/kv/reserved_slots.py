@@ -79,6 +79,8 @@ class ReservedSlots:
     prompt that finds it would share it without a check. So such a block, if its only owner has room after it, is
     withdrawn as soon as spares are counted without its copy. A block that becomes a spare is withdrawn too.
 
+    A cold sequence has no spares: those of its reservation are taken together with its blocks.
+
     Invariant: spares have one owner, their sequence, and are not registered in the prefix cache; they are as many as
     appends up to ``reserved_length`` need, the copy of a shared partial last block included, and at most that copy
     more; without a reservation there are none.
@@ -107,6 +109,8 @@ class ReservedSlots:
 
     def num_missing_to_share(self, sequence: Sequence, length: int) -> int:
         """Return how many spares (0 or 1) the sequence lacks before its first ``length`` tokens may be shared."""
+        if sequence.is_cold:
+            return 0
         is_tail_shared = self.pool.num_blocks_for(length) == len(sequence.block_ids)
         return self._num_missing(sequence, sequence.reserved_length, is_tail_shared=is_tail_shared)
 
@@ -130,7 +134,7 @@ class ReservedSlots:
         """
         if length == sequence.length:
             return 0
-        num_freed = self._drop_tail(sequence, length)
+        num_freed = 0 if sequence.is_cold else self._drop_tail(sequence, length)
         sequence.chain.truncate(length)
         sequence.last_truncate = None
         self.ledger.add(sequence.principal, "num_truncates")
@@ -149,6 +153,9 @@ class ReservedSlots:
     def check_integrity(self, sequence: Sequence) -> None:
         """Raise AssertionError unless the invariant of the class holds for this sequence."""
         name, spares = sequence.handle_id, sequence.spare_ids
+        if sequence.is_cold:
+            assert not spares, f"{name} is cold and has spares"
+            return
         assert all(self.pool.refcount(block_id) == 1 for block_id in spares), f"a spare of {name} is shared"
         assert not set(spares) & set(sequence.block_ids), f"a spare of {name} is in its table"
         is_shared = self.pool.refcount(sequence.block_ids[-1]) > 1
@@ -186,6 +193,8 @@ class ReservedSlots:
         for request in requests:
             if request.sequence.is_released:
                 raise HandleUnknown(request.sequence.handle_id)
+            if request.sequence.is_cold:
+                raise RuntimeError(f"{request.sequence.handle_id} is cold: its blocks are reserved when it is computed")
             if request.fit_length > self.max_context:
                 raise ContextExceeded(request.fit_length, self.max_context)
             before = lengths.get(request.sequence, request.sequence.reserved_length)

@@ -48,6 +48,9 @@ class Sequence:
         last_truncate: Set by a truncate, cleared when the tip moves.
         is_released: Released, expired or lost: it owns no blocks.
         is_published: Its full blocks are registered in the prefix cache as they are committed.
+        is_durable: It survives the process: the engine writes what happens to it to the journal.
+        is_cold: It was restored and has its tokens, but no blocks: its KV must be computed before an append or a fork
+            of it can run. Its forks are cold too.
         scheduled_at: When the lease heap checks it next.
     """
 
@@ -67,6 +70,8 @@ class Sequence:
     last_truncate: Truncation | None = None
     is_released: bool = False
     is_published: bool = False
+    is_durable: bool = False
+    is_cold: bool = False
     scheduled_at: float = math.inf
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
@@ -27,6 +28,10 @@ DEFAULT_TTL_S = 60.0
 """Lease of a new sequence if the request names none."""
 
 
+RESTORED_LEASE_S = 120.0
+"""Least time for which a restored sequence lives after a restart: clients may take a minute or two to reconnect."""
+
+
 def _new_secret() -> bytes:
     return secrets.token_bytes(SECRET_BYTES)
 
@@ -36,10 +41,10 @@ class SequenceStore:
 
     Invariant: the refcount of a block is the number of its owners, which are the sequences with it in their table
     or among their spares and the live reservations that hold it, all of one principal; a sequence has at least one
-    token, and of n tokens exactly ceil(n / block_size) blocks in its table, each once; its spares are what appends up
-    to its reserved length need (see ``kv/reserved_slots.py``); its lineage at any length is that computed from its
-    tokens; its lease lasts between MIN_TTL_S and max_ttl_s; the usage of a principal is what its sequences and
-    reservations hold.
+    token, and of n tokens exactly ceil(n / block_size) blocks in its table, each once, or none if it is cold; its
+    spares are what appends up to its reserved length need (see ``kv/reserved_slots.py``); its lineage at any length is
+    that computed from its tokens; its lease lasts between MIN_TTL_S and max_ttl_s; the usage of a principal is what its
+    sequences and reservations hold.
 
     Quotas are checked before anything is allocated, all or nothing: HANDLES if sequences are created (one in creation
     counts), KV_TOKENS if blocks are allocated. :class:`Reservations` documents the order of refusals.
@@ -64,12 +69,14 @@ class SequenceStore:
         new_secret: Returns 16 unguessable bytes.
         limits_of: The quotas of a principal, read whenever it asks for more.
         has_prefix_cache: False: no block is registered or found.
+        durable_epoch: The epoch in the cache_ids of durable sequences; None: there are none.
 
     Attributes:
         registry: The live sequences; read only.
         reservations: Gives appends their blocks.
         usage: Sequences and blocks that each principal holds; read only.
         ledger: Counters of the store and of each principal; read only.
+        on_lease: Called with a durable sequence whose lease may have another duration now.
 
     Raises:
         ValueError: An argument is outside its range.
@@ -88,6 +95,7 @@ class SequenceStore:
         new_secret: Callable[[], bytes] = _new_secret,
         limits_of: LimitsOf = unlimited,
         has_prefix_cache: bool = True,
+        durable_epoch: str | None = None,
     ) -> None:
         if max_context < 1:
             raise ValueError(f"max_context must be at least 1, got {max_context}")
@@ -97,9 +105,10 @@ class SequenceStore:
         self.max_context = max_context
         self.max_ttl_s = max_ttl_s
         self.clock = clock
-        self.registry = Registry(instance, epoch, new_secret)
+        self.registry = Registry(instance, epoch, new_secret, durable_epoch)
         self.usage = Usage(pool, limits_of)
         self.ledger = KvLedger()
+        self.on_lease: Callable[[Sequence], None] | None = None
         self._fingerprint = fingerprint
         self._leases = LeaseHeap(self.registry.sequences)
         self._cache = PrefixCache(pool, is_on=has_prefix_cache)
@@ -168,6 +177,8 @@ class SequenceStore:
             ValueError: No token, more than were reserved, or others than those of the prompt that was looked up.
         """
         reservation.check_tokens(token_ids)
+        if reservation.is_warming:
+            return self._warm(reservation)
         sequence, num_tokens = reservation.sequence, len(token_ids)
         if sequence is not None and sequence.is_released:
             self.reservations.abort(reservation)
@@ -200,7 +211,8 @@ class SequenceStore:
 
         No block is copied: the first append into a shared block copies it. No block is needed either, with one
         exception: if room is reserved for ``sequence`` and its last block becomes shared, the room includes its copy.
-        Each new sequence has its own lease, of ``ttl_s`` or as long as that of ``sequence``, which is renewed.
+        Each new sequence has its own lease, of ``ttl_s`` or as long as that of ``sequence``, which is renewed. Forks of
+        a cold sequence are cold.
 
         Raises:
             QuotaExceeded: HANDLES, or KV_TOKENS for that one block.
@@ -269,6 +281,8 @@ class SequenceStore:
         """Restart the lease and return its seconds: ``ttl_s`` clamped to [MIN_TTL_S, max_ttl_s]; None: as before."""
         if ttl_s is not None:
             sequence.ttl_s = self._clamp_ttl(ttl_s)
+            if self.on_lease is not None and sequence.is_durable:
+                self.on_lease(sequence)
         sequence.expires_at = self.clock() + sequence.ttl_s
         if sequence.expires_at < sequence.scheduled_at:
             self._leases.schedule(sequence)
@@ -293,13 +307,53 @@ class SequenceStore:
         at = self._leases.next_at()
         return None if at is None else max(0.0, at - self.clock())
 
+    def restore(self, secret: bytes, principal: str, token_ids: array[int], ttl_s: float) -> Sequence:
+        """Return a durable sequence of an earlier run, cold, for :meth:`register_restored`; quotas are not checked.
+
+        Args:
+            secret: The secret part of its cache_id.
+            principal: The owner.
+            token_ids: Its tokens, at least one.
+            ttl_s: Length of its lease.
+        """
+        cache_id = self.registry.durable_cache_id(secret)
+        chain = LineageChain(self._fingerprint)
+        chain.extend(token_ids)
+        now = self.clock()
+        sequence = Sequence(cache_id, handle_id_of(cache_id), principal, chain, [], self._clamp_ttl(ttl_s), now, now)
+        sequence.is_durable = sequence.is_cold = True
+        return sequence
+
+    def register_restored(self, sequences: SequenceOf[Sequence]) -> None:
+        """Make restored sequences live; each lease begins now, and first lasts RESTORED_LEASE_S at least."""
+        self.registry.restore(sequences)
+        for sequence in sequences:
+            self.usage.enter(sequence.principal)
+        self.renew_restored()
+
+    def renew_restored(self) -> None:
+        """Renew the leases of all durable sequences, because their owners could not do that for a while."""
+        now = self.clock()
+        for sequence in self.registry:
+            if sequence.is_durable:
+                sequence.expires_at = max(sequence.expires_at, now + max(sequence.ttl_s, RESTORED_LEASE_S))
+                if sequence.expires_at < sequence.scheduled_at:
+                    self._leases.schedule(sequence)
+
     def lose_all(self) -> None:
-        """Free everything after a device fault, cached blocks too; from now on every handle answers HandleLost."""
+        """Free everything after a device fault, cached blocks too.
+
+        Durable sequences become cold, since their tokens are known. From now on every other handle answers HandleLost.
+        """
         self._cache.clear()
         for reservation in list(self.reservations.live):
             self.reservations.abort(reservation)
         for sequence in self.registry:
-            self._free_sequence(sequence)
+            if sequence.is_durable:
+                self.usage.release(sequence.principal, [*sequence.block_ids, *sequence.spare_ids])
+                sequence.block_ids, sequence.spare_ids, sequence.is_cold = [], (), True
+            else:
+                self._free_sequence(sequence)
         self.registry.lose_all()
 
     def check_integrity(self) -> None:
@@ -334,7 +388,8 @@ class SequenceStore:
     def _check_sequence(self, sequence: Sequence) -> None:
         name = sequence.handle_id
         assert sequence.length > 0, f"{name} is empty"
-        assert len(sequence.block_ids) == self.pool.num_blocks_for(sequence.length), f"{name} has a table of other size"
+        num_blocks = 0 if sequence.is_cold else self.pool.num_blocks_for(sequence.length)
+        assert len(sequence.block_ids) == num_blocks, f"{name} has a table of other size"
         assert len(set(sequence.block_ids)) == len(sequence.block_ids), f"{name} has a block twice"
         refcounts = [self.pool.refcount(block_id) for block_id in sequence.block_ids]
         assert refcounts == sorted(refcounts, reverse=True), f"{name} shares a block and not those before it"
@@ -343,13 +398,39 @@ class SequenceStore:
         assert MIN_TTL_S <= sequence.ttl_s <= self.max_ttl_s, f"{name} has a lease of {sequence.ttl_s} s"
         assert sequence.num_pins >= int(sequence.is_appending), f"{name} is appended to and not pinned"
 
+    def _warm(self, reservation: Reservation) -> Sequence:
+        """Give a cold sequence the blocks to which its tokens were written.
+
+        Raises:
+            HandleUnknown: The sequence was released meanwhile; the reservation is aborted.
+        """
+        sequence = reservation.sequence
+        assert sequence is not None, "only a sequence that exists is cold"
+        if sequence.is_released:
+            self.reservations.abort(reservation)
+            raise HandleUnknown(sequence.handle_id)
+        table = reservation.block_ids
+        sequence.block_ids, sequence.spare_ids = table, tuple(reservation.held_ids[len(table) :])
+        sequence.is_cold = False
+        self.reservations.close(reservation)
+        if sequence.is_published:
+            self._cache.register(sequence, reservation.num_cached // self.pool.block_size)
+        self.renew(sequence)
+        return sequence
+
     def _create_reserved(self, reservation: Reservation, token_ids: SequenceOf[int]) -> Sequence:
         assert reservation.chain is not None, "a reservation without a sequence has a chain"
         if len(reservation.chain) == reservation.start:
             reservation.chain.extend(token_ids)
         elif len(reservation.chain) > len(token_ids):
             reservation.chain.truncate(len(token_ids))
-        sequence = self._create(reservation.principal, reservation.chain, reservation.block_ids, reservation.source)
+        sequence = self._create(
+            reservation.principal,
+            reservation.chain,
+            reservation.block_ids,
+            reservation.source,
+            is_durable=reservation.is_durable,
+        )
         if reservation.source is None:
             sequence.is_published = reservation.is_published
         else:
@@ -359,15 +440,25 @@ class SequenceStore:
             sequence.spare_ids = tuple(reservation.held_ids[len(reservation.block_ids) :])
         return sequence
 
-    def _create(self, principal: str, chain: LineageChain, block_ids: list[int], parent: Sequence | None) -> Sequence:
+    def _create(
+        self,
+        principal: str,
+        chain: LineageChain,
+        block_ids: list[int],
+        parent: Sequence | None,
+        *,
+        is_durable: bool = False,
+    ) -> Sequence:
         """Register a sequence that becomes an owner of its blocks in place of the caller; `renew` must follow."""
-        cache_id = self.registry.new_cache_id()
+        is_durable = is_durable if parent is None else parent.is_durable
+        cache_id = self.registry.new_cache_id(is_durable=is_durable)
         now = self.clock()
         ttl_s = self._clamp_ttl(DEFAULT_TTL_S) if parent is None else parent.ttl_s
         sequence = Sequence(cache_id, handle_id_of(cache_id), principal, chain, block_ids, ttl_s, now + ttl_s, now)
         if parent is not None:
             sequence.parent_handle_id = parent.handle_id
-            sequence.is_published = parent.is_published
+            sequence.is_published, sequence.is_cold = parent.is_published, parent.is_cold
+        sequence.is_durable = is_durable
         self.registry.add(sequence)
         self.ledger.add(principal, "num_created")
         return sequence

@@ -12,6 +12,7 @@ from ferrule_server.engine.appends.running import Creation, RunningAppend
 from ferrule_server.engine.jobs import Acceptance, AppendJob, AppendResult, Sink, Verified
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.errors import SeedRequired
+from ferrule_server.executor.base import RowOutput
 from ferrule_server.kv import append_rule
 from ferrule_server.kv.append_rule import Verdict, check_handle
 from ferrule_server.kv.reservation import Reservation
@@ -47,17 +48,19 @@ class Admission:
             job.reserved_length,
             prompt=job.token_ids if job.reuse_prefix and _wants_last_row_at_most(job) else None,
             publish=job.publish_prefix,
+            is_durable=job.is_durable,
         )
         run = _writing(job, sink, reservation)
         if reservation.num_cached:
-            _skip_cached(run, reservation.num_cached)
+            run.skip_cached(reservation.num_cached)
         return self._creating(run)
 
-    def append(self, job: AppendJob, sink: Sink, sequence: Sequence) -> RunningAppend | AppendResult:
+    def append(self, job: AppendJob, sink: Sink, sequence: Sequence) -> RunningAppend | AppendResult | None:
         """Judge an append on a sequence that has no append in flight.
 
         Returns:
-            The rows to run, or the answer if nothing has to run.
+            The rows to run, or the answer if nothing has to run. None: the sequence is cold and has to be computed
+            first; nothing was reserved or counted.
 
         Raises:
             HandleStale: By the append rule.
@@ -75,17 +78,25 @@ class Admission:
                 end = record.start + record.num_tokens
                 rows = _Rows(record.start, end, seed=record.seed, verified=record.verified)
                 return self._replay(job, sink, sequence, rows)
+        if verdict is Verdict.REPLAY:
+            rows = _Rows(handle.length, handle.length + len(job.token_ids))
+            return self._replay(job, sink, sequence, rows)
+        if sequence.is_cold:
+            return None
+        if verdict is Verdict.QUERY:
+            self.counters.queries += 1
+            rows = _Rows(handle.length - 1, handle.length, job.ttl_s)
+            return self._reading(job, sink, sequence, verdict, rows)
+        return self._reserve(job, sink, sequence, verdict)
+
+    def _reserve(self, job: AppendJob, sink: Sink, sequence: Sequence, verdict: Verdict) -> RunningAppend:
+        """Reserve what an append needs that will write."""
+        handle = job.handle
+        assert handle is not None
         match verdict:
             case Verdict.APPEND:
                 reservation = self.store.reservations.reserve_append(sequence, len(job.token_ids))
                 return _writing(job, sink, reservation, sequence, verdict)
-            case Verdict.QUERY:
-                self.counters.queries += 1
-                rows = _Rows(handle.length - 1, handle.length, job.ttl_s)
-                return self._reading(job, sink, sequence, verdict, rows)
-            case Verdict.REPLAY:
-                rows = _Rows(handle.length, handle.length + len(job.token_ids))
-                return self._replay(job, sink, sequence, rows)
             case Verdict.FORK:
                 self.creations.check_free(job)
                 reservation = self.store.reservations.reserve_branch(sequence, handle.length, len(job.token_ids))
@@ -93,7 +104,8 @@ class Admission:
                 if run.ttl_s is None:  # its current value: later jobs may change the source's lease while this one runs
                     run.ttl_s = sequence.ttl_s
                 return self._creating(run)
-            case Verdict.REWIND:
+            case _:
+                assert verdict is Verdict.REWIND, "queries and replays write nothing"
                 reservation = self.store.reservations.reserve_rewind(sequence, handle.length, len(job.token_ids))
                 return _writing(job, sink, reservation, sequence, verdict)
 
@@ -121,8 +133,11 @@ class Admission:
 
     def replay_creation(
         self, job: AppendJob, sink: Sink, sequence: Sequence, creation: Creation
-    ) -> RunningAppend | AppendResult:
+    ) -> RunningAppend | AppendResult | None:
         """Answer a creation again, on the sequence that it created; no append is in flight on it.
+
+        Returns:
+            As :meth:`append` does.
 
         Raises:
             HandleStale: The sequence was truncated below the answered length, and perhaps rewritten.
@@ -155,7 +170,9 @@ class Admission:
             run.creation = self.creations.begin(run.job, run)
         return run
 
-    def _replay(self, job: AppendJob, sink: Sink, sequence: Sequence, rows: _Rows) -> RunningAppend | AppendResult:
+    def _replay(
+        self, job: AppendJob, sink: Sink, sequence: Sequence, rows: _Rows
+    ) -> RunningAppend | AppendResult | None:
         """Answer from the record, or run the rows again without writing.
 
         The lease keeps its current duration: a late duplicate must not shorten it after a keep-alive has set a longer
@@ -166,17 +183,19 @@ class Admission:
             if record.result is not None:
                 self.counters.replay(job.principal)
                 ttl_s = self.store.renew(sequence, rows.ttl_s)
-                return dataclasses.replace(record.result, replayed=True, ttl_s=ttl_s)
-            rows.seed = record.seed
+                return _again(record, record.result, job, sequence, ttl_s)
+            rows.seed, rows.numbers = record.seed, record.numbers
         spec = job.output.spec
         if spec is not None and spec.sample is not None and not job.output.is_seeded and rows.seed is None:
             raise SeedRequired
-        self.counters.replay(job.principal)
-        return self._reading(job, sink, sequence, Verdict.REPLAY, rows)
+        running = self._reading(job, sink, sequence, Verdict.REPLAY, rows)
+        if running is not None:
+            self.counters.replay(job.principal)
+        return running
 
     def _reading(
         self, job: AppendJob, sink: Sink, sequence: Sequence, verdict: Verdict, rows: _Rows
-    ) -> RunningAppend | AppendResult:
+    ) -> RunningAppend | AppendResult | None:
         """Run rows again over existing KV: the last row for a query, the rows of the input for a replay."""
         start, end = rows.start, rows.end
         is_replay = verdict is Verdict.REPLAY
@@ -186,6 +205,8 @@ class Admission:
             specs = {row: specs[row] for row in specs if row < len(token_ids)}
         if not specs:  # no row returns anything, so nothing is run
             return self._answer(job, sequence, is_replay=is_replay, rows=rows)
+        if sequence.is_cold:
+            return None
         self.counters.recomputed += is_replay
         first = next(iter(specs))
         sequence.num_pins += 1
@@ -204,6 +225,7 @@ class Admission:
             ttl_s=rows.ttl_s,
             is_read_only=True,
             verified=rows.verified,
+            numbers=rows.numbers,
         )
 
     def _answer(self, job: AppendJob, sequence: Sequence, rows: _Rows, *, is_replay: bool) -> AppendResult:
@@ -225,6 +247,7 @@ class _Rows:
         ttl_s: The lease to set; None keeps the sequence's own.
         seed: The seed of an unseeded draw when the rows first ran; None: unknown, or a new draw is requested.
         verified: Of a verify: the result that was answered.
+        numbers: The numbers of the rows that were answered; empty: they are computed.
     """
 
     start: int
@@ -232,6 +255,7 @@ class _Rows:
     ttl_s: float | None = None
     seed: int | None = None
     verified: Verified | None = None
+    numbers: tuple[RowOutput, ...] = ()
 
 
 def _writing(
@@ -258,12 +282,15 @@ def _writing(
     )
 
 
-def _skip_cached(run: RunningAppend, num_cached: int) -> None:
-    """Skip the rows whose KV is cached. If that is all of them, the last one is run again, like a query."""
-    run.num_cached = run.cursor = num_cached
-    if run.remaining == 0:
-        run.cursor -= 1
-        run.is_read_only = True
+def _again(
+    record: AppendRecord, result: AppendResult, job: AppendJob, sequence: Sequence, ttl_s: float
+) -> AppendResult:
+    """Return the answer of a record to a repeated request; what depends on the request alone is not in the record."""
+    verified = result.verified
+    if job.drafts is not None and record.verified is not None:
+        verified = with_row_handles(record.verified, job.drafts, sequence, result.handle.length)
+    is_forked = job.branched_to(sequence.cache_id)
+    return dataclasses.replace(result, replayed=True, ttl_s=ttl_s, verified=verified, forked=is_forked)
 
 
 def _wants_last_row_at_most(job: AppendJob) -> bool:

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ferrule_server.engine.durable.journal import Journal
 from ferrule_server.engine.jobs import (
     CacheInfo,
     ForkJob,
@@ -39,11 +40,15 @@ class Caches:
         store: The sequences; called from the engine thread only.
         bytes_per_block: K and V of all layers of one block.
         num_pending: Returns the number of jobs in flight or waiting on a sequence.
+        warm: Computes a cold sequence, and raises Restoring.
+        journal: Writes what happens to durable sequences; None: there are none.
     """
 
     store: SequenceStore
     bytes_per_block: int
     num_pending: Callable[[Sequence], int]
+    warm: Callable[[Sequence], None]
+    journal: Journal | None = None
 
     def repeat_fork(self, job: ForkJob, handles: tuple[Handle, ...], at: float) -> ForkResult:
         """Answer a fork again with the handles that it created, and renew the leases of the live ones.
@@ -78,10 +83,21 @@ class Caches:
         return TruncateResult(sequence.handle_at(), freed_blocks)
 
     def reserve(self, principal: str, wanted: tuple[SlotsWanted, ...], at: float) -> SlotReservation:
-        """Reserve room for sequences, all or nothing."""
-        return self.store.reserve_slots(
-            [SlotRequest(self.store.resolve(each.handle, principal, at), *each[1:]) for each in wanted]
-        )
+        """Reserve room for sequences, all or nothing.
+
+        Raises:
+            Restoring: One of them is cold, and is being computed now.
+        """
+        requests = [SlotRequest(self.store.resolve(each.handle, principal, at), *each[1:]) for each in wanted]
+        for request in requests:
+            if request.sequence.is_cold:
+                self.warm(request.sequence)
+        reservation = self.store.reserve_slots(requests)
+        if self.journal is not None:
+            for request in requests:
+                if request.sequence.is_durable:
+                    self.journal.note_reserve(request.sequence)
+        return reservation
 
     def keep_alive(
         self, principal: str, handles: tuple[Handle, ...], ttl_s: float | None, at: float
@@ -131,4 +147,6 @@ class Caches:
             parent_handle_id=sequence.parent_handle_id,
             num_pending=self.num_pending(sequence),
             reserved_length=sequence.reserved_length,
+            is_durable=sequence.is_durable,
+            tokens_to_recompute=sequence.length if sequence.is_cold else 0,
         )

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.records import ReplayRecords
-from ferrule_server.engine.appends.rows import verify, with_row_handles, with_tokens
+from ferrule_server.engine.appends.rows import verify, with_numbers, with_row_handles, with_tokens
 from ferrule_server.engine.appends.running import RunningAppend
+from ferrule_server.engine.durable.journal import Journal
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.jobs import Acceptance, AppendResult, Verified
 from ferrule_server.engine.metrics.counters import EngineCounters, OwnCounters
@@ -28,6 +29,7 @@ class Commits:
         records: Keeps the answer to each append.
         creations: Keeps the sequences that were created.
         counters: Counts prefills, decodes and verifies, and how long they took.
+        journal: Writes what happens to durable sequences; None: there are none.
         failpoints: For tests.
     """
 
@@ -35,6 +37,7 @@ class Commits:
     records: ReplayRecords
     creations: Creations
     counters: EngineCounters
+    journal: Journal | None = None
     failpoints: Failpoints | None = None
 
     def commit(self, run: RunningAppend) -> AppendResult:
@@ -46,6 +49,8 @@ class Commits:
         Raises:
             NonFiniteLogits: A row holds NaN or infinity; nothing was committed. Rows of rejected drafts do not matter.
         """
+        if run.numbers:
+            run.outputs = with_numbers(run.outputs, run.numbers)
         if run.job.drafts is not None:
             _settle_drafts(run)
         for row in run.outputs:
@@ -63,6 +68,8 @@ class Commits:
             if run.reservation is not None and run.reservation.sequence is None and run.creation is None:
                 self.store.release(sequence.handle_at(), sequence.principal)
                 self.records.forget(sequence.handle_id)
+            if self.journal is not None and sequence.is_durable:
+                self.journal.note_state(sequence)
             raise
 
     def _settle(self, run: RunningAppend, sequence: Sequence) -> AppendResult:
@@ -81,6 +88,8 @@ class Commits:
             answer.verified = with_row_handles(run.verified, job.drafts, sequence, handle.length)
         if job.keeps_record and (run.verdict in _RECORDED or run.creation is not None):
             self.records.keep(sequence.handle_id, run.start, job, answer)
+        if self.journal is not None and sequence.is_durable:
+            self.journal.note_append(run, sequence, answer)
         if run.reservation is not None:
             _count(self.counters, run)
             _count(self.counters.own.of(job.principal), run)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from typing import Final
 
 from ferrule_server.engine.appends.running import Creation, RunningAppend
@@ -144,10 +144,34 @@ class Creations:
             creation.died_at = self._clock()
             self._bury(creation)
 
-    def clear(self) -> None:
-        """Forget all creations: every sequence is gone, and none can be created any more."""
-        self._creations.clear()
-        self._makers.clear()
+    def restore(self, creation: Creation, live_ids: Collection[str]) -> None:
+        """Take over a creation of an earlier run that is done.
+
+        Args:
+            creation: With its handles; of a dead one only the first.
+            live_ids: Which of its sequences, by handle_id, are live now.
+        """
+        self._creations[creation.key] = creation
+        creation.num_live = len(live_ids)
+        self._makers.update((handle_id, creation) for handle_id in live_ids)
+        if not live_ids:
+            creation.died_at = self._clock()
+            self._bury(creation)
+
+    def done(self) -> list[Creation]:
+        """Return the creations that are done, those without live sequences last and in the order of their ends."""
+        done = [each for each in self._creations.values() if each.handles]
+        return sorted(done, key=lambda each: (not each.num_live, each.died_at))
+
+    def keep_only(self, handle_ids: Container[str]) -> None:
+        """Forget all creations except those of which one of these sequences is live: all other sequences are lost."""
+        kept = {maker.key: maker for handle_id, maker in self._makers.items() if handle_id in handle_ids}
+        self._makers = {handle_id: each for handle_id, each in self._makers.items() if handle_id in handle_ids}
+        self._creations = kept
+        for creation in kept.values():
+            creation.num_live = 0
+        for maker in self._makers.values():
+            maker.num_live += 1
         self._dead.clear()
         self._num_dead = 0
 
@@ -221,7 +245,8 @@ def _own(request_id: str) -> str:
 def loop_of(job: GenerateJob) -> bytes:
     """Return a digest of what a Generate is to create: of everything except its request_id and its stop rules."""
     handle = None if job.handle is None else tuple(job.handle)
-    asked = (handle, job.output, job.on_stale, job.ttl_s, job.reserved_length, job.num_branches, len(job.token_ids))
+    asked = (handle, job.output, job.on_stale, job.ttl_s, job.reserved_length, job.num_branches, job.is_durable)
+    asked += (len(job.token_ids),)
     digest = hashlib.blake2b(repr(("generate", *asked)).encode(), digest_size=16)
     digest.update(array("I", job.token_ids).tobytes())
     return digest.digest()
@@ -234,7 +259,8 @@ def _content_of(job: CreatingJob) -> bytes:
         digest.update(repr(("fork", tuple(job.handle), job.length, job.count, job.ttl_s)).encode())
     else:
         handle = None if job.handle is None else tuple(job.handle)
-        asked = (handle, job.output, job.on_stale, job.ttl_s, job.reserved_length, job.drafts, len(job.token_ids))
+        asked = (handle, job.output, job.on_stale, job.ttl_s, job.reserved_length, job.drafts, job.is_durable)
+        asked += (len(job.token_ids),)
         digest.update(repr(("append", *asked)).encode())
         digest.update(array("I", job.token_ids).tobytes())
     return digest.digest()

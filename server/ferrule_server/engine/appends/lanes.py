@@ -10,6 +10,8 @@ arrival::
     lane of a sequence:   append A  <-  append A  <-  truncate  <-  append A
                           in flight     joins         waits         waits, is judged after the truncate
 
+A cold sequence is computed in its lane: see ``cold.py``.
+
 A branch (``on_stale=FORK``) is judged in its turn as well, but holds no lane. Once its blocks are reserved, later
 changes of its source sequence do not affect them, so many branches of one sequence run in one step.
 """
@@ -23,8 +25,10 @@ from operator import attrgetter
 
 from ferrule_server.engine.appends.admission import Admission
 from ferrule_server.engine.appends.caches import Caches
+from ferrule_server.engine.appends.cold import Cold
 from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.running import RunningAppend
+from ferrule_server.engine.durable.journal import Journal
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.faults import fault
 from ferrule_server.engine.jobs import (
@@ -62,8 +66,10 @@ class Lanes:
         admission: Turns jobs into running appends.
         caches: Carries out forks and truncates.
         creations: The sequences created for each request_id.
+        cold: Starts the computation of cold sequences.
         counters: Counts forks, truncates and joins.
         finish: Takes the outcome of each job, once.
+        journal: Writes what happens to durable sequences; None: there are none.
         failpoints: For tests.
 
     Attributes:
@@ -77,8 +83,10 @@ class Lanes:
         caches: Caches,
         *,
         creations: Creations,
+        cold: Cold,
         counters: EngineCounters,
         finish: Callable[[Job[object], Sink, Outcome], None],
+        journal: Journal | None = None,
         failpoints: Failpoints | None = None,
     ) -> None:
         self.running: dict[RunningAppend, None] = {}
@@ -89,8 +97,10 @@ class Lanes:
         self._admission = admission
         self._caches = caches
         self._creations = creations
+        self._cold = cold
         self._counters = counters
         self._finish = finish
+        self._journal = journal
         self._failpoints = failpoints
 
     # ---- coming -----------------------------------------------------------------------------------------------------
@@ -124,6 +134,19 @@ class Lanes:
             self._join(job, sink, run)
         else:
             self._wait(job, sink, run, sequence)
+
+    def warm(self, sequence: Sequence) -> None:
+        """Compute a cold sequence, for a caller that cannot wait for it.
+
+        Raises:
+            ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room.
+            Restoring: It is being computed now.
+        """
+        run = self._lanes.get(sequence)
+        if run is None:
+            run = self._cold.start(sequence)
+            self._start(run, run.job, run.sink)
+        raise self._cold.restoring(run)
 
     def enter_again(self, run: RunningAppend, at: float) -> bool:
         """Reuse a finished append as the next one of its job: like :meth:`enter`, but no new objects are made.
@@ -176,27 +199,43 @@ class Lanes:
         if (run := self._lanes.get(sequence)) is not None:
             self._wait(job, sink, run, sequence)
         else:
-            self._start(self._admission.replay_creation(job, sink, sequence, creation), job, sink)
+            self._proceed(self._admission.replay_creation(job, sink, sequence, creation), job, sink, sequence)
         return True
 
     def _judge(self, job: LaneJob[object], sink: Sink, sequence: Sequence, at: float) -> None:
         """Carry out or start a job whose turn it is: no append is in flight on the sequence."""
         if isinstance(job, AppendJob):
-            self._start(self._admission.append(job, sink, sequence), job, sink)
+            self._proceed(self._admission.append(job, sink, sequence), job, sink, sequence)
             return
         result: ForkResult | TruncateResult
         if isinstance(job, ForkJob):
             result = self._caches.fork(job, at)
             self._counters.forks += 1
-            if job.request_id:
-                self._creations.finish(self._creations.begin(job), result.handles)
+            creation = self._creations.begin(job) if job.request_id else None
+            if creation is not None:
+                self._creations.finish(creation, result.handles)
+            if self._journal is not None and sequence.is_durable:
+                self._journal.note_fork(sequence, result, creation)
         else:
             assert isinstance(job, TruncateJob)
             result = self._caches.truncate(job, at)
             self._counters.truncates += 1
+            if self._journal is not None and sequence.is_durable:
+                self._journal.note_truncate(sequence, job, result.freed_blocks)
         if self._failpoints is not None:
             self._failpoints.hit("after_commit")
         self._finish(job, sink, result)
+
+    def _proceed(
+        self, admitted: RunningAppend | AppendResult | None, job: AppendJob, sink: Sink, sequence: Sequence
+    ) -> None:
+        """Let the append run, answer it, or let it wait until its cold sequence is computed."""
+        if admitted is not None:
+            self._start(admitted, job, sink)
+            return
+        run = self._cold.start(sequence)
+        self._start(run, run.job, run.sink)
+        self._wait(job, sink, run, sequence)
 
     def _start(self, admitted: RunningAppend | AppendResult, job: AppendJob, sink: Sink) -> None:
         """Let the append run, or answer it at once."""
@@ -212,6 +251,8 @@ class Lanes:
             self._lanes[admitted.sequence] = admitted
 
     def _wait(self, job: LaneJob[object], sink: Sink, run: RunningAppend, sequence: Sequence) -> None:
+        if run.is_warming:
+            self._cold.check_price(run)
         if run.waiting is None:
             run.waiting = deque()
         run.waiting.append((job, sink))
@@ -233,7 +274,7 @@ class Lanes:
             self._finish(run.job, run.sink, answer)
             return
         self._leave(run)
-        self._finish(run.job, run.sink, answer)
+        self._answer(run, answer)
         for job, sink in run.joined:
             self._finish(job, sink, dataclasses.replace(answer, replayed=True))
         self.advance(run)
@@ -243,6 +284,8 @@ class Lanes:
         try:
             self._drop(run, error)
         finally:
+            if run.is_warming:  # what waits for the tokens would only run them again
+                self._refuse_waiting(run, error)
             self.advance(run)
 
     def stop(self, handle: Handle, principal: str) -> RunningAppend | None:
@@ -296,12 +339,29 @@ class Lanes:
                 self._store.reservations.abort(run.reservation)
             if run.creation is not None:
                 self._creations.abandon(run.creation)
+            if self._journal is not None and run.verdict is Verdict.REWIND:
+                assert run.sequence is not None
+                if run.sequence.is_durable:  # the reservation has dropped what lies beyond the handle
+                    self._journal.note_state(run.sequence)
             self._leave(run)
         finally:
             self.running.pop(run, None)  # so that it is answered only once
-            self._finish(run.job, run.sink, error)
+            self._answer(run, error)
             for job, sink in run.joined:
                 self._finish(job, sink, error)
+
+    def _answer(self, run: RunningAppend, outcome: Outcome) -> None:
+        """Answer the first job of an append; nobody asked for the computation of a cold sequence."""
+        if not run.is_warming:
+            self._finish(run.job, run.sink, outcome)
+
+    def _refuse_waiting(self, run: RunningAppend, error: FerruleError) -> None:
+        waiting, run.waiting = run.waiting or (), None
+        for job, sink in waiting:
+            assert run.sequence is not None
+            self.num_waiting -= 1
+            run.sequence.num_pins -= 1
+            self._finish(job, sink, error)
 
     def _leave(self, run: RunningAppend) -> None:
         del self.running[run]
@@ -321,7 +381,10 @@ class Lanes:
             self.num_waiting -= 1
             sequence.num_pins -= 1
             self._join(*waiting.popleft(), run)
-        run.waiting = waiting
+        if run.waiting is None:
+            run.waiting = waiting
+        else:  # the job that has to wait for the computation of the sequence
+            run.waiting += waiting
 
     def _take_turn(self, job: LaneJob[object], sink: Sink, sequence: Sequence) -> None:
         """Judge a job that waited; the pin of its waiting has kept the sequence until now. Never raises."""

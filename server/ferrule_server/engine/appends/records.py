@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
+from ferrule_server.engine.appends.rows import without_arrays
 from ferrule_server.engine.jobs import AppendJob, AppendResult, Drafts, OutputRequest, Verified
 from ferrule_server.executor.base import DraftDistribution, OutputSpec, RowOutput, Shaping, TokenMask
 from ferrule_server.quotas import LimitsOf, unlimited
@@ -18,6 +20,8 @@ _BIAS_BYTES: Final = 120
 _ID_BYTES: Final = 36
 _SMALL_REQUEST_BYTES: Final = 8192
 """Up to this size a request is not counted."""
+_MOST_NUMBERS: Final = 256
+"""Most rows whose chosen tokens and numbers are kept without their arrays."""
 _NO_BITS: Final = np.zeros(0, np.uint8)
 _NO_PROBS: Final = np.zeros(0, np.float64)
 
@@ -30,13 +34,14 @@ class AppendRecord:
         principal: The bytes count for it.
         start: Length before the append. num_tokens: how many were appended.
         output: The request as it came (an unseeded one matches an unseeded retry), with only the fingerprints of masks.
-            If the request is long and the rows are dropped, its digest.
+            If the request is long and the rows are dropped, or it was restored, its digest.
         seed: The seed that was used, None if nothing was drawn. Kept when the rows are not.
         result: The answer; None once its rows are dropped.
+        numbers: The rows without their arrays; set when the rows are dropped, so that a replay answers the same tokens.
         num_bytes: Bytes that it counts: those of its rows, except for a single row without arrays, and those of a
             request with many biases or ids.
-        drafts: Of a verify: the request as it came, with only the digests of distributions and masks. draft_ids: the
-            drafts.
+        drafts: Of a verify: the request as it came, with only the digests of distributions and masks; if it was
+            restored, its digest. draft_ids: the drafts.
         num_certain: Of a verify: its tokens before the drafts.
         verified: Of a verify: the answered result, without the row handles. Kept when the rows are not.
     """
@@ -48,7 +53,8 @@ class AppendRecord:
     seed: int | None
     result: AppendResult | None
     num_bytes: int
-    drafts: Drafts | None = None
+    numbers: tuple[RowOutput, ...] = ()
+    drafts: Drafts | bytes | None = None
     draft_ids: tuple[int, ...] = ()
     num_certain: int = 0
     verified: Verified | None = None
@@ -133,9 +139,9 @@ class ReplayRecords:
     def find_verify(self, handle_id: str, start: int, job: AppendJob) -> AppendRecord | None:
         """Return the record of the last append if it began at ``start`` and had the request and drafts of ``job``."""
         record = self._records.get(handle_id)
-        if record is None or (record.start, record.drafts) != (start, job.drafts):
+        if record is None or record.start != start or not _are_drafts_equal(record.drafts, job.drafts):
             return None
-        if record.output != (_digest_of(job.output) if isinstance(record.output, bytes) else job.output):
+        if record.output != (digest_of(job.output) if isinstance(record.output, bytes) else job.output):
             return None
         if job.drafts is None:
             return record
@@ -147,11 +153,19 @@ class ReplayRecords:
             self._drop_rows(handle_id)
         self._records.pop(handle_id, None)
 
-    def clear(self) -> None:
-        """Remove all records: every sequence is gone."""
-        for each in (self._records, self._bulky, self._bulky_of, self._used_bytes_of):
-            each.clear()
-        self.used_bytes = 0
+    def restore(self, handle_id: str, record: AppendRecord) -> None:
+        """Keep a record of an earlier run, which counts no bytes, as the one of a restored sequence."""
+        assert not record.num_bytes, "a restored record has no arrays"
+        self._records[handle_id] = record
+
+    def get(self, handle_id: str) -> AppendRecord | None:
+        """Return the record of a sequence, None if it has none."""
+        return self._records.get(handle_id)
+
+    def keep_only(self, handle_ids: Container[str]) -> None:
+        """Remove the records of all sequences except these."""
+        for handle_id in [each for each in self._records if each not in handle_ids]:
+            self.forget(handle_id)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""
@@ -185,7 +199,7 @@ class ReplayRecords:
         """Drop the bulky parts of a record, which itself stays."""
         record = self._drop_rows(handle_id)
         if isinstance(record.output, OutputRequest) and _bytes_asked(record.output):
-            record.output = _digest_of(record.output)
+            record.output = digest_of(record.output)
 
     def _drop_rows(self, handle_id: str) -> AppendRecord:
         """Stop counting the bytes of a bulky record, and return it without its rows."""
@@ -196,8 +210,28 @@ class ReplayRecords:
         self._used_bytes_of[record.principal] -= record.num_bytes
         if not own:
             del self._bulky_of[record.principal], self._used_bytes_of[record.principal]
+        assert record.result is not None, "a bulky record has rows"
+        record.numbers = numbers_of(record.result.rows)
         record.result, record.num_bytes = None, 0
         return record
+
+
+def numbers_of(rows: tuple[RowOutput, ...]) -> tuple[RowOutput, ...]:
+    """Return the rows without their arrays if they chose tokens and are few, else nothing: they can be run again."""
+    is_worth = 0 < len(rows) <= _MOST_NUMBERS and rows[0].token is not None
+    return tuple(map(without_arrays, rows)) if is_worth else ()
+
+
+def has_arrays(rows: tuple[RowOutput, ...]) -> bool:
+    """Return whether a row has more than numbers."""
+    return not all(map(_is_small, rows))
+
+
+def _are_drafts_equal(recorded: Drafts | bytes | None, asked: Drafts | None) -> bool:
+    """Return whether a verify has the drafts of a record, apart from their tokens."""
+    if isinstance(recorded, bytes):
+        return asked is not None and digest_of(asked) == recorded
+    return recorded == asked
 
 
 def _is_small(row: RowOutput) -> bool:
@@ -232,9 +266,9 @@ def _bytes_kept(record: AppendRecord) -> int:
     return _bytes_answered(record.result.rows) + _bytes_asked(record.output)
 
 
-def _digest_of(output: OutputRequest) -> bytes:
-    """Return 16 bytes that are equal for equal requests."""
-    return hashlib.blake2b(repr(output).encode(), digest_size=16).digest()
+def digest_of(asked: OutputRequest | Drafts) -> bytes:
+    """Return 16 bytes that are equal for equal requests, in every run of this version."""
+    return hashlib.blake2b(repr(asked).encode(), digest_size=16).digest()
 
 
 def _add_drafts(record: AppendRecord, job: AppendJob, drafts: Drafts, result: AppendResult) -> None:

@@ -13,10 +13,13 @@ import secrets
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from ferrule_server.engine.jobs import SEED_BITS, Acceptance, Drafts, OutputRequest, Verified
 from ferrule_server.executor.base import DraftSpec, OutputSpec, RowOutput, Shaping
 from ferrule_server.kv.sequence import Sequence
+
+_NUMBERS: Final = ("token", "model_logprob", "sampled_logprob", "target_logprob", "entropy", "is_accepted")
 
 
 def verify(drafts: Drafts, draft_ids: SequenceOf[int], rows: SequenceOf[RowOutput]) -> Verified:
@@ -69,6 +72,28 @@ def with_tokens(verified: Verified, draft_ids: SequenceOf[int], rows: SequenceOf
     tokens = (*draft_ids[: verified.accepted_count], verified.next_token)
     pairs = zip(rows, tokens, strict=True)
     return [row if row.token == token or not row.is_finite else replace(row, token=token) for row, token in pairs]
+
+
+def with_numbers(rows: SequenceOf[RowOutput], numbers: SequenceOf[RowOutput]) -> list[RowOutput]:
+    """Return rows that were run again, with the tokens and numbers that were answered before, and their own arrays.
+
+    Args:
+        rows: The rows that were run again.
+        numbers: Those answered before, without their arrays; other rows if none or not as many are known.
+    """
+    if len(rows) != len(numbers):
+        return list(rows)
+    pairs = zip(rows, numbers, strict=True)
+    return [row if not row.is_finite else replace(row, **_numbers_of(answered)) for row, answered in pairs]
+
+
+def without_arrays(row: RowOutput) -> RowOutput:
+    """Return the row with its numbers alone."""
+    return RowOutput(row.position, **_numbers_of(row))
+
+
+def _numbers_of(row: RowOutput) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in _NUMBERS}
 
 
 def row_specs(

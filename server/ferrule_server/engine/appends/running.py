@@ -63,6 +63,7 @@ class RunningAppend:
         num_cached: Number of first tokens whose KV was in the prefix cache.
         is_read_only: No row is written: the KV of all of them exists.
         verified: Of a verify that is replayed: the answered result, without its row handles.
+        numbers: Of a replay: the numbers of its rows as they were answered, without arrays; empty: unknown.
         joined: Jobs with the same request, answered together with ``job``.
         waiting: Jobs that wait for it in the lane of ``sequence``.
         outputs: Results so far, in row order.
@@ -84,6 +85,7 @@ class RunningAppend:
     num_cached: int = 0
     is_read_only: bool = False
     verified: Verified | None = None
+    numbers: tuple[RowOutput, ...] = ()
     joined: tuple[tuple[AppendJob, Sink], ...] = ()
     waiting: deque[tuple[LaneJob[object], Sink]] | None = None
     cursor: int = 0
@@ -91,6 +93,11 @@ class RunningAppend:
     first_step_ns: int = 0
     run_ns: int = 0
     step_rows: int = 0
+
+    @property
+    def is_warming(self) -> bool:
+        """Whether it computes a cold sequence and appends nothing."""
+        return self.reservation is not None and self.reservation.is_warming
 
     @property
     def is_repeatable(self) -> bool:
@@ -101,6 +108,13 @@ class RunningAppend:
         is_drawn_alike = spec.sample is None or job.output.is_seeded
         is_plain = job.drafts is None and not job.request_id and not job.output.wants_targets
         return len(self.token_ids) == 1 and is_drawn_alike and is_plain
+
+    def skip_cached(self, num_cached: int) -> None:
+        """Skip the rows whose KV is cached. If that is all of them, the last one is run again, like a query."""
+        self.num_cached = self.cursor = num_cached
+        if num_cached and self.remaining == 0:
+            self.cursor -= 1
+            self.is_read_only = True
 
     def restart(self, reservation: Reservation) -> None:
         """Start again with the current token of its job; the rest of the request is unchanged."""

@@ -165,7 +165,7 @@ class Gate:
         with self._lock:
             now = self._clock()
             for job, _, outcome in finished:
-                if isinstance(job, QueuedJob) and (type(outcome) is AppendResult or _is_last(outcome)):
+                if isinstance(job, QueuedJob) and (type(outcome) is AppendResult or is_last(outcome)):
                     num_jobs += 1
                     num_rows += self._leave(job, now)
                 elif isinstance(job, GenerateJob) and not job.has_begun:
@@ -310,6 +310,6 @@ def _refund(usage: _Usage, job: QueuedJob[object], now: float) -> None:
         usage.debt = max(0.0, usage.debt - max(0, job.num_prompt_tokens - job.rows_run))
 
 
-def _is_last(outcome: Outcome) -> bool:
+def is_last(outcome: Outcome) -> bool:
     """Return whether the job has no further outcome."""
     return not isinstance(outcome, GenerateFrame | ForwardFrame) or outcome.is_last

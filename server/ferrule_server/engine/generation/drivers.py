@@ -120,6 +120,7 @@ class Drivers:
         check_loop: Refuses a Generate whose request_id belongs to another request.
         release: Releases a sequence, whatever is in flight on it.
         finish: Takes each frame or error.
+        seed_key: 16 secret bytes from which seeds are derived; None: new ones.
 
     Attributes:
         active: The drivers in progress.
@@ -134,6 +135,7 @@ class Drivers:
         check_loop: Callable[[GenerateJob, bytes], None],
         release: Callable[[Handle, str], object],
         finish: Callable[[Job[object], Sink, Outcome], None],
+        seed_key: bytes | None = None,
     ) -> None:
         self.check_loop = check_loop
         self.release = release
@@ -141,7 +143,7 @@ class Drivers:
         self._store = store
         self._lanes = lanes
         self._finish = finish
-        self._seed_key = secrets.token_bytes(16)
+        self._seed_key = seed_key or secrets.token_bytes(16)
         self.active: dict[Driver, None] = {}
         self._parked: dict[Driver, set[str]] = {}
         self._touched: dict[Driver, None] = {}
@@ -205,6 +207,11 @@ class Drivers:
             for driver in touched:
                 self._deliver(driver)
 
+    def end_some(self, is_ended: Callable[[StreamJob[object]], bool], why: Why) -> None:
+        """End the drivers of some jobs."""
+        for driver in [driver for driver in self.active if is_ended(driver.job)]:
+            self._end(driver, why)
+
     def end_all(self, why: Why) -> None:
         """End every driver; waiting outcomes are dropped."""
         self._outcomes.clear()
@@ -260,7 +267,7 @@ class Drivers:
         """Return the seed that the job draws with: its own, or a new one; None if nothing is drawn.
 
         With a request_id the new seed is the same for equal requests, so that a repeated request draws the same tokens:
-        it is a digest with a secret key of this server run, so it cannot be guessed.
+        it is a digest with a secret key of this server run, or of its journal, so it cannot be guessed.
         """
         spec = job.output.spec
         if spec is None or spec.sample is None:

@@ -56,6 +56,7 @@ class EngineCounters(OwnCounters):
         refused: Jobs refused by the engine thread, by reason (HANDLE_STALE among them).
         generates: Generates begun. finished: their branches that have ended, by how (``jobs.Finish``, or ``cancelled``
             if the caller has gone).
+        restored_tokens: Tokens of restored sequences that had to be computed again.
         expired: Sequences freed because their lease ended. released: Sequences freed on request.
         last_step_rows: Rows of the newest step. last_step_seqs: its sequences. last_step_unix_ns: when it ended, by the
             wall clock; 0 before the first. max_step_rows: the most in any step.
@@ -68,6 +69,7 @@ class EngineCounters(OwnCounters):
     queries: int = 0
     recomputed: int = 0
     joined: int = 0
+    restored_tokens: int = 0
     expired: int = 0
     released: int = 0
     forks: int = 0

@@ -1,0 +1,100 @@
+"""Cold sequences: the KV of a restored sequence is computed before the first job that needs it.
+
+The computation is an append of all its tokens that appends nothing. It holds the lane of the sequence, and the job that
+needed the KV is the first one to wait behind it::
+
+    lane of a cold sequence:   tokens run again  <-  append A  <-  fork  <-  append B
+                               in flight             waits         waits     waits
+
+So it shares steps with other prefills, in the order of use, fairly between principals, and at their pace.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ferrule_server.engine.appends.running import RunningAppend
+from ferrule_server.engine.jobs import AppendJob, Job, Outcome, OutputRequest
+from ferrule_server.engine.metrics.counters import EngineCounters
+from ferrule_server.errors import Restoring
+from ferrule_server.kv.sequence import Sequence
+from ferrule_server.kv.sequence_store import SequenceStore
+
+_NOTHING = OutputRequest(None)
+_USUAL_RATE = 500.0
+"""Tokens per second that are assumed before any prompt has run."""
+_SHORTEST_S = 0.1
+_LONGEST_S = 5.0
+
+
+class NoSink:
+    """Receives the outcome of a computation that no client waits for."""
+
+    def deliver(self, job: Job[object], outcome: Outcome) -> None:
+        """Do nothing: the jobs that wait in the lane are judged next."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(slots=True)
+class Cold:
+    """Starts the computation of cold sequences.
+
+    Args:
+        store: The sequences; called from the engine thread only.
+        counters: Say how fast prompts run, and count the tokens that are computed again.
+        wait_tokens: Jobs wait for the computation of at most so many tokens; for more they are answered with RESTORING.
+    """
+
+    store: SequenceStore
+    counters: EngineCounters
+    wait_tokens: int
+    _sink: NoSink = field(default_factory=NoSink)
+
+    def start(self, sequence: Sequence) -> RunningAppend:
+        """Reserve the blocks of a cold sequence and return the append that computes them.
+
+        Raises:
+            ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; the sequence stays cold.
+        """
+        reservation = self.store.reservations.reserve_cold(sequence)
+        token_ids = tuple(sequence.token_ids)
+        job = AppendJob(sequence.principal, token_ids, None, _NOTHING, is_internal=True, keeps_record=False)
+        run = RunningAppend(
+            job=job,
+            sink=self._sink,
+            verdict=None,
+            sequence=sequence,
+            reservation=reservation,
+            token_ids=token_ids,
+            start=0,
+            block_ids=reservation.block_ids,
+            length_after=len(token_ids),
+            specs={},
+            seed=None,
+            ttl_s=None,
+        )
+        run.skip_cached(reservation.num_cached)
+        self.counters.restored_tokens += run.remaining
+        return run
+
+    def check_price(self, run: RunningAppend) -> None:
+        """Return if a job may wait for the computation.
+
+        Raises:
+            Restoring: It has too many tokens left; the computation goes on.
+        """
+        if run.remaining > self.wait_tokens:
+            raise self.restoring(run)
+
+    def restoring(self, run: RunningAppend) -> Restoring:
+        """Return the error of a job that cannot wait for the computation."""
+        assert run.sequence is not None
+        return Restoring(run.sequence.handle_id, run.remaining, self._estimate_s(run.remaining))
+
+    def _estimate_s(self, num_tokens: int) -> float:
+        """Return in how many seconds to ask again, from the measured speed of prompts."""
+        counters = self.counters
+        rate = counters.prefill_tokens / (counters.prefill_ns * 1e-9) if counters.prefill_ns else _USUAL_RATE
+        return min(max(num_tokens / max(rate, 1.0), _SHORTEST_S), _LONGEST_S)

@@ -1,0 +1,115 @@
+"""Answers to appends as the journal keeps them: the numbers of each row, and digests of what was requested."""
+
+from __future__ import annotations
+
+from ferrule_server.durability.records import Answer, DraftsAnswer, Row
+from ferrule_server.engine.appends.records import AppendRecord, digest_of, has_arrays, numbers_of
+from ferrule_server.engine.jobs import AppendJob, AppendResult, OutputRequest, Verified
+from ferrule_server.executor.base import RowOutput
+from ferrule_server.kv.sequence import Sequence
+
+
+class Policies:
+    """Digests of output requests; that of the request before is at hand, since most tokens repeat it."""
+
+    def __init__(self) -> None:
+        self._last: tuple[OutputRequest, bytes] | None = None
+
+    def digest_of(self, output: OutputRequest) -> bytes:
+        """Return the digest of a request."""
+        if self._last is None or self._last[0] is not output:
+            self._last = (output, digest_of(output))
+        return self._last[1]
+
+
+def answer_of(job: AppendJob, start: int, result: AppendResult, policies: Policies) -> Answer | None:
+    """Return what a retry of the append needs; None if no retry is possible.
+
+    Args:
+        job: The request.
+        start: Length before the append.
+        result: The answer that is given.
+        policies: Digests of requests.
+    """
+    if not job.keeps_record:
+        return None
+    rows, drafts = result.rows, job.drafts
+    is_whole = not has_arrays(rows)
+    kept = rows if len(rows) == 1 else numbers_of(rows)
+    answered = None
+    if drafts is not None:
+        assert result.verified is not None, "a verify has a result"
+        num_certain = len(job.token_ids) - drafts.count
+        verified = result.verified
+        draft_ids = job.token_ids[num_certain:]
+        answered = DraftsAnswer(digest_of(drafts), num_certain, draft_ids, verified.accepted_count, verified.next_token)
+    return Answer(
+        start,
+        result.handle.length - start,
+        policies.digest_of(job.output),
+        result.seed,
+        tuple(map(_row_of, kept)),
+        is_whole and len(kept) == len(rows),
+        answered,
+    )
+
+
+def answer_of_record(record: AppendRecord, policies: Policies) -> Answer:
+    """Return the answer that a record keeps, for a snapshot."""
+    result = record.result
+    rows = record.numbers if result is None else result.rows
+    is_whole = result is not None and not has_arrays(rows)
+    kept = rows if len(rows) == 1 else numbers_of(rows)
+    output = record.output
+    answered = None
+    if record.drafts is not None:
+        digest = record.drafts if isinstance(record.drafts, bytes) else digest_of(record.drafts)
+        verified = record.verified or Verified()
+        answered = DraftsAnswer(
+            digest, record.num_certain, record.draft_ids, verified.accepted_count, verified.next_token
+        )
+    return Answer(
+        record.start,
+        record.num_tokens,
+        output if isinstance(output, bytes) else policies.digest_of(output),
+        record.seed,
+        tuple(map(_row_of, kept)),
+        is_whole and len(kept) == len(rows),
+        answered,
+    )
+
+
+def record_of(answer: Answer, sequence: Sequence) -> AppendRecord:
+    """Return the record of the last append of a restored sequence, which still has the tokens of that append."""
+    rows = tuple(RowOutput(*row[:5], entropy=row.entropy, is_accepted=row.is_accepted) for row in answer.rows)
+    drafts, verified = answer.drafts, None
+    if drafts is not None:
+        verified = Verified(drafts.accepted_count, drafts.next_token)
+    handle = sequence.handle_at(answer.start + answer.num_tokens)
+    result = AppendResult(handle, rows, answer.seed, verified=verified) if answer.is_whole else None
+    return AppendRecord(
+        sequence.principal,
+        answer.start,
+        answer.num_tokens,
+        answer.policy,
+        answer.seed,
+        result,
+        num_bytes=0,
+        numbers=() if answer.is_whole else rows,
+        drafts=None if drafts is None else drafts.digest,
+        draft_ids=() if drafts is None else drafts.draft_ids,
+        num_certain=0 if drafts is None else drafts.num_certain,
+        verified=verified,
+    )
+
+
+def _row_of(row: RowOutput) -> Row:
+    return Row(
+        row.position,
+        row.token,
+        row.model_logprob,
+        row.sampled_logprob,
+        row.target_logprob,
+        row.entropy,
+        row.is_accepted,
+    )

@@ -1,0 +1,495 @@
+"""The journal of the engine: what happens to durable sequences, in groups of records that are synced together.
+
+    HEALTHY -- a write or sync fails --> LOST -- each second --> PROBING -- an empty segment is synced --> WRITING
+       ^                                  ^                         | fails                                  | fails
+       |                                  +-------------------------+----------------------------------------+
+       +-- a snapshot of everything is synced -------------------------------------------------------------- +
+
+While it is not healthy, everything that depends on it is answered with DURABILITY_LOST. A disk that does not answer for
+``STALL_S`` counts as lost too, until it answers.
+
+A sequence is written as a whole when it is created, and again in each snapshot. After that only its changes are. If a
+change does not begin where the journal left the sequence, because the engine failed in between, the sequence is written
+as a whole again.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from ferrule_server.durability.directory import DurableDirectory
+from ferrule_server.durability.records import Creation as CreationState
+from ferrule_server.durability.records import Encoder, End, SequenceState
+from ferrule_server.durability.records import Truncation as TruncationState
+from ferrule_server.durability.writer import JournalWriter
+from ferrule_server.engine.appends.creations import Creations
+from ferrule_server.engine.appends.records import ReplayRecords
+from ferrule_server.engine.appends.running import Creation, RunningAppend
+from ferrule_server.engine.durable.answers import Policies, answer_of, answer_of_record
+from ferrule_server.engine.jobs import AppendResult, ForkResult, TruncateJob
+from ferrule_server.engine.metrics.durability import DurabilityFigures
+from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.lineage import CHUNK_TOKENS
+from ferrule_server.kv.sequence import Sequence
+from ferrule_server.kv.sequence_store import SequenceStore
+
+_LOG = logging.getLogger(__name__)
+
+STALL_S: Final = 10.0
+"""A sync that takes longer counts as a failure until it is done."""
+_RETRY_S: Final = 1.0
+_LONGEST_RETRY_S: Final = 30.0
+_LEAST_BYTES: Final = 16 << 20
+"""Less than this is never worth a snapshot."""
+_SLICE_NS: Final = 1_000_000
+"""Time that one turn of the engine spends on a snapshot."""
+_CLOSE_S: Final = 5.0
+
+
+class Health(enum.Enum):
+    """Whether the journal can be relied on."""
+
+    HEALTHY = "healthy"
+    LOST = "lost"
+    PROBING = "probing"
+    WRITING = "writing"
+
+
+@dataclass(eq=False, slots=True)
+class _Known:
+    """A durable sequence as the journal has it.
+
+    Attributes:
+        no: Its number in the journal.
+        sequence: The sequence. length: as written.
+        prefix_length: Tokens that it shares with its source and its siblings; 0: it was prefilled.
+        source: The sequence that it was branched from.
+    """
+
+    no: int
+    sequence: Sequence
+    length: int = 0
+    ttl_s: float = 0.0
+    prefix_length: int = 0
+    source: _Known | None = None
+
+
+class Journal:
+    """Writes what happens to durable sequences. Engine thread only, except the figures.
+
+    Invariant: every live durable sequence has a number, and the records of a group describe its state at the end of
+    that group; ``group_of(principal)`` is the newest group with a record of the principal's.
+
+    Args:
+        directory: Owned by the journal from now on.
+        writer: Makes the writer, with the callbacks for groups that are synced and for failures.
+
+    Attributes:
+        health: See the module.
+        num_snapshots: Snapshots that are complete on the disk.
+    """
+
+    def __init__(
+        self,
+        directory: DurableDirectory,
+        writer: Callable[[Callable[[int], None], Callable[[OSError], None]], JournalWriter],
+    ) -> None:
+        self.health = Health.HEALTHY
+        self.num_snapshots = 0
+        self._directory = directory
+        self._has_failed = False
+        self._encoder = Encoder()
+        self._policies = Policies()
+        self._known: dict[str, _Known] = {}
+        self._prefixes: dict[bytes, _Known] = {}
+        self._num_of: dict[str, int] = {}
+        self._groups: dict[str, int] = {}
+        self._numbers = itertools.count(1)
+        self._snapshot: Iterator[None] | None = None
+        self._snapshot_group = 0
+        self._snapshot_bytes = 0
+        self._base = 0
+        self._retry_s = _RETRY_S
+        self._retry_at = 0.0
+        self._oldest: tuple[int, float] | None = None
+        self._writer = writer(self._note_synced, self._note_failed)
+
+    def attach(
+        self,
+        store: SequenceStore,
+        records: ReplayRecords,
+        creations: Creations,
+        *,
+        on_synced: Callable[[int], None],
+        wake: Callable[[], None],
+    ) -> None:
+        """Name the parts whose state snapshots contain, and who is told about groups on the disk and failures.
+
+        Args:
+            store, records, creations: Read when a sequence is written as a whole.
+            on_synced: Called on the journal thread with the number of the newest group on the disk.
+            wake: Wakes the engine thread; called on the journal thread.
+        """
+        self._store, self._records, self._creations = store, records, creations
+        self._on_synced, self._wake = on_synced, wake
+        store.on_lease = self.note_lease
+
+    def begin(self, restored: dict[int, Sequence]) -> None:
+        """Write everything that was restored into a new segment, and wait until it is on the disk.
+
+        From then on nothing depends on segments that an earlier process has written, of which it may not be known what
+        the disk has.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        for no, sequence in restored.items():
+            self._enter(sequence, no)
+        self._numbers = itertools.count(max(restored, default=0) + 1)
+        for _ in self._write_snapshot():
+            pass
+        deadline = time.monotonic() + 60.0
+        while self._writer.synced < self._snapshot_group:
+            if self._has_failed or time.monotonic() > deadline:
+                raise OSError("the journal cannot be written")
+            time.sleep(0.001)
+        self._note_snapshot_synced()
+
+    # ---- what the engine asks ---------------------------------------------------------------------------------------
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing that depends on the journal may be answered."""
+        return self.health is not Health.HEALTHY
+
+    def figures(self, num_restored: int, num_recomputed_tokens: int) -> DurabilityFigures:
+        """Return the figures of the journal; from any thread."""
+        sequences = [known.sequence for known in list(self._known.values())]
+        lengths = [sequence.length for sequence in sequences if sequence.is_cold]
+        counters = self._writer.counters
+        return DurabilityFigures(
+            is_healthy=not self.is_lost,
+            num_sequences=len(sequences),
+            num_cold=len(lengths),
+            tokens_to_recompute=sum(lengths),
+            num_restored=num_restored,
+            num_recomputed_tokens=num_recomputed_tokens,
+            num_groups=counters.num_groups,
+            num_syncs=counters.num_syncs,
+            num_bytes=counters.num_bytes,
+            directory_bytes=self._directory.size_bytes(),
+            num_failures=counters.num_failures,
+            num_snapshots=self.num_snapshots,
+            sync_buckets=tuple(counters.sync_counts),
+            sync_sum_s=counters.sum_sync_ns * 1e-9,
+        )
+
+    def group_of(self, principal: str) -> int:
+        """Return the newest group with a record of the principal's, 0 if all are on the disk."""
+        group = self._groups.get(principal, 0)
+        if group and group <= self._writer.synced:
+            del self._groups[principal]
+            return 0
+        return group
+
+    def concerns(self, principal: str) -> bool:
+        """Return whether the principal has durable sequences, or records that are not on the disk."""
+        return principal in self._num_of or principal in self._groups
+
+    # ---- what happens to sequences ----------------------------------------------------------------------------------
+
+    def note_append(self, run: RunningAppend, sequence: Sequence, result: AppendResult) -> None:
+        """Write a committed append, or the sequence that it created, and what a retry of it needs."""
+        if run.reservation is None or run.is_warming:
+            return  # nothing was appended
+        known = self._known.get(sequence.handle_id)
+        if known is None:
+            self._write(self._enter(sequence, next(self._numbers), run.sequence, run.start))
+        else:
+            rewind_to = run.start if run.verdict is Verdict.REWIND else None
+            if self._encoder.knows(known.no) and (rewind_to is not None or known.length == run.start):
+                answer = answer_of(run.job, run.start, result, self._policies)
+                self._add(known, self._encoder.append(known.no, rewind_to, run.token_ids, None, answer))
+            else:
+                self._write(known)
+        if run.creation is not None:
+            self._write_creation(run.creation)
+
+    def note_fork(self, source: Sequence, result: ForkResult, creation: Creation | None) -> None:
+        """Write the sequences that a fork created."""
+        for handle in result.handles:
+            branch = self._store.registry.sequences[handle.cache_id]
+            self._write(self._enter(branch, next(self._numbers), source, handle.length))
+        if creation is not None:
+            self._write_creation(creation)
+
+    def note_truncate(self, sequence: Sequence, job: TruncateJob, freed_blocks: int) -> None:
+        """Write a truncate and its answer."""
+        known = self._known[sequence.handle_id]
+        if not self._encoder.knows(known.no):
+            self._write(known)
+            return
+        handle = job.handle
+        truncation = TruncationState(handle.length, handle.lineage, job.new_length, freed_blocks)
+        self._add(known, self._encoder.truncate(known.no, truncation))
+
+    def note_reserve(self, sequence: Sequence) -> None:
+        """Write the length up to which room is reserved."""
+        known = self._known[sequence.handle_id]
+        if not self._encoder.knows(known.no):
+            self._write(known)
+        else:
+            self._add(known, self._encoder.reserve(known.no, sequence.reserved_length))
+
+    def note_lease(self, sequence: Sequence) -> None:
+        """Write the new duration of a lease; a renewal as such is not written."""
+        known = self._known.get(sequence.handle_id)
+        if known is None or known.ttl_s == sequence.ttl_s:
+            return
+        if not self._encoder.knows(known.no):
+            self._write(known)
+        else:
+            known.ttl_s = sequence.ttl_s
+            self._add(known, self._encoder.lease(known.no, sequence.ttl_s))
+
+    def note_state(self, sequence: Sequence) -> None:
+        """Write a whole sequence, or its end, after a failure that may have changed it without a record."""
+        known = self._known.get(sequence.handle_id)
+        if sequence.is_released:
+            self.note_ended(sequence.handle_id)
+        elif known is None:
+            self._write(self._enter(sequence, next(self._numbers)))
+        elif known.length != sequence.length:
+            self._write(known)
+
+    def note_ended(self, handle_id: str, how: End = End.RELEASED) -> None:
+        """Write that a sequence has ended, whatever its level; once."""
+        known = self._known.pop(handle_id, None)
+        if known is None:
+            return
+        if self._encoder.knows(known.no):
+            self._add(known, self._encoder.end(known.no, how))
+        elif not self.is_lost:  # a snapshot is being written, and this sequence was not written yet
+            self._write(known)
+            self._add(known, self._encoder.end(known.no, how))
+        principal = known.sequence.principal
+        self._num_of[principal] -= 1
+        if not self._num_of[principal]:
+            del self._num_of[principal]
+
+    # ---- each round of the engine -----------------------------------------------------------------------------------
+
+    def close_group(self) -> None:
+        """Give the records of this round to the disk."""
+        if self._writer.has_open:
+            group = self._writer.close_group()
+            if self._oldest is None or self._oldest[0] <= self._writer.synced:
+                self._oldest = (group, time.monotonic())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`tend` should be called without waiting for requests."""
+        return self._snapshot is not None
+
+    def tend(self) -> bool:
+        """Continue or begin a snapshot, and notice failures; return whether the journal has just been lost."""
+        if self._has_failed or (not self.is_lost and self._is_stalled()):
+            self._has_failed = False
+            return self._lose()
+        if self.health is Health.HEALTHY:
+            self._continue_snapshot()
+        elif self.health is Health.LOST:
+            self._recover()
+        elif self.health is Health.PROBING:
+            if self._writer.synced >= self._snapshot_group:
+                self.health = Health.WRITING
+                for _ in self._write_snapshot(starts_segment=False):
+                    pass
+        elif self._writer.synced >= self._snapshot_group:
+            self._note_snapshot_synced()
+            self.health, self._retry_s = Health.HEALTHY, _RETRY_S
+            _LOG.warning("the journal is healthy again durable_sequences=%d", len(self._known))
+        return False
+
+    def close(self) -> None:
+        """Wait for the disk, for a while, and give the directory back."""
+        self.close_group()
+        self._writer.close(_CLOSE_S)
+        self._directory.close()
+
+    # ---- inside -----------------------------------------------------------------------------------------------------
+
+    def _enter(self, sequence: Sequence, no: int, source: Sequence | None = None, prefix_length: int = 0) -> _Known:
+        """Give a sequence a number."""
+        known = _Known(no, sequence, prefix_length=prefix_length)
+        if source is not None:
+            known.source = self._known.get(source.handle_id)
+        self._known[sequence.handle_id] = known
+        self._num_of[sequence.principal] = self._num_of.get(sequence.principal, 0) + 1
+        return known
+
+    def _add(self, known: _Known, record: bytes) -> None:
+        known.length = known.sequence.length
+        self._append(known.sequence.principal, record)
+
+    def _append(self, principal: str, record: bytes) -> None:
+        """Add a record to the open group, unless the whole state will be written once the disk works again."""
+        if self.health in (Health.LOST, Health.PROBING):
+            return
+        self._writer.append(record)
+        self._groups[principal] = self._writer.next_group
+
+    def _write(self, known: _Known) -> None:
+        """Write a whole sequence as it is now, without tokens that another one has that was written before."""
+        sequence = known.sequence
+        prefix_no, length = self._prefix_of(known)
+        record = self._records.get(sequence.handle_id)
+        last = sequence.last_truncate
+        state = SequenceState(
+            known.no,
+            _secret_of(sequence.cache_id),
+            sequence.principal,
+            sequence.ttl_s,
+            sequence.is_published,
+            sequence.reserved_length,
+            sequence.parent_handle_id,
+            sequence.token_ids,
+            None if record is None else answer_of_record(record, self._policies),
+            None if last is None else TruncationState(*last.handle[1:], last.new_length, last.freed_blocks),
+        )
+        known.ttl_s = sequence.ttl_s
+        self._add(known, self._encoder.sequence(state, prefix_no, length))
+
+    def _prefix_of(self, known: _Known) -> tuple[int, int]:
+        """Return a sequence that is written and has the same first tokens, and how many; (0, 0): there is none."""
+        chain = known.sequence.chain
+        length = min(known.prefix_length, len(chain)) // CHUNK_TOKENS * CHUNK_TOKENS
+        if not length:
+            return 0, 0
+        lineage = chain.at(length)
+        for other in (known.source, self._prefixes.get(lineage)):
+            if other is None or other is known or not self._encoder.knows(other.no):
+                continue
+            theirs = other.sequence.chain
+            if other.length == len(theirs) >= length and theirs.at(length) == lineage:
+                return other.no, length
+        self._prefixes[lineage] = known
+        return 0, 0
+
+    def _write_creation(self, creation: Creation) -> None:
+        """Write what a request created; sequences of it that have ended are known by their secrets."""
+        members: list[int | bytes] = []
+        for handle in creation.handles:
+            known = self._known.get(handle.handle_id)
+            if known is not None and not self._encoder.knows(known.no):
+                self._write(known)
+            members.append(_secret_of(handle.cache_id) if known is None else known.no)
+        first, verified = creation.handles[0], creation.verified
+        state = CreationState(
+            *creation.key,
+            creation.content,
+            creation.loop,
+            creation.start,
+            first.length,
+            first.lineage,
+            creation.seed,
+            None if verified is None else (verified.accepted_count, verified.next_token),
+            tuple(members),
+        )
+        self._append(creation.key[0], self._encoder.creation(state))
+
+    def _is_durable(self, handle: Handle) -> bool:
+        return self._store.registry.is_durable(handle.cache_id)
+
+    def _write_snapshot(self, *, starts_segment: bool = True) -> Iterator[None]:
+        """Write everything that is live, a piece each time, and close the last group."""
+        if starts_segment:
+            self._writer.start_segment()
+        self._prefixes.clear()
+        self._writer.append(self._encoder.snapshot_begin())
+        for known in list(self._known.values()):
+            if known.sequence.handle_id in self._known and not self._encoder.knows(known.no):
+                self._write(known)
+            yield
+        for creation in self._creations.done():
+            if self._is_durable(creation.handles[0]):
+                self._write_creation(creation)
+            yield
+        for principal, cache_id in self._store.registry.tombstones():
+            if self._store.registry.is_durable(cache_id):
+                self._append(principal, self._encoder.tombstone(principal, _secret_of(cache_id)))
+            yield
+        self._writer.append(self._encoder.snapshot_end())
+        self._snapshot_group = self._writer.close_group()
+
+    def _continue_snapshot(self) -> None:
+        if self._snapshot is None:
+            if self._snapshot_group:
+                if self._writer.synced >= self._snapshot_group:
+                    self._note_snapshot_synced()
+            elif self._writer.size_bytes >= max(_LEAST_BYTES, 2 * self._snapshot_bytes):
+                self._snapshot = self._write_snapshot()
+            return
+        stop_ns = time.perf_counter_ns() + _SLICE_NS
+        for _ in self._snapshot:
+            if time.perf_counter_ns() >= stop_ns:
+                return
+        self._snapshot = None
+
+    def _note_snapshot_synced(self) -> None:
+        """Delete the segments before a snapshot that is on the disk."""
+        self.num_snapshots += 1
+        self._snapshot_group = 0
+        self._snapshot_bytes = self._writer.size_bytes
+        self._writer.delete_before_base()
+
+    def _is_stalled(self) -> bool:
+        if self._oldest is None:
+            return False
+        group, since = self._oldest
+        if group <= self._writer.synced:
+            self._oldest = None
+            return False
+        return time.monotonic() - since > STALL_S
+
+    def _lose(self) -> bool:
+        was_lost = self.is_lost
+        self.health = Health.LOST
+        self._snapshot, self._snapshot_group, self._oldest = None, 0, None
+        self._retry_at = time.monotonic() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
+        if not was_lost:
+            _LOG.error(
+                "the journal is lost: durable handles answer DURABILITY_LOST durable_sequences=%d", len(self._known)
+            )
+        return not was_lost
+
+    def _recover(self) -> None:
+        """Try to write an empty segment; only then is the whole state written."""
+        if time.monotonic() >= self._retry_at:
+            self._groups.clear()
+            self._snapshot_group = self._writer.restart()
+            self.health = Health.PROBING
+
+    # ---- journal thread ---------------------------------------------------------------------------------------------
+
+    def _note_synced(self, group: int) -> None:
+        self._on_synced(group)
+        if self._snapshot_group and group >= self._snapshot_group:
+            self._wake()
+
+    def _note_failed(self, _: OSError) -> None:
+        self._has_failed = True
+        self._wake()
+
+
+def _secret_of(cache_id: str) -> bytes:
+    return base64.urlsafe_b64decode(cache_id.rpartition(".")[2] + "==")

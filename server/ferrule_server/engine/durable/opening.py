@@ -1,0 +1,55 @@
+"""Open the journal of a server: what it described, and the writer that continues it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ferrule_server.durability.directory import DurableDirectory, Wanted
+from ferrule_server.durability.reader import read_directory
+from ferrule_server.durability.replay import JournalState
+from ferrule_server.durability.writer import JournalWriter
+from ferrule_server.engine.durable.journal import Journal
+from ferrule_server.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Durability:
+    """A journal that was read and can be continued.
+
+    Attributes:
+        journal: Writes what happens from now on.
+        state: What the journal described.
+        epoch: The epoch in the cache_ids of durable sequences.
+        seed_key: 16 secret bytes from which seeds of Generate are derived.
+    """
+
+    journal: Journal
+    state: JournalState
+    epoch: str
+    seed_key: bytes
+
+
+def open_durability(path: Path, wanted: Wanted) -> Durability:
+    """Lock the directory, read what it describes, and continue it.
+
+    Raises:
+        ConfigError: Another process owns it, it belongs to another server or model, it is damaged, or it cannot be
+            written.
+    """
+    directory = DurableDirectory.open(path, wanted)
+    try:
+        found = read_directory(path, directory.files)
+        journal = Journal(
+            directory,
+            lambda on_synced, on_failed: JournalWriter(
+                directory, last_frame=found.last_frame, on_synced=on_synced, on_failed=on_failed
+            ),
+        )
+    except OSError as error:
+        directory.close()
+        raise ConfigError(f"--durable {path}: {error}") from error
+    except ConfigError:
+        directory.close()
+        raise
+    return Durability(journal, found.state, directory.identity.epoch, directory.identity.seed_key)

@@ -10,8 +10,8 @@ replay.py     the state that they describe, each checked against the state befor
 reader.py     a whole directory: what survives, what is torn, what is damaged
 inspect.py    the commands `inspect` and `verify`
 
-The life of a record: the engine makes a change and appends the bytes of an Encoder (records.py) to the open group. At the
-end of the step the group goes to the thread (writer.py), which writes one frame (frames.py) to the last segment
+The life of a record: the engine makes a change and appends the bytes of an Encoder (records.py) to the open group. At
+the end of the step the group goes to the thread (writer.py), which writes one frame (frames.py) to the last segment
 (directory.py), syncs it, and reports the number of the group, so that replies which wait for it are sent. At the next
 start the segments are found and read (reader.py) into plain state (replay.py), from which the engine continues.
 """

@@ -90,6 +90,8 @@ class JournalState:
         masks: Packed bits by principal and fingerprint, in the order in which they were registered.
         next_no: Above every number of a sequence so far.
         is_in_snapshot: A snapshot has begun and has not ended.
+        num_snapshots: Snapshots that have ended.
+        num_records: Records so far.
     """
 
     def __init__(self) -> None:
@@ -99,6 +101,8 @@ class JournalState:
         self.masks: dict[MaskKey, bytes] = {}
         self.next_no = 1
         self.is_in_snapshot = False
+        self.num_snapshots = 0
+        self.num_records = 0
         self._sequences: dict[int, SequenceState] = {}
         self._secrets: dict[bytes, int] = {}
         self._makers: dict[int, CreationKey] = {}  # by number of each live sequence
@@ -137,6 +141,7 @@ class JournalState:
         while at < len(payload):
             if payload[at] < STEP:
                 record, at = decode(payload, at, self.definitions)
+                self.num_records += 1
                 apply = self._appliers.get(type(record))
                 if apply is not None:
                     apply(record)
@@ -146,11 +151,13 @@ class JournalState:
     def _read_steps(self, payload: bytes, at: int) -> int:
         """Apply the steps from ``at`` on, and return where they end. Written out in place: most records are steps."""
         try:
-            return _read_steps(self._tips, payload, at)
+            num_steps, at = _read_steps(self._tips, payload, at)
         except IndexError:
             raise BadRecord("the payload ends inside a step") from None
         except KeyError as error:
             raise BadRecord(_UNKNOWN.format(error.args[0])) from None
+        self.num_records += num_steps
+        return at
 
     def _add_sequence(self, record: SequenceRecord) -> None:
         state, prefix_no, prefix_length = record
@@ -278,21 +285,22 @@ class JournalState:
         self.masks = {key: each for key, each in self.masks.items() if key in fresh}
         self._makers = {no: key for no, key in self._makers.items() if key in fresh}
         self.is_in_snapshot = False
+        self.num_snapshots += 1
 
 
 def _is_live(creation: Creation) -> bool:
     return any(isinstance(member, int) for member in creation.members)
 
 
-def _read_steps(tips: Mapping[int, _Tip], payload: bytes, at: int) -> int:
-    """Apply steps until another record or the end, and return where that is.
+def _read_steps(tips: Mapping[int, _Tip], payload: bytes, at: int) -> tuple[int, int]:
+    """Apply steps until another record or the end, and return how many these are, and where that is.
 
     Raises:
         BadRecord: A step does not fit.
         IndexError: The payload ends inside a step.
         KeyError: A step is of an unknown sequence.
     """
-    end = len(payload)
+    num_steps, end = 0, len(payload)
     while at < end and (tag := payload[at]) >= STEP:
         no, at = payload[at + 1], at + 2
         if no >= 0x80:
@@ -318,7 +326,8 @@ def _read_steps(tips: Mapping[int, _Tip], payload: bytes, at: int) -> int:
             raise BadRecord(f"a step of sequence {no}, whose last answer chose no token")
         tip.token_ids.append(tip.token)
         tip.token, tip.is_stepped = token, True
-    return at
+        num_steps += 1
+    return num_steps, at
 
 
 def _rest(payload: bytes, at: int, value: int) -> tuple[int, int]:

@@ -12,7 +12,9 @@ import secrets
 import shlex
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from ferrule_server import __version__, log_format
@@ -25,6 +27,7 @@ if TYPE_CHECKING:  # imported after the process is set up, because they import l
     from ferrule_server.api.rpc.state import ServerState, Serving
     from ferrule_server.api.serve import ApiServer
     from ferrule_server.api.telemetry.tracing import Tracer
+    from ferrule_server.engine.durable.opening import Durability
     from ferrule_server.engine.engine import Engine
     from ferrule_server.engine.failpoints import Failpoints
     from ferrule_server.executor.base import Executor
@@ -192,7 +195,9 @@ async def _run_engine(
         has_failed = True
         server.asked_to_stop.set()
 
-    engine = _make_engine(config, server.state, loaded.executor, fail, failpoints=failpoints)
+    loop = asyncio.get_running_loop()
+    make = partial(_make_engine, config, server.state, loaded.executor, fail, loop, failpoints=failpoints)
+    engine = await asyncio.to_thread(make)  # reading a journal may take seconds
     engine.start()
     try:
         await server.ready(_serving(config, server.state, engine, loaded))
@@ -212,16 +217,22 @@ def _make_engine(
     state: ServerState,
     executor: Executor,
     fail: Callable[[], None],
+    loop: asyncio.AbstractEventLoop,
     *,
     failpoints: Failpoints | None,
 ) -> Engine:
-    """Return the engine; it calls ``fail`` on the event loop when the device is lost."""
+    """Return the engine; it calls ``fail`` on the event loop when the device is lost.
+
+    Raises:
+        ConfigError: The journal of durable handles cannot be used.
+    """
     from ferrule_server.engine.engine import Engine
     from ferrule_server.engine.settings import EngineSettings
     from ferrule_server.kv.block_pool import BlockPool
     from ferrule_server.kv.sequence_store import SequenceStore
 
     info = executor.info
+    durability = _durability(config, state.instance, executor)
     store = SequenceStore(
         BlockPool(info.num_blocks, info.block_size),
         instance=state.instance,
@@ -231,29 +242,54 @@ def _make_engine(
         max_ttl_s=config.max_ttl_s,
         limits_of=state.limits_of,
         has_prefix_cache=config.has_prefix_cache,
+        durable_epoch=None if durability is None else durability.epoch,
     )
     settings = EngineSettings(
         max_step_rows=config.max_step_rows,
         max_step_time_s=config.max_step_time_s,
         max_waiting_jobs=config.max_waiting_jobs,
+        restore_wait_tokens=config.restore_wait,
         debug_top_tokens=config.logs_top_tokens,
     )
-    loop = asyncio.get_running_loop()
 
     def on_failure() -> None:
         loop.call_soon_threadsafe(fail)
 
-    return Engine(
-        executor,
-        store,
-        settings,
-        loop.call_soon_threadsafe,
-        on_failure,
-        later=loop.call_later,
-        limits_of=state.limits_of,
-        shares=state.shares,
-        failpoints=failpoints,
-    )
+    try:
+        return Engine(
+            executor,
+            store,
+            settings,
+            loop.call_soon_threadsafe,
+            on_failure,
+            later=loop.call_later,
+            limits_of=state.limits_of,
+            shares=state.shares,
+            durability=durability,
+            failpoints=failpoints,
+        )
+    except OSError as error:
+        raise ConfigError(f"--durable {config.durable}: {error}") from error
+
+
+def _durability(config: ServerConfig, instance: str, executor: Executor) -> Durability | None:
+    """Open the journal of durable handles and read it; None: there is none.
+
+    Raises:
+        ConfigError: It cannot be used.
+    """
+    if config.durable is None:
+        return None
+    from ferrule_server.durability.directory import Wanted
+    from ferrule_server.engine.durable.opening import open_durability
+
+    info = executor.info
+    begun = time.monotonic()
+    wanted = Wanted(instance, info.model.fingerprint, info.model.dtype, info.block_size)
+    durability = open_durability(config.durable, wanted)
+    num_sequences, took_s = len(durability.state.sequences), time.monotonic() - begun
+    _LOG.info("journal read path=%s durable_sequences=%d seconds=%.2f", config.durable, num_sequences, took_s)
+    return durability
 
 
 def _failpoints(config: ServerConfig) -> Failpoints | None:

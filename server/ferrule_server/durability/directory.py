@@ -194,6 +194,11 @@ class DurableDirectory:
         except (OSError, ConfigError):
             return False
 
+    def size_bytes(self) -> int:
+        """Return the size of all segments, preallocated room included; from any thread."""
+        sizes = (self.files.size(segment_path(self.path, number)) for number in self.segments())
+        return sum(sizes)
+
     def segments(self) -> list[int]:
         """Return the numbers of all segments, ascending."""
         return list_segments(self.path, self.files)

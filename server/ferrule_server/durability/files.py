@@ -56,6 +56,9 @@ class Files(Protocol):
     def read_bytes(self, path: Path) -> bytes:
         """Return the whole content of a file."""
 
+    def size(self, path: Path) -> int:
+        """Return the size of a file in bytes, 0 if there is none."""
+
     def list_names(self, path: Path) -> list[str]:
         """Return the names of the files in a directory."""
 
@@ -125,6 +128,13 @@ class OsFiles:
     def read_bytes(self, path: Path) -> bytes:
         """Return the whole content of a file."""
         return path.read_bytes()
+
+    def size(self, path: Path) -> int:
+        """Return the size of a file in bytes, 0 if there is none."""
+        try:
+            return path.stat().st_size
+        except FileNotFoundError:
+            return 0
 
     def list_names(self, path: Path) -> list[str]:
         """Return the names of the files in a directory."""

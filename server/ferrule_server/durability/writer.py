@@ -86,6 +86,7 @@ class _Group:
     number: int
     records: list[bytes]
     begins_segment: bool
+    ends_snapshot: bool
 
 
 class _Segment:
@@ -155,6 +156,7 @@ class JournalWriter:
         self._is_closing = False
         self._changed = threading.Condition()
         self._next_number = max(directory.segments(), default=0) + 1
+        self._base = 0
         self._segment = self._first_segment(last_frame)
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -176,9 +178,14 @@ class JournalWriter:
             raise ValueError(f"a record of {len(record)} bytes is longer than {MAX_PAYLOAD_BYTES}")
         self._open.append(record)
 
-    def close_group(self) -> int:
-        """Give the open group, which may be empty, to the journal thread and return its number."""
-        group = _Group(self.next_group, self._open, self._begins_segment)
+    def close_group(self, *, ends_snapshot: bool = False) -> int:
+        """Give the open group, which may be empty, to the journal thread and return its number.
+
+        Args:
+            ends_snapshot: Everything from the newest segment that :meth:`start_segment` or :meth:`restart` began is
+                complete with this group: when it is on the disk, the segments before that one are deleted.
+        """
+        group = _Group(self.next_group, self._open, self._begins_segment, ends_snapshot)
         self.next_group += 1
         self._open, self._begins_segment = [], False
         with self._changed:
@@ -243,6 +250,7 @@ class JournalWriter:
         """Write groups that can share frames, and report those that are on the disk."""
         if groups[0].begins_segment:
             self._rotate(0)
+            self._base = self._segment.number
             self.size_bytes = 0
         for payload, newest in _payloads(groups):
             if payload:
@@ -250,6 +258,17 @@ class JournalWriter:
             if newest is not None:
                 self._report(newest)
         self.counters.num_groups += len(groups)
+        if any(group.ends_snapshot for group in groups):
+            self._delete_before_base()
+
+    def _delete_before_base(self) -> None:
+        """Delete the segments that are not read any more, the oldest first; one that cannot be deleted stays."""
+        try:
+            for number in self._directory.segments():
+                if number < self._base:
+                    self._directory.delete_segment(number)
+        except OSError as error:
+            _LOG.warning("a segment cannot be deleted error=%s", error)
 
     def _write(self, payload: bytes) -> None:
         """Write a frame and sync it."""

@@ -134,7 +134,9 @@ class Journal:
         """Name the parts whose state snapshots contain, and who is told about groups on the disk and failures.
 
         Args:
-            store, records, creations: Read when a sequence is written as a whole.
+            store: The sequences.
+            records: Their last answers.
+            creations: What requests have created.
             on_synced: Called on the journal thread with the number of the newest group on the disk.
             wake: Wakes the engine thread; called on the journal thread.
         """
@@ -428,7 +430,7 @@ class Journal:
                 self._append(principal, self._encoder.tombstone(principal, _secret_of(cache_id)))
             yield
         self._writer.append(self._encoder.snapshot_end())
-        self._snapshot_group = self._writer.close_group()
+        self._snapshot_group = self._writer.close_group(ends_snapshot=True)
 
     def _continue_snapshot(self) -> None:
         if self._snapshot is None:
@@ -445,11 +447,10 @@ class Journal:
         self._snapshot = None
 
     def _note_snapshot_synced(self) -> None:
-        """Delete the segments before a snapshot that is on the disk."""
+        """Count a snapshot that is on the disk."""
         self.num_snapshots += 1
         self._snapshot_group = 0
         self._snapshot_bytes = self._writer.size_bytes
-        self._writer.delete_before_base()
 
     def _is_stalled(self) -> bool:
         if self._oldest is None:
@@ -483,7 +484,7 @@ class Journal:
 
     def _note_synced(self, group: int) -> None:
         self._on_synced(group)
-        if self._snapshot_group and group >= self._snapshot_group:
+        if self.health is not Health.HEALTHY:
             self._wake()
 
     def _note_failed(self, _: OSError) -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import cast
 
+from ferrule_server.durability.directory import Wanted
+from ferrule_server.durability.files import Files
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.appends.lanes import Lanes
+from ferrule_server.engine.durable.opening import open_durability
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome, OutputRequest
@@ -96,12 +100,18 @@ class Harness:
         executor: FakeExecutor | None = None,
         *,
         limits_of: LimitsOf = unlimited,
+        durable: Path | None = None,
+        files: Files | None = None,
         failpoints: Failpoints | None = None,
         **settings: float,
     ) -> None:
         self.executor = executor or FakeExecutor()
         info = self.executor.info
         self.clock: Callable[[], float] = time.monotonic
+        durability = None
+        if durable is not None:
+            wanted = Wanted("test", info.model.fingerprint, info.model.dtype, info.block_size)
+            durability = open_durability(durable, wanted, files, segment_bytes=1 << 16)
         self.store = SequenceStore(
             BlockPool(info.num_blocks, info.block_size),
             instance="test",
@@ -111,6 +121,7 @@ class Harness:
             max_ttl_s=3600,
             clock=self._now,
             limits_of=limits_of,
+            durable_epoch=None if durability is None else durability.epoch,
         )
         self.num_failures = 0
         self.engine = Engine(
@@ -120,6 +131,7 @@ class Harness:
             self._post,
             self._fail,
             limits_of=limits_of,
+            durability=durability,
             failpoints=failpoints,
         )
 

@@ -29,7 +29,7 @@ from ferrule_server.durability.frames import MAX_PAYLOAD_BYTES, Previous, encode
 
 _LOG = logging.getLogger(__name__)
 
-SEGMENT_BYTES: Final = 64 << 20
+SEGMENT_BYTES: Final = 16 << 20
 LARGEST_FRAME_BYTES: Final = 8 << 20
 """Of a frame with several records; a record is never split."""
 _HEADER_ROOM_BYTES: Final = 512

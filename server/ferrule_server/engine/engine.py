@@ -194,6 +194,8 @@ class Engine:
         self._endings.subscribe(
             self._records.forget, self._stepper.forget, self._creations.note_ended, self._drivers.note_ended
         )
+        if journal is not None:
+            self._endings.subscribe(journal.note_ended)
         self._gate = Gate(settings.max_waiting_jobs, limits_of)
         self._delivery = Delivery(post, self._gate, later)
         self._barrier = None if durability is None else Barrier(self._delivery.deliver)

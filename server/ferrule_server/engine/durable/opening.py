@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ferrule_server.durability.directory import DurableDirectory, Wanted
+from ferrule_server.durability.files import Files
 from ferrule_server.durability.reader import read_directory
 from ferrule_server.durability.replay import JournalState
-from ferrule_server.durability.writer import JournalWriter
+from ferrule_server.durability.writer import SEGMENT_BYTES, JournalWriter
 from ferrule_server.engine.durable.journal import Journal
 from ferrule_server.errors import ConfigError
 
@@ -30,20 +31,32 @@ class Durability:
     seed_key: bytes
 
 
-def open_durability(path: Path, wanted: Wanted) -> Durability:
+def open_durability(
+    path: Path, wanted: Wanted, files: Files | None = None, segment_bytes: int = SEGMENT_BYTES
+) -> Durability:
     """Lock the directory, read what it describes, and continue it.
+
+    Args:
+        path: The directory, created if it is missing.
+        wanted: What it must belong to.
+        files: The system calls; None: those of the operating system.
+        segment_bytes: The size of a segment.
 
     Raises:
         ConfigError: Another process owns it, it belongs to another server or model, it is damaged, or it cannot be
             written.
     """
-    directory = DurableDirectory.open(path, wanted)
+    directory = DurableDirectory.open(path, wanted, files)
     try:
         found = read_directory(path, directory.files)
         journal = Journal(
             directory,
             lambda on_synced, on_failed: JournalWriter(
-                directory, last_frame=found.last_frame, on_synced=on_synced, on_failed=on_failed
+                directory,
+                last_frame=found.last_frame,
+                segment_bytes=segment_bytes,
+                on_synced=on_synced,
+                on_failed=on_failed,
             ),
         )
     except OSError as error:

@@ -190,8 +190,8 @@ class _Survey:
     def run(self) -> None:
         """Find the segments, and read from the last complete snapshot; without one, all of them."""
         parts = self._find()
-        bases = [index for index, part in enumerate(parts) if part.is_snapshot]
-        for base in reversed(bases or [0]):
+        bases = [index for index, part in enumerate(parts) if part.is_snapshot and index]
+        for base in [*reversed(bases), 0]:
             self._replay(parts, base)
             if self._journal.state.num_snapshots:
                 return

@@ -232,6 +232,10 @@ class FaultFiles:
         """Return what is in the page cache."""
         return bytes(self._inode(path).content)
 
+    def size(self, path: Path) -> int:
+        """Return the size of a file, 0 if there is none."""
+        return len(self._names[path].content) if path in self._names else 0
+
     def list_names(self, path: Path) -> list[str]:
         """Return the names in a directory."""
         return [name.name for name in self._names if name.parent == path]

@@ -1,0 +1,347 @@
+"""A journal whose disk fails: what is answered meanwhile, and that nothing false is ever answered.
+
+The random test is a client that gives up on no request: after a crash, or DURABILITY_LOST, it sends the same request
+again until it knows the answer, and then the tokens must be the ones that it sent, each once.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from ferrule_server.durability.writer import JournalWriter
+from ferrule_server.engine import host_calls
+from ferrule_server.engine.durable import journal as journal_module
+from ferrule_server.engine.engine import Engine
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    AppendResult,
+    CacheInfo,
+    ForkJob,
+    ForkResult,
+    Job,
+    Outcome,
+    TruncateJob,
+    TruncateResult,
+)
+from ferrule_server.errors import DurabilityLost, FerruleError, HandleUnknown
+from ferrule_server.kv.handle import Handle
+from tests.durability.fault_files import FaultFiles, everything, nothing, some_sectors
+from tests.engine.harness import Harness, append
+from tests.engine.streams import Stream, generate
+from tests.fakes import FakeExecutor, fake_next_token
+
+VOCAB = 32
+DIRECTORY = Path("/journal")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try a failed disk again at once."""
+    monkeypatch.setattr(journal_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(journal_module, "_LONGEST_RETRY_S", 0.02)
+
+
+@pytest.fixture
+def files() -> FaultFiles:
+    """An empty disk."""
+    return FaultFiles()
+
+
+@pytest.fixture
+def server(files: FaultFiles) -> Iterator[Harness]:
+    """A server on it."""
+    with Harness(FakeExecutor(num_blocks=400), durable=DIRECTORY, files=files) as harness:
+        yield harness
+
+
+def durable(*token_ids: int, request_id: str = "") -> AppendJob:
+    """A prefill whose sequence survives."""
+    job = append(None, *token_ids, request_id=request_id)
+    job.is_durable = True
+    return job
+
+
+def until_known(server: Harness, job: Callable[[], Job[object]]) -> Outcome:
+    """Send a request again until its answer is not DURABILITY_LOST."""
+    deadline = time.monotonic() + 20
+    while isinstance(outcome := server.submit(job()).outcome(), DurabilityLost):
+        assert time.monotonic() < deadline, "the journal stays lost"
+        time.sleep(0.005)
+    return outcome
+
+
+@pytest.mark.parametrize(("call", "code"), [("sync", errno.EIO), ("write", errno.ENOSPC), ("write", errno.EIO)])
+def test_a_failed_write_is_answered_with_durability_lost(
+    server: Harness, files: FaultFiles, call: str, code: int
+) -> None:
+    """Not with success; the retry is exact once the disk works, and sequences of level NONE notice nothing."""
+    handle = server.submit(durable(1, 2, 3)).result().handle
+    plain = server.prefill(1, 2, 3).handle
+    files.fail(call, code)
+    assert isinstance(server.submit(append(handle, 4)).error(), DurabilityLost)
+    assert server.decode(plain, 4).handle.length == 4
+    result = until_known(server, lambda: append(handle, 4))
+    assert isinstance(result, AppendResult)
+    assert result.replayed
+    assert result.handle.length == 4
+    assert server.engine.durability().num_failures == 1  # type: ignore[union-attr]
+    restored = files.crash(nothing)
+    with Harness(durable=DIRECTORY, files=restored) as after:
+        assert after.decode(result.handle, 5).rows[0].token == fake_next_token([1, 2, 3, 4, 5], VOCAB)
+
+
+def test_a_crash_while_lost_continues_from_what_was_confirmed(files: FaultFiles) -> None:
+    """The append that was answered with DURABILITY_LOST has not happened, and its retry appends it once."""
+    with Harness(durable=DIRECTORY, files=files) as server:
+        handle = server.submit(durable(1, 2, 3)).result().handle
+        files.fail("sync", errno.EIO)
+        files.fail("open_new", errno.ENOSPC)
+        assert isinstance(server.submit(append(handle, 4)).error(), DurabilityLost)
+        restored = files.crash(nothing)
+    with Harness(durable=DIRECTORY, files=restored) as after:
+        result = after.decode(handle, 4)
+        assert not result.replayed
+        assert result.handle.length == 4
+
+
+def test_a_full_disk_is_tried_again_and_again(server: Harness, files: FaultFiles) -> None:
+    """Each failure keeps the journal lost; leases of durable sequences do not end meanwhile."""
+    handle = server.submit(durable(1, 2, 3)).result().handle
+    files.fail("write", errno.ENOSPC)
+    for _ in range(4):
+        files.fail("open_new", errno.ENOSPC)
+    assert isinstance(server.submit(append(handle, 4)).error(), DurabilityLost)
+    later = server.store.clock() + 3000
+    server.clock = lambda: later
+    result = until_known(server, lambda: append(handle, 4))
+    assert isinstance(result, AppendResult)
+    assert result.handle.length == 4
+
+
+def test_a_disk_that_does_not_answer_is_lost_until_it_does(
+    server: Harness, files: FaultFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are answered, not held for ever."""
+    monkeypatch.setattr(journal_module, "STALL_S", 0.2)
+    handle = server.submit(durable(1, 2, 3)).result().handle
+    files.is_flowing.clear()
+    assert isinstance(server.submit(append(handle, 4)).error(), DurabilityLost)
+    assert isinstance(server.submit(append(handle, 4)).error(), DurabilityLost)
+    files.is_flowing.set()
+    result = until_known(server, lambda: append(handle, 4))
+    assert isinstance(result, AppendResult)
+    assert (result.replayed, result.handle.length) == (True, 4)
+
+
+def test_a_generate_ends_once_when_the_journal_is_lost(server: Harness, files: FaultFiles) -> None:
+    """With DURABILITY_LOST, whatever frames were on their way."""
+    for _ in range(8):
+        job = generate(None, 1, 2, 3, max_tokens=50)
+        job.is_durable = True
+        stream = Stream()
+        server.engine.submit([(job, stream)])
+        files.fail("sync", errno.EIO, after=3)
+        stream.wait()
+        assert isinstance(stream.outcomes[-1], DurabilityLost)
+        until_known(server, lambda: durable(1, 2, 3))
+
+
+# ---- a client that gives up on no request ---------------------------------------------------------------------------
+
+
+class Wrong(AssertionError):
+    """The server has answered something false."""
+
+
+@dataclass
+class Client:
+    """Sends random requests to servers that crash, and knows what their answers must be.
+
+    Attributes:
+        disk: Of the server.
+        texts: The tokens behind each handle that was answered last.
+    """
+
+    random: random.Random
+    disk: FaultFiles = field(default_factory=FaultFiles)
+    texts: dict[Handle, list[int]] = field(default_factory=dict)
+    gone: list[Handle] = field(default_factory=list)
+    num_crashes: int = 0
+    num_failures: int = 0
+    num_requests: int = 0
+
+    def __post_init__(self) -> None:
+        self.server = self._start()
+
+    def _start(self) -> Harness:
+        harness = Harness(FakeExecutor(num_blocks=400), durable=DIRECTORY, files=self.disk)
+        harness.engine.start()
+        return harness
+
+    def crash(self) -> None:
+        """Lose power, or only the process, at any moment."""
+        survival = self.random.choice([nothing, everything, some_sectors(self.random)])
+        old = self.server
+        if self.random.random() < 0.3:
+            self.disk = self.disk.kill()
+        else:
+            self.disk = self.disk.crash(survival, keeps_names=self.random.random() < 0.5)
+        old.engine.close()
+        self.num_crashes += 1
+        self.server = self._start()
+
+    def ask(self, make: Callable[[], Job[object]]) -> Outcome:
+        """Send a request until its answer is known; servers crash and disks fail meanwhile."""
+        self.num_requests += 1
+        while True:
+            if self.random.random() < 0.15:
+                name = self.random.choice(["sync", "write", "open_new"])
+                self.disk.fail(name, self.random.choice([errno.EIO, errno.ENOSPC]), after=self.random.randrange(3))
+            pending = self.server.submit(make())
+            if self.random.random() < 0.12:
+                if self.random.random() < 0.5:
+                    pending.outcome()  # the reply is lost on the way
+                self.crash()
+                continue
+            outcome = pending.outcome()
+            if isinstance(outcome, DurabilityLost):
+                self.num_failures += 1
+                time.sleep(0.002)
+                continue
+            return outcome
+
+    def step(self) -> None:
+        """Send one request and compare."""
+        actions = [self.create] if not self.texts else [self.create, *[self.append] * 6, self.fork, self.cut, self.end]
+        self.random.choice(actions)()
+        self.check()
+
+    def create(self) -> None:
+        """A new sequence, with a request_id."""
+        tokens = [self.random.randrange(VOCAB) for _ in range(self.random.randrange(1, 9))]
+        name = f"create{self.num_requests}"
+        result = self.ask(lambda: durable(*tokens, request_id=name))
+        self._appended([], tokens, result)
+
+    def append(self) -> None:
+        """One token or several after a handle."""
+        handle = self.random.choice(list(self.texts))
+        before = self.texts.pop(handle)
+        tokens = [self.random.randrange(VOCAB) for _ in range(self.random.choice([1, 1, 1, 3]))]
+        self._appended(before, tokens, self.ask(lambda: append(handle, *tokens)))
+
+    def _appended(self, before: list[int], tokens: list[int], result: Outcome) -> None:
+        text = before + tokens
+        if not isinstance(result, AppendResult) or result.handle.length != len(text):
+            raise Wrong(f"an append to {len(before)} tokens was answered with {result}")
+        if result.rows[0].token != fake_next_token(text, VOCAB):
+            raise Wrong("the token after the append is not that of its text")
+        self.texts[result.handle] = text
+
+    def fork(self) -> None:
+        """A branch, with a request_id."""
+        handle = self.random.choice(list(self.texts))
+        name = f"fork{self.num_requests}"
+        result = self.ask(lambda: ForkJob("me", handle, handle.length, 1, request_id=name))
+        if not isinstance(result, ForkResult):
+            raise Wrong(f"a fork was answered with {result}")
+        self.texts[result.handles[0]] = self.texts[handle]
+
+    def cut(self) -> None:
+        """Drop the last tokens."""
+        handle = self.random.choice(list(self.texts))
+        before = self.texts.pop(handle)
+        length = self.random.randrange(1, len(before) + 1)
+        result = self.ask(lambda: TruncateJob("me", handle, length))
+        if not isinstance(result, TruncateResult) or result.handle.length != length:
+            raise Wrong(f"a truncate from {len(before)} to {length} was answered with {result}")
+        self.texts[result.handle] = before[:length]
+
+    def end(self) -> None:
+        """Release a sequence; a repeated release finds nothing."""
+        handle = self.random.choice(list(self.texts))
+        del self.texts[handle]
+        self.ask(lambda: host_calls.release("me", (handle,)))
+        self.gone.append(handle)
+
+    def check(self) -> None:
+        """Compare one sequence with what was confirmed, and one that is gone."""
+        if self.texts:
+            handle = self.random.choice(list(self.texts))
+            found = self.ask(lambda: host_calls.describe("me", handle, with_token_ids=True))
+            if not isinstance(found, CacheInfo) or list(found.token_ids or ()) != self.texts[handle]:
+                raise Wrong(f"{self.texts[handle]} is now {found}")
+        if self.gone:
+            handle = self.random.choice(self.gone)
+            found = self.ask(lambda: host_calls.describe("me", handle))
+            if not isinstance(found, HandleUnknown):
+                raise Wrong(f"a released sequence is back: {found}")
+
+    def run(self, num_steps: int) -> None:
+        """Send requests, and compare everything at the end, also after a last crash."""
+        try:
+            for _ in range(num_steps):
+                self.step()
+            self.crash()
+            live = {sequence.handle_id for sequence in self.server.store.registry}
+            lost = [handle for handle in self.texts if handle.handle_id not in live]
+            if lost:
+                raise Wrong(f"{len(lost)} sequences are lost")
+        finally:
+            self.server.engine.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_false_is_answered_whatever_the_disk_does(seed: int) -> None:
+    """Power losses with torn and lost writes, deaths of the process, EIO and ENOSPC at every call."""
+    client = Client(random.Random(seed))
+    client.run(60)
+    assert client.num_crashes
+    assert client.num_failures
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_nothing_false_is_answered_in_a_long_campaign() -> None:
+    """The same for many requests; prints what happened."""
+    total = [0, 0, 0]
+    for seed in range(1000, 1100):
+        client = Client(random.Random(seed))
+        client.run(150)
+        for index, count in enumerate((client.num_requests, client.num_crashes, client.num_failures)):
+            total[index] += count
+    print(f"\n{total[0]} requests, {total[1]} crashes, {total[2]} answers DURABILITY_LOST, 0 false")
+
+
+def _no_sync(writer: JournalWriter, fd: int) -> None:
+    """Confirm without the disk."""
+
+
+def _no_barrier(engine: Engine, finished: object, journal: object) -> tuple[int, object]:
+    """Answer before the disk has it."""
+    return 0, finished
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "replacement"),
+    [(JournalWriter, "_sync", _no_sync), (Engine, "_awaited", _no_barrier)],
+    ids=["no fdatasync", "reply before the sync"],
+)
+def test_the_random_client_notices_a_journal_that_cheats(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, replacement: object
+) -> None:
+    """Without the sync, or without the wait for it, confirmed state is lost and the client finds out."""
+    monkeypatch.setattr(owner, name, replacement)
+    for seed in range(40):
+        try:
+            Client(random.Random(seed)).run(60)
+        except (Wrong, FerruleError):
+            return
+    pytest.fail("nothing was noticed")

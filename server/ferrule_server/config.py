@@ -161,7 +161,7 @@ class ServerConfig:
     """
     quotas: QuotaLimits = DEFAULT_QUOTAS
     durable: Path | None = _DURABLE.optional("--durable", FOLDER, "handles end with the process")
-    """folder of the journal: handles survive the process, and continue in the next server on this folder, which computes
+    """folder of the journal: handles survive the process and continue in the next server on this folder, which computes
     their KV again; new sequences are durable unless their request says NONE
     """
     restore_wait: int = _DURABLE.setting("--restore-wait", COUNT.within("0", "16777216"), "8192")

@@ -48,10 +48,8 @@ from ferrule_server.engine.generation.generate import Generation
 from ferrule_server.engine.host_calls import Host
 from ferrule_server.engine.jobs import (
     AppendJob,
-    AppendResult,
     Entry,
     ForwardJob,
-    GenerateFrame,
     GenerateJob,
     HostCall,
     Job,
@@ -77,12 +75,12 @@ from ferrule_server.errors import (
     FerruleError,
     HandleExpired,
     HandleLost,
+    RequestIdReused,
     Restoring,
 )
 from ferrule_server.executor.base import DeviceLost, Executor, KvLost
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.metrics import KvMetrics
-from ferrule_server.kv.registry import Registry
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.quotas import LimitsOf, unlimited
@@ -372,7 +370,8 @@ class Engine:
         has_work = has_work or (self._journal is not None and self._journal.has_work)
         if self._delivery.finished or has_work or self._stepper.has_work:
             return 0.0
-        most_s = _POLL_S if self._warmup.queue else _IDLE_S
+        is_waiting = self._warmup.queue or (self._journal is not None and self._journal.is_lost)
+        most_s = _POLL_S if is_waiting else _IDLE_S
         expiry_s = self._store.next_expiry()
         return most_s if expiry_s is None else min(most_s, max(0.001, expiry_s))
 
@@ -421,7 +420,8 @@ class Engine:
     def _awaited(self, finished: Finished, journal: Journal) -> tuple[int, Finished]:
         """Return an outcome with the group of records that it depends on; while the journal is lost, an error."""
         job, sink, outcome = finished
-        if _shows_no_durable(outcome, self._store.registry) or not journal.concerns(job.principal):
+        is_durable = self._is_durable(job) or isinstance(outcome, RequestIdReused)
+        if not is_durable or not journal.concerns(job.principal):
             return 0, finished
         if journal.is_lost:
             return 0, (job, sink, DurabilityLost())
@@ -486,7 +486,12 @@ class Engine:
                 raise Draining
             if isinstance(job, QueuedJob) and job.handle is not None:
                 self._gather.came_back(job.handle.cache_id, time.monotonic())
-            if self._journal is not None and self._journal.is_lost and self._is_durable(job):
+            if (
+                self._journal is not None
+                and self._journal.is_lost
+                and isinstance(job, QueuedJob)
+                and self._is_durable(job)
+            ):
                 raise DurabilityLost
             if isinstance(job, LaneJob):
                 self._lanes.enter(job, sink, at)
@@ -505,12 +510,15 @@ class Engine:
             self._finish(job, sink, fault(f"job failed kind={type(job).__name__}"))
 
     def _is_durable(self, job: Job[object]) -> bool:
-        """Return whether a job works on a durable sequence, or creates one."""
-        if not isinstance(job, QueuedJob):
-            return False
-        if job.handle is not None:
-            return self._store.registry.is_durable(job.handle.cache_id)
-        return isinstance(job, AppendJob | GenerateJob) and job.is_durable
+        """Return whether the outcome of a job may show a durable sequence: it names one, creates one, or lists all."""
+        registry = self._store.registry
+        if isinstance(job, QueuedJob):
+            if job.handle is not None:
+                return registry.is_durable(job.handle.cache_id)
+            return isinstance(job, AppendJob | GenerateJob) and job.is_durable
+        if isinstance(job, HostCall):
+            return not job.handles or any(registry.is_durable(handle.cache_id) for handle in job.handles)
+        return False
 
     def _start_stream(self, job: StreamJob[object], sink: Sink, at: float) -> None:
         if job.is_cancelled:
@@ -605,13 +613,3 @@ class Engine:
         if sequence is not None and sequence.is_durable:
             return Restoring(sequence.handle_id, sequence.length, 1.0)
         return HandleLost(handle.handle_id)
-
-
-def _shows_no_durable(outcome: Outcome, registry: Registry) -> bool:
-    """Return whether an outcome is about a sequence that is not durable, and nothing else."""
-    if type(outcome) is AppendResult:
-        return not registry.is_durable(outcome.handle.cache_id)
-    if type(outcome) is GenerateFrame:
-        handles = [branch.handle for branch in outcome.branches if branch.handle is not None]
-        return bool(handles) and not any(registry.is_durable(handle.cache_id) for handle in handles)
-    return False

@@ -24,7 +24,9 @@ class Host(NamedTuple):
 
 def reserve(principal: str, wanted: tuple[SlotsWanted, ...]) -> HostCall[SlotReservation]:
     """Return the call that reserves room for sequences, all or nothing."""
-    return HostCall(principal, lambda host, at: host.caches.reserve(principal, wanted, at))
+    return HostCall(
+        principal, lambda host, at: host.caches.reserve(principal, wanted, at), tuple(each.handle for each in wanted)
+    )
 
 
 def release(principal: str, handles: tuple[Handle, ...]) -> HostCall[tuple[int | None, ...]]:
@@ -32,7 +34,7 @@ def release(principal: str, handles: tuple[Handle, ...]) -> HostCall[tuple[int |
 
     Its result has, for each handle, how many blocks were returned to the pool; None: there was nothing to release.
     """
-    return HostCall(principal, lambda host, _: host.endings.release(principal, handles))
+    return HostCall(principal, lambda host, _: host.endings.release(principal, handles), handles)
 
 
 def keep_alive(
@@ -42,12 +44,12 @@ def keep_alive(
 
     Its result has, for each handle, its lease or the reason why it could not be renewed.
     """
-    return HostCall(principal, lambda host, at: host.caches.keep_alive(principal, handles, ttl_s, at))
+    return HostCall(principal, lambda host, at: host.caches.keep_alive(principal, handles, ttl_s, at), handles)
 
 
 def describe(principal: str, handle: Handle, *, with_token_ids: bool = False) -> HostCall[CacheInfo]:
     """Return the call that describes one sequence, whatever the length of the handle."""
-    return HostCall(principal, lambda host, at: host.caches.describe(principal, handle, at, with_token_ids))
+    return HostCall(principal, lambda host, at: host.caches.describe(principal, handle, at, with_token_ids), (handle,))
 
 
 def list_caches(principal: str, after_handle_id: str = "", limit: int = 100) -> HostCall[ListResult]:

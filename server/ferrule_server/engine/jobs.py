@@ -425,10 +425,12 @@ class HostCall(Job[_R_co]):
     Attributes:
         carry_out: Called on the engine thread with a ``host_calls.Host`` and the time at which leases are judged.
             Returns the result; may raise a FerruleError.
+        handles: The sequences that the result is about; empty: any.
     """
 
     principal: str
     carry_out: Callable[[Any, float], _R_co]  # Any: host_calls imports jobs
+    handles: tuple[Handle, ...] = ()
     submitted_ns: int = 0
 
 

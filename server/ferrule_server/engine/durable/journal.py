@@ -110,7 +110,7 @@ class Journal:
         self._policies = Policies()
         self._known: dict[str, _Known] = {}
         self._prefixes: dict[bytes, _Known] = {}
-        self._num_of: dict[str, int] = {}
+        self._principals: set[str] = set()
         self._groups: dict[str, int] = {}
         self._numbers = itertools.count(1)
         self._snapshot: Iterator[None] | None = None
@@ -203,8 +203,8 @@ class Journal:
         return group
 
     def concerns(self, principal: str) -> bool:
-        """Return whether the principal has durable sequences, or records that are not on the disk."""
-        return principal in self._num_of or principal in self._groups
+        """Return whether the principal has, or had, durable sequences."""
+        return principal in self._principals
 
     # ---- what happens to sequences ----------------------------------------------------------------------------------
 
@@ -282,10 +282,6 @@ class Journal:
         elif not self.is_lost:  # a snapshot is being written, and this sequence was not written yet
             self._write(known)
             self._add(known, self._encoder.end(known.no, how))
-        principal = known.sequence.principal
-        self._num_of[principal] -= 1
-        if not self._num_of[principal]:
-            del self._num_of[principal]
 
     # ---- each round of the engine -----------------------------------------------------------------------------------
 
@@ -335,7 +331,7 @@ class Journal:
         if source is not None:
             known.source = self._known.get(source.handle_id)
         self._known[sequence.handle_id] = known
-        self._num_of[sequence.principal] = self._num_of.get(sequence.principal, 0) + 1
+        self._principals.add(sequence.principal)
         return known
 
     def _add(self, known: _Known, record: bytes) -> None:

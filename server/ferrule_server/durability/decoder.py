@@ -229,8 +229,8 @@ def _policy_digest(cursor: Cursor, definitions: Definitions) -> PolicyDigest:
 
 
 def _define(known: list[_T], index: int, value: _T) -> None:
-    if index != len(known) or value in known:
-        raise BadRecord(f"definition {index} follows {len(known)}, or repeats one")
+    if index != len(known):
+        raise BadRecord(f"definition {index} follows {len(known)} others")
     known.append(value)
 
 

@@ -73,10 +73,11 @@ class OsFiles:
     """The files of the operating system."""
 
     def make_directory(self, path: Path) -> None:
-        """Create a directory with mode 0700, and its parents, unless it exists."""
-        if not path.is_dir():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o700)
+        """Create a directory with mode 0700, and its parents, unless it exists; their names are on the disk then."""
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in missing:
+            self.sync_directory(folder.parent)
 
     def lock(self, path: Path) -> int:
         """Lock a file with ``flock`` and write process and host into it."""

@@ -200,9 +200,9 @@ class _BadFrame:
         return len(self.data) - frame_bytes(self.start)
 
     @property
-    def has_end(self) -> bool:
+    def states_its_length(self) -> bool:
         """Whether the length that it states leads to its last byte."""
-        return 0 < self.length == self.head & MAX_PAYLOAD_BYTES and self.data[-1] == END
+        return 0 < self.length == self.head & MAX_PAYLOAD_BYTES
 
     def is_valid(self, head: int) -> bool:
         """Whether it is valid with another length and version, so that only these are wrong or unknown."""
@@ -219,7 +219,7 @@ class _BadFrame:
         256. They are not missing if the length that is read with them is right.
         """
         first = self.start + SECTOR_BYTES - self.start % SECTOR_BYTES
-        if not self.has_end and not any(self.data[self.start : first]):
+        if not self.states_its_length and not any(self.data[self.start : first]):
             return True
         zeros = bytes(SECTOR_BYTES)
         return any(self.data.startswith(zeros, at) for at in range(first, len(self.data), SECTOR_BYTES))
@@ -234,6 +234,8 @@ def _last_frame(data: bytes, segment: int, start: int) -> tuple[Tail, str]:
         return Tail.DAMAGED, f"its length is {bad.length}, it says {bad.head & MAX_PAYLOAD_BYTES}"
     if bad.lacks_sector():
         return Tail.TORN, "a sector of it was not written"
+    if len(data) - start >= 4 and bad.head >> 24 != VERSION:
+        return Tail.DAMAGED, "what follows does not begin as a frame does"
     if start + frame_bytes(bad.head & MAX_PAYLOAD_BYTES) > len(data):
         return Tail.TORN, "its end was not written"
     return Tail.DAMAGED, "its checksum is wrong"

@@ -9,13 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrule_server.durability.directory import JournalDamaged, segment_path
+from ferrule_server.durability.directory import DurableDirectory, JournalDamaged, segment_path
+from ferrule_server.durability.files import OsFiles
 from ferrule_server.durability.frames import Previous, Tail, encode_frame
+from ferrule_server.durability.inspect import main
 from ferrule_server.durability.reader import Journal, Role, read_directory, survey
-from ferrule_server.durability.records import Encoder, End
-from ferrule_server.durability.writer import LastFrame
+from ferrule_server.durability.records import Encoder, End, Tag
+from ferrule_server.durability.writer import JournalWriter, LastFrame
 from ferrule_server.kv.handle import handle_id_of
 from tests.durability.journal_model import JournalModel, view
+from tests.durability.journals import WANTED
 from tests.durability.stored import IDENTITY, PATH, Segments, StoredFiles, segment_of, split, store, store_parts
 from tests.durability.test_replay import a_sequence
 
@@ -251,3 +254,42 @@ def test_groups_are_split_at_snapshots() -> None:
     """What the other tests rely on."""
     first, second = two_snapshots()
     assert split([*first, *second]) == [first, second]
+
+
+def write(path: Path, model: JournalModel, first_group: int) -> None:
+    """Write the groups of a model from one on as a server does that is started on the directory."""
+    directory = DurableDirectory.open(path, WANTED)
+    try:
+        last_frame = read_directory(path, directory.files).last_frame
+        failures: list[OSError] = []
+        writer = JournalWriter(
+            directory,
+            last_frame=last_frame,
+            segment_bytes=3000,
+            on_synced=lambda _: None,
+            on_failed=failures.append,
+        )
+        for group in filter(None, model.groups[first_group:]):
+            if group[0] == Tag.SNAPSHOT_BEGIN:
+                writer.start_segment()
+            writer.append(group)
+            writer.close_group()
+        writer.close()
+        assert failures == []
+        assert main(["verify", str(path)]) == 0
+    finally:
+        directory.close()
+
+
+def test_servers_continue_from_what_others_have_written(tmp_path: Path) -> None:
+    """Several starts on one directory, some of which die in a snapshot; each is verified while the server owns it."""
+    model, written = JournalModel(Random(7)), 0
+    for _ in range(6):
+        for _ in range(15):
+            model.add_group()
+        write(tmp_path / "journal", model, written)
+        written = len(model.groups)
+        journal = read_directory(tmp_path / "journal", OsFiles())
+        assert view(journal.state) == model.state()
+        model.restart()
+    assert journal.identity.generation == 6

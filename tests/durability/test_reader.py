@@ -236,8 +236,9 @@ class GrowingFiles(StoredFiles):
 
 
 def test_a_segment_that_grows_is_read_as_far_as_it_was() -> None:
-    """A running server is inspected without its help."""
-    journal = survey(PATH, GrowingFiles(store_parts(list(two_snapshots()))))
+    """A running server is inspected without its help, also where a segment is read again."""
+    first, second = two_snapshots()
+    journal = survey(PATH, GrowingFiles(store_parts([first, second[:1]])))
     assert journal.damage is None
     assert journal.state.sequences[1].reserved_length == 0
 

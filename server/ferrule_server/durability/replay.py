@@ -68,10 +68,14 @@ class _Tip:
     def note(self, answer: Answer | None) -> None:
         """Take over what the answer to an append has."""
         self.token, self.policy, self.seed = left_out(answer)
-        self.shape = 0 if self.token < 0 or answer is None else pack_numbers(answer.rows[-1][2:6])[0]
-        self.numbers = b""
-        self.size = NUMBER_BYTES[self.shape]
+        self.shape, self.numbers, self.size = 0, b"", -1
         self.settled_length = len(self.token_ids)
+
+    def measure(self) -> None:
+        """Find out what numbers the first step after an answer has."""
+        answer = self.state.answer
+        self.shape = pack_numbers(answer.rows[-1][2:6])[0] if answer is not None and answer.rows else 0
+        self.size = NUMBER_BYTES[self.shape]
 
     def settle(self) -> None:
         """Give the sequence the answer to its last step."""
@@ -199,8 +203,8 @@ class JournalState:
             raise BadRecord(f"the answer to an append of {len(new_ids)} tokens at {start} is to another one")
         del token_ids[start:]
         token_ids.extend(new_ids)
-        tip.note(answer)
         state.answer, state.truncation = answer, None
+        tip.note(answer)
         if ttl_s is not None:
             state.ttl_s = ttl_s
 
@@ -321,6 +325,8 @@ def _read_steps(tips: Mapping[int, _Tip], payload: bytes, at: int) -> tuple[int,
                 if token >= 0x200000:
                     token, at = _rest(payload, at - 1, token - (payload[at - 1] << 14) + 0x4000)
         if tip.size:
+            if tip.size < 0:
+                tip.measure()
             numbers, at = payload[at : at + tip.size], at + tip.size
             if at > end:
                 raise IndexError

@@ -71,6 +71,11 @@ class JournalModel:
             records = [self._begin_snapshot()]
         self.groups.append(b"".join(records))
 
+    def restart(self) -> None:
+        """Go on as a new server does: with a snapshot, by an encoder that knows nothing."""
+        self.encoder = Encoder()
+        self.groups.append(self._begin_snapshot())
+
     def finish_snapshot(self) -> None:
         """Write the rest of a snapshot that has begun, as a group."""
         if self.pending is not None:

@@ -190,7 +190,7 @@ def _refused() -> dict[str, tuple[str, bytes]]:
         "unknown end": ("in an unknown way", b"\x08\1\4"),
         "unknown flags": ("unknown flags 0x8", b"\4\1\x08"),
         "unknown principal": ("is used and not defined", b"\x0b\5\0"),
-        "second definition": ("definition 0 follows 1", b"\1\0\0"),
+        "second definition": ("definition 0 follows 1 others", b"\1\0\0"),
         "not UTF-8": ("not UTF-8", b"\1\1\1\xff"),
         "cut text": ("ends inside a field of 9", b"\1\1\x09ab"),
         "endless varint": ("more than 8 bytes", b"\6" + b"\xff" * 12),

@@ -202,8 +202,13 @@ def decode(payload: bytes, at: int, definitions: Definitions) -> tuple[Record, i
 
 def numbers_of(shape: int, data: bytes) -> Numbers:
     """Return the four numbers of a row from their bytes."""
-    cursor = Cursor(data)
+    return _numbers(Cursor(data), shape)
+
+
+def _numbers(cursor: Cursor, shape: int) -> Numbers:
     first, second = _number(cursor, shape & 3), _number(cursor, shape >> 2 & 3)
+    if not shape & 0xF0:
+        return first, second, None, None
     return first, second, _number(cursor, shape >> 4 & 3), _number(cursor, shape >> 6 & 3)
 
 
@@ -229,8 +234,8 @@ def _policy_digest(cursor: Cursor, definitions: Definitions) -> PolicyDigest:
 
 
 def _define(known: list[_T], index: int, value: _T) -> None:
-    if index != len(known) or value in known:
-        raise BadRecord(f"definition {index} follows {len(known)}, or repeats one")
+    if index != len(known):
+        raise BadRecord(f"definition {index} follows {len(known)} others")
     known.append(value)
 
 
@@ -295,7 +300,7 @@ def _row(cursor: Cursor, position: int) -> Row:
     if shape & HAS_POSITION:
         position = cursor.varint()
     token = cursor.varint() if shape & HAS_TOKEN else None
-    numbers = numbers_of(shape & 0xFF, cursor.take(NUMBER_BYTES[shape & 0xFF])) if shape & 0xFF else _NO_NUMBERS
+    numbers = _numbers(cursor, shape) if shape & 0xFF else _NO_NUMBERS
     is_accepted = bool(shape & WAS_ACCEPTED) if shape & (WAS_ACCEPTED | WAS_REJECTED) else None
     if position < 0:
         raise BadRecord(f"a row at position {position}")

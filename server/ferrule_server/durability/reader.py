@@ -170,12 +170,14 @@ class _Part:
         header: Its header; None: it cannot be read.
         is_snapshot: Its first record begins a snapshot.
         resumes_at: Where valid frames follow a damaged one.
+        frames: The valid frames, until they are read for the first time.
     """
 
     report: SegmentReport
     header: SegmentHeader | None
     is_snapshot: bool
     resumes_at: int | None
+    frames: list[Frame]
 
 
 class _Survey:
@@ -229,13 +231,13 @@ class _Survey:
         return parts
 
     def _look(self, number: int, valid_bytes: int | None) -> _Part:
-        """Return what a segment contains, without its frames."""
+        """Return what a segment contains."""
         data = self._files.read_bytes(segment_path(self._path, number))
         found = scan(data, number, valid_bytes=valid_bytes)
         header, found = _header_of(found, number, self._journal.identity.epoch)
         report = SegmentReport(number, len(data), found.end, len(found.frames), found.tail, found.reason)
         is_snapshot = len(found.frames) > 1 and found.frames[1].payload[0] == Tag.SNAPSHOT_BEGIN
-        return _Part(report, header, is_snapshot, found.resumes_at)
+        return _Part(report, header, is_snapshot, found.resumes_at, found.frames)
 
     def _replay(self, parts: list[_Part], base: int) -> None:
         """Read the state from the segment ``base`` on."""
@@ -253,7 +255,7 @@ class _Survey:
         """Read the records of a segment into the state, until there is damage, and return that."""
         state, report = self._journal.state, part.report
         before, start, damage = state.num_records, 0, None
-        for start, payload in self._frames(report):
+        for start, payload in self._frames(part):
             try:
                 state.read(payload)
             except BadRecord as error:
@@ -266,10 +268,13 @@ class _Survey:
             return Damage(report.number, report.used_bytes, report.reason)
         return damage
 
-    def _frames(self, report: SegmentReport) -> list[Frame]:
+    def _frames(self, part: _Part) -> list[Frame]:
         """Return the valid frames of a segment except its header, as far as they were when it was looked at."""
-        data = self._files.read_bytes(segment_path(self._path, report.number))
-        return scan(data, report.number, valid_bytes=report.used_bytes).frames[1:]
+        frames, part.frames, report = part.frames, [], part.report
+        if not frames:
+            data = self._files.read_bytes(segment_path(self._path, report.number))
+            frames = scan(data, report.number, valid_bytes=report.used_bytes).frames
+        return frames[1:]
 
     def _add_lost(self, parts: list[_Part], damage: Damage) -> None:
         """Add to the damage what follows it, by reading all once more and over it."""
@@ -286,7 +291,7 @@ class _Survey:
 
     def _all_frames(self, part: _Part) -> Iterator[Frame]:
         """Yield all valid frames of a segment except its header, those after damage too."""
-        yield from self._frames(part.report)
+        yield from self._frames(part)
         data, start = self._files.read_bytes(segment_path(self._path, part.report.number)), part.resumes_at
         while start is not None:
             found = scan(data, part.report.number, start=start)

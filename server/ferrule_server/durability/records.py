@@ -343,12 +343,12 @@ def pack_numbers(numbers: tuple[float | None, ...]) -> tuple[int, bytes]:
     return shape, packed
 
 
-def left_out(answer: Answer | None) -> tuple[int, bytes, int | None, int]:
-    """Return what the next step may leave out: token (-1: there can be no step), policy, seed, shape of the numbers."""
+def left_out(answer: Answer | None) -> tuple[int, bytes, int | None]:
+    """Return what the next step may leave out: token (-1: there can be no step), policy, seed."""
     if answer is None or not answer.rows:
-        return -1, b"", None, 0
-    row = answer.rows[-1]
-    return -1 if row.token is None else row.token, answer.policy, answer.seed, pack_numbers(row[2:6])[0]
+        return -1, b"", None
+    token = answer.rows[-1].token
+    return -1 if token is None else token, answer.policy, answer.seed
 
 
 class Tip:
@@ -358,19 +358,20 @@ class Tip:
         token: The token that the last row chose; -1: none, so the next append cannot be a step.
         policy, seed: Of the answer.
         shape: The kinds of the numbers of its last row.
-        heads: The first bytes of a step, without and with a seed.
+        no: The bytes of its number. heads: the first bytes of a step, without and with a seed.
     """
 
-    __slots__ = ("heads", "policy", "seed", "shape", "token")
+    __slots__ = ("heads", "no", "policy", "seed", "shape", "token")
 
     def __init__(self, no: int) -> None:
-        number = pack_varint(no)
-        self.heads = (bytes((STEP,)) + number, bytes((STEP_SEEDED,)) + number)
-        self.note(None)
+        self.no = pack_varint(no)
+        self.heads = (bytes((STEP,)) + self.no, bytes((STEP_SEEDED,)) + self.no)
+        self.note(None, 0)
 
-    def note(self, answer: Answer | None) -> None:
+    def note(self, answer: Answer | None, shape: int) -> None:
         """Take over what the answer to an append has."""
-        self.token, self.policy, self.seed, self.shape = left_out(answer)
+        self.token, self.policy, self.seed = left_out(answer)
+        self.shape = shape
 
 
 class Encoder:
@@ -414,21 +415,19 @@ class Encoder:
             step = _pack_step(tip, token_ids, answer)
             if step is not None:
                 return step
-        tip.note(answer)
-        return self._pack_append(no, rewind_to, token_ids, ttl_s, answer)
+        return self._pack_append(tip, rewind_to, token_ids, ttl_s, answer)
 
     def _pack_append(
-        self, no: int, rewind_to: int | None, token_ids: Sequence[int], ttl_s: float | None, answer: Answer | None
+        self, tip: Tip, rewind_to: int | None, token_ids: Sequence[int], ttl_s: float | None, answer: Answer | None
     ) -> bytes:
         flags = (rewind_to is not None) * IS_REWIND | (ttl_s is not None) * HAS_TTL
-        parts = [b"\4", pack_varint(no), SMALL[flags | (answer is not None) * APPEND_HAS_ANSWER]]
+        parts = [b"\4", tip.no, SMALL[flags | (answer is not None) * APPEND_HAS_ANSWER]]
         if rewind_to is not None:
             parts.append(pack_varint(rewind_to))
         if ttl_s is not None:
             parts.append(FLOAT64.pack(ttl_s))
-        parts.append(_pack_tokens(token_ids))
-        if answer is not None:
-            self._add_answer(parts, answer)
+        parts.append(_pack_tokens(token_ids) if len(token_ids) != 1 else b"\1" + UINT32.pack(token_ids[0]))
+        tip.note(answer, 0 if answer is None else self._add_answer(parts, answer))
         return b"".join(parts)
 
     def sequence(self, state: SequenceState, prefix_no: int = 0, prefix_length: int = 0) -> bytes:
@@ -457,12 +456,11 @@ class Encoder:
         if has_prefix:
             parts += (pack_varint(prefix_no), pack_varint(prefix_length))
         parts.append(_pack_tokens(state.token_ids[prefix_length:] if has_prefix else state.token_ids))
-        if answer is not None:
-            self._add_answer(parts, answer)
+        shape = 0 if answer is None else self._add_answer(parts, answer)
         if truncation is not None:
             parts.append(_pack_truncation(truncation))
         tip = self._tips[state.no] = Tip(state.no)
-        tip.note(answer)
+        tip.note(answer, shape)
         return b"".join(parts)
 
     def truncate(self, no: int, truncation: Truncation) -> bytes:
@@ -524,7 +522,7 @@ class Encoder:
 
     def _of(self, tag: bytes, no: int) -> bytes:
         """Return the first bytes of a record about a sequence, which must have been written."""
-        return tag + self._tips[no].heads[0][1:]
+        return tag + self._tips[no].no
 
     def _principal(self, parts: list[bytes], name: str) -> bytes:
         """Return the number of a principal, and add its definition to ``parts`` if it is new."""
@@ -534,8 +532,12 @@ class Encoder:
             parts += (b"\1", index, _pack_text(name))
         return index
 
-    def _add_answer(self, parts: list[bytes], answer: Answer) -> None:
-        """Add an answer to ``parts``, and in front of them the definition of its policy if that is new."""
+    def _add_answer(self, parts: list[bytes], answer: Answer) -> int:
+        """Add an answer to ``parts``, and in front of them the definition of its policy if that is new.
+
+        Returns:
+            The kinds of the numbers of its last row.
+        """
         start, num_tokens, policy, seed, rows, is_whole, drafts = answer
         index = self._policies.get(policy)
         if index is None:
@@ -549,10 +551,11 @@ class Encoder:
             parts += (drafts.digest, pack_varint(drafts.num_certain), _pack_tokens(drafts.draft_ids))
             parts += (pack_varint(drafts.accepted_count), _pack_optional(drafts.next_token))
         parts.append(pack_varint(len(rows)))
-        position = start + num_tokens - len(rows)
+        shape, position = 0, start + num_tokens - len(rows)
         for row in rows:
             position += 1
-            _add_row(parts, row, position)
+            shape = _add_row(parts, row, position)
+        return shape
 
 
 def _pack_step(tip: Tip, token_ids: Sequence[int], answer: Answer) -> bytes | None:
@@ -585,9 +588,10 @@ def _pack_step(tip: Tip, token_ids: Sequence[int], answer: Answer) -> bytes | No
     return head + chosen + numbers
 
 
-def _add_row(parts: list[bytes], row: Row, position: int) -> None:
-    """Add a row to ``parts``; its position is left out if it is the expected one."""
-    shape, numbers = pack_numbers(row[2:6])
+def _add_row(parts: list[bytes], row: Row, position: int) -> int:
+    """Add a row to ``parts``, without its position if it is the expected one, and return the kinds of its numbers."""
+    kinds, numbers = pack_numbers(row[2:6])
+    shape = kinds
     if row.is_accepted is not None:
         shape |= WAS_ACCEPTED if row.is_accepted else WAS_REJECTED
     token = b"" if row.token is None else pack_varint(row.token)
@@ -597,6 +601,7 @@ def _add_row(parts: list[bytes], row: Row, position: int) -> None:
         parts += (_SHAPE.pack(shape), token, numbers)
     else:
         parts += (_SHAPE.pack(shape | HAS_POSITION), pack_varint(row.position), token, numbers)
+    return kinds
 
 
 def _pack_tokens(token_ids: Sequence[int]) -> bytes:

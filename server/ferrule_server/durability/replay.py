@@ -41,6 +41,7 @@ from ferrule_server.durability.records import (
     Tombstone,
     Truncate,
     left_out,
+    pack_numbers,
 )
 
 _MAX_UINT32: Final = (1 << 32) - 1
@@ -56,25 +57,31 @@ class _Tip:
     Steps only change the tip. ``settle`` makes the last one the answer of the sequence.
     """
 
-    __slots__ = ("is_stepped", "numbers", "policy", "seed", "shape", "size", "state", "token", "token_ids")
+    __slots__ = ("add", "numbers", "policy", "seed", "settled_length", "shape", "size", "state", "token", "token_ids")
 
     def __init__(self, state: SequenceState) -> None:
         self.state = state
         self.token_ids = state.token_ids
-        self.is_stepped = False
+        self.add = state.token_ids.append
         self.note(state.answer)
 
     def note(self, answer: Answer | None) -> None:
         """Take over what the answer to an append has."""
-        self.token, self.policy, self.seed, self.shape = left_out(answer)
-        self.numbers = b""
+        self.token, self.policy, self.seed = left_out(answer)
+        self.shape, self.numbers, self.size = 0, b"", -1
+        self.settled_length = len(self.token_ids)
+
+    def measure(self) -> None:
+        """Find out what numbers the first step after an answer has."""
+        answer = self.state.answer
+        self.shape = pack_numbers(answer.rows[-1][2:6])[0] if answer is not None and answer.rows else 0
         self.size = NUMBER_BYTES[self.shape]
 
     def settle(self) -> None:
         """Give the sequence the answer to its last step."""
-        if self.is_stepped:
-            self.is_stepped = False
-            length = len(self.token_ids)
+        length = len(self.token_ids)
+        if length != self.settled_length:
+            self.settled_length = length
             row = Row(length, self.token, *numbers_of(self.shape, self.numbers))
             self.state.answer = Answer(length - 1, 1, self.policy, self.seed, (row,))
             self.state.truncation = None
@@ -196,9 +203,8 @@ class JournalState:
             raise BadRecord(f"the answer to an append of {len(new_ids)} tokens at {start} is to another one")
         del token_ids[start:]
         token_ids.extend(new_ids)
-        tip.is_stepped = False
-        tip.note(answer)
         state.answer, state.truncation = answer, None
+        tip.note(answer)
         if ttl_s is not None:
             state.ttl_s = ttl_s
 
@@ -209,6 +215,7 @@ class JournalState:
         if truncation.new_length > min(len(tip.token_ids), truncation.handle_length):
             raise BadRecord(f"sequence {no} is truncated to {truncation.new_length}, beyond its length")
         del tip.token_ids[truncation.new_length :]
+        tip.settled_length = truncation.new_length
         tip.state.truncation = truncation
 
     def _reserve(self, record: Reserve) -> None:
@@ -318,14 +325,16 @@ def _read_steps(tips: Mapping[int, _Tip], payload: bytes, at: int) -> tuple[int,
                 if token >= 0x200000:
                     token, at = _rest(payload, at - 1, token - (payload[at - 1] << 14) + 0x4000)
         if tip.size:
+            if tip.size < 0:
+                tip.measure()
             numbers, at = payload[at : at + tip.size], at + tip.size
             if at > end:
                 raise IndexError
             tip.numbers = numbers
         if tip.token < 0:
             raise BadRecord(f"a step of sequence {no}, whose last answer chose no token")
-        tip.token_ids.append(tip.token)
-        tip.token, tip.is_stepped = token, True
+        tip.add(tip.token)
+        tip.token = token
         num_steps += 1
     return num_steps, at
 

@@ -295,7 +295,9 @@ class Journal:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`tend` should be called without waiting for requests."""
-        return self._snapshot is not None
+        if self._has_failed or self._snapshot is not None:
+            return True
+        return self.health in (Health.PROBING, Health.WRITING) and self._writer.synced >= self._snapshot_group
 
     def tend(self) -> bool:
         """Continue or begin a snapshot, and notice failures; return whether the journal has just been lost."""

@@ -47,9 +47,9 @@ _INSTANCE: Final = matching("NAME", r"[A-Za-z0-9_-]{1,64}", "1 to 64 of A-Z a-z 
 _MODEL: Final = Group("model")
 _GPU: Final = Group("on a GPU")
 _LIMITS: Final = Group("memory and limits")
-_DURABLE: Final = Group("durable handles")
 _NETWORK: Final = Group("network")
 _ACCESS: Final = Group("authentication")
+_DURABLE: Final = Group("durable handles")
 _LOGS: Final = Group("logs and traces")
 
 
@@ -160,14 +160,6 @@ class ServerConfig:
     with the same tokens; replies say how many tokens were found
     """
     quotas: QuotaLimits = DEFAULT_QUOTAS
-    durable: Path | None = _DURABLE.optional("--durable", FOLDER, "handles end with the process")
-    """folder of the journal: handles survive the process and continue in the next server on this folder, which computes
-    their KV again; new sequences are durable unless their request says NONE
-    """
-    restore_wait: int = _DURABLE.setting("--restore-wait", COUNT.within("0", "16777216"), "8192")
-    """most tokens of a restored handle that a request waits for while they are computed again; above it the answer is
-    RESTORING, and clients ask again
-    """
     listen: ListenAddress = _NETWORK.setting("--listen", Kind("HOST:PORT|unix:PATH", parse_listen), "127.0.0.1:50051")
     """address of the gRPC server; with port 0 the system chooses a port, which the line 'ready' names"""
     is_insecure: bool = _NETWORK.switch("--insecure")
@@ -203,6 +195,14 @@ class ServerConfig:
     """
     admins: tuple[str, ...] = _ACCESS.setting("--admins", NAMES, "")
     """principals of client certificates that have the role admin"""
+    durable: Path | None = _DURABLE.optional("--durable", FOLDER, "none")
+    """keep a journal in this directory, so that handles stay valid when the server ends and is started again: each step
+    waits for its records to be on the disk before it is answered; only one server can use a directory
+    """
+    restore_wait: int = _DURABLE.setting("--restore-wait", COUNT.within("0", "16777216"), "8192")
+    """tokens that a call on a sequence from before the restart waits for while they are computed again; a call that
+    needs more is answered with RESTORING meanwhile, and clients repeat it
+    """
     failpoints: str = Group("").setting("--failpoints", TEXT, "")
     """where to fail on purpose, for tests: see engine/failpoints.py"""
     log_level: str = _LOGS.setting("--log-level", one_of("debug", "info", "warning", "error"), "info")

@@ -27,7 +27,7 @@ from class to status code. The tree::
     |  +- QueueFull              QUEUE_FULL
     |  +- SlowConsumer           SLOW_CONSUMER
     +- Unavailable
-    |  +- Starting, Draining
+    |  +- Starting, Draining, Restoring, DurabilityLost
     +- RequestTimeout            REQUEST_TIMEOUT
     +- FeatureUnsupported        FEATURE_UNSUPPORTED
     +- Cancelled                 CANCELLED (the caller is gone; gRPC itself answers, so it is never sent)
@@ -381,7 +381,9 @@ class SlowConsumer(ResourceExhausted):
 
 
 class Unavailable(FerruleError):
-    """The server does not accept this call now."""
+    """The server does not accept this call now. ``retry_after_s`` is as in :class:`ResourceExhausted`."""
+
+    retry_after_s: float | None = None
 
 
 class Starting(Unavailable):
@@ -391,17 +393,27 @@ class Starting(Unavailable):
     TEXT = "the server is starting, its model is still loading; retry soon"
 
 
+class Draining(Unavailable):
+    """The server is shutting down."""
+
+    REASON = "DRAINING"
+    TEXT = "the server is going down; use another instance"
+
+
 class Restoring(Unavailable):
-    """The handle was restored, and its KV is being computed again.
+    """The KV of a restored sequence is being computed again; nothing was done, and the computation goes on.
 
     Args:
-        handle_id: The loggable name of the sequence.
-        tokens_to_recompute: Tokens whose KV is still to be computed.
-        retry_after_s: When to ask again, in seconds.
+        handle_id: The sequence.
+        tokens_to_recompute: Tokens that are still to be computed.
+        retry_after_s: Earliest time for a retry, in seconds.
     """
 
     REASON = "RESTORING"
-    TEXT = "the KV of handle {handle_id} is computed again, {tokens_to_recompute} tokens are left; retry then"
+    TEXT = (
+        "the KV of handle {handle_id} is computed again after a restart of the server, {tokens_to_recompute} tokens "
+        "are left; send the same request again"
+    )
 
     def __init__(self, handle_id: str, tokens_to_recompute: int, retry_after_s: float) -> None:
         super().__init__(handle_id=handle_id, tokens_to_recompute=tokens_to_recompute)
@@ -409,24 +421,21 @@ class Restoring(Unavailable):
 
 
 class DurabilityLost(Unavailable):
-    """The journal of durable handles cannot be written, so nothing that depends on it is answered."""
+    """The journal cannot be written, so the state of a durable sequence cannot be confirmed.
+
+    Args:
+        retry_after_s: Earliest time for a retry, in seconds.
+    """
 
     REASON = "DURABILITY_LOST"
     TEXT = (
-        "the disk of the journal failed, so it is unknown whether this operation happened; "
-        "the handle is kept, send the same request again"
+        "the disk of the server's journal failed, so it is unknown whether the operation happened; "
+        "send the same request again"
     )
 
     def __init__(self, retry_after_s: float = 1.0) -> None:
         super().__init__()
         self.retry_after_s = retry_after_s
-
-
-class Draining(Unavailable):
-    """The server is shutting down."""
-
-    REASON = "DRAINING"
-    TEXT = "the server is going down; use another instance"
 
 
 class RequestTimeout(FerruleError):

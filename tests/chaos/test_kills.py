@@ -85,7 +85,7 @@ class Killer:
     is_over: threading.Event = field(default_factory=threading.Event)
     starts_s: list[float] = field(default_factory=list)
 
-    def run(self, _: Breaks) -> None:
+    def run(self, _breaks: Breaks) -> None:
         """Kill and start ``num_kills`` times."""
         try:
             for _ in range(self.num_kills):

@@ -204,7 +204,7 @@ async def _run_engine(
         _say_ready(addresses, engine, config, loaded.commit)
         stopping.add_done_callback(lambda _: server.ask_to_stop(None))
         await server.asked_to_stop.wait()
-        _say_draining(server.state.num_sequences, server.grace_s, has_failed=has_failed)
+        _say_draining(server.state.num_ending, server.grace_s, has_failed=has_failed)
         await server.drain(has_failed=has_failed)
     finally:
         await asyncio.to_thread(engine.close)
@@ -315,11 +315,13 @@ def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: L
     from ferrule_server.api.rpc.state import Serving, state_of
     from ferrule_server.engine.masks import MaskRegistry
 
+    masks = MaskRegistry(state.limits_of)
+    masks.restore(engine.restored_masks)
     inputs = InputReader(
         engine.info.model,
         state.limits,
         max_step_rows=config.max_step_rows,
-        masks=MaskRegistry(state.limits_of),
+        masks=masks,
         tokenizer=loaded.tokenizer,
         is_durable=engine.is_durable,
     )

@@ -242,7 +242,7 @@ class ApiServer:
     def _end_unused_streams(self) -> bool:
         """End quiet streams once no live sequence and no call is left; return whether nothing is left to serve."""
         state = self.state
-        if state.num_sequences or state.num_active:
+        if state.num_ending or state.num_active:
             return False
         state.end_quiet_streams(_QUIET_S, Draining())
         return not state.streams

@@ -22,7 +22,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ferrule_server.durability.records import End
 from ferrule_server.engine.appends.admission import Admission
@@ -122,6 +122,9 @@ class Engine:
         durability: The journal of durable sequences and what it described at start; None: there are none.
         failpoints: For tests: where to fail on purpose.
 
+    Attributes:
+        restored_masks: Packed bits of registered token masks, by principal and fingerprint, from the journal.
+
     Raises:
         OSError: The journal cannot be written.
     """
@@ -198,10 +201,11 @@ class Engine:
         self._delivery = Delivery(post, self._gate, later)
         self._barrier = None if durability is None else Barrier(self._delivery.deliver)
         self._num_restored = 0
+        self.restored_masks: Mapping[tuple[str, bytes], bytes] = {} if durability is None else durability.state.masks
         if durability is not None:
             self._restore(durability)
         viewer = Viewer(store, self._gate, self.counters.own, self._lanes.num_pending, self.snapshot)
-        self._host = Host(caches, self._endings, viewer)
+        self._host = Host(caches, self._endings, viewer, journal)
         self._is_stopping = False
         self._is_failed = False
         self._is_closed = False
@@ -256,6 +260,7 @@ class Engine:
             num_running=len(self._lanes.running),
             num_waiting=self._lanes.num_waiting,
             num_sequences=len(self._store.registry),
+            num_durable=0 if self._journal is None else len(self._journal),
             total_blocks=self.info.num_blocks - 1,
             free_blocks=self.num_free_blocks(),
             is_failed=self._is_failed,
@@ -572,7 +577,7 @@ class Engine:
             on_synced=self._barrier.release,
             wake=lambda: self._inbox.put([]),
         )
-        durability.journal.begin(restored)
+        durability.journal.begin(restored, durability.state.masks)
         self._num_restored = len(restored)
 
     def _lose_journal(self) -> None:

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 from ferrule_server.engine.appends.caches import Caches
 from ferrule_server.engine.appends.endings import Endings
+from ferrule_server.engine.durable.journal import Journal
 from ferrule_server.engine.jobs import CacheInfo, HostCall, Lease, ListResult, SlotsWanted
 from ferrule_server.engine.metrics.views import View
 from ferrule_server.engine.viewer import Viewer
 from ferrule_server.errors import FerruleError
+from ferrule_server.executor.base import TokenMask
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.reserved_slots import SlotReservation
 
@@ -20,6 +22,7 @@ class Host(NamedTuple):
     caches: Caches
     endings: Endings
     viewer: Viewer
+    journal: Journal | None = None
 
 
 def reserve(principal: str, wanted: tuple[SlotsWanted, ...]) -> HostCall[SlotReservation]:
@@ -55,6 +58,16 @@ def describe(principal: str, handle: Handle, *, with_token_ids: bool = False) ->
 def list_caches(principal: str, after_handle_id: str = "", limit: int = 100) -> HostCall[ListResult]:
     """Return the call that lists a principal's sequences in order of handle_id, after ``after_handle_id``."""
     return HostCall(principal, lambda host, _: host.caches.list_page(principal, after_handle_id, limit))
+
+
+def keep_masks(principal: str, masks: tuple[TokenMask, ...]) -> HostCall[None]:
+    """Return the call that writes masks to the journal, so that they are known after a restart."""
+
+    def carry_out(host: Host, _: float) -> None:
+        if host.journal is not None:
+            host.journal.note_masks(principal, masks)
+
+    return HostCall(principal, carry_out)
 
 
 def view(principal: str, max_sequences: int = 256, max_principals: int = 64) -> HostCall[View]:

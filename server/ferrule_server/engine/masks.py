@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -87,6 +87,17 @@ class MaskRegistry:
         while self.num_bytes > self._max_bytes:
             self._drop(*next(iter(self._order)))
         return [mask.fingerprint for mask in masks]
+
+    def restore(self, masks: Mapping[tuple[str, bytes], bytes]) -> None:
+        """Keep the masks of an earlier run, as far as there is room; the last ones are the most recently used.
+
+        Args:
+            masks: Packed bits by principal and fingerprint.
+        """
+        for (principal, fingerprint), bits in masks.items():
+            self._keep(principal, TokenMask(fingerprint, np.frombuffer(bits, np.uint8)))
+            while self.num_bytes > self._max_bytes:
+                self._drop(*next(iter(self._order)))
 
     def find(self, principal: str, fingerprint: bytes) -> TokenMask:
         """Return a mask that the principal registered; it becomes the most recently used one.

@@ -17,7 +17,7 @@ from ferrule_server.api.requests.verify import VerifyReader
 from ferrule_server.engine.jobs import AppendJob
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.errors import InvalidRequest
-from ferrule_server.executor.base import ModelDescription
+from ferrule_server.executor.base import ModelDescription, TokenMask
 from ferrule_server.kv.handle import Handle, StalePolicy
 
 if TYPE_CHECKING:
@@ -135,8 +135,10 @@ class InputReader:
 
     # ---- others -----------------------------------------------------------------------------------------------------
 
-    def register_masks(self, request: cache_pb2.RegisterTokenMaskRequest, principal: str) -> list[bytes]:
-        """Register the masks of a RegisterTokenMask, all or none, and return their fingerprints in order.
+    def register_masks(
+        self, request: cache_pb2.RegisterTokenMaskRequest, principal: str
+    ) -> tuple[list[bytes], tuple[TokenMask, ...]]:
+        """Register the masks of a RegisterTokenMask, all or none; return their fingerprints in order, and the masks.
 
         Raises:
             InvalidRequest: There are too many masks, or one has the wrong size or allows no token.
@@ -144,7 +146,7 @@ class InputReader:
         """
         check_count("masks", len(request.masks), self._fields.limits.max_masks_per_request, "send several requests")
         masks = [self._masks.packed(data, f"masks[{index}]") for index, data in enumerate(request.masks)]
-        return self.masks.register(principal, masks)
+        return self.masks.register(principal, masks), tuple(masks)
 
     def _append(
         self,

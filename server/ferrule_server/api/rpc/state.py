@@ -136,6 +136,14 @@ class ServerState:
         snapshot = self.serving.engine.snapshot()
         return 0 if snapshot.is_failed else snapshot.num_sequences
 
+    @property
+    def num_ending(self) -> int:
+        """Live sequences that end with the process, so a drain waits for them; durable ones continue in the next."""
+        if self.serving is None:
+            return 0
+        snapshot = self.serving.engine.snapshot()
+        return 0 if snapshot.is_failed else snapshot.num_sequences - snapshot.num_durable
+
     def ready(self, serving: Serving) -> None:
         """Enter the phase READY."""
         self.serving = serving

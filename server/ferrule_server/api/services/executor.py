@@ -233,7 +233,10 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         self, request: cache_pb2.RegisterTokenMaskRequest, context: Context
     ) -> cache_pb2.RegisterTokenMaskResponse:
         """Register token masks."""
-        fingerprints = self.state.use().inputs.register_masks(request, principal_of(context))
+        serving, principal = self.state.use(), principal_of(context)
+        fingerprints, masks = serving.inputs.register_masks(request, principal)
+        if serving.engine.is_durable:
+            await run_job(serving.engine, host_calls.keep_masks(principal, masks))
         return cache_pb2.RegisterTokenMaskResponse(fingerprints=fingerprints)
 
 

@@ -20,7 +20,8 @@ import enum
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,7 +35,9 @@ from ferrule_server.engine.appends.records import ReplayRecords
 from ferrule_server.engine.appends.running import Creation, RunningAppend
 from ferrule_server.engine.durable.answers import Policies, answer_of, answer_of_record
 from ferrule_server.engine.jobs import AppendResult, ForkResult, TruncateJob
+from ferrule_server.engine.masks import MAX_MASK_BYTES
 from ferrule_server.engine.metrics.durability import DurabilityFigures
+from ferrule_server.executor.base import TokenMask
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.lineage import CHUNK_TOKENS
@@ -113,6 +116,8 @@ class Journal:
         self._principals: set[str] = set()
         self._groups: dict[str, int] = {}
         self._numbers = itertools.count(1)
+        self._masks: dict[tuple[str, bytes], bytes] = {}
+        self._num_mask_bytes = 0
         self._snapshot: Iterator[None] | None = None
         self._snapshot_group = 0
         self._snapshot_bytes = 0
@@ -144,17 +149,23 @@ class Journal:
         self._on_synced, self._wake = on_synced, wake
         store.on_lease = self.note_lease
 
-    def begin(self, restored: dict[int, Sequence]) -> None:
+    def begin(self, restored: dict[int, Sequence], masks: Mapping[tuple[str, bytes], bytes]) -> None:
         """Write everything that was restored into a new segment, and wait until it is on the disk.
 
         From then on nothing depends on segments that an earlier process has written, of which it may not be known what
         the disk has.
+
+        Args:
+            restored: The sequences by their numbers in the journal.
+            masks: Packed bits by principal and fingerprint.
 
         Raises:
             OSError: It cannot be written.
         """
         for no, sequence in restored.items():
             self._enter(sequence, no)
+        for (principal, fingerprint), bits in masks.items():
+            self._keep_mask(principal, fingerprint, bits)
         self._numbers = itertools.count(max(restored, default=0) + 1)
         for _ in self._write_snapshot():
             pass
@@ -164,6 +175,9 @@ class Journal:
                 raise OSError("the journal cannot be written")
             time.sleep(0.001)
         self._note_snapshot_synced()
+
+    def __len__(self) -> int:
+        return len(self._known)
 
     # ---- what the engine asks ---------------------------------------------------------------------------------------
 
@@ -261,6 +275,13 @@ class Journal:
         else:
             known.ttl_s = sequence.ttl_s
             self._add(known, self._encoder.lease(known.no, sequence.ttl_s))
+
+    def note_masks(self, principal: str, masks: SequenceOf[TokenMask]) -> None:
+        """Write registered masks. The oldest are forgotten beyond what the server keeps of all principals."""
+        self._principals.add(principal)
+        for mask in masks:
+            self._keep_mask(principal, mask.fingerprint, mask.bits.tobytes())
+            self._append(principal, self._encoder.mask(principal, self._masks[principal, mask.fingerprint]))
 
     def note_state(self, sequence: Sequence) -> None:
         """Write a whole sequence, or its end, after a failure that may have changed it without a record."""
@@ -406,6 +427,12 @@ class Journal:
         )
         self._append(creation.key[0], self._encoder.creation(state))
 
+    def _keep_mask(self, principal: str, fingerprint: bytes, bits: bytes) -> None:
+        self._num_mask_bytes += len(bits) - len(self._masks.pop((principal, fingerprint), b""))
+        self._masks[principal, fingerprint] = bits
+        while self._num_mask_bytes > MAX_MASK_BYTES:
+            self._num_mask_bytes -= len(self._masks.pop(next(iter(self._masks))))
+
     def _is_durable(self, handle: Handle) -> bool:
         return self._store.registry.is_durable(handle.cache_id)
 
@@ -426,6 +453,9 @@ class Journal:
         for principal, cache_id in self._store.registry.tombstones():
             if self._store.registry.is_durable(cache_id):
                 self._append(principal, self._encoder.tombstone(principal, _secret_of(cache_id)))
+            yield
+        for (principal, _), bits in list(self._masks.items()):
+            self._append(principal, self._encoder.mask(principal, bits))
             yield
         self._writer.append(self._encoder.snapshot_end())
         self._snapshot_group = self._writer.close_group(ends_snapshot=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from ferrule_server.engine import host_calls
+from ferrule_server.engine.appends import creations, records
+from ferrule_server.engine.durable import opening
 from ferrule_server.engine.jobs import (
     Acceptance,
     AppendJob,
@@ -36,9 +39,10 @@ from ferrule_server.errors import (
     RequestIdReused,
     Restoring,
 )
-from ferrule_server.executor.base import OutputSpec, SampleSpec
+from ferrule_server.executor.base import OutputSpec, SampleSpec, Shaping
 from ferrule_server.kv.handle import Handle, StalePolicy
 from tests.engine.harness import GREEDY, NOTHING, Harness, append
+from tests.engine.streams import generate
 from tests.fakes import FakeExecutor, fake_next_token
 
 VOCAB = 32
@@ -411,3 +415,48 @@ def test_masks_survive(servers: Servers) -> None:
     masks.restore(server.engine.restored_masks)
     assert masks.find("me", mask.fingerprint).bits.tolist() == mask.bits.tolist()
     masks.check_integrity()
+
+
+def test_after_an_upgrade_that_changes_requests_retries_are_still_answered(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests of another version say nothing; tokens and request_ids do."""
+    server = servers.start()
+    made = server.submit(durable(1, 2, 3, request_id="a")).result().handle
+    answered = server.decode(made, 4, output=UNSEEDED)
+    good = plain([1, 2, 3, 4, 5], 1)
+    verify = AppendJob("me", (5, *good), answered.handle, GREEDY, drafts=Drafts(1, Acceptance.EXACT))
+    verified = server.submit(verify).result()
+    monkeypatch.setattr(opening, "DIGESTS", "2")
+    for module in (records, creations):
+        monkeypatch.setattr(module, "hashlib", _OtherDigests)
+    for _ in range(2):
+        server = servers.crash()
+        assert server.submit(durable(1, 2, 3, request_id="a")).result().handle == made
+        again = server.submit(replace(verify, is_cancelled=False)).result()
+        assert (again.replayed, again.recomputed, again.verified) == (True, False, verified.verified)
+
+
+class _OtherDigests:
+    """Other digests than those that were recorded."""
+
+    @staticmethod
+    def blake2b(data: bytes = b"", *, digest_size: int) -> object:
+        """As hashlib does, of something else."""
+        return hashlib.blake2b(b"another version" + data, digest_size=digest_size)
+
+
+def test_the_version_of_digests_follows_the_fields_of_requests() -> None:
+    """If this fails, a field of a request has changed: give DIGESTS another value, and these digests too."""
+    asked = OutputRequest(OutputSpec(sample=SampleSpec(seed=7), logprobs=True, shaping=Shaping(repetition_penalty=1.5)))
+    drafts = Drafts(2, Acceptance.EXACT)
+    job = append(None, 1, 2, 3, output=asked)
+    assert records.DIGESTS == "1"
+    assert records.digest_of(asked).hex() == "d69c2035f888d5f4bf738d426f23ecc0"
+    assert records.digest_of(drafts).hex() == "befd8c609151a54a1c3dd62cd5c7957e"
+    assert creations._content_of(job).hex() == "fef41593b6fb4ffd27aac0b4c4a0a3da"
+    assert (
+        creations._content_of(ForkJob("me", Handle("c", 3, b"l" * 16), 3, 2)).hex()
+        == "d312defa00f88ef8c142b6fbaa72dd58"
+    )
+    assert creations.loop_of(generate(None, 1, 2, output=asked)).hex() == "d5f47a1f46bddde16cd322cc5b0b35af"

@@ -47,8 +47,8 @@ _POLL_S: Final = 0.02
 _REFRESH_S: Final = 1.0
 """How often the token file is checked; a withdrawn token is refused within about this time."""
 _QUIET_S: Final = 0.2
-"""A stream that has been idle for this long is ended once no live sequence is left. It is longer than the pause of a
-client between two frames of a loop."""
+"""A stream that has been idle for this long is ended once no live sequence is waited for. It is longer than the pause
+of a client between two frames of a loop."""
 _ANSWERS_S: Final = 2.0
 """How long a server that takes no more calls waits for the answers to those it has taken."""
 _AGAIN_S: Final = 0.1
@@ -180,8 +180,9 @@ class ApiServer:
         """Refuse new prompts with DRAINING and serve live handles until the grace is over; then no call is left.
 
         All calls on live handles are served during the grace: appends, forks, keep-alives, open and new streams, on
-        open and new connections. Returns as soon as no live sequence and no call is left. When the grace is over, no
-        more calls are taken, those that were taken are answered, and open streams end with DRAINING. After a fault
+        open and new connections. Returns as soon as no call is left, and no live sequence that ends with the process.
+        When the grace is over, no more calls are taken, those that were taken are answered, and open streams end with
+        DRAINING. After a fault
         (``has_failed``) there is nothing to serve.
 
         Args:

@@ -157,12 +157,14 @@ class DurableDirectory:
         path: The directory.
         files: The system calls.
         identity: With the generation of this owner.
+        digests: The version of the digests of requests that this owner writes; set by the caller of :meth:`open`.
     """
 
     def __init__(self, path: Path, files: Files, lock: int, identity: Identity) -> None:
         self.path = path
         self.files = files
         self.identity = identity
+        self.digests = ""
         self._lock = lock
 
     @classmethod
@@ -220,7 +222,7 @@ class DurableDirectory:
         """
         if not self.still_owner():
             raise OwnerReplaced(errno.EPERM, "another server has taken the directory", str(self.path))
-        header = SegmentHeader(number, self.identity.epoch, self.identity.generation, previous)
+        header = SegmentHeader(number, self.identity.epoch, self.identity.generation, previous, self.digests)
         frame = encode_frame(header.encode(), number, 0)
         path = segment_path(self.path, number)
         fd = self.files.open_new(path)

@@ -259,18 +259,20 @@ class SegmentHeader:
         generation: That of the server which wrote the segment.
         previous: Where the records before those of this segment are; None: it is the first of its directory. Numbers
             between the two are segments that were never used.
+        digests: The version of the digests of requests in its records.
     """
 
     segment: int
     epoch: str
     generation: int
     previous: Previous | None
+    digests: str = ""
 
     def encode(self) -> bytes:
         """Return the payload."""
         previous = None if self.previous is None else self.previous._asdict()
         values = {"segment": self.segment, "epoch": self.epoch, "generation": self.generation, "previous": previous}
-        return json.dumps(values).encode()
+        return json.dumps({**values, "digests": self.digests}).encode()
 
     @classmethod
     def decode(cls, payload: bytes) -> SegmentHeader:
@@ -282,12 +284,12 @@ class SegmentHeader:
         try:
             values = json.loads(payload)
             previous = values["previous"] if values["previous"] is None else Previous(**values["previous"])
-            header = cls(values["segment"], values["epoch"], values["generation"], previous)
+            header = cls(values["segment"], values["epoch"], values["generation"], previous, values["digests"])
         except (TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"the header of a segment is malformed: {error}") from None
         numbers = (header.segment, header.generation, *(previous or ()))
         if not all(type(number) is int and 0 <= number < _NUMBERS_END for number in numbers):
             raise ValueError("the header of a segment has numbers that are out of range")
-        if not isinstance(header.epoch, str):
-            raise ValueError("the header of a segment has an epoch that is not a text")
+        if not isinstance(header.epoch, str) or not isinstance(header.digests, str):
+            raise ValueError("the header of a segment has an epoch or a version that is not a text")
         return header

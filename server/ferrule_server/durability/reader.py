@@ -108,6 +108,7 @@ class Journal:
         last_frame: The last valid frame, for the writer; None: no segment is in use.
         segments: All segments, ascending.
         damage: Where the state ends too early; None: it is complete.
+        digests: The versions of the digests of requests in the records.
     """
 
     identity: Identity
@@ -115,6 +116,7 @@ class Journal:
     last_frame: LastFrame | None = None
     segments: list[SegmentReport] = field(default_factory=list)
     damage: Damage | None = None
+    digests: set[str] = field(default_factory=set)
 
     def handle_id(self, secret: bytes) -> str:
         """Return the loggable name of the sequence with that secret."""
@@ -243,6 +245,7 @@ class _Survey:
         """Read the state from the segment ``base`` on."""
         journal = self._journal
         journal.state, journal.last_frame, journal.damage = JournalState(), None, None
+        journal.digests = {part.header.digests for part in parts[base:] if part.header is not None}
         for index, part in enumerate(parts[base:], base):
             part.report.role = Role.BASE if index == base else Role.READ
             journal.damage = self._read(part)

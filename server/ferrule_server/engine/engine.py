@@ -569,7 +569,13 @@ class Engine:
     def _restore(self, durability: Durability) -> None:
         """Make what the journal described live again, and write it to a segment of its own."""
         assert self._barrier is not None
-        restored = restore(durability.state, self._store, self._records, self._creations)
+        restored = restore(
+            durability.state,
+            self._store,
+            self._records,
+            self._creations,
+            knows_digests=durability.knows_digests,
+        )
         durability.journal.attach(
             self._store,
             self._records,

@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Container
 from typing import Final
 
+from ferrule_server.engine.appends.records import ANY
 from ferrule_server.engine.appends.running import Creation, RunningAppend
 from ferrule_server.engine.jobs import AppendJob, ForkJob, GenerateJob, LaneJob, Verified
 from ferrule_server.errors import RequestIdReused
@@ -74,7 +75,7 @@ class Creations:
         creation = self._known(job.principal, job.request_id)
         if creation is None and not self._is_taken(job):
             return None
-        if creation is not None and creation.content == _content_of(job):
+        if creation is not None and creation.content in (ANY, _content_of(job)):
             return creation
         if isinstance(job, AppendJob) and job.handle is not None:
             return None
@@ -103,7 +104,7 @@ class Creations:
             return
         for request_id in (job.request_id, part_of(job.request_id, FORK)):
             creation = self._known(job.principal, request_id)
-            if creation is not None and creation.loop != loop:
+            if creation is not None and creation.content != ANY and creation.loop != loop:
                 raise RequestIdReused(_own(job.request_id))
 
     def begin(self, job: CreatingJob, run: RunningAppend | None = None) -> Creation:
@@ -207,7 +208,7 @@ class Creations:
     def _is_taken(self, job: CreatingJob) -> bool:
         """Return whether a Generate to which the job does not belong has forked with the job's request_id."""
         branches = self._known(job.principal, part_of(job.request_id, FORK))
-        return branches is not None and branches.loop != job.loop
+        return branches is not None and branches.content != ANY and branches.loop != job.loop
 
     def _bury(self, creation: Creation) -> None:
         """Keep a dead creation, which explains why its sequences are gone, and forget those kept for long enough."""

@@ -10,6 +10,7 @@ from ferrule_server.durability.files import Files
 from ferrule_server.durability.reader import read_directory
 from ferrule_server.durability.replay import JournalState
 from ferrule_server.durability.writer import SEGMENT_BYTES, JournalWriter
+from ferrule_server.engine.appends.records import DIGESTS
 from ferrule_server.engine.durable.journal import Journal
 from ferrule_server.errors import ConfigError
 
@@ -23,12 +24,14 @@ class Durability:
         state: What the journal described.
         epoch: The epoch in the cache_ids of durable sequences.
         seed_key: 16 secret bytes from which seeds of Generate are derived.
+        knows_digests: The digests of requests in the records can be compared with those of this version.
     """
 
     journal: Journal
     state: JournalState
     epoch: str
     seed_key: bytes
+    knows_digests: bool
 
 
 def open_durability(
@@ -47,6 +50,7 @@ def open_durability(
             written.
     """
     directory = DurableDirectory.open(path, wanted, files)
+    directory.digests = DIGESTS
     try:
         found = read_directory(path, directory.files)
         journal = Journal(
@@ -65,4 +69,5 @@ def open_durability(
     except ConfigError:
         directory.close()
         raise
-    return Durability(journal, found.state, directory.identity.epoch, directory.identity.seed_key)
+    knows_digests = found.digests <= {DIGESTS}
+    return Durability(journal, found.state, directory.identity.epoch, directory.identity.seed_key, knows_digests)

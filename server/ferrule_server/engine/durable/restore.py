@@ -6,7 +6,7 @@ from ferrule_server.durability.records import Creation as CreationState
 from ferrule_server.durability.records import SequenceState
 from ferrule_server.durability.replay import JournalState
 from ferrule_server.engine.appends.creations import Creations
-from ferrule_server.engine.appends.records import ReplayRecords
+from ferrule_server.engine.appends.records import ANY, ReplayRecords
 from ferrule_server.engine.appends.running import Creation
 from ferrule_server.engine.durable.answers import record_of
 from ferrule_server.engine.jobs import Verified
@@ -16,23 +16,35 @@ from ferrule_server.kv.sequence_store import SequenceStore
 
 
 def restore(
-    state: JournalState, store: SequenceStore, records: ReplayRecords, creations: Creations
+    state: JournalState, store: SequenceStore, records: ReplayRecords, creations: Creations, *, knows_digests: bool
 ) -> dict[int, Sequence]:
     """Add what a journal describes to an empty store, and return the sequences by their numbers in the journal.
 
     All of them are cold. Quotas are not checked: what was promised is kept, and only new requests are refused.
+
+    Args:
+        state: What the journal describes.
+        store: Where the sequences go.
+        records: Where their last answers go.
+        creations: Where goes what requests have created.
+        knows_digests: False: another version has written the digests of requests. Then a repeated request is known by
+            its tokens, its drafts and its request_id alone, since a wrong refusal would be worse.
     """
     sequences = {no: _sequence_of(each, store) for no, each in state.sequences.items()}
     store.register_restored(list(sequences.values()))
     for no, each in state.sequences.items():
         answer = each.answer
         if answer is not None and answer.start + answer.num_tokens <= sequences[no].length:
-            records.restore(sequences[no].handle_id, record_of(answer, sequences[no]))
+            record = record_of(answer, sequences[no])
+            if not knows_digests:
+                record.output, record.drafts = ANY, record.drafts and ANY
+            records.restore(sequences[no].handle_id, record)
     now = store.clock()
     for secret, principal in state.tombstones.items():
         store.registry.restore_tombstone(principal, store.registry.durable_cache_id(secret), now)
     for creation in state.creations.values():
-        _restore_creation(creation, sequences, store, creations)
+        known = creation if knows_digests else creation._replace(content=ANY, loop=b"")
+        _restore_creation(known, sequences, store, creations)
     return sequences
 
 

@@ -119,7 +119,8 @@ class EngineSnapshot:
     Attributes:
         counters: A copy.
         num_running: Appends with rows in the next step. num_waiting: jobs that wait for another on their sequence.
-        num_sequences: Live sequences. num_durable: those of them that survive the process. total_blocks, free_blocks: of the pool, without the null block.
+        num_sequences: Live sequences. num_durable: those of them that survive the process.
+        total_blocks, free_blocks: Of the pool, without the null block.
         is_failed: True after a device was lost; nothing runs any more.
         refused_at_gate: Jobs refused before they reached the engine thread, by reason.
         num_streams: Generates and Forwards in progress. num_parked: those of them that wait for their readers.

@@ -56,6 +56,7 @@ class PromptOptions:
     reserve_length: int | None = None
     reuse_prefix: bool = True
     publish_prefix: bool = True
+    drop_outside_window: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +187,7 @@ def _cache_options(options: PromptOptions) -> executor_pb2.CacheOptions:
         skip_prefix_reuse=options.reuse_prefix is False,
         skip_prefix_publish=options.publish_prefix is False,
         reserve_length=options.reserve_length,
+        drop_outside_window=options.drop_outside_window is True,
     )
 
 
@@ -282,12 +284,18 @@ def verify_input(sent: executor_pb2.DecodeInput, policy: Policy | None, item: Ve
     )
 
 
+def options_of(item: Prompt) -> PromptOptions:
+    """Return how the sequence of a prompt is made."""
+    return PromptOptions(
+        item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix, item.drop_outside_window
+    )
+
+
 def prompt_input(token_ids: Sequence[int], item: Prompt) -> executor_pb2.UnifiedBatchItem:
     """Return a prompt, or its first piece, as an item of a frame. Raises as ``prompt_request``."""
-    options = PromptOptions(item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix)
     message = _chunk(token_ids, item)
     message.request_id = new_request_id()
-    message.cache.CopyFrom(_cache_options(options))
+    message.cache.CopyFrom(_cache_options(options_of(item)))
     return message
 
 

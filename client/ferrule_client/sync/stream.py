@@ -197,7 +197,7 @@ class Stream:
         assert isinstance(result, executor_pb2.PrefillOutput)
         tip = Tip(output.handle, output, TokenLog(_messages.tokens_of(sent)), _convert.granted_ttl_s(result))
         tip.choose(output, item.policy if item.is_final else None)
-        options = _messages.PromptOptions(item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix)
+        options = _messages.options_of(item)
         return self._follow(tip, recovery=options if item.recover else None)
 
     def branch(

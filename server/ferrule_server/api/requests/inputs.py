@@ -60,7 +60,8 @@ class InputReader:
         masks: MaskRegistry,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        self._fields = FieldReader(model.config.vocab_size, model.max_context, limits)
+        config = model.config
+        self._fields = FieldReader(config.vocab_size, model.max_context, limits, config.attention_window)
         self._max_step_rows = max_step_rows
         self.masks = masks
         self._masks = MaskReader(model.config.vocab_size, masks)

@@ -47,6 +47,7 @@ class Admission:
             job.reserved_length,
             prompt=job.token_ids if job.reuse_prefix and _wants_last_row_at_most(job) else None,
             publish=job.publish_prefix,
+            window=job.attention_window,
         )
         run = _writing(job, sink, reservation)
         if reservation.num_cached:
@@ -61,6 +62,7 @@ class Admission:
 
         Raises:
             HandleStale: By the append rule.
+            KvGivenBack: The rows attend to tokens whose KV was given back.
             SeedRequired: A replay must be sampled again, and no seed was given.
             RequestIdReused: It would create a branch, and its request_id has created something else.
             ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
@@ -80,9 +82,10 @@ class Admission:
                 reservation = self.store.reservations.reserve_append(sequence, len(job.token_ids))
                 return _writing(job, sink, reservation, sequence, verdict)
             case Verdict.QUERY:
-                self.counters.queries += 1
                 rows = _Rows(handle.length - 1, handle.length, job.ttl_s)
-                return self._reading(job, sink, sequence, verdict, rows)
+                answer = self._reading(job, sink, sequence, verdict, rows)
+                self.counters.queries += 1
+                return answer
             case Verdict.REPLAY:
                 rows = _Rows(handle.length, handle.length + len(job.token_ids))
                 return self._replay(job, sink, sequence, rows)
@@ -126,6 +129,7 @@ class Admission:
 
         Raises:
             HandleStale: The sequence was truncated below the answered length, and perhaps rewritten.
+            KvGivenBack: Rows must be run again that attend to tokens whose KV was given back.
         """
         (handle,) = creation.handles
         check_handle(sequence, handle)
@@ -171,8 +175,9 @@ class Admission:
         spec = job.output.spec
         if spec is not None and spec.sample is not None and not job.output.is_seeded and rows.seed is None:
             raise SeedRequired
+        answer = self._reading(job, sink, sequence, Verdict.REPLAY, rows)
         self.counters.replay(job.principal)
-        return self._reading(job, sink, sequence, Verdict.REPLAY, rows)
+        return answer
 
     def _reading(
         self, job: AppendJob, sink: Sink, sequence: Sequence, verdict: Verdict, rows: _Rows
@@ -186,8 +191,9 @@ class Admission:
             specs = {row: specs[row] for row in specs if row < len(token_ids)}
         if not specs:  # no row returns anything, so nothing is run
             return self._answer(job, sequence, is_replay=is_replay, rows=rows)
-        self.counters.recomputed += is_replay
         first = next(iter(specs))
+        sequence.require_kv(start + first + 1)
+        self.counters.recomputed += is_replay
         sequence.num_pins += 1
         return RunningAppend(
             job=job,

@@ -129,6 +129,7 @@ class Generation:
             reserved_length=job.reserved_length,
             reuse_prefix=job.reuse_prefix,
             publish_prefix=job.publish_prefix,
+            attention_window=job.attention_window,
             is_internal=True,
             loop=self._loop,
         )

@@ -119,6 +119,7 @@ class FakeExecutor:
         max_context: Longest sequence in tokens.
         step_time_s: Each step sleeps this long.
         eos_ids: Tokens that end a text.
+        window: Tokens that a row reads, itself included; 0: all.
 
     Attributes:
         batches: The steps run so far.
@@ -138,6 +139,7 @@ class FakeExecutor:
         max_context: int = 256,
         step_time_s: float = 0.0,
         eos_ids: tuple[int, ...] = (),
+        window: int = 0,
     ) -> None:
         config = ModelConfig(
             architecture="Fake",
@@ -145,7 +147,7 @@ class FakeExecutor:
             num_heads=1,
             vocab_size=vocab_size,
             max_positions=max_context,
-            layers=(LayerKind(head_dim=1, num_kv_heads=1),),
+            layers=(LayerKind(head_dim=1, num_kv_heads=1, window=window),),
             eos_ids=eos_ids,
         )
         model = ModelDescription(
@@ -259,14 +261,15 @@ class FakeExecutor:
             assert batch.kv_lens[seq] == positions[-1] + 1, "kv_lens is the last position + 1"
 
     def _tokens(self, batch: StepBatch, row: int) -> list[int]:
-        """Return the tokens the row sees through its block table, its own last."""
+        """Return the tokens that the row reads through its block table, its own last."""
         seq = int(batch.cu_seqlens_q.searchsorted(row, side="right")) - 1
         length = int(batch.positions[row]) + 1
         table = batch.block_tables[seq, : -(-length // self.info.block_size)].tolist()
         if not any(table) and not np.any(batch.slot_mapping[batch.cu_seqlens_q[seq] : batch.cu_seqlens_q[seq + 1]] + 1):
             return [0] * length  # a warm-up: all it reads is the null block, and nothing is written
-        assert NULL_BLOCK not in table, "a row reads the null block"
-        tokens = self.tokens_at(table, length)
+        first = max(0, length - (self.info.model.config.attention_window or length))
+        assert NULL_BLOCK not in table[first // self.info.block_size :], "a row reads the null block"
+        tokens = self.tokens_at(table, length)[first:]
         assert UNWRITTEN not in tokens, "a row reads a slot nobody wrote"
         assert tokens[-1] == batch.token_ids[row], "the row's own token is not in its slot"
         return tokens

@@ -176,7 +176,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1630,  # RESTORING, DURABILITY_LOST, --durable and --restore-wait
+    ".": 1635,  # RESTORING, DURABILITY_LOST, KV_GIVEN_BACK, --durable and --restore-wait
     "api": 365,
     "api/receiving": 655,
     "api/requests": 960,
@@ -195,7 +195,7 @@ BUDGET: dict[str, int] = {
     "engine/generation": 670,
     "engine/metrics": 285,  # the figures of the journal
     "engine/steps": 1010,
-    "executor": 550,
+    "executor": 555,  # a window in the paged reference, so that tests of the protocol can drop blocks
     "executor/cpu": 1025,
     "executor/cuda": 2730,
     "executor/fallback": 520,
@@ -203,7 +203,7 @@ BUDGET: dict[str, int] = {
     "kernels": 125,
     "kernels/cpu": 2795,
     "kernels/cuda": 3520,
-    "kv": 1380,
+    "kv": 1450,  # windows.py, and given back blocks in tables, needs, quotas and integrity checks
     "model": 1600,
     "model/families": 1055,
     "model/hub": 610,

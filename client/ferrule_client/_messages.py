@@ -57,6 +57,7 @@ class PromptOptions:
     reuse_prefix: bool = True
     publish_prefix: bool = True
     durability: Durability | None = None
+    drop_outside_window: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,7 @@ def _cache_options(options: PromptOptions) -> executor_pb2.CacheOptions:
         skip_prefix_publish=options.publish_prefix is False,
         reserve_length=options.reserve_length,
         durability=_convert.durability_to_message(options.durability),
+        drop_outside_window=options.drop_outside_window is True,
     )
 
 
@@ -281,6 +283,13 @@ def verify_input(sent: executor_pb2.DecodeInput, policy: Policy | None, item: Ve
         draft_probs=None if distributions is None else _convert.draft_probs_to_message(distributions),
         token_masks=list(map(_convert.mask_to_message, item.masks)),
         return_row_handles=item.row_handles,
+    )
+
+
+def options_of(item: Prompt, durability: Durability | None) -> PromptOptions:
+    """Return how the sequence of a prompt is made."""
+    return PromptOptions(
+        item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix, durability, item.drop_outside_window
     )
 
 

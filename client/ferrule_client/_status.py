@@ -31,6 +31,7 @@ BY_REASON: dict[str, type[e.FerruleError]] = {
     "INSTANCE_UNREACHABLE": e.InstanceUnreachableError,
     "INVALID_FIELD": e.InvalidRequestError,
     "KV_BLOCKS_EXHAUSTED": e.BlocksExhaustedError,
+    "KV_GIVEN_BACK": e.KvGivenBackError,
     "MASK_UNKNOWN": e.MaskUnknownError,
     "MESSAGE_TOO_LARGE": e.MessageTooLargeError,
     "NON_FINITE_LOGITS": e.NonFiniteLogitsError,

@@ -24,6 +24,7 @@ program are Python's own errors, raised before anything is sent: TypeError and V
     |  +- TruncateBeyondError       TRUNCATE_BEYOND
     |  +- ContextExceededError      CONTEXT_EXCEEDED
     |  +- ExceedsPoolError          EXCEEDS_POOL
+    |  +- KvGivenBackError          KV_GIVEN_BACK; .lowest_length and .tokens_to_recompute
     +- ResourceExhaustedError       .retry_after_s
     |  +- QuotaExceededError        QUOTA_*; .quota, .used and .limit
     |  +- BlocksExhaustedError      KV_BLOCKS_EXHAUSTED
@@ -74,6 +75,7 @@ __all__ = [
     "InstanceUnreachableError",
     "InternalError",
     "InvalidRequestError",
+    "KvGivenBackError",
     "MaskUnknownError",
     "MessageTooLargeError",
     "NonFiniteLogitsError",
@@ -242,6 +244,26 @@ class ContextExceededError(OutOfRangeError):
 
 class ExceedsPoolError(OutOfRangeError):
     """The request needs more blocks than the whole pool has; waiting would not help."""
+
+
+class KvGivenBackError(OutOfRangeError):
+    """The sequence gave back KV outside its window that the call needs; nothing changed, and the sequence lives on.
+
+    To have that state again, prefill its first ``tokens_to_recompute`` tokens::
+
+        except KvGivenBackError as error:
+            cache = client.prefill(token_ids[: error.tokens_to_recompute])
+    """
+
+    @property
+    def lowest_length(self) -> int | None:
+        """The lowest length at which the sequence can be continued, or None if the server does not say."""
+        return self._number("lowest_length")
+
+    @property
+    def tokens_to_recompute(self) -> int | None:
+        """Tokens of the prefill that makes the state again; the prefix cache may know some. None: not said."""
+        return self._number("tokens_to_recompute")
 
 
 class ResourceExhaustedError(FerruleError):

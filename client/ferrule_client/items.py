@@ -42,6 +42,7 @@ class Prompt(Item[Any]):
         reserve_length: As in ``Client.prefill``.
         reuse_prefix: As in ``Client.prefill``.
         publish_prefix: As in ``Client.prefill``.
+        drop_outside_window: As in ``Client.prefill``.
         recover: As in ``Client.prefill``.
 
     Example::
@@ -57,6 +58,7 @@ class Prompt(Item[Any]):
     reserve_length: int | None = None
     reuse_prefix: bool = True
     publish_prefix: bool = True
+    drop_outside_window: bool = False
     recover: bool = False
 
 

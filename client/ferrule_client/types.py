@@ -445,6 +445,8 @@ class CacheInfo:
         block_ref_counts: Number of sequences that hold each of ``block_ids``.
         kv_bytes: Bytes of KV that the blocks take.
         reserved_length: Length in tokens up to which room is reserved.
+        first_position: First token whose KV it holds; 0, unless it drops KV outside the window.
+        lowest_length: Lowest length at which it can be continued, forked or truncated; below it its KV is incomplete.
         lease: Its lease.
         create_time: When it was created, by the server's wall clock.
         durability: ``journaled``: it survives the server process; ``none``: it does not; ``unspecified``: the server is
@@ -461,6 +463,8 @@ class CacheInfo:
     block_ref_counts: tuple[int, ...]
     kv_bytes: int
     reserved_length: int
+    first_position: int
+    lowest_length: int
     lease: Lease
     create_time: datetime | None
     durability: str
@@ -478,6 +482,8 @@ class CacheSummary:
         num_shared_blocks: Of these, blocks that other sequences hold too.
         kv_bytes: Bytes of KV that the blocks take.
         reserved_length: Length in tokens up to which room is reserved.
+        first_position: First token whose KV it holds; 0, unless it drops KV outside the window.
+        lowest_length: Lowest length at which it can be continued, forked or truncated; below it its KV is incomplete.
         lease: Its lease.
         create_time: When it was created, by the server's wall clock.
         durability: As in ``CacheInfo``.
@@ -490,6 +496,8 @@ class CacheSummary:
     num_shared_blocks: int
     kv_bytes: int
     reserved_length: int
+    first_position: int
+    lowest_length: int
     lease: Lease
     create_time: datetime | None
     durability: str
@@ -519,6 +527,7 @@ class ModelInfo:
         eos_token_ids: Tokens that end a text.
         stop_token_ids: Tokens at which to stop by default: those and the chat template's.
         bos_token_id: Token put before a text, or None.
+        attention_window: Tokens to which a row attends at most; 0: some layer attends to all of them.
     """
 
     model_id: str
@@ -539,6 +548,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
     bos_token_id: int | None
+    attention_window: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -765,6 +775,7 @@ class CacheMetrics:
         num_prefix_lookup_tokens: Prompt tokens looked up in the prefix cache.
         num_prefix_hit_tokens: Of these, tokens found.
         num_prefix_evictions: Cached blocks reclaimed for new sequences.
+        num_given_back: Blocks that sequences gave back because they lie outside the window.
         num_exhausted: Requests refused with KV_BLOCKS_EXHAUSTED.
         num_replays: Appends answered as a replay.
         num_stale: Appends answered HANDLE_STALE.
@@ -786,6 +797,7 @@ class CacheMetrics:
     num_prefix_lookup_tokens: int
     num_prefix_hit_tokens: int
     num_prefix_evictions: int
+    num_given_back: int
     num_exhausted: int
     num_replays: int
     num_stale: int

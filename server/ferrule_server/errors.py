@@ -20,7 +20,7 @@ from class to status code. The tree::
     |  +- CallElsewhere          WRONG_INSTANCE
     +- HandleStale               HANDLE_STALE
     +- OutOfRange
-    |  +- TruncateBeyond, ContextExceeded, ExceedsPool
+    |  +- TruncateBeyond, ContextExceeded, ExceedsPool, KvGivenBack
     +- ResourceExhausted
     |  +- QuotaExceeded          QUOTA_*
     |  +- BlocksExhausted        KV_BLOCKS_EXHAUSTED
@@ -288,6 +288,25 @@ class ExceedsPool(OutOfRange):
 
     def __init__(self, needed_blocks: int, total_blocks: int) -> None:
         super().__init__(needed_blocks=needed_blocks, total_blocks=total_blocks)
+
+
+class KvGivenBack(OutOfRange):
+    """The sequence has given back KV outside its window that the request would read; the sequence is as it was.
+
+    Args:
+        handle_id: The sequence.
+        length: Tokens at which the request would continue, fork, truncate or compute again.
+        lowest_length: The lowest length at which it could.
+    """
+
+    REASON = "KV_GIVEN_BACK"
+    TEXT = (
+        "the KV that handle {handle_id} needs at length {length} was given back, the lowest length is {lowest_length}; "
+        "prefill its {tokens_to_recompute} tokens again"
+    )
+
+    def __init__(self, handle_id: str, length: int, lowest_length: int) -> None:
+        super().__init__(handle_id=handle_id, length=length, lowest_length=lowest_length, tokens_to_recompute=length)
 
 
 class ResourceExhausted(FerruleError):

@@ -154,4 +154,4 @@ def test_bfloat16_rounds_to_nearest_with_ties_to_even() -> None:
 def test_a_handle_is_sent_as_it_is() -> None:
     """And read back as the same value."""
     message = handle_message(HANDLE)
-    assert FieldReader(8, 512, ApiLimits()).handle(message, "") == HANDLE
+    assert FieldReader(8, 512, ApiLimits(), 0).handle(message, "") == HANDLE

@@ -15,7 +15,7 @@ from google.protobuf import json_format
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_pb2
 from ferrule_server.api.responses import view as server_view
-from ferrule_server.api.responses.view import FRESH_S, as_array, block_map, num_shared
+from ferrule_server.api.responses.view import FRESH_S, as_array, block_map
 from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.api.security.auth import OpenAccess
 from ferrule_server.engine.jobs import Entry
@@ -284,9 +284,3 @@ def test_a_large_pool_is_read_piece_by_piece() -> None:
 
     asyncio.run(read())
     assert turns >= 5
-
-
-def test_shared_blocks_of_a_table_are_counted_by_halving() -> None:
-    """They are its first ones."""
-    refcounts = [0, 5, 3, 2, 1, 1]
-    assert [num_shared(table, refcounts) for table in ([], [4], [1, 2, 3], [1, 2, 3, 4, 5], [2, 4])] == [0, 0, 3, 3, 1]

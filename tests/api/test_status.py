@@ -60,6 +60,12 @@ TABLE: dict[type[FerruleError], tuple[FerruleError, Code, str, set[str]]] = {
         (errors.HandleStale("ab", 3, 5), Code.ABORTED, "HANDLE_STALE", "handle_id length tip_length"),
         (errors.TruncateBeyond("ab", 9, 5), Code.OUT_OF_RANGE, "TRUNCATE_BEYOND", "handle_id new_length length"),
         (errors.ContextExceeded(9, 8), Code.OUT_OF_RANGE, "CONTEXT_EXCEEDED", "length max_context"),
+        (
+            errors.KvGivenBack("ab", 9, 12),
+            Code.OUT_OF_RANGE,
+            "KV_GIVEN_BACK",
+            "handle_id length lowest_length tokens_to_recompute",
+        ),
         (errors.ExceedsPool(9, 8), Code.OUT_OF_RANGE, "EXCEEDS_POOL", "needed_blocks total_blocks"),
         (
             errors.QuotaExceeded("KV_TOKENS", 9, 8),

@@ -55,11 +55,12 @@ class State:
     held: Tokens
     last_append: Record | None
     last_truncate: tuple[Tokens, int] | None
+    num_gone: int
 
     def restore(self) -> None:
         """Nothing that came later has happened."""
         self.owner.tokens, self.owner.last_append = self.held, self.last_append
-        self.owner.last_truncate = self.last_truncate
+        self.owner.last_truncate, self.owner.num_gone = self.last_truncate, self.num_gone
 
 
 @dataclass
@@ -135,9 +136,10 @@ class _Generation:
         """Draw and append until the branch ends; ``ask`` says how."""
         while True:
             owner, tokens = expected.owner, expected.tokens
-            token = drawn_token(tokens, ask.policy, branch.seed)
+            token = drawn_token(tokens, ask.policy, branch.seed, self.model.window)
             branch.drawn.append(token)
-            branch.states.append(State(owner, tokens, owner.tokens, owner.last_append, owner.last_truncate))
+            held = (owner.tokens, owner.last_append, owner.last_truncate, owner.num_gone)
+            branch.states.append(State(owner, tokens, *held))
             branch.finish = self.loop.finish(branch.drawn)
             if branch.finish:
                 return

@@ -169,7 +169,7 @@ class Drafts:
             return None
         return DraftDistribution(b"", np.array([1, 2], np.int32), np.array(self.probs[index], np.float64))
 
-    def verify(self, before: Tokens, policy: Policy, seed: int | None) -> Verified:
+    def verify(self, before: Tokens, policy: Policy, seed: int | None, window: int = 0) -> Verified:
         """Return what becomes of the drafts behind the tokens ``before``: one row after the other."""
         chosen: list[int] = []
         num_held, next_token = 0, None
@@ -180,7 +180,7 @@ class Drafts:
             if self.acceptance == REJECTION and draft_id is not None:
                 draft = DraftSpec(draft_id, self._distribution(row))
             if policy.chooses:
-                output = chosen_row(before + self.draft_ids[:row], policy, seed, mask, draft)
+                output = chosen_row(before + self.draft_ids[:row], policy, seed, mask, draft, window=window)
                 assert output.token is not None
                 chosen.append(output.token)
                 holds = output.token == draft_id if draft is None else bool(output.is_accepted)
@@ -202,8 +202,9 @@ class Verified:
     chosen: Tokens
 
 
-def reference_logits(tokens: SequenceOf[int]) -> npt.NDArray[np.float32]:
+def reference_logits(tokens: SequenceOf[int], window: int = 0) -> npt.NDArray[np.float32]:
     """Return the paged reference's distribution, float32 [VOCAB_SIZE], from the tokens alone, without any cache."""
+    tokens = tokens[-window:]
     width = NUM_HEADS * HEAD_DIM
     rows = np.zeros((len(tokens), width), np.float32)
     rows[np.arange(len(tokens)), np.array(tokens) % width] = 1
@@ -217,18 +218,24 @@ def reference_logits(tokens: SequenceOf[int]) -> npt.NDArray[np.float32]:
 
 
 def chosen_row(
-    tokens: Tokens, policy: Policy, seed: int | None, mask: Tokens = (), draft: DraftSpec | None = None
+    tokens: Tokens,
+    policy: Policy,
+    seed: int | None,
+    mask: Tokens = (),
+    draft: DraftSpec | None = None,
+    *,
+    window: int = 0,
 ) -> RowOutput:
     """Return the row of the last of the tokens: which token follows, and whether that is the draft, accepted."""
     history = np.array(tokens[PENALTY_START:], np.int32)
     spec = policy.spec(seed, mask, draft)
-    (row,) = select_rows(reference_logits(tokens)[None], [len(tokens) - 1], [spec], [history])
+    (row,) = select_rows(reference_logits(tokens, window)[None], [len(tokens) - 1], [spec], [history])
     return row
 
 
-def drawn_token(tokens: Tokens, policy: Policy, seed: int | None) -> int:
+def drawn_token(tokens: Tokens, policy: Policy, seed: int | None, window: int = 0) -> int:
     """Return the token that follows: the likeliest where the seed is None, else the one drawn with it."""
-    token = chosen_row(tokens, policy, seed).token
+    token = chosen_row(tokens, policy, seed, window=window).token
     assert token is not None
     return token
 

@@ -60,7 +60,8 @@ from tests.chaos.sequential_model import (
 
 MAX_CONTEXT = 40
 MAX_LIVE = 40
-BLOCK_SIZE = 16
+BLOCK_SIZE = 2
+WINDOW = 2
 PRINCIPALS = ("alice", "bob")
 
 # Few different tokens, so that equal continuations (replays, ABA) come up by themselves.
@@ -204,7 +205,7 @@ class ProtocolBase(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = SequentialModel(MAX_CONTEXT)
+        self.model = SequentialModel(MAX_CONTEXT, window=WINDOW, block_size=BLOCK_SIZE)
         self._rest = contextlib.ExitStack()
         self.num_since_restart = 0
         self.start()
@@ -235,7 +236,9 @@ class ProtocolBase(RuleBasedStateMachine):
         """Begin a run of the server; masks have to be registered with each."""
         self._rest.enter_context(quiet_log())
         access = NamedAccess(is_admin=False)
-        executor = PagedReferenceExecutor(max_context=MAX_CONTEXT, kv_memory_bytes=4 << 20)
+        executor = PagedReferenceExecutor(
+            max_context=MAX_CONTEXT, kv_memory_bytes=4 << 20, window=WINDOW, block_size=BLOCK_SIZE
+        )
         server = RunningServer(executor, access=access, clock=ModelClock(self.model), epoch=f"run{self.model.epoch}")
         self.server = self._rest.enter_context(server)
         self._streams: dict[str, Stream] = {}
@@ -320,7 +323,7 @@ class ProtocolBase(RuleBasedStateMachine):
         if expected.verified is not None:
             tokens = expected.verified.chosen
         else:
-            tokens = (drawn_token(expected.tokens, expected.policy, expected.draw.seed),)
+            tokens = (drawn_token(expected.tokens, expected.policy, expected.draw.seed, WINDOW),)
         assert (tuple(got.outputs.tokens), got.outputs.num_rows) == (tokens, len(tokens))
 
     def check_drafts(self, expected: Answered, got: executor_pb2.VerifyOutput, drafts: Drafts) -> None:
@@ -395,7 +398,7 @@ class ProtocolBase(RuleBasedStateMachine):
             "request_id": ask.request_id,
         }
         if kind in ("prefill", "unified"):
-            fields["cache"] = executor_pb2.CacheOptions(ttl=duration(ask.ttl_s))
+            fields["cache"] = cache_options(ask)
         if kind == "unified":
             length = 0 if item.issued is None else len(item.issued.tokens)
             fields["pos_offset"] = None if item.shift is None else length + item.shift
@@ -474,6 +477,11 @@ def outcome(call: Any) -> Any:  # grpc.Future; an output or a Refusal
 def result_of(result: Any) -> Any:  # of a batch; an output or a Refusal
     """Return what came of one item of a batch."""
     return read_status(result.error) if result.HasField("error") else result.output
+
+
+def cache_options(ask: Ask) -> executor_pb2.CacheOptions:
+    """Return how a new sequence is kept."""
+    return executor_pb2.CacheOptions(ttl=duration(ask.ttl_s), drop_outside_window=ask.drops)
 
 
 def duration(seconds: float | None) -> Duration | None:

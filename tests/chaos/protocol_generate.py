@@ -16,10 +16,11 @@ from tests.api.harness import Refusal, read_status, refusal_of
 from tests.chaos.model_generate import CONTEXT_FULL, Branch, Generated, Loop, generate
 from tests.chaos.model_policies import GREEDY, SEEDED, UNSEEDED, Policy, Tokens, drawn_token
 from tests.chaos.protocol_base import (
+    WINDOW,
     ProtocolBase,
     as_principal,
+    cache_options,
     choosing_st,
-    duration,
     index_st,
     maybe_tokens_st,
     principal_st,
@@ -137,6 +138,7 @@ class GenerateRules(ProtocolBase):
         ttl_s=ttl_st,
         loop=loop_st,
         how=st.sampled_from(["once", "again", "twice", "cancelled"]),
+        drops=st.sampled_from([True, True, False]),
     )
     def begin_and_go_on(
         self,
@@ -148,11 +150,12 @@ class GenerateRules(ProtocolBase):
         ttl_s: float | None,
         loop: Loop,
         how: str,
+        drops: bool,
     ) -> None:
         """Generate from a prompt."""
         if self.is_full:
             return
-        self.generate(principal, None, Ask(tokens, policy, FAIL, request_id, ttl_s), loop, how)
+        self.generate(principal, None, Ask(tokens, policy, FAIL, request_id, ttl_s, drops=drops), loop, how)
 
     @rule(
         principal=principal_st, tokens=tokens_st, times=st.integers(1, 8), seed=st.integers(0, 2), is_cut=st.booleans()
@@ -168,7 +171,7 @@ class GenerateRules(ProtocolBase):
         else:
             drawn = [token for frame in call for token in frame.outputs.tokens]
             rows = range(1, len(tokens) + 1)
-            assert drawn == [drawn_token(tokens[:end], policy, seed if policy.draws else None) for end in rows]
+            assert drawn == [drawn_token(tokens[:end], policy, seed if policy.draws else None, WINDOW) for end in rows]
             self.answers["forwarded"] += 1
         self.wait_for_streams()
         self.steps["forward"] += 1
@@ -181,6 +184,8 @@ class GenerateRules(ProtocolBase):
             ask = replace(ask, policy=Policy(SEEDED, 0, ask.policy.shape))
         if how == "cancelled" and ask.on_stale == FORK:
             how = "once"
+        if how == "twice" and issued is not None and issued.owner.drops:
+            how = "again"  # of two loops at once, what the first gives back decides how far the second comes
         if how == "cancelled":
             self._cancel_and_resume(principal, issued, ask, loop)
         elif how == "twice":
@@ -201,7 +206,7 @@ class GenerateRules(ProtocolBase):
             kv_cache=None if issued is None else issued.handle,
             logits_policy=self.policy_message(ask.policy, principal),
             on_stale=ask.on_stale,
-            cache=executor_pb2.CacheOptions(ttl=duration(ask.ttl_s)),
+            cache=cache_options(ask),
             max_tokens=loop.max_tokens,
             n=loop.num_branches,
             stop_token_ids=loop.stop_ids,

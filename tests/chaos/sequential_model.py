@@ -27,6 +27,7 @@ class Ask:
         tokens: Of a verify, those before the drafts.
         drafts: Makes it a verify.
         loop: All that is asked of the Generate it belongs to, but its request_id and what ends it; None: of none.
+        drops: A new sequence gives back what is outside the window.
     """
 
     tokens: Tokens
@@ -36,6 +37,7 @@ class Ask:
     ttl_s: float | None = None
     drafts: Drafts | None = None
     loop: object = None
+    drops: bool = False
 
     @property
     def all_tokens(self) -> Tokens:
@@ -90,6 +92,7 @@ class Sequence:
         epoch: Number of the server's run that made it.
         last_append: The newest append whose answer is kept.
         last_truncate: Tokens of the handle and new length of the newest truncate, while the tip has not moved.
+        drops: It gives back blocks outside the window. num_gone: how many it has given back.
     """
 
     principal: str
@@ -101,6 +104,8 @@ class Sequence:
     died_at: float = 0.0
     last_append: Record | None = None
     last_truncate: tuple[Tokens, int] | None = None
+    drops: bool = False
+    num_gone: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,7 @@ class Creation:
     Attributes:
         content: All that was asked. sequences: those made. tokens: those that the answered handles cover.
         draw: Of its row. verified: of a verify. loop: as in :class:`Ask`.
+        record: What it appended. first_row: tokens up to the first row that is answered.
     """
 
     content: tuple[object, ...]
@@ -172,8 +178,11 @@ class Creation:
     draw: Draw = field(default_factory=Draw)
     verified: Verified | None = None
     loop: object = None
+    record: Record | None = None
+    first_row: int = 0
 
 
+GIVEN_BACK = Refused(OUT_OF_RANGE, "KV_GIVEN_BACK")
 Expected = Answered | Refused
 
 
@@ -191,8 +200,10 @@ class SequentialModel:
         derived_seeds: What unseeded Generates with a request_id draw with, as far as it was told.
     """
 
-    def __init__(self, max_context: int) -> None:
+    def __init__(self, max_context: int, *, window: int, block_size: int) -> None:
         self.max_context = max_context
+        self.window = window
+        self.block_size = block_size
         self.clock_s = 1000.0
         self.epoch = 0
         self.sequences: list[Sequence] = []
@@ -218,7 +229,8 @@ class SequentialModel:
             return self._repeat(known, (ask.content,), principal, ask.policy)
         if self.is_taken(principal, ask.request_id, ask.loop):
             return Refused(INVALID, "REQUEST_ID_REUSED")
-        sequence = Sequence(principal, self.epoch, ask.tokens, DEFAULT_TTL_S)
+        sequence = Sequence(principal, self.epoch, ask.tokens, DEFAULT_TTL_S, drops=ask.drops)
+        self._give_back(sequence, 0)
         return self._born(sequence, (ask.content,), ask, Record(0, len(ask.tokens), ask.policy, _draw(ask.policy)))
 
     def append(self, principal: str, issued: Issued, ask: Ask, told: int | None = None) -> Expected:
@@ -238,9 +250,15 @@ class SequentialModel:
         if refusal is not None:
             return refusal
         if not ask.tokens:
-            self.renew(issued.owner, ask.ttl_s)
-            return Answered(issued.owner, issued.tokens, ask.policy, _draw(ask.policy))
+            return self._query(issued, ask)
         return self._replay(issued, ask) or self._no_room(issued, ask) or self._appended(issued, ask, told)
+
+    def _query(self, issued: Issued, ask: Ask) -> Expected:
+        """Run the last row again, if any is wanted."""
+        if ask.policy.chooses and len(issued.tokens) < self.lowest_length(issued.owner):
+            return GIVEN_BACK
+        self.renew(issued.owner, ask.ttl_s)
+        return Answered(issued.owner, issued.tokens, ask.policy, _draw(ask.policy))
 
     def _replay(self, issued: Issued, ask: Ask) -> Expected | None:
         """Answer what happened before, an unseeded draw only if its seed is still known; None for what did not.
@@ -262,8 +280,10 @@ class SequentialModel:
             draw, verified = record.draw, record.verified
         elif ask.policy.kind == UNSEEDED:
             return Refused(INVALID, "INVALID_FIELD")
+        elif ask.policy.chooses and _first_row(start, ask) < self.lowest_length(sequence):
+            return GIVEN_BACK
         elif ask.drafts is not None:
-            verified = ask.drafts.verify(issued.tokens + ask.tokens, ask.policy, draw.seed)
+            verified = ask.drafts.verify(issued.tokens + ask.tokens, ask.policy, draw.seed, self.window)
         self.renew(sequence)
         return Answered(sequence, issued.tokens + done, ask.policy, draw, True, verified=verified)
 
@@ -277,6 +297,8 @@ class SequentialModel:
         is_used = self._creation(principal, request_id) is not None or self.is_taken(principal, request_id, ask.loop)
         if is_behind and ask.on_stale == FORK and is_used:
             return Refused(INVALID, "REQUEST_ID_REUSED")
+        if is_behind and length < self.lowest_length(sequence):
+            return GIVEN_BACK
         if length + len(ask.all_tokens) > self.max_context:
             return Refused(OUT_OF_RANGE, "CONTEXT_EXCEEDED")
         return None
@@ -287,15 +309,18 @@ class SequentialModel:
         tokens, verified = issued.tokens + ask.all_tokens, None
         if ask.drafts is not None:
             draw.seed = told if ask.policy.kind == UNSEEDED else draw.seed
-            verified = ask.drafts.verify(issued.tokens + ask.tokens, ask.policy, draw.seed)
+            verified = ask.drafts.verify(issued.tokens + ask.tokens, ask.policy, draw.seed, self.window)
             if ask.drafts.acceptance != NONE:
                 tokens = issued.tokens + ask.tokens + ask.drafts.draft_ids[: verified.num_held]
         record = Record(start, len(tokens) - start, ask.policy, draw, ask.drafts, len(ask.tokens), verified)
         if ask.on_stale == FORK and start < len(sequence.tokens):
             self.renew(sequence)
-            branch = Sequence(sequence.principal, self.epoch, tokens, sequence.ttl_s)
+            branch = Sequence(sequence.principal, self.epoch, tokens, sequence.ttl_s, drops=sequence.drops)
+            branch.num_gone = sequence.num_gone
+            self._give_back(branch, start)
             return self._born(branch, (sequence, issued.tokens, ask.content), ask, record)
         sequence.tokens, sequence.last_append, sequence.last_truncate = tokens, record, None
+        self._give_back(sequence, start)
         self.renew(sequence, ask.ttl_s)
         return Answered(sequence, tokens, ask.policy, draw, verified=verified)
 
@@ -318,12 +343,15 @@ class SequentialModel:
         if self.is_taken(principal, request_id, loop):
             return Refused(INVALID, "REQUEST_ID_REUSED")
         refusal = self._refusal(issued, principal) or self._stale(issued)
+        if refusal is None and length < self.lowest_length(issued.owner):
+            refusal = GIVEN_BACK
         if refusal is not None:
             return refusal
         self.renew(issued.owner)
         tokens = issued.tokens[:length]
         branches = [Sequence(principal, self.epoch, tokens, issued.owner.ttl_s) for _ in range(count)]
         for branch in branches:
+            branch.drops, branch.num_gone = issued.owner.drops, issued.owner.num_gone
             self.renew(branch, ttl_s)
         self.sequences += branches
         if request_id:
@@ -338,6 +366,8 @@ class SequentialModel:
             refusal = Refused(OUT_OF_RANGE, "TRUNCATE_BEYOND")
         if refusal is None and sequence.last_truncate != (issued.tokens, new_length):
             refusal = self._stale(issued)
+            if refusal is None and new_length < self.lowest_length(sequence):
+                refusal = GIVEN_BACK
         if refusal is not None:
             return refusal
         sequence.tokens = sequence.tokens[:new_length]
@@ -388,6 +418,16 @@ class SequentialModel:
             sequence.ttl_s = min(max(ttl_s, MIN_TTL_S), MAX_TTL_S)
         sequence.expires_at = self.clock_s + sequence.ttl_s
 
+    def lowest_length(self, sequence: Sequence) -> int:
+        """Return how short the sequence may be cut so that the last row still finds all that it attends to."""
+        return sequence.num_gone * self.block_size + self.window if sequence.num_gone else 1
+
+    def _give_back(self, sequence: Sequence, start: int) -> None:
+        """Follow an append that began at ``start``: blocks go where it has filled one."""
+        stop = len(sequence.tokens)
+        if sequence.drops and start // self.block_size != stop // self.block_size:
+            sequence.num_gone = max(sequence.num_gone, (stop - 2 * self.window - 1) // self.block_size)
+
     # ---- rules ------------------------------------------------------------------------------------------------------
 
     def _refusal(self, issued: Issued, principal: str) -> Refused | None:
@@ -425,7 +465,9 @@ class SequentialModel:
         self.renew(sequence, ask.ttl_s)
         self.sequences.append(sequence)
         if ask.request_id:
-            made = Creation(content, [sequence], sequence.tokens, record.draw, record.verified, ask.loop)
+            made = Creation(content, [sequence], sequence.tokens, record.draw, record.verified, ask.loop, record)
+            if ask.policy.chooses:
+                made.first_row = _first_row(record.start, ask)
             self.creations[sequence.principal, ask.request_id] = made
             sequence.last_append = record
         return Answered(sequence, sequence.tokens, ask.policy, record.draw, is_new=True, verified=record.verified)
@@ -437,6 +479,8 @@ class SequentialModel:
         (sequence,) = known.sequences
         again = Issued(types_pb2.KvCacheHandle(), sequence, known.tokens)
         refusal = self._refusal(again, principal) or self._stale(again)
+        if refusal is None and sequence.last_append is not known.record and known.first_row:
+            refusal = GIVEN_BACK if known.first_row < self.lowest_length(sequence) else None
         if refusal is not None:
             return refusal
         self.renew(sequence)
@@ -454,6 +498,11 @@ class SequentialModel:
         for branch in live:
             self.renew(branch)
         return Forked(known.sequences, known.tokens, min(each.ttl_s for each in live), True)
+
+
+def _first_row(start: int, ask: Ask) -> int:
+    """Return how many tokens there are up to the first row that is answered: of a verify, the last certain one."""
+    return start + len(ask.tokens)
 
 
 def _draw(policy: Policy) -> Draw:

@@ -45,8 +45,9 @@ from tests.chaos.protocol_base import (
 )
 from tests.chaos.protocol_batches import BatchRules
 from tests.chaos.protocol_generate import GenerateRules
-from tests.chaos.sequential_model import FAIL, REWIND, Answered, Ask, Forked, Issued, Refused
+from tests.chaos.sequential_model import FAIL, FORK, REWIND, Answered, Ask, Forked, Issued, Refused
 
+long_st = st.lists(st.integers(1, 2), min_size=14, max_size=20).map(tuple)
 IS_LONG = os.environ.get("FERRULE_HYPOTHESIS") == "long"
 MIN_STEPS = 10_000
 
@@ -67,6 +68,7 @@ class ProtocolMachine(BatchRules, GenerateRules):
         request_id=request_id_st,
         how=how_st,
         kind=st.sampled_from(["prefill", "prefill", "unified"]),
+        drops=st.sampled_from([True, True, False]),
     )
     def prefill(
         self,
@@ -78,12 +80,31 @@ class ProtocolMachine(BatchRules, GenerateRules):
         request_id: str,
         how: str,
         kind: str,
+        drops: bool,
     ) -> None:
         """Make a sequence, or hear of the one made before."""
         if self.is_full:
             return
-        ask = Ask(tokens, policy, request_id=request_id, ttl_s=ttl_s)
+        ask = Ask(tokens, policy, request_id=request_id, ttl_s=ttl_s, drops=drops)
         self.send(kind, Item(kind, None, ask), principal, how)
+
+    @rule(
+        prompt=short_prompt_st,
+        tokens=long_st,
+        policy=policy_st,
+        on_stale=st.sampled_from([FAIL, FORK, REWIND]),
+        how=how_st,
+    )
+    def outgrow_the_window(
+        self, *, prompt: Tokens, tokens: Tokens, policy: Policy, on_stale: types_pb2.StalePolicy, how: str
+    ) -> None:
+        """Append so much to a sequence that drops that its first handle needs what is gone, then append behind that."""
+        if self.is_full:
+            return
+        self.send("prefill", Item("prefill", None, Ask(prompt, policy, drops=True)), PRINCIPALS[0], "once")
+        first = self.model.issued[-1]
+        self.send("prefill", Item("prefill", first, Ask(tokens, policy)), PRINCIPALS[0], "once")
+        self.send("decode", Item("decode", first, Ask((3,), policy, on_stale)), PRINCIPALS[0], how)
 
     @rule(principal=principal_st, index=index_st, ask=ask_st, ttl_s=ttl_st, rpc=rpc_st, how=how_st)
     def append(self, *, principal: str, index: int, ask: Ask, ttl_s: float | None, rpc: str, how: str) -> None:
@@ -312,6 +333,7 @@ EVERY_ANSWER = {
     "HANDLE_STALE",
     "TRUNCATE_BEYOND",
     "CONTEXT_EXCEEDED",
+    "KV_GIVEN_BACK",
     "REQUEST_ID_REUSED",
     "INVALID_FIELD",
     "drafts held",

@@ -20,8 +20,9 @@ MAX_NAMES = 16
 """Three of them are kept free for what follows."""
 MAX_METHODS = 45
 """Of ``Client``, ``Cache`` and ``Stream`` together; eight are kept free."""
-MAX_ARGUMENTS = 131
-"""131 since ``durability`` of the client: whether new sequences must survive the server is chosen nowhere else."""
+MAX_ARGUMENTS = 133
+"""Three more than 130: ``durability`` of the client, and ``drop_outside_window`` of ``prefill`` and ``generate``. Both
+are said where a sequence is made, and no argument could carry them."""
 
 
 def methods(kind: type) -> Iterator[tuple[str, Callable[..., object]]]:

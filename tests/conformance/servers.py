@@ -1,4 +1,4 @@
-"""The servers that cases talk to: ``ferrule serve --executor paged-reference`` with different settings."""
+"""The servers that cases talk to: ``ferrule serve --executor paged-reference`` and others, with different settings."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.api.certificates import Authority, ServerFiles
+from tests.model.small_model import write_windowed_model
 
 _REFERENCE: Final = ("--executor", "paged-reference", "--instance", "conformance", "--drain-grace", "0s")
 _SHIPPED: Final = ("--kv-memory", "16MiB", "--drain-grace", "0s")
@@ -24,6 +25,7 @@ PROFILES: Final[Mapping[str, tuple[str, ...]]] = {
     "plain": _REFERENCE,
     "small": (*_REFERENCE, "--kv-memory", "128KiB", "--max-waiting-jobs", "4"),
     "guarded": (*_REFERENCE, "--token-file", "{folder}/tokens"),
+    "windowed": ("--model", "{folder}/windowed", "--executor", "torch", "--kv-memory", "1MiB", "--drain-grace", "0s"),
     "shipped": _SHIPPED,
     "secured": (*_SHIPPED, "--token-file", "{folder}/tokens", *_TLS),
 }
@@ -37,7 +39,8 @@ class Servers:
     """Starts a server when the first case asks for it. Leave it to end them all.
 
     Args:
-        folder: For logs, the token file, and the certificates of the server with TLS (``ca.pem``: who signs them).
+        folder: For logs, the token file, a model with a window, and the certificates of the server with TLS
+            (``ca.pem``: who signs them).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,6 +54,7 @@ class Servers:
         path.write_text("".join(lines), "utf-8")
         authority = Authority()
         ServerFiles(folder).write(authority.server(), authority.cert)
+        write_windowed_model(folder / "windowed", window=3)
 
     def __enter__(self) -> Servers:
         """Return itself; nothing is started yet."""

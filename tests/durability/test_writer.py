@@ -501,7 +501,8 @@ def test_slow_disk_merges_groups(files: FaultFiles, client: Client) -> None:
 
 def payloads(*groups: Sequence[bytes]) -> list[tuple[bytes, int | None]]:
     """Return the payloads of groups, numbered from 1."""
-    return list(writers._payloads(writers._Group(number + 1, [*each], False) for number, each in enumerate(groups)))
+    made = (writers._Group(number + 1, [*each], False, False) for number, each in enumerate(groups))
+    return list(writers._payloads(made))
 
 
 def test_groups_are_split_only_if_they_must_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from ferrule_server.errors import (
     HandleExpired,
     HandleStale,
     HandleUnknown,
+    KvGivenBack,
     QuotaExceeded,
 )
 from ferrule_server.kv.append_rule import Verdict
@@ -58,6 +59,8 @@ class DenseSequence:
     """An overdue sequence seen while pinned is not looked at again before this."""
     reserved_length: int = 0
     is_published: bool = True
+    window: int = 0
+    num_given_back: int = 0
     died: str = ""
     died_at: float = 0.0
     last_truncate: tuple[Tokens, int, int] | None = None
@@ -76,6 +79,8 @@ class Append:
     source: DenseSequence | None = None
     reserved_length: int = 0
     is_published: bool = True
+    window: int = 0
+    num_given_back: int = 0
     num_written: int = 0
     is_copied: bool = False
 
@@ -154,7 +159,17 @@ class DenseModel:
 
     def held(self, dense: DenseSequence) -> list[int]:
         """Return the blocks of a sequence, those set aside last."""
-        return [*dense.real.block_ids, *dense.real.spare_ids]
+        return [*dense.real.block_ids[dense.num_given_back :], *dense.real.spare_ids]
+
+    def lowest_length(self, dense: DenseSequence) -> int:
+        """Return the length of the shortest prefix whose last row attends to nothing that was given back."""
+        return dense.num_given_back * self.block_size + dense.window if dense.num_given_back else 1
+
+    def num_outside(self, window: int, before: int, start: int, stop: int) -> int:
+        """Return how many blocks are given back after an append from ``start`` to ``stop``."""
+        if not window or start // self.block_size == stop // self.block_size:
+            return before
+        return max(before, (stop - 2 * window - 1) // self.block_size)
 
     def usage(self, principal: str) -> tuple[int, int]:
         """Count the principal's sequences (those in creation too) and its blocks."""
@@ -223,7 +238,9 @@ class DenseModel:
         found: SequenceOf[int] = (),
     ) -> type[FerruleError] | None:
         """Return what a reservation must raise; ``found`` are the blocks that a prompt gets from the prefix cache."""
-        owners = self.owners()
+        if dense is not None and start < self.lowest_length(dense):
+            return KvGivenBack
+        owners, num_gone = self.owners(), 0 if dense is None else dense.num_given_back
         stop = max(start + num_tokens, reserved_length)
         is_copied = num_spares = num_own = 0
         if dense is None:
@@ -238,7 +255,7 @@ class DenseModel:
         if stop > self.max_context:
             return ContextExceeded
         num_whole = self.blocks_for(stop)
-        if num_whole + (is_copied and kind is Verdict.FORK) > self.num_blocks - 1:
+        if num_whole + (is_copied and kind is Verdict.FORK) - num_gone > self.num_blocks - 1:
             return ExceedsPool
         if dense is not None and kind is Verdict.REWIND:
             num_own += sum(owners[block] == 1 for block in dense.real.block_ids[self.blocks_for(start) :])
@@ -247,7 +264,7 @@ class DenseModel:
         if kind is Verdict.FORK:
             num_whole += is_copied + num_spares
         is_new = dense is None or kind is Verdict.FORK
-        return self.refusal_of_more(principal, int(is_new), max(0, num_needed - num_own), num_whole)
+        return self.refusal_of_more(principal, int(is_new), max(0, num_needed - num_own), num_whole - num_gone)
 
     def refusal_of_more(
         self, principal: str, num_sequences: int, num_blocks: int, num_whole: int = 0

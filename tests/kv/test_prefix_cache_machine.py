@@ -23,6 +23,7 @@ from tests.kv.test_state_machine import (
     index_st,
     machine_profile,
     tokens_st,
+    window_st,
 )
 
 # block_size, num_blocks, max_context
@@ -45,12 +46,16 @@ class PrefixMachine(KvMachine):
     outlive_tombstones: Any = None
     prefill_again: Any = None
 
-    @initialize(shape=st.sampled_from(SHAPES), prompt=st.lists(st.integers(0, 1), min_size=9, max_size=40).map(tuple))
-    def start(self, shape: tuple[int, int, int], prompt: Tokens) -> None:
+    @initialize(
+        shape=st.sampled_from(SHAPES),
+        prompt=st.lists(st.integers(0, 1), min_size=9, max_size=40).map(tuple),
+        window=window_st,
+    )
+    def start(self, shape: tuple[int, int, int], prompt: Tokens, window: int) -> None:
         """Begin with one sequence in an otherwise empty pool."""
         block_size, num_blocks, max_context = shape
         fitting = prompt[: min(max_context, (num_blocks - 1) * block_size)]
-        super().start(shape, [fitting], 0, has_prefix_cache=True)
+        super().start(shape, [fitting], 0, has_prefix_cache=True, window=window)
 
     def some(self, index: int) -> Issued:
         """Return a handle that was given out, as a rule one of the last, whether its sequence lives or not."""

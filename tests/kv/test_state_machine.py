@@ -30,10 +30,11 @@ from ferrule_server.errors import (
     HandleLost,
     HandleStale,
     HandleUnknown,
+    KvGivenBack,
     TruncateBeyond,
 )
 from ferrule_server.kv.append_rule import Verdict, judge
-from ferrule_server.kv.block_pool import BlockPool
+from ferrule_server.kv.block_pool import NULL_BLOCK, BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.leases import PIN_RECHECK_S
 from ferrule_server.kv.registry import TOMBSTONE_S
@@ -59,6 +60,7 @@ tokens_st = st.one_of(
 prompt_st = st.lists(st.integers(0, 1), min_size=8, max_size=20).map(tuple)
 index_st = st.integers(0, 10_000)
 flag_st = st.sampled_from([True, True, True, False])
+window_st = st.sampled_from([0, 1, 3, 6])
 cut_st = st.one_of(st.just(0), st.integers(0, 12))
 at_once_st = st.sampled_from([True, True, False])
 ttl_st = st.sampled_from([None, None, 0.5, 7.0, 30.0, 1000.0])
@@ -79,12 +81,19 @@ class KvMachine(RuleBasedStateMachine):
         prompts=st.lists(prompt_st, min_size=1, max_size=3),
         num_reserved=st.sampled_from([-30, -2, 0, 3, 9]),
         has_prefix_cache=flag_st,
+        window=window_st,
     )
     def start(
-        self, shape: tuple[int, int, int], prompts: list[Tokens], num_reserved: int, has_prefix_cache: bool
+        self,
+        shape: tuple[int, int, int],
+        prompts: list[Tokens],
+        num_reserved: int,
+        has_prefix_cache: bool,
+        window: int = 0,
     ) -> None:
         """Begin with a pool of some shape and a few sequences in it, as a rule with room to grow or to come back."""
         block_size, num_blocks, max_context = shape
+        self.window = window
         self.model = DenseModel(block_size, num_blocks, max_context, has_prefix_cache=has_prefix_cache)
         self.pool = BlockPool(num_blocks, block_size)
         secrets = count()
@@ -117,9 +126,9 @@ class KvMachine(RuleBasedStateMachine):
         tokens: Tokens,
         parent: DenseSequence | None,
         ttl_s: float | None,
-        reserved_length: int = 0,
+        append: Append | None = None,
     ) -> None:
-        """Follow a creation."""
+        """Follow a creation, by a fork or by the commit of an append."""
         principal = real.principal
         dense = DenseSequence(real, principal, tokens, DEFAULT_TTL_S if parent is None else parent.ttl_s, 0.0)
         assert parent is None or (principal, real.parent_handle_id) == (parent.principal, parent.real.handle_id)
@@ -127,7 +136,11 @@ class KvMachine(RuleBasedStateMachine):
         if parent is not None:
             self.model.counts["num_forks"] += 1
             dense.is_published = parent.is_published
-        dense.reserved_length = reserved_length
+        made = append or parent
+        assert made is not None
+        dense.window, dense.num_given_back = made.window, made.num_given_back
+        if append is not None:
+            dense.reserved_length = append.reserved_length
         self.model.renewed(dense, ttl_s)
         self.model.sequences.append(dense)
         self.issue(dense)
@@ -153,10 +166,12 @@ class KvMachine(RuleBasedStateMachine):
         return None
 
     @precondition(lambda self: len(self.model.appends) < MAX_APPENDS)
-    @rule(principal=principal_st, tokens=tokens_st, reserved_length=reserve_st, at_once=at_once_st)
-    def prefill(self, principal: str, tokens: Tokens, reserved_length: int = 0, at_once: bool = True) -> None:
+    @rule(principal=principal_st, tokens=tokens_st, reserved_length=reserve_st, at_once=at_once_st, drops=flag_st)
+    def prefill(
+        self, principal: str, tokens: Tokens, reserved_length: int = 0, at_once: bool = True, drops: bool = True
+    ) -> None:
         """Start a new sequence, sometimes with room to grow, sometimes finishing it at once."""
-        self.create(principal, tokens, reserved_length, at_once=at_once)
+        self.create(principal, tokens, reserved_length, at_once=at_once, drops=drops)
 
     @precondition(lambda self: len(self.model.appends) < MAX_APPENDS)
     @rule(
@@ -168,6 +183,7 @@ class KvMachine(RuleBasedStateMachine):
         is_looked_up=flag_st,
         is_published=flag_st,
         at_once=at_once_st,
+        drops=flag_st,
     )
     def prefill_again(
         self,
@@ -180,6 +196,7 @@ class KvMachine(RuleBasedStateMachine):
         is_looked_up: bool,
         is_published: bool,
         at_once: bool,
+        drops: bool,
     ) -> None:
         """Start a new sequence with tokens that another has or had, as a rule looking for them in the cache."""
         tokens = self.pick(index, cut).tokens + extra
@@ -190,6 +207,7 @@ class KvMachine(RuleBasedStateMachine):
             is_looked_up=is_looked_up,
             is_published=is_published,
             at_once=at_once,
+            drops=drops,
         )
 
     def create(
@@ -201,8 +219,10 @@ class KvMachine(RuleBasedStateMachine):
         is_looked_up: bool = True,
         is_published: bool = True,
         at_once: bool,
+        drops: bool = True,
     ) -> None:
         """Reserve a new sequence, or be refused and find nothing changed."""
+        window = self.window if drops else 0
         found = self.model.cache.find(principal, tokens) if is_looked_up else []
         shortage = self.model.shortage(
             principal, None, 0, len(tokens), Verdict.APPEND, reserved_length=reserved_length, found=found
@@ -211,7 +231,7 @@ class KvMachine(RuleBasedStateMachine):
         def ask() -> Reservation:
             prompt = list(tokens) if is_looked_up else None
             return self.store.reservations.reserve_new(
-                principal, len(tokens), reserved_length, prompt=prompt, publish=is_published
+                principal, len(tokens), reserved_length, prompt=prompt, publish=is_published, window=window
             )
 
         if shortage is not None:
@@ -226,7 +246,7 @@ class KvMachine(RuleBasedStateMachine):
             self.model.counts["num_prefix_lookup_tokens"] += len(tokens)
             self.model.counts["num_prefix_hit_tokens"] += num_cached
         append = Append(reservation, tokens, (), reserved_length=reserved_length, is_published=is_published)
-        append.num_written = num_cached
+        append.num_written, append.window = num_cached, window
         self.model.appends.append(append)
         if at_once:
             self.write(self.model.appends[-1], len(tokens))
@@ -302,7 +322,8 @@ class KvMachine(RuleBasedStateMachine):
         reservation, cache = append.reservation, self.model.cache
         if kind is Verdict.FORK:
             append.source = dense
-            prefix = table[: self.model.blocks_for(length)]
+            append.window, append.num_given_back = dense.window, dense.num_given_back
+            prefix = table[dense.num_given_back : self.model.blocks_for(length)]
             cache.take(dense.real.spare_ids[len(spares) :])
             cache.take(reservation.held_ids[len(prefix) :])
             cache.share(prefix)
@@ -369,18 +390,20 @@ class KvMachine(RuleBasedStateMachine):
         append.tokens = append.tokens[: max(1, reservation.num_cached, len(append.tokens) - num_dropped)]
         held = {*reservation.held_ids, *(append.target.real.spare_ids if append.target is not None else ())}
         real = self.store.commit(reservation, append.tokens, ttl_s)
-        kept = {*real.block_ids, *real.spare_ids, *(source for source, _ in reservation.copies)}
+        table = reservation.block_ids
+        kept = {*table, *real.spare_ids, *(source for source, _ in reservation.copies)}
         self.model.cache.drop(sorted(held - kept))
         of = append.target or append.source or append
         if of.is_published and self.model.cache.is_on:
             start = (reservation.start + reservation.num_cached) // self.pool.block_size
-            self.model.cache.register(real.principal, append.before + append.tokens, real.block_ids, start)
+            self.model.cache.register(real.principal, append.before + append.tokens, table, start)
+        self.give_back(append.target or append, reservation.start, len(append.before + append.tokens), table)
         self.model.cache.drop([source for source, _ in reservation.copies])
         self.model.counts["num_block_copies"] += len(reservation.copies)
         if append.source is not None and not append.source.died:
             self.model.renewed(append.source)
         if append.target is None:
-            self.born(real, append.before + append.tokens, append.source, ttl_s, append.reserved_length)
+            self.born(real, append.before + append.tokens, append.source, ttl_s, append)
             self.model.sequences[-1].is_published = of.is_published
             return
         assert real is append.target.real
@@ -388,6 +411,15 @@ class KvMachine(RuleBasedStateMachine):
         append.target.last_truncate = None
         self.model.renewed(append.target, ttl_s)
         self.issue(append.target)
+
+    def give_back(self, made: DenseSequence | Append, start: int, stop: int, table: list[int]) -> None:
+        """Follow what a commit gives back outside the window."""
+        before, made.num_given_back = (
+            made.num_given_back,
+            self.model.num_outside(made.window, made.num_given_back, start, stop),
+        )
+        self.model.cache.drop(table[before : made.num_given_back])
+        self.model.counts["num_given_back"] += made.num_given_back - before
 
     @precondition(lambda self: self.model.appends)
     @rule(index=index_st)
@@ -412,6 +444,9 @@ class KvMachine(RuleBasedStateMachine):
             with pytest.raises(RuntimeError):
                 self.store.fork(dense.real, length, count, ttl_s)
             return
+        if length < self.model.lowest_length(dense):
+            self.refused(KvGivenBack, lambda: self.store.fork(dense.real, length, count, ttl_s))
+            return
         num_free, num_spares = self.pool.num_free, self.model.num_spares_to_share(dense, length)
         refusal = self.model.refusal_of_more(dense.principal, count, num_spares)
         if refusal is not None:
@@ -419,7 +454,7 @@ class KvMachine(RuleBasedStateMachine):
             return
         branches = self.store.fork(dense.real, length, count, ttl_s)
         self.model.cache.take(dense.real.spare_ids[len(dense.real.spare_ids) - num_spares :])
-        self.model.cache.share(dense.real.block_ids[: self.model.blocks_for(length)], count)
+        self.model.cache.share(dense.real.block_ids[dense.num_given_back : self.model.blocks_for(length)], count)
         assert self.pool.num_free == num_free - num_spares
         assert len(branches) == count
         self.model.renewed(dense)
@@ -456,10 +491,12 @@ class KvMachine(RuleBasedStateMachine):
             expected = last[2]
         elif dense.tokens[: len(issued.tokens)] != issued.tokens:
             expected = HandleStale
+        elif new_length < self.model.lowest_length(dense):
+            expected = KvGivenBack
         elif new_length == len(dense.tokens):
             expected = 0
         else:
-            tail = self.model.held(dense)[self.model.blocks_for(new_length) :]
+            tail = self.model.held(dense)[self.model.blocks_for(new_length) - dense.num_given_back :]
             num_own = sum(owners[block] == 1 for block in tail)
             num_spares = self.model.num_spares(dense, new_length, dense.reserved_length, owners)
             refusal = self.model.refusal_of_more(dense.principal, 0, max(0, num_spares - num_own))
@@ -547,7 +584,7 @@ class KvMachine(RuleBasedStateMachine):
             lengths[dense] = max(lengths[dense], target, admission)
         num_missing, num_whole = 0, len({block for dense in lengths for block in self.model.held(dense)})
         for dense, length in lengths.items():
-            num_held = len(self.model.held(dense))
+            num_held = len(self.model.held(dense)) + dense.num_given_back
             needed = self.model.num_spares(dense, len(dense.tokens), length, owners)
             num_missing += max(0, needed - len(dense.real.spare_ids))
             num_whole += max(0, self.model.blocks_for(length) - num_held)
@@ -640,9 +677,21 @@ class KvMachine(RuleBasedStateMachine):
             assert tuple(dense.real.token_ids) == dense.tokens
             assert dense.real.length == len(dense.tokens)
             assert dense.real.chain.at(len(dense.tokens)) == lineage_of(dense.tokens)
-            assert self.model.read(dense.real.block_ids, len(dense.tokens)) == dense.tokens
+            first, num_given_back = dense.num_given_back * self.model.block_size, dense.num_given_back
+            assert (dense.real.first_position, dense.real.lowest_length) == (first, self.model.lowest_length(dense))
+            assert dense.real.block_ids[:num_given_back] == [NULL_BLOCK] * num_given_back
+            assert self.model.read(dense.real.block_ids, len(dense.tokens))[first:] == dense.tokens[first:]
             kv = self.model.kv_of(dense.principal, dense.tokens)
-            assert self.model.read_kv(dense.real.block_ids, len(dense.tokens)) == kv
+            assert self.model.read_kv(dense.real.block_ids, len(dense.tokens))[first:] == kv[first:]
+
+    @invariant()
+    def what_the_next_row_attends_to_is_there(self) -> None:
+        """At the tip, and at any length down to a window before it; and no more is held than two windows need."""
+        for dense in self.model.live:
+            if dense.window:
+                assert self.model.lowest_length(dense) <= max(1, len(dense.tokens))
+                most = 2 * dense.window + 1 + 2 * self.model.block_size
+                assert len(dense.tokens) - dense.real.first_position <= most
 
     @invariant()
     def what_can_be_found_is_what_would_be_computed(self) -> None:
@@ -689,7 +738,8 @@ class KvMachine(RuleBasedStateMachine):
             if append.is_copied and not append.is_void:
                 length = len(append.before) + append.num_written
                 expected = append.before + append.tokens[: append.num_written]
-                assert self.model.read(append.reservation.block_ids, length) == expected
+                first = append.reservation.block_ids.count(NULL_BLOCK) * self.model.block_size
+                assert self.model.read(append.reservation.block_ids, length)[first:] == expected[first:]
 
     @invariant()
     def lists_and_clocks_agree(self) -> None:

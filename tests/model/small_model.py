@@ -41,6 +41,16 @@ def write_small_model(folder: Path) -> Path:
     return folder
 
 
+def write_windowed_model(folder: Path, window: int) -> Path:
+    """Fill a folder, which is made if need be, with a Mistral whose layers have a window, and no tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    others = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    write_config(folder, {key: CONFIG[key] for key in CONFIG if "window" not in key and "bias" not in key} | others)
+    shapes = {name: shape for name, shape in SHAPES.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))}
+    save_file({name: torch.zeros(*shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    return folder
+
+
 def write_config(folder: Path, config: object) -> None:
     """Write config.json."""
     (folder / "config.json").write_text(json.dumps(config))

@@ -150,6 +150,7 @@ class Client:
         reserve_length: int | None = None,
         reuse_prefix: bool = True,
         publish_prefix: bool = True,
+        drop_outside_window: bool = False,
         request_id: str = "",
         keep_alive: bool = True,
         recover: bool = False,
@@ -169,6 +170,9 @@ class Client:
             reserve_length: Length in tokens up to which room is reserved now, so that appends cannot run out of it.
             reuse_prefix: False: do not look for the prompt in the prefix cache.
             publish_prefix: False: do not keep its blocks for later prompts.
+            drop_outside_window: True: the sequence and its forks give back KV that lies far outside the window of the
+                model (``attention_window`` of its info), so a long one needs no more memory than a few windows. What
+                needs older KV then raises ``KvGivenBackError``.
             request_id: Id of your own, to repeat the call safely after a timeout; echoed in the output. If the server
                 has the feature ``request_id``, the same prompt with the same id is the same sequence, also from another
                 process. Left out, one is made.
@@ -194,7 +198,9 @@ class Client:
             ids = self._connection.encode_text(tokens, timeout=timeout, is_patient=recover)
         else:
             ids = _check.token_list(tokens)
-        options = PromptOptions(ttl, reserve_length, reuse_prefix, publish_prefix, self._connection.durability)
+        options = PromptOptions(
+            ttl, reserve_length, reuse_prefix, publish_prefix, self._connection.durability, drop_outside_window
+        )
         request = _messages.prompt_request(
             ids, options, policy=policy, all_positions=all_positions, request_id=request_id
         )
@@ -294,6 +300,7 @@ class Client:
         ttl: float | None = None,
         reuse_prefix: bool = True,
         publish_prefix: bool = True,
+        drop_outside_window: bool = False,
         keep: bool = False,
         recover: bool = False,
         timeout: Timeout = USE_DEFAULT,
@@ -314,6 +321,7 @@ class Client:
             ttl: Lease in seconds, clamped by the server. None: the server's default.
             reuse_prefix: As in ``prefill``.
             publish_prefix: As in ``prefill``.
+            drop_outside_window: As in ``prefill``.
             keep: True: the sequences are yours to continue and to release, ``caches`` of the iterator.
             recover: As in ``prefill``.
             timeout: Seconds one token may take, retries included.
@@ -336,7 +344,9 @@ class Client:
             ignore_eos=ignore_eos,
             has_text=isinstance(prompt, str) if text is None else text,
         )
-        options = PromptOptions(ttl, None, reuse_prefix, publish_prefix, self._connection.durability)
+        options = PromptOptions(
+            ttl, None, reuse_prefix, publish_prefix, self._connection.durability, drop_outside_window
+        )
         _convert.duration(ttl)
         return Generation(
             self._connection,

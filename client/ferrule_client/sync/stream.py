@@ -201,8 +201,7 @@ class Stream:
 
     def _options(self, item: Prompt) -> PromptOptions:
         """Return how the sequence of a prompt is kept."""
-        durability = self._connection.durability
-        return PromptOptions(item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix, durability)
+        return _messages.options_of(item, self._connection.durability)
 
     def branch(
         self,

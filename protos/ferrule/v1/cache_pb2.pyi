@@ -197,7 +197,7 @@ class ListCachesResponse(_message.Message):
     def __init__(self, caches: _Optional[_Iterable[_Union[CacheSummary, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class CacheSummary(_message.Message):
-    __slots__ = ("handle_id", "length", "num_blocks", "num_shared_blocks", "kv_bytes", "reserved_length", "lease", "create_time", "durability", "tokens_to_recompute")
+    __slots__ = ("handle_id", "length", "num_blocks", "num_shared_blocks", "kv_bytes", "reserved_length", "lease", "create_time", "first_position", "lowest_length", "durability", "tokens_to_recompute")
     HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,8 @@ class CacheSummary(_message.Message):
     RESERVED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOWEST_LENGTH_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_TO_RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
     handle_id: str
@@ -216,9 +218,11 @@ class CacheSummary(_message.Message):
     reserved_length: int
     lease: Lease
     create_time: _timestamp_pb2.Timestamp
+    first_position: int
+    lowest_length: int
     durability: _types_pb2.Durability
     tokens_to_recompute: int
-    def __init__(self, handle_id: _Optional[str] = ..., length: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., reserved_length: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., durability: _Optional[_Union[_types_pb2.Durability, str]] = ..., tokens_to_recompute: _Optional[int] = ...) -> None: ...
+    def __init__(self, handle_id: _Optional[str] = ..., length: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., reserved_length: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., first_position: _Optional[int] = ..., lowest_length: _Optional[int] = ..., durability: _Optional[_Union[_types_pb2.Durability, str]] = ..., tokens_to_recompute: _Optional[int] = ...) -> None: ...
 
 class RegisterTokenMaskRequest(_message.Message):
     __slots__ = ("masks",)
@@ -243,7 +247,7 @@ class GetCacheMetricsResponse(_message.Message):
     def __init__(self, metrics: _Optional[_Union[CacheMetrics, _Mapping]] = ...) -> None: ...
 
 class CacheMetrics(_message.Message):
-    __slots__ = ("empty_blocks", "cached_blocks", "used_blocks", "shared_blocks", "tombstones", "num_created", "num_forks", "num_truncates", "num_released", "num_expired", "num_block_copies", "num_prefix_lookup_tokens", "num_prefix_hit_tokens", "num_prefix_evictions", "num_exhausted", "num_replays", "num_stale", "token_masks", "token_mask_bytes")
+    __slots__ = ("empty_blocks", "cached_blocks", "used_blocks", "shared_blocks", "tombstones", "num_created", "num_forks", "num_truncates", "num_released", "num_expired", "num_block_copies", "num_prefix_lookup_tokens", "num_prefix_hit_tokens", "num_prefix_evictions", "num_exhausted", "num_replays", "num_stale", "token_masks", "token_mask_bytes", "num_given_back")
     EMPTY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +267,7 @@ class CacheMetrics(_message.Message):
     NUM_STALE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_MASKS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_MASK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_GIVEN_BACK_FIELD_NUMBER: _ClassVar[int]
     empty_blocks: int
     cached_blocks: int
     used_blocks: int
@@ -282,4 +287,5 @@ class CacheMetrics(_message.Message):
     num_stale: int
     token_masks: int
     token_mask_bytes: int
-    def __init__(self, empty_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., tombstones: _Optional[int] = ..., num_created: _Optional[int] = ..., num_forks: _Optional[int] = ..., num_truncates: _Optional[int] = ..., num_released: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_block_copies: _Optional[int] = ..., num_prefix_lookup_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_evictions: _Optional[int] = ..., num_exhausted: _Optional[int] = ..., num_replays: _Optional[int] = ..., num_stale: _Optional[int] = ..., token_masks: _Optional[int] = ..., token_mask_bytes: _Optional[int] = ...) -> None: ...
+    num_given_back: int
+    def __init__(self, empty_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., tombstones: _Optional[int] = ..., num_created: _Optional[int] = ..., num_forks: _Optional[int] = ..., num_truncates: _Optional[int] = ..., num_released: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_block_copies: _Optional[int] = ..., num_prefix_lookup_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_prefix_evictions: _Optional[int] = ..., num_exhausted: _Optional[int] = ..., num_replays: _Optional[int] = ..., num_stale: _Optional[int] = ..., token_masks: _Optional[int] = ..., token_mask_bytes: _Optional[int] = ..., num_given_back: _Optional[int] = ...) -> None: ...

@@ -203,7 +203,8 @@ class ModelExecutorServiceServicer(object):
         sequence, and by `request_id` for a new one with FEATURE_REQUEST_ID.
         Errors: INVALID_ARGUMENT (INVALID_FIELD, TOKEN_OUT_OF_VOCAB, REQUEST_ID_REUSED, REPLY_TOO_LARGE), NOT_FOUND
         (HANDLE_*, EPOCH_CHANGED, MASK_UNKNOWN), ABORTED (HANDLE_STALE, WRONG_INSTANCE), OUT_OF_RANGE (CONTEXT_EXCEEDED,
-        EXCEEDS_POOL), RESOURCE_EXHAUSTED (KV_BLOCKS_EXHAUSTED, QUEUE_FULL, QUOTA_*), INTERNAL (NON_FINITE_LOGITS).
+        EXCEEDS_POOL, KV_GIVEN_BACK), RESOURCE_EXHAUSTED (KV_BLOCKS_EXHAUSTED, QUEUE_FULL, QUOTA_*), INTERNAL
+        (NON_FINITE_LOGITS).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -294,8 +295,8 @@ class ModelExecutorServiceServicer(object):
         block. Idempotent by `request_id` with FEATURE_REQUEST_ID, else every call makes new
         branches.
         Errors: NOT_FOUND (HANDLE_*, EPOCH_CHANGED), ABORTED (HANDLE_STALE, WRONG_INSTANCE), INVALID_ARGUMENT
-        (INVALID_FIELD, REQUEST_ID_REUSED), RESOURCE_EXHAUSTED (QUOTA_*; KV_BLOCKS_EXHAUSTED where room is reserved for the
-        sequence and there is no block for the copy that its next append then needs).
+        (INVALID_FIELD, REQUEST_ID_REUSED), OUT_OF_RANGE (KV_GIVEN_BACK), RESOURCE_EXHAUSTED (QUOTA_*; KV_BLOCKS_EXHAUSTED
+        where room is reserved for the sequence and there is no block for the copy that its next append then needs).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -305,8 +306,8 @@ class ModelExecutorServiceServicer(object):
         """Shortens a sequence to an absolute length and frees the blocks beyond it. Idempotent: asking again for the
         length of the last truncate succeeds as long as nothing was appended.
         Errors: NOT_FOUND (HANDLE_*, EPOCH_CHANGED), ABORTED (HANDLE_STALE, WRONG_INSTANCE), INVALID_ARGUMENT
-        (INVALID_FIELD), OUT_OF_RANGE (TRUNCATE_BEYOND: `new_length` outside 1 to the handle's length), and where room is
-        reserved for what forks share, RESOURCE_EXHAUSTED (KV_BLOCKS_EXHAUSTED, QUOTA_*) with nothing changed.
+        (INVALID_FIELD), OUT_OF_RANGE (TRUNCATE_BEYOND: `new_length` outside 1 to the handle's length; KV_GIVEN_BACK), and
+        where room is reserved for what forks share, RESOURCE_EXHAUSTED (KV_BLOCKS_EXHAUSTED, QUOTA_*) with nothing changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

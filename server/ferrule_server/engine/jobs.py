@@ -177,6 +177,8 @@ class AppendJob(LaneJob["AppendResult"]):
         reuse_prefix: Of a new sequence: its prompt may be looked up in the prefix cache. publish_prefix: later prompts
             may find its blocks there.
         is_durable: Of a new sequence: it survives the process.
+        attention_window: Of a new sequence: tokens that a row attends to, if blocks outside are given back; 0: all are
+            kept.
         drafts: Set for a verify; ``output`` then applies to row 0 and every draft, whatever ``all_positions`` says.
         cohort: Jobs that the client scheduled for one step, by a number of their own; 0: none.
         is_internal: Made by the engine itself for a Generate or Forward: no client will return with its handle.
@@ -201,6 +203,7 @@ class AppendJob(LaneJob["AppendResult"]):
     reuse_prefix: bool = True
     publish_prefix: bool = True
     is_durable: bool = False
+    attention_window: int = 0
     drafts: Drafts | None = None
     cohort: int = 0
     is_internal: bool = False
@@ -331,7 +334,8 @@ class GenerateJob(StreamJob["GenerateFrame"]):
 
     Attributes:
         principal, token_ids, handle, on_stale, ttl_s, request_id, is_cancelled, is_repeat_only, reserved_length,
-        reuse_prefix, publish_prefix, is_durable: As in :class:`AppendJob`; ``token_ids`` may be empty with a handle.
+        reuse_prefix, publish_prefix, is_durable, attention_window: As in :class:`AppendJob`; ``token_ids`` may be empty
+            with a handle.
         output: What each token returns; its spec has a selection. Branch i draws with seed + i modulo 2^64.
         num_branches: Number of sequences: the given or new one, and forks of it.
         stop: The conditions that end a branch.
@@ -357,6 +361,7 @@ class GenerateJob(StreamJob["GenerateFrame"]):
     reuse_prefix: bool = True
     publish_prefix: bool = True
     is_durable: bool = False
+    attention_window: int = 0
     num_branches: int = 1
     row_bytes: int = 64
     has_begun: bool = False
@@ -612,8 +617,8 @@ class CacheInfo:
         tip: The newest handle (``None`` in lists, which never carry secrets).
         num_blocks: Blocks that it holds, including those set aside for future tokens.
         num_shared_blocks: Blocks of its tokens that other sequences use too.
-        block_ids: Blocks of its tokens in order; block_refcounts: how many sequences use each (1 = unshared). Both
-            empty in lists.
+        block_ids: Blocks that it holds of its tokens, in order; block_refcounts: how many sequences use each (1 =
+            unshared). Both empty in lists.
         kv_bytes: Bytes of all its blocks; shared ones count in full.
         age_s: Seconds since it was created.
         parent_handle_id: The sequence it was forked from; empty if it was prefilled.
@@ -622,6 +627,7 @@ class CacheInfo:
         reserved_length: Tokens up to which room is reserved; 0: none is.
         is_durable: It survives the process.
         tokens_to_recompute: Tokens whose KV must be computed before it can be used: it was restored.
+        first_position, lowest_length: As in :class:`~ferrule_server.kv.sequence.Sequence`.
     """
 
     handle_id: str
@@ -636,6 +642,8 @@ class CacheInfo:
     num_pending: int = 0
     token_ids: tuple[int, ...] | None = None
     reserved_length: int = 0
+    first_position: int = 0
+    lowest_length: int = 1
     block_ids: tuple[int, ...] = ()
     block_refcounts: tuple[int, ...] = ()
     is_durable: bool = False

@@ -47,6 +47,7 @@ class PagedReferenceExecutor:
         num_kv_heads: Heads of K and V.
         head_dim: Numbers per head.
         max_context: Longest sequence in tokens.
+        window: How many tokens a row attends to, itself included; 0: all.
         block_size: Slots per block, a power of two.
         kv_memory_bytes: Size of the pool, rounded down to whole blocks, the null block included.
 
@@ -63,6 +64,7 @@ class PagedReferenceExecutor:
         num_kv_heads: int = 4,
         head_dim: int = 8,
         max_context: int = 512,
+        window: int = 0,
         block_size: int = 16,
         kv_memory_bytes: int = 64 << 20,
     ) -> None:
@@ -72,7 +74,7 @@ class PagedReferenceExecutor:
             hidden_size=num_heads * head_dim,
             num_heads=num_heads,
             max_positions=max_context,
-            layers=(LayerKind(head_dim, num_kv_heads),) * num_layers,
+            layers=(LayerKind(head_dim, num_kv_heads, window=window),) * num_layers,
         )
         _check_sizes(config, max_context)
         if block_size < 1 or block_size & (block_size - 1):
@@ -90,6 +92,7 @@ class PagedReferenceExecutor:
             bytes_per_block=bytes_per_block,
             model=_describe(config),
         )
+        self._window = window
         self._num_layers, self._num_kv_heads, self._head_dim = num_layers, num_kv_heads, head_dim
         self._kv = np.zeros((num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), np.float32)
 
@@ -184,7 +187,8 @@ class PagedReferenceExecutor:
         block_size = self._info.block_size
         num_blocks = int(positions.max()) // block_size + 1
         length = num_blocks * block_size
-        is_visible = np.arange(length) <= positions[:, None]
+        slots, last = np.arange(length), positions[:, None]
+        is_visible = (slots <= last) & (slots > last - (self._window or length))
         heads = np.arange(2 * self._num_kv_heads).reshape(2, 1, -1, 1)
         last_layers = (block_tables[:, :num_blocks] + 1) * (self._num_layers * 2 * self._num_kv_heads) - heads.size
         pieces = self._kv.reshape(-1, block_size * self._head_dim).take(last_layers[:, None] + heads, axis=0)
@@ -214,6 +218,8 @@ def _check_sizes(config: ModelConfig, max_context: int) -> None:
 
 def _describe(config: ModelConfig) -> ModelDescription:
     kv = f"layers={config.num_layers} kv_heads={config.num_kv_heads} head_dim={config.head_dim}"
+    if config.attention_window:
+        kv += f" window={config.attention_window}"
     return ModelDescription(
         config=config,
         model_id="paged-reference",

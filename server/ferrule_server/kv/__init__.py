@@ -8,6 +8,7 @@ reservation.py     everything an append needs, held from admission to commit
 reserved_slots.py  blocks set aside for sequences
 block_pool.py      free and shared blocks
 prefix_cache.py    full blocks that new sequences can share
+windows.py         blocks outside the window of a sequence, given back to the pool
 lineage.py         16 bytes that identify a model and a run of tokens
 registry.py        which sequence a cache_id names
 leases.py          which sequence may expire next

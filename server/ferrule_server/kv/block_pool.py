@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ferrule_server.errors import BlocksExhausted
 
@@ -31,6 +31,7 @@ class BlockPool:
         num_shared: Blocks with two owners or more.
         num_evictions: Cached blocks handed out since start.
         num_exhausted: Requests refused since start because too few blocks were free.
+        has_gaps: A sequence has given back blocks before others that it holds, so refcounts may rise along a table.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -42,6 +43,7 @@ class BlockPool:
         self.block_size = block_size
         self.on_evict: Callable[[int], object] = lambda _block_id: None
         self.num_shared = self.num_evictions = self.num_exhausted = 0
+        self.has_gaps = False
         self._refcounts = [0] * num_blocks
         # Membership in `_cached`, a byte per block, so that a picture of a large pool needs two copies and no loop.
         self._is_cached = bytearray(num_blocks)
@@ -192,11 +194,8 @@ class BlockPool:
             self._empty.append(block_id)
 
     def count_shared(self, table: list[int]) -> int:
-        """Return how many blocks of a block table have several owners, in O(log n).
-
-        They are the first ones of the table, since refcounts never rise along a table.
-        """
-        return bisect_left(table, 1, key=lambda block_id: self._refcounts[block_id] == 1)
+        """Return how many blocks of a block table have several owners; see :func:`count_shared`."""
+        return count_shared(table, self._refcounts, has_gaps=self.has_gaps)
 
     def count_sole(self, block_ids: Iterable[int]) -> int:
         """Return how many of these blocks have one owner, so that a release would free them."""
@@ -256,3 +255,18 @@ class BlockPool:
         self.num_evictions += 1
         self.on_evict(block_id)
         return block_id
+
+
+def count_shared(table: Sequence[int], refcounts: Sequence[int], *, has_gaps: bool) -> int:
+    """Return how many blocks of a block table have several owners.
+
+    Without gaps this takes O(log n): they are the first ones of the table, since refcounts never rise along a table.
+
+    Args:
+        table: The blocks; null blocks are not counted.
+        refcounts: Owners of each block.
+        has_gaps: As :attr:`BlockPool.has_gaps`.
+    """
+    if has_gaps:
+        return sum(refcounts[block_id] > 1 for block_id in table)
+    return bisect_left(table, 1, key=lambda block_id: refcounts[block_id] == 1)

@@ -21,6 +21,7 @@ class KvCounters:
         num_block_copies: Blocks copied because a shared block would have been written, counted at the commit.
         num_prefix_lookup_tokens: Tokens of prompts that were looked up in the prefix cache and got their blocks.
         num_prefix_hit_tokens: Of these, tokens found.
+        num_given_back: Blocks that sequences gave back because they are outside their windows.
     """
 
     num_created: int = 0
@@ -31,6 +32,7 @@ class KvCounters:
     num_block_copies: int = 0
     num_prefix_lookup_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_given_back: int = 0
 
 
 @dataclass(frozen=True, slots=True)

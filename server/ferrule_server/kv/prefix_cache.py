@@ -46,12 +46,12 @@ class PrefixCache:
 
     Invariant: a registered block holds the KV of ``token_ids`` after the tokens that have the lineage ``parent``,
     computed for the principal of its key; the pool keeps exactly the registered blocks; each key names one block.
-    All owners of a block have the same block before it in their tables.
+    All owners of a block have the same block before it in their tables, or have given that one back.
 
     Because of the last sentence, a block with an owner is found only after the same block that precedes it there. Two
     sequences that compute equal tokens at the same time have each their own blocks, and those committed first are
     registered. Blocks that the other one appends are registered too, and are found after the first one's blocks once
-    the other sequence is gone. So refcounts never rise along a table.
+    the other sequence is gone. So refcounts never rise along a table, but for owners that gave back blocks before.
 
     Args:
         pool: The blocks; it calls back when it evicts a cached one.
@@ -141,7 +141,7 @@ class PrefixCache:
     def _check_table(self, sequence: Sequence) -> None:
         """Check the registered blocks of one table; the last block may hold more tokens than the sequence."""
         chain, size, name = sequence.chain, self._pool.block_size, sequence.handle_id
-        for index, block_id in enumerate(sequence.block_ids):
+        for index, block_id in enumerate(sequence.held_ids, sequence.num_given_back):
             entry = self._entries.get(block_id)
             if entry is None:
                 continue
@@ -151,7 +151,8 @@ class PrefixCache:
             assert entry.token_ids[: stop - start] == chain.token_ids[start:stop], f"block {index} of {name} has others"
             assert stop < start + size or entry.key[1] == chain.at(stop), f"block {index} of {name} has another key"
             previous = sequence.block_ids[index - 1] if index else NULL_BLOCK
-            assert entry.previous == previous, f"block {index} of {name} is registered after another block"
+            is_known = index == 0 or previous != NULL_BLOCK
+            assert not is_known or entry.previous == previous, f"block {index} of {name} is registered after another"
 
     def _list(self, block_id: int, entry: _Entry) -> None:
         """Register an owned block, unless another owned block holds the same."""

@@ -15,6 +15,7 @@ from ferrule_server.kv.prefix_cache import PrefixCache
 from ferrule_server.kv.reserved_slots import ReservedSlots
 from ferrule_server.kv.sequence import Sequence, require_idle
 from ferrule_server.kv.usage import Usage
+from ferrule_server.kv.windows import num_outside, without_first
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +41,7 @@ class Reservation:
         is_published: Whether the full blocks of the sequence to be created are registered in the prefix cache.
         is_durable: Whether the sequence to be created survives the process.
         is_warming: Nothing is appended: the tokens that a cold sequence has are written again.
+        window: Of the sequence to be created; 0: it keeps all blocks. num_given_back: blocks that its table lacks.
     """
 
     sequence: Sequence | None
@@ -57,6 +59,8 @@ class Reservation:
     is_published: bool = False
     is_durable: bool = False
     is_warming: bool = False
+    window: int = 0
+    num_given_back: int = 0
 
     @property
     def pinned(self) -> Sequence | None:
@@ -135,6 +139,7 @@ class Reservations:
         prompt: SequenceOf[int] | None = None,
         publish: bool = True,
         is_durable: bool = False,
+        window: int = 0,
     ) -> Reservation:
         """Hold the blocks of a sequence to be created with ``num_tokens`` tokens.
 
@@ -150,6 +155,8 @@ class Reservations:
                 cached ones. None: nothing is looked up.
             publish: Whether its full blocks, and those of its forks, are registered for others of the principal.
             is_durable: Whether it survives the process.
+            window: Tokens that a row attends to, if it and its forks give back blocks outside the window; 0: they keep
+                all blocks. See ``kv/windows.py``.
 
         Raises:
             ValueError: The prompt has another length.
@@ -170,6 +177,7 @@ class Reservations:
         reservation.num_cached = len(found_ids) * self.pool.block_size
         reservation.is_published = publish and self.cache.is_on
         reservation.is_durable = is_durable
+        reservation.window = window
         if looked_up is not None:
             self.ledger.add(principal, "num_prefix_lookup_tokens", num_tokens)
             self.ledger.add(principal, "num_prefix_hit_tokens", reservation.num_cached)
@@ -195,7 +203,7 @@ class Reservations:
     def reserve_append(self, sequence: Sequence, num_tokens: int) -> Reservation:
         """Hold the blocks for more tokens at the tip: first spares of the sequence, then free blocks of the pool."""
         require_idle(sequence)
-        self._check_need(len(sequence.chain.token_ids), num_tokens)
+        self._check_need(len(sequence.chain.token_ids), num_tokens, num_gone=sequence.num_given_back)
         return self._extend(sequence, num_tokens)
 
     def reserve_again(self, reservation: Reservation) -> bool:
@@ -226,15 +234,18 @@ class Reservations:
         Full blocks are shared; a partly filled last one will be copied. The source is pinned, not changed.
 
         Raises:
+            KvGivenBack: The source has given back blocks that the rows need.
             ValueError: The source is shorter than ``length``.
         """
         require_idle(source)
         prefix = prefix_blocks(source, length, self.pool)
         # The source must outlive the copy, so its partial block counts as well: waiting would not free it.
         is_copied = self._is_partial(length)
-        self._check_need(length, num_tokens, num_copies=is_copied)
-        num_whole = self.pool.num_blocks_for(length + num_tokens) + is_copied
-        num_fresh, num_spares = num_whole - len(prefix), self.slots.num_missing_to_share(source, length)
+        num_gone = source.num_given_back
+        self._check_need(length, num_tokens, num_copies=is_copied, num_gone=num_gone)
+        num_whole = self.pool.num_blocks_for(length + num_tokens) + is_copied - num_gone
+        shared_ids = prefix[num_gone:]
+        num_fresh, num_spares = num_whole - len(shared_ids), self.slots.num_missing_to_share(source, length)
         self.usage.check(
             source.principal, num_sequences=1, num_blocks=num_fresh + num_spares, num_whole=num_whole + num_spares
         )
@@ -242,12 +253,12 @@ class Reservations:
         self.slots.add_spares(source, num_spares)
         fresh_ids = self.usage.allocate(source.principal, num_fresh)
         self.usage.enter(source.principal)
-        self.pool.share(prefix)
+        self.pool.share(shared_ids)
         block_ids, copies = _extended(prefix, fresh_ids, is_copied=is_copied)
-        held_ids, chain = prefix + fresh_ids, source.chain.copy(length)
-        return self._open(
-            Reservation(None, source, source.principal, length, num_tokens, block_ids, copies, held_ids, chain)
-        )
+        held_ids, chain = shared_ids + fresh_ids, source.chain.copy(length)
+        branch = Reservation(None, source, source.principal, length, num_tokens, block_ids, copies, held_ids, chain)
+        branch.window, branch.num_given_back = source.window, num_gone
+        return self._open(branch)
 
     def reserve_rewind(self, sequence: Sequence, length: int, num_tokens: int) -> Reservation:
         """Drop the tokens after ``length`` and hold the blocks for ``num_tokens`` tokens there.
@@ -256,6 +267,7 @@ class Reservations:
         own blocks, the spares and the free blocks together are enough; the quota is checked for the difference.
 
         Raises:
+            KvGivenBack: It has given back blocks that the rows need.
             ValueError: The sequence is shorter than ``length``.
         """
         self._check_rewind(sequence, length, num_tokens)
@@ -280,10 +292,13 @@ class Reservations:
             For each a table that covers one token more than its own; None: there is no room for one.
         """
         tables: list[list[int] | None] = []
-        without: list[int] = []
+        without: list[tuple[int, list[int]]] = []
         size, max_context = self.pool.block_size, self.max_context
         for reservation in reservations:
             table, stop = reservation.block_ids, reservation.start + reservation.num_tokens
+            if (sequence := reservation.sequence) is not None and sequence.window:
+                count = num_outside(sequence, reservation.start, stop, size)
+                table = table if count == sequence.num_given_back else without_first(table, count)
             if stop >= max_context:
                 tables.append(None)
             elif stop % size:
@@ -291,10 +306,10 @@ class Reservations:
             elif (spare_id := _next_spare(reservation)) is not None:
                 tables.append([*table, spare_id])
             else:
-                without.append(len(tables))
+                without.append((len(tables), table))
                 tables.append(None)
-        for index, block_id in zip(without, self.pool.evict_next(len(without)), strict=False):
-            tables[index] = [*reservations[index].block_ids, block_id]
+        for (index, table), block_id in zip(without, self.pool.evict_next(len(without)), strict=False):
+            tables[index] = [*table, block_id]
         return tables
 
     def shorten(self, reservation: Reservation, num_tokens: int) -> None:
@@ -334,6 +349,10 @@ class Reservations:
         """Return how many live reservations hold each block."""
         return Counter(block_id for reservation in self.live for block_id in reservation.held_ids)
 
+    def count_without(self) -> Counter[int]:
+        """Return how many live reservations of branches hold each block without the one before it in the table."""
+        return Counter(branch.held_ids[0] for branch in self.live if branch.num_given_back)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""
         num_users = Counter(each.pinned for each in self.live if each.pinned is not None)
@@ -360,14 +379,19 @@ class Reservations:
         for source_id, _ in reservation.copies:
             assert self.pool.refcount(source_id) > 0, f"block {source_id} is to be copied and is free"
 
-    def _check_need(self, start: int, num_tokens: int, reserved_length: int = 0, *, num_copies: int = 0) -> None:
-        """Raise if so many tokens after ``start`` would not fit the context, or the pool if it were empty."""
+    def _check_need(
+        self, start: int, num_tokens: int, reserved_length: int = 0, *, num_copies: int = 0, num_gone: int = 0
+    ) -> None:
+        """Raise if so many tokens after ``start`` would not fit the context, or the pool if it were empty.
+
+        ``num_gone`` of the blocks were given back and ``num_copies`` more are needed.
+        """
         if num_tokens < 1:
             raise ValueError(f"num_tokens must be at least 1, got {num_tokens}")
         length = max(start + num_tokens, reserved_length)
         if length > self.max_context:
             raise ContextExceeded(length, self.max_context)
-        num_blocks = self.pool.num_blocks_for(length) + num_copies
+        num_blocks = self.pool.num_blocks_for(length) + num_copies - num_gone
         if num_blocks > self.pool.capacity:
             raise ExceedsPool(num_blocks, self.pool.capacity)
 
@@ -375,14 +399,15 @@ class Reservations:
         """Return if an append at ``length`` can be reserved once the tokens after it are dropped."""
         require_idle(sequence)
         prefix = prefix_blocks(sequence, length, self.pool)
-        self._check_need(length, num_tokens)
+        self._check_need(length, num_tokens, num_gone=sequence.num_given_back)
         is_copied = self._is_partial(length) and self.pool.refcount(prefix[-1]) > 1
         # The room beyond the append must be there afterwards as well.
         num_whole = self.pool.num_blocks_for(max(length + num_tokens, sequence.reserved_length))
         num_needed = num_whole - len(prefix) + is_copied
         num_own = self.pool.count_sole(sequence.block_ids[len(prefix) :]) + len(sequence.spare_ids)
         if num_needed > num_own:
-            self.usage.check(sequence.principal, num_blocks=num_needed - num_own, num_whole=num_whole)
+            num_held = num_whole - sequence.num_given_back
+            self.usage.check(sequence.principal, num_blocks=num_needed - num_own, num_whole=num_held)
             self.pool.require(num_needed, num_own)
 
     def _hold(self, principal: str, found_ids: list[int], num_blocks: int, *, num_sequences: int = 1) -> list[int]:
@@ -412,7 +437,7 @@ class Reservations:
         fresh_ids: list[int] = []
         if num_more := num_fresh - len(spare_ids):
             if not is_checked:
-                self.usage.check(principal, num_blocks=num_more, num_whole=num_whole)
+                self.usage.check(principal, num_blocks=num_more, num_whole=num_whole - sequence.num_given_back)
             fresh_ids = self.usage.allocate(principal, num_more)
         block_ids, copies = _extended(table, spare_ids + fresh_ids, is_copied=is_copied)
         return self._open(Reservation(sequence, None, principal, start, num_tokens, block_ids, copies, fresh_ids))
@@ -468,8 +493,10 @@ def prefix_blocks(sequence: Sequence, length: int, pool: BlockPool) -> list[int]
     """Return the blocks of the first ``length`` tokens, as a new list.
 
     Raises:
+        KvGivenBack: The sequence could not be continued there.
         ValueError: ``length`` is outside [1, length of the sequence].
     """
     if not 1 <= length <= sequence.length:
         raise ValueError(f"length {length} is outside [1, {sequence.length}]")
+    sequence.require_kv(length)
     return sequence.block_ids[: pool.num_blocks_for(length)]

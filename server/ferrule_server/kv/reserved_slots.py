@@ -213,8 +213,10 @@ class ReservedSlots:
         """Return the least number of blocks that sequences of these lengths hold, whatever others give up."""
         held: set[int] = set()
         for sequence in lengths:
-            held.update(sequence.block_ids, sequence.spare_ids)
-        grown = (self.pool.num_blocks_for(length) - each.num_blocks for each, length in lengths.items())
+            held.update(sequence.held_ids, sequence.spare_ids)
+        grown = (
+            self.pool.num_blocks_for(length) - each.num_given_back - each.num_blocks for each, length in lengths.items()
+        )
         return len(held) + sum(max(0, count) for count in grown)
 
     def _raise_to(self, sequence: Sequence, target_length: int) -> SlotAllocation:

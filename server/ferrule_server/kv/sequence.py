@@ -6,7 +6,7 @@ import math
 from array import array
 from dataclasses import dataclass, field
 
-from ferrule_server.errors import HandleUnknown
+from ferrule_server.errors import HandleUnknown, KvGivenBack
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.lineage import LineageChain
 
@@ -38,7 +38,7 @@ class Sequence:
         principal: The owner.
         chain: Tokens and lineage; ``token_ids`` and ``length`` read it.
         block_ids: The block table: block i holds the tokens from i * block_size on. Replaced as a whole, never
-            changed in place, so a reader may keep it.
+            changed in place, so a reader may keep it. The first ``num_given_back`` entries are NULL_BLOCK.
         ttl_s: Length of the lease. expires_at: its end on the store's clock. created_at: on the same clock.
         parent_handle_id: The sequence it was branched from; empty when it was prefilled.
         reserved_length: Length up to which appends are sure to find blocks; 0: nothing is reserved.
@@ -51,6 +51,9 @@ class Sequence:
         is_durable: It survives the process: the engine writes what happens to it to the journal.
         is_cold: It was restored and has its tokens, but no blocks: its KV must be computed before an append or a fork
             of it can run. Its forks are cold too.
+        window: How many tokens a row attends to, if blocks outside the window are given back; 0: all blocks are kept.
+        num_given_back: Blocks that were given back, the first ones of its tokens.
+        lowest_length: The lowest length at which the sequence can be continued, forked, truncated or computed again.
         scheduled_at: When the lease heap checks it next.
     """
 
@@ -72,6 +75,9 @@ class Sequence:
     is_published: bool = False
     is_durable: bool = False
     is_cold: bool = False
+    window: int = 0
+    num_given_back: int = 0
+    lowest_length: int = 1
     scheduled_at: float = math.inf
 
     @property
@@ -87,7 +93,26 @@ class Sequence:
     @property
     def num_blocks(self) -> int:
         """Blocks that it holds, shared blocks and spares included."""
-        return len(self.block_ids) + len(self.spare_ids)
+        return len(self.block_ids) - self.num_given_back + len(self.spare_ids)
+
+    @property
+    def held_ids(self) -> list[int]:
+        """The blocks of its table that it holds, as a new list."""
+        return self.block_ids[self.num_given_back :]
+
+    @property
+    def first_position(self) -> int:
+        """The first token whose KV it still holds."""
+        return self.lowest_length - self.window if self.num_given_back else 0
+
+    def require_kv(self, length: int) -> None:
+        """Return if the KV that a row after the first ``length`` tokens, or the last of them, attends to is held.
+
+        Raises:
+            KvGivenBack: Some of it was given back.
+        """
+        if length < self.lowest_length:
+            raise KvGivenBack(self.handle_id, length, self.lowest_length)
 
     def handle_at(self, length: int | None = None) -> Handle:
         """Return the handle of the first ``length`` tokens; None means all of them."""

@@ -6,8 +6,9 @@ import math
 import secrets
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from itertools import pairwise
 
 from ferrule_server.errors import HandleExpired, HandleUnknown, TruncateBeyond
 from ferrule_server.kv.append_rule import check_handle
@@ -22,6 +23,7 @@ from ferrule_server.kv.reservation import Reservation, Reservations, prefix_bloc
 from ferrule_server.kv.reserved_slots import ReservedSlots, SlotRequest, SlotReservation
 from ferrule_server.kv.sequence import Sequence, Truncation, require_idle
 from ferrule_server.kv.usage import Holding, Usage
+from ferrule_server.kv.windows import give_back, set_window
 from ferrule_server.quotas import MIN_TTL_S, LimitsOf, unlimited
 
 DEFAULT_TTL_S = 60.0
@@ -41,15 +43,16 @@ class SequenceStore:
 
     Invariant: the refcount of a block is the number of its owners, which are the sequences with it in their table
     or among their spares and the live reservations that hold it, all of one principal; a sequence has at least one
-    token, and of n tokens exactly ceil(n / block_size) blocks in its table, each once, or none if it is cold; its
-    spares are what appends up to its reserved length need (see ``kv/reserved_slots.py``); its lineage at any length is
-    that computed from its tokens; its lease lasts between MIN_TTL_S and max_ttl_s; the usage of a principal is what its
-    sequences and reservations hold.
+    token, and of n tokens exactly ceil(n / block_size) blocks in its table, each once, or none if it is cold; the first
+    ones may be null blocks because they were given back (see ``kv/windows.py``); its spares are what appends up to its
+    reserved length need (see ``kv/reserved_slots.py``); its lineage at any length is that computed from its tokens; its
+    lease lasts between MIN_TTL_S and max_ttl_s; the usage of a principal is what its sequences and reservations hold.
 
     Quotas are checked before anything is allocated, all or nothing: HANDLES if sequences are created (one in creation
     counts), KV_TOKENS if blocks are allocated. :class:`Reservations` documents the order of refusals.
 
-    An owner of a block also owns the blocks before it in each table that has it: refcounts never rise along a table.
+    An owner of a block also owns the blocks before it in each table that has it, unless it gave them back: refcounts
+    never rise along a table but for such owners.
 
     Full blocks are registered in the prefix cache as they are committed, and new sequences of the same principal find
     them. Registered blocks without owner are free, and are handed out when no empty block is left (see
@@ -195,8 +198,11 @@ class SequenceStore:
                 sequence.block_ids = reservation.block_ids
         self.reservations.close(reservation)
         size = self.pool.block_size
-        if reservation.start % size + num_tokens >= size and sequence.is_published:
-            self._cache.register(sequence, (reservation.start + reservation.num_cached) // size)
+        if reservation.start % size + num_tokens >= size:
+            if sequence.is_published:
+                self._cache.register(sequence, (reservation.start + reservation.num_cached) // size)
+            if sequence.window:
+                self._give_back(sequence, reservation.start)
         if reservation.copies:
             self.ledger.add(sequence.principal, "num_block_copies", len(reservation.copies))
             self.usage.release(sequence.principal, [source_id for source_id, _ in reservation.copies])
@@ -218,6 +224,7 @@ class SequenceStore:
             QuotaExceeded: HANDLES, or KV_TOKENS for that one block.
             BlocksExhausted: That one block is not available.
             HandleUnknown: The sequence is released.
+            KvGivenBack: Blocks that a row after ``length`` tokens needs were given back.
             ValueError: ``length`` is outside [1, its length], or ``count`` below 1.
         """
         require_idle(sequence)
@@ -228,10 +235,11 @@ class SequenceStore:
         self.usage.check(sequence.principal, num_sequences=count, num_blocks=num_spares)
         self._slots.add_spares(sequence, num_spares)
         self.usage.enter(sequence.principal, count)
-        self.pool.share(prefix, count)
+        self.pool.share(prefix[sequence.num_given_back :], count)
         branches, chain = [], sequence.chain.copy(length)
         for _ in range(count):
             branch = self._create(sequence.principal, chain.copy(length), prefix, sequence)
+            set_window(branch, sequence.window, sequence.num_given_back, self.pool.block_size)
             self.renew(branch, ttl_s)
             branches.append(branch)
         self.ledger.add(sequence.principal, "num_forks", count)
@@ -247,6 +255,7 @@ class SequenceStore:
         Raises:
             TruncateBeyond: ``new_length`` is outside [1, length of the handle].
             HandleStale: The sequence does not hold the handle's tokens.
+            KvGivenBack: Blocks that a row after ``new_length`` tokens needs were given back.
             QuotaExceeded, BlocksExhausted: These other blocks are not available; nothing changed.
             HandleUnknown: The sequence is released.
         """
@@ -256,6 +265,7 @@ class SequenceStore:
         last = sequence.last_truncate
         if last is None or (last.handle, last.new_length) != (handle, new_length):
             check_handle(sequence, handle)
+            sequence.require_kv(new_length)
             last = Truncation(handle, new_length, self._slots.truncate(sequence, new_length))
             sequence.last_truncate = last
         self.renew(sequence)
@@ -350,8 +360,9 @@ class SequenceStore:
             self.reservations.abort(reservation)
         for sequence in self.registry:
             if sequence.is_durable:
-                self.usage.release(sequence.principal, [*sequence.block_ids, *sequence.spare_ids])
+                self.usage.release(sequence.principal, [*sequence.held_ids, *sequence.spare_ids])
                 sequence.block_ids, sequence.spare_ids, sequence.is_cold = [], (), True
+                sequence.num_given_back, sequence.lowest_length = 0, 1
             else:
                 self._free_sequence(sequence)
         self.registry.lose_all()
@@ -359,10 +370,13 @@ class SequenceStore:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariants of the store and of its parts hold; slow, for tests."""
         owners = self.reservations.count_owners()
+        num_without = self.reservations.count_without()
         for sequence in self.registry:
-            owners.update(sequence.block_ids)
+            owners.update(sequence.held_ids)
             owners.update(sequence.spare_ids)
-            self._check_sequence(sequence)
+            num_without.update(sequence.held_ids[:1] if sequence.num_given_back else ())
+        for sequence in self.registry:
+            self._check_sequence(sequence, num_without)
         self.pool.check_integrity(owners)
         self.usage.check_integrity(self._count_holdings())
         self.registry.check_integrity()
@@ -376,7 +390,7 @@ class SequenceStore:
         blocks: dict[str, set[int]] = {}
         for each in self.registry:
             holdings.setdefault(each.principal, Holding()).num_sequences += 1
-            blocks.setdefault(each.principal, set()).update(each.block_ids, each.spare_ids)
+            blocks.setdefault(each.principal, set()).update(each.held_ids, each.spare_ids)
         for reservation in self.reservations.live:
             held = holdings.setdefault(reservation.principal, Holding())
             held.num_sequences += reservation.sequence is None
@@ -385,14 +399,20 @@ class SequenceStore:
             holdings[principal].num_blocks = len(block_ids)
         return {principal: held for principal, held in holdings.items() if held != Holding()}
 
-    def _check_sequence(self, sequence: Sequence) -> None:
-        name = sequence.handle_id
+    def _check_sequence(self, sequence: Sequence, num_without: Mapping[int, int]) -> None:
+        """Check one sequence; ``num_without`` counts, by block, the owners that gave back the block before it."""
+        name, held_ids = sequence.handle_id, sequence.held_ids
         assert sequence.length > 0, f"{name} is empty"
         num_blocks = 0 if sequence.is_cold else self.pool.num_blocks_for(sequence.length)
         assert len(sequence.block_ids) == num_blocks, f"{name} has a table of other size"
-        assert len(set(sequence.block_ids)) == len(sequence.block_ids), f"{name} has a block twice"
-        refcounts = [self.pool.refcount(block_id) for block_id in sequence.block_ids]
-        assert refcounts == sorted(refcounts, reverse=True), f"{name} shares a block and not those before it"
+        assert len(set(held_ids)) == len(held_ids), f"{name} has a block twice"
+        assert not any(sequence.block_ids[: sequence.num_given_back]), f"{name} has a block that it gave back"
+        lowest = sequence.num_given_back * self.pool.block_size + sequence.window if sequence.num_given_back else 1
+        assert sequence.lowest_length == lowest <= sequence.length, f"{name} cannot be continued"
+        assert self.pool.has_gaps or not sequence.num_given_back, f"{name} has gaps that the pool does not know"
+        for before, block_id in pairwise(held_ids):
+            most = self.pool.refcount(before) + num_without.get(block_id, 0)
+            assert self.pool.refcount(block_id) <= most, f"{name} shares a block and not those before it"
         self._slots.check_integrity(sequence)
         sequence.chain.check_integrity(self._fingerprint)
         assert MIN_TTL_S <= sequence.ttl_s <= self.max_ttl_s, f"{name} has a lease of {sequence.ttl_s} s"
@@ -431,6 +451,7 @@ class SequenceStore:
             reservation.source,
             is_durable=reservation.is_durable,
         )
+        set_window(sequence, reservation.window, reservation.num_given_back, self.pool.block_size)
         if reservation.source is None:
             sequence.is_published = reservation.is_published
         else:
@@ -463,10 +484,17 @@ class SequenceStore:
         self.ledger.add(principal, "num_created")
         return sequence
 
+    def _give_back(self, sequence: Sequence, start: int) -> None:
+        """Release the blocks outside the window after an append to the sequence, which had ``start`` tokens before."""
+        if given_back := give_back(sequence, start, self.pool.block_size):
+            self.pool.has_gaps = True
+            self.usage.release(sequence.principal, given_back)
+            self.ledger.add(sequence.principal, "num_given_back", len(given_back))
+
     def _free_sequence(self, sequence: Sequence) -> int:
         """Take all blocks from a sequence that is no longer registered, and return how many became free."""
-        block_ids, sequence.block_ids = [*sequence.block_ids, *sequence.spare_ids], []
-        sequence.spare_ids = ()
+        block_ids, sequence.block_ids = [*sequence.held_ids, *sequence.spare_ids], []
+        sequence.spare_ids, sequence.num_given_back = (), 0
         sequence.is_released = True
         freed_blocks = self.usage.release(sequence.principal, block_ids)
         self.usage.leave(sequence.principal)

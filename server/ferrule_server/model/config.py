@@ -165,6 +165,12 @@ class ModelConfig:
         """Values of K and V together that a token leaves in the pool, in all layers."""
         return sum(2 * kind.num_kv_heads * kind.head_dim for kind in self.layers if kind.kv_layer is None)
 
+    @property
+    def attention_window(self) -> int:
+        """The largest window of any layer, in tokens; 0: some layer attends to all tokens."""
+        windows = [kind.window for kind in self.layers]
+        return max(windows) if all(windows) else 0
+
     def for_context(self, max_context: int) -> ModelConfig:
         """Return the network as a server computes it whose sequences are at most so long, in tokens."""
         layers = tuple(

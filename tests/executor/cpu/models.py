@@ -122,7 +122,16 @@ def plan_of(
 
 
 @contextmanager
-def running(
+def running(folder: Path, *arguments: Any, **options: Any) -> Iterator[NumbaCpuExecutor]:
+    """Open an executor as :func:`opened` does, and close it afterwards."""
+    executor = opened(folder, *arguments, **options)
+    try:
+        yield executor
+    finally:
+        executor.close()
+
+
+def opened(
     folder: Path,
     dtype: DTypeName = "bfloat16",
     kernels: tuple[Instructions, bool] = ("fma", False),
@@ -133,8 +142,8 @@ def running(
     kernel_cache: Path | None = None,
     change: Callable[[ModelWeights], None] = lambda _weights: None,
     **options: Any,
-) -> Iterator[NumbaCpuExecutor]:
-    """Run an executor over a model folder; its machine code is shared with other tests.
+) -> NumbaCpuExecutor:
+    """Return an executor over a model folder; its machine code is shared with other tests.
 
     ``change`` is called with the weights when they are loaded and packed.
     """
@@ -145,11 +154,7 @@ def running(
     assert model.weights is not None
     change(model.weights)
     settings: dict[str, Any] = {"kv_memory_bytes": 48 << 20, "max_context": 1024, "max_step_rows": 512} | options
-    executor = NumbaCpuExecutor(model, CpuOptions(plan, "a test", num_threads, **settings), prepared)
-    try:
-        yield executor
-    finally:
-        executor.close()
+    return NumbaCpuExecutor(model, CpuOptions(plan, "a test", num_threads, **settings), prepared)
 
 
 def lose_a_thread(executor: NumbaCpuExecutor) -> None:

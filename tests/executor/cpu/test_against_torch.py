@@ -61,7 +61,7 @@ def test_bfloat16_greedy_tokens_equal_torch(kernels: tuple[str, bool]) -> None:
     prompt = tokenizer.encode(TEXT)[:400]
     exact = all_logits(torch_executor(DEMO, "float32"), prompt)
     rounded = all_logits(torch_executor(DEMO, "bfloat16"), prompt)
-    with running(DEMO, "bfloat16", kernels) as executor:  # type: ignore[arg-type]
+    with running(DEMO, "bfloat16", kernels) as executor:
         found = all_logits(executor, prompt)
     two_best = np.sort(exact, axis=1)[:, -2:]
     is_clear = two_best[:, 1] - two_best[:, 0] > 0.1

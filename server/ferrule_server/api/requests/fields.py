@@ -13,13 +13,7 @@ from google.protobuf.message import Message
 from ferrule.v1 import executor_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.engine.jobs import AppendJob, GenerateJob
-from ferrule_server.errors import (
-    ContextExceeded,
-    FeatureUnsupported,
-    InvalidRequest,
-    ReplyTooLarge,
-    TokenOutOfVocab,
-)
+from ferrule_server.errors import ContextExceeded, FeatureUnsupported, InvalidRequest, ReplyTooLarge, TokenOutOfVocab
 from ferrule_server.kv.handle import Handle, StalePolicy
 
 _LINEAGE_BYTES: Final = 16
@@ -61,13 +55,17 @@ class FieldReader:
         vocab_size: Number of token ids of the model.
         max_context: Longest sequence in tokens. An input with more tokens is refused unread.
         limits: The limits of messages.
+        attention_window: Tokens that a row attends to in any layer; 0: some layer attends to all.
         is_durable: The server has a journal.
     """
 
-    def __init__(self, vocab_size: int, max_context: int, limits: ApiLimits, *, is_durable: bool = False) -> None:
+    def __init__(
+        self, vocab_size: int, max_context: int, limits: ApiLimits, attention_window: int, *, is_durable: bool = False
+    ) -> None:
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.limits = limits
+        self.attention_window = attention_window
         self.is_durable = is_durable
 
     def handle(self, message: types_pb2.KvCacheHandle, at: str) -> Handle:
@@ -149,8 +147,12 @@ class FieldReader:
 
         Raises:
             InvalidRequest: The lease or the durability is invalid, or ``reserve_length`` is less than the input needs.
-            FeatureUnsupported: The sequence must be durable, and the server has no journal.
+            FeatureUnsupported: The sequence must be durable, and the server has no journal; or blocks outside windows
+                are to be dropped, and a layer of the model has no window.
         """
+        if options.drop_outside_window and not self.attention_window:
+            text = "drop_outside_window needs a model whose layers all have a window; this one has attention_window 0"
+            raise FeatureUnsupported("drop_outside_window", text)
         job.ttl_s = lease(options.ttl, f"{at}cache.ttl")
         if job.handle is not None:
             return
@@ -161,6 +163,7 @@ class FieldReader:
         job.reserved_length = length
         job.reuse_prefix = not options.skip_prefix_reuse
         job.publish_prefix = not options.skip_prefix_publish
+        job.attention_window = self.attention_window if options.drop_outside_window else 0
         job.is_durable = self._durability(options.durability, at) if options.durability else self.is_durable
 
     def _durability(self, value: int, at: str) -> bool:

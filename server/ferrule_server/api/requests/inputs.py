@@ -62,7 +62,10 @@ class InputReader:
         tokenizer: Tokenizer | None = None,
         is_durable: bool = False,
     ) -> None:
-        self._fields = FieldReader(model.config.vocab_size, model.max_context, limits, is_durable=is_durable)
+        config = model.config
+        self._fields = FieldReader(
+            config.vocab_size, model.max_context, limits, config.attention_window, is_durable=is_durable
+        )
         self._max_step_rows = max_step_rows
         self.masks = masks
         self._masks = MaskReader(model.config.vocab_size, masks)

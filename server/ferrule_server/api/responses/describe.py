@@ -73,6 +73,7 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
+        attention_window=config.attention_window,
         max_sequence_length=model.max_context,
         dtype=_DTYPES[model.dtype],
         kv_dtype=_DTYPES[info.kv_dtype],

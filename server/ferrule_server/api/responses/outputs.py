@@ -134,6 +134,8 @@ def _summary(info: CacheInfo) -> cache_pb2.CacheSummary:
         num_shared_blocks=info.num_shared_blocks,
         kv_bytes=info.kv_bytes,
         reserved_length=info.reserved_length,
+        first_position=info.first_position,
+        lowest_length=info.lowest_length,
         lease=lease_message(info.lease),
         create_time=from_now(-info.age_s),
         durability=LEVELS[info.is_durable],

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,6 +26,7 @@ from ferrule_server.engine import host_calls
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.engine.metrics.histogram import HistogramReading
 from ferrule_server.engine.metrics.views import PrincipalSeen, SequenceSeen, View
+from ferrule_server.kv.block_pool import count_shared
 
 FRESH_S: Final = 0.1
 """For how long a snapshot answers later calls too."""
@@ -219,7 +219,7 @@ def _sequence(seen: SequenceSeen, view: View, bytes_per_block: int) -> admin_pb2
         **describe.same_fields(seen, cache_pb2.CacheSummary),
         durability=LEVELS[seen.is_durable],
         num_blocks=num_blocks,
-        num_shared_blocks=num_shared(seen.block_ids, view.refcounts),
+        num_shared_blocks=count_shared(seen.block_ids, view.refcounts, has_gaps=view.has_gaps),
         kv_bytes=num_blocks * bytes_per_block,
         lease=cache_pb2.Lease(ttl=duration(seen.ttl_s), expires_in=duration(seen.expires_in_s)),
         create_time=timestamp(view.unix_ns - round(seen.age_s * 1e9)),
@@ -263,8 +263,3 @@ def block_map(owners: npt.NDArray[np.int32], is_cached: bytes, max_cells: int) -
         cells=np.maximum.reduceat(marks, starts).tobytes(),
         fill=(-(-num_held * _MAX_BYTE // sizes)).astype(np.uint8).tobytes(),
     )
-
-
-def num_shared(block_ids: Sequence[int], refcounts: Sequence[int]) -> int:
-    """Return how many blocks of a table have several owners, in O(log n): refcounts never rise along a table."""
-    return bisect_left(block_ids, 1, key=lambda block_id: refcounts[block_id] == 1)

@@ -142,6 +142,7 @@ COUNTERS: Final = (
     ),
     Figure("prefix_hit_tokens", "Of these, tokens found.", lambda look: look.kv.num_prefix_hit_tokens),
     Figure("prefix_evictions", "Cached blocks handed out to others.", lambda look: look.kv.num_prefix_evictions),
+    Figure("kv_blocks_given_back", "Blocks given back outside windows.", lambda look: look.kv.num_given_back),
     Figure("kv_exhausted", "Requests refused because too few blocks were free.", lambda look: look.kv.num_exhausted),
     Figure("replays", "Appends and forks answered from an earlier commit.", lambda look: look.counters.replays),
     Figure("recomputed", "Replays whose rows had to be run again.", lambda look: look.counters.recomputed),

@@ -49,6 +49,7 @@ class Admission:
             prompt=job.token_ids if job.reuse_prefix and _wants_last_row_at_most(job) else None,
             publish=job.publish_prefix,
             is_durable=job.is_durable,
+            window=job.attention_window,
         )
         run = _writing(job, sink, reservation)
         if reservation.num_cached:
@@ -64,6 +65,7 @@ class Admission:
 
         Raises:
             HandleStale: By the append rule.
+            KvGivenBack: The rows attend to tokens whose KV was given back.
             SeedRequired: A replay must be sampled again, and no seed was given.
             RequestIdReused: It would create a branch, and its request_id has created something else.
             ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
@@ -141,6 +143,7 @@ class Admission:
 
         Raises:
             HandleStale: The sequence was truncated below the answered length, and perhaps rewritten.
+            KvGivenBack: Rows must be run again that attend to tokens whose KV was given back.
         """
         (handle,) = creation.handles
         check_handle(sequence, handle)
@@ -207,8 +210,9 @@ class Admission:
             return self._answer(job, sequence, is_replay=is_replay, rows=rows)
         if sequence.is_cold:
             return None
-        self.counters.recomputed += is_replay
         first = next(iter(specs))
+        sequence.require_kv(start + first + 1)
+        self.counters.recomputed += is_replay
         sequence.num_pins += 1
         return RunningAppend(
             job=job,

@@ -3,7 +3,7 @@
 All of them judge leases at ``at``, the job's time of arrival on the store's clock, and raise:
 
     HandleUnknown, HandleExpired, EpochChanged, WrongInstance     The handle names no sequence here.
-    HandleStale, TruncateBeyond                                   The request does not fit the sequence.
+    HandleStale, TruncateBeyond, KvGivenBack                      The request does not fit the sequence.
     ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted  There is no room; nothing changed.
 """
 
@@ -109,7 +109,7 @@ class Caches:
         """Return all details of a sequence, and renew its lease."""
         sequence = self.store.resolve(handle, principal, at)
         self.store.renew(sequence)
-        block_ids, token_ids = tuple(sequence.block_ids), sequence.token_ids
+        block_ids, token_ids = tuple(sequence.held_ids), sequence.token_ids
         return dataclasses.replace(
             self._describe(sequence),
             tip=sequence.handle_at(),
@@ -133,7 +133,7 @@ class Caches:
         return Lease(granted, granted)
 
     def _describe(self, sequence: Sequence) -> CacheInfo:
-        """Describe a sequence in a time independent of its length, since a page has up to a thousand of them."""
+        """Describe a sequence, as a rule in a time independent of its length: a page has up to a thousand of them."""
         now = self.store.clock()
         return CacheInfo(
             handle_id=sequence.handle_id,
@@ -149,4 +149,6 @@ class Caches:
             reserved_length=sequence.reserved_length,
             is_durable=sequence.is_durable,
             tokens_to_recompute=sequence.length if sequence.is_cold else 0,
+            first_position=sequence.first_position,
+            lowest_length=sequence.lowest_length,
         )

@@ -130,6 +130,7 @@ class Generation:
             reuse_prefix=job.reuse_prefix,
             publish_prefix=job.publish_prefix,
             is_durable=job.is_durable,
+            attention_window=job.attention_window,
             is_internal=True,
             loop=self._loop,
         )

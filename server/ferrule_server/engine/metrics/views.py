@@ -18,9 +18,9 @@ class SequenceSeen:
     """One live sequence. Not frozen: a thousand are made on the engine thread at a time.
 
     Attributes:
-        handle_id, parent_handle_id, principal, length, reserved_length, ttl_s, is_appending: As in
-            :class:`~ferrule_server.kv.sequence.Sequence`.
-        block_ids: A copy of its table; the view's refcounts show which blocks are shared.
+        handle_id, parent_handle_id, principal, length, reserved_length, first_position, lowest_length, ttl_s,
+        is_appending: As in :class:`~ferrule_server.kv.sequence.Sequence`.
+        block_ids: The blocks that it holds of its tokens; the view's refcounts show which blocks are shared.
         num_spares: Blocks that it holds besides.
         expires_in_s: Seconds left of its lease, at least 0. age_s: since it was created.
         num_pending: Jobs in flight or waiting on it.
@@ -32,6 +32,8 @@ class SequenceSeen:
     principal: str
     length: int
     reserved_length: int
+    first_position: int
+    lowest_length: int
     block_ids: tuple[int, ...] = field(repr=False)
     num_spares: int
     ttl_s: float
@@ -76,6 +78,7 @@ class View:
         kv: The counters of the pool.
         refcounts: Owners of each block, the null block at index 0; the view's own copy.
         is_cached: A byte for each block, 1 if only the prefix cache holds it.
+        has_gaps: As in :class:`~ferrule_server.kv.block_pool.BlockPool`.
         sequences: Those whose leases end soonest, in that order.
         principals: The most recently active first.
         num_principals: Known principals, including those not listed. num_jobs: accepted and unfinished jobs of all.
@@ -88,6 +91,7 @@ class View:
     kv: KvMetrics
     refcounts: list[int] = field(repr=False)
     is_cached: bytes = field(repr=False)
+    has_gaps: bool
     sequences: tuple[SequenceSeen, ...]
     principals: tuple[PrincipalSeen, ...]
     num_principals: int

@@ -188,7 +188,7 @@ BUDGET: dict[str, int] = {
     "api/telemetry": 530,
     "api/texts": 230,
     "api/web": 505,
-    "durability": 1855,
+    "durability": 1870,
     "engine": 1010,
     "engine/appends": 1140,
     "engine/bridge": 430,

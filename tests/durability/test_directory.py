@@ -194,7 +194,12 @@ def test_other_files_are_no_segments() -> None:
     """Only names of the right length count."""
     files = FaultFiles()
     directory = open_one(files)
-    for name in ("1.segment", "00000000000000000001.segment.new", "0000000000000000000x.segment"):
+    for name in (
+        "1.segment",
+        "99999999999999999999.segment",
+        "00000000000000000001.segment.new",
+        "0000000000000000000x.segment",
+    ):
         files.open_new(PATH / name)
     for number in (12, 9, 10):
         directory.create_segment(number, SIZE, None)

@@ -287,6 +287,7 @@ def test_header_is_read_as_it_was_written(previous: Previous | None) -> None:
     [
         *(b"", b"\xff", b"{", b"[]", b"1", b"null", b"[" * 100_000, b"{}"),
         b'{"segment": "1", "epoch": "a", "generation": 1, "previous": null}',
+        b'{"segment": 9223372036854775808, "epoch": "a", "generation": 1, "previous": null}',
         b'{"segment": true, "epoch": "a", "generation": 1, "previous": null}',
         b'{"segment": 1, "epoch": 2, "generation": 1, "previous": null}',
         b'{"segment": 1, "epoch": "a", "generation": 1, "previous": {"segment": 1}}',

@@ -26,7 +26,7 @@ from ferrule_server.durability.frames import Previous, SegmentHeader, encode_fra
 from ferrule_server.errors import ConfigError
 
 FORMAT: Final = 1
-_SEGMENT: Final = re.compile(r"([0-9]{20})\.segment")
+_SEGMENT: Final = re.compile(r"(0[0-9]{19})\.segment")
 _EPOCH: Final = re.compile(r"[0-9a-f]{12}")
 _KEY_BYTES: Final = 16
 
@@ -55,13 +55,13 @@ class OwnerReplaced(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a server is, and the identity of its directory must agree with.
+    """The properties of a server that the identity of its directory must have.
 
     Attributes:
         instance: The name of the server to its clients.
         fingerprint: The digest of the model.
-        dtype: Of its computation.
-        block_size: Tokens in a block.
+        dtype: The dtype of its computation.
+        block_size: The number of tokens in a block.
     """
 
     instance: str

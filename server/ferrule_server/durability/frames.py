@@ -34,6 +34,7 @@ _COVERED: Final = struct.Struct("<QQI")
 _END_BYTE: Final = bytes([END])
 _VERSION_BYTE: Final = bytes([VERSION])
 _XOR: Final = bytes(byte ^ END for byte in range(256))
+_NUMBERS_END: Final = 1 << 63
 _MAX_CANDIDATES: Final = 1 << 20
 _MAX_CHECKED_BYTES: Final = 1 << 30
 """The search for a frame after a bad one ends after so many places, or so many bytes of checksums."""
@@ -146,7 +147,7 @@ def _payload_at(data: bytes, segment: int, offset: int) -> bytes | None:
 
 
 def _tail(data: bytes, segment: int, start: int) -> tuple[Tail, str, int | None]:
-    """Judge what begins at `start`, where no valid frame begins."""
+    """Classify what begins at `start`, where no valid frame begins."""
     stop = len(data.rstrip(b"\0"))
     if stop <= start:
         return Tail.CLEAN, "", None
@@ -163,7 +164,7 @@ def _tail(data: bytes, segment: int, start: int) -> tuple[Tail, str, int | None]
 def _next_frame(data: bytes, segment: int, start: int, stop: int) -> tuple[int | None, bool]:
     """Return where the first valid frame at or after `start` begins, and whether the answer is certain.
 
-    Whoever chose the bytes can make each a possible begin of a frame of any length, so the effort is bounded.
+    In bytes that somebody has chosen, each may be the beginning of a frame of any length. So the effort is bounded.
     """
     num_checked_bytes = 0
     at = data.find(_VERSION_BYTE, start + 3, stop)
@@ -197,7 +198,7 @@ class _BadFrame:
     @property
     def length(self) -> int:
         """The length that it would have if its end were not missing."""
-        return len(self.data) - frame_bytes(self.start)
+        return len(self.data) - self.start - OVERHEAD_BYTES
 
     @property
     def states_its_length(self) -> bool:
@@ -226,7 +227,7 @@ class _BadFrame:
 
 
 def _last_frame(data: bytes, segment: int, start: int) -> tuple[Tail, str]:
-    """Judge a bad frame that no other follows; `data` ends with the last byte that is not zero."""
+    """Classify a bad frame that no other follows; `data` ends with the last byte that is not zero."""
     bad = _BadFrame(data, segment, start)
     if bad.is_valid(bad.head):
         return Tail.DAMAGED, f"it has format version {bad.head >> 24}, this server reads {VERSION}"
@@ -285,6 +286,8 @@ class SegmentHeader:
         except (TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"the header of a segment is malformed: {error}") from None
         numbers = (header.segment, header.generation, *(previous or ()))
-        if not isinstance(header.epoch, str) or not all(type(number) is int and number >= 0 for number in numbers):
-            raise ValueError("the header of a segment has values of other types")
+        if not all(type(number) is int and 0 <= number < _NUMBERS_END for number in numbers):
+            raise ValueError("the header of a segment has numbers that are out of range")
+        if not isinstance(header.epoch, str):
+            raise ValueError("the header of a segment has an epoch that is not a text")
         return header

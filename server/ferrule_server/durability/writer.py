@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 
 SEGMENT_BYTES: Final = 64 << 20
 LARGEST_FRAME_BYTES: Final = 8 << 20
-"""Of a frame with several records; a record is never split."""
+"""The limit of a frame with several records; a record is never split."""
 _HEADER_ROOM_BYTES: Final = 512
 SYNC_BOUNDS_S: Final = (100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
@@ -111,7 +111,7 @@ class JournalWriter:
     """Writes groups of records in order, each confirmed before the next, and begins segments.
 
     Invariant: the groups up to ``synced`` that were accepted are on the disk. After a failure none is accepted, and
-    those given away are dropped, until :meth:`restart`; whoever calls it then writes the whole state as new groups.
+    those given away are dropped, until :meth:`restart`. Its caller then writes the whole state as new groups.
 
     Args:
         directory: Where the segments are.

@@ -105,6 +105,19 @@ def test_a_decoded_token_is_small(numbers: Numbers, size: int) -> None:
     assert reader.sequences[state.no].token_ids.tolist() == [0, 1, 2, 3, 7]
 
 
+def test_each_token_may_have_a_seed_of_its_own() -> None:
+    """It takes 8 bytes, unless it is that of the token before."""
+    encoder, reader = begun(a_sequence(answer=FIRST._replace(seed=1)))
+    sizes = []
+    for index, seed in enumerate((1, 2**64 - 1, 2**64 - 1, 1, 1)):
+        answer = Answer(4 + index, 1, b"p" * 16, seed, (Row(5 + index, 7, -0.5, 0.0),))
+        record = encoder.append(1, None, (7,), None, answer)
+        sizes.append(len(record))
+        reader.read(record)
+        assert reader.sequences[1].answer == answer
+    assert sizes == [7, 15, 7, 15, 7]
+
+
 def test_a_step_clears_the_truncation() -> None:
     """As every append does: the truncate cannot be repeated any more."""
     encoder, reader = begun(a_sequence(answer=FIRST))
@@ -185,6 +198,9 @@ def _refused() -> dict[str, tuple[str, bytes]]:
         "cut numbers": ("ends inside a step", b"\x80\1\5\0\0"),
         "long token": ("is above 2", b"\x80\1\xff\xff\xff\xff\xff\x01"),
         "long number": ("is above 2", b"\x80\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01"),
+        "row before the first": ("a row at position -1", b"\2\1" + bytes(16) + b"\4\1\4\0\0\0\0\1\2" + bytes(4)),
+        "row of unknown shape": ("a row of shape 0x1000", b"\4\1\4\0\0\4\0\0\1\0\x10"),
+        "accepted drafts": ("1 of 0 drafts were accepted", b"\4\1\4\0\4\4\0\0" + bytes(16) + b"\0\0\1\0\0"),
         "number 0": ("the number 0", b"\6\0\0"),
         "unknown tag": ("unknown record 0", b"\0"),
         "unknown end": ("in an unknown way", b"\x08\1\4"),

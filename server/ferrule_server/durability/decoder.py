@@ -119,7 +119,7 @@ class Cursor:
         return self._payload[at]
 
     def varint(self, limit: int = _MAX_UINT32) -> int:
-        """Return the next varint, at most ``limit``."""
+        """Return the next varint, at most ``limit``, which is at least 127."""
         byte = self._payload[self.at]
         self.at += 1
         return byte if byte < 0x80 else self._long_varint(byte & 0x7F, limit)
@@ -289,7 +289,9 @@ def _answer(cursor: Cursor, definitions: Definitions) -> Answer:
 
 def _drafts(cursor: Cursor) -> DraftsAnswer:
     digest, num_certain, draft_ids = cursor.take(DIGEST_BYTES), cursor.varint(), tuple(cursor.token_ids())
-    accepted_count = cursor.varint(len(draft_ids))
+    accepted_count = cursor.varint()
+    if accepted_count > len(draft_ids):
+        raise BadRecord(f"{accepted_count} of {len(draft_ids)} drafts were accepted")
     return DraftsAnswer(digest, num_certain, draft_ids, accepted_count, cursor.optional())
 
 

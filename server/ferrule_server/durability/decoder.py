@@ -253,7 +253,7 @@ def _sequence(cursor: Cursor, definitions: Definitions) -> SequenceRecord:
     no = _no(cursor)
     flags = cursor.flags(IS_PUBLISHED | HAS_PREFIX | HAS_ANSWER | HAS_TRUNCATION | HAS_PARENT)
     secret, principal = cursor.take(DIGEST_BYTES), _principal(cursor, definitions)
-    ttl_s, reserved_length = cursor.seconds(), cursor.varint()
+    ttl_s, reserved_length, window = cursor.seconds(), cursor.varint(), cursor.varint()
     parent = cursor.take(8).hex() if flags & HAS_PARENT else ""
     prefix = (_no(cursor), cursor.varint()) if flags & HAS_PREFIX else (0, 0)
     token_ids = cursor.token_ids()
@@ -261,7 +261,7 @@ def _sequence(cursor: Cursor, definitions: Definitions) -> SequenceRecord:
     truncation = _truncation(cursor) if flags & HAS_TRUNCATION else None
     is_published = bool(flags & IS_PUBLISHED)
     state = SequenceState(
-        no, secret, principal, ttl_s, is_published, reserved_length, parent, token_ids, answer, truncation
+        no, secret, principal, ttl_s, is_published, reserved_length, parent, token_ids, answer, truncation, window
     )
     return SequenceRecord(state, *prefix)
 

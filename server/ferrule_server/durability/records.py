@@ -163,6 +163,7 @@ class SequenceState:
         token_ids: array("I"); owned by the state.
         answer: The answer to the last append; None: it cannot be repeated.
         truncation: Set by a truncate, cleared when tokens are appended.
+        window: Tokens that a row attends to, if blocks outside are given back; 0: all are kept.
     """
 
     no: int
@@ -175,6 +176,7 @@ class SequenceState:
     token_ids: array[int] = field(default_factory=lambda: array("I"), repr=False)
     answer: Answer | None = field(default=None, repr=False)
     truncation: Truncation | None = field(default=None, repr=False)
+    window: int = 0
 
 
 class PrincipalName(NamedTuple):
@@ -452,7 +454,7 @@ class Encoder:
         parts: list[bytes] = []
         principal = self._principal(parts, state.principal)
         parts += (b"\3", pack_varint(state.no), SMALL[flags], state.secret, principal, FLOAT64.pack(state.ttl_s))
-        parts += (pack_varint(state.reserved_length), bytes.fromhex(state.parent_handle_id))
+        parts += (pack_varint(state.reserved_length), pack_varint(state.window), bytes.fromhex(state.parent_handle_id))
         if has_prefix:
             parts += (pack_varint(prefix_no), pack_varint(prefix_length))
         parts.append(_pack_tokens(state.token_ids[prefix_length:] if has_prefix else state.token_ids))

@@ -385,6 +385,7 @@ class Journal:
             sequence.token_ids,
             None if record is None else answer_of_record(record, self._policies),
             None if last is None else TruncationState(*last.handle[1:], last.new_length, last.freed_blocks),
+            sequence.window,
         )
         known.ttl_s = sequence.ttl_s
         self._add(known, self._encoder.sequence(state, prefix_no, length))

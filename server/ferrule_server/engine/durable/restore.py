@@ -53,6 +53,7 @@ def _sequence_of(state: SequenceState, store: SequenceStore) -> Sequence:
     sequence.is_published = state.is_published
     sequence.reserved_length = state.reserved_length
     sequence.parent_handle_id = state.parent_handle_id
+    sequence.window = state.window
     if state.truncation is not None:
         length, lineage, new_length, freed_blocks = state.truncation
         sequence.last_truncate = Truncation(Handle(sequence.cache_id, length, lineage), new_length, freed_blocks)

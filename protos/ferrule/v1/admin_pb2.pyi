@@ -5,12 +5,22 @@ from ferrule.v1 import info_pb2 as _info_pb2
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class JournalState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    JOURNAL_STATE_UNSPECIFIED: _ClassVar[JournalState]
+    JOURNAL_STATE_HEALTHY: _ClassVar[JournalState]
+    JOURNAL_STATE_LOST: _ClassVar[JournalState]
+JOURNAL_STATE_UNSPECIFIED: JournalState
+JOURNAL_STATE_HEALTHY: JournalState
+JOURNAL_STATE_LOST: JournalState
 
 class WarmupRequest(_message.Message):
     __slots__ = ("batch_sizes",)
@@ -79,7 +89,7 @@ class GetServerViewResponse(_message.Message):
     def __init__(self, view: _Optional[_Union[ServerView, _Mapping]] = ...) -> None: ...
 
 class ServerView(_message.Message):
-    __slots__ = ("time", "uptime", "status", "cache_metrics", "running_appends", "queued_jobs", "num_step_rows", "step_ns", "num_refused", "block_map", "sequences", "principals", "known_principals", "step_times", "queue_times", "first_token_times", "inter_token_times", "decode_times")
+    __slots__ = ("time", "uptime", "status", "cache_metrics", "running_appends", "queued_jobs", "num_step_rows", "step_ns", "num_refused", "block_map", "sequences", "principals", "known_principals", "step_times", "queue_times", "first_token_times", "inter_token_times", "decode_times", "journal_state", "durable_sequences", "cold_sequences", "tokens_to_recompute", "sync_times")
     class NumRefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +115,11 @@ class ServerView(_message.Message):
     FIRST_TOKEN_TIMES_FIELD_NUMBER: _ClassVar[int]
     INTER_TOKEN_TIMES_FIELD_NUMBER: _ClassVar[int]
     DECODE_TIMES_FIELD_NUMBER: _ClassVar[int]
+    JOURNAL_STATE_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    COLD_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_TO_RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
+    SYNC_TIMES_FIELD_NUMBER: _ClassVar[int]
     time: _timestamp_pb2.Timestamp
     uptime: _duration_pb2.Duration
     status: _info_pb2.ExecutorStatus
@@ -123,7 +138,12 @@ class ServerView(_message.Message):
     first_token_times: Histogram
     inter_token_times: Histogram
     decode_times: Histogram
-    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., status: _Optional[_Union[_info_pb2.ExecutorStatus, _Mapping]] = ..., cache_metrics: _Optional[_Union[_cache_pb2.CacheMetrics, _Mapping]] = ..., running_appends: _Optional[int] = ..., queued_jobs: _Optional[int] = ..., num_step_rows: _Optional[int] = ..., step_ns: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ..., block_map: _Optional[_Union[BlockMap, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceView, _Mapping]]] = ..., principals: _Optional[_Iterable[_Union[PrincipalView, _Mapping]]] = ..., known_principals: _Optional[int] = ..., step_times: _Optional[_Union[Histogram, _Mapping]] = ..., queue_times: _Optional[_Union[Histogram, _Mapping]] = ..., first_token_times: _Optional[_Union[Histogram, _Mapping]] = ..., inter_token_times: _Optional[_Union[Histogram, _Mapping]] = ..., decode_times: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
+    journal_state: JournalState
+    durable_sequences: int
+    cold_sequences: int
+    tokens_to_recompute: int
+    sync_times: Histogram
+    def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., status: _Optional[_Union[_info_pb2.ExecutorStatus, _Mapping]] = ..., cache_metrics: _Optional[_Union[_cache_pb2.CacheMetrics, _Mapping]] = ..., running_appends: _Optional[int] = ..., queued_jobs: _Optional[int] = ..., num_step_rows: _Optional[int] = ..., step_ns: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ..., block_map: _Optional[_Union[BlockMap, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceView, _Mapping]]] = ..., principals: _Optional[_Iterable[_Union[PrincipalView, _Mapping]]] = ..., known_principals: _Optional[int] = ..., step_times: _Optional[_Union[Histogram, _Mapping]] = ..., queue_times: _Optional[_Union[Histogram, _Mapping]] = ..., first_token_times: _Optional[_Union[Histogram, _Mapping]] = ..., inter_token_times: _Optional[_Union[Histogram, _Mapping]] = ..., decode_times: _Optional[_Union[Histogram, _Mapping]] = ..., journal_state: _Optional[_Union[JournalState, str]] = ..., durable_sequences: _Optional[int] = ..., cold_sequences: _Optional[int] = ..., tokens_to_recompute: _Optional[int] = ..., sync_times: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
 
 class BlockMap(_message.Message):
     __slots__ = ("cell_blocks", "cells", "fill")

@@ -197,7 +197,7 @@ class ListCachesResponse(_message.Message):
     def __init__(self, caches: _Optional[_Iterable[_Union[CacheSummary, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class CacheSummary(_message.Message):
-    __slots__ = ("handle_id", "length", "num_blocks", "num_shared_blocks", "kv_bytes", "reserved_length", "lease", "create_time")
+    __slots__ = ("handle_id", "length", "num_blocks", "num_shared_blocks", "kv_bytes", "reserved_length", "lease", "create_time", "durability", "tokens_to_recompute")
     HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,8 @@ class CacheSummary(_message.Message):
     RESERVED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     CREATE_TIME_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_TO_RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
     handle_id: str
     length: int
     num_blocks: int
@@ -214,7 +216,9 @@ class CacheSummary(_message.Message):
     reserved_length: int
     lease: Lease
     create_time: _timestamp_pb2.Timestamp
-    def __init__(self, handle_id: _Optional[str] = ..., length: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., reserved_length: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    durability: _types_pb2.Durability
+    tokens_to_recompute: int
+    def __init__(self, handle_id: _Optional[str] = ..., length: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., reserved_length: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., durability: _Optional[_Union[_types_pb2.Durability, str]] = ..., tokens_to_recompute: _Optional[int] = ...) -> None: ...
 
 class RegisterTokenMaskRequest(_message.Message):
     __slots__ = ("masks",)

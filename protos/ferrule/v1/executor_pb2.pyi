@@ -77,16 +77,18 @@ class PrefillInput(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., attention_mask: _Optional[_Iterable[int]] = ..., position_ids: _Optional[_Iterable[int]] = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ..., logits_positions: _Optional[_Union[_types_pb2.LogitsPositions, str]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., on_stale: _Optional[_Union[_types_pb2.StalePolicy, str]] = ...) -> None: ...
 
 class CacheOptions(_message.Message):
-    __slots__ = ("ttl", "skip_prefix_reuse", "skip_prefix_publish", "reserve_length")
+    __slots__ = ("ttl", "skip_prefix_reuse", "skip_prefix_publish", "reserve_length", "durability")
     TTL_FIELD_NUMBER: _ClassVar[int]
     SKIP_PREFIX_REUSE_FIELD_NUMBER: _ClassVar[int]
     SKIP_PREFIX_PUBLISH_FIELD_NUMBER: _ClassVar[int]
     RESERVE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DURABILITY_FIELD_NUMBER: _ClassVar[int]
     ttl: _duration_pb2.Duration
     skip_prefix_reuse: bool
     skip_prefix_publish: bool
     reserve_length: int
-    def __init__(self, ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., skip_prefix_reuse: bool = ..., skip_prefix_publish: bool = ..., reserve_length: _Optional[int] = ...) -> None: ...
+    durability: _types_pb2.Durability
+    def __init__(self, ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., skip_prefix_reuse: bool = ..., skip_prefix_publish: bool = ..., reserve_length: _Optional[int] = ..., durability: _Optional[_Union[_types_pb2.Durability, str]] = ...) -> None: ...
 
 class PrefillOutput(_message.Message):
     __slots__ = ("request_id", "kv_cache", "outputs", "timing", "replayed", "recomputed", "cached_tokens", "ttl")

@@ -41,6 +41,7 @@ class Feature(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FEATURE_PREFIX_CACHE: _ClassVar[Feature]
     FEATURE_REQUEST_ID: _ClassVar[Feature]
     FEATURE_DETERMINISTIC: _ClassVar[Feature]
+    FEATURE_DURABLE_HANDLES: _ClassVar[Feature]
 
 class ExecutorState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -77,6 +78,7 @@ FEATURE_CHAT_TEMPLATE: Feature
 FEATURE_PREFIX_CACHE: Feature
 FEATURE_REQUEST_ID: Feature
 FEATURE_DETERMINISTIC: Feature
+FEATURE_DURABLE_HANDLES: Feature
 EXECUTOR_STATE_UNSPECIFIED: ExecutorState
 EXECUTOR_STATE_STARTING: ExecutorState
 EXECUTOR_STATE_READY: ExecutorState

@@ -27,6 +27,12 @@ class StalePolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STALE_POLICY_FORK: _ClassVar[StalePolicy]
     STALE_POLICY_REWIND: _ClassVar[StalePolicy]
 
+class Durability(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DURABILITY_UNSPECIFIED: _ClassVar[Durability]
+    DURABILITY_NONE: _ClassVar[Durability]
+    DURABILITY_JOURNALED: _ClassVar[Durability]
+
 class LogitsPositions(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     LOGITS_POSITIONS_UNSPECIFIED: _ClassVar[LogitsPositions]
@@ -52,6 +58,9 @@ STALE_POLICY_UNSPECIFIED: StalePolicy
 STALE_POLICY_FAIL: StalePolicy
 STALE_POLICY_FORK: StalePolicy
 STALE_POLICY_REWIND: StalePolicy
+DURABILITY_UNSPECIFIED: Durability
+DURABILITY_NONE: Durability
+DURABILITY_JOURNALED: Durability
 LOGITS_POSITIONS_UNSPECIFIED: LogitsPositions
 LOGITS_POSITIONS_LAST: LogitsPositions
 LOGITS_POSITIONS_ALL: LogitsPositions

@@ -173,7 +173,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1605,
+    ".": 1630,  # RESTORING, DURABILITY_LOST, --durable and --restore-wait
     "api": 365,
     "api/receiving": 655,
     "api/requests": 960,
@@ -182,14 +182,14 @@ BUDGET: dict[str, int] = {
     "api/security": 475,
     "api/services": 350,
     "api/streams": 610,
-    "api/telemetry": 530,
+    "api/telemetry": 560,  # the metrics of the journal
     "api/texts": 230,
     "api/web": 505,
-    "engine": 1010,
+    "engine": 1020,  # the level of a sequence
     "engine/appends": 1140,
     "engine/bridge": 430,
     "engine/generation": 670,
-    "engine/metrics": 265,
+    "engine/metrics": 285,  # the figures of the journal
     "engine/steps": 1010,
     "executor": 550,
     "executor/cpu": 1025,

@@ -285,6 +285,7 @@ def _serving(config: ServerConfig, state: ServerState, engine: Engine, loaded: L
         max_step_rows=config.max_step_rows,
         masks=MaskRegistry(state.limits_of),
         tokenizer=loaded.tokenizer,
+        is_durable=engine.is_durable,
     )
     return Serving(
         engine,

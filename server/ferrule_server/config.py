@@ -49,6 +49,7 @@ _GPU: Final = Group("on a GPU")
 _LIMITS: Final = Group("memory and limits")
 _NETWORK: Final = Group("network")
 _ACCESS: Final = Group("authentication")
+_DURABLE: Final = Group("durable handles")
 _LOGS: Final = Group("logs and traces")
 
 
@@ -194,6 +195,14 @@ class ServerConfig:
     """
     admins: tuple[str, ...] = _ACCESS.setting("--admins", NAMES, "")
     """principals of client certificates that have the role admin"""
+    durable: Path | None = _DURABLE.optional("--durable", FOLDER, "none")
+    """keep a journal in this directory, so that handles stay valid when the server ends and is started again: each step
+    waits for its records to be on the disk before it is answered; only one server can use a directory
+    """
+    restore_wait: int = _DURABLE.setting("--restore-wait", COUNT.within("0", "16777216"), "8192")
+    """tokens that a call on a sequence from before the restart waits for while they are computed again; a call that
+    needs more is answered with RESTORING meanwhile, and clients repeat it
+    """
     failpoints: str = Group("").setting("--failpoints", TEXT, "")
     """where to fail on purpose, for tests: see engine/failpoints.py"""
     log_level: str = _LOGS.setting("--log-level", one_of("debug", "info", "warning", "error"), "info")

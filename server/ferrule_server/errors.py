@@ -27,7 +27,7 @@ from class to status code. The tree::
     |  +- QueueFull              QUEUE_FULL
     |  +- SlowConsumer           SLOW_CONSUMER
     +- Unavailable
-    |  +- Starting, Draining
+    |  +- Starting, Draining, Restoring, DurabilityLost
     +- RequestTimeout            REQUEST_TIMEOUT
     +- FeatureUnsupported        FEATURE_UNSUPPORTED
     +- Cancelled                 CANCELLED (the caller is gone; gRPC itself answers, so it is never sent)
@@ -381,7 +381,9 @@ class SlowConsumer(ResourceExhausted):
 
 
 class Unavailable(FerruleError):
-    """The server does not accept this call now."""
+    """The server does not accept this call now. ``retry_after_s`` is as in :class:`ResourceExhausted`."""
+
+    retry_after_s: float | None = None
 
 
 class Starting(Unavailable):
@@ -396,6 +398,44 @@ class Draining(Unavailable):
 
     REASON = "DRAINING"
     TEXT = "the server is going down; use another instance"
+
+
+class Restoring(Unavailable):
+    """The KV of a restored sequence is being computed again; nothing was done, and the computation goes on.
+
+    Args:
+        handle_id: The sequence.
+        tokens_to_recompute: Tokens that are still to be computed.
+        retry_after_s: Earliest time for a retry, in seconds.
+    """
+
+    REASON = "RESTORING"
+    TEXT = (
+        "the KV of handle {handle_id} is computed again after a restart of the server, {tokens_to_recompute} tokens "
+        "are left; send the same request again"
+    )
+
+    def __init__(self, handle_id: str, tokens_to_recompute: int, retry_after_s: float) -> None:
+        super().__init__(handle_id=handle_id, tokens_to_recompute=tokens_to_recompute)
+        self.retry_after_s = retry_after_s
+
+
+class DurabilityLost(Unavailable):
+    """The journal cannot be written, so the state of a durable sequence cannot be confirmed.
+
+    Args:
+        retry_after_s: Earliest time for a retry, in seconds.
+    """
+
+    REASON = "DURABILITY_LOST"
+    TEXT = (
+        "the disk of the server's journal failed, so it is unknown whether the operation happened; "
+        "send the same request again"
+    )
+
+    def __init__(self, retry_after_s: float = 1.0) -> None:
+        super().__init__()
+        self.retry_after_s = retry_after_s
 
 
 class RequestTimeout(FerruleError):

@@ -218,6 +218,7 @@ class RunningServer:
             max_step_rows=self.settings.max_step_rows,
             masks=MaskRegistry(self.access.limits_of),
             tokenizer=self.tokenizer,
+            is_durable=self.engine.is_durable,
         )
         serving = Serving(
             self.engine,

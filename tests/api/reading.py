@@ -19,8 +19,9 @@ def make_reader(
     limits: ApiLimits | None = None,
     eos_ids: Sequence[int] = (),
     tokenizer: Tokenizer | None = None,
+    is_durable: bool = False,
 ) -> InputReader:
-    """Return a reader for a model of these sizes, whose steps have 32 rows."""
+    """Return a reader for a model of these sizes, whose steps have 32 rows; durable: of a server with a journal."""
     config = ModelConfig(
         architecture="A",
         hidden_size=24,
@@ -38,4 +39,11 @@ def make_reader(
         dtype="float32",
         fingerprint=bytes(32),
     )
-    return InputReader(model, limits or ApiLimits(), max_step_rows=32, masks=MaskRegistry(), tokenizer=tokenizer)
+    return InputReader(
+        model,
+        limits or ApiLimits(),
+        max_step_rows=32,
+        masks=MaskRegistry(),
+        tokenizer=tokenizer,
+        is_durable=is_durable,
+    )

@@ -31,6 +31,7 @@ from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.executor.base import DeviceLost
 from tests.api.harness import GREEDY, NOTHING, RunningServer, decode_item, refused, wait_until
 from tests.api.test_device_status import STATE, PreparingExecutor
+from tests.api.test_durability import figures
 from tests.fakes import FakeExecutor
 from tests.tools import tool
 
@@ -106,9 +107,10 @@ def make_traffic(server: RunningServer) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[RunningServer]:
-    """One on the paged reference."""
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
+    """One on the paged reference, with the figures of a journal."""
     with RunningServer() as running:
+        monkeypatch.setattr(running.engine, "durability", figures)
         yield running
 
 
@@ -121,6 +123,30 @@ def test_documentation_and_metrics_agree(server: RunningServer) -> None:
     found, told = emitted(text_of(server)), documented()
     assert found - told == set(), "not documented, or not like this"
     assert told - found == set(), "documented and not there"
+
+
+def test_figures_of_the_journal_are_its_own(server: RunningServer) -> None:
+    """Each by its name; and a server without a journal has none of them."""
+    names = {
+        "healthy": 1,
+        "sequences": 12,
+        "cold_sequences": 11,
+        "tokens_to_recompute": 10_000,
+        "directory_bytes": 4_000,
+        "restored_total": 9,
+        "recomputed_tokens_total": 8,
+        "groups_total": 7,
+        "syncs_total": 6,
+        "written_bytes_total": 5_000,
+        "failures_total": 3,
+        "snapshots_total": 2,
+        "sync_seconds_sum": 1.5,
+        "sync_seconds_count": sum(figures().sync_buckets),
+    }
+    for name, expected in names.items():
+        assert value(server, f"durable_{name}") == expected, name
+    with RunningServer() as plain:
+        assert "ferrule_durable" not in text_of(plain)
 
 
 def test_each_metric_is_explained_to_whoever_reads_the_text(server: RunningServer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from unittest import mock
 
 import grpc
 import pytest
@@ -76,6 +77,13 @@ TABLE: dict[type[FerruleError], tuple[FerruleError, Code, str, set[str]]] = {
         (errors.SlowConsumer(9, 8), Code.RESOURCE_EXHAUSTED, "SLOW_CONSUMER", "queued_bytes limit_bytes"),
         (errors.Starting(), Code.UNAVAILABLE, "STARTING", ""),
         (errors.Draining(), Code.UNAVAILABLE, "DRAINING", ""),
+        (
+            errors.Restoring("ab", 9000, 2.5),
+            Code.UNAVAILABLE,
+            "RESTORING",
+            "handle_id tokens_to_recompute",
+        ),
+        (errors.DurabilityLost(), Code.UNAVAILABLE, "DURABILITY_LOST", ""),
         (errors.FeatureUnsupported("entropy"), Code.UNIMPLEMENTED, "FEATURE_UNSUPPORTED", "feature"),
         (errors.Cancelled(), Code.CANCELLED, "CANCELLED", ""),
         (errors.SeedRequired(), Code.INVALID_ARGUMENT, "INVALID_FIELD", ""),
@@ -203,6 +211,13 @@ def _tree(server: RunningServer) -> None:
     server.stub.ForwardVerify(executor_pb2.ForwardVerifyRequest(input=message), timeout=10)
 
 
+def _refused_by_the_store(server: RunningServer, error: FerruleError) -> None:
+    """Have the look-up of a handle fail, as where a journal was lost or a sequence has no KV yet."""
+    handle = server.prefill().kv_cache
+    with mock.patch.object(server.store, "resolve", side_effect=error):
+        server.decode(handle, 7)
+
+
 REACHED: dict[type[FerruleError], Callable[[RunningServer], object]] = {
     errors.InvalidRequest: lambda server: server.prefill(()),
     errors.TokenOutOfVocab: lambda server: server.prefill((1, 99999)),
@@ -222,6 +237,8 @@ REACHED: dict[type[FerruleError], Callable[[RunningServer], object]] = {
     errors.MaskUnknown: _unmasked,
     errors.FeatureUnsupported: _tree,
     errors.Draining: _draining,
+    errors.Restoring: lambda server: _refused_by_the_store(server, errors.Restoring("ab", 9000, 2.5)),
+    errors.DurabilityLost: lambda server: _refused_by_the_store(server, errors.DurabilityLost()),
     errors.NonFiniteLogits: _non_finite,
     errors.EngineFault: _fault,
 }

@@ -268,6 +268,16 @@ ROWS = (
         "127.0.0.1:4317",
         "{} '127.0.0.1:4317': must be http://HOST:PORT, or https:// for TLS, such as http://127.0.0.1:4317",
     ),
+    Row(
+        "--durable",
+        "durable",
+        None,
+        "/journal",
+        Path("/journal"),
+        "~no-such-user/x",
+        "{} '~no-such-user/x': the home directory of this user is not known",
+    ),
+    Row("--restore-wait", "restore_wait", 8192, "0", 0, "many", "{} 'many': must be a whole number"),
     Row("--debug-top-tokens", "logs_top_tokens", False, "1", True, "maybe", "{} 'maybe': must be 1 or 0"),
 )
 BESIDE = {

@@ -91,6 +91,8 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
         "--kernel-cache": "/var/cache/kernels",
         "--kernel-bundle": "/opt/kernels.bundle",
         "--early-launch": "off",
+        "--durable": "/var/lib/ferrule/journal",
+        "--restore-wait": "0",
     }
     switches = ["--insecure", "--reflection", "--debug-top-tokens", "--disable-cuda-runner"]
     switches += ["--disable-cuda-graphs", "--offline", "--download-only"]
@@ -119,6 +121,7 @@ def test_every_setting_has_a_flag_and_a_variable() -> None:
     assert by_flag.kernel_bundle == Path("/opt/kernels.bundle")
     assert not by_flag.has_cuda_runner
     assert by_flag.early_launch == "off"
+    assert (by_flag.durable, by_flag.restore_wait) == (Path("/var/lib/ferrule/journal"), 0)
     assert not by_flag.has_cuda_graphs
 
 

@@ -54,6 +54,7 @@ from ferrule_server.engine.jobs import (
     WarmupJob,
 )
 from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot, OwnFigures
+from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.engine.shares import Shares
 from ferrule_server.engine.steps.gather import GatherWindow
@@ -103,6 +104,9 @@ class Engine:
         limits_of: The quotas of a principal.
         shares: Counts the work for each principal; None: the counts are not read.
         failpoints: For tests: where to fail on purpose.
+
+    Attributes:
+        is_durable: The engine has a journal: new sequences are durable unless their jobs say otherwise.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class Engine:
         failpoints: Failpoints | None = None,
     ) -> None:
         self.info = executor.info
+        self.is_durable = False
         self.counters = EngineCounters()
         self._executor = executor
         self._store = store
@@ -240,6 +245,10 @@ class Engine:
     def kv_metrics(self) -> KvMetrics:
         """Return counters and state of the KV pool; from any thread, at most one step old."""
         return self._store.metrics()
+
+    def durability(self) -> DurabilityFigures | None:
+        """Return the figures of the journal, from any thread; None if there is none."""
+        return None
 
     def own_figures(self, principal: str) -> OwnFigures:
         """Return the figures of one principal; cheap, from any thread, at most one step old."""

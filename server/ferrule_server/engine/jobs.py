@@ -175,7 +175,7 @@ class AppendJob(LaneJob["AppendResult"]):
         is_repeat_only: Create no sequence: the job is answered only if it repeats a creation, else with DRAINING.
         reserved_length: Of a new sequence: tokens up to which room is reserved with it; 0: only what it needs itself.
         reuse_prefix: Of a new sequence: its prompt may be looked up in the prefix cache. publish_prefix: later prompts
-            may find its blocks there.
+            may find its blocks there. is_durable: it survives the process, by the journal.
         drafts: Set for a verify; ``output`` then applies to row 0 and every draft, whatever ``all_positions`` says.
         cohort: Jobs that the client scheduled for one step, by a number of their own; 0: none.
         is_internal: Made by the engine itself for a Generate or Forward: no client will return with its handle.
@@ -199,6 +199,7 @@ class AppendJob(LaneJob["AppendResult"]):
     reserved_length: int = 0
     reuse_prefix: bool = True
     publish_prefix: bool = True
+    is_durable: bool = False
     drafts: Drafts | None = None
     cohort: int = 0
     is_internal: bool = False
@@ -329,7 +330,7 @@ class GenerateJob(StreamJob["GenerateFrame"]):
 
     Attributes:
         principal, token_ids, handle, on_stale, ttl_s, request_id, is_cancelled, is_repeat_only, reserved_length,
-        reuse_prefix, publish_prefix: As in :class:`AppendJob`; ``token_ids`` may be empty with a handle.
+        reuse_prefix, publish_prefix, is_durable: As in :class:`AppendJob`; ``token_ids`` may be empty with a handle.
         output: What each token returns; its spec has a selection. Branch i draws with seed + i modulo 2^64.
         num_branches: Number of sequences: the given or new one, and forks of it.
         stop: The conditions that end a branch.
@@ -354,6 +355,7 @@ class GenerateJob(StreamJob["GenerateFrame"]):
     reserved_length: int = 0
     reuse_prefix: bool = True
     publish_prefix: bool = True
+    is_durable: bool = False
     num_branches: int = 1
     row_bytes: int = 64
     has_begun: bool = False
@@ -615,6 +617,8 @@ class CacheInfo:
         num_pending: Jobs in flight or waiting on it.
         token_ids: None unless requested.
         reserved_length: Tokens up to which room is reserved; 0: none is.
+        is_durable: It survives the process.
+        tokens_to_recompute: Tokens whose KV has to be computed before the next append; 0: none.
     """
 
     handle_id: str
@@ -629,6 +633,8 @@ class CacheInfo:
     num_pending: int = 0
     token_ids: tuple[int, ...] | None = None
     reserved_length: int = 0
+    is_durable: bool = False
+    tokens_to_recompute: int = 0
     block_ids: tuple[int, ...] = ()
     block_refcounts: tuple[int, ...] = ()
 

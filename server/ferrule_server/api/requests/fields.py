@@ -13,7 +13,13 @@ from google.protobuf.message import Message
 from ferrule.v1 import executor_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.engine.jobs import AppendJob, GenerateJob
-from ferrule_server.errors import ContextExceeded, InvalidRequest, ReplyTooLarge, TokenOutOfVocab
+from ferrule_server.errors import (
+    ContextExceeded,
+    FeatureUnsupported,
+    InvalidRequest,
+    ReplyTooLarge,
+    TokenOutOfVocab,
+)
 from ferrule_server.kv.handle import Handle, StalePolicy
 
 _LINEAGE_BYTES: Final = 16
@@ -25,6 +31,15 @@ _STALE_POLICIES: Final[Mapping[int, StalePolicy]] = {
     types_pb2.STALE_POLICY_FORK: StalePolicy.FORK,
     types_pb2.STALE_POLICY_REWIND: StalePolicy.REWIND,
 }
+_DURABILITIES: Final[Mapping[int, bool]] = {
+    types_pb2.DURABILITY_NONE: False,
+    types_pb2.DURABILITY_JOURNALED: True,
+}
+LEVELS: Final[Mapping[bool, types_pb2.Durability]] = {
+    False: types_pb2.DURABILITY_NONE,
+    True: types_pb2.DURABILITY_JOURNALED,
+}
+"""The level of a sequence in replies, by whether it is durable."""
 
 
 WIRE_TYPES: Final[Mapping[int, np.dtype[np.generic]]] = {
@@ -46,12 +61,14 @@ class FieldReader:
         vocab_size: Number of token ids of the model.
         max_context: Longest sequence in tokens. An input with more tokens is refused unread.
         limits: The limits of messages.
+        is_durable: The server has a journal.
     """
 
-    def __init__(self, vocab_size: int, max_context: int, limits: ApiLimits) -> None:
+    def __init__(self, vocab_size: int, max_context: int, limits: ApiLimits, *, is_durable: bool = False) -> None:
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.limits = limits
+        self.is_durable = is_durable
 
     def handle(self, message: types_pb2.KvCacheHandle, at: str) -> Handle:
         """Return the handle in the field ``kv_cache``; its length and lineage count.
@@ -131,7 +148,8 @@ class FieldReader:
         """Write into a job how its sequence is kept; for an existing sequence only the lease counts.
 
         Raises:
-            InvalidRequest: The lease is invalid, or ``reserve_length`` is less than the input needs.
+            InvalidRequest: The lease or the durability is invalid, or ``reserve_length`` is less than the input needs.
+            FeatureUnsupported: The sequence must be durable, and the server has no journal.
         """
         job.ttl_s = lease(options.ttl, f"{at}cache.ttl")
         if job.handle is not None:
@@ -143,6 +161,14 @@ class FieldReader:
         job.reserved_length = length
         job.reuse_prefix = not options.skip_prefix_reuse
         job.publish_prefix = not options.skip_prefix_publish
+        job.is_durable = self._durability(options.durability, at) if options.durability else self.is_durable
+
+    def _durability(self, value: int, at: str) -> bool:
+        """Return whether a new sequence is durable, where the request says so."""
+        is_durable = choice(_DURABILITIES, value, f"{at}cache.durability", "Durability")
+        if is_durable and not self.is_durable:
+            raise FeatureUnsupported("durability", "this server has no journal (--durable); leave durability out")
+        return is_durable
 
 
 def lease(ttl: Duration, path: str) -> float | None:

@@ -42,6 +42,7 @@ class InputReader:
         max_step_rows: Most rows in one step.
         masks: Holds the masks that are named by fingerprint.
         tokenizer: The model's tokenizer; None: it has none.
+        is_durable: The server has a journal, so new sequences are durable unless their requests say otherwise.
 
     Attributes:
         verifies: Reads verifies.
@@ -59,8 +60,9 @@ class InputReader:
         max_step_rows: int,
         masks: MaskRegistry,
         tokenizer: Tokenizer | None = None,
+        is_durable: bool = False,
     ) -> None:
-        self._fields = FieldReader(model.config.vocab_size, model.max_context, limits)
+        self._fields = FieldReader(model.config.vocab_size, model.max_context, limits, is_durable=is_durable)
         self._max_step_rows = max_step_rows
         self.masks = masks
         self._masks = MaskReader(model.config.vocab_size, masks)

@@ -118,6 +118,7 @@ def _features(serving: Serving) -> list[info_pb2.Feature]:
         info_pb2.FEATURE_CHAT_TEMPLATE: serving.chat_template is not None,
         info_pb2.FEATURE_PREFIX_CACHE: serving.has_prefix_cache,
         info_pb2.FEATURE_DETERMINISTIC: bits,
+        info_pb2.FEATURE_DURABLE_HANDLES: serving.engine.is_durable,
     }
     return [*_ALWAYS, *(feature for feature, is_served in depends.items() if is_served)]
 

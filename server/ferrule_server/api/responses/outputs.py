@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.receiving.turns import Turns
 from ferrule_server.api.requests.caches import page_token
-from ferrule_server.api.requests.fields import WIRE_TYPES
+from ferrule_server.api.requests.fields import LEVELS, WIRE_TYPES
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.requests.policy import OutputPlan
 from ferrule_server.api.responses.times import duration, from_now
@@ -136,6 +136,8 @@ def _summary(info: CacheInfo) -> cache_pb2.CacheSummary:
         reserved_length=info.reserved_length,
         lease=lease_message(info.lease),
         create_time=from_now(-info.age_s),
+        durability=LEVELS[info.is_durable],
+        tokens_to_recompute=info.tokens_to_recompute,
     )
 
 

@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrule.v1 import admin_pb2, cache_pb2
+from ferrule_server.api.requests.fields import LEVELS
 from ferrule_server.api.responses import describe
 from ferrule_server.api.responses.times import duration, timestamp
 from ferrule_server.api.rpc.calls import run_job
 from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.engine import host_calls
+from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.engine.metrics.histogram import HistogramReading
 from ferrule_server.engine.metrics.views import PrincipalSeen, SequenceSeen, View
 
@@ -196,15 +198,26 @@ def _message(state: ServerState, serving: Serving, snapshot: _Snapshot, bounds: 
         inter_token_times=_histogram(view.timings["inter_token"]),
         decode_times=_histogram(view.timings["decode"]),
     )
+    if (journal := serving.engine.durability()) is not None:
+        _fill_journal(message, journal)
     if bounds.max_cells:
         message.block_map.CopyFrom(block_map(snapshot.owners, view.is_cached, bounds.max_cells))
     return message
+
+
+def _fill_journal(message: admin_pb2.ServerView, journal: DurabilityFigures) -> None:
+    message.journal_state = admin_pb2.JOURNAL_STATE_HEALTHY if journal.is_healthy else admin_pb2.JOURNAL_STATE_LOST
+    message.durable_sequences = journal.num_sequences
+    message.cold_sequences = journal.num_cold
+    message.tokens_to_recompute = journal.tokens_to_recompute
+    message.sync_times.CopyFrom(_histogram(journal.sync_times))
 
 
 def _sequence(seen: SequenceSeen, view: View, bytes_per_block: int) -> admin_pb2.SequenceView:
     num_blocks = len(seen.block_ids) + seen.num_spares
     summary = cache_pb2.CacheSummary(
         **describe.same_fields(seen, cache_pb2.CacheSummary),
+        durability=LEVELS[seen.is_durable],
         num_blocks=num_blocks,
         num_shared_blocks=num_shared(seen.block_ids, view.refcounts),
         kv_bytes=num_blocks * bytes_per_block,

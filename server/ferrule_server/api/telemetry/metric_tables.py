@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 from ferrule.v1 import info_pb2
 from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot
+from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.kv.metrics import KvMetrics
 
 _ALWAYS_SHOWN: Final = (
@@ -57,6 +58,14 @@ class Figure(NamedTuple):
     name: str
     help: str
     read: Callable[[Look], float]
+
+
+class DurableFigure(NamedTuple):
+    """A metric of the journal, as :class:`Figure`."""
+
+    name: str
+    help: str
+    read: Callable[[DurabilityFigures], float]
 
 
 GAUGES: Final = (
@@ -159,6 +168,30 @@ COUNTERS: Final = (
     ),
     Figure("discarded_rows", "Rows of queued steps that were not used.", lambda look: look.counters.discarded_rows),
 )
+
+DURABLE_GAUGES: Final = (
+    DurableFigure("durable_healthy", "1 while records reach the disk.", lambda seen: seen.is_healthy),
+    DurableFigure("durable_sequences", "Durable sequences that are alive.", lambda seen: seen.num_sequences),
+    DurableFigure("durable_cold_sequences", "Of these, sequences without KV.", lambda seen: seen.num_cold),
+    DurableFigure("durable_tokens_to_recompute", "Tokens of these.", lambda seen: seen.tokens_to_recompute),
+    DurableFigure("durable_directory_bytes", "Size of the journal on the disk.", lambda seen: seen.directory_bytes),
+)
+DURABLE_COUNTERS: Final = (
+    DurableFigure("durable_restored", "Sequences read from the journal at the start.", lambda seen: seen.num_restored),
+    DurableFigure(
+        "durable_recomputed_tokens",
+        "Tokens of restored sequences whose KV was computed again.",
+        lambda seen: seen.num_recomputed_tokens,
+    ),
+    DurableFigure("durable_groups", "Group commits: the records of a step or more.", lambda seen: seen.num_groups),
+    DurableFigure("durable_syncs", "Syncs of the journal to the disk.", lambda seen: seen.num_syncs),
+    DurableFigure("durable_written_bytes", "Bytes written to the journal.", lambda seen: seen.num_bytes),
+    DurableFigure("durable_failures", "Writes and syncs that failed.", lambda seen: seen.num_failures),
+    DurableFigure("durable_snapshots", "Complete snapshots written.", lambda seen: seen.num_snapshots),
+)
+"""Metrics of a server with a journal; any other server has none of them."""
+
+DURABLE_SYNC: Final = ("durable_sync_seconds", "Time of a write of the journal and its sync to the disk.")
 
 HISTOGRAMS: Final = {
     "step": ("step_seconds", "Time of a step on the executor; the overlap of two steps counts once."),

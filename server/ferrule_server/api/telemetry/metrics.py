@@ -26,8 +26,17 @@ from prometheus_client.utils import floatToGoString
 from ferrule.v1 import info_pb2
 from ferrule_server.api.responses import describe
 from ferrule_server.api.rpc.state import Phase, ServerState
-from ferrule_server.api.telemetry.metric_tables import COUNTERS, GAUGES, HISTOGRAMS, Look
+from ferrule_server.api.telemetry.metric_tables import (
+    COUNTERS,
+    DURABLE_COUNTERS,
+    DURABLE_GAUGES,
+    DURABLE_SYNC,
+    GAUGES,
+    HISTOGRAMS,
+    Look,
+)
 from ferrule_server.engine.jobs import Finish
+from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.engine.metrics.histogram import HistogramReading
 
 _PREFIX: Final = "ferrule_"
@@ -83,6 +92,8 @@ class _ServerCollector(Collector):
         for attribute, reading in look.counters.timings:
             name, meaning = HISTOGRAMS[attribute]
             yield _histogram(name, meaning, reading)
+        if (journal := serving.engine.durability()) is not None:
+            yield from _durable(journal)
 
 
 def _always(state: ServerState, status: info_pb2.ExecutorStatus) -> Iterator[Metric]:
@@ -137,6 +148,15 @@ def _described(look: Look) -> Iterator[Metric]:
     ends = dict.fromkeys(_ENDS, 0) | look.counters.finished.copy()
     yield _labelled("branches_finished", "Branches of Generates, by their end.", "finish", ends, CounterMetricFamily)
     yield _labelled("refused", "Jobs and items refused, by reason.", "reason", look.refused, CounterMetricFamily)
+
+
+def _durable(journal: DurabilityFigures) -> Iterator[Metric]:
+    """Return the metrics of a journal."""
+    for figure in DURABLE_GAUGES:
+        yield GaugeMetricFamily(_PREFIX + figure.name, figure.help, figure.read(journal))
+    for figure in DURABLE_COUNTERS:
+        yield CounterMetricFamily(_PREFIX + figure.name, figure.help, figure.read(journal))
+    yield _histogram(*DURABLE_SYNC, journal.sync_times)
 
 
 def _labelled(

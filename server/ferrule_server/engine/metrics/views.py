@@ -24,6 +24,7 @@ class SequenceSeen:
         num_spares: Blocks that it holds besides.
         expires_in_s: Seconds left of its lease, at least 0. age_s: since it was created.
         num_pending: Jobs in flight or waiting on it.
+        is_durable, tokens_to_recompute: As in :class:`~ferrule_server.engine.jobs.CacheInfo`.
     """
 
     handle_id: str
@@ -38,6 +39,8 @@ class SequenceSeen:
     age_s: float
     num_pending: int
     is_appending: bool
+    is_durable: bool = False
+    tokens_to_recompute: int = 0
 
 
 @dataclass(slots=True)

@@ -35,6 +35,7 @@ ELSEWHERE: Final = {
     r"ferrule serve .*--kernel-bundle": ("tests/executor/cuda/test_compose.py", "prepared(config, kernel_bundle=path)"),
     r"ferrule serve --model \w+/": ("tests/server/test_hub_models.py", '_said(hub, tmp_path, "--model", NAME)'),
     r"ferrule check \w+/": ("tests/server/test_check.py", "checked(NAME)"),
+    r"ferrule durable (inspect|verify) /": ("tests/client/test_durable.py", 'app.main(["durable"'),
     r"ferrule bench": ("tests/client/test_cli_bench.py", 'run("bench", "--target"'),  # a minute each
     r"ferrule demo": ("tests/client/test_demo.py", '"-m", "ferrule_cli.app", "demo"'),
     r"(printf .*\| )?ferrule chat -": ("tests/client/test_cli_chat.py", 'cli.main(["chat"'),

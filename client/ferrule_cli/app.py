@@ -1,4 +1,4 @@
-"""Command ``ferrule``: serve, demo, models, check, generate, chat, bench, health, caches, metrics, top, admin, token.
+"""Command ``ferrule``: ``serve``, which becomes the server, and the commands of :data:`_COMMANDS`.
 
 Settings come from flags, then from ``FERRULE_*`` environment variables, then from defaults. Exit codes: 0 done,
 1 failed (one line ``error: ... (REASON)`` on standard error), 2 used wrongly, 130 interrupted.
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ferrule import __version__
-from ferrule_cli.commands import admin, bench, caches, chat, check, generate, health, metrics, models, token
+from ferrule_cli.commands import admin, bench, caches, chat, check, durable, generate, health, metrics, models, token
 from ferrule_cli.common import CommandError
 from ferrule_cli.demo import story
 from ferrule_cli.parser import Parser
@@ -47,6 +47,7 @@ _COMMANDS = {
     "caches": (caches, "list the live handles"),
     "metrics": (metrics, "show the counters of a server"),
     "top": (top, "watch a server while it works"),
+    "durable": (durable, "show or verify a journal of durable handles"),
     "admin": (admin, "warm a server up, drain it, end it"),
     "token": (token, "make a bearer token and its line for the server's token file"),
 }

@@ -38,6 +38,10 @@ _ACCEPTANCE: dict[str, executor_pb2.AcceptanceRule] = {
     "exact": executor_pb2.ACCEPTANCE_RULE_EXACT,
     "rejection": executor_pb2.ACCEPTANCE_RULE_REJECTION,
 }
+_DURABILITY: dict[str, types_pb2.Durability] = {
+    "none": types_pb2.DURABILITY_NONE,
+    "journaled": types_pb2.DURABILITY_JOURNALED,
+}
 _POOLING: dict[str, executor_pb2.HiddenPooling] = {
     "mean": executor_pb2.HIDDEN_POOLING_MEAN,
     "last": executor_pb2.HIDDEN_POOLING_LAST,
@@ -101,6 +105,13 @@ def stale_to_message(on_stale: t.OnStale) -> types_pb2.StalePolicy:
 def acceptance_to_message(acceptance: t.Acceptance) -> executor_pb2.AcceptanceRule:
     """Return the wire form of an acceptance rule, written in any case; raise ValueError for another word."""
     return _ACCEPTANCE[_check.choice("acceptance", acceptance, _ACCEPTANCE)]
+
+
+def durability_to_message(durability: t.Durability | None) -> types_pb2.Durability:
+    """Return the wire form of a level, written in any case, or of none; raise ValueError for another word."""
+    if durability is None:
+        return types_pb2.DURABILITY_UNSPECIFIED
+    return _DURABILITY[_check.choice("durability", durability, _DURABILITY)]
 
 
 def pooling_to_message(pooling: t.Pooling | None) -> executor_pb2.HiddenPooling:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from ferrule_client._route import instance_of_handle
 from ferrule_client._tip import Tip
-from ferrule_client.errors import FerruleError
+from ferrule_client.errors import FerruleError, UnavailableError
 from ferrule_client.types import Handle, Lease
 
 _log = logging.getLogger(__name__)
@@ -77,14 +77,17 @@ class Leases:
                 level = logging.WARNING if num == 2 else logging.DEBUG  # two in a row: leases may run out by it
                 _log.log(level, "keep-alive failed reason=%s caches=%d failures=%d", answers.reason, len(tips), num)
                 for tip in tips:
-                    if tip in self.due:
-                        self.due[tip] = max(self.due[tip], now + pause_s)
+                    self._postpone(tip, now + pause_s)
                 return ()
             del self._num_failures[instance]
             for tip, handle, answer in zip(tips, handles, answers, strict=False):
                 if tip.handle.cache_id == handle.cache_id:
                     self._note(tip, handle, answer, now)
             return tips[len(answers) :]
+
+    def _postpone(self, tip: Tip, until: float) -> None:
+        if tip in self.due:
+            self.due[tip] = max(self.due[tip], until)
 
     def _items(self) -> list[tuple[Tip, float]]:
         """Return what is kept; a finaliser may take some of it out meanwhile."""
@@ -96,6 +99,9 @@ class Leases:
             tip.ttl_s = answer.ttl_s
             if tip in self.due:
                 self.due[tip] = now + answer.ttl_s / 3
+        elif isinstance(answer, UnavailableError):  # the server does not say so now, as while its journal fails
+            _log.debug("keep-alive postponed handle_id=%s reason=%s", handle.handle_id, answer.reason)
+            self._postpone(tip, now + min(_MAX_PAUSE_S, _lease_s(tip) / 10))
         else:  # the next call on it says why
             level = logging.DEBUG if tip.is_released else logging.WARNING
             _log.log(level, "keep-alive lost handle_id=%s reason=%s", handle.handle_id, answer.reason)

@@ -15,7 +15,7 @@ from ferrule_client import _check, _convert
 from ferrule_client.errors import InvalidRequestError, TruncateBeyondError
 from ferrule_client.items import Append, DraftDistributions, Prompt, Verify
 from ferrule_client.policy import Policy, check_policy, greedy, sample, seeded
-from ferrule_client.types import Acceptance, Handle
+from ferrule_client.types import Acceptance, Durability, Handle
 
 SequenceRequest = (
     executor_pb2.DecodeRequest
@@ -50,12 +50,13 @@ Stops = str | int | Sequence[str | int | Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
-    """How a new sequence is made; each as in ``AsyncClient.prefill``."""
+    """How a new sequence is made; each as in ``AsyncClient.prefill``, and ``durability`` as the client has it."""
 
     ttl: float | None = None
     reserve_length: int | None = None
     reuse_prefix: bool = True
     publish_prefix: bool = True
+    durability: Durability | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +187,7 @@ def _cache_options(options: PromptOptions) -> executor_pb2.CacheOptions:
         skip_prefix_reuse=options.reuse_prefix is False,
         skip_prefix_publish=options.publish_prefix is False,
         reserve_length=options.reserve_length,
+        durability=_convert.durability_to_message(options.durability),
     )
 
 
@@ -282,9 +284,8 @@ def verify_input(sent: executor_pb2.DecodeInput, policy: Policy | None, item: Ve
     )
 
 
-def prompt_input(token_ids: Sequence[int], item: Prompt) -> executor_pb2.UnifiedBatchItem:
+def prompt_input(token_ids: Sequence[int], options: PromptOptions, item: Prompt) -> executor_pb2.UnifiedBatchItem:
     """Return a prompt, or its first piece, as an item of a frame. Raises as ``prompt_request``."""
-    options = PromptOptions(item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix)
     message = _chunk(token_ids, item)
     message.request_id = new_request_id()
     message.cache.CopyFrom(_cache_options(options))

@@ -28,6 +28,8 @@ def cache_html(tip: Tip, block_size: int) -> str:
     facts = [f"{tip.length} tokens in blocks of {block_size}"]
     if tip.pending:
         facts.append(f'<span style="color:{_PENDING}">pending: {tip.pending[-1]}</span>')
+    if tip.durability == "journaled":
+        facts.append("durable")
     if tip.is_released:
         facts.append("released")
     return f"<div><code>{escape(tip.handle.handle_id)}</code> {', '.join(facts)}<br>{''.join(cells)}</div>"

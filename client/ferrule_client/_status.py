@@ -19,6 +19,7 @@ BY_REASON: dict[str, type[e.FerruleError]] = {
     "CONTEXT_EXCEEDED": e.ContextExceededError,
     "DEADLINE_EXCEEDED": e.DeadlineExceededError,
     "DRAINING": e.DrainingError,
+    "DURABILITY_LOST": e.DurabilityLostError,
     "ENGINE_FAULT": e.InternalError,
     "EPOCH_CHANGED": e.EpochChangedError,
     "EXCEEDS_POOL": e.ExceedsPoolError,
@@ -38,6 +39,7 @@ BY_REASON: dict[str, type[e.FerruleError]] = {
     "REQUEST_ID_REUSED": e.RequestIdReusedError,
     "REQUEST_TIMEOUT": e.RequestTimeoutError,
     "REQUEST_TOO_LARGE": e.RequestTooLargeError,
+    "RESTORING": e.RestoringError,
     "ROLE_REQUIRED": e.AuthError,
     "RPC_UNKNOWN": e.UnsupportedError,
     "SLOW_CONSUMER": e.SlowConsumerError,
@@ -159,7 +161,7 @@ def error_from_status(status: status_pb2.Status) -> e.FerruleError:
     if request.field_violations:
         metadata.setdefault("field", request.field_violations[0].field)
     error = _class_of(code, info.reason)(code, info.reason, status.message, metadata)
-    if isinstance(error, e.ResourceExhaustedError) and retry.HasField("retry_delay"):
+    if isinstance(error, (e.ResourceExhaustedError, e.UnavailableError)) and retry.HasField("retry_delay"):
         error.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
     return error
 
@@ -177,7 +179,7 @@ def may_have_happened(error: BaseException) -> bool:
     """Return whether a request that failed like this may still have been run: nobody said that it was not."""
     if not isinstance(error, e.FerruleError) or type(error) is e.FerruleError:
         return True
-    return isinstance(error, _UNCLEAR) and not isinstance(error, e.RequestTimeoutError)
+    return isinstance(error, _UNCLEAR) and not isinstance(error, (e.RequestTimeoutError, e.RestoringError))
 
 
 def no_answer(*, is_late: bool) -> e.FerruleError:

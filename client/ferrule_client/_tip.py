@@ -77,6 +77,7 @@ class Tip:
         is_released: True: the sequence is gone, or no longer ours.
         is_in_use: True: a call is moving it; a second one meanwhile would go by a state that is about to pass.
         num_recoveries: Times the sequence was lost and its tokens were prefilled into a new one.
+        durability: What the server has said of it last: ``none`` or ``journaled``; empty: nothing.
     """
 
     handle: Handle
@@ -93,6 +94,7 @@ class Tip:
     is_released: bool = False
     is_in_use: bool = False
     num_recoveries: int = 0
+    durability: str = ""
 
     def __post_init__(self) -> None:
         self._check_log()

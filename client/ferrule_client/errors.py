@@ -30,10 +30,12 @@ program are Python's own errors, raised before anything is sent: TypeError and V
     |  +- QueueFullError            QUEUE_FULL
     |  +- SlowConsumerError         SLOW_CONSUMER
     |  +- MessageTooLargeError      MESSAGE_TOO_LARGE *
-    +- UnavailableError             CONNECTION_FAILED *, CONNECTION_LOST *; also a ConnectionError
+    +- UnavailableError             CONNECTION_FAILED *, CONNECTION_LOST *; .retry_after_s; also a ConnectionError
     |  +- InstanceUnreachableError  INSTANCE_UNREACHABLE *; .instance cannot be reached by the proxy in front of it
     |  +- StartingError             STARTING
     |  +- DrainingError             DRAINING
+    |  +- RestoringError            RESTORING; .tokens_to_recompute
+    |  +- DurabilityLostError       DURABILITY_LOST
     +- UnsupportedError             FEATURE_UNSUPPORTED, RPC_UNKNOWN *
     +- NonFiniteLogitsError         NON_FINITE_LOGITS
     +- DeadlineExceededError        DEADLINE_EXCEEDED *; also a TimeoutError
@@ -61,6 +63,7 @@ __all__ = [
     "ContextExceededError",
     "DeadlineExceededError",
     "DrainingError",
+    "DurabilityLostError",
     "EpochChangedError",
     "ExceedsPoolError",
     "FerruleError",
@@ -83,6 +86,7 @@ __all__ = [
     "RequestTimeoutError",
     "RequestTooLargeError",
     "ResourceExhaustedError",
+    "RestoringError",
     "SlowConsumerError",
     "StartingError",
     "TokenOutOfVocabError",
@@ -296,7 +300,13 @@ class MessageTooLargeError(ResourceExhaustedError):
 
 
 class UnavailableError(FerruleError, ConnectionError):
-    """The server cannot be reached, went away during the call, or does not take calls now."""
+    """The server cannot be reached, went away during the call, or does not take calls now.
+
+    Attributes:
+        retry_after_s: Seconds after which the server suggests to try again, or None.
+    """
+
+    retry_after_s: float | None = None
 
 
 class InstanceUnreachableError(UnavailableError):
@@ -326,7 +336,29 @@ class StartingError(UnavailableError):
 class DrainingError(UnavailableError):
     """The server is going down and takes no new sequences; on a live one, its time for those is over too.
 
-    Not tried again, unless for a cache that recovers, which waits for the server's next run until the timeout.
+    A call on a cache waits for the server's next run until the timeout if the cache recovers, or if the server keeps
+    durable handles. Other calls are not tried again.
+    """
+
+
+class RestoringError(UnavailableError):
+    """The KV of a sequence is still being computed again after a restart of the server; nothing was done.
+
+    The client waits and tries again until the timeout, so this means that the timeout was too short. The computation
+    goes on: call again.
+    """
+
+    @property
+    def tokens_to_recompute(self) -> int | None:
+        """Tokens that were still to be computed, or None if the server does not say."""
+        return self._number("tokens_to_recompute")
+
+
+class DurabilityLostError(UnavailableError):
+    """The disk of the server's journal failed, so it is unknown whether the operation happened.
+
+    The handle stays good. Send the same request again after ``retry_after_s``: if it had happened, the answer is a
+    replay. The client does not repeat it itself, since a disk may be away for long.
     """
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "ChatMessage",
     "ChatPrompt",
     "Drained",
+    "Durability",
     "FinishReason",
     "FloatArray",
     "ForwardChunk",
@@ -79,6 +80,9 @@ FinishReason = Literal[
     "eos", "stop_token", "stop_sequence", "max_tokens", "context_full", "kv_blocks_exhausted", "error", "closed"
 ]
 """Why a generation ended; ``closed`` means the caller or an error ended it before its end."""
+
+Durability = Literal["none", "journaled"]
+"""Whether a sequence ends with the server process, or continues after a restart of the server."""
 
 Pooling = Literal["mean", "last"]
 """How the hidden states of all tokens become one vector: their mean, or that of the last one."""
@@ -443,6 +447,10 @@ class CacheInfo:
         reserved_length: Length in tokens up to which room is reserved.
         lease: Its lease.
         create_time: When it was created, by the server's wall clock.
+        durability: ``journaled``: it survives the server process; ``none``: it does not; ``unspecified``: the server is
+            older than durable handles.
+        tokens_to_recompute: Tokens whose KV is computed again when it is needed, as after a restart of the server; 0:
+            none.
     """
 
     handle: Handle
@@ -455,6 +463,8 @@ class CacheInfo:
     reserved_length: int
     lease: Lease
     create_time: datetime | None
+    durability: str
+    tokens_to_recompute: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,6 +480,8 @@ class CacheSummary:
         reserved_length: Length in tokens up to which room is reserved.
         lease: Its lease.
         create_time: When it was created, by the server's wall clock.
+        durability: As in ``CacheInfo``.
+        tokens_to_recompute: As in ``CacheInfo``.
     """
 
     handle_id: str
@@ -480,6 +492,8 @@ class CacheSummary:
     reserved_length: int
     lease: Lease
     create_time: datetime | None
+    durability: str
+    tokens_to_recompute: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

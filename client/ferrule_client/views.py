@@ -50,6 +50,8 @@ class SequenceView:
         age_s: Seconds since it was created.
         num_pending: Requests in flight or waiting on it.
         is_appending: True: an append to it is in flight.
+        durability: ``journaled``: it survives the server process; ``none``: it does not.
+        tokens_to_recompute: Tokens whose KV is computed again when it is needed; 0: none.
     """
 
     handle_id: str
@@ -65,6 +67,8 @@ class SequenceView:
     age_s: float
     num_pending: int
     is_appending: bool
+    durability: str
+    tokens_to_recompute: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +167,12 @@ class ServerView:
         first_token_seconds: From the arrival of a prompt to its answer, or to the first token of its generation.
         inter_token_seconds: Between two tokens of one branch of a generation.
         decode_seconds: From the arrival of an append of one token, or of a verify, to its answer.
+        sync_seconds: Duration of each write of the journal and its sync to the disk; empty without a journal.
+        journal_state: ``healthy``, ``lost`` while durable sequences are refused because the disk failed, or
+            ``unspecified``: there is no journal.
+        durable_sequences: Durable sequences that are alive.
+        cold_sequences: Of these, sequences without KV, as after a restart.
+        tokens_to_recompute: Tokens of these.
     """
 
     time: datetime | None
@@ -183,6 +193,11 @@ class ServerView:
     first_token_seconds: Histogram
     inter_token_seconds: Histogram
     decode_seconds: Histogram
+    sync_seconds: Histogram
+    journal_state: str
+    durable_sequences: int
+    cold_sequences: int
+    tokens_to_recompute: int
 
 
 publish(globals(), __all__)

@@ -98,6 +98,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         generates: Requests of all generations.
         masks: Packed masks by fingerprint.
         has_request_ids: True: what one request id creates is created once.
+        is_durable: True: the capabilities say that handles survive the server.
         granted_ttl_s: Lease that creations are told to have got; None: they are told nothing, as by older servers.
         lineage: Fingerprint of every handle; another one stands for another model.
         prompts: What was prefilled into new sequences, in order.
@@ -124,6 +125,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         self.delay_s = 0.0
         self.max_length = 10_000
         self.has_request_ids = False
+        self.is_durable = False
         self.granted_ttl_s: float | None = None
         self.lineage = b"l" * 16
         self.prompts: list[executor_pb2.PrefillInput] = []
@@ -269,7 +271,8 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
     def GetCapabilities(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         capabilities = info_pb2.ExecutorCapabilities(
             features=[info_pb2.FEATURE_FORWARD_VERIFY, info_pb2.FEATURE_TOKENIZER]
-            + [info_pb2.FEATURE_REQUEST_ID] * self.has_request_ids,
+            + [info_pb2.FEATURE_REQUEST_ID] * self.has_request_ids
+            + [info_pb2.FEATURE_DURABLE_HANDLES] * self.is_durable,
             max_handles_per_request=self.advertised,
         )
         reply = executor_pb2.GetCapabilitiesResponse(capabilities=capabilities)

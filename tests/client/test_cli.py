@@ -108,7 +108,7 @@ def test_base_installation_lists_and_says_what_to_install(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert run("caches") == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith("handle  tokens  blocks  shared  lease  age\n0 live handles, ")
+    assert captured.out.startswith("handle  tokens  blocks  shared  durable  to run  lease  age\n0 live handles, ")
     assert captured.err == ""
     assert run("serve") == 1
     assert "pip install '.[server]'" in capsys.readouterr().err

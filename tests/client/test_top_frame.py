@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
@@ -50,6 +51,24 @@ def _busy(num_sequences: int = 5000, num_cells: int = 4000) -> Figures:
             step_seconds=histogram(10, 10, 10, 10, 1),
         ),
     )
+
+
+def _durable(state: str, **given: Any) -> str:
+    """Return what a screen says of a server with a journal in that state."""
+    syncs = (histogram(10, 0, 0, 0), histogram(10, 0, 40, 10))
+    first, second = (look(100.0 + i, journal_state=state, sync_seconds=one, **given) for i, one in enumerate(syncs))
+    return "\n".join(line.plain for line in Frame(140, 40, ASCII).lines(_figures(first, second)))
+
+
+def test_a_journal_has_a_line() -> None:
+    """Its state, what is cold, and the pace and length of syncs; without a journal there is no such line."""
+    shown = _durable("healthy", durable_sequences=12, cold_sequences=3, tokens_to_recompute=4500)
+    line = next(line for line in shown.splitlines() if line.startswith("durable"))
+    for text in ("journal healthy", "sequences 12", "cold 3", "to recompute 4500", "syncs/s 50", "ms p50/p99 3.3/7.8"):
+        assert text in line, line
+    assert "journal lost" in _durable("lost")
+    for nothing in ("unspecified", ""):
+        assert "journal" not in _durable(nothing)
 
 
 def _guest() -> Figures:

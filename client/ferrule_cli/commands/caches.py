@@ -21,7 +21,7 @@ examples:
 Ids are the loggable ones, the same as in the server's logs; they cannot be used as handles.
 """
 
-_HEADINGS = ("handle", "tokens", "blocks", "shared", "lease", "age")
+_HEADINGS = ("handle", "tokens", "blocks", "shared", "durable", "to run", "lease", "age")
 
 add_options = add_connection_options
 
@@ -50,6 +50,8 @@ def _as_dict(cache: CacheSummary) -> dict[str, object]:
         "length": cache.length,
         "num_blocks": cache.num_blocks,
         "num_shared_blocks": cache.num_shared_blocks,
+        "durability": cache.durability,
+        "tokens_to_recompute": cache.tokens_to_recompute,
         "expires_in_s": round(cache.lease.expires_in_s, 3),
         "create_time": None if cache.create_time is None else cache.create_time.isoformat(),
     }
@@ -60,7 +62,8 @@ def _row(cache: CacheSummary) -> tuple[str, ...]:
     if cache.create_time is not None:
         age = f"{max(0.0, (datetime.now(UTC) - cache.create_time).total_seconds()):.0f} s"
     numbers = map(str, (cache.length, cache.num_blocks, cache.num_shared_blocks))
-    return (cache.handle_id, *numbers, f"{cache.lease.expires_in_s:.0f} s", age)
+    durable = ("yes" if cache.durability == "journaled" else "no", str(cache.tokens_to_recompute))
+    return (cache.handle_id, *numbers, *durable, f"{cache.lease.expires_in_s:.0f} s", age)
 
 
 def _print_table(rows: Sequence[Sequence[str]], caption: str) -> None:

@@ -14,7 +14,7 @@ __all__ = ["LATENCIES", "Figures", "History", "Latency", "Look", "PrincipalFigur
 WINDOW_S = 10.0
 """Quantiles, and the times of principals, are over so many seconds: one second has too few values for a p99."""
 
-LATENCIES = ("step", "queue", "first_token", "inter_token", "decode")
+LATENCIES = ("step", "queue", "first_token", "inter_token", "decode", "sync")
 
 _NUM_POINTS = 120
 
@@ -51,6 +51,7 @@ class Rates:
     prefix_hit_rate: float | None  # share of the prompt tokens looked up that were found; None: none were looked up
     forks: float
     expired: float
+    syncs: float  # of the journal
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class Figures:
 
     look: Look
     rates: Rates | None  # None: there is nothing yet to compare the look with
-    latencies: Mapping[str, Latency]  # by step, queue, first_token, inter_token and decode
+    latencies: Mapping[str, Latency]  # by the names of LATENCIES
     principals: tuple[PrincipalFigures, ...]  # whose appends wait longest first
     generated_points: tuple[float, ...]  # generated tokens per second between all looks, oldest first
     restarts: int = 0  # how often the server was restarted while we looked
@@ -154,6 +155,7 @@ def rates(before: Look, now: Look) -> Rates | None:
         prefix_hit_rate=min(1.0, found / looked_up) if looked_up else None,
         forks=per_second("num_forks"),
         expired=per_second("num_expired"),
+        syncs=_grown(old.sync_seconds.count, new.sync_seconds.count) / seconds,
     )
 
 
@@ -174,11 +176,20 @@ def as_dict(figures: Figures) -> dict[str, object]:
         "queue_depth": status.queue_depth,
         "active_streams": status.active_streams,
         "kv": asdict(view.cache_metrics),
+        "journal": _journal(view),
         "latencies_s": {name: asdict(each) for name, each in figures.latencies.items()},
         "live_sequences": status.live_sequences,
         "sequences": list(map(asdict, view.sequences)),
         "principals": list(map(asdict, figures.principals)),
     }
+
+
+def _journal(view: ServerView) -> dict[str, object] | None:
+    """Return the state of the journal; None: there is none, or the caller is not told."""
+    if view.journal_state not in ("healthy", "lost"):
+        return None
+    names = ("durable_sequences", "cold_sequences", "tokens_to_recompute")
+    return {"state": view.journal_state} | {name: getattr(view, name) for name in names}
 
 
 def _seconds(before: Look, now: Look) -> float:

@@ -16,6 +16,7 @@ from ferrule_client.views import SequenceView, ServerView
 __all__ = ["Frame", "map_cells"]
 
 _STATES = {"ready": "green", "busy": "green", "draining": "yellow", "starting": "yellow", "failed": "bright_red"}
+_JOURNALS = {"healthy": "bold green", "lost": "bold bright_red"}
 _TIMES = ("step", "queue", "decode", "first_token", "inter_token")
 _TWO_COLUMNS = 110
 _MIN_LIST = 3
@@ -52,7 +53,7 @@ class Frame:
         view = figures.look.view
         room = self.height - bool(hint)
         if view is not None:
-            lines += [*self._activity(figures, view), self._pool(view)]
+            lines += [*self._activity(figures, view), self._pool(view), *_journal(figures, view)]
             if view.block_map is not None:
                 lines += self._map(view, room - len(lines))
             lines += self._lists(figures, view, room - len(lines))
@@ -169,6 +170,22 @@ class Frame:
         line = Text.assemble((self.glyphs.rule * 2 + " ", "dim"), (name, "bold"), "  ").append_text(rest)
         line.truncate(width or self.width)
         return line
+
+
+def _journal(figures: Figures, view: ServerView) -> list[Text]:
+    """Return the line of the journal, if there is one."""
+    if (style := _JOURNALS.get(view.journal_state)) is None:
+        return []
+    sync = figures.latencies.get("sync", Latency())
+    words = _words(
+        ("journal", view.journal_state, style),
+        ("sequences", short(view.durable_sequences)),
+        ("cold", short(view.cold_sequences)),
+        ("to recompute", short(view.tokens_to_recompute)),
+        ("syncs/s", _rate(figures.rates, "syncs")),
+        ("ms p50/p99", _UNKNOWN if sync.p50 is None else f"{_ms(sync.p50)}/{_ms(sync.p99)}"),
+    )
+    return [_labelled("durable", words)]
 
 
 def _notes(figures: Figures) -> list[str]:

@@ -93,6 +93,10 @@ def _guest_view(status: Status, metrics: CacheMetrics, caches: list[CacheSummary
         sequences=tuple(sorted(map(_own_sequence, caches), key=lambda one: one.expires_in_s)),
         principals=(),
         known_principals=0,
+        journal_state="unspecified",
+        durable_sequences=0,
+        cold_sequences=0,
+        tokens_to_recompute=0,
         **{f"{name}_seconds": _NOTHING for name in LATENCIES},
     )
 
@@ -112,6 +116,8 @@ def _own_sequence(cache: CacheSummary) -> SequenceView:
         age_s=_age_s(cache.create_time),
         num_pending=0,
         is_appending=False,
+        durability=cache.durability,
+        tokens_to_recompute=cache.tokens_to_recompute,
     )
 
 

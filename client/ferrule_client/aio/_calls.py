@@ -190,6 +190,7 @@ class SequenceCalls:
         )
         reply = await self.call_once_more(self._connection.executor.GetCacheInfo, request, timeout)
         info = _convert.cache_info_from_message(reply.info)
+        self.tip.durability = info.durability
         if token_ids:
             self.tip.learn(info.handle, info.token_ids)
         return info
@@ -219,7 +220,9 @@ class SequenceCalls:
             FerruleError: It failed; one that says the sequence is lost has its tokens.
         """
         has_id = bool(getattr(getattr(request, "input", request), "request_id", ""))
-        attempts = self._connection.attempts(timeout, creates=creates, has_request_id=has_id, is_patient=self.recovers)
+        attempts = self._connection.attempts(
+            timeout, creates=creates, has_request_id=has_id, is_patient=self.recovers, on_sequence=True
+        )
         handle = self.tip.handle
         try:
             return await self._connection.run(method, request, attempts)

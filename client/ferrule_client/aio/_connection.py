@@ -33,12 +33,15 @@ from ferrule_client.errors import (
     WrongInstanceError,
 )
 from ferrule_client.masks import TokenMask
-from ferrule_client.types import Capabilities, Handle, ModelInfo, TlsConfig
+from ferrule_client.types import Capabilities, Durability, Handle, ModelInfo, TlsConfig
 
 _log = logging.getLogger(__name__)
 
 REQUEST_IDS = "request_id"
 """The feature of a server that makes the sequences of one request id once."""
+
+DURABLE = "durable_handles"
+"""The feature of a server whose sequences outlive it."""
 
 _GONE_S = 5.0
 """How long one attempt at an instance that was found unreachable is enough, for the calls on its other sequences."""
@@ -56,6 +59,9 @@ class Connection:
     """One channel, shared by a client and everything it makes; safe to use from several tasks.
 
     Its arguments are those of the client; calls that name no handle are for ``instance``.
+
+    Attributes:
+        durability: The level of new sequences; None: the server's default.
     """
 
     def __init__(
@@ -68,11 +74,14 @@ class Connection:
         *,
         instance: str | None = None,
         extra: Extra | None = None,
+        durability: Durability | None = None,
     ) -> None:
         self.target = _check.target(target)
         _check.seconds("timeout", timeout)
         _check.token(token)
         _check.instance(instance)
+        _convert.durability_to_message(durability)
+        self.durability = durability
         self._instance = instance or ""
         self._unreachable: dict[str, float] = {}
         self.timeout = None if timeout == math.inf else timeout
@@ -109,23 +118,39 @@ class Connection:
         return None if limit_s is None else Until(time.monotonic() + limit_s)
 
     def attempts(
-        self, timeout: Timeout, *, creates: bool = False, has_request_id: bool = False, is_patient: bool = False
+        self,
+        timeout: Timeout,
+        *,
+        creates: bool = False,
+        has_request_id: bool = False,
+        is_patient: bool = False,
+        on_sequence: bool = False,
     ) -> Attempts:
         """Return the deadline and the retries of one call."""
-        limit_s = self.resolve(timeout)
-        return Attempts(self._retry, limit_s, creates=creates, has_request_id=has_request_id, is_patient=is_patient)
+        return Attempts(
+            self._retry,
+            self.resolve(timeout),
+            creates=creates,
+            has_request_id=has_request_id,
+            is_patient=is_patient,
+            on_sequence=on_sequence,
+            is_durable=None if self._capabilities is None else DURABLE in self._capabilities.features,
+        )
 
     async def wait(self, attempts: Attempts, error: FerruleError) -> None:
         """Wait before the next attempt.
 
-        Whether the server honours request ids is asked for only here, when a creation has broken, and once.
+        Whether the server honours request ids is asked for only here, when a creation has broken, and once; so is
+        whether its sequences outlive it, when it goes down under a call on one.
 
         Raises:
             FerruleError: ``error``, which the last attempt failed with, if there is to be no further one.
         """
         if attempts.needs_to_know(error):
-            attempts.is_repeatable = await self._has_request_ids(attempts)
-        is_dead = isinstance(error, InstanceUnreachableError)
+            attempts.is_repeatable = await self._has_feature(REQUEST_IDS, attempts)
+        if attempts.needs_durability(error):
+            attempts.is_durable = await self._has_feature(DURABLE, attempts)
+        is_dead = isinstance(error, InstanceUnreachableError) and not attempts.waits_for(error)
         if is_dead and time.monotonic() < self._unreachable.get(error.metadata["instance"], 0.0):
             raise error
         try:
@@ -340,11 +365,11 @@ class Connection:
         self.handle_limit.advertise(self._capabilities.max_handles_per_request)
         return self._capabilities
 
-    async def _has_request_ids(self, attempts: Attempts) -> bool:
-        """Return whether the server honours request ids; no, if it cannot be asked in the time that is left."""
+    async def _has_feature(self, feature: str, attempts: Attempts) -> bool:
+        """Return whether the server has a feature; no, if it cannot be asked in the time that is left."""
         try:
             capabilities = self._capabilities or await self._ask_capabilities(attempts.rest())
         except FerruleError as error:
-            _log.debug("capabilities unknown after a broken creation reason=%s", error.reason)
+            _log.debug("capabilities unknown after a call broke reason=%s", error.reason)
             return False
-        return REQUEST_IDS in capabilities.features
+        return feature in capabilities.features

@@ -43,6 +43,7 @@ from ferrule_client.types import (
     Capabilities,
     ChatMessage,
     ChatPrompt,
+    Durability,
     FloatArray,
     Handle,
     Lease,
@@ -83,11 +84,16 @@ class AsyncClient:
         token: Bearer token to send with every call.
         tls: True for TLS with the system's authorities, a ``TlsConfig`` for your own, None for plain text.
         timeout: Seconds a call may take with its retries, unless it says otherwise; None means no limit.
-        max_retries: Times a call is tried again after a broken connection.
+        max_retries: Times a call is tried again after a broken connection. Where the connection is refused, a call on a
+            cache that has a timeout does not count: it waits for the server until then, and continues if the cache has
+            survived.
         instance: Behind a proxy with several instances: the name of the one for calls without a handle, such as new
             prompts and ``admin``. None: the proxy chooses. Calls on a handle go to its instance.
         metadata: Called in the task that makes a call, for each attempt and each opening of a stream. It returns pairs
             of key and value to send along, such as a trace context. It cannot replace what the client sets itself.
+        durability: For new sequences: ``journaled``: they survive the server process, and a server without a journal
+            refuses them with ``UnsupportedError``; ``none``: they end with it. None: ``journaled`` on a server with
+            ``--durable``, else ``none``.
 
     Attributes:
         admin: Calls for operators; see ``ferrule.admin``.
@@ -107,10 +113,13 @@ class AsyncClient:
         max_retries: int = 5,
         instance: str | None = None,
         metadata: Extra | None = None,
+        durability: Durability | None = None,
     ) -> None:
         _check.whole("max_retries", max_retries)
         retry = RetrySettings(max_retries=max_retries)
-        self._connection = Connection(target, token, tls, timeout, retry, instance=instance, extra=metadata)
+        self._connection = Connection(
+            target, token, tls, timeout, retry, instance=instance, extra=metadata, durability=durability
+        )
         self._keeper = LeaseKeeper(self._renew)
         self.admin = AsyncAdmin(self._connection)
 
@@ -188,7 +197,7 @@ class AsyncClient:
             ids = await self._connection.encode_text(tokens, timeout=timeout, is_patient=recover)
         else:
             ids = _check.token_list(tokens)
-        options = PromptOptions(ttl, reserve_length, reuse_prefix, publish_prefix)
+        options = PromptOptions(ttl, reserve_length, reuse_prefix, publish_prefix, self._connection.durability)
         request = _messages.prompt_request(
             ids, options, policy=policy, all_positions=all_positions, request_id=request_id
         )
@@ -332,7 +341,7 @@ class AsyncClient:
             ignore_eos=ignore_eos,
             has_text=isinstance(prompt, str) if text is None else text,
         )
-        options = PromptOptions(ttl, None, reuse_prefix, publish_prefix)
+        options = PromptOptions(ttl, None, reuse_prefix, publish_prefix, self._connection.durability)
         _convert.duration(ttl)
         return AsyncGeneration(
             self._connection,

@@ -188,6 +188,7 @@ class SequenceCalls:
         )
         reply = self.call_once_more(self._connection.executor.GetCacheInfo, request, timeout)
         info = _convert.cache_info_from_message(reply.info)
+        self.tip.durability = info.durability
         if token_ids:
             self.tip.learn(info.handle, info.token_ids)
         return info
@@ -217,7 +218,9 @@ class SequenceCalls:
             FerruleError: It failed; one that says the sequence is lost has its tokens.
         """
         has_id = bool(getattr(getattr(request, "input", request), "request_id", ""))
-        attempts = self._connection.attempts(timeout, creates=creates, has_request_id=has_id, is_patient=self.recovers)
+        attempts = self._connection.attempts(
+            timeout, creates=creates, has_request_id=has_id, is_patient=self.recovers, on_sequence=True
+        )
         handle = self.tip.handle
         try:
             return self._connection.run(method, request, attempts)

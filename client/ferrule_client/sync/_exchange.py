@@ -24,6 +24,7 @@ from ferrule_client._tip import Tip, using
 from ferrule_client.errors import (
     CallCancelledError,
     DeadlineExceededError,
+    DrainingError,
     FerruleError,
     InstanceUnreachableError,
     InvalidRequestError,
@@ -90,8 +91,13 @@ class Exchange:
         """Return the deadline and the retries of a frame; patient, if its items wait for a server that went away."""
         made = [one for one in inputs if _messages.creates(one)]
         has_ids = all(one.request_id for one in made)
-        is_patient = is_patient and bool(inputs)
-        return self._connection.attempts(timeout, creates=bool(made), has_request_id=has_ids, is_patient=is_patient)
+        return self._connection.attempts(
+            timeout,
+            creates=bool(made),
+            has_request_id=has_ids,
+            is_patient=is_patient and bool(inputs),
+            on_sequence=any(one.HasField("kv_cache") for one in inputs),
+        )
 
     def perform(
         self,
@@ -154,9 +160,14 @@ class Exchange:
         return calls
 
     def _with_room(self, done: Done, attempts: Attempts) -> list[int]:
-        """Wait as long as the items refused for the moment ask for, and return their places."""
+        """Wait as long as the items refused for the moment ask for, and return their places.
+
+        Where sequences outlive the server, one that goes down refuses them for the moment too.
+        """
         refused = {
-            place: one for place, one in done.items() if isinstance(one, FerruleError) and wait_s(one) is not None
+            place: one
+            for place, one in done.items()
+            if isinstance(one, DrainingError) or (isinstance(one, FerruleError) and wait_s(one) is not None)
         }
         if refused:
             try:

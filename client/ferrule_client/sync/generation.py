@@ -282,7 +282,10 @@ class Generation(Iterator[Token]):
 
     def _attempts(self, timeout: Timeout) -> Attempts:
         creates = not all(branch.has_cache for branch in self.branches)
-        return self._connection.attempts(timeout, creates=creates, has_request_id=True, is_patient=self._is_patient)
+        has_cache = any(branch.has_cache for branch in self.branches)
+        return self._connection.attempts(
+            timeout, creates=creates, has_request_id=True, is_patient=self._is_patient, on_sequence=has_cache
+        )
 
     def _open_what_lacks(self, timeout: Timeout) -> None:
         """Open one call for all branches at first, then one for each that has lost its own."""

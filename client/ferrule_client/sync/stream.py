@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, overloa
 
 from ferrule.v1 import executor_pb2
 from ferrule_client import _check, _convert, _messages
-from ferrule_client._messages import Appended, Input
+from ferrule_client._messages import Appended, Input, PromptOptions
 from ferrule_client._public import publish
 from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._tip import Tip
@@ -180,7 +180,7 @@ class Stream:
         tokens = item.tokens
         if isinstance(tokens, str):
             tokens = self._connection.encode_text(tokens, timeout=timeout, is_patient=item.recover)
-        return _messages.prompt_input(_check.token_list(tokens), item)
+        return _messages.prompt_input(_check.token_list(tokens), self._options(item), item)
 
     def _settled(self, item: Any, sent: Input, result: Appended | FerruleError) -> Any:
         """Move a cache by what came of its item, or make that of a new sequence; return that, or the error."""
@@ -197,8 +197,12 @@ class Stream:
         assert isinstance(result, executor_pb2.PrefillOutput)
         tip = Tip(output.handle, output, TokenLog(_messages.tokens_of(sent)), _convert.granted_ttl_s(result))
         tip.choose(output, item.policy if item.is_final else None)
-        options = _messages.PromptOptions(item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix)
-        return self._follow(tip, recovery=options if item.recover else None)
+        return self._follow(tip, recovery=self._options(item) if item.recover else None)
+
+    def _options(self, item: Prompt) -> PromptOptions:
+        """Return how the sequence of a prompt is kept."""
+        durability = self._connection.durability
+        return PromptOptions(item.ttl, item.reserve_length, item.reuse_prefix, item.publish_prefix, durability)
 
     def branch(
         self,

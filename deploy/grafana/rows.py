@@ -257,6 +257,51 @@ ROWS: Final[dict[str, tuple[Panel, ...]]] = {
             ),
         ),
     ),
+    "Durable handles": (
+        Panel(
+            "Journal",
+            "1 while records reach the disk. Servers without --durable have no journal.",
+            "short",
+            (Query("ferrule_durable_healthy{}", "{{instance}}"),),
+        ),
+        Panel(
+            "Syncs to the disk",
+            "A reply about a durable sequence waits for the sync of its step.",
+            "s",
+            quantiles("ferrule_durable_sync_seconds", 0.5, 0.99),
+        ),
+        Panel(
+            "After a restart",
+            "Sequences without KV, and the tokens to compute before these are as fast as others.",
+            "short",
+            (
+                Query("sum(ferrule_durable_sequences{})", "durable"),
+                Query("sum(ferrule_durable_cold_sequences{})", "cold"),
+                Query("sum(ferrule_durable_tokens_to_recompute{})", "tokens to recompute"),
+            ),
+        ),
+        Panel(
+            "Written",
+            "Snapshots make it jump.",
+            "binBps",
+            (Query(rate("ferrule_durable_written_bytes_total"), "bytes/s"),),
+        ),
+        Panel(
+            "Size of the journal",
+            "Compaction begins when what was written since the last snapshot is larger than it, and than 16 MiB.",
+            "bytes",
+            (Query("ferrule_durable_directory_bytes{}", "{{instance}}"),),
+        ),
+        Panel(
+            "Failures and snapshots",
+            "A write or sync that failed, and complete snapshots.",
+            "short",
+            (
+                Query(rate("ferrule_durable_failures_total"), "failures/s"),
+                Query(rate("ferrule_durable_snapshots_total"), "snapshots/s"),
+            ),
+        ),
+    ),
     "Executor": (
         Panel(
             "Servers",

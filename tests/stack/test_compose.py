@@ -72,7 +72,7 @@ def test_every_service_is_contained(on_top: tuple[Path, ...]) -> None:
         assert not {"privileged", "network_mode", "pid", "ipc", "cap_add", "devices"} & set(service), name
         assert "docker.sock" not in json.dumps(service), name
         writable = {entry.split(":")[1] for entry in service.get("volumes", []) if not entry.endswith(":ro")}
-        assert writable <= {"/var/cache/ferrule", "/prometheus", "/var/lib/grafana"}, name
+        assert writable <= {"/var/cache/ferrule", "/data", "/prometheus", "/var/lib/grafana"}, name
         assert service["healthcheck"]["test"][0] == "CMD", name
         assert service["restart"] == "unless-stopped", name
 
@@ -202,6 +202,19 @@ def test_what_is_made_once_is_kept(plain: dict[str, Any]) -> None:
         assert "cache:/var/cache/ferrule" in plain[name]["volumes"]
         assert plain[name]["user"] == "10001:10001"
     assert settings(plain["ferrule-gpu"]).kernel_cache == Path("/var/cache/ferrule/kernels")
+
+
+def test_each_server_has_a_journal_of_its_own() -> None:
+    """In a volume, below a folder that the image gives to the server's user and to nobody else."""
+    assert "--owner=10001 --group=10001 --mode=0700 /data " in (ROOT / "deploy" / "Dockerfile").read_text()
+    whole, volumes = project(named("durable")), set()
+    for name in SERVERS:
+        service = whole["services"][name]
+        assert settings(service).durable == Path("/data/journal")
+        (volume,) = {entry.split(":")[0] for entry in service["volumes"] if entry.split(":")[1] == "/data"}
+        assert volume in whole["volumes"]
+        volumes.add(volume)
+    assert len(volumes) == len(SERVERS)
 
 
 def test_the_gpu_is_reserved(plain: dict[str, Any]) -> None:

@@ -30,7 +30,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     tool("prometheus")
     folder = tmp_path_factory.mktemp("stack")
     names, profiles = ("envoy", "grafana"), ("scale", "observe")
-    with Stack(folder, names, profiles=profiles, environment=SMALL, scrape_interval="1s") as stack:
+    on_top = [ROOT / "deploy" / "compose.durable.yml"]  # the dashboard has a row for the journal
+    with Stack(folder, names, profiles=profiles, on_top=on_top, environment=SMALL, scrape_interval="1s") as stack:
         assert stack.left_out == ["grafana"]
         prometheus = Prometheus(stack.address("prometheus", 9090))
         with traffic(stack.address("envoy", 50051)):

@@ -44,7 +44,7 @@ DTYPES: tuple[DTypeName, ...] = ("float32", "bfloat16", "float16")
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Settings of whoever runs the tests have no say."""
+    """Remove settings of the environment that would change what is checked."""
     for name in ("DTYPE", "WEIGHTS", "MAX_CONTEXT", "DEVICE", "EXECUTOR", "OFFLINE", "REVISION"):
         monkeypatch.delenv(f"FERRULE_{name}", raising=False)
 

@@ -219,8 +219,8 @@ def _config_class(family: str) -> Any:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small shapes gain nothing from threads, and barriers cost much on a busy machine."""
+def one_thread() -> Iterator[None]:
+    """Have torch use one thread: small shapes gain nothing from more, and barriers cost much on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ferrule_server.executor.base import Executor, Float32Array, OutputSpec
+from ferrule_server.executor.cpu.executor import NumbaCpuExecutor
 from ferrule_server.executor.cpu.support import choose, unsupported
 from ferrule_server.kernels.cpu.plan import WeightKind
 from ferrule_server.model.config import LayerKind, ModelConfig, PerLayerInput
@@ -81,22 +83,42 @@ def all_logits(executor: Executor) -> Float32Array:
     return np.concatenate((stepper.logits(*chunks), stepper.logits(*(Piece(seq, [7]) for seq in seqs))))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_float32_logits_equal_plain_torch(folder_of: Folder, name: str) -> None:
+@dataclass(frozen=True)
+class Family:
+    """A random model of a family, the logits of plain torch in float32, and an executor of three threads."""
+
+    folder: Path
+    exact: Float32Array
+    executor: NumbaCpuExecutor
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, folder_of: Folder) -> Iterator[Family]:
+    """What the tests of a family share."""
+    folder = folder_of(request.param)
+    exact = all_logits(torch_executor(folder, "float32", is_plain=True))
+    with with_threads(folder, 3) as executor:
+        yield Family(folder, exact, executor)
+
+
+@contextmanager
+def with_threads(folder: Path, count: int) -> Iterator[NumbaCpuExecutor]:
+    """Run a float32 executor all of whose steps have so many threads."""
+    with running(folder, "float32", num_threads=count) as executor:
+        executor._threads.at = lambda now: count  # type: ignore[method-assign]
+        yield executor
+
+
+def test_float32_logits_equal_plain_torch(family: Family) -> None:
     """Only the order of sums differs."""
-    folder = folder_of(name)
-    expected = all_logits(torch_executor(folder, "float32", is_plain=True))
-    with running(folder, "float32") as executor:
-        found = all_logits(executor)
+    found, expected = all_logits(family.executor), family.exact
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4 * float(expected.std()) + 2e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_bfloat16_logits_are_as_near_as_those_of_torch(folder_of: Folder, name: str) -> None:
+def test_bfloat16_logits_are_as_near_as_those_of_torch(family: Family) -> None:
     """Nearer, because the residual stream stays float32."""
-    folder = folder_of(name)
-    exact, rounded = (all_logits(torch_executor(folder, dtype)) for dtype in ("float32", "bfloat16"))
-    with running(folder, "bfloat16") as executor:
+    exact, rounded = family.exact, all_logits(torch_executor(family.folder, "bfloat16"))
+    with running(family.folder, "bfloat16") as executor:
         found = all_logits(executor)
     assert np.sqrt(np.square(found - exact).mean()) <= np.sqrt(np.square(rounded - exact).mean())
 
@@ -112,8 +134,9 @@ def test_logits_are_those_of_the_quantised_weights(folder_of: Folder, name: str,
     np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 * float(expected.std()))
 
 
-def in_parts(executor: Executor, sizes: Iterator[int]) -> Float32Array:
+def in_parts(executor: Executor, chunks: Iterable[int]) -> Float32Array:
     """Return the logits of all positions of a sequence, run in chunks beside another one."""
+    sizes = iter(chunks)
     stepper, seq, mate = Stepper(executor, seed=3), PooledSequence(), PooledSequence()
     tokens = prompts_of(executor.info.model.config.vocab_size)[0]
     none = OutputSpec()
@@ -125,18 +148,13 @@ def in_parts(executor: Executor, sizes: Iterator[int]) -> Float32Array:
     return np.stack(parts)
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_same_bits_in_chunks_of_any_size(folder_of: Folder, name: str, num_threads: int) -> None:
-    """Windows begin at other tokens for each row, yet what rows share a task changes nothing."""
-    folder = folder_of(name)
-    sizes = iter([100, 1, 1, 1, 17, 33, 1, 100, 1, 1, 5, 60, *[1] * LENGTH])
-    with running(folder, "float32") as executor:
-        expected = in_parts(executor, iter([LENGTH]))
-    with running(folder, "float32", num_threads=num_threads) as executor:
-        executor._threads.at = lambda now: num_threads  # type: ignore[method-assign]
-        found = in_parts(executor, sizes)
-    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+def test_the_same_bits_in_chunks_of_any_size(family: Family) -> None:
+    """Windows begin at other tokens for each row, yet what rows share a task changes nothing, nor do threads."""
+    sizes = [100, 1, 1, 1, 17, 33, 1, 100, 1, 1, 5, 60, *[1] * LENGTH]
+    expected = in_parts(family.executor, [LENGTH])
+    with with_threads(family.folder, 1) as executor:
+        for found in (in_parts(executor, sizes), in_parts(family.executor, sizes)):
+            np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

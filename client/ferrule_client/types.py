@@ -515,8 +515,8 @@ class ModelInfo:
         hidden_size: Width of the residual stream.
         num_layers: Number of decoder layers.
         num_heads: Number of query heads.
-        num_kv_heads: Number of key and value heads.
-        head_dim: Width of one head.
+        num_kv_heads: Number of key and value heads. If it differs between layers, the largest.
+        head_dim: Width of one head. If it differs between layers, the largest.
         vocab_size: Number of token ids; every id sent must be below it.
         max_sequence_length: Longest sequence served, in tokens.
         dtype: Element type it computes with, such as ``bfloat16``.

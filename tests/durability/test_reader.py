@@ -211,8 +211,14 @@ def test_a_wrong_record_in_a_whole_frame_is_damage() -> None:
     ("header", "reason"),
     [
         (b"{}", "malformed"),
-        (b'{"segment": 2, "epoch": "ffffffffffff", "generation": 1, "previous": null, "digests": ""}', "epoch ffffffffffff"),
-        (b'{"segment": 3, "epoch": "0123456789ab", "generation": 1, "previous": null, "digests": ""}', "says segment 3"),
+        (
+            b'{"segment": 2, "epoch": "ffffffffffff", "generation": 1, "previous": null, "digests": ""}',
+            "epoch ffffffffffff",
+        ),
+        (
+            b'{"segment": 3, "epoch": "0123456789ab", "generation": 1, "previous": null, "digests": ""}',
+            "says segment 3",
+        ),
     ],
 )
 def test_a_wrong_header_is_damage(header: bytes, reason: str) -> None:

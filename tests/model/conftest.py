@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,6 @@ class Example:
 
     folder: Path
     oracle: Any
-    greedy_cache: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     def logits(self, token_ids: list[int], dtype: torch.dtype = torch.float32) -> Float32Array:
         """Return transformers' logits of every position, float32 [length, vocab_size]."""
@@ -169,23 +168,6 @@ class Example:
         with torch.inference_mode():
             logits: Float32Array = oracle(torch.tensor([token_ids])).logits[0].float().numpy()
         return logits
-
-    def greedy(self, token_ids: list[int], count: int) -> list[int]:
-        """Return the next ``count`` tokens of transformers, its own cache decoding one by one."""
-        key = (*token_ids, count)
-        if key not in self.greedy_cache:
-            self.greedy_cache[key] = self._decode(token_ids, count)
-        return self.greedy_cache[key]
-
-    def _decode(self, token_ids: list[int], count: int) -> list[int]:
-        produced: list[int] = []
-        step, cache = torch.tensor([token_ids]), None
-        with torch.inference_mode():
-            for _ in range(count):
-                out = self.oracle(step, past_key_values=cache, use_cache=True)
-                step, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
-                produced.append(int(step))
-        return produced
 
 
 def make_example(case: dict[str, Any], folder: Path) -> Example:
@@ -219,8 +201,8 @@ def _config_class(family: str) -> Any:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Small shapes gain nothing from threads, and barriers cost much on a busy machine."""
+def one_thread() -> Iterator[None]:
+    """Have torch use one thread: small shapes gain nothing from more, and barriers cost much on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 import torch
 
 from ferrule_server.executor.base import Float32Array, OutputSpec
@@ -31,23 +30,21 @@ def rms(values: Float32Array) -> float:
     return float(np.sqrt(np.mean(np.square(values))))
 
 
-def feed(stepper: Stepper, tokens: list[int], chunk: int) -> tuple[PooledSequence, int]:
-    """Prefill in chunks and return the sequence with the greedy token that follows."""
+def feed(stepper: Stepper, chunk: int) -> tuple[PooledSequence, Float32Array]:
+    """Run the prompt in chunks; return the sequence and the logits of all positions."""
     seq = PooledSequence()
-    rows = [
-        stepper.run(Piece(seq, tokens[begin : begin + chunk], spec=GREEDY))[0] for begin in range(0, len(tokens), chunk)
-    ]
-    assert rows[-1].token is not None
-    return seq, rows[-1].token
+    parts = [PROMPT[begin : begin + chunk] for begin in range(0, len(PROMPT), chunk)]
+    return seq, np.concatenate([stepper.logits(Piece(seq, part, num_outputs=len(part))) for part in parts])
 
 
-def continue_greedily(stepper: Stepper, seq: PooledSequence, token: int, count: int) -> list[int]:
-    """Decode one by one and return ``count`` tokens, the first of which is ``token``."""
-    produced = [token]
-    while len(produced) < count:
-        row = stepper.run(Piece(seq, produced[-1:], spec=GREEDY))[0]
-        assert row.token is not None
-        produced.append(row.token)
+def continue_greedily(stepper: Stepper, seqs: list[PooledSequence], tokens: list[int], count: int) -> list[list[int]]:
+    """Decode sequences together, one token at a time; return ``count`` tokens of each, the first of which is given."""
+    produced = [[token] for token in tokens]
+    for _ in range(count - 1):
+        rows = stepper.run(*(Piece(seq, made[-1:], spec=GREEDY) for seq, made in zip(seqs, produced, strict=True)))
+        for made, row in zip(produced, rows, strict=True):
+            assert row.token is not None
+            made.append(row.token)
     return produced
 
 
@@ -69,23 +66,19 @@ def test_hidden_states_equal_transformers(example: Example, new_executor: NewExe
     assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, len(PROMPT)])
-def test_greedy_continuation_equals_transformers_however_the_prompt_is_cut(
-    example: Example, new_executor: NewExecutor, chunk: int
-) -> None:
-    """64 greedy tokens are identical for prefill whole, in chunks, and one by one."""
+def test_a_prompt_in_chunks_equals_transformers(example: Example, new_executor: NewExecutor) -> None:
+    """Fed one by one, in chunks and whole: the logits of all positions agree, and 64 greedy tokens are identical.
+
+    They are if each is the best one of transformers after all before it.
+    """
     stepper = Stepper(new_executor(example.folder))
-    seq, token = feed(stepper, PROMPT, chunk)
-    assert continue_greedily(stepper, seq, token, 64) == example.greedy(PROMPT, 64)
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 9])
-def test_logits_of_chunks_equal_transformers(example: Example, new_executor: NewExecutor, chunk: int) -> None:
-    """Each chunk's rows give the logits of the whole prompt."""
-    stepper, seq = Stepper(new_executor(example.folder)), PooledSequence()
-    parts = [PROMPT[begin : begin + chunk] for begin in range(0, len(PROMPT), chunk)]
-    logits = np.concatenate([stepper.logits(Piece(seq, part, num_outputs=len(part))) for part in parts])
-    assert_close(logits, example.logits(PROMPT))
+    seqs, logits = zip(*(feed(stepper, chunk) for chunk in (1, 4, 7, len(PROMPT))), strict=True)
+    expected = example.logits(PROMPT)
+    for found in logits:
+        assert_close(found, expected)
+    continued = continue_greedily(stepper, list(seqs), [int(found[-1].argmax()) for found in logits], 64)
+    assert continued == [continued[0]] * len(seqs)
+    assert continued[0] == example.logits([*PROMPT, *continued[0]])[len(PROMPT) - 1 : -1].argmax(1).tolist()
 
 
 def test_mixed_batch_of_forked_sequences_equals_transformers(example: Example, new_executor: NewExecutor) -> None:

@@ -48,7 +48,7 @@ def memory_rows() -> list[str]:
 
 @pytest.mark.parametrize("rows", [family_rows, memory_rows])
 def test_tables_are_those_of_the_code(rows: Callable[[], list[str]]) -> None:
-    """Whoever changes what kernels run copies the rows of this message into the page."""
+    """If this fails because kernels run more or fewer models, copy the rows of the message into the page."""
     expected = rows()
     assert all(row in PAGE for row in expected), "docs/models.md must have:\n" + "\n".join(expected)
 

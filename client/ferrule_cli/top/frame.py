@@ -45,8 +45,8 @@ class Frame:
     def lines(self, figures: Figures, *, note: str = "", hint: str = "") -> list[Text]:
         """Return at most ``height`` lines of at most ``width`` cells.
 
-        A note stands on top: the server is away, and what was seen last is no state of it. A hint of what one can do
-        stands at the bottom.
+        A note is shown at the top if the server does not answer, because the figures are then out of date. A hint about
+        the keys is shown at the bottom.
         """
         lines = [self._header(figures.look, is_away=bool(note))]
         lines += [Text(clean(each), "bold yellow") for each in (note, *_notes(figures)) if each]

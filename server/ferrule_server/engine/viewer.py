@@ -82,6 +82,8 @@ class Viewer:
             now - sequence.created_at,
             self.num_pending(sequence),
             sequence.is_appending,
+            sequence.is_durable,
+            sequence.length if sequence.is_cold else 0,
         )
 
     def _principal(self, name: str, pending: dict[str, tuple[int, int]]) -> PrincipalSeen:

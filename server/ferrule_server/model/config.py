@@ -27,7 +27,7 @@ class LayerKind:
         rope: The rotation of queries and keys; None: there is none.
         window: How many tokens a row attends to, itself included; 0: all.
         kv_layer: The earlier layer whose K and V this one reads; None: it has its own.
-        is_value_key: The values are the keys before their norm and rotation: there is no projection of values.
+        is_value_key: The layer has no projection of values; it uses the projected keys, before norm and rotation.
     """
 
     head_dim: int

@@ -12,10 +12,21 @@ from ferrule_server.model.families import FAMILIES, WRAPPERS
 from ferrule_server.model.families.family import Wrapper
 from ferrule_server.model.rope import stored_order
 
-__all__ = ["EMBEDDING", "HEAD", "LayerWeights", "ModelWeights", "Place", "allocate", "layer_parts", "wrapper_of"]
+__all__ = [
+    "EMBEDDING",
+    "HEAD",
+    "INPUT_PROJECTION",
+    "LayerWeights",
+    "ModelWeights",
+    "Place",
+    "allocate",
+    "layer_parts",
+    "wrapper_of",
+]
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+INPUT_PROJECTION = "model.per_layer_model_projection.weight"
 
 New = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 
@@ -178,7 +189,7 @@ def _model_parts(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
             "model.embed_tokens_per_layer.weight",
             (config.per_layer_input.vocab_size, width),
         )
-        parts["input_projection"] = ("model.per_layer_model_projection.weight", (width, config.hidden_size))
+        parts["input_projection"] = (INPUT_PROJECTION, (width, config.hidden_size))
         parts["input_norm"] = ("model.per_layer_projection_norm.weight", (size,))
     return parts
 

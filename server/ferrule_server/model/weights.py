@@ -23,7 +23,16 @@ from ferrule_server.model.checkpoint import DTYPE_BYTES, StoredTensor, list_tens
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.memory import new_tensor
-from ferrule_server.model.tensors import EMBEDDING, HEAD, ModelWeights, Place, allocate, layer_parts, wrapper_of
+from ferrule_server.model.tensors import (
+    EMBEDDING,
+    HEAD,
+    INPUT_PROJECTION,
+    ModelWeights,
+    Place,
+    allocate,
+    layer_parts,
+    wrapper_of,
+)
 from ferrule_server.model_files import name_of, open_file
 
 __all__ = ["Encoding", "LoadedModel", "check_tensors", "load_model", "of_text_model"]
@@ -34,7 +43,7 @@ Progress = Callable[[int, int], None]
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_BYTES = 8 << 20
-_MATRICES = ("qkv", "attention_out", "gate_up", "down")
+_MATRICES = ("qkv", "attention_out", "gate_up", "down", "input_gate", "input_projection")
 _MAX_PROBLEMS = 100
 
 
@@ -44,12 +53,13 @@ class Encoding:
 
     Attributes:
         name: Names the form and its version; part of the fingerprint. Empty: values are as they were.
-        encode: Called with the name of a field of :class:`LayerWeights`, or ``head``, and a matrix [rows, inputs];
-            returns what replaces it. Called by one thread at a time, while the next matrix is read.
+        encode: Called with the name of a field of :class:`LayerWeights` and the number of the layer, or with that of
+            :class:`ModelWeights` and -1, and with a matrix [rows, inputs]; returns what replaces it. Called by one
+            thread at a time, while the next matrix is read.
     """
 
     name: str
-    encode: Callable[[str, torch.Tensor], torch.Tensor]
+    encode: Callable[[str, int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -239,7 +249,7 @@ class _Encoder:
         config: ModelConfig,
         weights: ModelWeights,
         places: dict[str, Place],
-        encode: Callable[[str, torch.Tensor], torch.Tensor],
+        encode: Callable[[str, int, torch.Tensor], torch.Tensor],
     ) -> None:
         self._weights, self._places, self._encode = weights, places, encode
         self._missing = {
@@ -249,6 +259,8 @@ class _Encoder:
             if field_name in _MATRICES
         }
         self._missing[-1, "head"] = {EMBEDDING if config.is_tied else HEAD}
+        if config.per_layer_input is not None:
+            self._missing[-1, "input_projection"] = {INPUT_PROJECTION}
         self._matrix_of = {name: matrix for matrix, names in self._missing.items() for name in names}
         self._worker = ThreadPoolExecutor(1, "encode")
         self._running: Future[None] | None = None
@@ -278,7 +290,7 @@ class _Encoder:
         holder = self._weights if index < 0 else self._weights.layers[index]
         matrix = getattr(holder, field_name)
         is_embedding = matrix is self._weights.embedding
-        encoded = self._encode(field_name, matrix)
+        encoded = self._encode(field_name, index, matrix)
         setattr(holder, field_name, encoded)
         if is_embedding:
             self._weights.embedding = encoded

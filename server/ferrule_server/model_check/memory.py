@@ -18,9 +18,6 @@ __all__ = ["TORCH_DTYPES", "kv_bytes", "num_parameters", "tensor_names", "weight
 
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_MATRICES: Final = ("qkv", "attention_out", "gate_up", "down")
-_ALIGNMENT: Final = 64
-
 
 def num_parameters(config: ModelConfig) -> int:
     """Return the distinct parameters of a network, tied ones once."""
@@ -44,10 +41,13 @@ def weights_bytes(config: ModelConfig, dtype: torch.dtype, plan: Plan | None = N
     total = sum(tensor.nbytes for tensor in weights.tensors())
     if plan is None:
         return total
-    matrices = [("head", weights.head)]
-    matrices += [(name, getattr(layer, name)) for layer in weights.layers for name in _MATRICES]
-    plain = sum(matrix.nbytes for _, matrix in matrices)
-    return total - plain + sum(_packed_bytes(config, plan, name, tuple(matrix.shape)) for name, matrix in matrices)
+    from ferrule_server.executor.cpu.weights import matrices, packed_bytes
+
+    packed = matrices(config)
+    for name, layer in packed:
+        holder = weights if layer < 0 else weights.layers[layer]
+        total -= getattr(holder, name).nbytes
+    return total + sum(packed_bytes(config, plan, *matrix) for matrix in packed)
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> int:
@@ -62,19 +62,3 @@ def _on_meta(config: ModelConfig, dtype: torch.dtype) -> tuple[ModelWeights, dic
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     return allocate(config, dtype, new)
-
-
-def _packed_bytes(config: ModelConfig, plan: Plan, name: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a matrix as ``executor/cpu/weights.py`` packs it."""
-    from ferrule_server.executor.cpu.weights import HeadUnits
-    from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
-
-    num_rows, num_inputs = shape
-    groups = -(-num_rows // GROUP)
-    if name == "qkv":
-        units = HeadUnits.of(config)
-        groups = units.count * units.groups
-    elif name == "gate_up" and config.is_gated:
-        groups = -(-num_rows // 2 // (GROUP // 2))
-    num_bytes = groups * (-(-num_inputs // TILE_INPUTS) * plan.tile_bytes + plan.group_end_bytes)
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -170,4 +170,4 @@ def lose_a_thread(executor: NumbaCpuExecutor) -> None:
             raise RuntimeError("a thread failed")
         return run(sync, thread)
 
-    executor._workers = Workers(fail_in_helpers, 2, 64)
+    executor._workers = Workers(fail_in_helpers, 2, 128)

@@ -43,7 +43,7 @@ def _add_normed(row, source, weight, size, eps, factor):  # type: ignore[no-unty
 def _finish_head(head, weight, size, eps, position, table, rotation, scale):  # type: ignore[no-untyped-def]  # noqa: PLR0917
     norm_head(head, weight, size, eps)
     rotation_row(position, table, size, rotation)
-    rotate_head(head, size, rotation, scale)
+    rotate_head(head, size, rotation, rotation + 2 * size, scale)
 
 
 @njit

@@ -103,10 +103,10 @@ def run(
         memory.set_ancestors(np.repeat(batch.kv_lens - np.array(case.rows, np.int32), case.rows), ends, ancestors)
     memory.queries[: len(queries)] = queries.flatten(1) * case.head_dim**-0.5
     model, layer = np.zeros(1, MODEL), np.zeros(1, LAYER)
-    model["num_heads"], model["num_kv_heads"] = config.num_heads, config.num_kv_heads
-    model["num_queries_per_kv"], model["head_dim"], model["pool"] = case.group, case.head_dim, pool.data_ptr()
-    model["block_bytes"], model["head_bytes"] = pool.stride(0) * pool.itemsize, pool.stride(3) * pool.itemsize
-    model["score_softcap"], layer["window"] = softcap, window
+    model["num_heads"], model["score_softcap"] = config.num_heads, softcap
+    layer["num_kv_heads"], layer["num_queries_per_kv"], layer["window"] = config.num_kv_heads, case.group, window
+    layer["pool"] = pool.data_ptr()
+    layer["block_bytes"], layer["head_bytes"] = pool.stride(0) * pool.itemsize, pool.stride(3) * pool.itemsize
     layer["pool_offset"] = pool.stride(1) * pool.itemsize
     sync = SyncBlock(2)
     _attend(plan, model.ctypes.data, layer.ctypes.data, memory.address, sync.address, ATTEND)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ferrule_server.engine.metrics.histogram import TIME_BOUNDS_S, HistogramReading
-
-SYNC_BOUNDS_S = TIME_BOUNDS_S
-"""Bounds of the histogram of syncs, in seconds."""
+from ferrule_server.durability.writer import SYNC_BOUNDS_S
+from ferrule_server.engine.metrics.histogram import HistogramReading
 
 
 @dataclass(frozen=True, slots=True)

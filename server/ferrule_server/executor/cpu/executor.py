@@ -119,7 +119,8 @@ def prepare(
     def on_kernel(num_done: int, num_kernels: int) -> None:
         on_progress(f"compiling kernels, {num_done} of {num_kernels} (the first start only)", num_done / num_kernels)
 
-    kernels = compile_kernels(plan, usable_cache(kernel_cache), on_kernel)
+    head_dims = {kind.head_dim for kind in config.layers}
+    kernels = compile_kernels(plan, usable_cache(kernel_cache), on_kernel, head_dims)
     return Prepared(kernels, Packer(config, plan, kernels.pack))
 
 
@@ -161,9 +162,12 @@ class NumbaCpuExecutor:
             num_threads=options.num_threads,
         )
         self._planner = TaskPlanner(
-            config.num_kv_heads, config.num_heads // config.num_kv_heads, options.num_threads, self._memory.num_partials
+            config.num_kv_heads,
+            max(config.num_heads // kind.num_kv_heads for kind in config.layers),
+            options.num_threads,
+            self._memory.num_partials,
         )
-        record = ModelRecord(config, self._packed, self._pool.tensors[0], kernels)
+        record = ModelRecord(config, self._packed, self._pool.tensors, kernels)
         step_address = self._memory.address
 
         def run(sync: int, thread: int) -> int:

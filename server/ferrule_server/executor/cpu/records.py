@@ -6,16 +6,18 @@ All memory is allocated here, once. A step writes its inputs into it and reads i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ferrule_server.executor.base import Float32Array, Int32Array, StepBatch
 from ferrule_server.executor.cpu.tasks import Tasks
-from ferrule_server.executor.cpu.weights import HeadUnits, PackedModel
+from ferrule_server.executor.cpu.weights import HeadUnits, PackedLayer, PackedModel
 from ferrule_server.kernels.cpu.activations import SCALE_BYTES
 from ferrule_server.kernels.cpu.attention import TILE_TOKENS, attention_scratch_bytes, partial_bytes
 from ferrule_server.kernels.cpu.compiled import Kernels
@@ -24,6 +26,7 @@ from ferrule_server.kernels.cpu.linear import MOST_BLOCK_ROWS
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import BEST_BYTES, LAYER, MODEL, MOST_TOP, RESULT_FIELDS, STEP
 from ferrule_server.kernels.cpu.step import num_stages
+from ferrule_server.model.attention import attention_layers
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.rope import Rope, inverse_frequencies, magnitudes
@@ -63,7 +66,7 @@ class ModelRecord:
     Args:
         config: The network.
         packed: Its weights; kept.
-        pool: The KV pool; kept.
+        pools: The KV pool of each of ``config.kv_groups``; kept.
         kernels: The machine code; kept.
 
     Attributes:
@@ -71,80 +74,117 @@ class ModelRecord:
         num_stages: The most stages of a step.
     """
 
-    def __init__(self, config: ModelConfig, packed: PackedModel, pool: Tensor, kernels: Kernels) -> None:
-        ropes = _ropes(config)
-        tables = torch.stack([_rotation_table(rope, config.head_dim) for rope in ropes])
-        self._kept = (packed, pool, kernels, tables)
+    def __init__(self, config: ModelConfig, packed: PackedModel, pools: Sequence[Tensor], kernels: Kernels) -> None:
+        tables = torch.stack([_rotation_table(*rope, config.head_dim) for rope in _ropes(config)])
+        self._kept = (packed, pools, kernels, tables)
         self._layers = np.zeros(config.num_layers, LAYER)
         self._model = np.zeros(1, MODEL)
-        self._fill_layers(packed, pool)
-        for record, kind in zip(self._layers, config.layers, strict=True):
-            record["rotation_offset"] = ropes.index(kind.rope) * 4 * config.head_dim
-            record["window"], record["score_scale"] = kind.window, kind.score_scale
-        units = HeadUnits.of(config)
+        for index, layer in enumerate(packed.layers):
+            values = _weights_of(layer) | _sizes_of(config, index) | _places_of(config, index, pools, kernels)
+            _fill(
+                self._layers[index : index + 1], values | {"scale": 1.0 if layer.scale is None else layer.scale.item()}
+            )
+        size = config.per_layer_input.size if config.per_layer_input is not None else 0
         sizes = {
             "num_layers": config.num_layers,
             "hidden_size": config.hidden_size,
             "num_heads": config.num_heads,
-            "num_kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
-            "num_queries_per_kv": config.num_heads // config.num_kv_heads,
-            "num_rotations": len(ropes),
+            "num_rotations": len(tables),
             "vocab_size": config.vocab_size,
+            "input_size": size,
             "is_tied": packed.embedding is packed.head,
             "hidden_tiles": _inputs(config.hidden_size) // TILE_INPUTS,
-            "query_tiles": _inputs(config.num_heads * config.head_dim) // TILE_INPUTS,
-            "intermediate_tiles": _inputs(config.intermediate_size) // TILE_INPUTS,
-            "heads_at_once": units.heads,
-            "groups_at_once": units.groups,
-            "head_stride": units.stride,
-            "num_qkv_units": units.count,
+            "input_tiles": _inputs(size) // TILE_INPUTS,
             "num_hidden_units": _groups(config.hidden_size),
-            "num_activated_units": _groups((2 if config.is_gated else 1) * config.intermediate_size),
+            "num_input_units": _groups(size),
             "num_head_units": _groups(config.vocab_size),
-            "block_bytes": pool.stride(0) * pool.itemsize,
-            "head_bytes": pool.stride(3) * pool.itemsize,
         }
         addresses = {
             "layers": self._layers.ctypes.data,
             "embedding": packed.embedding.data_ptr(),
             "head": packed.head.data_ptr(),
             "final_norm": packed.final_norm.data_ptr(),
-            "final_norm_bias": 0 if packed.final_norm_bias is None else packed.final_norm_bias.data_ptr(),
+            "final_norm_bias": _address(packed.final_norm_bias),
+            "input_embedding": _address(packed.input_embedding),
+            "input_projection": _address(packed.input_projection),
+            "input_norm": _address(packed.input_norm),
             "rotations": tables.data_ptr(),
-            "pool": pool.data_ptr(),
             "linear_kernel": kernels.linear,
-            "attend_kernel": kernels.attend,
-            "merge_kernel": kernels.merge,
         }
-        _fill(self._model, {**sizes, **addresses, **_features(config, pool.dtype)})
+        _fill(self._model, {**sizes, **addresses, **_features(config, pools[0].dtype)})
         self.address = self._model.ctypes.data
         self.num_stages = num_stages(config.num_layers)
 
-    def _fill_layers(self, packed: PackedModel, pool: Tensor) -> None:
-        for index, layer in enumerate(packed.layers):
-            for name in LAYER.names or ():
-                tensor = getattr(layer, name, None)
-                self._layers[index][name] = 0 if tensor is None else tensor.data_ptr()
-            self._layers[index]["pool_offset"] = index * pool.stride(1) * pool.itemsize
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
-def _ropes(config: ModelConfig) -> list[Rope | None]:
-    """Return the different rotations of the layers."""
-    return list(dict.fromkeys(kind.rope for kind in config.layers))
+def _weights_of(layer: PackedLayer) -> dict[str, Any]:
+    """Return the addresses of the weights of a layer."""
+    names = [field.name for field in fields(layer) if field.name != "scale"]
+    return {name: _address(getattr(layer, name)) for name in names}
 
 
-def _rotation_table(rope: Rope | None, head_dim: int) -> Tensor:
-    """Return frequency and magnitude of each pair: float32 [2, head_dim / 2]."""
-    return torch.stack((inverse_frequencies(rope, head_dim), magnitudes(rope, head_dim)))
+def _sizes_of(config: ModelConfig, index: int) -> dict[str, Any]:
+    """Return the fields of a layer's record that follow from its kind."""
+    kind = config.layers[index]
+    units = HeadUnits.of(config, kind)
+    return {
+        "head_dim": kind.head_dim,
+        "num_kv_heads": kind.num_kv_heads,
+        "num_queries_per_kv": config.num_heads // kind.num_kv_heads,
+        "is_value_key": kind.is_value_key,
+        "num_projected_heads": units.num_heads,
+        "heads_at_once": units.heads,
+        "groups_at_once": units.groups,
+        "head_stride": units.stride,
+        "num_qkv_units": units.count,
+        "query_tiles": _inputs(config.num_heads * kind.head_dim) // TILE_INPUTS,
+        "intermediate_tiles": _inputs(kind.intermediate_size) // TILE_INPUTS,
+        "num_activated_units": _groups((2 if config.is_gated else 1) * kind.intermediate_size),
+        "rotation_offset": _ropes(config).index((kind.rope, kind.head_dim)) * 4 * config.head_dim,
+        "window": kind.window,
+        "input_offset": index * config.per_layer_input.size if config.per_layer_input is not None else 0,
+        "score_scale": kind.score_scale,
+    }
+
+
+def _places_of(config: ModelConfig, index: int, pools: Sequence[Tensor], kernels: Kernels) -> dict[str, Any]:
+    """Return the fields of a layer's record that say where its K and V are, and what attends to them."""
+    number, place, _ = attention_layers(config)[index]
+    pool = pools[number]
+    attend, merge = kernels.attention[config.layers[index].head_dim]
+    return {
+        "pool": pool.data_ptr(),
+        "pool_offset": place * pool.stride(1) * pool.itemsize,
+        "block_bytes": pool.stride(0) * pool.itemsize,
+        "head_bytes": pool.stride(3) * pool.itemsize,
+        "attend_kernel": attend,
+        "merge_kernel": merge,
+    }
+
+
+def _ropes(config: ModelConfig) -> list[tuple[Rope | None, int]]:
+    """Return the different rotations of the layers, with the width of heads."""
+    return list(dict.fromkeys((kind.rope, kind.head_dim) for kind in config.layers))
+
+
+def _rotation_table(rope: Rope | None, head_dim: int, widest: int) -> Tensor:
+    """Return frequency and magnitude of each pair, and zeros: float32 [2, widest / 2]."""
+    table = torch.stack((inverse_frequencies(rope, head_dim), magnitudes(rope, head_dim)))
+    return F.pad(table, (0, (widest - head_dim) // 2))
 
 
 def _features(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields of a model's record that are not sizes or addresses."""
+    inputs = config.per_layer_input
     return {
         "has_layer_norm": config.has_layer_norm,
         "has_norm_after": config.has_norm_after,
         "has_row_norm": config.qk_norm == "row",
+        "has_v_norm": config.has_v_norm,
         "is_parallel": config.is_parallel,
         "is_gated": config.is_gated,
         "is_gelu": config.activation == "gelu_tanh",
@@ -154,6 +194,8 @@ def _features(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         "score_softcap": config.score_softcap,
         "logit_scale": config.logit_scale,
         "logit_softcap": config.logit_softcap,
+        "input_scale": 0.0 if inputs is None else torch.tensor(inputs.size**0.5, dtype=dtype).item(),
+        "projection_scale": config.hidden_size**-0.5,
     }
 
 
@@ -226,8 +268,9 @@ class StepMemory:
 
     def _make_activations(self, config: ModelConfig, plan: Plan) -> None:
         rows = self._max_rows + _PADDING_ROWS
-        query = config.num_heads * config.head_dim
-        widths = {"normed": config.hidden_size, "attended": query, "activated": config.intermediate_size}
+        query, inputs = config.num_heads * config.head_dim, config.per_layer_input
+        size = 0 if inputs is None else inputs.size
+        widths = {"normed": config.hidden_size, "attended": query, "activated": max(config.intermediate_size, size)}
         for name, width in widths.items():
             memory = self._new(name, (rows, _row_size(width, self._input_type)), self._input_type)
             self._step[f"{name}_bytes"] = memory.stride(0) * memory.itemsize
@@ -241,10 +284,12 @@ class StepMemory:
         self._new("hidden", (rows, config.hidden_size))
         self.queries = self._new("queries", (rows, query))
         self._new("rotations", (rows, len(_ropes(config)), config.head_dim))
-        if config.has_norm_after:
+        if config.has_norm_after or size:
             self._new("added", (rows, config.hidden_size))
         if config.qk_norm == "row":
-            self._new("keys", (rows, config.num_kv_heads * config.head_dim))
+            self._new("keys", (rows, max(kind.num_kv_heads * kind.head_dim for kind in config.layers)))
+        if size:
+            self._new("inputs", (rows, config.num_layers * size))
 
     def _make_outputs(self, config: ModelConfig, num_threads: int) -> None:
         count = self.max_outputs
@@ -260,13 +305,14 @@ class StepMemory:
         self._new("sums", (count, _groups(config.vocab_size), 4))
 
     def _make_scratch(self, config: ModelConfig, max_context: int, num_threads: int) -> None:
-        group = config.num_heads // config.num_kv_heads
-        attention = attention_scratch_bytes(config.head_dim, group)
-        sums = (MOST_BLOCK_ROWS + _PADDING_ROWS) * 4 * GROUP * HeadUnits.of(config).groups
+        groups = [(kind.head_dim, config.num_heads // kind.num_kv_heads) for kind in config.layers]
+        attention = max(attention_scratch_bytes(*group) for group in groups)
+        most = max(HeadUnits.of(config, kind).groups for kind in config.layers)
+        sums = (MOST_BLOCK_ROWS + _PADDING_ROWS) * 4 * GROUP * most
         size = -(-max(attention, sums) // 4096) * 4096
         self._new("scratch", (num_threads, size), torch.uint8)
         self._step["scratch_bytes"] = size
-        one = partial_bytes(config.head_dim, group)
+        one = max(partial_bytes(*group) for group in groups)
         wanted = 2 * config.num_kv_heads * -(-max_context // TILE_TOKENS)
         self.num_partials = min(wanted, _MOST_PARTIAL_BYTES // one) if num_threads > 1 else 0
         self._new("partials", (self.num_partials, one), torch.uint8)

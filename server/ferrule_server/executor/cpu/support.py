@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Final
 
+from ferrule_server.kernels.cpu.dot import TILE_INPUTS
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import choose_instructions
 from ferrule_server.model.config import LayerKind, ModelConfig
@@ -17,18 +18,13 @@ _HIDDEN_STEP: Final = 16
 _KNOWN_FIELDS: Final = frozenset(
     {
         "architecture", "vocab_size", "hidden_size", "num_heads", "max_positions", "layers", "norm_eps", "norm_offset",
-        "has_layer_norm", "has_norm_bias", "has_norm_before", "has_norm_after", "is_parallel", "qk_norm", "activation",
-        "is_gated", "score_softcap", "query_temperature", "embedding_scale", "residual_scale", "logit_scale",
-        "logit_softcap", "is_tied", "has_qkv_bias", "has_attention_out_bias", "has_mlp_bias", "eos_ids",
+        "has_layer_norm", "has_norm_bias", "has_norm_before", "has_norm_after", "is_parallel", "qk_norm", "has_v_norm",
+        "activation", "is_gated", "score_softcap", "query_temperature", "embedding_scale", "residual_scale",
+        "logit_scale", "logit_softcap", "has_layer_scale", "per_layer_input", "is_tied", "has_qkv_bias",
+        "has_attention_out_bias", "has_mlp_bias", "eos_ids",
     }
 )  # fmt: skip
 """The fields of a network that the kernels compute; any other must have its default."""
-_WORDS: Final = {
-    "has_v_norm": "norms of values",
-    "has_layer_scale": "a number that multiplies the residual stream behind each layer",
-    "per_layer_input": "a second embedding",
-}
-"""Other fields, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +62,11 @@ def unsupported(config: ModelConfig, dtype: str = "bfloat16") -> str:
     """Return why the kernels cannot run a model, for people; empty if they can."""
     if dtype not in ("bfloat16", "float32"):
         return f"they compute with bfloat16 or float32, not with {dtype}"
-    if config.head_dim % _HEAD_STEP:
-        return f"head_dim {config.head_dim} is not a multiple of {_HEAD_STEP}"
+    if width := next((kind.head_dim for kind in config.layers if kind.head_dim % _HEAD_STEP), 0):
+        return f"head_dim {width} is not a multiple of {_HEAD_STEP}"
     if config.hidden_size % _HIDDEN_STEP:
         return f"hidden_size {config.hidden_size} is not a multiple of {_HIDDEN_STEP}"
-    reasons = [_WORDS.get(name, name) for name in _unknown_fields(config)] + list(_unlike_layers(config))
+    reasons = [*_unknown_fields(config), *_unlike_layers(config)]
     return f"they do not compute {', '.join(reasons)}" if reasons else ""
 
 
@@ -83,15 +79,21 @@ def _unknown_fields(config: ModelConfig) -> Iterator[str]:
 
 
 def _unlike_layers(config: ModelConfig) -> Iterator[str]:
-    """Yield what the layers have that the kernels do not compute, for people."""
-    others = [replace(kind, score_scale=1.0, rope=None, window=0) for kind in config.layers]
-    if any(kind.kv_layer is not None for kind in others):
-        yield "layers that read K and V of another layer"
-    if any(kind.is_value_key for kind in others):
-        yield "values that are keys"
-    equal = LayerKind(config.head_dim, config.num_kv_heads, config.intermediate_size)
-    if any(replace(kind, kv_layer=None, is_value_key=False) != equal for kind in others):
-        yield "layers of different sizes"
+    """Yield what layers have that the kernels do not compute, for people."""
+    kinds, inputs = config.layers, config.per_layer_input
+    if inputs is not None and (inputs.size % TILE_INPUTS or inputs.vocab_size < config.vocab_size):
+        yield f"a second embedding of {inputs.vocab_size} tokens and {inputs.size} values"
+    widths = {config.num_heads * kind.head_dim for kind in kinds}
+    if len(widths) > 1 and any(width % TILE_INPUTS for width in widths):
+        yield f"heads of several widths that are together no multiple of {TILE_INPUTS}"
+    if any(_heads(kind) != _heads(kinds[kind.kv_layer]) for kind in kinds if kind.kv_layer is not None):
+        yield "K and V of another layer with other heads"
+    if config.qk_norm == "row" and any(kind.kv_layer is not None or kind.is_value_key for kind in kinds):
+        yield "norms of all heads of a row where K and V are shared"
+
+
+def _heads(kind: LayerKind) -> tuple[int, int]:
+    return kind.num_kv_heads, kind.head_dim
 
 
 def plan_for(

@@ -37,8 +37,8 @@ class TaskPlanner:
     """Cuts steps into tasks.
 
     Args:
-        num_kv_heads: KV heads; every task is run once for each.
-        num_queries_per_kv: Query heads of a KV head.
+        num_kv_heads: KV heads; every task is run once for each. If it differs between layers, the largest.
+        num_queries_per_kv: Query heads of a KV head; likewise.
         num_threads: Threads of a step.
         num_partials: Partials that there is memory for.
     """

@@ -23,15 +23,15 @@ from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
 from ferrule_server.kernels.cpu.pack import pack_scratch_bytes
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.processor import QUANTISERS
-from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config import LayerKind, ModelConfig
 from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.tensors import LayerWeights, ModelWeights
 
-__all__ = ["HeadUnits", "PackedLayer", "PackedModel", "Packer", "unpack_model"]
+__all__ = ["HeadUnits", "PackedLayer", "PackedModel", "Packer", "matrices", "packed_bytes", "unpack_model"]
 
 _VECTORS: Final = (
     *("attention_norm", "attention_norm_bias", "attention_out_norm", "mlp_norm", "mlp_norm_bias", "mlp_out_norm"),
-    *("q_norm", "k_norm"),
+    *("q_norm", "k_norm", "input_norm"),
 )
 """Fields of a layer that have the same name and shape when they are packed."""
 _HALF: Final = GROUP // 2
@@ -43,31 +43,34 @@ class HeadUnits:
     """How the rows of ``qkv`` form units.
 
     Attributes:
-        heads: Query, key and value heads of a unit.
+        num_heads: Query, key and value heads of ``qkv``.
+        heads: Those of a unit.
         groups: Groups of 64 rows of a unit.
         stride: Rows from one head of a unit to the next.
         count: Units.
     """
 
+    num_heads: int
     heads: int
     groups: int
     stride: int
     count: int
 
     @staticmethod
-    def of(config: ModelConfig) -> HeadUnits:
-        """Return the units of a model."""
-        num_heads, width = config.num_heads + 2 * config.num_kv_heads, config.head_dim
+    def of(config: ModelConfig, kind: LayerKind) -> HeadUnits:
+        """Return the units of a layer; one that reads the K and V of another has queries alone."""
+        num_kv = 0 if kind.kv_layer is not None else kind.num_kv_heads * (1 if kind.is_value_key else 2)
+        num_heads, width = config.num_heads + num_kv, kind.head_dim
         if GROUP % width == 0:
             heads = GROUP // width
-            return HeadUnits(heads, 1, width, -(-num_heads // heads))
+            return HeadUnits(num_heads, heads, 1, width, -(-num_heads // heads))
         groups = -(-width // GROUP)
-        return HeadUnits(1, groups, groups * GROUP, num_heads)
+        return HeadUnits(num_heads, 1, groups, groups * GROUP, num_heads)
 
 
 @dataclass(slots=True)
 class PackedLayer:
-    """The weights of a layer: linear layers packed, all others float32; None: the layer has none."""
+    """The weights of a layer: linear layers packed, all others but ``scale`` float32; None: the layer has none."""
 
     qkv: Tensor
     out: Tensor
@@ -85,6 +88,10 @@ class PackedLayer:
     out_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
+    input_gate: Tensor | None = None
+    input_projection: Tensor | None = None
+    input_norm: Tensor | None = None
+    scale: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -97,6 +104,9 @@ class PackedModel:
         final_norm: float32 [hidden_size].
         layers: In order.
         final_norm_bias: float32 [hidden_size], or None.
+        input_embedding: As in ``ModelWeights``, or None.
+        input_projection: Packed, or None.
+        input_norm: float32 [per_layer_input.size], or None.
     """
 
     embedding: Tensor
@@ -104,6 +114,47 @@ class PackedModel:
     final_norm: Tensor
     layers: list[PackedLayer]
     final_norm_bias: Tensor | None = None
+    input_embedding: Tensor | None = None
+    input_projection: Tensor | None = None
+    input_norm: Tensor | None = None
+
+
+def matrices(config: ModelConfig) -> list[tuple[str, int]]:
+    """Return the matrices that are packed: each field, and its layer; -1: a field of the whole model."""
+    names, ends = ["qkv", "attention_out", "gate_up", "down"], ["head"]
+    if config.per_layer_input is not None:
+        names, ends = [*names, "input_gate", "input_projection"], [*ends, "input_projection"]
+    layers = range(config.num_layers)
+    return [(name, -1) for name in ends] + [(name, layer) for layer in layers for name in names]
+
+
+def packed_bytes(config: ModelConfig, plan: Plan, name: str, layer: int) -> int:
+    """Return the bytes of a matrix that is packed."""
+    num_rows, num_inputs = _packed_shape(config, name, layer)
+    tiles = -(-num_inputs // TILE_INPUTS) * plan.tile_bytes
+    return -(-num_rows // GROUP * (tiles + plan.group_end_bytes) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _packed_shape(config: ModelConfig, name: str, layer: int) -> tuple[int, int]:
+    """Return the packed rows of a matrix, and its inputs."""
+    kind, hidden = config.layers[layer], config.hidden_size
+    size = 0 if config.per_layer_input is None else config.per_layer_input.size
+    units = HeadUnits.of(config, kind)
+    num_rows, num_inputs = {
+        "head": (config.vocab_size, hidden),
+        "qkv": (units.count * units.groups * GROUP, hidden),
+        "attention_out": (hidden, config.num_heads * kind.head_dim),
+        "gate_up": (_activated_rows(config, kind), hidden),
+        "down": (hidden, kind.intermediate_size),
+        "input_gate": (size, hidden),
+        "input_projection": (config.num_layers * size, hidden) if layer < 0 else (hidden, size),
+    }[name]
+    return -(-num_rows // GROUP) * GROUP, num_inputs
+
+
+def _activated_rows(config: ModelConfig, kind: LayerKind) -> int:
+    """Return the rows of ``gate_up``; those of gate and up alternate."""
+    return 2 * -(-kind.intermediate_size // _HALF) * _HALF if config.is_gated else kind.intermediate_size
 
 
 def _padded(values: Tensor, num_rows: int) -> Tensor:
@@ -150,55 +201,30 @@ class Packer:
 
     def __init__(self, config: ModelConfig, plan: Plan, pack: Callable[..., int]) -> None:
         self._config, self._plan, self._pack = config, plan, pack
-        self._units = HeadUnits.of(config)
-        self._arena = new_tensor((sum(self._num_bytes(name) for name in self._names()),), torch.uint8)
+        num_bytes = sum(packed_bytes(config, plan, *matrix) for matrix in matrices(config))
+        self._arena = new_tensor((num_bytes,), torch.uint8)
         self._used = 0
         self.name = f"{plan.weights}/{QUANTISERS[plan.weights]}" if plan.is_quantised else ""
         self.name += " inputs int8" if plan.has_int8_inputs else ""
 
-    def _names(self) -> list[str]:
-        return ["head", *["qkv", "attention_out", "gate_up", "down"] * self._config.num_layers]
-
-    def _shape(self, name: str) -> tuple[int, int]:
-        """Return the packed rows of a matrix, and its inputs."""
-        config, units = self._config, self._units
-        hidden = config.hidden_size
-        out = -(-hidden // GROUP) * GROUP
-        return {
-            "head": (-(-config.vocab_size // GROUP) * GROUP, hidden),
-            "qkv": (units.count * units.groups * GROUP, hidden),
-            "attention_out": (out, config.num_heads * config.head_dim),
-            "gate_up": (
-                2 * -(-config.intermediate_size // _HALF) * _HALF
-                if config.is_gated
-                else -(-config.intermediate_size // GROUP) * GROUP,
-                hidden,
-            ),
-            "down": (out, config.intermediate_size),
-        }[name]
-
-    def _num_bytes(self, name: str) -> int:
-        num_rows, num_inputs = self._shape(name)
-        tiles = -(-num_inputs // TILE_INPUTS) * self._plan.tile_bytes
-        return -(-num_rows // GROUP * (tiles + self._plan.group_end_bytes) // _ALIGNMENT) * _ALIGNMENT
-
-    def encode(self, name: str, matrix: Tensor) -> Tensor:
-        """Return a matrix, named by its field in ``LayerWeights`` or ``head``, packed: uint8."""
-        num_rows, num_inputs = self._shape(name)
-        rows = self._in_units(name, matrix).contiguous()
-        assert rows.shape == (num_rows, num_inputs), (name, rows.shape)
-        packed = self._arena[self._used : self._used + self._num_bytes(name)]
-        assert len(packed) == self._num_bytes(name), f"{name}: the arena is full"
-        self._used += len(packed)
-        scratch = torch.empty(pack_scratch_bytes(num_inputs) + _ALIGNMENT, dtype=torch.uint8)
+    def encode(self, name: str, layer: int, matrix: Tensor) -> Tensor:
+        """Return a matrix packed, uint8; it is named by its field, and by its layer or -1."""
+        shape, size = _packed_shape(self._config, name, layer), packed_bytes(self._config, self._plan, name, layer)
+        rows = self._in_units(name, layer, matrix).contiguous()
+        assert rows.shape == shape, (name, rows.shape)
+        packed = self._arena[self._used : self._used + size]
+        assert len(packed) == size, f"{name}: the arena is full"
+        self._used += size
+        scratch = torch.empty(pack_scratch_bytes(shape[1]) + _ALIGNMENT, dtype=torch.uint8)
         addresses = packed.data_ptr(), scratch.data_ptr()
-        self._pack(None, rows.data_ptr(), rows.stride(0) * rows.itemsize, num_rows, num_inputs, *addresses)
+        self._pack(None, rows.data_ptr(), rows.stride(0) * rows.itemsize, *shape, *addresses)
         return packed
 
-    def _in_units(self, name: str, values: Tensor) -> Tensor:
+    def _in_units(self, name: str, layer: int, values: Tensor) -> Tensor:
         """Return the rows of a matrix, or the numbers of a bias, in whole units."""
         if name == "qkv":
-            return _by_units(self._units, values, self._config.head_dim)
+            kind = self._config.layers[layer]
+            return _by_units(HeadUnits.of(self._config, kind), values, kind.head_dim)
         return _interleaved(values) if name == "gate_up" and self._config.is_gated else _whole_groups(values)
 
     def finish(self, weights: ModelWeights) -> PackedModel:
@@ -207,13 +233,16 @@ class Packer:
             embedding=weights.embedding,
             head=weights.head,
             final_norm=weights.final_norm.float(),
-            layers=[self._finish_layer(layer) for layer in weights.layers],
+            layers=[self._finish_layer(index, layer) for index, layer in enumerate(weights.layers)],
             final_norm_bias=_wide(weights.final_norm_bias),
+            input_embedding=weights.input_embedding,
+            input_projection=weights.input_projection,
+            input_norm=_wide(weights.input_norm),
         )
 
-    def _finish_layer(self, layer: LayerWeights) -> PackedLayer:
+    def _finish_layer(self, index: int, layer: LayerWeights) -> PackedLayer:
         def bias(name: str, values: Tensor | None) -> Tensor | None:
-            return None if values is None else self._in_units(name, values).float().contiguous()
+            return None if values is None else self._in_units(name, index, values).float().contiguous()
 
         return PackedLayer(
             qkv=layer.qkv,
@@ -225,6 +254,9 @@ class Packer:
             out_bias=bias("attention_out", layer.attention_out_bias),
             gate_up_bias=bias("gate_up", layer.gate_up_bias),
             down_bias=bias("down", layer.down_bias),
+            input_gate=layer.input_gate,
+            input_projection=layer.input_projection,
+            scale=layer.scale,
         )
 
 
@@ -262,29 +294,43 @@ def unpack_model(config: ModelConfig, plan: Plan, packed: PackedModel) -> ModelW
     embedding = head if is_tied else packed.embedding.view(vocab, hidden).clone()
     dtype = _dtype(plan)
     weights = ModelWeights(embedding, head, packed.final_norm.to(_norm_dtype(config, plan)))
-    weights.final_norm_bias = None if packed.final_norm_bias is None else packed.final_norm_bias.to(dtype)
-    while packed.layers:
-        weights.layers.append(_unpack_layer(config, plan, packed.layers.pop(0)))
+    weights.final_norm_bias = _narrow(packed.final_norm_bias, dtype)
+    weights.input_embedding, weights.input_norm = packed.input_embedding, _narrow(packed.input_norm, dtype)
+    if config.per_layer_input is not None:
+        weights.input_projection = _rows_of(
+            plan, packed.input_projection, config.num_layers * config.per_layer_input.size, hidden
+        )
+    for kind in config.layers:
+        weights.layers.append(_unpack_layer(config, kind, plan, packed.layers.pop(0)))
     return weights
 
 
-def _unpack_layer(config: ModelConfig, plan: Plan, layer: PackedLayer) -> LayerWeights:
-    units, dtype = HeadUnits.of(config), _dtype(plan)
-    hidden, query = config.hidden_size, config.num_heads * config.head_dim
+def _narrow(values: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if values is None else values.to(dtype)
+
+
+def _rows_of(plan: Plan, packed: Tensor | None, num_rows: int, inputs: int) -> Tensor | None:
+    """Return the matrix [num_rows, inputs] of packed memory."""
+    return None if packed is None else _as_rows(plan, packed, inputs)[:num_rows].contiguous()
+
+
+def _unpack_layer(config: ModelConfig, kind: LayerKind, plan: Plan, layer: PackedLayer) -> LayerWeights:
+    units, dtype = HeadUnits.of(config, kind), _dtype(plan)
+    hidden, query, inner = config.hidden_size, config.num_heads * kind.head_dim, kind.intermediate_size
+    size = 0 if config.per_layer_input is None else config.per_layer_input.size
 
     def vector(name: str) -> Tensor | None:
-        values: Tensor | None = getattr(layer, name)
-        return None if values is None else values.to(_norm_dtype(config, plan) if name.endswith("norm") else dtype)
+        return _narrow(getattr(layer, name), _norm_dtype(config, plan) if name.endswith("norm") else dtype)
 
     def heads(values: Tensor) -> Tensor:
-        count = config.num_heads + 2 * config.num_kv_heads
-        return values.view(-1, units.stride, *values.shape[1:])[:count, : config.head_dim].flatten(0, 1).contiguous()
+        parts = values.view(-1, units.stride, *values.shape[1:])[: units.num_heads, : kind.head_dim]
+        return parts.flatten(0, 1).contiguous()
 
     def gate_up(values: Tensor) -> Tensor:
         if not config.is_gated:
-            return values[: config.intermediate_size].contiguous()
+            return values[:inner].contiguous()
         parts = values.view(-1, 2, _HALF, *values.shape[1:])
-        halves = [parts[:, i].flatten(0, 1)[: config.intermediate_size] for i in range(2)]
+        halves = [parts[:, i].flatten(0, 1)[:inner] for i in range(2)]
         return torch.cat(halves)
 
     def bias(values: Tensor | None, place: Callable[[Tensor], Tensor]) -> Tensor | None:
@@ -294,7 +340,10 @@ def _unpack_layer(config: ModelConfig, plan: Plan, layer: PackedLayer) -> LayerW
         qkv=heads(_as_rows(plan, layer.qkv, hidden)),
         attention_out=_as_rows(plan, layer.out, query)[:hidden].contiguous(),
         gate_up=gate_up(_as_rows(plan, layer.gate_up, hidden)),
-        down=_as_rows(plan, layer.down, config.intermediate_size)[:hidden].contiguous(),
+        down=_as_rows(plan, layer.down, inner)[:hidden].contiguous(),
+        input_gate=_rows_of(plan, layer.input_gate, size, hidden),
+        input_projection=_rows_of(plan, layer.input_projection, hidden, size),
+        scale=layer.scale,
         **{name: vector(name) for name in _VECTORS},
         qkv_bias=bias(layer.qkv_bias, heads),
         attention_out_bias=bias(layer.out_bias, lambda values: values[:hidden]),

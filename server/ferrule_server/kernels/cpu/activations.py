@@ -36,6 +36,8 @@ __all__ = [
     "SCALE_BYTES",
     "add_normed",
     "embed_row",
+    "finish_input",
+    "head_scale",
     "layer_norm_row",
     "load_element",
     "norm_head",
@@ -43,11 +45,13 @@ __all__ = [
     "quantise_row",
     "rotate_head",
     "rotation_row",
+    "scale_row",
     "softcap",
     "store_input",
     "store_row",
 ]
 
+_ROOT_HALF: Final = np.float32(math.sqrt(0.5))
 SCALE_BYTES: Final = 8
 """What :func:`quantise_row` writes for some tiles."""
 
@@ -126,26 +130,40 @@ def _inverse_root(squares: float, size: int, eps: float) -> Lanes:
 
 
 @kernel
+def head_scale(head: int, size: int, eps: float) -> Lanes:
+    """Return what scales a float32 head to a mean square of 1, in all lanes."""
+    return _inverse_root(_squares(head, size), size, eps)
+
+
+@kernel
+def scale_row(row: int, size: int, factor: np.float32) -> None:
+    """Multiply a float32 row by a number, in place."""
+    factors = splat(factor)
+    for i in range(0, size, LANES):
+        store(row + 4 * i, multiply(load(row + 4 * i), factors))
+
+
+@kernel
 def norm_head(head: int, weight: int, size: int, eps: float) -> None:
     """Normalise a float32 head, or all heads of a row together, in place."""
-    scale = _inverse_root(_squares(head, size), size, eps)
+    scale = head_scale(head, size, eps)
     for i in range(0, size, LANES):
         store(head + 4 * i, multiply(multiply(load(head + 4 * i), scale), load(weight + 4 * i)))
 
 
 @kernel
-def rotate_head(head: int, size: int, rotation: int, scale: np.float32) -> None:
+def rotate_head(head: int, size: int, cosines: int, sines: int, scale: np.float32) -> None:
     """Rotate a float32 head in place by the angles of a row, and multiply it by a number; ``size`` is even."""
     half = size // 2
     whole = half // LANES * LANES
     factor = splat(scale)
     for i in range(whole, half):
-        c, s = read_float32(rotation + 4 * i), read_float32(rotation + 4 * (half + i))
+        c, s = read_float32(cosines + 4 * i), read_float32(sines + 4 * i)
         x, y = read_float32(head + 4 * i), read_float32(head + 4 * (half + i))
         write_float32(head + 4 * i, scale * (x * c - y * s))
         write_float32(head + 4 * (half + i), scale * (y * c + x * s))
     for i in range(0, whole, LANES):
-        cos, sin = load(rotation + 4 * i), load(rotation + 4 * (half + i))
+        cos, sin = load(cosines + 4 * i), load(sines + 4 * i)
         first, second = load(head + 4 * i), load(head + 4 * (half + i))
         store(head + 4 * i, multiply(factor, subtract(multiply(first, cos), multiply(second, sin))))
         store(head + 4 * (half + i), multiply(factor, add(multiply(second, cos), multiply(first, sin))))
@@ -179,6 +197,18 @@ def embed_row(plan: Plan, model: Record, token_id: int, out: int) -> None:
     factor = splat(model.embedding_scale)
     for i in range(0, model.hidden_size, LANES):
         store(out + 4 * i, multiply(load(out + 4 * i), factor))
+
+
+@kernel
+def finish_input(plan: Plan, model: Record, token_id: int, layer: int, out: int) -> None:
+    """Norm what a layer reads of the embedding of a token, float32 [input_size], and add the second embedding."""
+    size = model.input_size
+    scale_row(out, size, model.projection_scale)
+    norm_head(out, model.input_norm, size, model.norm_eps)
+    begin, factor, half = (token_id * model.num_layers + layer) * size, splat(model.input_scale), splat(_ROOT_HALF)
+    for i in range(0, size, LANES):
+        own = multiply(load_element(plan, model.input_embedding, begin + i), factor)
+        store(out + 4 * i, multiply(add(load(out + 4 * i), own), half))
 
 
 @kernel

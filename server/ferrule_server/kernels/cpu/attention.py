@@ -115,7 +115,7 @@ def attend(
     """Run this thread's part of the attention of a layer: the tasks that it claims, one KV head at a time."""
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
     scratch = step.scratch + thread * step.scratch_bytes
-    num_items = step.num_tasks * model.num_kv_heads
+    num_items = step.num_tasks * layer.num_kv_heads
     item = thread
     while item < num_items:
         following = claim(sync, stage)
@@ -137,18 +137,18 @@ def merge(
     ahead: int,
 ) -> int:
     """Run this thread's part of merging the partials of a layer."""
-    model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
+    layer, step = layer_at(layer_address), step_at(step_address)
     item = thread
-    while item < step.num_merges * model.num_kv_heads:
-        task = step.merges + item // model.num_kv_heads * (4 * TASK_FIELDS)
-        _merge_partials(plan, model, layer, step, task, item % model.num_kv_heads)
+    while item < step.num_merges * layer.num_kv_heads:
+        task = step.merges + item // layer.num_kv_heads * (4 * TASK_FIELDS)
+        _merge_partials(plan, layer, step, task, item % layer.num_kv_heads)
         item = claim(sync, stage)
     return 0
 
 
 @kernel
-def _task_of(model: Record, step: Record, item: int) -> int:
-    return step.tasks + item // model.num_kv_heads * (4 * TASK_FIELDS)
+def _task_of(layer: Record, step: Record, item: int) -> int:
+    return step.tasks + item // layer.num_kv_heads * (4 * TASK_FIELDS)
 
 
 @kernel
@@ -176,8 +176,8 @@ def _attend_item(
 
     The keys of each tile are brought near during the one before it; ``following`` is the item that comes next.
     """
-    task, head = _task_of(model, step, item), item % model.num_kv_heads
-    group = model.num_queries_per_kv
+    task, head = _task_of(layer, step, item), item % layer.num_kv_heads
+    group = layer.num_queries_per_kv
     row, num_rows = read_int32(task + 4), read_int32(task + 8)
     first_token = _first_token(layer, step, row, num_rows)
     first_tile, last_tile = max(read_int32(task + 12), first_token // TILE_TOKENS), read_int32(task + 16)
@@ -188,19 +188,19 @@ def _attend_item(
     scores = queries + num_queries * 4 * plan.head_dim
     state = scores + num_queries * 4 * TILE_TOKENS
     fresh = state + partial_size
-    _gather_queries(plan, model, step, row, num_rows, head, queries)
-    keys = model.pool + layer.pool_offset
+    _gather_queries(plan, model, layer, step, row, num_rows, head, queries)
+    keys = layer.pool + layer.pool_offset
     for tile in range(first_tile, last_tile):
         skipped = 0
         if tile + 1 < last_tile:
-            next_tile, next_table, next_keys = tile + 1, _table_of(step, task, tile + 1), keys + head * model.head_bytes
+            next_tile, next_table, next_keys = tile + 1, _table_of(step, task, tile + 1), keys + head * layer.head_bytes
         else:
-            next_task = _task_of(model, step, following)
+            next_task = _task_of(layer, step, following)
             next_token = _first_token(layer, step, read_int32(next_task + 4), read_int32(next_task + 8))
             next_tile = max(read_int32(next_task + 12), next_token // TILE_TOKENS)
             skipped = max(0, next_token - next_tile * TILE_TOKENS) // _BLOCK
             next_table = _table_of(step, next_task, next_tile) + 4 * skipped
-            next_keys = keys + following % model.num_kv_heads * model.head_bytes
+            next_keys = keys + following % layer.num_kv_heads * layer.head_bytes
         num_next = step.table_width - next_tile * (TILE_TOKENS // _BLOCK)
         place = state if partial < 0 and tile == first_tile else fresh
         if partial >= 0:
@@ -210,33 +210,35 @@ def _attend_item(
         length = _score_tile(
             plan, model, layer, step, keys, table, row, num_rows, head, tile, first_block, queries, scores, place
         )
-        values = keys + (model.num_kv_heads + head) * model.head_bytes
+        values = keys + (layer.num_kv_heads + head) * layer.head_bytes
         num_next = min(num_next, TILE_TOKENS // _BLOCK) - skipped
         _weigh(
-            plan, model, values, table, first_block, length, num_queries, scores, place, next_table, num_next, next_keys
+            plan, layer, values, table, first_block, length, num_queries, scores, place, next_table, num_next, next_keys
         )
         if partial < 0 and tile > first_tile:
             _merge(plan, state, fresh, num_queries)
     if partial < 0:
-        _write_rows(plan, model, step, row, num_rows, head, state)
+        _write_rows(plan, layer, step, row, num_rows, head, state)
 
 
 @kernel
-def _merge_partials(plan: Plan, model: Record, layer: Record, step: Record, task: int, head: int) -> None:
+def _merge_partials(plan: Plan, layer: Record, step: Record, task: int, head: int) -> None:
     """Merge the partials of one KV head of some rows in order, and write the outputs of the rows."""
     row, num_rows = read_int32(task + 4), read_int32(task + 8)
     num_tiles, partial = read_int32(task + 20), read_int32(task + 24)
     first_tile = _first_token(layer, step, row, num_rows) // TILE_TOKENS
     state = step.partials + (partial + head * num_tiles + first_tile) * step.partial_bytes
     for tile in range(1, num_tiles - first_tile):
-        _merge(plan, state, state + tile * step.partial_bytes, num_rows * model.num_queries_per_kv)
-    _write_rows(plan, model, step, row, num_rows, head, state)
+        _merge(plan, state, state + tile * step.partial_bytes, num_rows * layer.num_queries_per_kv)
+    _write_rows(plan, layer, step, row, num_rows, head, state)
 
 
 @kernel
-def _gather_queries(plan: Plan, model: Record, step: Record, row: int, num_rows: int, head: int, queries: int) -> None:
+def _gather_queries(
+    plan: Plan, model: Record, layer: Record, step: Record, row: int, num_rows: int, head: int, queries: int
+) -> None:
     """Copy the queries of one KV head together: row after row, its query heads in order."""
-    size = model.num_queries_per_kv * plan.head_dim
+    size = layer.num_queries_per_kv * plan.head_dim
     for i in range(num_rows):
         source = step.queries + 4 * ((row + i) * model.num_heads * plan.head_dim + head * size)
         for j in range(0, size, LANES):
@@ -268,18 +270,18 @@ def _score_tile(
     begin = tile * TILE_TOKENS
     end = min(begin + TILE_TOKENS, read_int32(step.ends + 4 * (row + num_rows - 1)))
     num_blocks = (end - begin + _BLOCK - 1) // _BLOCK
-    num_queries = num_rows * model.num_queries_per_kv
-    keys += head * model.head_bytes
+    num_queries = num_rows * layer.num_queries_per_kv
+    keys += head * layer.head_bytes
     for block in range(first_block, num_blocks):
-        base = keys + read_int32(table + 4 * block) * model.block_bytes
-        values = base + model.num_kv_heads * model.head_bytes
+        base = keys + read_int32(table + 4 * block) * layer.block_bytes
+        values = base + layer.num_kv_heads * layer.head_bytes
         for query in range(0, num_queries, MOST_QUERIES):
             count = min(MOST_QUERIES, num_queries - query)
             place = scores + 4 * (query * TILE_TOKENS + block * _BLOCK)
             ahead = values if query == 0 else 0
             score_block(plan, queries + query * 4 * plan.head_dim, count, base, place, 4 * TILE_TOKENS, ahead)
     for query in range(num_queries):
-        own = row + query // model.num_queries_per_kv
+        own = row + query // layer.num_queries_per_kv
         visible = max(0, min(read_int32(step.ends + 4 * own), end) - begin)
         hidden = min(max(0, _first_token(layer, step, own, 1) - begin), visible)
         place, top = scores + 4 * query * TILE_TOKENS, state + 4 * (num_queries * plan.head_dim + query)
@@ -330,7 +332,7 @@ def _soften(scores: int, begin: int, end: int, hidden: int, visible: int, top_pl
 @kernel
 def _weigh(
     plan: Plan,
-    model: Record,
+    layer: Record,
     values: int,
     table: int,
     first_block: int,
@@ -346,10 +348,10 @@ def _weigh(
     for i in range(0, num_queries * plan.head_dim, LANES):
         store(sums + 4 * i, splat(np.float32(0)))
     for first in range(first_block * _BLOCK, num_tokens, _BLOCK):
-        base = values + read_int32(table + 4 * (first // _BLOCK)) * model.block_bytes
+        base = values + read_int32(table + 4 * (first // _BLOCK)) * layer.block_bytes
         count = min(_BLOCK, num_tokens - first)
         number = first // _BLOCK - first_block
-        keys = next_keys + read_int32(next_table + 4 * number) * model.block_bytes if number < num_next else 0
+        keys = next_keys + read_int32(next_table + 4 * number) * layer.block_bytes if number < num_next else 0
         for query in range(0, num_queries, MOST_QUERIES):
             place = weights + 4 * (query * TILE_TOKENS + first)
             many = min(MOST_QUERIES, num_queries - query)
@@ -377,9 +379,9 @@ def _merge(plan: Plan, state: int, fresh: int, num_queries: int) -> None:
 
 
 @kernel
-def _write_rows(plan: Plan, model: Record, step: Record, row: int, num_rows: int, head: int, state: int) -> None:
+def _write_rows(plan: Plan, layer: Record, step: Record, row: int, num_rows: int, head: int, state: int) -> None:
     """Write the outputs of a task's rows for the query heads of one KV head."""
-    group = model.num_queries_per_kv
+    group = layer.num_queries_per_kv
     num_queries = num_rows * group
     for query in range(num_queries):
         out = step.attended + (row + query // group) * step.attended_bytes

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -46,44 +46,56 @@ class Kernels:
     Attributes:
         work: Called with (null, model, step, sync block, thread), all addresses but the last; releases the GIL.
         pack: Called with null and what ``pack.pack`` takes; releases the GIL.
-        linear, attend, merge: Addresses, for the model's record.
+        linear: Address, for the model's record.
+        attention: Addresses of ``attend`` and ``merge`` for each width of heads, for the records of layers.
     """
 
     work: Callable[[None, int, int, int, int], int]
     pack: Callable[[None, int, int, int, int, int, int], int]
     linear: int
-    attend: int
-    merge: int
+    attention: Mapping[int, tuple[int, int]]
     owners: tuple[Any, ...]
 
 
-def compile_kernels(plan: Plan, cache: Path | None, on_progress: Callable[[int, int], None]) -> Kernels:
+def compile_kernels(
+    plan: Plan, cache: Path | None, on_progress: Callable[[int, int], None], head_dims: Iterable[int] = ()
+) -> Kernels:
     """Return the kernels of a plan; the first time this takes some seconds.
 
     Args:
         plan: How to compile them.
         cache: Folder in which machine code is kept; None: it is not kept.
         on_progress: Called with (kernels done, kernels in all).
+        head_dims: Widths of heads beside that of the plan.
     """
     if cache is not None:
         config.CACHE_DIR = str(cache / _VERSION)
     general = PlanType(replace(plan, head_dim=0))
-    attention = PlanType(replace(plan, weights="int8", has_int8_inputs=False) if plan.is_quantised else plan)
-    signatures = {
-        linear: types.int64(general, *[types.int64] * 8),
-        attend: types.int64(attention, *[types.int64] * 8),  # the same for all quantised weights
-        merge: types.int64(attention, *[types.int64] * 8),
-        work: types.int64(general, *[types.int64] * 4),
-        pack: types.int64(general, *[types.int64] * 6),
-    }
+    of_layer = [types.int64] * 8
+    wanted = [
+        (linear, types.int64(general, *of_layer)),
+        (work, types.int64(general, *[types.int64] * 4)),
+        (pack, types.int64(general, *[types.int64] * 6)),
+    ]
+    widths = sorted({plan.head_dim, *head_dims})
+    for width in widths:
+        attention = PlanType(_attention_plan(plan, width))
+        wanted += [(kernel, types.int64(attention, *of_layer)) for kernel in (attend, merge)]
     compiled: list[Any] = []
-    for kernel, signature in signatures.items():
-        on_progress(len(compiled), len(signatures))
+    for kernel, signature in wanted:
+        on_progress(len(compiled), len(wanted))
         compiled.append(cfunc(signature, cache=cache is not None)(kernel.py_func))  # type: ignore[attr-defined]
-    on_progress(len(compiled), len(signatures))
-    linear_code, attend_code, merge_code = (each.address for each in compiled[:3])
-    work_code, pack_code = _WORK(compiled[3].address), _PACK(compiled[4].address)
-    return Kernels(work_code, pack_code, linear_code, attend_code, merge_code, tuple(compiled))
+    on_progress(len(compiled), len(wanted))
+    linear_code, work_code, pack_code, *attention_code = (each.address for each in compiled)
+    pairs = zip(attention_code[::2], attention_code[1::2], strict=True)
+    by_width = dict(zip(widths, pairs, strict=True))
+    return Kernels(_WORK(work_code), _PACK(pack_code), linear_code, by_width, tuple(compiled))
+
+
+def _attention_plan(plan: Plan, head_dim: int) -> Plan:
+    """Return the plan of attention with heads of a width; it is the same for all quantised weights."""
+    changes = {"weights": "int8", "has_int8_inputs": False} if plan.is_quantised else {}
+    return replace(plan, head_dim=head_dim, **changes)  # type: ignore[arg-type]
 
 
 def usable_cache(folder: Path | None) -> Path | None:

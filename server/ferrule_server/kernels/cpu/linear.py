@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from ferrule_server.kernels.cpu.activations import SCALE_BYTES, norm_head, rotate_head, store_input
+from ferrule_server.kernels.cpu.activations import SCALE_BYTES, head_scale, norm_head, rotate_head, store_input
 from ferrule_server.kernels.cpu.dot import GROUP, dot_group
 from ferrule_server.kernels.cpu.head import read_logits
 from ferrule_server.kernels.cpu.kernel import Lanes, Record, kernel
@@ -45,9 +45,12 @@ __all__ = [
     "ACTIVATE",
     "ADD_ATTENTION",
     "ADD_FEED_FORWARD",
+    "ADD_INPUT",
     "ATTEND",
+    "GATE_INPUT",
     "MOST_BLOCK_ROWS",
     "PROJECT",
+    "PROJECT_INPUTS",
     "READ_LOGITS",
     "finish_rows",
     "first_weights",
@@ -77,19 +80,31 @@ READ_LOGITS: Final = np.int64(4)
 """The output head."""
 ATTEND: Final = np.int64(5)
 """No linear layer: attention, or merging its partials."""
+PROJECT_INPUTS: Final = np.int64(6)
+"""What all layers together read of the embedding, added to the second embedding."""
+GATE_INPUT: Final = np.int64(7)
+"""The gate of what a layer reads of the second embedding: activation(gate) * input."""
+ADD_INPUT: Final = np.int64(8)
+"""The projection of that, normed and added to the residual stream."""
 
 
 @kernel
 def _weight_of(plan: Plan, model: Record, layer: Record, kind: np.int64) -> tuple[int, int, int, int]:
     """Return the address of the weight of a kind of linear layer, its units, and a unit's groups and tiles."""
     if kind == PROJECT:
-        return layer.qkv, model.num_qkv_units, model.groups_at_once, model.hidden_tiles
+        return layer.qkv, layer.num_qkv_units, layer.groups_at_once, model.hidden_tiles
     if kind == ADD_ATTENTION:
-        return layer.out, model.num_hidden_units, 1, model.query_tiles
+        return layer.out, model.num_hidden_units, 1, layer.query_tiles
     if kind == ACTIVATE:
-        return layer.gate_up, model.num_activated_units, 1, model.hidden_tiles
+        return layer.gate_up, layer.num_activated_units, 1, model.hidden_tiles
     if kind == ADD_FEED_FORWARD:
-        return layer.down, model.num_hidden_units, 1, model.intermediate_tiles
+        return layer.down, model.num_hidden_units, 1, layer.intermediate_tiles
+    if kind == PROJECT_INPUTS:
+        return model.input_projection, (model.num_layers * model.input_size + GROUP - 1) // GROUP, 1, model.hidden_tiles
+    if kind == GATE_INPUT:
+        return layer.input_gate, model.num_input_units, 1, model.hidden_tiles
+    if kind == ADD_INPUT:
+        return layer.input_projection, model.num_hidden_units, 1, model.input_tiles
     return model.head, model.num_head_units, 1, model.hidden_tiles
 
 
@@ -126,7 +141,7 @@ def linear(
     inputs, input_bytes, num_rows = step.normed, step.normed_bytes, step.num_rows
     if kind == ADD_ATTENTION:
         inputs, input_bytes = step.attended, step.attended_bytes
-    elif kind == ADD_FEED_FORWARD:
+    elif kind in (ADD_FEED_FORWARD, ADD_INPUT):
         inputs, input_bytes = step.activated, step.activated_bytes
     elif kind == READ_LOGITS:
         num_rows = step.num_outputs
@@ -255,11 +270,17 @@ def _finish(
     if kind == PROJECT:
         _project_heads(plan, model, layer, step, unit, row, num_rows, sums, sum_bytes)
     elif kind == ADD_ATTENTION:
-        _add_residual(model, step, unit, row, num_rows, sums, sum_bytes, layer.out_bias)
+        _add_residual(model, step, unit, row, num_rows, sums, sum_bytes, layer.out_bias, model.has_norm_after)
     elif kind == ACTIVATE:
         _activate(plan, model, layer, step, unit, row, num_rows, sums, sum_bytes)
     elif kind == ADD_FEED_FORWARD:
-        _add_residual(model, step, unit, row, num_rows, sums, sum_bytes, layer.down_bias)
+        _add_residual(model, step, unit, row, num_rows, sums, sum_bytes, layer.down_bias, model.has_norm_after)
+    elif kind == PROJECT_INPUTS:
+        _keep_inputs(model, step, unit, row, num_rows, sums, sum_bytes)
+    elif kind == GATE_INPUT:
+        _gate_input(plan, model, step, layer.input_offset, unit, row, num_rows, sums, sum_bytes)
+    elif kind == ADD_INPUT:
+        _add_residual(model, step, unit, row, num_rows, sums, sum_bytes, 0, 1)
     else:
         read_logits(model, step, thread, unit, row, num_rows, sums, sum_bytes)
 
@@ -276,18 +297,26 @@ def _add_bias(sums: int, sum_bytes: int, num_rows: int, bias: int, size: int) ->
 
 @kernel
 def _add_residual(
-    model: Record, step: Record, unit: int, row: int, num_rows: int, sums: int, sum_bytes: int, bias: int
+    model: Record,
+    step: Record,
+    unit: int,
+    row: int,
+    num_rows: int,
+    sums: int,
+    sum_bytes: int,
+    bias: int,
+    is_normed: int,
 ) -> None:
     """Add the outputs of a unit of 64 to the residual stream, or write them beside it if they are to be normed."""
     _add_bias(sums, sum_bytes, num_rows, bias + 4 * GROUP * unit if bias else 0, GROUP)
     first = unit * GROUP
     width = min(GROUP, model.hidden_size - first)
-    has_norm_after, factor = model.has_norm_after, splat(model.residual_scale)
+    factor = splat(model.residual_scale)
     for i in range(num_rows):
         place = 4 * ((row + i) * model.hidden_size + first)
         for j in range(0, width, LANES):
             x = load(sums + i * sum_bytes + 4 * j)
-            if has_norm_after:
+            if is_normed:
                 store(step.added + place + 4 * j, x)
             else:
                 out = step.hidden + place + 4 * j
@@ -325,6 +354,30 @@ def _activate(
 
 
 @kernel
+def _keep_inputs(model: Record, step: Record, unit: int, row: int, num_rows: int, sums: int, sum_bytes: int) -> None:
+    """Write 64 of the values that layers read of the second embedding."""
+    size = model.num_layers * model.input_size
+    width = min(GROUP, size - unit * GROUP)
+    for i in range(num_rows):
+        _copy(sums + i * sum_bytes, width, step.inputs + 4 * ((row + i) * size + unit * GROUP))
+
+
+@kernel
+def _gate_input(
+    plan: Plan, model: Record, step: Record, begin: int, unit: int, row: int, num_rows: int, sums: int, sum_bytes: int
+) -> None:
+    """Write activation(gate) * input of 64 values of the second embedding; those of a layer begin at ``begin``."""
+    width = min(GROUP, model.input_size - unit * GROUP)
+    for i in range(num_rows):
+        inputs = step.inputs + 4 * ((row + i) * model.num_layers * model.input_size + begin + unit * GROUP)
+        out = step.activated + (row + i) * step.activated_bytes
+        for j in range(0, width, LANES):
+            x = load(sums + i * sum_bytes + 4 * j)
+            x = gelu(x) if model.is_gelu else _silu(x)
+            store_input(plan, out, unit * GROUP + j, multiply(x, load(inputs + 4 * j)))
+
+
+@kernel
 def _silu(x: Lanes) -> Lanes:
     """Return x / (1 + exp(-x)); where exp would overflow, x times the least that it can be."""
     return divide(x, add(splat(np.float32(1)), exp(subtract(splat(np.float32(0)), x))))
@@ -349,59 +402,64 @@ def _project_heads(
     sums: int,
     sum_bytes: int,
 ) -> None:
-    """Finish the heads of a unit: norm, rotation and scale of queries and keys; keys and values go to the pool."""
+    """Finish the heads of a unit: norm, rotation and scale of queries and keys; keys and values go to the pool.
+
+    If values are the projected keys, a head is appended twice: as a value, which is not changed in place, and as a key.
+    """
     bias = layer.qkv_bias
     _add_bias(
         sums,
         sum_bytes,
         num_rows,
-        bias + 4 * GROUP * model.groups_at_once * unit if bias else 0,
-        GROUP * model.groups_at_once,
+        bias + 4 * GROUP * layer.groups_at_once * unit if bias else 0,
+        GROUP * layer.groups_at_once,
     )
-    for i in range(model.heads_at_once):
-        head = unit * model.heads_at_once + i
-        if head >= model.num_heads + 2 * model.num_kv_heads:
+    for i in range(layer.heads_at_once):
+        head = unit * layer.heads_at_once + i
+        if head >= layer.num_projected_heads:
             return
         for r in range(num_rows):
-            place = sums + r * sum_bytes + 4 * i * model.head_stride
-            if model.has_row_norm and head < model.num_heads + model.num_kv_heads:
-                _keep_head(model, step, row + r, head, place)
+            place = sums + r * sum_bytes + 4 * i * layer.head_stride
+            if model.has_row_norm and head < model.num_heads + layer.num_kv_heads:
+                _keep_head(model, layer, step, row + r, head, place)
             elif head < model.num_heads:
                 _finish_query(model, layer, step, row + r, head, place)
             else:
+                if layer.is_value_key != 0:
+                    _append(plan, model, layer, step, row + r, head - model.num_heads + layer.num_kv_heads, place)
                 _append(plan, model, layer, step, row + r, head - model.num_heads, place)
 
 
 @kernel
-def _keep_head(model: Record, step: Record, row: int, head: int, place: int) -> None:
+def _keep_head(model: Record, layer: Record, step: Record, row: int, head: int, place: int) -> None:
     """Write a query or key head to where all heads of a row are normed together."""
-    out = step.queries + 4 * (row * model.num_heads + head) * model.head_dim
+    out = step.queries + 4 * (row * model.num_heads + head) * layer.head_dim
     if head >= model.num_heads:
-        out = step.keys + 4 * (row * model.num_kv_heads + head - model.num_heads) * model.head_dim
-    _copy(place, model.head_dim, out)
+        out = step.keys + 4 * (row * layer.num_kv_heads + head - model.num_heads) * layer.head_dim
+    _copy(place, layer.head_dim, out)
 
 
 @kernel
 def finish_rows(plan: Plan, model: Record, layer: Record, step: Record, begin: int, end: int) -> None:
     """Norm all queries and all keys of some rows together and rotate them; keys go to the pool."""
-    head_bytes = 4 * model.head_dim
+    head_bytes = 4 * layer.head_dim
     for row in range(begin, end):
         queries = step.queries + row * model.num_heads * head_bytes
-        norm_head(queries, layer.q_norm, model.num_heads * model.head_dim, model.norm_eps)
+        norm_head(queries, layer.q_norm, model.num_heads * layer.head_dim, model.norm_eps)
         for head in range(model.num_heads):
             _rotate_query(model, layer, step, row, queries + head * head_bytes)
-        keys = step.keys + row * model.num_kv_heads * head_bytes
-        norm_head(keys, layer.k_norm, model.num_kv_heads * model.head_dim, model.norm_eps)
-        for head in range(model.num_kv_heads):
+        keys = step.keys + row * layer.num_kv_heads * head_bytes
+        norm_head(keys, layer.k_norm, layer.num_kv_heads * layer.head_dim, model.norm_eps)
+        for head in range(layer.num_kv_heads):
             _append(plan, model, layer, step, row, head, keys + head * head_bytes)
 
 
 @kernel
 def _finish_query(model: Record, layer: Record, step: Record, row: int, head: int, place: int) -> None:
     if layer.q_norm != 0:
-        norm_head(place, layer.q_norm, model.head_dim, model.norm_eps)
+        norm_head(place, layer.q_norm, layer.head_dim, model.norm_eps)
     _rotate_query(model, layer, step, row, place)
-    _copy(place, model.head_dim, step.queries + 4 * (row * model.num_heads + head) * model.head_dim)
+    _copy(place, layer.head_dim, step.queries + 4 * (row * model.num_heads + head) * layer.head_dim)
 
 
 @kernel
@@ -415,13 +473,14 @@ def _rotate_query(model: Record, layer: Record, step: Record, row: int, place: i
     scale = layer.score_scale
     if step.temperatures != 0:
         scale *= read_float32(step.temperatures + 4 * row)
-    rotate_head(place, model.head_dim, _rotation_of(model, layer, step, row), scale)
+    _rotate(model, layer, step, row, place, scale)
 
 
 @kernel
-def _rotation_of(model: Record, layer: Record, step: Record, row: int) -> int:
-    """Return where the cosines and sines of a row are."""
-    return step.rotations + 4 * row * model.num_rotations * model.head_dim + layer.rotation_offset
+def _rotate(model: Record, layer: Record, step: Record, row: int, place: int, scale: np.float32) -> None:
+    """Rotate a head by the angles of a row, and multiply it by a number."""
+    cosines = step.rotations + 4 * row * model.num_rotations * model.head_dim + layer.rotation_offset
+    rotate_head(place, layer.head_dim, cosines, cosines + 2 * model.head_dim, scale)
 
 
 @kernel
@@ -430,15 +489,19 @@ def _append(plan: Plan, model: Record, layer: Record, step: Record, row: int, he
     slot = read_int32(step.slot_mapping + 4 * row)
     if slot < 0:
         return
-    if head < model.num_kv_heads:
+    factor = splat(np.float32(1))
+    if head < layer.num_kv_heads:
         if layer.k_norm != 0 and not model.has_row_norm:
-            norm_head(place, layer.k_norm, model.head_dim, model.norm_eps)
-        rotate_head(place, model.head_dim, _rotation_of(model, layer, step, row), np.float32(1))
+            norm_head(place, layer.k_norm, layer.head_dim, model.norm_eps)
+        _rotate(model, layer, step, row, place, np.float32(1))
+    elif model.has_v_norm:
+        factor = head_scale(place, layer.head_dim, model.norm_eps)
     element = 2 if plan.is_bfloat16 else 4
-    base = model.pool + layer.pool_offset + slot // plan.block_size * model.block_bytes
-    out = base + head * model.head_bytes + slot % plan.block_size * model.head_dim * element
-    for i in range(0, model.head_dim, LANES):
+    base = layer.pool + layer.pool_offset + slot // plan.block_size * layer.block_bytes
+    out = base + head * layer.head_bytes + slot % plan.block_size * layer.head_dim * element
+    for i in range(0, layer.head_dim, LANES):
+        x = multiply(load(place + 4 * i), factor)
         if plan.is_bfloat16:
-            store_bfloat16(out + 2 * i, load(place + 4 * i))
+            store_bfloat16(out + 2 * i, x)
         else:
-            store(out + 4 * i, load(place + 4 * i))
+            store(out + 4 * i, x)

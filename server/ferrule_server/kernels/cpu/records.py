@@ -48,54 +48,71 @@ def _record(addresses: str, sizes: str = "", numbers: str = "") -> np.dtype[Any]
 
 LAYER: Final = _record(
     "attention_norm attention_norm_bias qkv qkv_bias q_norm k_norm out out_bias attention_out_norm "
-    "mlp_norm mlp_norm_bias gate_up gate_up_bias down down_bias mlp_out_norm",
-    "pool_offset rotation_offset window",
-    "score_scale",
+    "mlp_norm mlp_norm_bias gate_up gate_up_bias down down_bias mlp_out_norm "
+    "input_gate input_projection input_norm pool attend_kernel merge_kernel",
+    "head_dim num_kv_heads num_queries_per_kv is_value_key num_projected_heads heads_at_once groups_at_once "
+    "head_stride num_qkv_units query_tiles intermediate_tiles num_activated_units "
+    "pool_offset block_bytes head_bytes rotation_offset window input_offset",
+    "score_scale scale",
 )
 """Weights of a layer. Linear layers are packed (``dot``), all others are float32; 0: the layer has none.
 
 Biases are as long as the packed rows. A group of ``gate_up`` holds 32 rows of gate, then the same 32 of up; without a
 gate it holds 64 rows.
 
-    pool_offset      bytes from the begin of a block
-    rotation_offset  bytes from the begin of a row of rotations
-    window           how many tokens a row attends to, itself included; 0: all
-    score_scale      multiplies the products of queries and keys
+    input_*              of the second embedding, if there is one
+    *_kernel             machine code for heads of this width (``compiled``)
+    is_value_key         values are the projected keys; there are no other values in ``qkv``
+    num_projected_heads  query, key and value heads in ``qkv``; without keys the layer reads K and V of an earlier one
+    heads_at_once        heads of one unit of ``qkv``: 1, or as many as fit in 64 outputs
+    groups_at_once       groups of 64 outputs of one unit
+    head_stride          outputs from one head of a unit to the next
+    num_*_units          units of ``qkv`` and ``gate_up``
+    *_tiles              tiles of 32 inputs of ``out`` and ``down``
+    pool                 the KV pool
+    pool_offset          bytes from the begin of a block
+    block_bytes, head_bytes   strides of the pool; K and V are ``num_kv_heads * head_bytes`` apart
+    rotation_offset      bytes from the begin of a row of rotations
+    window               how many tokens a row attends to, itself included; 0: all
+    input_offset         values from the begin of a row of ``inputs``
+    score_scale          multiplies the products of queries and keys
+    scale                multiplies the residual stream at the end of the layer
 """
 
 MODEL: Final = _record(
-    "layers embedding head final_norm final_norm_bias rotations pool linear_kernel attend_kernel merge_kernel",
-    "num_layers hidden_size num_heads num_kv_heads head_dim num_queries_per_kv num_rotations vocab_size is_tied "
-    "has_layer_norm has_norm_after has_row_norm is_parallel is_gated is_gelu "
-    "hidden_tiles query_tiles intermediate_tiles "
-    "heads_at_once groups_at_once head_stride num_qkv_units num_hidden_units num_activated_units num_head_units "
-    "block_bytes head_bytes",
-    "norm_eps embedding_scale residual_scale score_softcap logit_scale logit_softcap",
+    "layers embedding head final_norm final_norm_bias input_embedding input_projection input_norm rotations "
+    "linear_kernel",
+    "num_layers hidden_size num_heads head_dim num_rotations vocab_size input_size is_tied has_layer_norm "
+    "has_norm_after has_row_norm has_v_norm is_parallel is_gated is_gelu hidden_tiles input_tiles num_hidden_units "
+    "num_input_units num_head_units",
+    "norm_eps embedding_scale residual_scale score_softcap logit_scale logit_softcap input_scale projection_scale",
 )
 """Sizes of a model, its features, and memory that does not change between steps.
 
     layers                   LAYER [num_layers]
+    input_embedding          [vocab_size, num_layers * input_size], the second embedding; 0: there is none
+    input_projection         packed, what the residual stream adds to it; it is normed by ``input_norm``
+    input_size               values that each layer reads of it
+    head_dim                 of the widest heads
     rotations                float32 [num_rotations, 2, head_dim / 2]: radians per position; what multiplies the cosine
-                             and sine of each pair
+                             and sine of each pair; zeros behind the pairs of narrower heads
     has_layer_norm           norms of the residual stream subtract the mean
     has_norm_after           what attention and feed-forward part return is normed before it is added
     has_row_norm             all query heads of a row are normed together, and all key heads
+    has_v_norm               each value head is normed, without a weight
     is_parallel              attention and feed-forward part read the same normed rows
     is_gated, is_gelu        activation(gate) * up, else activation(up); GELU by tanh, else SiLU
     *_softcap                scores and logits become cap * tanh(score / cap); 0: they do not
     *_kernel                 machine code (``compiled``)
     *_tiles                  tiles of 32 inputs of the linear layers that read this width
-    heads_at_once            query, key and value heads of one unit of ``qkv``: 1, or as many as fit in 64 outputs
-    groups_at_once           groups of 64 outputs of one unit
-    head_stride              outputs from one head of a unit to the next
-    num_qkv_units            units of ``qkv``
-    num_*_units              units of the other linear layers, by what they write
-    block_bytes, head_bytes   strides of the KV pool; K and V are ``num_kv_heads * head_bytes`` apart
+    num_*_units              units of linear layers, by what they write
+    input_scale              multiplies the second embedding
+    projection_scale         multiplies what is projected and added to it
 """
 
 STEP: Final = _record(
     "token_ids positions slot_mapping begins ends ancestors block_tables output_rows "
-    "tasks merges partials hidden added normed queries keys temperatures attended activated quantised rotations "
+    "tasks merges partials hidden added normed queries keys temperatures attended activated quantised rotations inputs "
     "scratch wants targets top_counts logits best sums tops results top_results",
     "is_head_only num_rows table_width num_outputs num_tasks num_merges partial_bytes "
     "normed_bytes attended_bytes activated_bytes quantised_bytes scratch_bytes logit_bytes num_stages num_threads",
@@ -110,13 +127,14 @@ STEP: Final = _record(
     output_rows      int32 [num_outputs]
     tasks            int32 [num_tasks, TASK_FIELDS] (``attention``)
     hidden           float32 [num_rows, hidden_size], the residual stream
-    added            float32 [num_rows, hidden_size], what is added to it once it is normed, if ``has_norm_after``
+    added            float32 [num_rows, hidden_size], what is added to it once it is normed
     normed, attended, activated   inputs of linear layers, float32 or bfloat16, with their strides in bytes
     quantised        the same as integers, of one linear layer at a time (``quantise_row``)
-    queries          float32 [num_rows, num_heads * head_dim], times ``score_scale``
+    queries          float32 [num_rows, num_heads * head_dim of the layer], times ``score_scale``
     keys             float32 [num_rows, num_kv_heads * head_dim], before they are normed, if ``has_row_norm``
     temperatures     float32 [num_rows], multiplies the queries of a row; 0: nothing does
     rotations        float32 [num_rows, num_rotations, head_dim], cosines then sines
+    inputs           float32 [num_rows, num_layers * input_size], what the layers read of the second embedding
     scratch          ``scratch_bytes`` for each thread
 """
 

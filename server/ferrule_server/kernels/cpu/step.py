@@ -13,9 +13,12 @@
 Every line ends at a barrier. If weights are quantised, the norms write integers, and so do two more lines, over rows,
 behind attention and behind the activation. If all heads of a row are normed together, that is a line behind ``project``
 of its own. If what is added is normed first, ``add`` writes it beside the residual stream, and ``norm`` adds it. If
-attention and feed-forward part read the same rows, the first ``norm`` is left out. Threads claim units; rows are shared
-out evenly. Nothing that a thread computes depends on which thread it is. A thread's first unit is fixed, so that it can
-bring the weights near while it waits for the others.
+attention and feed-forward part read the same rows, the first ``norm`` is left out. If there is a second embedding, a
+step begins with what the layers read of it (rows, units of the projection), and each layer ends with adding that (rows,
+units of the gate, units of the projection).
+
+Threads claim units; rows are shared out evenly. Nothing that a thread computes depends on which thread it is. The first
+unit of a thread is fixed, so that it can bring the weights near while it waits for the others.
 """
 
 from __future__ import annotations
@@ -30,10 +33,12 @@ from numba.extending import intrinsic
 from ferrule_server.kernels.cpu.activations import (
     add_normed,
     embed_row,
+    finish_input,
     layer_norm_row,
     norm_row,
     quantise_row,
     rotation_row,
+    scale_row,
     store_row,
 )
 from ferrule_server.kernels.cpu.head import clear_outputs, merge_outputs
@@ -43,8 +48,11 @@ from ferrule_server.kernels.cpu.linear import (
     ACTIVATE,
     ADD_ATTENTION,
     ADD_FEED_FORWARD,
+    ADD_INPUT,
     ATTEND,
+    GATE_INPUT,
     PROJECT,
+    PROJECT_INPUTS,
     READ_LOGITS,
     finish_rows,
     first_weights,
@@ -57,13 +65,13 @@ from ferrule_server.kernels.cpu.tiles import begin_tiles, end_tiles
 
 __all__ = ["num_stages", "work"]
 
-_STAGES_PER_LAYER: Final = 6
+_STAGES_PER_LAYER: Final = 8
 _LAYER_BYTES: Final = LAYER.itemsize
 
 
 def num_stages(num_layers: int) -> int:
     """Return how many stages a step has in which work is claimed."""
-    return num_layers * _STAGES_PER_LAYER + 1
+    return num_layers * _STAGES_PER_LAYER + 2
 
 
 @intrinsic
@@ -116,7 +124,11 @@ def _run_stages(plan: Plan, model_address: int, step_address: int, sync: int, th
     if step.is_head_only:
         return _run_head(plan, model_address, step_address, sync, thread)
     _embed(plan, model, step, thread)
-    if not barrier(sync, step.num_threads, first_weights(plan, model, layer_at(model.layers), PROJECT, thread)):
+    if model.input_embedding != 0 and not _embed_inputs(plan, model_address, step_address, sync, thread):
+        return False
+    first = layer_at(model.layers)
+    _norm(plan, model, step, first.attention_norm, first.attention_norm_bias, thread)
+    if not barrier(sync, step.num_threads, first_weights(plan, model, first, PROJECT, thread)):
         return False
     for i in range(model.num_layers):
         if not _run_layer(plan, model_address, model.layers + i * _LAYER_BYTES, step_address, sync, thread, i):
@@ -126,7 +138,7 @@ def _run_stages(plan: Plan, model_address: int, step_address: int, sync: int, th
 
 @kernel
 def _embed(plan: Plan, model: Record, step: Record, thread: int) -> None:
-    """Write the residual stream, the rotation and the first norm of this thread's rows."""
+    """Write the residual stream and the rotation of this thread's rows."""
     begin, end = share(step.num_rows, step.num_threads, thread)
     for row in range(begin, end):
         embed_row(plan, model, read_int32(step.token_ids + 4 * row), step.hidden + 4 * row * model.hidden_size)
@@ -134,8 +146,27 @@ def _embed(plan: Plan, model: Record, step: Record, thread: int) -> None:
         for i in range(model.num_rotations):
             out = step.rotations + (row * model.num_rotations + i) * size
             rotation_row(position, model.rotations + i * size, model.head_dim, out)
-    first = layer_at(model.layers)
-    _norm(plan, model, step, first.attention_norm, first.attention_norm_bias, thread)
+
+
+@kernel
+def _embed_inputs(plan: Plan, model_address: int, step_address: int, sync: int, thread: int) -> bool:
+    """Run one thread's part of what layers read of the second embedding; return False if the step was aborted."""
+    model, step = model_at(model_address), step_at(step_address)
+    first, stage = layer_at(model.layers), model.num_layers * _STAGES_PER_LAYER + 1
+    _norm(plan, model, step, 0, 0, thread)
+    if not barrier(sync, step.num_threads, first_weights(plan, model, first, PROJECT_INPUTS, thread)):
+        return False
+    ahead = first_weights(plan, model, first, PROJECT, thread)
+    if not _stage(
+        model.linear_kernel, model_address, model.layers, step_address, sync, thread, stage, PROJECT_INPUTS, ahead
+    ):
+        return False
+    begin, end = share(step.num_rows, step.num_threads, thread)
+    for row in range(begin, end):
+        token_id = read_int32(step.token_ids + 4 * row)
+        for i in range(model.num_layers):
+            finish_input(plan, model, token_id, i, step.inputs + 4 * (row * model.num_layers + i) * model.input_size)
+    return True
 
 
 @kernel
@@ -161,7 +192,7 @@ def _norm_row(plan: Plan, model: Record, step: Record, row: int, weight: int, bi
 
 
 @kernel
-def _add_normed(model: Record, step: Record, weight: int, thread: int) -> None:
+def _add_normed(model: Record, step: Record, weight: int, factor: np.float32, thread: int) -> None:
     """Add the norm of what a part of a layer has returned to this thread's rows; without a weight it is added."""
     if weight == 0:
         return
@@ -174,8 +205,16 @@ def _add_normed(model: Record, step: Record, weight: int, thread: int) -> None:
             weight,
             model.hidden_size,
             model.norm_eps,
-            model.residual_scale,
+            factor,
         )
+
+
+@kernel
+def _scale_rows(model: Record, step: Record, factor: np.float32, thread: int) -> None:
+    """Multiply this thread's rows of the residual stream by a number."""
+    begin, end = share(step.num_rows, step.num_threads, thread)
+    for row in range(begin, end):
+        scale_row(step.hidden + 4 * row * model.hidden_size, model.hidden_size, factor)
 
 
 @kernel
@@ -231,7 +270,7 @@ def _run_attention(
         finish_rows(plan, model, layer, step, begin, end)
         if not barrier(sync, step.num_threads, ahead):
             return False
-    attend, merge = model.attend_kernel, model.merge_kernel
+    attend, merge = layer.attend_kernel, layer.merge_kernel
     if not _stage(attend, model_address, layer_address, step_address, sync, thread, first + 1, ATTEND, ahead):
         return False
     has_merges = step.num_merges > 0
@@ -240,7 +279,7 @@ def _run_attention(
     ):
         return False
     if plan.is_quantised and not _quantise(
-        plan, step, sync, step.attended, step.attended_bytes, model.query_tiles, thread, ahead
+        plan, step, sync, step.attended, step.attended_bytes, layer.query_tiles, thread, ahead
     ):
         return False
     ahead = first_weights(plan, model, layer, ACTIVATE, thread)
@@ -254,6 +293,7 @@ def _run_feed_forward(
     """Run one thread's part of the rest of a layer; return False if the step was aborted."""
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
     first, linear = index * _STAGES_PER_LAYER, model.linear_kernel
+    has_input = layer.input_gate != 0
     ahead = first_weights(plan, model, layer, ACTIVATE, thread)
     if model.is_parallel:
         if plan.is_quantised and not _quantise(
@@ -261,7 +301,7 @@ def _run_feed_forward(
         ):
             return False
     else:
-        _add_normed(model, step, layer.attention_out_norm, thread)
+        _add_normed(model, step, layer.attention_out_norm, model.residual_scale, thread)
         _norm(plan, model, step, layer.mlp_norm, layer.mlp_norm_bias, thread)
         if not barrier(sync, step.num_threads, ahead):
             return False
@@ -269,19 +309,55 @@ def _run_feed_forward(
     if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 4, ACTIVATE, ahead):
         return False
     if plan.is_quantised and not _quantise(
-        plan, step, sync, step.activated, step.activated_bytes, model.intermediate_tiles, thread, ahead
+        plan, step, sync, step.activated, step.activated_bytes, layer.intermediate_tiles, thread, ahead
     ):
         return False
     is_last = index + 1 == model.num_layers
     following = layer_at(layer_address if is_last else layer_address + _LAYER_BYTES)
-    ahead = first_weights(plan, model, following, READ_LOGITS if is_last else PROJECT, thread)
+    after = first_weights(plan, model, following, READ_LOGITS if is_last else PROJECT, thread)
+    ahead = first_weights(plan, model, layer, GATE_INPUT, thread) if has_input else after
     if not _stage(linear, model_address, layer_address, step_address, sync, thread, first + 5, ADD_FEED_FORWARD, ahead):
         return False
-    _add_normed(model, step, layer.mlp_out_norm, thread)
+    _add_normed(model, step, layer.mlp_out_norm, model.residual_scale, thread)
+    if has_input and not _add_input(plan, model_address, layer_address, step_address, sync, thread, first + 6, after):
+        return False
+    if layer.scale != 1:
+        _scale_rows(model, step, layer.scale, thread)
     if is_last:
-        return not model.has_norm_after or barrier(sync, step.num_threads, ahead)
+        has_changed = model.has_norm_after or has_input or layer.scale != 1
+        return not has_changed or barrier(sync, step.num_threads, after)
     _norm(plan, model, step, following.attention_norm, following.attention_norm_bias, thread)
-    return barrier(sync, step.num_threads, ahead)
+    return barrier(sync, step.num_threads, after)
+
+
+@kernel
+def _add_input(
+    plan: Plan,
+    model_address: int,
+    layer_address: int,
+    step_address: int,
+    sync: int,
+    thread: int,
+    stage: int,
+    after: int,
+) -> bool:
+    """Run one thread's part of adding the second embedding; return False if the step was aborted."""
+    model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
+    linear = model.linear_kernel
+    _norm(plan, model, step, 0, 0, thread)
+    if not barrier(sync, step.num_threads, first_weights(plan, model, layer, GATE_INPUT, thread)):
+        return False
+    ahead = first_weights(plan, model, layer, ADD_INPUT, thread)
+    if not _stage(linear, model_address, layer_address, step_address, sync, thread, stage, GATE_INPUT, ahead):
+        return False
+    if plan.is_quantised and not _quantise(
+        plan, step, sync, step.activated, step.activated_bytes, model.input_tiles, thread, ahead
+    ):
+        return False
+    if not _stage(linear, model_address, layer_address, step_address, sync, thread, stage + 1, ADD_INPUT, after):
+        return False
+    _add_normed(model, step, layer.input_norm, np.float32(1), thread)
+    return True
 
 
 @kernel

@@ -27,14 +27,14 @@ from pathlib import Path
 
 from benchmarks.child_server import server_process
 from ferrule import Client, Policy, greedy, sample
-from ferrule.types import Append, Prompt
+from ferrule.types import Append, Durability, Prompt
 from ferrule_server.durability.directory import DurableDirectory, Wanted
 from ferrule_server.durability.files import OsFiles
 from ferrule_server.durability.reader import read_directory
 from ferrule_server.durability.records import Encoder, SequenceState
 from ferrule_server.durability.writer import JournalWriter
 
-LEVELS = ("none", "journaled")
+LEVELS: tuple[Durability, ...] = ("none", "journaled")
 WIDTH = 16
 
 
@@ -57,26 +57,25 @@ def bench_throughput(clients: dict[str, Client], rounds: int, calls: int) -> dic
     for _ in range(rounds):
         for level, client in clients.items():
             with client.stream() as stream:
-                outputs = stream.run([Prompt([index + 1, 2, 3], policy=greedy()) for index in range(WIDTH)])
+                caches = stream.run([Prompt([index + 1, 2, 3], policy=greedy()) for index in range(WIDTH)])
                 begun = time.perf_counter()
                 for _ in range(calls):
-                    outputs = stream.run([Append(output.cache, policy=greedy()) for output in outputs])
+                    stream.run([Append(cache, policy=greedy()) for cache in caches])
                 rates[level].append(WIDTH * calls / (time.perf_counter() - begun))
-                for output in outputs:
-                    output.cache.release()
+                client.release(caches)
     return rates
 
 
 def bench_bytes(client: Client, journal: Path, policy: Policy, calls: int, width: int) -> float:
     """Return the bytes that a decoded token takes in the journal."""
     with client.stream() as stream:
-        outputs = stream.run([Prompt([index + 1, 2, 3], policy=policy) for index in range(width)])
+        caches = stream.run([Prompt([index + 1, 2, 3], policy=policy) for index in range(width)])
+        stream.run([Append(cache, policy=policy) for cache in caches])
         before = used_bytes(journal)
         for _ in range(calls):
-            outputs = stream.run([Append(output.cache, policy=policy) for output in outputs])
+            stream.run([Append(cache, policy=policy) for cache in caches])
         after = used_bytes(journal)
-        for output in outputs:
-            output.cache.release()
+        client.release(caches)
     return (after - before) / (calls * width)
 
 
@@ -104,7 +103,7 @@ def bench_restart(model: str, folder: Path, num_tokens: int) -> dict[str, float]
     with server_process(*durable) as (target, process):
         ready_s = time.perf_counter() - begun
         with Client(target) as client:
-            resumed = client.attach(handle)
+            resumed = client.adopt(handle)
             begun = time.perf_counter()
             resumed.append([3], policy=greedy())
             answer_s = time.perf_counter() - begun
@@ -115,7 +114,7 @@ def bench_restart(model: str, folder: Path, num_tokens: int) -> dict[str, float]
 def bench_replay(folder: Path, num_sequences: int) -> dict[str, float]:
     """Return the seconds that reading a journal of many sequences takes, and its bytes."""
     directory = DurableDirectory.open(folder, Wanted("bench", b"f" * 16, "float32", 16))
-    writer = JournalWriter(directory, on_synced=lambda _: None, on_failed=lambda error: print(error))
+    writer = JournalWriter(directory, on_synced=lambda _: None, on_failed=print)
     encoder = Encoder()
     writer.start_segment()
     writer.append(encoder.snapshot_begin())
@@ -178,11 +177,12 @@ def main() -> None:
     for what, size in sizes.items():
         print(f"bytes       {what}: {size:.1f} for each token")
     print(
-        f"restart     ready {restart['ready_plain_s']:.2f} s without, {restart['ready_durable_s']:.2f} s with a journal; "
-        f"first answer of a handle of 1 000 tokens {restart['first_answer_s']:.2f} s later"
+        f"restart     ready {restart['ready_plain_s']:.2f} s without a journal, {restart['ready_durable_s']:.2f} s with "
+        f"one; first answer of a handle of 1 000 tokens {restart['first_answer_s']:.2f} s later"
     )
     print(
-        f"replay      {options.replay} sequences of 500 tokens: {replay['read_s']:.2f} s, {replay['bytes'] / 1e6:.0f} MB"
+        f"replay      {options.replay} sequences of 500 tokens: {replay['read_s']:.2f} s, "
+        f"{replay['bytes'] / 1e6:.0f} MB"
     )
     figures = {
         "append_ms": medians,

@@ -8,9 +8,10 @@ import grpc
 import pytest
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_pb2, types_pb2
+from ferrule_server.durability.writer import SYNC_BOUNDS_S
 from ferrule_server.engine.appends.caches import Caches
 from ferrule_server.engine.jobs import AppendJob, CacheInfo, GenerateJob, Lease
-from ferrule_server.engine.metrics.durability import SYNC_BOUNDS_S, DurabilityFigures
+from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
 from ferrule_server.kv.handle import Handle
 from tests.api.harness import RunningServer, read_status, refused

@@ -6,6 +6,7 @@
     bridge/         between the event loop and the engine thread: gate, inbox, delivery. The only room with locks
     appends/        one append: judged, reserved, run row by row, committed, recorded for a retry
     steps/          one step: which rows, copy-on-write, the executor, steps queued ahead, warm-up
+    durable/        sequences that survive the process: the journal, and replies that wait for it
     generation/     Generate and Forward: the engine enters appends for these requests
     metrics/        counters, timings, and the data of a server view
     viewer.py       takes a server view between two steps

@@ -27,19 +27,17 @@ from collections.abc import Callable, Mapping
 from ferrule_server.durability.records import End
 from ferrule_server.engine.appends.admission import Admission
 from ferrule_server.engine.appends.caches import Caches
-from ferrule_server.engine.appends.cold import Cold
+from ferrule_server.engine.appends.cold import Cold, lost
 from ferrule_server.engine.appends.commits import Commits
 from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.endings import Endings
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.records import ReplayRecords
 from ferrule_server.engine.bridge.delivery import Delivery, Later
-from ferrule_server.engine.bridge.gate import Finished, Gate, is_last
+from ferrule_server.engine.bridge.gate import Finished, Gate
 from ferrule_server.engine.bridge.inbox import Inbox
-from ferrule_server.engine.durable.barrier import Barrier
-from ferrule_server.engine.durable.journal import Journal
+from ferrule_server.engine.durable.confirmations import Confirmations
 from ferrule_server.engine.durable.opening import Durability
-from ferrule_server.engine.durable.restore import restore
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.faults import fault
 from ferrule_server.engine.generation.drivers import Driver, Drivers, DriverSink
@@ -47,7 +45,6 @@ from ferrule_server.engine.generation.forward import ForwardPass
 from ferrule_server.engine.generation.generate import Generation
 from ferrule_server.engine.host_calls import Host
 from ferrule_server.engine.jobs import (
-    AppendJob,
     Entry,
     ForwardJob,
     GenerateJob,
@@ -74,14 +71,9 @@ from ferrule_server.errors import (
     DurabilityLost,
     FerruleError,
     HandleExpired,
-    HandleLost,
-    RequestIdReused,
-    Restoring,
 )
 from ferrule_server.executor.base import DeviceLost, Executor, KvLost
-from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.metrics import KvMetrics
-from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.quotas import LimitsOf, unlimited
 
@@ -155,7 +147,13 @@ class Engine:
         self._records = ReplayRecords(settings.retained_bytes, limits_of)
         self._creations = Creations(store.clock)
         self._journal = journal = None if durability is None else durability.journal
-        caches = Caches(store, self.info.bytes_per_block, self._num_pending, self._warm_sequence, journal)
+        caches = Caches(
+            store,
+            self.info.bytes_per_block,
+            lambda sequence: self._lanes.num_pending(sequence),  # noqa: PLW0108 - the lanes are made after it
+            lambda sequence: self._lanes.warm(sequence),  # noqa: PLW0108
+            journal,
+        )
         admission = Admission(store, self._records, self._creations, self.counters)
         self._lanes = Lanes(
             store,
@@ -199,11 +197,12 @@ class Engine:
             self._endings.subscribe(journal.note_ended)
         self._gate = Gate(settings.max_waiting_jobs, limits_of)
         self._delivery = Delivery(post, self._gate, later)
-        self._barrier = None if durability is None else Barrier(self._delivery.deliver)
-        self._num_restored = 0
-        self.restored_masks: Mapping[tuple[str, bytes], bytes] = {} if durability is None else durability.state.masks
+        self.restored_masks: Mapping[tuple[str, bytes], bytes] = {}
+        self._confirmations: Confirmations | None = None
         if durability is not None:
-            self._restore(durability)
+            self.restored_masks = durability.state.masks
+            self._confirmations = Confirmations(durability.journal, store, self._delivery)
+            self._confirmations.restore(durability, self._records, self._creations, lambda: self._inbox.put([]))
         viewer = Viewer(store, self._gate, self.counters.own, self._lanes.num_pending, self.snapshot)
         self._host = Host(caches, self._endings, viewer, journal)
         self._is_stopping = False
@@ -309,8 +308,9 @@ class Engine:
     def _round(self) -> None:
         """Take new jobs, run a step if appends wait for one, hand over the results, and tend executor and journal."""
         self._take()
-        if self._journal is not None and self._journal.tend():
-            self._lose_journal()
+        if self._confirmations is not None and self._confirmations.journal.tend():
+            self._confirmations.lose()
+            self._drivers.end_some(self._confirmations.is_durable, lambda _: DurabilityLost())
         self._expire()
         self._turn()
         if self._lanes.running:
@@ -409,28 +409,13 @@ class Engine:
         """Let streams continue, then hand over all finished jobs."""
         if self._drivers.active:
             self._drivers.turn()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
         if self._journal is not None:
             self._journal.close_group()
         if self._delivery.finished:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        """Deliver all finished jobs; those that show state of durable sequences wait for the journal."""
-        if self._journal is None or self._barrier is None:
-            self._delivery.hand_over()
-            return
-        finished, self._delivery.finished = self._delivery.finished, []
-        self._barrier.pass_on([self._awaited(each, self._journal) for each in finished])
-
-    def _awaited(self, finished: Finished, journal: Journal) -> tuple[int, Finished]:
-        """Return an outcome with the group of records that it depends on; while the journal is lost, an error."""
-        job, sink, outcome = finished
-        is_durable = self._is_durable(job) or isinstance(outcome, RequestIdReused)
-        if not is_durable or not journal.concerns(job.principal):
-            return 0, finished
-        if journal.is_lost:
-            return 0, (job, sink, DurabilityLost())
-        return journal.group_of(job.principal), finished
+            (self._delivery if self._confirmations is None else self._confirmations).hand_over()
 
     def _shut_down(self) -> None:
         """Answer all jobs and close the executor; if one part raises, the others are still done."""
@@ -439,7 +424,7 @@ class Engine:
             lambda: self._drivers.end_all(lambda _: Draining()),
             lambda: self._warmup.end_all(Draining),
             self._answer_rest,
-            self._close_journal,
+            *(() if self._confirmations is None else (self._confirmations.close,)),
             self._stepper.close,
             self._executor.close,
         )
@@ -452,19 +437,8 @@ class Engine:
     def _answer_rest(self) -> None:
         self._is_closed = True
         with contextlib.suppress(RuntimeError):  # the event loop may be closed already: then no caller waits
-            if self._journal is not None:
-                self._journal.close_group()
-            if self._delivery.finished:
-                self._hand_over()
+            self._hand_over()
             self._refuse_rest()
-
-    def _close_journal(self) -> None:
-        """Write what is left, and answer what still waits for a disk that does not answer."""
-        if self._journal is None or self._barrier is None:
-            return
-        self._journal.close()
-        with contextlib.suppress(RuntimeError):
-            self._delivery.deliver([(job, sink, DurabilityLost()) for job, sink, _ in self._barrier.take_all()])
 
     def _refuse_rest(self) -> None:
         """Answer the jobs in the inbox of a closed engine. Each is answered once, by the thread that takes it out."""
@@ -491,13 +465,8 @@ class Engine:
                 raise Draining
             if isinstance(job, QueuedJob) and job.handle is not None:
                 self._gather.came_back(job.handle.cache_id, time.monotonic())
-            if (
-                self._journal is not None
-                and self._journal.is_lost
-                and isinstance(job, QueuedJob)
-                and self._is_durable(job)
-            ):
-                raise DurabilityLost
+            if self._confirmations is not None:
+                self._confirmations.check(job)
             if isinstance(job, LaneJob):
                 self._lanes.enter(job, sink, at)
             elif isinstance(job, HostCall):
@@ -514,17 +483,6 @@ class Engine:
         except Exception:  # noqa: BLE001 - a bug must end only its own job
             self._finish(job, sink, fault(f"job failed kind={type(job).__name__}"))
 
-    def _is_durable(self, job: Job[object]) -> bool:
-        """Return whether the outcome of a job may show a durable sequence: it names one, creates one, or lists all."""
-        registry = self._store.registry
-        if isinstance(job, QueuedJob):
-            if job.handle is not None:
-                return registry.is_durable(job.handle.cache_id)
-            return isinstance(job, AppendJob | GenerateJob) and job.is_durable
-        if isinstance(job, HostCall):
-            return not job.handles or any(registry.is_durable(handle.cache_id) for handle in job.handles)
-        return False
-
     def _start_stream(self, job: StreamJob[object], sink: Sink, at: float) -> None:
         if job.is_cancelled:
             raise Cancelled
@@ -538,12 +496,6 @@ class Engine:
         self._drivers.start(driver, at)
 
     # ---- leaving ----------------------------------------------------------------------------------------------------
-
-    def _num_pending(self, sequence: Sequence) -> int:
-        return self._lanes.num_pending(sequence)
-
-    def _warm_sequence(self, sequence: Sequence) -> None:
-        self._lanes.warm(sequence)
 
     def _finish(self, job: Job[object], sink: Sink, outcome: Outcome) -> None:
         if isinstance(sink, DriverSink):
@@ -562,36 +514,9 @@ class Engine:
 
     def durability(self) -> DurabilityFigures | None:
         """Return the figures of the journal; from any thread."""
-        if self._journal is None:
+        if self._confirmations is None:
             return None
-        return self._journal.figures(self._num_restored, self.counters.restored_tokens)
-
-    def _restore(self, durability: Durability) -> None:
-        """Make what the journal described live again, and write it to a segment of its own."""
-        assert self._barrier is not None
-        restored = restore(
-            durability.state,
-            self._store,
-            self._records,
-            self._creations,
-            knows_digests=durability.knows_digests,
-        )
-        durability.journal.attach(
-            self._store,
-            self._records,
-            self._creations,
-            on_synced=self._barrier.release,
-            wake=lambda: self._inbox.put([]),
-        )
-        durability.journal.begin(restored, durability.state.masks)
-        self._num_restored = len(restored)
-
-    def _lose_journal(self) -> None:
-        """Answer what waits for the journal with DURABILITY_LOST: it is unknown whether it will be there."""
-        assert self._barrier is not None
-        lost = [(job, sink, DurabilityLost()) for job, sink, outcome in self._barrier.take_all() if is_last(outcome)]
-        self._delivery.finished += lost
-        self._drivers.end_some(self._is_durable, lambda _: DurabilityLost())
+        return self._confirmations.figures(self.counters.restored_tokens)
 
     # ---- faults -----------------------------------------------------------------------------------------------------
 
@@ -608,19 +533,10 @@ class Engine:
 
         Durable sequences stay: what is in flight on them is answered with RESTORING.
         """
-        self._lanes.end_all(lambda job: self._lost(job.handle))
-        self._drivers.end_all(self._lost)
-        self._warmup.end_all(lambda: self._lost(None))
+        self._lanes.end_all(lambda job: lost(self._store, job.handle))
+        self._drivers.end_all(lambda handle: lost(self._store, handle))
+        self._warmup.end_all(lambda: lost(self._store, None))
         self._store.lose_all()
         kept = {sequence.handle_id for sequence in self._store.registry}
         self._records.keep_only(kept)
         self._creations.keep_only(kept)
-
-    def _lost(self, handle: Handle | None) -> HandleLost | Restoring:
-        """Return the error of a job whose KV is lost."""
-        if handle is None:
-            return HandleLost("")
-        sequence = self._store.registry.sequences.get(handle.cache_id)
-        if sequence is not None and sequence.is_durable:
-            return Restoring(sequence.handle_id, sequence.length, 1.0)
-        return HandleLost(handle.handle_id)

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ferrule_server.engine.durable.journal import Journal
+from ferrule_server.engine.appends.running import Reports
 from ferrule_server.engine.jobs import (
     CacheInfo,
     ForkJob,
@@ -48,7 +48,7 @@ class Caches:
     bytes_per_block: int
     num_pending: Callable[[Sequence], int]
     warm: Callable[[Sequence], None]
-    journal: Journal | None = None
+    journal: Reports | None = None
 
     def repeat_fork(self, job: ForkJob, handles: tuple[Handle, ...], at: float) -> ForkResult:
         """Answer a fork again with the handles that it created, and renew the leases of the live ones.

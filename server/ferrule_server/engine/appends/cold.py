@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.jobs import AppendJob, Job, Outcome, OutputRequest
 from ferrule_server.engine.metrics.counters import EngineCounters
-from ferrule_server.errors import Restoring
+from ferrule_server.errors import HandleLost, Restoring
+from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import SequenceStore
 
@@ -25,6 +26,7 @@ _USUAL_RATE = 500.0
 """Tokens per second that are assumed before any prompt has run."""
 _SHORTEST_S = 0.1
 _LONGEST_S = 5.0
+_FAULT_RETRY_S = 1.0
 
 
 class NoSink:
@@ -98,3 +100,13 @@ class Cold:
         counters = self.counters
         rate = counters.prefill_tokens / (counters.prefill_ns * 1e-9) if counters.prefill_ns else _USUAL_RATE
         return min(max(num_tokens / max(rate, 1.0), _SHORTEST_S), _LONGEST_S)
+
+
+def lost(store: SequenceStore, handle: Handle | None) -> HandleLost | Restoring:
+    """Return the error of a job after a device fault: a durable sequence stays, and its KV is computed again."""
+    if handle is None:
+        return HandleLost("")
+    sequence = store.registry.sequences.get(handle.cache_id)
+    if sequence is not None and sequence.is_durable:
+        return Restoring(sequence.handle_id, sequence.length, _FAULT_RETRY_S)
+    return HandleLost(handle.handle_id)

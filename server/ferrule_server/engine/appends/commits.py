@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.records import ReplayRecords
 from ferrule_server.engine.appends.rows import verify, with_numbers, with_row_handles, with_tokens
-from ferrule_server.engine.appends.running import RunningAppend
-from ferrule_server.engine.durable.journal import Journal
+from ferrule_server.engine.appends.running import Reports, RunningAppend
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.jobs import Acceptance, AppendResult, Verified
 from ferrule_server.engine.metrics.counters import EngineCounters, OwnCounters
@@ -37,7 +36,7 @@ class Commits:
     records: ReplayRecords
     creations: Creations
     counters: EngineCounters
-    journal: Journal | None = None
+    journal: Reports | None = None
     failpoints: Failpoints | None = None
 
     def commit(self, run: RunningAppend) -> AppendResult:

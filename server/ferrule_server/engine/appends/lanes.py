@@ -27,8 +27,7 @@ from ferrule_server.engine.appends.admission import Admission
 from ferrule_server.engine.appends.caches import Caches
 from ferrule_server.engine.appends.cold import Cold
 from ferrule_server.engine.appends.creations import Creations
-from ferrule_server.engine.appends.running import RunningAppend
-from ferrule_server.engine.durable.journal import Journal
+from ferrule_server.engine.appends.running import Reports, RunningAppend
 from ferrule_server.engine.failpoints import Failpoints
 from ferrule_server.engine.faults import fault
 from ferrule_server.engine.jobs import (
@@ -86,7 +85,7 @@ class Lanes:
         cold: Cold,
         counters: EngineCounters,
         finish: Callable[[Job[object], Sink, Outcome], None],
-        journal: Journal | None = None,
+        journal: Reports | None = None,
         failpoints: Failpoints | None = None,
     ) -> None:
         self.running: dict[RunningAppend, None] = {}

@@ -1,14 +1,25 @@
-"""An append in flight, and the sequences that a request creates."""
+"""An append in flight, the sequences that a request creates, and who is told what happened to durable ones."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from ferrule_server.engine.jobs import AppendJob, Follow, LaneJob, Sink, StepTiming, Verified
+from ferrule_server.engine.jobs import (
+    AppendJob,
+    AppendResult,
+    Follow,
+    ForkResult,
+    LaneJob,
+    Sink,
+    StepTiming,
+    TruncateJob,
+    Verified,
+)
 from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle
@@ -163,3 +174,22 @@ class RunningAppend:
         """How its time has been spent so far."""
         queue_ns = self.first_step_ns - self.job.submitted_ns
         return StepTiming(queue_ns if queue_ns > 0 else 0, self.run_ns, self.step_rows, self.first_step_ns)
+
+
+class Reports(Protocol):
+    """Takes what has happened to durable sequences, before anybody is told: see ``engine/durable/journal.py``."""
+
+    def note_append(self, run: RunningAppend, sequence: Sequence, result: AppendResult, /) -> None:
+        """Note a committed append, or the sequence that it created."""
+
+    def note_fork(self, source: Sequence, result: ForkResult, creation: Creation | None, /) -> None:
+        """Note the sequences that a fork created."""
+
+    def note_truncate(self, sequence: Sequence, job: TruncateJob, freed_blocks: int, /) -> None:
+        """Note a truncate."""
+
+    def note_reserve(self, sequence: Sequence, /) -> None:
+        """Note the length up to which room is reserved."""
+
+    def note_state(self, sequence: Sequence, /) -> None:
+        """Note a sequence that may have changed without a report, or has ended."""

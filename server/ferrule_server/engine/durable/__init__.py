@@ -1,9 +1,11 @@
 """Durable sequences: what happens to them is written to a journal, and replies wait until it is on the disk.
 
-    journal.py   what the engine reports: appends, forks, truncates, ends; snapshots, and what follows a failing disk
-    answers.py   answers to appends as the journal keeps them, and back
-    barrier.py   outcomes that wait for the disk
-    restore.py   a journal that was read becomes sequences, records and creations again
+    opening.py         read a journal, and continue it
+    restore.py         what it described becomes sequences, records and creations again
+    journal.py         what the engine reports: appends, forks, truncates, ends; snapshots, and a disk that fails
+    answers.py         answers to appends as the journal keeps them, and back
+    confirmations.py   which outcomes depend on the journal, and what is answered while it is lost
+    barrier.py         outcomes that wait for the disk
 
 The journal itself, its files and its format, is the package ``ferrule_server.durability``.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +88,7 @@ def all_logits(executor: Executor) -> Float32Array:
 
 @dataclass(frozen=True)
 class Family:
-    """A random model of a family, the logits of plain torch in float32, and an executor of three threads."""
+    """A random model of a family, the logits of plain torch in float32, and an executor of up to three threads."""
 
     folder: Path
     exact: Float32Array
@@ -101,16 +100,8 @@ def family(request: pytest.FixtureRequest, folder_of: Folder) -> Iterator[Family
     """What the tests of a family share."""
     folder = folder_of(request.param)
     exact = all_logits(torch_executor(folder, "float32", is_plain=True))
-    with with_threads(folder, 3) as executor:
+    with running(folder, "float32", num_threads=3) as executor:
         yield Family(folder, exact, executor)
-
-
-@contextmanager
-def with_threads(folder: Path, count: int) -> Iterator[NumbaCpuExecutor]:
-    """Run a float32 executor all of whose steps have so many threads."""
-    with running(folder, "float32", num_threads=count) as executor:
-        executor._threads.at = lambda now: count  # type: ignore[method-assign]
-        yield executor
 
 
 def test_float32_logits_equal_plain_torch(family: Family) -> None:
@@ -157,7 +148,7 @@ def test_the_same_bits_in_chunks_of_any_size(family: Family) -> None:
     """Windows begin at other tokens for each row, yet what rows share a task changes nothing, nor do threads."""
     sizes = [100, 1, 1, 1, 17, 33, 1, 100, 1, 1, 5, 60, *[1] * LENGTH]
     expected = in_parts(family.executor, [LENGTH])
-    with with_threads(family.folder, 1) as executor:
+    with running(family.folder, "float32", num_threads=1) as executor:
         for found in (in_parts(executor, sizes), in_parts(family.executor, sizes)):
             np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 

@@ -38,9 +38,9 @@ LEVELS: tuple[Durability, ...] = ("none", "journaled")
 WIDTH = 16
 
 
-def bench_append(clients: dict[str, Client], rounds: int, calls: int) -> dict[str, list[float]]:
+def bench_append(clients: dict[Durability, Client], rounds: int, calls: int) -> dict[Durability, list[float]]:
     """Return the milliseconds of each Decode, by level; the levels take turns."""
-    took: dict[str, list[float]] = {level: [] for level in LEVELS}
+    took: dict[Durability, list[float]] = {level: [] for level in LEVELS}
     for _ in range(rounds):
         for level, client in clients.items():
             with client.prefill([1, 2, 3, 4, 5, 6, 7], policy=greedy()) as cache:
@@ -51,9 +51,9 @@ def bench_append(clients: dict[str, Client], rounds: int, calls: int) -> dict[st
     return took
 
 
-def bench_throughput(clients: dict[str, Client], rounds: int, calls: int) -> dict[str, list[float]]:
+def bench_throughput(clients: dict[Durability, Client], rounds: int, calls: int) -> dict[Durability, list[float]]:
     """Return tokens per second of one stream with many sequences, by level and round."""
-    rates: dict[str, list[float]] = {level: [] for level in LEVELS}
+    rates: dict[Durability, list[float]] = {level: [] for level in LEVELS}
     for _ in range(rounds):
         for level, client in clients.items():
             with client.stream() as stream:
@@ -177,8 +177,9 @@ def main() -> None:
     for what, size in sizes.items():
         print(f"bytes       {what}: {size:.1f} for each token")
     print(
-        f"restart     ready {restart['ready_plain_s']:.2f} s without a journal, {restart['ready_durable_s']:.2f} s with "
-        f"one; first answer of a handle of 1 000 tokens {restart['first_answer_s']:.2f} s later"
+        f"restart     ready {restart['ready_plain_s']:.2f} s without a journal, "
+        f"{restart['ready_durable_s']:.2f} s with one; "
+        f"first answer of a handle of 1 000 tokens {restart['first_answer_s']:.2f} s later"
     )
     print(
         f"replay      {options.replay} sequences of 500 tokens: {replay['read_s']:.2f} s, "

@@ -182,12 +182,12 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1635,  # RESTORING, DURABILITY_LOST, KV_GIVEN_BACK, --durable and --restore-wait
+    ".": 1660,  # RESTORING, DURABILITY_LOST, KV_GIVEN_BACK, --durable and --restore-wait
     "api": 365,
     "api/receiving": 655,
     "api/requests": 960,
     "api/responses": 605,
-    "api/rpc": 780,
+    "api/rpc": 785,  # what a drain waits for
     "api/security": 475,
     "api/services": 350,
     "api/streams": 610,
@@ -195,10 +195,10 @@ BUDGET: dict[str, int] = {
     "api/texts": 230,
     "api/web": 505,
     "durability": 1900,
-    "engine": 1020,  # the level of a sequence
-    "engine/appends": 1140,
+    "engine": 1085,  # durable sequences, and what they report
+    "engine/appends": 1350,  # cold sequences, restored records and creations
     "engine/bridge": 430,
-    "engine/durable": 600,
+    "engine/durable": 665,
     "engine/generation": 670,
     "engine/metrics": 285,  # the figures of the journal
     "engine/steps": 1010,
@@ -210,8 +210,8 @@ BUDGET: dict[str, int] = {
     "kernels": 125,
     "kernels/cpu": 2945,  # the second embedding, norms of values, heads of several widths
     "kernels/cuda": 3520,
-    "kv": 1450,  # windows.py, and given back blocks in tables, needs, quotas and integrity checks
-    "model": 1620,  # the matrices of the second embedding are packed too
+    "kv": 1565,  # cold and durable sequences; windows.py
+    "model": 1625,
     "model/families": 1055,
     "model/hub": 610,
     "model_check": 620,

@@ -88,7 +88,13 @@ Output = executor_pb2.DecodeOutput | executor_pb2.VerifyOutput | executor_pb2.Pr
 
 
 class Appender(Protocol):
-    """Appends tokens to several sequences at once, each exactly once, whatever breaks."""
+    """Appends tokens to several sequences at once, each exactly once, whatever breaks.
+
+    Attributes:
+        patience_s: For how long an append is tried.
+    """
+
+    patience_s: float
 
     def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""
@@ -107,6 +113,8 @@ class UnaryAppender:
         breaks: Counts what broke.
     """
 
+    patience_s = _APPEND_S
+
     def __init__(self, target: str, breaks: Breaks) -> None:
         self._channel = open_channel(target)
         self._stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
@@ -124,7 +132,7 @@ class UnaryAppender:
         return self._call(self._stub.ForwardVerify, executor_pb2.ForwardVerifyRequest(input=one)).output  # type: ignore[no-any-return]
 
     def _call(self, method: Callable[..., Any], request: Any) -> Any:  # of the stub
-        deadline = time.monotonic() + _APPEND_S
+        deadline = time.monotonic() + self.patience_s
         while True:
             try:
                 return method(request, timeout=_ATTEMPT_S)
@@ -182,6 +190,8 @@ class StreamAppender:
         breaks: Counts what broke.
     """
 
+    patience_s = _APPEND_S
+
     def __init__(self, target: str, breaks: Breaks) -> None:
         self._channel = open_channel(target)
         self._stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
@@ -191,7 +201,7 @@ class StreamAppender:
     def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""
         done: dict[int, Output] = {}
-        deadline = time.monotonic() + _APPEND_S
+        deadline = time.monotonic() + self.patience_s
         while len(done) < len(inputs):
             try:
                 self._exchange(inputs, done)

@@ -45,7 +45,7 @@ from tests.chaos.side_by_side import run_side_by_side
 
 REFERENCE = ("--executor", "paged-reference", "--kv-memory", "32MiB", "--log-level", "warning")
 BUNDLED = ("--model", "demo", "--kv-memory", "64MiB", "--log-level", "warning")
-_PATIENCE_S = 120.0
+_PATIENCE_S = 300.0
 _PASSING = ("STARTING", "RESTORING", "DURABILITY_LOST")
 
 
@@ -115,6 +115,7 @@ def append_until(
 ) -> None:
     """Append to the sessions until the last server lives."""
     appender = kind(target, breaks)
+    appender.patience_s = _PATIENCE_S
     try:
         while not killer.is_over.is_set():
             run_session(appender, sessions, 2)

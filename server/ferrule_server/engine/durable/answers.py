@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from struct import Struct
+
 from ferrule_server.durability.records import Answer, DraftsAnswer, Row
 from ferrule_server.engine.appends.records import AppendRecord, digest_of, has_arrays, numbers_of
 from ferrule_server.engine.jobs import AppendJob, AppendResult, OutputRequest, Verified
 from ferrule_server.executor.base import RowOutput
 from ferrule_server.kv.sequence import Sequence
+
+_SINGLE = Struct("<f")
+_pack_single, _unpack_single = _SINGLE.pack, _SINGLE.unpack
 
 
 class Policies:
@@ -104,12 +109,17 @@ def record_of(answer: Answer, sequence: Sequence) -> AppendRecord:
 
 
 def _row_of(row: RowOutput) -> Row:
+    """Return the numbers of a row as replies have them: in single precision."""
     return Row(
         row.position,
         row.token,
-        row.model_logprob,
-        row.sampled_logprob,
-        row.target_logprob,
-        row.entropy,
+        _single(row.model_logprob),
+        _single(row.sampled_logprob),
+        _single(row.target_logprob),
+        _single(row.entropy),
         row.is_accepted,
     )
+
+
+def _single(number: float | None) -> float | None:
+    return None if number is None else _unpack_single(_pack_single(number))[0]

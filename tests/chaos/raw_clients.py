@@ -88,13 +88,7 @@ Output = executor_pb2.DecodeOutput | executor_pb2.VerifyOutput | executor_pb2.Pr
 
 
 class Appender(Protocol):
-    """Appends tokens to several sequences at once, each exactly once, whatever breaks.
-
-    Attributes:
-        patience_s: For how long an append is tried.
-    """
-
-    patience_s: float
+    """Appends tokens to several sequences at once, each exactly once, whatever breaks."""
 
     def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""

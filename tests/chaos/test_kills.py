@@ -115,6 +115,7 @@ def append_until(
 ) -> None:
     """Append to the sessions until the last server lives."""
     appender = kind(target, breaks)
+    assert isinstance(appender, UnaryAppender | StreamAppender)
     appender.patience_s = _PATIENCE_S
     try:
         while not killer.is_over.is_set():

@@ -111,6 +111,8 @@ class _Segment:
 class JournalWriter:
     """Writes groups of records in order, each confirmed before the next, and begins segments.
 
+    The first segment is new, so that a snapshot can be written to it at once.
+
     Invariant: the groups up to ``synced`` that were accepted are on the disk. After a failure none is accepted, and
     those given away are dropped, until :meth:`restart`. Its caller then writes the whole state as new groups.
 
@@ -156,8 +158,8 @@ class JournalWriter:
         self._is_closing = False
         self._changed = threading.Condition()
         self._next_number = max(directory.segments(), default=0) + 1
-        self._base = 0
         self._segment = self._first_segment(last_frame)
+        self._base = self._segment.number
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 

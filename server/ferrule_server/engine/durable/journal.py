@@ -167,7 +167,7 @@ class Journal:
         for (principal, fingerprint), bits in masks.items():
             self._keep_mask(principal, fingerprint, bits)
         self._numbers = itertools.count(max(restored, default=0) + 1)
-        for _ in self._write_snapshot():
+        for _ in self._write_snapshot(starts_segment=False):  # the writer has begun one
             pass
         deadline = time.monotonic() + 60.0
         while self._writer.synced < self._snapshot_group:

@@ -84,6 +84,8 @@ class LoopClient:
         breaks: Counts what broke.
     """
 
+    patience_s = _LOOP_S
+
     def __init__(self, target: str, breaks: Breaks) -> None:
         self._channel = open_channel(target)
         self._stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
@@ -91,7 +93,7 @@ class LoopClient:
 
     def run(self, session: LoopSession) -> None:
         """Have every branch drawn to its end."""
-        deadline = time.monotonic() + _LOOP_S
+        deadline = time.monotonic() + self.patience_s
         while not all(branch.handle for branch in session.branches):
             for branch in session.branches:  # whatever was heard comes again
                 branch.tokens, branch.handle, branch.is_over = [], None, False

@@ -7,9 +7,11 @@ hold what they sent, and the tokens that it chose must be those of a server that
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -174,6 +176,7 @@ class Maker:
 def generate_until(target: str, name: str, killer: Killer, finished: list[LoopSession], breaks: Breaks) -> None:
     """Let the server draw, in loops of one and of two branches, until the last server lives."""
     client = LoopClient(target, breaks)
+    client.patience_s = _PATIENCE_S
     stub = executor_pb2_grpc.ModelExecutorServiceStub(open_channel(target))
     for number in itertools.count():
         if killer.is_over.is_set():
@@ -209,7 +212,8 @@ class Campaign:
 def run_campaign(folder: Path, arguments: Sequence[str], campaign: Campaign, *, cuts: bool) -> dict[str, object]:
     """Run all clients while the server is killed, compare everything, and return the figures."""
     chance = random.Random(seed_of_run())
-    with ServerProcess(folder / "log", *arguments, "--durable", str(folder / "journal")) as server:
+    flags = (*arguments, "--durable", str(folder / "journal"))
+    with ServerProcess(folder / "log", *flags, port=_quiet_port(chance)) as server:
         server.stop = server.kill  # type: ignore[method-assign, assignment]  # nothing is to be drained
         mean_bytes = 20_000.0 if cuts else None
         with CuttingProxy(server.port, seed=chance.randrange(1 << 30), mean_bytes=mean_bytes) as proxy:
@@ -217,6 +221,19 @@ def run_campaign(folder: Path, arguments: Sequence[str], campaign: Campaign, *, 
             sessions, loops, figures = _run_clients(killer, proxy.target, campaign)
         _check_tokens(sessions, loops, arguments, folder)
         return figures
+
+
+def _quiet_port(chance: random.Random) -> int:
+    """Return a free port below those that the system hands out.
+
+    A client that connects again and again to a port where nobody listens may get that very port for its own end, and is
+    then connected to itself: it waits 20 s for an answer, and the server cannot listen.
+    """
+    while True:
+        port = chance.randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _run_clients(

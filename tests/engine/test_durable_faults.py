@@ -19,7 +19,7 @@ from ferrule_server.durability.writer import JournalWriter
 from ferrule_server.engine import engine as engine_module
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.durable import journal as journal_module
-from ferrule_server.engine.engine import Engine
+from ferrule_server.engine.durable.confirmations import Confirmations
 from ferrule_server.engine.jobs import (
     AppendJob,
     AppendResult,
@@ -326,14 +326,14 @@ def _no_sync(writer: JournalWriter, fd: int) -> None:
     """Confirm without the disk."""
 
 
-def _no_barrier(engine: Engine, finished: object, journal: object) -> tuple[int, object]:
+def _no_barrier(confirmations: Confirmations, finished: object) -> tuple[int, object]:
     """Answer before the disk has it."""
     return 0, finished
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "replacement"),
-    [(JournalWriter, "_sync", _no_sync), (Engine, "_awaited", _no_barrier)],
+    [(JournalWriter, "_sync", _no_sync), (Confirmations, "_awaited", _no_barrier)],
     ids=["no fdatasync", "reply before the sync"],
 )
 def test_the_random_client_notices_a_journal_that_cheats(

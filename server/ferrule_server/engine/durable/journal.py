@@ -38,7 +38,6 @@ from ferrule_server.engine.jobs import AppendResult, ForkResult, TruncateJob
 from ferrule_server.engine.masks import MAX_MASK_BYTES
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.executor.base import TokenMask
-from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.lineage import CHUNK_TOKENS
 from ferrule_server.kv.sequence import Sequence
@@ -72,9 +71,9 @@ class _Known:
 
     Attributes:
         no: Its number in the journal.
-        sequence: The sequence. length: as written.
+        sequence: The sequence. length, ttl_s: as written.
         prefix_length: Tokens that it shares with its source and its siblings; 0: it was prefilled.
-        source: The sequence that it was branched from.
+        source_id: The handle_id of the sequence that it was branched from; a name, since that one may have ended.
     """
 
     no: int
@@ -82,7 +81,7 @@ class _Known:
     length: int = 0
     ttl_s: float = 0.0
     prefix_length: int = 0
-    source: _Known | None = None
+    source_id: str = ""
 
 
 class Journal:
@@ -112,7 +111,7 @@ class Journal:
         self._encoder = Encoder()
         self._policies = Policies()
         self._known: dict[str, _Known] = {}
-        self._prefixes: dict[bytes, _Known] = {}
+        self._prefixes: dict[bytes, str] = {}  # lineage -> handle_id
         self._principals: set[str] = set()
         self._groups: dict[str, int] = {}
         self._numbers = itertools.count(1)
@@ -121,7 +120,7 @@ class Journal:
         self._snapshot: Iterator[None] | None = None
         self._snapshot_group = 0
         self._snapshot_bytes = 0
-        self._base = 0
+        self._released = 0
         self._retry_s = _RETRY_S
         self._retry_at = 0.0
         self._oldest: tuple[int, float] | None = None
@@ -211,7 +210,7 @@ class Journal:
     def group_of(self, principal: str) -> int:
         """Return the newest group with a record of the principal's, 0 if all are on the disk."""
         group = self._groups.get(principal, 0)
-        if group and group <= self._writer.synced:
+        if group and group <= self._released:
             del self._groups[principal]
             return 0
         return group
@@ -229,15 +228,21 @@ class Journal:
         known = self._known.get(sequence.handle_id)
         if known is None:
             self._write(self._enter(sequence, next(self._numbers), run.sequence, run.start))
+        elif self._encoder.knows(known.no) and known.length == run.start:
+            answer = answer_of(run.job, run.start, result, self._policies)
+            self._move(known, self._encoder.append(known.no, None, run.token_ids, None, answer))
         else:
-            rewind_to = run.start if run.verdict is Verdict.REWIND else None
-            if self._encoder.knows(known.no) and (rewind_to is not None or known.length == run.start):
-                answer = answer_of(run.job, run.start, result, self._policies)
-                self._add(known, self._encoder.append(known.no, rewind_to, run.token_ids, None, answer))
-            else:
-                self._write(known)
+            self._write(known)
         if run.creation is not None:
             self._write_creation(run.creation)
+
+    def note_rewind(self, sequence: Sequence) -> None:
+        """Write that the tokens after the tip were dropped, and with them the last append; others will follow."""
+        known = self._known[sequence.handle_id]
+        if self._encoder.knows(known.no) and known.length >= sequence.length:
+            self._move(known, self._encoder.append(known.no, sequence.length, (), None, None))
+        else:
+            self._write(known)
 
     def note_fork(self, source: Sequence, result: ForkResult, creation: Creation | None) -> None:
         """Write the sequences that a fork created."""
@@ -250,12 +255,12 @@ class Journal:
     def note_truncate(self, sequence: Sequence, job: TruncateJob, freed_blocks: int) -> None:
         """Write a truncate and its answer."""
         known = self._known[sequence.handle_id]
-        if not self._encoder.knows(known.no):
+        if not self._encoder.knows(known.no) or known.length < sequence.length:
             self._write(known)
             return
         handle = job.handle
         truncation = TruncationState(handle.length, handle.lineage, job.new_length, freed_blocks)
-        self._add(known, self._encoder.truncate(known.no, truncation))
+        self._move(known, self._encoder.truncate(known.no, truncation))
 
     def note_reserve(self, sequence: Sequence) -> None:
         """Write the length up to which room is reserved."""
@@ -350,16 +355,19 @@ class Journal:
 
     def _enter(self, sequence: Sequence, no: int, source: Sequence | None = None, prefix_length: int = 0) -> _Known:
         """Give a sequence a number."""
-        known = _Known(no, sequence, prefix_length=prefix_length)
-        if source is not None:
-            known.source = self._known.get(source.handle_id)
+        known = _Known(no, sequence, prefix_length=prefix_length, source_id="" if source is None else source.handle_id)
         self._known[sequence.handle_id] = known
         self._principals.add(sequence.principal)
         return known
 
     def _add(self, known: _Known, record: bytes) -> None:
-        known.length = known.sequence.length
+        """Add a record about a sequence that leaves its tokens as they are written."""
         self._append(known.sequence.principal, record)
+
+    def _move(self, known: _Known, record: bytes) -> None:
+        """Add a record after which the tokens of a sequence are written as they are now."""
+        known.length = known.sequence.length
+        self._add(known, record)
 
     def _append(self, principal: str, record: bytes) -> None:
         """Add a record to the open group, unless the whole state will be written once the disk works again."""
@@ -388,7 +396,7 @@ class Journal:
             sequence.window,
         )
         known.ttl_s = sequence.ttl_s
-        self._add(known, self._encoder.sequence(state, prefix_no, length))
+        self._move(known, self._encoder.sequence(state, prefix_no, length))
 
     def _prefix_of(self, known: _Known) -> tuple[int, int]:
         """Return a sequence that is written and has the same first tokens, and how many; (0, 0): there is none."""
@@ -397,13 +405,13 @@ class Journal:
         if not length:
             return 0, 0
         lineage = chain.at(length)
-        for other in (known.source, self._prefixes.get(lineage)):
+        for other in (self._known.get(known.source_id), self._known.get(self._prefixes.get(lineage, ""))):
             if other is None or other is known or not self._encoder.knows(other.no):
                 continue
             theirs = other.sequence.chain
             if other.length == len(theirs) >= length and theirs.at(length) == lineage:
                 return other.no, length
-        self._prefixes[lineage] = known
+        self._prefixes[lineage] = known.sequence.handle_id
         return 0, 0
 
     def _write_creation(self, creation: Creation) -> None:
@@ -448,7 +456,7 @@ class Journal:
                 self._write(known)
             yield
         for creation in self._creations.done():
-            if self._is_durable(creation.handles[0]):
+            if self._is_durable(creation.handles[0]) and self._creations.is_kept(creation):
                 self._write_creation(creation)
             yield
         for principal, cache_id in self._store.registry.tombstones():
@@ -513,6 +521,7 @@ class Journal:
 
     def _note_synced(self, group: int) -> None:
         self._on_synced(group)
+        self._released = group  # only now: an outcome that need not wait must not overtake one that has waited
         if self.health is not Health.HEALTHY:
             self._wake()
 

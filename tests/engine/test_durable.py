@@ -107,7 +107,7 @@ def as_replied(row: RowOutput) -> RowOutput:
     """Return a row with its log-probabilities as replies have them."""
     assert row.model_logprob is not None
     assert row.sampled_logprob is not None
-    singles = np.float32([row.model_logprob, row.sampled_logprob]).tolist()
+    singles = np.array([row.model_logprob, row.sampled_logprob], np.float32).tolist()
     return replace(row, model_logprob=singles[0], sampled_logprob=singles[1])
 
 

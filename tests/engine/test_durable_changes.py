@@ -127,7 +127,7 @@ def test_a_request_id_used_again_during_a_snapshot_is_written_once(servers: Serv
     snapshot = journal._write_snapshot()
 
     def begin(*_: object) -> None:
-        for _ in range(2):  # the live sequence, and its creation
+        for _step in range(2):  # the live sequence, and its creation
             next(snapshot)
 
     def finish(*_: object) -> None:
@@ -202,3 +202,19 @@ def test_a_restart_without_prefix_cache_registers_nothing(servers: Servers) -> N
     assert isinstance(server.submit(append(handle, 4)).outcome(), AppendResult)
     server.engine.close()
     server.check_integrity()
+
+
+def test_forks_that_are_used_at_once_compute_their_trunk_once(servers: Servers) -> None:
+    """One of them computes it, the others ask again; so the pool is as full as it was before the crash."""
+    server = servers.start(executor=FakeExecutor(num_blocks=40))
+    trunk = server.submit(durable(*range(1, 31), *range(1, 31))).result().handle
+    forked = server.submit(ForkJob("me", trunk, 60, 6)).outcome()
+    assert isinstance(forked, ForkResult)
+    handles = [server.decode(handle, 3).handle for handle in forked.handles]
+    server = servers.crash(executor=FakeExecutor(num_blocks=40))
+    outcomes = [pending.outcome() for pending in server.submit_all(*(append(each, 4) for each in handles))]
+    assert [isinstance(each, Restoring) for each in outcomes] == [False, True, True, True, True, True]
+    for pending in server.submit_all(*(append(each, 4) for each in handles)):
+        assert pending.result().handle.length == 62
+    assert server.engine.counters.restored_tokens < 60 + 6 * 4
+    assert server.engine.num_free_blocks() == 39 - 15 - 6

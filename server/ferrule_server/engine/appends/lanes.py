@@ -143,7 +143,7 @@ class Lanes:
         """
         run = self._lanes.get(sequence)
         if run is None:
-            run = self._cold.start(sequence)
+            run = self._cold.start(sequence, self.running)
             self._start(run, run.job, run.sink)
         raise self._cold.restoring(run)
 
@@ -232,7 +232,7 @@ class Lanes:
         if admitted is not None:
             self._start(admitted, job, sink)
             return
-        run = self._cold.start(sequence)
+        run = self._cold.start(sequence, self.running)
         self._start(run, run.job, run.sink)
         self._wait(job, sink, run, sequence)
 

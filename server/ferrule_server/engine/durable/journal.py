@@ -54,6 +54,8 @@ _LEAST_BYTES: Final = 16 << 20
 _SLICE_NS: Final = 1_000_000
 """Time that one turn of the engine spends on a snapshot."""
 _CLOSE_S: Final = 5.0
+_BEGIN_S: Final = 60.0
+"""Longest time for which a disk may take nothing of the first snapshot."""
 
 
 class Health(enum.Enum):
@@ -168,8 +170,10 @@ class Journal:
         self._numbers = itertools.count(max(restored, default=0) + 1)
         for _ in self._write_snapshot():
             pass
-        deadline = time.monotonic() + 60.0
+        num_bytes, deadline = -1, 0.0
         while self._writer.synced < self._snapshot_group:
+            if self._writer.size_bytes != num_bytes:
+                num_bytes, deadline = self._writer.size_bytes, time.monotonic() + _BEGIN_S
             if self._has_failed or time.monotonic() > deadline:
                 raise OSError("the journal cannot be written")
             time.sleep(0.001)
@@ -336,12 +340,13 @@ class Journal:
             self._recover()
         elif self.health is Health.PROBING:
             if self._writer.synced >= self._snapshot_group:
-                self.health = Health.WRITING
-                for _ in self._write_snapshot(starts_segment=False):
-                    pass
+                self.health, self._snapshot = Health.WRITING, self._write_snapshot(starts_segment=False)
+                self._write_slice()  # its begin must be the first record of the segment
+        elif self._snapshot is not None:
+            self._write_slice()
         elif self._writer.synced >= self._snapshot_group:
             self._note_snapshot_synced()
-            self.health, self._retry_s = Health.HEALTHY, _RETRY_S
+            self.health, self._retry_s, self._oldest = Health.HEALTHY, _RETRY_S, None
             _LOG.warning("the journal is healthy again durable_sequences=%d", len(self._known))
         return False
 
@@ -476,7 +481,12 @@ class Journal:
                     self._note_snapshot_synced()
             elif self._writer.size_bytes >= max(_LEAST_BYTES, 2 * self._snapshot_bytes):
                 self._snapshot = self._write_snapshot()
-            return
+        else:
+            self._write_slice()
+
+    def _write_slice(self) -> None:
+        """Write pieces of a snapshot for a moment, the last one perhaps."""
+        assert self._snapshot is not None
         stop_ns = time.perf_counter_ns() + _SLICE_NS
         for _ in self._snapshot:
             if time.perf_counter_ns() >= stop_ns:

@@ -127,6 +127,26 @@ def test_a_full_disk_is_tried_again_and_again(server: Harness, files: FaultFiles
     assert result.handle.length == 4
 
 
+def test_a_snapshot_waits_for_the_disk(server: Harness, files: FaultFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice at a time, so replies do not wait behind all of it."""
+    monkeypatch.setattr(journal_module, "_SLICE_NS", -1)
+    for number in range(20):
+        server.submit(durable(1, 2, number)).result()
+    journal = server.engine._journal
+    assert journal is not None
+    files.is_flowing.clear()
+    monkeypatch.setattr(journal_module, "_LEAST_BYTES", 0)
+    plain = server.prefill(1, 2, 3).handle
+    for _ in range(60):
+        plain = server.decode(plain, 4).handle
+    assert journal._snapshot is not None
+    files.is_flowing.set()
+    deadline = time.monotonic() + 20
+    while journal.num_snapshots < 2:
+        assert time.monotonic() < deadline, "the snapshot does not end"
+        time.sleep(0.005)
+
+
 def test_the_state_is_written_between_steps_when_the_disk_works_again(
     server: Harness, files: FaultFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,7 @@ class Journal:
         self._masks: dict[tuple[str, bytes], bytes] = {}
         self._num_mask_bytes = 0
         self._snapshot: Iterator[None] | None = None
-        self._snapshot_group = 0
+        self._snapshot_group = self._slice_group = 0
         self._snapshot_bytes = 0
         self._released = 0
         self._retry_s = _RETRY_S
@@ -325,8 +325,10 @@ class Journal:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`tend` should be called without waiting for requests."""
-        if self._has_failed or self._snapshot is not None:
+        if self._has_failed:
             return True
+        if self._snapshot is not None:
+            return self._writer.synced >= self._slice_group
         return self.health in (Health.PROBING, Health.WRITING) and self._writer.synced >= self._snapshot_group
 
     def tend(self) -> bool:
@@ -343,7 +345,7 @@ class Journal:
                 self.health, self._snapshot = Health.WRITING, self._write_snapshot(starts_segment=False)
                 self._write_slice()  # its begin must be the first record of the segment
         elif self._snapshot is not None:
-            self._write_slice()
+            self._write_next_slice()
         elif self._writer.synced >= self._snapshot_group:
             self._note_snapshot_synced()
             self.health, self._retry_s, self._oldest = Health.HEALTHY, _RETRY_S, None
@@ -482,6 +484,11 @@ class Journal:
             elif self._writer.size_bytes >= max(_LEAST_BYTES, 2 * self._snapshot_bytes):
                 self._snapshot = self._write_snapshot()
         else:
+            self._write_next_slice()
+
+    def _write_next_slice(self) -> None:
+        """Write pieces of a snapshot once the disk has those before: replies wait for no more than one slice."""
+        if self._writer.synced >= self._slice_group:
             self._write_slice()
 
     def _write_slice(self) -> None:
@@ -490,8 +497,10 @@ class Journal:
         stop_ns = time.perf_counter_ns() + _SLICE_NS
         for _ in self._snapshot:
             if time.perf_counter_ns() >= stop_ns:
-                return
-        self._snapshot = None
+                break
+        else:
+            self._snapshot = None
+        self._slice_group = self._writer.next_group - (not self._writer.has_open)
 
     def _note_snapshot_synced(self) -> None:
         """Count a snapshot that is on the disk."""
@@ -532,7 +541,7 @@ class Journal:
     def _note_synced(self, group: int) -> None:
         self._on_synced(group)
         self._released = group  # only now: an outcome that need not wait must not overtake one that has waited
-        if self.health is not Health.HEALTHY:
+        if self.health is not Health.HEALTHY or self._snapshot is not None:
             self._wake()
 
     def _note_failed(self, _: OSError) -> None:

@@ -127,6 +127,57 @@ def test_a_full_disk_is_tried_again_and_again(server: Harness, files: FaultFiles
     assert result.handle.length == 4
 
 
+def test_a_snapshot_waits_for_the_disk(server: Harness, files: FaultFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice at a time, so replies do not wait behind all of it."""
+    monkeypatch.setattr(journal_module, "_SLICE_NS", -1)
+    for number in range(20):
+        server.submit(durable(1, 2, number)).result()
+    journal = server.engine._journal
+    assert journal is not None
+    files.is_flowing.clear()
+    monkeypatch.setattr(journal_module, "_LEAST_BYTES", 0)
+    plain = server.prefill(1, 2, 3).handle
+    for _ in range(60):
+        plain = server.decode(plain, 4).handle
+    assert journal._snapshot is not None
+    files.is_flowing.set()
+    deadline = time.monotonic() + 20
+    while journal.num_snapshots < 2:
+        assert time.monotonic() < deadline, "the snapshot does not end"
+        time.sleep(0.005)
+
+
+def test_the_state_is_written_between_steps_when_the_disk_works_again(
+    server: Harness, files: FaultFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece at a time, so others do not wait; what changes and ends meanwhile is right after a crash."""
+    monkeypatch.setattr(journal_module, "_SLICE_NS", -1)
+    first, *handles = [server.submit(durable(1, 2, number)).result().handle for number in range(20)]
+    other = server.prefill(1, 2, 3).handle
+    journal = server.engine._journal
+    assert journal is not None
+    write_slice = journal._write_slice
+
+    def slowly() -> None:
+        time.sleep(0.005)
+        write_slice()
+
+    monkeypatch.setattr(journal, "_write_slice", slowly)
+    files.fail("sync", errno.EIO)
+    assert isinstance(server.submit(append(first, 4)).error(), DurabilityLost)
+    seen = []
+    while journal.is_lost:
+        other = server.decode(other, 5).handle if other.length < 200 else server.prefill(1, 2, 3).handle
+        if journal.health is journal_module.Health.WRITING and handles:
+            seen.append(handles.pop())
+            server.release(seen[-1])
+    assert len(seen) > 2
+    assert isinstance(until_known(server, lambda: append(first, 4)), AppendResult)
+    with Harness(FakeExecutor(num_blocks=400), durable=DIRECTORY, files=files.crash(nothing)) as after:
+        found = {sequence.cache_id for sequence in after.store.registry}
+        assert found == {first.cache_id, *(handle.cache_id for handle in handles)}
+
+
 def test_a_disk_that_does_not_answer_is_lost_until_it_does(
     server: Harness, files: FaultFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -539,4 +539,4 @@ class Engine:
         self._store.lose_all()
         kept = {sequence.handle_id for sequence in self._store.registry}
         self._records.keep_only(kept)
-        self._creations.keep_only(kept)
+        self._creations.keep_only(kept, self._store.registry.is_durable)

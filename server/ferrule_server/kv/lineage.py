@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable
 
 CHUNK_TOKENS = 16
@@ -89,6 +90,12 @@ class LineageChain:
         lineage = self._link(length - num_left, length, _PART) if num_left else self._links[length // CHUNK_TOKENS]
         self._last_at = (length, lineage)
         return lineage
+
+    def num_common(self, other: LineageChain) -> int:
+        """Return how many of the first tokens are those of ``other`` too, in full chunks."""
+        links, others = self._links, other._links
+        chunks = range(1, min(len(links), len(others)))
+        return CHUNK_TOKENS * bisect_left(chunks, True, key=lambda index: links[index] != others[index])
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens.

@@ -75,6 +75,8 @@ class PrefixCache:
         If a block with the same tokens is registered already, it stays if it has an owner. If not, the newer block
         replaces it, since that one will be needed for longer.
         """
+        if not self.is_on:  # a sequence of an earlier run, whose cache was on
+            return
         chain, table, size = sequence.chain, sequence.block_ids, self._pool.block_size
         parent = chain.at(start * size)
         for index in range(start, len(chain) // size):

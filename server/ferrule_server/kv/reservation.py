@@ -200,6 +200,12 @@ class Reservations:
         reservation.is_warming = True
         return self._open(reservation)
 
+    def num_cached(self, sequence: Sequence) -> int:
+        """Return how many of its first tokens a cold sequence would find in the prefix cache now."""
+        return (
+            len(self.cache.find(sequence.principal, sequence.chain)) * self.pool.block_size if self.cache.is_on else 0
+        )
+
     def reserve_append(self, sequence: Sequence, num_tokens: int) -> Reservation:
         """Hold the blocks for more tokens at the tip: first spares of the sequence, then free blocks of the pool."""
         require_idle(sequence)

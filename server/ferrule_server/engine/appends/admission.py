@@ -86,9 +86,10 @@ class Admission:
         if sequence.is_cold:
             return None
         if verdict is Verdict.QUERY:
-            self.counters.queries += 1
             rows = _Rows(handle.length - 1, handle.length, job.ttl_s)
-            return self._reading(job, sink, sequence, verdict, rows)
+            admitted = self._reading(job, sink, sequence, verdict, rows)
+            self.counters.queries += 1
+            return admitted
         return self._reserve(job, sink, sequence, verdict)
 
     def _reserve(self, job: AppendJob, sink: Sink, sequence: Sequence, verdict: Verdict) -> RunningAppend:

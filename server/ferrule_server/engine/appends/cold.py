@@ -7,10 +7,14 @@ needed the KV is the first one to wait behind it::
                                in flight             waits         waits     waits
 
 So it shares steps with other prefills, in the order of use, fairly between principals, and at their pace.
+
+Forks of one trunk are often used at the same time. Then one of them computes the trunk, and the others are answered
+with RESTORING until the prefix cache has it. Otherwise each would compute it, and would hold blocks of its own for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ferrule_server.engine.appends.running import RunningAppend
@@ -54,12 +58,20 @@ class Cold:
     wait_tokens: int
     _sink: NoSink = field(default_factory=NoSink)
 
-    def start(self, sequence: Sequence) -> RunningAppend:
+    def start(self, sequence: Sequence, running: Iterable[RunningAppend]) -> RunningAppend:
         """Reserve the blocks of a cold sequence and return the append that computes them.
+
+        Args:
+            sequence: The sequence.
+            running: The appends in flight.
 
         Raises:
             ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; the sequence stays cold.
+            Restoring: Most of it is computed for another sequence now.
         """
+        for run in running:
+            if run.is_warming and run.job.principal == sequence.principal and self._is_mostly_done_by(run, sequence):
+                raise Restoring(sequence.handle_id, sequence.length, self._estimate_s(run.remaining))
         reservation = self.store.reservations.reserve_cold(sequence)
         token_ids = tuple(sequence.token_ids)
         job = AppendJob(sequence.principal, token_ids, None, _NOTHING, is_internal=True, keeps_record=False)
@@ -80,6 +92,16 @@ class Cold:
         run.skip_cached(reservation.num_cached)
         self.counters.restored_tokens += run.remaining
         return run
+
+    def _is_mostly_done_by(self, run: RunningAppend, sequence: Sequence) -> bool:
+        """Return whether ``run`` will soon have computed most of what the prefix cache lacks of the sequence."""
+        assert run.sequence is not None
+        if not run.sequence.is_published:
+            return False
+        num_cached = self.store.reservations.num_cached(sequence)
+        num_missing = sequence.length - num_cached
+        num_shared = run.sequence.chain.num_common(sequence.chain)
+        return 2 * (num_shared - num_cached) >= num_missing and run.remaining <= 2 * num_missing
 
     def check_price(self, run: RunningAppend) -> None:
         """Return if a job may wait for the computation.

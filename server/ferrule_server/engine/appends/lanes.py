@@ -143,7 +143,7 @@ class Lanes:
         """
         run = self._lanes.get(sequence)
         if run is None:
-            run = self._cold.start(sequence)
+            run = self._cold.start(sequence, self.running)
             self._start(run, run.job, run.sink)
         raise self._cold.restoring(run)
 
@@ -232,7 +232,7 @@ class Lanes:
         if admitted is not None:
             self._start(admitted, job, sink)
             return
-        run = self._cold.start(sequence)
+        run = self._cold.start(sequence, self.running)
         self._start(run, run.job, run.sink)
         self._wait(job, sink, run, sequence)
 
@@ -248,6 +248,8 @@ class Lanes:
             self._branches.setdefault(admitted.sequence, {})[admitted] = None
         else:
             self._lanes[admitted.sequence] = admitted
+            if self._journal is not None and admitted.verdict is Verdict.REWIND and admitted.sequence.is_durable:
+                self._journal.note_rewind(admitted.sequence)  # its tail is gone, whatever happens to the append
 
     def _wait(self, job: LaneJob[object], sink: Sink, run: RunningAppend, sequence: Sequence) -> None:
         if run.is_warming:
@@ -327,6 +329,8 @@ class Lanes:
             except Exception:  # noqa: BLE001 - the others still wait for an answer
                 fault("what an append holds could not be taken back")
             for job, sink in run.waiting or ():
+                assert run.sequence is not None
+                run.sequence.num_pins -= 1
                 self._finish(job, sink, why(job))
         self._branches.clear()
         self.num_waiting = 0
@@ -338,10 +342,6 @@ class Lanes:
                 self._store.reservations.abort(run.reservation)
             if run.creation is not None:
                 self._creations.abandon(run.creation)
-            if self._journal is not None and run.verdict is Verdict.REWIND:
-                assert run.sequence is not None
-                if run.sequence.is_durable:  # the reservation has dropped what lies beyond the handle
-                    self._journal.note_state(run.sequence)
             self._leave(run)
         finally:
             self.running.pop(run, None)  # so that it is answered only once

@@ -182,6 +182,9 @@ class Reports(Protocol):
     def note_append(self, run: RunningAppend, sequence: Sequence, result: AppendResult, /) -> None:
         """Note a committed append, or the sequence that it created."""
 
+    def note_rewind(self, sequence: Sequence, /) -> None:
+        """Note that tokens were dropped, because others will be appended in their place."""
+
     def note_fork(self, source: Sequence, result: ForkResult, creation: Creation | None, /) -> None:
         """Note the sequences that a fork created."""
 

@@ -38,7 +38,6 @@ from ferrule_server.engine.jobs import AppendResult, ForkResult, TruncateJob
 from ferrule_server.engine.masks import MAX_MASK_BYTES
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.executor.base import TokenMask
-from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.lineage import CHUNK_TOKENS
 from ferrule_server.kv.sequence import Sequence
@@ -55,6 +54,8 @@ _LEAST_BYTES: Final = 16 << 20
 _SLICE_NS: Final = 1_000_000
 """Time that one turn of the engine spends on a snapshot."""
 _CLOSE_S: Final = 5.0
+_BEGIN_S: Final = 60.0
+"""Longest time for which a disk may take nothing of the first snapshot."""
 
 
 class Health(enum.Enum):
@@ -72,9 +73,9 @@ class _Known:
 
     Attributes:
         no: Its number in the journal.
-        sequence: The sequence. length: as written.
+        sequence: The sequence. length, ttl_s: as written.
         prefix_length: Tokens that it shares with its source and its siblings; 0: it was prefilled.
-        source: The sequence that it was branched from.
+        source_id: The handle_id of the sequence that it was branched from; a name, since that one may have ended.
     """
 
     no: int
@@ -82,7 +83,7 @@ class _Known:
     length: int = 0
     ttl_s: float = 0.0
     prefix_length: int = 0
-    source: _Known | None = None
+    source_id: str = ""
 
 
 class Journal:
@@ -112,16 +113,16 @@ class Journal:
         self._encoder = Encoder()
         self._policies = Policies()
         self._known: dict[str, _Known] = {}
-        self._prefixes: dict[bytes, _Known] = {}
+        self._prefixes: dict[bytes, str] = {}  # lineage -> handle_id
         self._principals: set[str] = set()
         self._groups: dict[str, int] = {}
         self._numbers = itertools.count(1)
         self._masks: dict[tuple[str, bytes], bytes] = {}
         self._num_mask_bytes = 0
         self._snapshot: Iterator[None] | None = None
-        self._snapshot_group = 0
+        self._snapshot_group = self._slice_group = 0
         self._snapshot_bytes = 0
-        self._base = 0
+        self._released = 0
         self._retry_s = _RETRY_S
         self._retry_at = 0.0
         self._oldest: tuple[int, float] | None = None
@@ -169,8 +170,10 @@ class Journal:
         self._numbers = itertools.count(max(restored, default=0) + 1)
         for _ in self._write_snapshot(starts_segment=False):  # the writer has begun one
             pass
-        deadline = time.monotonic() + 60.0
+        num_bytes, deadline = -1, 0.0
         while self._writer.synced < self._snapshot_group:
+            if self._writer.size_bytes != num_bytes:
+                num_bytes, deadline = self._writer.size_bytes, time.monotonic() + _BEGIN_S
             if self._has_failed or time.monotonic() > deadline:
                 raise OSError("the journal cannot be written")
             time.sleep(0.001)
@@ -211,7 +214,7 @@ class Journal:
     def group_of(self, principal: str) -> int:
         """Return the newest group with a record of the principal's, 0 if all are on the disk."""
         group = self._groups.get(principal, 0)
-        if group and group <= self._writer.synced:
+        if group and group <= self._released:
             del self._groups[principal]
             return 0
         return group
@@ -229,15 +232,21 @@ class Journal:
         known = self._known.get(sequence.handle_id)
         if known is None:
             self._write(self._enter(sequence, next(self._numbers), run.sequence, run.start))
+        elif self._encoder.knows(known.no) and known.length == run.start:
+            answer = answer_of(run.job, run.start, result, self._policies)
+            self._move(known, self._encoder.append(known.no, None, run.token_ids, None, answer))
         else:
-            rewind_to = run.start if run.verdict is Verdict.REWIND else None
-            if self._encoder.knows(known.no) and (rewind_to is not None or known.length == run.start):
-                answer = answer_of(run.job, run.start, result, self._policies)
-                self._add(known, self._encoder.append(known.no, rewind_to, run.token_ids, None, answer))
-            else:
-                self._write(known)
+            self._write(known)
         if run.creation is not None:
             self._write_creation(run.creation)
+
+    def note_rewind(self, sequence: Sequence) -> None:
+        """Write that the tokens after the tip were dropped, and with them the last append; others will follow."""
+        known = self._known[sequence.handle_id]
+        if self._encoder.knows(known.no) and known.length >= sequence.length:
+            self._move(known, self._encoder.append(known.no, sequence.length, (), None, None))
+        else:
+            self._write(known)
 
     def note_fork(self, source: Sequence, result: ForkResult, creation: Creation | None) -> None:
         """Write the sequences that a fork created."""
@@ -250,12 +259,12 @@ class Journal:
     def note_truncate(self, sequence: Sequence, job: TruncateJob, freed_blocks: int) -> None:
         """Write a truncate and its answer."""
         known = self._known[sequence.handle_id]
-        if not self._encoder.knows(known.no):
+        if not self._encoder.knows(known.no) or known.length < sequence.length:
             self._write(known)
             return
         handle = job.handle
         truncation = TruncationState(handle.length, handle.lineage, job.new_length, freed_blocks)
-        self._add(known, self._encoder.truncate(known.no, truncation))
+        self._move(known, self._encoder.truncate(known.no, truncation))
 
     def note_reserve(self, sequence: Sequence) -> None:
         """Write the length up to which room is reserved."""
@@ -316,8 +325,10 @@ class Journal:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`tend` should be called without waiting for requests."""
-        if self._has_failed or self._snapshot is not None:
+        if self._has_failed:
             return True
+        if self._snapshot is not None:
+            return self._writer.synced >= self._slice_group
         return self.health in (Health.PROBING, Health.WRITING) and self._writer.synced >= self._snapshot_group
 
     def tend(self) -> bool:
@@ -331,12 +342,13 @@ class Journal:
             self._recover()
         elif self.health is Health.PROBING:
             if self._writer.synced >= self._snapshot_group:
-                self.health = Health.WRITING
-                for _ in self._write_snapshot(starts_segment=False):
-                    pass
+                self.health, self._snapshot = Health.WRITING, self._write_snapshot(starts_segment=False)
+                self._write_slice()  # its begin must be the first record of the segment
+        elif self._snapshot is not None:
+            self._write_next_slice()
         elif self._writer.synced >= self._snapshot_group:
             self._note_snapshot_synced()
-            self.health, self._retry_s = Health.HEALTHY, _RETRY_S
+            self.health, self._retry_s, self._oldest = Health.HEALTHY, _RETRY_S, None
             _LOG.warning("the journal is healthy again durable_sequences=%d", len(self._known))
         return False
 
@@ -350,16 +362,19 @@ class Journal:
 
     def _enter(self, sequence: Sequence, no: int, source: Sequence | None = None, prefix_length: int = 0) -> _Known:
         """Give a sequence a number."""
-        known = _Known(no, sequence, prefix_length=prefix_length)
-        if source is not None:
-            known.source = self._known.get(source.handle_id)
+        known = _Known(no, sequence, prefix_length=prefix_length, source_id="" if source is None else source.handle_id)
         self._known[sequence.handle_id] = known
         self._principals.add(sequence.principal)
         return known
 
     def _add(self, known: _Known, record: bytes) -> None:
-        known.length = known.sequence.length
+        """Add a record about a sequence that leaves its tokens as they are written."""
         self._append(known.sequence.principal, record)
+
+    def _move(self, known: _Known, record: bytes) -> None:
+        """Add a record after which the tokens of a sequence are written as they are now."""
+        known.length = known.sequence.length
+        self._add(known, record)
 
     def _append(self, principal: str, record: bytes) -> None:
         """Add a record to the open group, unless the whole state will be written once the disk works again."""
@@ -388,7 +403,7 @@ class Journal:
             sequence.window,
         )
         known.ttl_s = sequence.ttl_s
-        self._add(known, self._encoder.sequence(state, prefix_no, length))
+        self._move(known, self._encoder.sequence(state, prefix_no, length))
 
     def _prefix_of(self, known: _Known) -> tuple[int, int]:
         """Return a sequence that is written and has the same first tokens, and how many; (0, 0): there is none."""
@@ -397,13 +412,13 @@ class Journal:
         if not length:
             return 0, 0
         lineage = chain.at(length)
-        for other in (known.source, self._prefixes.get(lineage)):
+        for other in (self._known.get(known.source_id), self._known.get(self._prefixes.get(lineage, ""))):
             if other is None or other is known or not self._encoder.knows(other.no):
                 continue
             theirs = other.sequence.chain
             if other.length == len(theirs) >= length and theirs.at(length) == lineage:
                 return other.no, length
-        self._prefixes[lineage] = known
+        self._prefixes[lineage] = known.sequence.handle_id
         return 0, 0
 
     def _write_creation(self, creation: Creation) -> None:
@@ -448,7 +463,7 @@ class Journal:
                 self._write(known)
             yield
         for creation in self._creations.done():
-            if self._is_durable(creation.handles[0]):
+            if self._is_durable(creation.handles[0]) and self._creations.is_kept(creation):
                 self._write_creation(creation)
             yield
         for principal, cache_id in self._store.registry.tombstones():
@@ -468,12 +483,24 @@ class Journal:
                     self._note_snapshot_synced()
             elif self._writer.size_bytes >= max(_LEAST_BYTES, 2 * self._snapshot_bytes):
                 self._snapshot = self._write_snapshot()
-            return
+        else:
+            self._write_next_slice()
+
+    def _write_next_slice(self) -> None:
+        """Write pieces of a snapshot once the disk has those before: replies wait for no more than one slice."""
+        if self._writer.synced >= self._slice_group:
+            self._write_slice()
+
+    def _write_slice(self) -> None:
+        """Write pieces of a snapshot for a moment, the last one perhaps."""
+        assert self._snapshot is not None
         stop_ns = time.perf_counter_ns() + _SLICE_NS
         for _ in self._snapshot:
             if time.perf_counter_ns() >= stop_ns:
-                return
-        self._snapshot = None
+                break
+        else:
+            self._snapshot = None
+        self._slice_group = self._writer.next_group - (not self._writer.has_open)
 
     def _note_snapshot_synced(self) -> None:
         """Count a snapshot that is on the disk."""
@@ -513,7 +540,8 @@ class Journal:
 
     def _note_synced(self, group: int) -> None:
         self._on_synced(group)
-        if self.health is not Health.HEALTHY:
+        self._released = group  # only now: an outcome that need not wait must not overtake one that has waited
+        if self.health is not Health.HEALTHY or self._snapshot is not None:
             self._wake()
 
     def _note_failed(self, _: OSError) -> None:

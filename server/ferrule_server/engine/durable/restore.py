@@ -51,7 +51,7 @@ def restore(
 def _sequence_of(state: SequenceState, store: SequenceStore) -> Sequence:
     sequence = store.restore(state.secret, state.principal, state.token_ids, state.ttl_s)
     sequence.is_published = state.is_published
-    sequence.reserved_length = state.reserved_length
+    sequence.reserved_length = min(state.reserved_length, store.max_context)  # which may be lower than before
     sequence.parent_handle_id = state.parent_handle_id
     sequence.window = state.window
     if state.truncation is not None:

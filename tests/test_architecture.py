@@ -182,19 +182,19 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1660,  # RESTORING, DURABILITY_LOST, KV_GIVEN_BACK, --durable and --restore-wait
+    ".": 1670,  # RESTORING, DURABILITY_LOST, KV_GIVEN_BACK, --durable and --restore-wait
     "api": 365,
     "api/receiving": 655,
     "api/requests": 960,
     "api/responses": 605,
-    "api/rpc": 785,  # what a drain waits for
+    "api/rpc": 790,  # what a drain waits for
     "api/security": 475,
     "api/services": 350,
     "api/streams": 610,
     "api/telemetry": 560,  # the metrics of the journal
     "api/texts": 230,
     "api/web": 505,
-    "durability": 1900,
+    "durability": 1920,
     "engine": 1085,  # durable sequences, and what they report
     "engine/appends": 1375,  # cold sequences, restored records and creations, what outlives a device fault
     "engine/bridge": 430,

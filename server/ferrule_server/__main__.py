@@ -226,6 +226,7 @@ def _make_engine(
     Raises:
         ConfigError: The journal of durable handles cannot be used.
     """
+    from ferrule_server.durability.directory import cannot_write
     from ferrule_server.engine.engine import Engine
     from ferrule_server.engine.settings import EngineSettings
     from ferrule_server.kv.block_pool import BlockPool
@@ -269,7 +270,8 @@ def _make_engine(
             failpoints=failpoints,
         )
     except OSError as error:
-        raise ConfigError(f"--durable {config.durable}: {error}") from error
+        assert config.durable is not None, "only a journal is written"
+        raise ConfigError(cannot_write(config.durable, error)) from error
 
 
 def _durability(config: ServerConfig, instance: str, executor: Executor) -> Durability | None:
@@ -287,8 +289,15 @@ def _durability(config: ServerConfig, instance: str, executor: Executor) -> Dura
     begun = time.monotonic()
     wanted = Wanted(instance, info.model.fingerprint, info.model.dtype, info.block_size)
     durability = open_durability(config.durable, wanted)
-    num_sequences, took_s = len(durability.state.sequences), time.monotonic() - begun
-    _LOG.info("journal read path=%s durable_sequences=%d seconds=%.2f", config.durable, num_sequences, took_s)
+    sequences = durability.state.sequences
+    _LOG.info(
+        "journal read path=%s durable_sequences=%d tokens=%d epoch=%s seconds=%.2f",
+        config.durable,
+        len(sequences),
+        sum(len(sequence.token_ids) for sequence in sequences.values()),
+        durability.epoch,
+        time.monotonic() - begun,
+    )
     return durability
 
 

@@ -448,7 +448,7 @@ class DurabilityLost(Unavailable):
 
     REASON = "DURABILITY_LOST"
     TEXT = (
-        "the disk of the server's journal failed, so it is unknown whether the operation happened; "
+        "the disk of the server's journal failed, so what this request has done, if anything, is not confirmed; "
         "send the same request again"
     )
 

@@ -227,7 +227,7 @@ class ApiServer:
         """Take no more calls, and end open streams when they are answered."""
         if self.state.phase is Phase.DRAINING:
             self.state.phase = Phase.CLOSING
-            if self.grace_s and (num_sequences := self.state.num_sequences):
+            if self.grace_s and (num_sequences := self.state.num_ending):
                 _LOG.warning("grace over live_sequences=%d grace_s=%.1f", num_sequences, self.grace_s)
                 self._has_callers = True
         await self._until(self._end_answered_streams, _ANSWERS_S)

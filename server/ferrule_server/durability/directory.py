@@ -42,7 +42,10 @@ class JournalDamaged(ConfigError):
     """
 
     def __init__(self, segment: int, offset: int, reason: str, lost: str) -> None:
-        super().__init__(f"segment {segment} is damaged at offset {offset}: {reason}; {lost}")
+        super().__init__(
+            f"the journal is damaged: segment {segment}, offset {offset}: {reason}; {lost}; "
+            "see `ferrule durable verify`, then restore a backup, or start with another directory"
+        )
         self.segment = segment
         self.offset = offset
         self.reason = reason
@@ -184,7 +187,7 @@ class DurableDirectory:
             return cls(path, files, lock, _begin_generation(path, wanted, files))
         except OSError as error:
             files.close(lock)
-            raise ConfigError(f"{path} cannot be used for durable handles: {error}") from error
+            raise ConfigError(cannot_write(path, error)) from error
         except ConfigError:
             files.close(lock)
             raise
@@ -263,6 +266,15 @@ class DurableDirectory:
         self.files.close(self._lock)
 
 
+def cannot_write(path: Path, error: OSError) -> str:
+    """Return the message of a start that cannot write its journal."""
+    if error.errno == errno.ENOSPC:
+        return (
+            f"{path} is full ({error.strerror}): a start writes all durable state to a new segment, so make room there"
+        )
+    return f"{path} cannot be used for durable handles: {error}"
+
+
 def segment_path(directory: Path, number: int) -> Path:
     """Return the path of a segment."""
     return directory / f"{number:020}.segment"
@@ -297,7 +309,7 @@ def _begin_generation(path: Path, wanted: Wanted, files: Files) -> Identity:
             raise ConfigError(f"{path} has segments and no identity.json: restore the file from a backup") from None
         identity = Identity.create(wanted)
     if difference := identity.difference(wanted):
-        raise ConfigError(f"{path} belongs to another server: it has {difference}; use another directory")
+        raise ConfigError(f"{path} has {difference}: start the server with these, or use another directory")
     identity = dataclasses.replace(identity, generation=identity.generation + 1)
     _replace(path, identity.encode(), files)
     return identity
@@ -312,6 +324,10 @@ def _replace(directory: Path, content: bytes, files: Files) -> None:
     try:
         files.write(fd, content, 0)
         files.sync(fd)
+    except OSError:
+        with contextlib.suppress(OSError):
+            files.unlink(new)
+        raise
     finally:
         files.close(fd)
     files.rename(new, directory / "identity.json")

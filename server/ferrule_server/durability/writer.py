@@ -33,6 +33,7 @@ SEGMENT_BYTES: Final = 16 << 20
 LARGEST_FRAME_BYTES: Final = 8 << 20
 """The limit of a frame with several records; a record is never split."""
 _HEADER_ROOM_BYTES: Final = 512
+_DISCARD_S: Final = 5.0
 SYNC_BOUNDS_S: Final = (100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
@@ -159,7 +160,7 @@ class JournalWriter:
         self._changed = threading.Condition()
         self._next_number = max(directory.segments(), default=0) + 1
         self._segment = self._first_segment(last_frame)
-        self._base = self._segment.number
+        self._first = self._base = self._segment.number
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
@@ -225,6 +226,15 @@ class JournalWriter:
             self._is_closing = True
             self._changed.notify()
         self._thread.join(timeout_s)
+
+    def discard(self) -> None:
+        """End a start that has failed: delete the segments that this writer has created, and give up the directory."""
+        self.close(_DISCARD_S)
+        with contextlib.suppress(OSError):
+            for number in reversed(self._directory.segments()):
+                if number >= self._first:
+                    self._directory.delete_segment(number)
+        self._directory.close()
 
     # ---- journal thread ---------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import base64
 import enum
+import errno
 import itertools
 import logging
 import time
@@ -109,7 +110,7 @@ class Journal:
         self.health = Health.HEALTHY
         self.num_snapshots = 0
         self._directory = directory
-        self._has_failed = False
+        self._failure: OSError | None = None
         self._encoder = Encoder()
         self._policies = Policies()
         self._known: dict[str, _Known] = {}
@@ -174,8 +175,9 @@ class Journal:
         while self._writer.synced < self._snapshot_group:
             if self._writer.size_bytes != num_bytes:
                 num_bytes, deadline = self._writer.size_bytes, time.monotonic() + _BEGIN_S
-            if self._has_failed or time.monotonic() > deadline:
-                raise OSError("the journal cannot be written")
+            if self._failure is not None or time.monotonic() > deadline:
+                self._writer.discard()
+                raise self._failure or OSError(errno.ETIMEDOUT, "the disk does not answer")
             time.sleep(0.001)
         self._note_snapshot_synced()
 
@@ -325,7 +327,7 @@ class Journal:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`tend` should be called without waiting for requests."""
-        if self._has_failed:
+        if self._failure is not None:
             return True
         if self._snapshot is not None:
             return self._writer.synced >= self._slice_group
@@ -333,8 +335,8 @@ class Journal:
 
     def tend(self) -> bool:
         """Continue or begin a snapshot, and notice failures; return whether the journal has just been lost."""
-        if self._has_failed or (not self.is_lost and self._is_stalled()):
-            self._has_failed = False
+        if self._failure is not None or (not self.is_lost and self._is_stalled()):
+            self._failure = None
             return self._lose()
         if self.health is Health.HEALTHY:
             self._continue_snapshot()
@@ -544,8 +546,8 @@ class Journal:
         if self.health is not Health.HEALTHY or self._snapshot is not None:
             self._wake()
 
-    def _note_failed(self, _: OSError) -> None:
-        self._has_failed = True
+    def _note_failed(self, error: OSError) -> None:
+        self._failure = error
         self._wake()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ferrule_server.durability.directory import DurableDirectory, Wanted
+from ferrule_server.durability.directory import DurableDirectory, Wanted, cannot_write
 from ferrule_server.durability.files import Files
 from ferrule_server.durability.reader import read_directory
 from ferrule_server.durability.replay import JournalState
@@ -65,7 +65,7 @@ def open_durability(
         )
     except OSError as error:
         directory.close()
-        raise ConfigError(f"--durable {path}: {error}") from error
+        raise ConfigError(cannot_write(path, error)) from error
     except ConfigError:
         directory.close()
         raise

@@ -122,10 +122,8 @@ def append_until(
     try:
         while not killer.is_over.is_set():
             run_session(appender, sessions, 2)
-            if all(len(session.tokens) > 300 for session in sessions):
-                time.sleep(0.05)  # the context is not to be filled: the handles live on
-                if killer.is_over.wait(0.2):
-                    return
+            if any(len(session.tokens) > 300 for session in sessions):  # the context is not to be filled
+                killer.is_over.wait()
                 run_session(appender, sessions, 1)
     finally:
         appender.close()

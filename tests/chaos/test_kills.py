@@ -112,6 +112,15 @@ def call(method: Callable[..., Any], request: Any, breaks: Breaks) -> Any:  # of
             assert time.monotonic() < deadline, "no server lived long enough"
 
 
+def _drive(channel: grpc.Channel) -> grpc.Channel:
+    """Let a channel connect again as soon as it can, by watching its state.
+
+    Between calls that fail at once only a timer of 5 s drives it otherwise.
+    """
+    channel.subscribe(lambda _: None)
+    return channel
+
+
 def append_until(
     kind: Callable[[str, Breaks], Appender], target: str, sessions: Sequence[Session], killer: Killer, breaks: Breaks
 ) -> None:
@@ -119,6 +128,7 @@ def append_until(
     appender = kind(target, breaks)
     assert isinstance(appender, UnaryAppender | StreamAppender)
     appender.patience_s = _PATIENCE_S
+    _drive(appender._channel)
     try:
         while not killer.is_over.is_set():
             run_session(appender, sessions, 2)
@@ -145,7 +155,7 @@ class Maker:
 
     def run(self, target: str, killer: Killer, breaks: Breaks) -> None:
         """Create until the last server lives."""
-        channel = open_channel(target)
+        channel = _drive(open_channel(target))
         stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
         for number in itertools.count():
             if killer.is_over.is_set():
@@ -175,9 +185,10 @@ def generate_until(target: str, name: str, killer: Killer, finished: list[LoopSe
     """Let the server draw, in loops of one and of two branches, until the last server lives."""
     client = LoopClient(target, breaks)
     client.patience_s = _PATIENCE_S
-    stub = executor_pb2_grpc.ModelExecutorServiceStub(open_channel(target))
+    stub = executor_pb2_grpc.ModelExecutorServiceStub(_drive(client._channel))
     for number in itertools.count():
         if killer.is_over.is_set():
+            client.close()
             return
         branches = [Branch() for _ in range(1 + number % 2)]
         policy = Policy(SEEDED, seed=7 * number)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_CALLS = 155
+MAX_CALLS = 158
 MAX_FILES = 41
 
 

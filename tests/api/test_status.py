@@ -251,6 +251,7 @@ REACHED: dict[type[FerruleError], Callable[[RunningServer], object]] = {
 """How a client meets each error on a server with a context of 256 tokens and a pool of 160."""
 
 ELSEWHERE = {
+    errors.KvGivenBack: "tests/client/test_windows.py: a model with windows is needed",
     errors.QuotaExceeded: "test_auth.test_quotas_hold_for_a_principal_and_follow_the_file",
     errors.QueueFull: "test_a_full_queue_refuses_at_once",
     errors.TokenMissing: "test_auth.test_every_method_wants_a_token",

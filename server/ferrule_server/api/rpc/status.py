@@ -88,7 +88,7 @@ def log_refused(rpc: str, error: errors.FerruleError, principal: str, count: int
         call: The call; if the error names no handle, the line has the handle of the call.
     """
     handle_id, trace_id = (call.handle_id, call.trace_id) if call is not None else ("", "")
-    is_expected = isinstance(error, errors.Starting | errors.Restoring)  # clients wait for these
+    is_expected = isinstance(error, errors.Starting)  # each client waits for it, again and again
     _LOG.log(
         logging.INFO if is_expected else logging.WARNING,
         "refused rpc=%s code=%s reason=%s handle_id=%s principal=%s trace_id=%s count=%d",

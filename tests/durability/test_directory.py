@@ -43,7 +43,7 @@ def open_one(files: FaultFiles) -> DurableDirectory:
 
 
 def test_identity_stays_and_the_generation_grows() -> None:
-    """Epoch and key are those of the directory, whoever opens it."""
+    """Epoch and key are those of the directory at every start."""
     files = FaultFiles()
     first = open_one(files)
     first.close()

@@ -82,7 +82,7 @@ def test_a_lease_that_changes_with_an_append_does_not_hide_it(servers: Servers) 
 
 
 def test_a_rewind_in_flight_is_not_shown_before_it_is_on_the_disk(servers: Servers, tmp_path: Path) -> None:
-    """Its tokens are dropped when it is admitted, and whoever is told so finds it so after a crash."""
+    """Its tokens are dropped when it is admitted; what a reply has shown of that is still so after a crash."""
     executor = stepped()
     server = servers.start(executor=executor, max_step_rows=2)
     handle = server.submit(durable(*range(1, 13))).result().handle

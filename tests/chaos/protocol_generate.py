@@ -184,7 +184,7 @@ class GenerateRules(ProtocolBase):
             ask = replace(ask, policy=Policy(SEEDED, 0, ask.policy.shape))
         if how == "cancelled" and ask.on_stale == FORK:
             how = "once"
-        if how == "twice" and issued is not None and issued.owner.drops:
+        if how == "twice" and (ask.drops if issued is None else issued.owner.drops):
             how = "again"  # of two loops at once, what the first gives back decides how far the second comes
         if how == "cancelled":
             self._cancel_and_resume(principal, issued, ask, loop)

@@ -48,7 +48,7 @@ from tests.chaos.side_by_side import run_side_by_side
 REFERENCE = ("--executor", "paged-reference", "--kv-memory", "32MiB", "--log-level", "warning")
 BUNDLED = ("--model", "demo", "--kv-memory", "64MiB", "--log-level", "warning")
 _PATIENCE_S = 300.0
-_PASSING = ("STARTING", "RESTORING", "DURABILITY_LOST")
+_PASSING = ("STARTING", "RESTORING", "DURABILITY_LOST", "REQUEST_TIMEOUT")
 
 
 class KillBreaks(Breaks):
@@ -281,6 +281,7 @@ def _run_clients(
         "created": sum(maker.num_made for maker in makers),
         "generated": sum(len(branch.tokens) for loop in loops for branch in loop.branches),
         "broken_calls": sum(total.codes.values()),
+        "asked_again": {reason: total.codes[reason] for reason in _PASSING if total.codes[reason]},
         "replayed": total.replayed,
         "lost": 0,
         "doubled": 0,

@@ -86,7 +86,9 @@ bench-gpu: $(VENV)/.ok ## decode on a GPU beside its ceilings and its peers; wit
 load: $(VENV)/.ok  ## load tests: 1, 32 and 256 sequences, direct and through Envoy; a table and a plot (10 minutes)
 	@$(BIN)/python -m benchmarks.load --plot docs/images/load.svg $(LOAD)
 
-pictures: $(VENV)/.ok ## the pictures of docs/observing.md anew: ui.png and top.svg; wants chromium (2 minutes)
+pictures: $(VENV)/.ok ## draw the pictures of the README and docs/observing.md again; the last needs Chromium (2 minutes)
+	@$(BIN)/python -m benchmarks.hero
+	@$(BIN)/python -m benchmarks.film
 	@$(BIN)/python -m benchmarks.pictures $(PICTURES)
 
 clean:            ## remove caches and build output, keep the environment

@@ -164,6 +164,13 @@ def _make(story: Story, command: Command) -> None:
     subprocess.run(["make", "--dry-run", *shlex.split(command.program)[1:]], cwd=ROOT, check=True, capture_output=True)
 
 
+def _clone(story: Story, command: Command) -> None:
+    """The address stands for one that the reader has, until there is one; the folder is entered."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    address = urls.get("Repository", "REPOSITORY")
+    assert command.program == f"git clone {address} ferrule && cd ferrule"
+
+
 def _benchmark(story: Story, command: Command) -> None:
     """It is there, and takes such flags; tests/benchmarks runs some of them in small."""
     _, path, *words = shlex.split(command.program)
@@ -233,6 +240,7 @@ RULES: Final = (
     Rule(r"docker (build|run) ", _docker),
     Rule(r"(sudo (env (\S+=\S+ )+)?)?deploy/make_certificates\.sh ", _certificates),
     Rule(r"sudo chown -R \d+ secrets", _hand_over),
+    Rule(r"git clone ", _clone),
     Rule(r"make ", _make),
     Rule(r"python benchmarks/bench_", _benchmark),
     Rule(r"pip install ", _pip),

@@ -251,8 +251,12 @@ RULES: Final = (
 )
 
 NAMED: Final = Rule("", _named_block)
-NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local"}
-NAMED_BY: Final = ("tests/conformance/test_clients_page.py", "tests/stack/test_scale_local.py")
+NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local", "tutorial"}
+NAMED_BY: Final = (
+    "tests/conformance/test_clients_page.py",
+    "tests/stack/test_scale_local.py",
+    "tests/test_tutorial.py",
+)
 
 
 def _rule_of(command: Command) -> Rule:

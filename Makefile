@@ -12,7 +12,7 @@ COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model t
 PYTEST := $(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures docs clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
@@ -91,6 +91,10 @@ pictures: $(VENV)/.ok ## draw the pictures of the README and docs/observing.md a
 	@$(BIN)/python -m benchmarks.film
 	@$(BIN)/python -m benchmarks.pictures $(PICTURES)
 
+docs: $(VENV)/.docs ## the documentation as a site in build/site: search, API reference, links checked (half a minute)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
+
 clean:            ## remove caches and build output, keep the environment
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find protos server client tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
@@ -102,4 +106,8 @@ $(VENV)/.ok: pyproject.toml constraints.txt
 	@echo "installing into $(VENV), one to three minutes (PyTorch is large)"
 	@$(PY) -m venv $(VENV) || { echo "error: no venv module; on Debian: apt install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.ok
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@

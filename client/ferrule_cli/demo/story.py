@@ -162,17 +162,17 @@ class _Story:
         return trunk, ids
 
     def _speak(self, cache: Cache, seed: int, title: str, beginning: str) -> tuple[str, int, float]:
-        """Show a continuation; return its text, its number of tokens, and the seconds from the first one to the end."""
+        """Show a continuation; return its text, its tokens and the seconds that it took, drawing included."""
         policy = sample(temperature=_TEMPERATURE, seed=seed)
-        text, num_tokens, first_at = "", 0, 0.0
+        text, num_tokens = "", 0
         loop = cache.generate(self._max_tokens, policy=policy, text=self._has_text)
         with loop, self._view.panels([title], [beginning]) as add:
+            start = time.perf_counter()
             for token in loop:
-                first_at = first_at or time.perf_counter()
                 num_tokens += 1
                 text += (piece := token.text if self._has_text else f"{int(token)} ")
-                add(0, piece)  # its time counts: tokens go on coming while the text is drawn
-            seconds = time.perf_counter() - first_at
+                add(0, piece)  # tokens go on coming meanwhile, so its time counts
+            seconds = time.perf_counter() - start
         return text, num_tokens, seconds
 
     def _stream(self, trunk: Cache) -> None:

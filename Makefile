@@ -93,7 +93,7 @@ pictures: $(VENV)/.ok ## draw the pictures of the README and docs/observing.md a
 
 docs: $(VENV)/.docs ## the documentation as a site in build/site: search, API reference, links checked (half a minute)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "open build/site/index.html"
+	@echo "to read and search it: python3 -m http.server --bind 127.0.0.1 --directory build/site"
 
 clean:            ## remove caches and build output, keep the environment
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

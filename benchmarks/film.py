@@ -35,6 +35,7 @@ _LINE_S, _HEADING_S, _ROW_S, _POOL_S, _END_S = 0.06, 0.9, 0.32, 1.6, 5.0
 _BACKGROUND, _INK, _FRAME = "#16181d", "#d6d9de", "#3a3f4b"
 _COLOURS = ("#3b4048", "#f07178", "#8fce7e", "#e6b450", "#6cb6ff", "#d59df6", "#5fd1c9", "#d6d9de")
 _BRIGHT = ("#7d8590", "#ff9ba0", "#b4e6a5", "#ffd580", "#9ecbff", "#e5c3fb", "#8ee8e1", "#ffffff")
+_BELOW = 2  # an underscore reaches into the line below
 _FAMILY = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 _CSI = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])")
 
@@ -278,7 +279,7 @@ def _cover(cover: Cover, total_s: float) -> str:
     width = (cover.end - cover.begin) * _CELL_W
     times = ";".join(f"{time_s / total_s:.4f}" for time_s in (0.0, cover.from_s, cover.to_s, total_s))
     return (
-        f'<g transform="translate({right:.1f} {top})"><rect x="{-width:.1f}" width="{width:.1f}" height="{_CELL_H}"'
+        f'<g transform="translate({right:.1f} {top})"><rect x="{-width:.1f}" width="{width:.1f}" height="{_CELL_H + _BELOW}"'
         f' fill="{_BACKGROUND}" transform="scale(0 1)"><animateTransform attributeName="transform" type="scale"'
         f' dur="{total_s:.1f}s" repeatCount="indefinite" values="1 1;1 1;0 1;0 1" keyTimes="{times}"/></rect></g>'
     )

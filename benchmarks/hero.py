@@ -62,7 +62,7 @@ _WIDTH, _HEIGHT, _ROW, _TOP = 1000, 486, 21, 96
 _TREE_X, _TRUNK, _PER_TOKEN, _TEXT_X, _SCORE_X = 28, 150, 1.5, 248, 640
 _POOL_X, _CELL, _COLUMNS = 700, 19, 14
 _SHARED, _OWN, _FREE, _WINNER, _INK, _DIM = "#0f766e", "#8fd3c6", "#e7e5df", "#c2410c", "#1c1917", "#78716c"
-_MAX_TEXT = 58
+_MAX_TEXT = 54
 
 
 @dataclass(frozen=True, slots=True)

@@ -276,10 +276,10 @@ def _run(column: int, row: int, text: str, style: Style) -> str:
 def _cover(cover: Cover, total_s: float) -> str:
     """Return a piece of background that shrinks towards the right."""
     right, top = _PAD + cover.end * _CELL_W, _BAR + cover.row * _CELL_H - 1
-    width = (cover.end - cover.begin) * _CELL_W
+    width, height = (cover.end - cover.begin) * _CELL_W, _CELL_H + _BELOW
     times = ";".join(f"{time_s / total_s:.4f}" for time_s in (0.0, cover.from_s, cover.to_s, total_s))
     return (
-        f'<g transform="translate({right:.1f} {top})"><rect x="{-width:.1f}" width="{width:.1f}" height="{_CELL_H + _BELOW}"'
+        f'<g transform="translate({right:.1f} {top})"><rect x="{-width:.1f}" width="{width:.1f}" height="{height}"'
         f' fill="{_BACKGROUND}" transform="scale(0 1)"><animateTransform attributeName="transform" type="scale"'
         f' dur="{total_s:.1f}s" repeatCount="indefinite" values="1 1;1 1;0 1;0 1" keyTimes="{times}"/></rect></g>'
     )

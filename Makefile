@@ -12,7 +12,7 @@ COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model t
 PYTEST := $(BIN)/python -m pytest -q -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures docs clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
@@ -86,8 +86,14 @@ bench-gpu: $(VENV)/.ok ## decode on a GPU beside its ceilings and its peers; wit
 load: $(VENV)/.ok  ## load tests: 1, 32 and 256 sequences, direct and through Envoy; a table and a plot (10 minutes)
 	@$(BIN)/python -m benchmarks.load --plot docs/images/load.svg $(LOAD)
 
-pictures: $(VENV)/.ok ## the pictures of docs/observing.md anew: ui.png and top.svg; wants chromium (2 minutes)
+pictures: $(VENV)/.ok ## draw the pictures of the README and docs/observing.md again; the last needs Chromium (2 minutes)
+	@$(BIN)/python -m benchmarks.hero
+	@$(BIN)/python -m benchmarks.film
 	@$(BIN)/python -m benchmarks.pictures $(PICTURES)
+
+docs: $(VENV)/.docs ## the documentation as a site in build/site: search, API reference, links checked (half a minute)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "to read and search it: python3 -m http.server --bind 127.0.0.1 --directory build/site"
 
 clean:            ## remove caches and build output, keep the environment
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -100,4 +106,8 @@ $(VENV)/.ok: pyproject.toml constraints.txt
 	@echo "installing into $(VENV), one to three minutes (PyTorch is large)"
 	@$(PY) -m venv $(VENV) || { echo "error: no venv module; on Debian: apt install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.ok
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@

@@ -164,6 +164,13 @@ def _make(story: Story, command: Command) -> None:
     subprocess.run(["make", "--dry-run", *shlex.split(command.program)[1:]], cwd=ROOT, check=True, capture_output=True)
 
 
+def _clone(story: Story, command: Command) -> None:
+    """The address stands for one that the reader has, until there is one; the folder is entered."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    address = urls.get("Repository", "REPOSITORY")
+    assert command.program == f"git clone {address} ferrule && cd ferrule"
+
+
 def _benchmark(story: Story, command: Command) -> None:
     """It is there, and takes such flags; tests/benchmarks runs some of them in small."""
     _, path, *words = shlex.split(command.program)
@@ -171,7 +178,7 @@ def _benchmark(story: Story, command: Command) -> None:
     assert all(f'"{word}"' in text for word in words if word.startswith("--")), command
 
 
-def _pip(story: Story, command: Command) -> None:
+def _pip(command: Command) -> None:
     """The extra is one of ours."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     (found,) = re.findall(r"^pip install '?\.(?:\[([a-z,]+)\])?'?$", command.program)
@@ -233,9 +240,9 @@ RULES: Final = (
     Rule(r"docker (build|run) ", _docker),
     Rule(r"(sudo (env (\S+=\S+ )+)?)?deploy/make_certificates\.sh ", _certificates),
     Rule(r"sudo chown -R \d+ secrets", _hand_over),
+    Rule(r"git clone ", _clone),
     Rule(r"make ", _make),
     Rule(r"python benchmarks/bench_", _benchmark),
-    Rule(r"pip install ", _pip),
     Rule(r"python -m tools\.kernels\.build", _bundles),
     Rule(r"python protos/generate_stubs\.py|cd protos && buf ", _contract),
     Rule(r"call(\(\)| )", _buf),
@@ -243,8 +250,12 @@ RULES: Final = (
 )
 
 NAMED: Final = Rule("", _named_block)
-NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local"}
-NAMED_BY: Final = ("tests/conformance/test_clients_page.py", "tests/stack/test_scale_local.py")
+NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local", "tutorial"}
+NAMED_BY: Final = (
+    "tests/conformance/test_clients_page.py",
+    "tests/stack/test_scale_local.py",
+    "tests/test_tutorial.py",
+)
 
 
 def _rule_of(command: Command) -> Rule:
@@ -322,6 +333,8 @@ def test_commands_in_sentences_are_understood(page: str, story: Story) -> None:
         words = [word for word in shlex.split(command.program) if word != "--help"]
         if words[0] == "make":
             _make(story, command)
+        elif words[:2] == ["pip", "install"] and words[2].startswith("."):
+            _pip(command)
         elif words[:2] == ["ferrule", "serve"]:
             parse_config(words[2:], {})
         elif words[0] == "ferrule" and len(words) > 2:

@@ -50,6 +50,7 @@ RUN_BY = {
     ("docs/observing.md", "json"): "tests/test_docs.py",
     ("docs/observing.md", "python"): "tests/server/test_logs_and_traces.py",
     ("docs/operations.md", "ini"): "tests/stack/test_compose.py",
+    ("docs/tutorial.md", "python"): "tests/test_tutorial.py",
     ("docs/scaling.md", "yaml"): "tests/stack/test_scale_tls.py",
     ("protos/README.md", "js node"): "tests/test_docs.py",
     ("protos/README.md", "json philox-vectors"): "tests/test_protos.py",

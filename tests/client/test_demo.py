@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
@@ -9,11 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from ferrule_cli.demo.view import PlainView, PoolRow
+from ferrule import Client
+from ferrule_cli.demo.story import Figures, _Story
+from ferrule_cli.demo.view import Add, PlainView, PoolRow
 from tests.client.fake_server import wait_for
 
 COMMAND = [sys.executable, "-m", "ferrule_cli.app", "demo"]
@@ -66,6 +71,29 @@ def test_demo_speaks_python_with_the_model_that_ships() -> None:
     assert done.stdout.count("  | def read_file(path):") == 6
     assert "\ufffd" not in done.stdout
     assert time.monotonic() - start < 60
+
+
+class _SlowView(PlainView):
+    """Takes 5 ms to show a piece of text."""
+
+    @contextmanager
+    def panels(self, titles: Sequence[str], beginnings: Sequence[str]) -> Iterator[Add]:
+        """Show as the base class does, slowly."""
+        with super().panels(titles, beginnings) as add:
+
+            def add_slowly(place: int, piece: str) -> None:
+                time.sleep(0.005)
+                add(place, piece)
+
+            yield add_slowly
+
+
+def test_tokens_that_come_while_text_is_drawn_are_not_free(shipped_target: str) -> None:
+    """The rate of one handle is that of the whole call, as a reader sees it."""
+    figures = Figures()
+    with Client(shipped_target) as client:
+        _Story(client, _SlowView(io.StringIO()), figures, 24).tell()
+    assert 0 < figures.decode_tokens_per_s <= 1 / 0.005
 
 
 def test_failing_server_shows_its_last_words() -> None:

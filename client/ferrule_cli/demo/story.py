@@ -161,28 +161,27 @@ class _Story:
         self._beginning = text.splitlines()[-1] if text else ""
         return trunk, ids
 
-    def _speak(self, cache: Cache, seed: int, title: str, beginning: str) -> tuple[str, list[float]]:
-        """Show a continuation; return its text, and the seconds that each token took to come."""
+    def _speak(self, cache: Cache, seed: int, title: str, beginning: str) -> tuple[str, int, float]:
+        """Show a continuation; return its text, its tokens and the seconds that it took, drawing included."""
         policy = sample(temperature=_TEMPERATURE, seed=seed)
-        text = ""
-        times_s: list[float] = []
+        text, num_tokens = "", 0
         loop = cache.generate(self._max_tokens, policy=policy, text=self._has_text)
         with loop, self._view.panels([title], [beginning]) as add:
             start = time.perf_counter()
             for token in loop:
-                times_s.append(time.perf_counter() - start)
+                num_tokens += 1
                 text += (piece := token.text if self._has_text else f"{int(token)} ")
-                add(0, piece)
-                start = time.perf_counter()
-            times_s.append(time.perf_counter() - start)
-        return text, times_s
+                add(0, piece)  # tokens go on coming meanwhile, so its time counts
+            seconds = time.perf_counter() - start
+        return text, num_tokens, seconds
 
     def _stream(self, trunk: Cache) -> None:
         text = f"the server draws at temperature {_TEMPERATURE} and streams the text: one call"
         self._view.heading("2  Stream", text)
-        self._figures.texts["trunk"], times_s = self._speak(trunk, _TRUNK_SEED, "trunk", self._beginning)
-        self._figures.decode_tokens_per_s = len(times_s[1:]) / sum(times_s[1:])
-        self._view.note(f"{len(times_s) - 1} tokens, {self._figures.decode_tokens_per_s:.0f} tokens/s")
+        spoken, num_tokens, seconds = self._speak(trunk, _TRUNK_SEED, "trunk", self._beginning)
+        self._figures.texts["trunk"] = spoken
+        self._figures.decode_tokens_per_s = num_tokens / seconds
+        self._view.note(f"{num_tokens} tokens, {self._figures.decode_tokens_per_s:.0f} tokens/s")
 
     def _speak_together(self, branches: Sequence[Cache], ids: Sequence[int]) -> None:
         text = "three branches from the prompt's handle share its blocks; one packed frame per step moves all"
@@ -217,7 +216,7 @@ class _Story:
         self._view.heading("4  Roll back", f"branch 3 forgets {dropped} tokens ({freed} blocks freed) and tries again")
         kept = branch.info(token_ids=True).token_ids[len(ids) :]
         beginning = self._beginning + "".join(map(self._reader(ids), kept))
-        text, _ = self._speak(branch, _RETRY_SEED, f"branch 3, seed {_RETRY_SEED}", beginning)
+        text, *_ = self._speak(branch, _RETRY_SEED, f"branch 3, seed {_RETRY_SEED}", beginning)
         self._figures.texts["branch 3, again"] = text
 
     def _draw_pool(self, caches: Sequence[Cache]) -> None:

@@ -147,8 +147,10 @@ class RichView:
         """Open panels side by side and redraw them as their texts grow, 15 times a second at most."""
         from rich.live import Live
 
-        texts, drawn_at = list(beginnings), 0.0
+        texts = list(beginnings)
         with Live(console=self._console, auto_refresh=False, vertical_overflow="visible") as live:
+            live.update(self._grid(titles, texts), refresh=True)  # the first drawing takes long: before tokens come
+            drawn_at = time.monotonic()
 
             def add(place: int, piece: str) -> None:
                 nonlocal drawn_at

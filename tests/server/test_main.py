@@ -343,6 +343,16 @@ def test_a_second_signal_does_not_wait_for_live_handles(number: int) -> None:
         assert process.wait(timeout=5) == 128 + number
 
 
+def test_a_server_in_the_background_ends_with_sigterm() -> None:
+    """A shell ignores SIGINT for what a script starts there."""
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *_command(*REFERENCE, "--listen", "127.0.0.1:0")]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=_environment()) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready ")
+        _, err = _end(process)
+    assert process.returncode == 0, err
+
+
 def test_ctrl_c_at_a_terminal_says_what_it_waits_for() -> None:
     """And that a second one stops at once."""
     ours, theirs = os.openpty()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from ferrule_server import __version__, log_format
 from ferrule_server.addresses import ListenAddress
-from ferrule_server.arguments import as_given, parse_config, unknown_variables
+from ferrule_server.arguments import as_given, log_format_of, parse_config, unknown_variables
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 
@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ends it with 1, because the normal exit of the interpreter may abort or hang if the GPU context is broken.
     """
     given = sys.argv[1:] if arguments is None else arguments
+    if log_format_of(given, os.environ) == "json":
+        log_format.set_up("info", "json")  # what is wrong with the settings is a line of JSON too
     try:
         config = parse_config(given, os.environ)
         _set_up_process(config)

@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 
 from ferrule_server import __version__
 from ferrule_server.config import ServerConfig, instance_of_host
+from ferrule_server.errors import ConfigError
 from ferrule_server.settings import PREFIX, setting_of, settings_of, texts_of
 
 CLIENT_VARIABLES: Final = frozenset(
@@ -27,6 +28,7 @@ _OF_KUBERNETES: Final = re.compile(r"FERRULE_(?:\w+_)?(?:SERVICE_(?:HOST|PORT\w*
 """Kubernetes sets these variables for services whose names begin with ``ferrule``."""
 
 _SETTINGS: Final = tuple(settings_of(ServerConfig))
+_LOG_FORMAT: Final = next(setting for setting in _SETTINGS if setting.flag == "--log-format")
 
 
 def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> ServerConfig:
@@ -37,8 +39,8 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         environment: Usually ``os.environ``; only ``FERRULE_*`` is read.
 
     Raises:
-        ConfigError: A value is unusable; the message names it and says what is accepted.
-        SystemExit: The arguments contain ``--help``, ``--version`` or an unknown flag.
+        ConfigError: A flag is unknown, or a value is unusable; the message names it and says what is accepted.
+        SystemExit: The arguments contain ``--help`` or ``--version``.
     """
     flags = vars(build_parser().parse_args(arguments))
     values = {"instance": instance_of_host(socket.gethostname())} | _values(ServerConfig, flags, environment)
@@ -59,15 +61,29 @@ def _values(declared: Any, flags: Mapping[str, str | None], environment: Mapping
     return values
 
 
+def log_format_of(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return the format of the log that is asked for, also if the rest of the command line is unusable."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(_LOG_FORMAT.flag)
+    try:
+        flag = parser.parse_known_args(arguments)[0].log_format
+    except argparse.ArgumentError:  # the flag has no value
+        flag = None
+    return flag or environment.get(_LOG_FORMAT.variable) or _LOG_FORMAT.default
+
+
 def as_given(message: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return a message with flags replaced by variables, for the settings that came from the environment.
 
     Args:
         message: Names settings by their flags.
-        arguments: A command line without errors.
+        arguments: The command line.
         environment: Usually ``os.environ``.
     """
-    flags = vars(build_parser().parse_args(arguments))
+    try:
+        flags = vars(build_parser().parse_args(arguments))
+    except ConfigError:  # the message is about the command line itself
+        return message
     for setting in _SETTINGS:
         if flags[setting.name] is None and (value := environment.get(setting.variable)):
             message = re.sub(rf"{setting.flag}[ =](?={re.escape(value)}(?![\w.]))", f"{setting.variable}=", message)
@@ -93,7 +109,7 @@ def _meant(given: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one line on stderr and exits with code 2."""
+    """A parser whose errors are ConfigErrors of one line."""
 
     def format_help(self) -> str:
         """Return the help, with the docstrings of the settings."""
@@ -104,11 +120,11 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Write the line and exit."""
+        """Raise the ConfigError."""
         unknown = re.match(r"unrecognized arguments: ([^\s=]+)", message)
         if unknown is not None:
             message = f"unknown flag {unknown[1]}{_meant(unknown[1], self._option_string_actions)}"
-        self.exit(2, f'{self.prog}: {message}; see "{self.prog} --help"\n')
+        raise ConfigError(f'{message}; see "{self.prog} --help"')
 
 
 def build_parser() -> argparse.ArgumentParser:

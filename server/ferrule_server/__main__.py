@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from ferrule_server import __version__, log_format
 from ferrule_server.addresses import ListenAddress
-from ferrule_server.arguments import as_given, log_format_of, parse_config, unknown_variables
+from ferrule_server.arguments import as_given, log_format_of, parse_config, settings_text, unknown_variables
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 
@@ -53,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log_format.set_up("info", "json")  # what is wrong with the settings is a line of JSON too
     try:
         config = parse_config(given, os.environ)
+        if (text := settings_text(given, os.environ)) is not None:
+            sys.stdout.write(text)
+            return 0
         _set_up_process(config)
         if unknown := unknown_variables(os.environ):
             _LOG.warning("unknown FERRULE_* variables are ignored variables=%s", ", ".join(unknown))

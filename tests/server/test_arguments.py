@@ -302,7 +302,7 @@ def _flag(row: Row, text: str) -> list[str]:
 def test_the_table_is_complete() -> None:
     """Every flag and every field stands in it once."""
     flags = [action.option_strings[0] for action in build_parser()._actions]
-    assert sorted({row.flag for row in ROWS} | {"-h", "--version"}) == sorted(flags)
+    assert sorted({row.flag for row in ROWS} | {"-h", "--version", "--config", "--print-config"}) == sorted(flags)
     fields = {field.name for field in dataclasses.fields(ServerConfig)} - {"quotas"}
     fields |= {f"quotas.{field.name}" for field in dataclasses.fields(QuotaLimits)}
     assert sorted(row.attribute for row in ROWS) == sorted(fields)

@@ -373,6 +373,15 @@ def test_ctrl_c_at_a_terminal_says_what_it_waits_for() -> None:
     assert b"ferrule serve: serving 1 live handle for up to 25 s more; Ctrl-C stops at once" in shown
 
 
+def test_reading_a_journal_is_a_stage_of_the_start(tmp_path: Path) -> None:
+    """As it may take seconds; the first server has none to read."""
+    for _ in range(2):
+        with _running(*REFERENCE, "--listen", "127.0.0.1:0", "--durable", str(tmp_path / "journal")) as (process, _):
+            _, err = _end(process)
+    assert "loading stage='reading the journal' progress=0.9" in err
+    assert err.index("reading the journal") < err.index("journal read ")
+
+
 def test_after_a_restart_old_handles_are_of_another_epoch_or_another_instance(tmp_path: Path) -> None:
     """EPOCH_CHANGED where the name is the same, WRONG_INSTANCE where it is not."""
     listen = f"unix:{tmp_path}/f.sock"

@@ -16,7 +16,20 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ferrule import __version__
-from ferrule_cli.commands import admin, bench, caches, chat, check, durable, generate, health, metrics, models, token
+from ferrule_cli.commands import (
+    admin,
+    bench,
+    caches,
+    chat,
+    check,
+    completion,
+    durable,
+    generate,
+    health,
+    metrics,
+    models,
+    token,
+)
 from ferrule_cli.common import CommandError
 from ferrule_cli.demo import story
 from ferrule_cli.parser import Parser
@@ -53,6 +66,7 @@ _COMMANDS = {
     "durable": (durable, "show or verify a journal of durable handles"),
     "admin": (admin, "warm a server up, drain it, end it"),
     "token": (token, "make a bearer token and its line for the server's token file"),
+    "completion": (completion, "print a script with which a shell completes commands and options"),
 }
 
 

@@ -24,11 +24,11 @@ _FLAGS: Final = ("--dtype", "--max-context", "--weights")
 _VARIABLES: Final = frozenset(
     f"FERRULE_{name}"
     for name in (
-        "ACTIVATIONS", "DEVICE", "DISABLE_CUDA_RUNNER", "DTYPE", "EXECUTOR", "MAX_CONTEXT", "OFFLINE", "REVISION",
-        "WEIGHTS",
+        "ACTIVATIONS", "CONFIG", "DEVICE", "DISABLE_CUDA_RUNNER", "DTYPE", "EXECUTOR", "MAX_CONTEXT", "OFFLINE",
+        "REVISION", "WEIGHTS",
     )
 )  # fmt: skip
-"""The settings of a server that change how a model loads."""
+"""The settings of a server that change how a model loads, and the file that may have them."""
 _UNITS: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 

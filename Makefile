@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 
 # Tests that only compute share the cores one by one. All others start servers: a file of theirs runs in one process.
 COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model tests/text tests/training
-PYTEST := $(BIN)/python -m pytest -q -m "not slow and not gpu"
+MARKERS := not slow and not gpu
+PYTEST := $(BIN)/python -m pytest -q -m "$(MARKERS)"
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures docs clean
@@ -21,11 +22,12 @@ demo: $(VENV)/.ok ## start the shipped model, stream text, fork, roll back, rele
 	@$(BIN)/ferrule demo
 
 test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
-	@status=0; \
+	@status=0; export TEST_SKIPS=$$(mktemp); \
 	  echo "== what computes, in $(JOBS) processes: $(COMPUTING_TESTS)"; \
 	  $(PYTEST) --numprocesses=$(JOBS) --dist=worksteal $(COMPUTING_TESTS) || status=1; \
 	  echo "== all other tests, in $(JOBS) processes"; \
 	  $(PYTEST) --numprocesses=$(JOBS) --dist=loadfile $(patsubst %,--ignore=%,$(COMPUTING_TESTS)) || status=1; \
+	  $(BIN)/python -m tests.skips $$TEST_SKIPS "$(MARKERS)"; rm -f $$TEST_SKIPS; \
 	  exit $$status
 
 test-kernels: $(VENV)/.ok ## the long campaign of the GPU kernels; needs no GPU

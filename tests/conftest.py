@@ -1,7 +1,9 @@
-"""One server with the model that ships, for every test that runs what the pages and examples say."""
+"""What every run of tests has: Ctrl-C, a table of what was skipped, and one server with the bundled model."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +11,33 @@ from pathlib import Path
 
 import pytest
 
+from tests import skips
+
 MODEL = Path(__file__).resolve().parents[1] / "server" / "ferrule_server" / "demo_model" / "model.safetensors"
+
+
+_SKIPS_FILE = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take SIGINT back: a shell starts what runs in the background with it ignored, and children inherit that.
+
+    They do not inherit the variable that names the file of the skips, so that only this run writes to the file.
+    """
+    config.stash[_SKIPS_FILE] = os.environ.pop(skips.VARIABLE, "")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was skipped and why; if a file is named for it, the table of all runs is made from that."""
+    found = [skips.skip_of(report.nodeid, report.longrepr) for report in terminalreporter.getreports("skipped")]
+    if path := config.stash[_SKIPS_FILE]:
+        skips.keep(Path(path), found)
+    elif found:
+        terminalreporter.section("skipped, and why")
+        for line in skips.table(found, left_out=config.option.markexpr):
+            terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session")

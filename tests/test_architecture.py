@@ -46,7 +46,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_server.suffixes": (),
     "ferrule_server.settings": ("ferrule_server.errors",),
     "ferrule_server.addresses": ("ferrule_server.settings", "ferrule_server.errors"),
-    "ferrule_server.arguments": ("ferrule_server.config", "ferrule_server.settings"),
+    "ferrule_server.arguments": (
+        "ferrule_server.config",
+        "ferrule_server.config_file",
+        "ferrule_server.errors",
+        "ferrule_server.settings",
+    ),
+    "ferrule_server.config_file": ("ferrule_server.errors", "ferrule_server.settings"),
     "ferrule_server.log_format": (),
     "ferrule_server.config": (
         "ferrule_server.addresses",
@@ -182,7 +188,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1670,  # RESTORING, DURABILITY_LOST, KV_GIVEN_BACK, --durable and --restore-wait
+    ".": 1790,  # --config and --print-config; unusable settings are lines of a JSON log too
     "api": 365,
     "api/receiving": 655,
     "api/requests": 960,

@@ -1,20 +1,35 @@
 """Command ``ferrule``: ``serve``, which becomes the server, and the commands of :data:`_COMMANDS`.
 
-Settings come from flags, then from ``FERRULE_*`` environment variables, then from defaults. Exit codes: 0 done,
-1 failed (one line ``error: ... (REASON)`` on standard error), 2 used wrongly, 130 interrupted.
+Settings come from flags, then from ``FERRULE_*`` environment variables, then from the table ``[client]`` of the file
+of ``--config``, then from defaults. Exit codes: 0 done, 1 failed (one line ``error: ... (REASON)`` on standard error,
+with ``--json`` one JSON object), 2 used wrongly, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from ferrule import __version__
-from ferrule_cli.commands import admin, bench, caches, chat, check, durable, generate, health, metrics, models, token
+from ferrule_cli.commands import (
+    admin,
+    bench,
+    caches,
+    chat,
+    check,
+    completion,
+    durable,
+    generate,
+    health,
+    metrics,
+    models,
+    token,
+)
 from ferrule_cli.common import CommandError
 from ferrule_cli.demo import story
 from ferrule_cli.parser import Parser
@@ -30,6 +45,7 @@ first steps:
   ferrule generate "def read_file(path):"           use it from another terminal
 
 environment:
+  FERRULE_CONFIG    TOML file whose table [client] has target, timeout, tls-ca, ... for what is not set otherwise
   FERRULE_TARGET    server to use (127.0.0.1:50051)
   FERRULE_TIMEOUT   longest wait for an answer, in seconds (60)
   FERRULE_TOKEN     bearer token to send
@@ -50,12 +66,14 @@ _COMMANDS = {
     "durable": (durable, "show or verify a journal of durable handles"),
     "admin": (admin, "warm a server up, drain it, end it"),
     "token": (token, "make a bearer token and its line for the server's token file"),
+    "completion": (completion, "print a script with which a shell completes commands and options"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``argv`` is without the program's name, None: that of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    is_json = "--json" in arguments
     try:
         if arguments[:1] == ["serve"]:
             _serve(arguments[1:])
@@ -63,11 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = args.run(args)
         sys.stdout.flush()
     except (CommandError, FerruleError) as error:
-        said = _for_users(error) if isinstance(error, FerruleError) else error
-        print("error:", " ".join(str(said).split()), file=sys.stderr)
+        print(_line_of(error, is_json=is_json), file=sys.stderr)
         return error.exit_code if isinstance(error, CommandError) else 1
     except KeyboardInterrupt:
-        print(file=sys.stderr)
+        if not is_json:
+            print(file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read our output has left; nothing may be written at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -108,16 +126,27 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", "ferrule_server", *arguments])  # noqa: S606 - no shell wanted
 
 
-def _for_users(error: FerruleError) -> object:
-    """Return what to print of an error: the advice in words of the command line."""
+def _line_of(error: CommandError | FerruleError, *, is_json: bool) -> str:
+    """Return the one line that standard error gets: for people, or for scripts as a JSON object."""
+    message = " ".join((error.message if isinstance(error, CommandError) else _for_users(error)).split())
+    if not is_json:
+        return f"error: {message} ({error.reason})"
+    facts: dict[str, object] = {"error": message, "reason": error.reason}
+    if isinstance(error, FerruleError):
+        facts |= {"code": error.code.name, "metadata": error.metadata}
+    return json.dumps(facts)
+
+
+def _for_users(error: FerruleError) -> str:
+    """Return the message of an error, with the advice in words of the command line."""
     if error.reason == "TOKEN_MISSING":
-        return f"the server wants a token: set FERRULE_TOKEN ({error.reason})"
+        return "the server wants a token: set FERRULE_TOKEN"
     if error.reason == "PERMISSION_DENIED":  # our servers have reasons of their own
-        return f"the proxy refuses it ({error.message}): say --instance NAME, one that it knows ({error.reason})"
+        return f"the proxy refuses it ({error.message}): say --instance NAME, one that it knows"
     if error.reason != "CONNECTION_FAILED" or "target" not in error.metadata or "advice" in error.metadata:
-        return error
+        return error.message
     advice = 'start one with "ferrule serve", or name another with --target'
-    return f"no server at {error.metadata['target']} ({error.metadata['cause']}); {advice} ({error.reason})"
+    return f"no server at {error.metadata['target']} ({error.metadata['cause']}); {advice}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the commands share: settings from the environment, errors of their own, and waiting for a server to load."""
+"""What the commands share: errors of their own, an end in order, numbers as options, and JSON."""
 
 from __future__ import annotations
 
@@ -7,31 +7,23 @@ import contextlib
 import importlib.util
 import json
 import math
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ferrule_client.sync.client import DEFAULT_TARGET, Client
-from ferrule_client.types import Status, TlsConfig
-
 __all__ = [
     "CommandError",
-    "add_connection_options",
     "add_numbers",
     "add_sampling_options",
-    "connect",
     "ending_in_order",
     "misuse",
     "need_rich",
     "number",
     "print_json",
     "show",
-    "wait_for_model",
 ]
 
 _ENDINGS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -42,6 +34,8 @@ class CommandError(Exception):
 
     def __init__(self, message: str, reason: str, exit_code: int = 1) -> None:
         super().__init__(f"{message} ({reason})")
+        self.message = message
+        self.reason = reason
         self.exit_code = exit_code
 
 
@@ -118,83 +112,6 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, about_seed: str = "
         ("--min-p", number(float, 0, 1), None, "P", "draw from tokens at least P times the most likely one"),
         ("--seed", number(int, 0, 2**64 - 1), None, "S", f"seed of the draws (random){about_seed}"),
     )
-
-
-def add_connection_options(parser: argparse.ArgumentParser, *, without_target: str = "") -> None:
-    """Add ``--target``, ``--timeout``, ``--json`` and those of TLS, with their defaults from the environment.
-
-    ``without_target`` says what happens without ``--target``, for a command that needs none.
-    """
-    default = f"$FERRULE_TARGET or {DEFAULT_TARGET}"
-    parser.add_argument(
-        "--target",
-        default=None if without_target else os.environ.get("FERRULE_TARGET", DEFAULT_TARGET),
-        help=f"the server, host:port or unix:PATH (default: {without_target or default})",
-    )
-    timeout = os.environ.get("FERRULE_TIMEOUT", "60")
-    about = "longest wait for an answer (default: $FERRULE_TIMEOUT or 60)"
-    add_numbers(parser, ("--timeout", number(float, 0.001), timeout, "SECONDS", about))
-    parser.add_argument("--json", action="store_true", help="print JSON for scripts")
-    parser.add_argument("--instance", metavar="NAME", help="behind a proxy: the one of several servers to ask")
-    tls = parser.add_argument_group("secured servers", "The token to send is taken from $FERRULE_TOKEN.")
-    tls.add_argument(
-        "--tls",
-        action="store_true",
-        default=os.environ.get("FERRULE_TLS", "").lower() in ("1", "true", "yes", "on"),
-        help="use TLS and trust the system's authorities (default: $FERRULE_TLS)",
-    )
-    name = "name in the server's certificate, if it is not the target's"
-    for flag, variable, metavar, text in (
-        ("--tls-ca", "FERRULE_TLS_CA", "FILE", "use TLS and trust the authorities in this PEM file"),
-        ("--tls-cert", "FERRULE_CLIENT_CERT", "FILE", "certificate chain to show to the server, PEM"),
-        ("--tls-key", "FERRULE_CLIENT_KEY", "FILE", "private key of --tls-cert, PEM"),
-        ("--tls-server-name", "FERRULE_TLS_SERVER_NAME", "NAME", name),
-    ):
-        help_text = f"{text} (default: ${variable})"
-        tls.add_argument(flag, metavar=metavar, default=os.environ.get(variable), help=help_text)
-
-
-def connect(args: argparse.Namespace) -> Client:
-    """Return a client by the connection options; a token comes from ``FERRULE_TOKEN`` only, out of sight of ``ps``.
-
-    Raises:
-        CommandError: The target, the instance or the token is malformed, or a file of TLS is unusable.
-    """
-    token = os.environ.get("FERRULE_TOKEN", "").strip()  # a file adds a line's end
-    if not all("!" <= one <= "~" for one in token):
-        raise misuse("FERRULE_TOKEN: a token is printable ASCII without spaces", "TOKEN_MALFORMED")
-    if bool(args.tls_cert) != bool(args.tls_key):
-        raise misuse("--tls-cert and --tls-key go together", "TLS_INCOMPLETE")
-    tls = None
-    if args.tls or args.tls_ca or args.tls_cert or args.tls_server_name:
-        tls = TlsConfig(_pem(args.tls_ca), _pem(args.tls_key), _pem(args.tls_cert), args.tls_server_name)
-    try:
-        return Client(args.target, token=token or None, tls=tls, timeout=args.timeout, instance=args.instance)
-    except ValueError as error:
-        raise misuse(str(error), "TARGET_INVALID") from None
-
-
-def _pem(path: str | None) -> bytes | None:
-    try:
-        return Path(path).read_bytes() if path else None
-    except OSError as error:
-        raise misuse(f"{path}: {error.strerror}", "TLS_FILE_UNREADABLE") from None
-
-
-def wait_for_model(client: Client, args: argparse.Namespace) -> None:
-    """Return when the server accepts requests; while it loads, say so on stderr if that is a terminal."""
-    if not client.status().is_ready:
-        is_seen = sys.stderr.isatty()
-        client.wait_until_ready(on_progress=_show_loading if is_seen else None, timeout=args.timeout)
-        if is_seen:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _show_loading(status: Status | None) -> None:
-    if status is not None:
-        bar = ("=" * round(20 * status.load_progress)).ljust(20)
-        text = f"\r\x1b[Kloading [{bar}] {status.load_progress:4.0%} {status.load_stage}"
-        print(text, end="", file=sys.stderr, flush=True)
 
 
 def show(args: argparse.Namespace, facts: object, text: str) -> None:

@@ -8,13 +8,15 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
+from ferrule_cli.common import misuse
+
 __all__ = ["Parser"]
 
 _CHOICES = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<known>.*)\)$")
 
 
 class Parser(argparse.ArgumentParser):
-    """Ends a command that is used wrongly with exit code 2 and one line on standard error."""
+    """Raises a CommandError of one line, with exit code 2, for a command that is used wrongly."""
 
     # Any: as argparse types it, whose overloads differ by version.
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -28,10 +30,10 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Write the one line and end."""
+        """Raise the error."""
         if (found := _CHOICES.search(message)) is not None:
             message += _meant(found["given"], re.findall(r"[\w-]+", found["known"]))
-        self.exit(2, f'error: {message}; see "{self.prog} --help" (USED_WRONGLY)\n')
+        raise misuse(f'{message}; see "{self.prog} --help"', "USED_WRONGLY")
 
 
 def _meant(given: str, known: Iterable[str]) -> str:

@@ -12,7 +12,8 @@ training/    how the bundled model was made
 __main__.py     puts everything together and serves
 config.py       the settings, each declared once
 settings.py     how a setting is declared: kinds of values, groups
-arguments.py    the command line and the environment, read into the settings
+arguments.py    the command line, the environment and the file, read into the settings
+config_file.py  settings in a TOML file
 addresses.py    addresses to listen on, parsed and checked
 loading.py      chooses and loads model and executor by the settings
 model_files.py  reads the small files of a model folder, which strangers write

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from ferrule_server import __version__, log_format
 from ferrule_server.addresses import ListenAddress
-from ferrule_server.arguments import as_given, parse_config, unknown_variables
+from ferrule_server.arguments import as_given, log_format_of, parse_config, settings_text, unknown_variables
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 
@@ -37,6 +37,8 @@ _LOG = logging.getLogger("ferrule_server")
 _SWITCH_INTERVAL_S: Final = 0.0005
 _USUAL_TARGET: Final = "127.0.0.1:50051"
 """What commands use without ``--target``."""
+_LOADED: Final = 0.95
+"""The share of the start that is over when the model is loaded; the rest is the journal of durable handles."""
 _EXIT_FAULT: Final = 1
 _EXIT_UNUSABLE: Final = 2
 _EXIT_INTERRUPTED: Final = 130
@@ -49,8 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ends it with 1, because the normal exit of the interpreter may abort or hang if the GPU context is broken.
     """
     given = sys.argv[1:] if arguments is None else arguments
+    if log_format_of(given, os.environ) == "json":
+        log_format.set_up("info", "json")  # what is wrong with the settings is a line of JSON too
     try:
         config = parse_config(given, os.environ)
+        if (text := settings_text(given, os.environ)) is not None:
+            sys.stdout.write(text)
+            return 0
         _set_up_process(config)
         if unknown := unknown_variables(os.environ):
             _LOG.warning("unknown FERRULE_* variables are ignored variables=%s", ", ".join(unknown))
@@ -233,7 +240,7 @@ def _make_engine(
     from ferrule_server.kv.sequence_store import SequenceStore
 
     info = executor.info
-    durability = _durability(config, state.instance, executor)
+    durability = _durability(config, state, executor)
     store = SequenceStore(
         BlockPool(info.num_blocks, info.block_size),
         instance=state.instance,
@@ -274,8 +281,8 @@ def _make_engine(
         raise ConfigError(cannot_write(config.durable, error)) from error
 
 
-def _durability(config: ServerConfig, instance: str, executor: Executor) -> Durability | None:
-    """Open the journal of durable handles and read it; None: there is none.
+def _durability(config: ServerConfig, state: ServerState, executor: Executor) -> Durability | None:
+    """Open the journal of durable handles and read it, which may take seconds; None: there is none.
 
     Raises:
         ConfigError: It cannot be used.
@@ -287,8 +294,11 @@ def _durability(config: ServerConfig, instance: str, executor: Executor) -> Dura
 
     info = executor.info
     begun = time.monotonic()
-    wanted = Wanted(instance, info.model.fingerprint, info.model.dtype, info.block_size)
-    durability = open_durability(config.durable, wanted)
+    wanted = Wanted(state.instance, info.model.fingerprint, info.model.dtype, info.block_size)
+    with _progress(state) as show:
+        durability = open_durability(
+            config.durable, wanted, on_progress=lambda part: show("reading the journal", _LOADED + (1 - _LOADED) * part)
+        )
     sequences = durability.state.sequences
     _LOG.info(
         "journal read path=%s durable_sequences=%d tokens=%d epoch=%s seconds=%.2f",

@@ -60,6 +60,8 @@ class JsonFormatter(logging.Formatter):
 def set_up(level: str, log_format: str) -> None:
     """Send the log to stderr: as text, or as JSON that includes warnings and uncaught exceptions.
 
+    A second call replaces the first one.
+
     Args:
         level: Level of the root logger: ``debug``, ``info``, ``warning`` or ``error``.
         log_format: ``text`` or ``json``.
@@ -67,13 +69,15 @@ def set_up(level: str, log_format: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     is_json = log_format == "json"
     handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(TEXT))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger(_NOISY_LOGGER).setLevel(max(logging.INFO, logging.getLogger().level))
     tell_hang_ups_quietly()
     if is_json:
         logging.captureWarnings(capture=True)
         sys.excepthook = _log_uncaught
         threading.excepthook = _log_uncaught_of_thread
+        sys.unraisablehook = _log_unraisable
+        logging.raiseExceptions = False  # a line that cannot be written would become a traceback
 
 
 def tell_hang_ups_quietly() -> None:
@@ -103,6 +107,13 @@ def _log_uncaught_of_thread(given: threading.ExceptHookArgs) -> None:
     error = given.exc_value or given.exc_type()
     name = given.thread.name if given.thread is not None else _NOTHING
     _LOG.critical("uncaught kind=%s thread=%s", given.exc_type.__name__, name, exc_info=error)
+
+
+def _log_unraisable(given: sys.UnraisableHookArgs) -> None:
+    """Log an exception that nothing can catch, such as that of a ``__del__``."""
+    error = given.exc_value or given.exc_type()
+    what = given.err_msg or "Exception ignored in"
+    _LOG.error("unraisable kind=%s where=%r", given.exc_type.__name__, f"{what}: {given.object!r}", exc_info=error)
 
 
 def _line_of(record: logging.LogRecord, formatter: logging.Formatter) -> dict[str, object]:

@@ -97,23 +97,20 @@ class Setting:
         Args:
             flag: Text of the flag; None if there was none.
             environment: Consulted if there was no flag.
-
-        Raises:
-            ConfigError: The text is empty and the kind is never empty.
         """
-        origin, text = (self.variable, environment.get(self.variable)) if flag is None else (self.flag, flag)
-        if text is not None and not text.strip():
-            if self.kind.is_never_empty:
-                raise ConfigError(f"{origin} is empty: give the path of a file, or leave it out")
-            text = flag
-        return None if text is None else (origin, text)
+        if flag is not None:
+            return self.flag, flag
+        text = environment.get(self.variable)
+        return None if text is None or not (text.strip() or self.kind.is_never_empty) else (self.variable, text)
 
     def value(self, origin: str, text: str) -> Any:
         """Return the value of a text.
 
         Raises:
-            ConfigError: The text is unusable; the message begins with ``origin``.
+            ConfigError: The text is unusable, or empty and the kind is never empty; the message begins with ``origin``.
         """
+        if self.kind.is_never_empty and not text.strip():
+            raise ConfigError(f"{origin} is empty: give the path of a file, or leave it out")
         try:
             return self.kind.read(text)
         except ValueError as error:
@@ -136,7 +133,7 @@ class Group:
 
     def switch(self, flag: str, *, default: bool = False) -> bool:
         """Return a field that the flag turns into the opposite of its default."""
-        kind = Kind("", lambda text: _boolean(text) is not default)
+        kind = Kind("", lambda text: parse_boolean(text) is not default)
         return field(default=default, metadata={_METADATA: Setting(flag, kind, "", self.heading)})
 
 
@@ -254,7 +251,12 @@ def _number(text: str) -> float:
     return float(text)
 
 
-def _boolean(text: str) -> bool:
+def parse_boolean(text: str) -> bool:
+    """Return whether a text such as ``1`` or ``off`` means yes.
+
+    Raises:
+        ValueError: It means neither.
+    """
     if text.lower() not in (*_TRUE, *_FALSE):
         raise ValueError("must be 1 or 0")
     return text.lower() in _TRUE

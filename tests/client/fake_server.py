@@ -99,6 +99,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         masks: Packed masks by fingerprint.
         has_request_ids: True: what one request id creates is created once.
         is_durable: True: the capabilities say that handles survive the server.
+        is_loading: True: the status says that weights are being read.
         granted_ttl_s: Lease that creations are told to have got; None: they are told nothing, as by older servers.
         lineage: Fingerprint of every handle; another one stands for another model.
         prompts: What was prefilled into new sequences, in order.
@@ -126,6 +127,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         self.max_length = 10_000
         self.has_request_ids = False
         self.is_durable = False
+        self.is_loading = False
         self.granted_ttl_s: float | None = None
         self.lineage = b"l" * 16
         self.prompts: list[executor_pb2.PrefillInput] = []
@@ -295,6 +297,9 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
 
     def GetStatus(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         status = info_pb2.ExecutorStatus(state=info_pb2.EXECUTOR_STATE_READY, is_ready=True)
+        if self.is_loading:
+            state = info_pb2.EXECUTOR_STATE_STARTING
+            status = info_pb2.ExecutorStatus(state=state, load_stage="reading weights", load_progress=0.52)
         return self._run("GetStatus", context, lambda: executor_pb2.GetStatusResponse(status=status))
 
     def Prefill(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102

@@ -409,7 +409,7 @@ def test_wrong_use_is_exit_code_2(arguments: tuple[str, ...]) -> None:
         ("generate --max-tokns 5 x", 'unknown option --max-tokns, did you mean --max-tokens?; see "ferrule generate'),
         ("generate --max-tokns=5 x", 'unknown option --max-tokns, did you mean --max-tokens?; see "ferrule generate'),
         ("admin drain --grce 5", 'unknown option --grce, did you mean --grace?; see "ferrule admin drain'),
-        ("halth", "'token'), did you mean health?; see \"ferrule"),
+        ("halth", "'completion'), did you mean health?; see \"ferrule"),
         ("caches x", "unexpected argument 'x'; see \"ferrule caches"),
         ("generate --max-tokens 0 x", '0 is out of range, it must be at least 1; see "ferrule generate'),
     ],

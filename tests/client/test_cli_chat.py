@@ -74,7 +74,7 @@ def test_piped_command_that_there_is_not_is_no_question(chat: Callable[..., tupl
     """A mistyped command is told, as at a terminal; a path is a text."""
     code, out, err = chat("/info\n/etc/hosts holds\n", "--max-tokens", "2", "--temperature", "0", "--json")
     assert (code, len(out.splitlines())) == (0, 1)
-    assert "there is no /info" in err
+    assert json.loads(err) == {"note": "there is no /info; /help lists the commands, // begins a text with a slash"}
 
 
 def test_commands_change_the_conversation(chat: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

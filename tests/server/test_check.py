@@ -46,7 +46,7 @@ DTYPES: tuple[DTypeName, ...] = ("float32", "bfloat16", "float16")
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove settings of the environment that would change what is checked."""
-    for name in ("DTYPE", "WEIGHTS", "MAX_CONTEXT", "DEVICE", "EXECUTOR", "OFFLINE", "REVISION"):
+    for name in ("CONFIG", "DTYPE", "WEIGHTS", "MAX_CONTEXT", "DEVICE", "EXECUTOR", "OFFLINE", "REVISION"):
         monkeypatch.delenv(f"FERRULE_{name}", raising=False)
 
 
@@ -318,6 +318,21 @@ def test_variables_of_a_server_count(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setenv("FERRULE_MAX_CONTEXT", "4096")
     assert main(["--model=demo"]) == 2
     assert "FERRULE_MAX_CONTEXT=4096 is beyond" in capsys.readouterr().err
+
+
+def test_the_file_of_a_server_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Below flags and variables; a message names the key."""
+    path = tmp_path / "ferrule.toml"
+    path.write_text("model = 'other'\ndtype = 'float32'\nmax-context = 128\nlisten = 'unix:/s'\n")
+    monkeypatch.setenv("FERRULE_CONFIG", str(path))
+    assert main(["--model=demo", "--max-context=64", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["dtype"], facts["max_context"]) == ("float32", 64)
+    path.write_text("max-context = 4096\n")
+    assert main(["--model=demo"]) == 2
+    assert f"{path}: max-context = 4096 is beyond" in capsys.readouterr().err
 
 
 def test_the_command_gives_flags_and_exit_code_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -149,7 +149,7 @@ def test_any_format_with_any_arguments_is_one_line(message: str, args: list[obje
 
 
 def test_warnings_and_uncaught_exceptions_are_lines_too() -> None:
-    """In a process of its own: on the main thread, on another, and a warning of Python's."""
+    """In a process of its own: on the main thread, on another, in a ``__del__``, and a warning of Python's."""
     code = (
         "import threading, warnings, logging\n"
         "from ferrule_server.log_format import set_up\n"
@@ -158,14 +158,17 @@ def test_warnings_and_uncaught_exceptions_are_lines_too() -> None:
         "def fail(): raise KeyError('in a thread')\n"
         "thread = threading.Thread(target=fail, name='worker'); thread.start(); thread.join()\n"
         "logging.getLogger('b').debug('not told')\n"
+        "class Broken:\n    def __del__(self): raise ValueError('in an end')\n"
+        "Broken()\n"
         "raise RuntimeError('at the end')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     lines = [json.loads(line) for line in done.stderr.splitlines()]
-    assert [line["level"] for line in lines] == ["WARNING", "CRITICAL", "CRITICAL"]
+    assert [line["level"] for line in lines] == ["WARNING", "CRITICAL", "ERROR", "CRITICAL"]
     assert "old\nthing" in lines[0]["message"]
     assert (lines[1]["kind"], lines[1]["thread"]) == ("KeyError", "worker")
-    assert lines[2]["exception"].endswith("RuntimeError: at the end")
+    assert (lines[2]["kind"], "Broken.__del__" in lines[2]["where"]) == ("ValueError", True)
+    assert lines[3]["exception"].endswith("RuntimeError: at the end")
     assert done.returncode == 1
 
 

@@ -343,6 +343,16 @@ def test_a_second_signal_does_not_wait_for_live_handles(number: int) -> None:
         assert process.wait(timeout=5) == 128 + number
 
 
+def test_a_server_in_the_background_ends_with_sigterm() -> None:
+    """A shell ignores SIGINT for what a script starts there."""
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *_command(*REFERENCE, "--listen", "127.0.0.1:0")]
+    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=_environment()) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready ")
+        _, err = _end(process)
+    assert process.returncode == 0, err
+
+
 def test_ctrl_c_at_a_terminal_says_what_it_waits_for() -> None:
     """And that a second one stops at once."""
     ours, theirs = os.openpty()
@@ -361,6 +371,15 @@ def test_ctrl_c_at_a_terminal_says_what_it_waits_for() -> None:
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=20) == 130
     assert b"ferrule serve: serving 1 live handle for up to 25 s more; Ctrl-C stops at once" in shown
+
+
+def test_reading_a_journal_is_a_stage_of_the_start(tmp_path: Path) -> None:
+    """As it may take seconds; the first server has none to read."""
+    for _ in range(2):
+        with _running(*REFERENCE, "--listen", "127.0.0.1:0", "--durable", str(tmp_path / "journal")) as (process, _):
+            _, err = _end(process)
+    assert "loading stage='reading the journal' progress=0.9" in err
+    assert err.index("reading the journal") < err.index("journal read ")
 
 
 def test_after_a_restart_old_handles_are_of_another_epoch_or_another_instance(tmp_path: Path) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from ferrule_cli.common import add_connection_options, add_numbers, connect, number, show
+from ferrule_cli.common import add_numbers, number, show
+from ferrule_cli.connection import add_connection_options, connect, wait_for_model
+from ferrule_cli.waiting import Waiting
+from ferrule_client.sync.client import Client
 from ferrule_client.types import Drained, Warmed
 
 __all__ = ["EXAMPLES", "add_options", "run"]
@@ -44,16 +47,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Have it done, print what the server says, and return 0."""
-    done: Warmed | Drained
     with connect(args) as client:
-        if args.action == "warmup":
-            done = client.admin.warmup(args.batch_sizes)
-        elif args.action == "drain":
-            done = client.admin.drain(args.grace)
-        else:
-            done = client.admin.shutdown(args.grace)
+        wait_for_model(client, args)
+        done = _do(client, args)
     show(args, dataclasses.asdict(done), _sentence(args.action, done))
     return 0
+
+
+def _do(client: Client, args: argparse.Namespace) -> Warmed | Drained:
+    with Waiting("steps of real shapes" if args.action == "warmup" else "the server to begin"):
+        if args.action == "warmup":
+            return client.admin.warmup(args.batch_sizes)
+        if args.action == "drain":
+            return client.admin.drain(args.grace)
+        return client.admin.shutdown(args.grace)
 
 
 def _sentence(action: str, done: Warmed | Drained) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ferrule_cli import common
 from ferrule_cli.commands.bench_measure import Run, measure, read_rate
+from ferrule_cli.connection import add_connection_options, connect, wait_for_model
 from ferrule_cli.demo.server import ServerProcess
 from ferrule_client.sync.client import Client
 from ferrule_client.types import Status
@@ -51,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--seconds", common.number(float, 0.1, 600), 6.0, "S", "time for each figure (6)"),
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write the table and the bars to a picture too")
-    common.add_connection_options(parser, without_target="start one, and end it")
+    add_connection_options(parser, without_target="start one, and end it")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -89,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
 def _client(args: argparse.Namespace, err: Console) -> Iterator[Client]:
     """Yield a client of the server to measure, when that is ready."""
     if args.target is not None:
-        with common.connect(args) as client:
-            common.wait_for_model(client, args)
+        with connect(args) as client:
+            wait_for_model(client, args)
             yield client
         return
     arguments = ["--model", args.model or "demo", "--log-level", "info"]

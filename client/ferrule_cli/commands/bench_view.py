@@ -10,7 +10,7 @@ from ferrule_cli.commands.bench_measure import Run
 
 __all__ = ["draw"]
 
-_BAR = 18
+_BAR = 12
 
 
 def draw(console: Console, run: Run) -> None:

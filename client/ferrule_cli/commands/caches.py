@@ -8,7 +8,9 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from ferrule_cli.common import add_connection_options, connect, print_json
+from ferrule_cli.common import print_json
+from ferrule_cli.connection import add_connection_options, connect, wait_for_model
+from ferrule_cli.waiting import Waiting
 from ferrule_client.types import CacheSummary
 
 __all__ = ["EXAMPLES", "add_options", "run"]
@@ -29,7 +31,9 @@ add_options = add_connection_options
 def run(args: argparse.Namespace) -> int:
     """Print the live handles and return 0."""
     with connect(args) as client:
-        caches = list(client.list_caches())
+        wait_for_model(client, args)
+        with Waiting("the list of handles"):
+            caches = list(client.list_caches())
         free, total = client.status().free_blocks, client.capabilities().total_blocks
     rows, caption = list(map(_row, caches)), f"{len(caches)} live handles, {free} of {total} blocks free"
     if args.json:

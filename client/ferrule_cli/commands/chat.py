@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ferrule_cli import common
+from ferrule_cli.connection import add_connection_options, connect, wait_for_model
+from ferrule_cli.waiting import Waiting
 from ferrule_client.errors import FerruleError
 from ferrule_client.policy import sample
 from ferrule_client.sync.chat import Chat
@@ -49,25 +51,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     common.add_sampling_options(parser)
     about = """more variables for the chat template, such as '{"enable_thinking": false}'"""
     parser.add_argument("--variables", type=_json_object, metavar="JSON", help=about)
-    common.add_connection_options(parser)
+    add_connection_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the input ends and return 0; errors are raised where nobody is there to be told and to go on."""
     policy = sample(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed)
-    with common.ending_in_order(), common.connect(args) as client:
-        common.wait_for_model(client, args)
+    with common.ending_in_order(), connect(args) as client:
+        wait_for_model(client, args)
         model_id = client.model_info().model_id
         if "chat_template" not in client.capabilities().features:
             text = f"{model_id} has no chat template, so nothing tells how to talk to it; use ferrule generate"
             raise common.CommandError(text, "CHAT_TEMPLATE_MISSING")
         with client.chat(args.system, policy=policy, max_tokens=args.max_tokens, variables=args.variables) as chat:
             is_live = sys.stdin.isatty()
-            if is_live:
-                _note(f"{model_id} at {args.target}; /help lists the commands")
-                if model_id == _BUNDLED:
-                    _note("this model has seen no conversation and goes on as Python code; serve another with --model")
             dialogue = _Dialogue(chat, is_json=args.json, is_live=is_live)
+            dialogue.greet(model_id, args.target)
             for line in _lines(is_live):
                 if not dialogue.take(line):
                     break
@@ -82,6 +81,14 @@ class _Dialogue:
         self._is_json = is_json
         self._is_live = is_live
         self._has_shown = False
+        self._waiting = Waiting("")
+
+    def greet(self, model_id: str, target: str) -> None:
+        """Say on a terminal which model answers, and what to expect of it."""
+        if self._is_live:
+            self._note(f"{model_id} at {target}; /help lists the commands")
+        if model_id == _BUNDLED and (self._is_live or sys.stderr.isatty()):
+            self._note("this model has seen no conversation and goes on as Python code; serve another with --model")
 
     def take(self, line: str) -> bool:
         """Do what a line says; False: it says to leave."""
@@ -90,21 +97,21 @@ class _Dialogue:
         if name == "/quit":
             return False
         if name == "/help":
-            _note(_HELP)
+            self._note(_HELP)
         elif name == "/reset":
             self._chat.messages.clear()
-            _note("nothing was said")
+            self._note("nothing was said")
         elif name == "/save":
-            _save(self._chat.all_messages, argument)
+            self._note(_save(self._chat.all_messages, argument))
         elif name == "/system":
             if argument:
                 self._chat.system = "" if argument == "-" else argument
-            _note(f"system message: {self._chat.system or 'none'}")
+            self._note(f"system message: {self._chat.system or 'none'}")
         elif name == "/undo":
             said = self._chat.messages[-2:]
-            _note(f"taken back: {said[0]['content']}" if self._chat.undo() else "there is nothing to take back")
+            self._note(f"taken back: {said[0]['content']}" if self._chat.undo() else "there is nothing to take back")
         elif line.startswith("/") and not line.startswith("//") and (self._is_live or _WORD.fullmatch(name)):
-            _note(f"there is no {name}; /help lists the commands, // begins a text with a slash")
+            self._note(f"there is no {name}; /help lists the commands, // begins a text with a slash")
         elif line:
             self._say(line[1:] if line.startswith("//") else line)
         return True
@@ -112,15 +119,16 @@ class _Dialogue:
     def _say(self, text: str) -> None:
         self._has_shown = False
         try:
-            answer = self._chat.send(text, on_text=self._show)
+            with Waiting("the answer") as self._waiting:
+                answer = self._chat.send(text, on_text=self._show)
         except FerruleError as error:
             if not self._is_live:
                 raise
-            _note(_complaint(error, len(self._chat.all_messages)))
+            self._note(_complaint(error, len(self._chat.all_messages)))
         except KeyboardInterrupt:  # before the first token was asked for
             if not self._is_live:
                 raise
-            _note("\nstopped; nothing was said")
+            self._note("\nstopped; nothing was said")
         else:
             self._finish(answer)
 
@@ -129,6 +137,7 @@ class _Dialogue:
         shown = piece if self._has_shown else piece.lstrip()
         self._has_shown = self._has_shown or bool(shown)
         if not self._is_json:
+            self._waiting.end()
             print(shown, end="", flush=True)
 
     def _finish(self, answer: Answer) -> None:
@@ -144,22 +153,25 @@ class _Dialogue:
         if is_stopped and not self._is_live:
             raise KeyboardInterrupt
         if not answer.tokens:
-            _note(f"no answer ({reason}), the question is taken back; /undo or /reset make room")
-        elif sys.stderr.isatty():
+            self._note(f"no answer ({reason}), the question is taken back; /undo or /reset make room")
+        elif sys.stderr.isatty() and not self._is_json:
             rate = f"{len(answer.tokens)} tokens, {answer.tokens_per_s:.0f} tokens/s"
-            _note(f"[{reason}, {rate}, prompt {num_prompt - num_kept} new + {num_kept} kept]")
+            self._note(f"[{reason}, {rate}, prompt {num_prompt - num_kept} new + {num_kept} kept]")
+
+    def _note(self, text: str) -> None:
+        """Tell the person at the terminal, or what reads standard error as JSON."""
+        _note(json.dumps({"note": text}) if self._is_json else text)
 
 
-def _save(messages: Sequence[object], path: str) -> None:
+def _save(messages: Sequence[object], path: str) -> str:
+    """Write the messages to a file and return what to say of it."""
     if not path:
-        _note("/save needs the name of a file")
-        return
+        return "/save needs the name of a file"
     try:
         Path(path).expanduser().write_text(json.dumps(messages, indent=2, ensure_ascii=False) + "\n", "utf-8")
     except OSError as error:
-        _note(f"{path}: {error.strerror}")
-    else:
-        _note(f"saved {len(messages)} messages to {path}")
+        return f"{path}: {error.strerror}"
+    return f"saved {len(messages)} messages to {path}"
 
 
 def _lines(is_live: bool) -> Iterator[str]:

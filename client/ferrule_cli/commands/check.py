@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from ferrule_cli.common import misuse
+from ferrule_cli.waiting import Waiting
 
 EXAMPLES = """\
 examples:
@@ -34,4 +35,8 @@ def run(args: argparse.Namespace) -> int:
     values = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if isinstance(value, str)}
     flags = [f"{flag}={value}" for flag, value in values.items()] + ["--json"] * args.json
     command = [sys.executable, "-m", "ferrule_server.model_check", *flags]
-    return subprocess.run(command, check=False).returncode  # noqa: S603 - our own program, no shell
+    with Waiting(f"the check of {args.model}" if "model" in args else "the list of models"):
+        done = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603 - our own program
+    sys.stdout.write(done.stdout)
+    sys.stderr.write(done.stderr)
+    return done.returncode

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from ferrule_cli import common
+from ferrule_cli.connection import add_connection_options, connect, wait_for_model
+from ferrule_cli.waiting import Waiting
 from ferrule_client._check import token_list
 from ferrule_client.errors import TokenOutOfVocabError, UnsupportedError
 from ferrule_client.policy import sample
@@ -56,15 +58,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--presence-penalty", penalty, None, "P", "likewise, once"),
     )
     parser.add_argument("--ids", action="store_true", help="PROMPT and output are token ids, separated by spaces")
-    common.add_connection_options(parser)
+    add_connection_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Stream the continuation of a prompt to standard output and return 0."""
     prompt = _read_prompt(args)
     ids = _parse_ids(prompt) if args.ids else []
-    with common.ending_in_order(), common.connect(args) as client:
-        common.wait_for_model(client, args)
+    with common.ending_in_order(), connect(args) as client:
+        wait_for_model(client, args)
         ids = ids or _encode(client, prompt)
         text_of = functools.cache(lambda token: None if args.ids else client.detokenize([token]))
         start = time.perf_counter()
@@ -171,12 +173,16 @@ def _show(loop: Generation, args: argparse.Namespace, text_of: _TextOf) -> tuple
     first_at = None
     streams = args.n == 1 and not args.json
     try:
-        for token in loop:
-            first_at = first_at or time.perf_counter()
-            shown[token.index].append(token)
-            if streams:
-                plain = f"{int(token)} " if args.ids else token.text
-                print(_line(token, text_of) if args.top_logprobs else plain, end="", flush=True)
+        with Waiting("the first token") as waiting:
+            for token in loop:
+                first_at = first_at or time.perf_counter()
+                shown[token.index].append(token)
+                if streams:
+                    waiting.end()
+                    plain = f"{int(token)} " if args.ids else token.text
+                    print(_line(token, text_of) if args.top_logprobs else plain, end="", flush=True)
+                else:
+                    waiting.show("tokens", sum(map(len, shown)) / (args.n * args.max_tokens))
     except TokenOutOfVocabError as error:
         token_id, size = (error.metadata.get(name, "?") for name in ("token_id", "vocab_size"))
         raise common.misuse(f"token {token_id} is not in the vocabulary of {size} tokens", "PROMPT_NOT_IDS") from None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 
-from ferrule_cli.common import add_connection_options, connect, print_json, show
+from ferrule_cli.common import print_json, show
+from ferrule_cli.connection import add_connection_options, connect
+from ferrule_cli.waiting import Waiting
 from ferrule_client.errors import FerruleError, WrongInstanceError
 from ferrule_client.sync.client import Client
 from ferrule_client.types import ModelInfo, Status
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     is_serving: bool | None = None
     facts: dict[str, object] = {}
     try:
-        with connect(args) as client:
+        with connect(args) as client, Waiting(f"an answer of {args.target}"):
             is_serving = client.admin.health()
             text = "serving" if is_serving else "not serving"
             if not args.probe:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from ferrule_cli.common import add_connection_options, connect, show
+from ferrule_cli.common import show
+from ferrule_cli.connection import add_connection_options, connect, wait_for_model
 from ferrule_client.types import Status
 
 __all__ = ["EXAMPLES", "add_options", "run"]
@@ -29,6 +30,7 @@ add_options = add_connection_options
 def run(args: argparse.Namespace) -> int:
     """Print the counters and return 0."""
     with connect(args) as client:
+        wait_for_model(client, args)
         metrics, status = client.admin.cache_metrics(), client.status()
     values = dataclasses.asdict(metrics) | {name: getattr(status, name) for name in _STATUS}
     width = max(map(len, values))

@@ -19,7 +19,14 @@ from ferrule_client.types import Status
 __all__ = ["ServerProcess"]
 
 _STOP_S = 15.0  # more than the guardian itself waits
-_ACCESS = ("FERRULE_TOKEN_FILE", "FERRULE_TLS_CERT", "FERRULE_TLS_KEY", "FERRULE_TLS_CLIENT_CA", "FERRULE_ADMINS")
+_ACCESS = (
+    "FERRULE_CONFIG",
+    "FERRULE_TOKEN_FILE",
+    "FERRULE_TLS_CERT",
+    "FERRULE_TLS_KEY",
+    "FERRULE_TLS_CLIENT_CA",
+    "FERRULE_ADMINS",
+)
 
 
 class ServerProcess:

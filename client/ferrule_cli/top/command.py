@@ -9,8 +9,10 @@ import time
 from pathlib import Path
 
 from ferrule_cli import common
+from ferrule_cli.connection import add_connection_options, connect
 from ferrule_cli.top.figures import Figures, History, as_dict
 from ferrule_cli.top.source import Source
+from ferrule_cli.waiting import Waiting
 
 __all__ = ["EXAMPLES", "add_options", "run"]
 
@@ -29,7 +31,7 @@ _MAX_WAIT_S = 5.0
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    common.add_connection_options(parser)
+    add_connection_options(parser)
     common.add_numbers(
         parser, ("--interval", common.number(float, 0.1, 3600), 1.0, "SECONDS", "between two looks (default: 1)")
     )
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if args.svg and not args.once:
         raise common.misuse("--svg goes with --once", "OPTION_ALONE")
     has_terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-    with common.ending_in_order(), common.connect(args) as client:
+    with common.ending_in_order(), connect(args) as client:
         source = Source(client, min(args.timeout, _MAX_WAIT_S))
         if args.json:
             common.print_json(as_dict(_twice(source, args.interval, 1)))
@@ -63,7 +65,8 @@ def _twice(source: Source, interval_s: float, max_cells: int) -> Figures:
     """Look twice, so that there are rates."""
     history = History()
     history.add(source.look(max_cells))
-    time.sleep(interval_s)
+    with Waiting("a second look"):
+        time.sleep(interval_s)
     return history.add(source.look(max_cells))
 
 

@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ConfigError, OSError) as error:
-        sys.stderr.write(f"error: {args.directory} is not a readable journal: {error}\n")
+        message = f"{args.directory} is not a readable journal: {error}"
+        line = json.dumps({"error": message, "reason": "JOURNAL_UNREADABLE"}) if args.json else f"error: {message}"
+        sys.stderr.write(f"{line}\n")
         return 2
     facts = facts_of(journal)
     if args.json:

@@ -125,14 +125,14 @@ class Journal:
         return hashlib.sha256(cache_id.encode()).hexdigest()[:16]
 
 
-def read_directory(path: Path, files: Files) -> Journal:
+def read_directory(path: Path, files: Files, on_progress: OnProgress | None = None) -> Journal:
     """Read the journal of a server that starts.
 
     Raises:
         JournalDamaged: It holds something that a crash cannot leave.
         ConfigError, FileNotFoundError: The directory has no readable identity.
     """
-    journal = survey(path, files)
+    journal = survey(path, files, on_progress)
     if journal.damage is not None:
         segment, offset, reason = journal.damage[:3]
         raise JournalDamaged(segment, offset, reason, journal.damage.lost)

@@ -24,11 +24,11 @@ _FLAGS: Final = ("--dtype", "--max-context", "--weights")
 _VARIABLES: Final = frozenset(
     f"FERRULE_{name}"
     for name in (
-        "ACTIVATIONS", "DEVICE", "DISABLE_CUDA_RUNNER", "DTYPE", "EXECUTOR", "MAX_CONTEXT", "OFFLINE", "REVISION",
-        "WEIGHTS",
+        "ACTIVATIONS", "CONFIG", "DEVICE", "DISABLE_CUDA_RUNNER", "DTYPE", "EXECUTOR", "MAX_CONTEXT", "OFFLINE",
+        "REVISION", "WEIGHTS",
     )
 )  # fmt: skip
-"""The settings of a server that change how a model loads."""
+"""The settings of a server that change how a model loads, and the file that may have them."""
 _UNITS: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("ferrule"):
             raise
-        return _misuse(f"the module {error.name!r} is missing: install ferrule[server]")
+        return _misuse(f"the module {error.name!r} is missing: install ferrule[server]", is_json=args.json)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def _check(args: argparse.Namespace) -> int:
     try:
         report = check_model(_settings(given, environment))
     except ConfigError as error:
-        return _misuse(as_given(str(error), given, environment))
+        return _misuse(as_given(str(error), given, environment), is_json=args.json)
     sys.stdout.write((json.dumps(report.facts()) if args.json else _text_of(report)) + "\n")
     return 0 if report.loads else 1
 
@@ -68,8 +68,9 @@ def _settings(given: Sequence[str], environment: Mapping[str, str]) -> ServerCon
     return config
 
 
-def _misuse(message: str) -> int:
-    sys.stderr.write(f"error: {message}\n")
+def _misuse(message: str, *, is_json: bool) -> int:
+    line = json.dumps({"error": message, "reason": "USED_WRONGLY"}) if is_json else f"error: {message}"
+    sys.stderr.write(f"{line}\n")
     return 2
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ferrule_server.durability.directory import DurableDirectory, Wanted, cannot_write
 from ferrule_server.durability.files import Files
-from ferrule_server.durability.reader import read_directory
+from ferrule_server.durability.reader import OnProgress, read_directory
 from ferrule_server.durability.replay import JournalState
 from ferrule_server.durability.writer import SEGMENT_BYTES, JournalWriter
 from ferrule_server.engine.appends.records import DIGESTS
@@ -35,7 +35,11 @@ class Durability:
 
 
 def open_durability(
-    path: Path, wanted: Wanted, files: Files | None = None, segment_bytes: int = SEGMENT_BYTES
+    path: Path,
+    wanted: Wanted,
+    files: Files | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
+    on_progress: OnProgress | None = None,
 ) -> Durability:
     """Lock the directory, read what it describes, and continue it.
 
@@ -44,6 +48,7 @@ def open_durability(
         wanted: What it must belong to.
         files: The system calls; None: those of the operating system.
         segment_bytes: The size of a segment.
+        on_progress: Called with the share that is read.
 
     Raises:
         ConfigError: Another process owns it, it belongs to another server or model, it is damaged, or it cannot be
@@ -52,7 +57,7 @@ def open_durability(
     directory = DurableDirectory.open(path, wanted, files)
     directory.digests = DIGESTS
     try:
-        found = read_directory(path, directory.files)
+        found = read_directory(path, directory.files, on_progress)
         journal = Journal(
             directory,
             lambda on_synced, on_failed: JournalWriter(

@@ -55,6 +55,7 @@ class LoopSession:
             logits_policy=self.policy.message(),
             cache=LASTING,
             max_tokens=self.length,
+            ignore_eos=True,
             n=len(self.branches),
         )
 
@@ -68,6 +69,7 @@ class LoopSession:
             logits_policy=policy.message(),
             on_stale=self.on_stale,
             max_tokens=self.length - len(branch.tokens),
+            ignore_eos=True,
         )
 
     @property

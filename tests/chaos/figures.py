@@ -1,4 +1,4 @@
-"""What a campaign measured: one line of JSON on stdout, which ``pytest -s`` shows and docs/reliability.md quotes."""
+"""What a campaign measured: one line of JSON on stdout, which ``pytest -s`` shows and tests/chaos/RECORD.md quotes."""
 
 from __future__ import annotations
 

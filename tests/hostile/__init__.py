@@ -1,6 +1,6 @@
 """The hostile tests: what clients who mean harm can do to a server and to its other clients, measured.
 
-Run them with ``make test-hostile`` or ``python -m tests.hostile``; docs/reliability.md explains method and bars.
+Run them with ``make test-hostile`` or ``python -m tests.hostile``; README.md explains method and bars.
 
     __main__.py    command line: choose attacks, run them, print a summary table
     registry.py    the list of all attacks

@@ -12,7 +12,7 @@ from tests.hostile.registry import ATTACKS, chosen
 from tests.hostile.servers import dirty_lines
 from tests.hostile.verdicts import Attack, Campaign, Outcome, carry_out, table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).resolve().parents[2] / "tests" / "hostile" / "README.md"
 
 
 def test_every_figure_from_before_belongs_to_an_attack() -> None:

@@ -4,7 +4,7 @@ compile.py       kernel and constants -> PTX (numba) -> cubin (ptxas), and what 
 build.py         the command that writes bundles, and a wheel of them
 machine_code.py  the rules that machine code is held to; sass.py: machine code as a graph; addressing.py: rules on
                  addresses, read from the PTX
-report.py        the table of docs/kernels.md
+report.py        the table of tools/kernels/machine_code.md
 
 Only ``compile.py`` knows the compiler. None of this is part of the server, and none of it needs a GPU or a driver.
 """

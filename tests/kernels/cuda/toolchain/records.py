@@ -7,7 +7,7 @@ compiles all. A change that alters a kernel's PTX has to alter the record as wel
     python -m tests.kernels.cuda.toolchain.records
 
 compiles every kernel, checks every rule for every architecture, and writes the record and the table of
-``docs/kernels.md``.
+``tools/kernels/machine_code.md``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tools.kernels.machine_code import Made, take_apart
 from tools.kernels.report import SHOWN, table, written_into
 
 PATH = Path(__file__).with_name("kernels.json")
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "kernels.md"
+PAGE = Path(__file__).resolve().parents[4] / "tools" / "kernels" / "machine_code.md"
 PACKAGE = "ferrule_server.kernels.cuda"
 COMPILER = Path(compiler.__file__)
 RULES = [COMPILER.with_name(name) for name in ("addressing.py", "machine_code.py", "sass.py")]

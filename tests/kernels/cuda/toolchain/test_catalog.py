@@ -1,4 +1,4 @@
-"""Layer 2: every shipped kernel compiles for every architecture and keeps every rule; docs/kernels.md says what is so.
+"""Layer 2: every shipped kernel compiles for every architecture and keeps every rule; tools/kernels/machine_code.md says what is so.
 
 What the record of checked kernels answers for is not compiled again (:mod:`tests.kernels.cuda.toolchain.records`). The
 PTX of those that are is kept in pytest's cache folder, by what it is made from: a second run compiles nothing.
@@ -21,7 +21,7 @@ from tests.kernels.cuda.toolchain import records
 from tools.kernels.machine_code import Made
 from tools.kernels.report import BEGIN, END
 
-PAGE = (Path(__file__).resolve().parents[4] / "docs" / "kernels.md").read_text()
+PAGE = (Path(__file__).resolve().parents[4] / "tools" / "kernels" / "machine_code.md").read_text()
 SHIPPED = records.shipped_kernels()
 KERNELS = sorted({spec.kernel for spec in SHIPPED}, key=lambda kernel: kernel.__name__)
 ADVICE = "run python -m tests.kernels.cuda.toolchain.records"

@@ -19,6 +19,8 @@ PAGES: Final = tuple(
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
         ROOT / "protos" / "README.md",
+        ROOT / "tools" / "kernels" / "README.md",
+        ROOT / "server" / "ferrule_server" / "executor" / "cuda" / "README.md",
         *sorted((ROOT / "docs").glob("*.md")),
         *sorted((ROOT / "examples").glob("*/README.md")),
         *sorted((ROOT / "examples").glob("*.md")),

@@ -43,7 +43,7 @@ RUN_BY = {
     ("docs/clients.md", "python python-tls"): "tests/conformance/test_clients_tls.py",
     ("docs/clients.md", "rust rust-tls"): "tests/conformance/test_clients_tls.py",
     ("docs/handles.md", "python"): "tests/test_docs.py",
-    ("docs/kernels.md", "python"): "tests/kernels/cuda/test_kernels_page.py",
+    ("tools/kernels/README.md", "python"): "tests/kernels/cuda/test_kernels_page.py",
     ("docs/models.md", "python"): "tests/model/test_new_family.py",
     ("docs/metrics.md", "promql"): "tests/api/test_exposition.py",
     ("docs/metrics.md", "yaml"): "tests/api/test_exposition.py",
@@ -200,7 +200,8 @@ def test_contributing_names_every_target_once() -> None:
 
 def test_every_block_of_code_is_run_by_a_test() -> None:
     """Whoever adds one of another kind says which; pictures and output are text."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "protos" / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / page for page in ("README.md", "CONTRIBUTING.md", "protos/README.md", "tools/kernels/README.md")]
+    pages += (ROOT / "docs").glob("*.md")
     found = {
         (str(page.relative_to(ROOT)), language)
         for page in pages

@@ -25,6 +25,8 @@ OUTSIDE = {
     "index.md": "README.md",
     "contract.md": "protos/README.md",
     "contributing.md": "CONTRIBUTING.md",
+    "kernels.md": "tools/kernels/README.md",
+    "cuda_runner.md": "server/ferrule_server/executor/cuda/README.md",
     "changelog.md": "CHANGELOG.md",
     "security-policy.md": "SECURITY.md",
     "model-card.md": "server/ferrule_server/demo_model/MODEL_CARD.md",

@@ -160,7 +160,7 @@ def test_a_kernel_that_the_bundle_lacks_leaves_every_step_to_torch(
     path = write(bundles / "sm_90a.bundle", [spec for spec in specs if spec.kernel.__name__ != lacking])
     preparation = prepared(config)
     first = next(spec for spec in specs if spec.kernel.__name__ == lacking)
-    reason = f"{first.name} is not in {path}; build the kernels of this model (docs/kernels.md)"
+    reason = f"{first.name} is not in {path}; build the kernels of this model (tools/kernels/README.md)"
     assert (preparation.kernels, preparation.reason, preparation.plan.buffers) == (None, reason, 0)
     with pytest.raises(ConfigError, match=rf"--deterministic needs the kernels of a GPU: {lacking}"):
         prepared(config, is_deterministic=True)

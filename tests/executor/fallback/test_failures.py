@@ -433,9 +433,9 @@ def test_closing_gives_everything_back() -> None:
 
 
 def test_the_page_names_tests_that_exist() -> None:
-    """``docs/cuda_runner.md`` says of each failure which test shows what happens."""
+    """``server/ferrule_server/executor/cuda/README.md`` says of each failure which test shows what happens."""
     here = Path(__file__).parent
-    page = (here.parents[2] / "docs" / "cuda_runner.md").read_text()
+    page = (here.parents[2] / "server" / "ferrule_server" / "executor" / "cuda" / "README.md").read_text()
     named = re.findall(r"`(\w+/test_\w+\.py)::(test_\w+)`", page)
     assert len(named) > 6
     assert [name for file, name in named if f"def {name}(" not in (here.parent / file).read_text()] == []

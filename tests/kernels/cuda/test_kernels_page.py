@@ -1,4 +1,4 @@
-"""docs/kernels.md keeps its word: its kernel runs, is proven and compiles, its commands and intrinsics exist."""
+"""tools/kernels/README.md keeps its word: its kernel runs, is proven and compiles, its commands and intrinsics exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools.kernels import build
 from tools.kernels.compile import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "kernels.md").read_text()
+PAGE = (ROOT / "tools" / "kernels" / "README.md").read_text()
 RECORDS = "python -m tests.kernels.cuda.toolchain.records"
 
 

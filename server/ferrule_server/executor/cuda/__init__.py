@@ -1,6 +1,6 @@
 """The fast path of GPUs: decode and verify steps on the kernels of ``kernels/cuda``, in graphs.
 
-``docs/cuda_runner.md`` explains how it works; ``executor/fallback`` decides which steps run here. Where to find what::
+``README.md`` explains how it works; ``executor/fallback`` decides which steps run here. Where to find what::
 
     compose.py         puts all of it together; memory_plan.py: how the memory of the GPU is divided
     bundle.py          finds and reads the compiled kernels; the settings ask it on machines without a GPU too

@@ -1,6 +1,6 @@
 """Kernels are written once, as plain Python; this turns one into straight-line code for given compile-time constants.
 
-The language of a kernel (see docs/kernels.md, "How a kernel is written"):
+The language of a kernel (see tools/kernels/README.md, "How a kernel is written"):
 
 * Positional parameters are runtime values (``Address``, ``I32``, ``F32``); keyword-only parameters are compile-time
   constants. Module names in CAPITALS are constants too.

@@ -20,8 +20,11 @@ from tests.api.harness import RunningServer
 from tests.executor.cpu.models import opened
 from tests.executor.cpu.test_families import case_of
 from tests.model.conftest import make_example
+from tests.model.dense_families import DENSE_CASES, dense_families_known
 
-WINDOWS = {"mistral-window": 9, "phi3-longrope-partial": 30, "starcoder2-layernorm": 14}
+WINDOWS = {
+    "mistral-window": 9, "phi3-longrope-partial": 30, "starcoder2-layernorm": 14, "llama4-chunks-everywhere": 10,
+}  # fmt: skip
 KINDS = [("torch", name) for name in WINDOWS] + [("cpu", "mistral-window")]
 PROMPT = [(7 * i + i // 5) % 97 for i in range(70)]
 BLOCK = 16
@@ -30,16 +33,18 @@ Connect = Callable[[str, str], Client]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Path]]:
     """Return the folder of a random model, made when it is first asked for."""
     made: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
         if name not in made:
-            made[name] = make_example(case_of(name), tmp_path_factory.mktemp("model")).folder
+            case = DENSE_CASES.get(name) or case_of(name)
+            made[name] = make_example(case, tmp_path_factory.mktemp("model")).folder
         return made[name]
 
-    return folder
+    with dense_families_known():
+        yield folder
 
 
 def poison(executor: Executor) -> None:

@@ -54,6 +54,33 @@ def test_swiglu_gates_the_second_half_by_the_first() -> None:
     torch.testing.assert_close(reference.activate(gate_up, "silu", is_gated=True), expected)
 
 
+def test_a_clamped_swiglu_clamps_the_gate_above_and_the_other_half_on_both_sides() -> None:
+    """The product is (up + 1) * gate * sigmoid(alpha * gate)."""
+    gates, ups = [-9.0, 0.5, 9.0, 0.5], [0.25, -9.0, 9.0, 0.25]
+    clamped = [(-9.0, 0.25), (0.5, -2.0), (2.0, 2.0), (0.5, 0.25)]
+    expected = [(up + 1) * gate / (1 + math.exp(-1.5 * gate)) for gate, up in clamped]
+    found = reference.clamped_swiglu(torch.tensor([gates + ups]), 2.0, 1.5)
+    torch.testing.assert_close(found, torch.tensor([expected]))
+
+
+def test_rows_of_a_chunk_see_it_up_to_themselves() -> None:
+    """A window inside a chunk hides more."""
+    keys, positions = torch.arange(7), torch.arange(7).unsqueeze(1)
+    seen = {rule: ~reference.is_hidden(keys, positions, rule) for rule in _SEEN}
+    assert {rule: ["".join(map(str, row)) for row in found.int().tolist()] for rule, found in seen.items()} == _SEEN
+
+
+_SEEN = {
+    reference.AttentionRule(1.0, chunk=3): [
+        "1000000", "1100000", "1110000", "0001000", "0001100", "0001110", "0000001",
+    ],
+    reference.AttentionRule(1.0, window=2, chunk=3): [
+        "1000000", "1100000", "0110000", "0001000", "0001100", "0000110", "0000001",
+    ],
+}  # fmt: skip
+"""For each rule, the keys that each of seven rows sees."""
+
+
 def test_linear_adds_its_bias() -> None:
     """The sum is x @ weight.T + bias."""
     x, weight, bias = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]]), torch.tensor([0.5, 0.25])

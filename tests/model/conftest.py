@@ -16,6 +16,7 @@ import transformers
 from ferrule_server.executor.base import Float32Array
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.weights import DTypeName, load_model
+from tests.model.dense_families import DENSE, DENSE_CASES, dense_families_known, make_dense
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -173,6 +174,8 @@ class Example:
 def make_example(case: dict[str, Any], folder: Path) -> Example:
     """Save a random model whose norms and biases are random too, so that no two tensors could be swapped unseen."""
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if case["family"] in DENSE:
+        return Example(folder, make_dense(case, folder, randomise))
     settings = {"max_position_embeddings": 512, "eos_token_id": 5, **case}
     family = settings.pop("family")
     config = _config_class(family)(**settings, attn_implementation="eager")
@@ -192,6 +195,8 @@ def randomise(oracle: Any) -> None:
         for name, parameter in oracle.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("sinks"):
+                parameter.uniform_(0.0, 4.0)
             else:
                 parameter.normal_(std=0.2 if parameter.ndim == 1 else 2.0 * parameter.shape[1] ** -0.5)
 
@@ -209,10 +214,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(scope="session", params=CASES, ids=list(CASES))
+@pytest.fixture(scope="package", autouse=True)
+def dense_families() -> Iterator[None]:
+    """Have the loader know the families that only tests have."""
+    with dense_families_known():
+        yield
+
+
+@pytest.fixture(scope="session", params=[*CASES, *DENSE_CASES])
 def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Example:
     """One of the awkward shapes."""
-    return make_example(CASES[request.param], tmp_path_factory.mktemp("model"))
+    return make_example({**CASES, **DENSE_CASES}[request.param], tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,9 @@ from ferrule_server.model.attention import GroupedAttention, PlainAttention, Ste
 
 BLOCK_SIZE = 16
 Seq = tuple[int, int]  # tokens in the pool before the step, rows of the step
+_RULES = [
+    AttentionRule(0.3, window, cap, chunk) for window, chunk in ((20, 0), (0, 33), (20, 33)) for cap in (0.0, 4.0)
+]
 
 
 def make_step(seqs: list[Seq], rng: np.random.Generator) -> tuple[StepArrays, int]:
@@ -94,22 +97,39 @@ def test_rows_without_a_slot_are_not_written() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cap", [0.0, 4.0])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("rule", _RULES, ids=str)
 @pytest.mark.parametrize(
     "seqs", [[(200, 1), (90, 1)], [(150, 5), (140, 5)], [(37, 300)]], ids=["step", "verify", "chunk"]
 )
-def test_a_window_and_a_cap_equal_the_plain_ones(seqs: list[Seq], cap: float, dtype: torch.dtype) -> None:
-    """Blocks before every window may be given back: whatever the null block holds, no row sees it."""
+def test_windows_chunks_sinks_and_caps_equal_the_plain_ones(
+    seqs: list[Seq], rule: AttentionRule, has_sinks: bool, dtype: torch.dtype
+) -> None:
+    """Blocks before all that a row sees may be given back: whatever the null block holds, no row sees it."""
     torch.manual_seed(8)
-    rule = AttentionRule(scale=0.3, window=20, softcap=cap)
+    sinks = (2 * torch.randn(4)).to(dtype) if has_sinks else None
     step, num_blocks = make_step(seqs, np.random.default_rng(9))
     pool = make_pool(step, (num_blocks, 1, 2, 2, BLOCK_SIZE, 8), dtype)
     num_rows = len(step.positions)
     query, (key, value) = torch.randn(num_rows, 4, 8).to(dtype), torch.randn(2, num_rows, 2, 8).to(dtype)
-    whole = PlainAttention(pool.clone(), step).attend(0, query, key, value, rule)
+    whole = PlainAttention(pool.clone(), step).attend(0, query, key, value, rule, sinks=sinks)
     for table, (past, _) in zip(step.block_tables, seqs, strict=True):
-        table[: max(0, past + 1 - rule.window) // BLOCK_SIZE] = 0
+        first = max(past - past % (rule.chunk or past + 1), past + 1 - (rule.window or past + 1))
+        table[: first // BLOCK_SIZE] = 0
     assert not step.block_tables.all()
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for made in (PlainAttention(pool.clone(), step), GroupedAttention(pool.clone(), step, 4)):
-        torch.testing.assert_close(made.attend(0, query, key, value, rule), whole, rtol=tolerance, atol=tolerance)
+        found = made.attend(0, query, key, value, rule, sinks=sinks)
+        torch.testing.assert_close(found, whole, rtol=tolerance, atol=tolerance)
+
+
+def test_a_sink_takes_weight_from_the_values_of_its_head() -> None:
+    """With equal scores a row of three keys gives them 3 of 3 + e^sink parts of the weight."""
+    step, num_blocks = make_step([(2, 1)], np.random.default_rng(3))
+    pool = torch.zeros(num_blocks, 1, 2, 1, BLOCK_SIZE, 8)
+    pool[:, :, 1] = 1.0
+    sinks = torch.tensor([0.0, 2.0])
+    query, key, value = torch.randn(1, 2, 8), torch.zeros(1, 1, 8), torch.ones(1, 1, 8)
+    expected = (3 / (3 + sinks.exp())).view(1, 2, 1).expand(1, 2, 8).flatten(1)
+    for made in (PlainAttention(pool.clone(), step), GroupedAttention(pool.clone(), step, 2)):
+        torch.testing.assert_close(made.attend(0, query, key, value, sinks=sinks), expected)

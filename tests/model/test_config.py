@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from ferrule_server.errors import ModelError
 from ferrule_server.model.config_reader import parse_config, read_config
 from ferrule_server.model.rope import Llama3Scaling, Rope
+from tests.configs import uniform_config, with_layers
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
@@ -120,3 +122,31 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**BASE, "eos_token_id": 1}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
     assert read_config(tmp_path).eos_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("windows", "chunks", "expected"),
+    [
+        ((0, 0), (0, 0), 0),
+        ((8, 6), (0, 0), 8),
+        ((0, 0), (8, 6), 8),
+        ((8, 0), (0, 6), 8),
+        ((8, 0), (0, 0), 0),
+        ((0, 0), (8, 0), 0),
+        ((8, 6), (5, 7), 6),
+    ],
+)
+def test_chunks_bound_what_a_row_attends_to_as_windows_do(
+    windows: tuple[int, int], chunks: tuple[int, int], expected: int
+) -> None:
+    """No row sees more than the last ``chunk`` tokens, and in a layer with both it sees the fewer."""
+    kinds = zip(uniform_config(num_layers=2).layers, windows, chunks, strict=True)
+    layers = tuple(replace(kind, window=window, chunk=chunk) for kind, window, chunk in kinds)
+    assert replace(uniform_config(), layers=layers).attention_window == expected
+
+
+def test_a_chunk_that_no_sequence_fills_is_none() -> None:
+    """A sequence of 64 tokens is one chunk of 64."""
+    config = with_layers(uniform_config(), chunk=64)
+    assert config.for_context(64) == uniform_config()
+    assert config.for_context(65) == config

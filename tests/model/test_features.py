@@ -16,6 +16,7 @@ from ferrule_server.model.rope import Rope
 from ferrule_server.model.tensors import ModelWeights
 from ferrule_server.model.weights import load_model
 from tests.model.conftest import CASES, Example, make_example
+from tests.model.dense_families import DENSE_CASES
 from tests.model.stepping import Piece, PooledSequence, Stepper
 from tests.model.test_decoder import PROMPT, RELATIVE_TOLERANCE
 
@@ -23,6 +24,7 @@ LEAST_SHARE = 100 * RELATIVE_TOLERANCE
 """Of the largest logit: how much some logit moves at least if a feature is switched off."""
 
 WHOLE_MODEL: dict[str, Any] = {
+    "clamped_swiglu": None,
     "norm_offset": 0.0,
     "has_layer_norm": False,
     "has_v_norm": False,
@@ -37,7 +39,7 @@ WHOLE_MODEL: dict[str, Any] = {
 
 TENSORS = (
     "q_norm", "attention_out_norm", "mlp_out_norm", "qkv_bias", "attention_out_bias", "gate_up_bias", "down_bias",
-    "attention_norm_bias", "mlp_norm_bias", "input_norm", "scale",
+    "attention_norm_bias", "mlp_norm_bias", "input_norm", "scale", "sinks",
 )  # fmt: skip
 """Tensors of a layer that exist only for a feature, and without which it still runs."""
 
@@ -56,6 +58,9 @@ def switches(config: ModelConfig) -> Iterator[Switch]:
     for name, off in WHOLE_MODEL.items():
         if getattr(config, name) != off and not (name == "has_layer_norm" and config.has_norm_bias):
             yield Switch(name, replace(config, **{name: off}))
+    if (clamped := config.clamped_swiglu) is not None:
+        yield Switch("limit of SwiGLU", replace(config, clamped_swiglu=replace(clamped, limit=1e30)))
+        yield Switch("alpha of SwiGLU", replace(config, clamped_swiglu=replace(clamped, alpha=1.0)))
     if config.activation != "silu":
         yield Switch("activation", replace(config, activation="silu"))
     for name, change in LAYERS.items():
@@ -70,6 +75,8 @@ def _with_rope(change: Callable[[Rope], Rope]) -> Callable[[LayerKind], LayerKin
 
 LAYERS: dict[str, Callable[[LayerKind], LayerKind]] = {
     "window": lambda kind: replace(kind, window=0),
+    "chunk": lambda kind: replace(kind, chunk=0),
+    "chunk as a window": lambda kind: replace(kind, chunk=0, window=kind.chunk or kind.window),
     "rope": lambda kind: replace(kind, rope=None),
     "no rope": lambda kind: replace(kind, rope=kind.rope or Rope(1e4, kind.head_dim // 2, kind.head_dim)),
     "scaling": _with_rope(lambda rope: replace(rope, scaling=None)),
@@ -91,10 +98,10 @@ def dropped(weights: ModelWeights, config: ModelConfig) -> Iterator[Switch]:
             yield Switch(name, config, pair)
 
 
-@pytest.fixture(scope="module", params=CASES, ids=list(CASES))
+@pytest.fixture(scope="module", params=[*CASES, *DENSE_CASES])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Example:
     """One of the awkward shapes."""
-    return make_example(CASES[request.param], tmp_path_factory.mktemp("features"))
+    return make_example({**CASES, **DENSE_CASES}[request.param], tmp_path_factory.mktemp("features"))
 
 
 def logits_of(example: Example, switch: Switch | None) -> Float32Array:
@@ -132,3 +139,11 @@ def test_every_field_of_a_network_is_covered() -> None:
         "qk_norm", "has_norm_after", "has_qkv_bias", "has_attention_out_bias", "has_layer_scale", "per_layer_input",
     }  # fmt: skip
     assert {field.name for field in fields(ModelConfig)} == {*WHOLE_MODEL, *shapes, *by_tensor}
+
+
+def test_every_field_of_a_layer_is_covered() -> None:
+    """A new field is switched off by a function or as a tensor, or is one of those that decide shapes."""
+    shapes = {"head_dim", "num_kv_heads", "intermediate_size", "kv_layer", "is_value_key"}
+    by_tensor = {"has_sinks"}
+    switched = {"window", "chunk", "rope", "score_scale"}
+    assert {field.name for field in fields(LayerKind)} == {*shapes, *by_tensor, *switched}

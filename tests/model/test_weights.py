@@ -67,12 +67,14 @@ def test_tensors_arrive_in_their_places(example: Example) -> None:
         """Return the rows of those tensors that the checkpoint has: a family may store parts, or all in one."""
         return torch.cat([stored[f"{prefix}{name}"] for name in names if f"{prefix}{name}" in stored])
 
+    part = "feed_forward" if "model.layers.0.feed_forward.down_proj.weight" in stored else "mlp"
+
     model = load(example.folder)
     weights = model.take_weights()
     assert torch.equal(weights.embedding, stored["model.embed_tokens.weight"])
     assert (weights.head is weights.embedding) == model.config.is_tied
     for index, (layer, kind) in enumerate(zip(weights.layers, model.config.layers, strict=True)):
-        attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
+        attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.{part}."
         qkv = joined(attention, *(f"{name}_proj.weight" for name in ("q", "k", "v", "qkv")))
         order = stored_order(kind.rope, kind.head_dim)
         if order is not None:
@@ -84,6 +86,8 @@ def test_tensors_arrive_in_their_places(example: Example) -> None:
         gate_up = joined(mlp, *(f"{name}.weight" for name in ("gate_proj", "up_proj", "gate_up_proj", "c_fc")))
         assert torch.equal(layer.gate_up, gate_up)
         assert torch.equal(layer.down, joined(mlp, "down_proj.weight", "c_proj.weight"))
+        assert (layer.sinks is not None) == kind.has_sinks
+        assert layer.sinks is None or torch.equal(layer.sinks, stored[f"{attention}sinks"])
     assert model.num_parameters == sum(tensor.numel() for tensor in stored.values())
     assert model.weights_bytes == 4 * model.num_parameters
 

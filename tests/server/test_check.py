@@ -34,6 +34,7 @@ from ferrule_server.model_check.report import Details, Report, check_model
 from tests.executor.cpu.models import DEMO, write_awkward
 from tests.executor.cpu.test_families import case_of
 from tests.model.conftest import CASES, make_example
+from tests.model.dense_families import DENSE_CASES, dense_families_known
 from tests.model.hub_stand_in import Hub, files_of, serving
 from tests.model.small_model import CONFIG, write_small_model
 from tests.tools import KERNEL_CACHE
@@ -151,6 +152,33 @@ def test_no_kernels_are_no_reason_not_to_load(tmp_path: Path) -> None:
     report = refused(tmp_path, weights="int8")
     assert "--weights int8 needs kernels" in report.reason
     assert report.instead == "--weights float in place of int8"
+
+
+@pytest.mark.parametrize(
+    ("case", "processor", "gpu"),
+    [
+        ("llama4-chunks-everywhere", ("attention in chunks",), ("not to chunks of 10",)),
+        (
+            "gpt-oss-sinks-clamped-swiglu",
+            ("a clamped SwiGLU", "attention sinks"),
+            ("attention without sinks", "the default clamped_swiglu"),
+        ),
+    ],
+)
+def test_torch_serves_what_only_it_computes(
+    case: str, processor: tuple[str, ...], gpu: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Both kinds of kernels name what they lack, and a server runs torch."""
+    make_example({**DENSE_CASES[case], "head_dim": 16}, tmp_path)
+    with dense_families_known():
+        details = checked(tmp_path)
+        config = ServerConfig(model=str(tmp_path), device="cpu", kv_memory_bytes=1 << 20)
+        loaded = create_executor(config, lambda _stage, _share: None)
+        loaded.executor.close()
+    assert loaded.executor.info.name == details.executor == "torch"
+    assert details.processor_kernels == f"they do not compute {', '.join(processor)}"
+    assert all(words in details.gpu_kernels for words in gpu), details.gpu_kernels
+    assert details.processor_kernels in details.path_reason
 
 
 @pytest.mark.parametrize(

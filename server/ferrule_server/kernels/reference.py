@@ -18,8 +18,10 @@ __all__ = [
     "activate",
     "apply_rope",
     "best_tokens",
+    "clamped_swiglu",
     "embed",
     "gather_kv",
+    "is_hidden",
     "kv_append",
     "layer_norm",
     "linear",
@@ -40,11 +42,13 @@ class AttentionRule:
         scale: Multiplies the products of queries and keys.
         window: How many keys a row sees, its own included; 0: all up to its own.
         softcap: Scores become ``cap * tanh(score / cap)``; 0: they do not.
+        chunk: Keys of a chunk: a row sees only those of its own chunk; 0: there are no chunks.
     """
 
     scale: float
     window: int = 0
     softcap: float = 0.0
+    chunk: int = 0
 
 
 def embed(token_ids: Tensor, table: Tensor, sampled: Tensor | None = None) -> Tensor:
@@ -218,6 +222,22 @@ def activate(x: Tensor, activation: str, *, is_gated: bool) -> Tensor:
     return activated if second is None else activated * second
 
 
+def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:
+    """Return ``(up + 1) * gate * sigmoid(alpha * gate)`` of clamped projections ("gpt-oss", OpenAI, 2025).
+
+    Args:
+        x: [rows, 2 * size]; ``gate`` first, then ``up``.
+        limit: ``gate`` is at most this, and ``up`` is between minus this and this.
+        alpha: Multiplies ``gate`` inside the sigmoid.
+
+    Returns:
+        [rows, size].
+    """
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
 def kv_append(pool: Tensor, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
     """Write the K and V of the rows that have a slot; all other slots of the pool stay unchanged.
 
@@ -264,6 +284,7 @@ def paged_attention(
     kv_lens: Tensor,
     block_tables: Tensor,
     rule: AttentionRule | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the causal softmax attention of each row over its own sequence.
 
@@ -275,7 +296,8 @@ def paged_attention(
         cu_seqlens_q: Integers [num_seqs + 1], the first row of each sequence, and the number of rows.
         kv_lens: Integers [num_seqs].
         block_tables: Integers [num_seqs, max_blocks].
-        rule: Scale, window and cap of the scores; None: scale 1 / sqrt(head_dim), and nothing else.
+        rule: Scale, window, chunks and cap of the scores; None: scale 1 / sqrt(head_dim), and nothing else.
+        sinks: [num_heads], a score of each head that joins the softmax and has no value; None: there is none.
 
     Returns:
         [rows, num_heads, head_dim], dtype of ``query``.
@@ -284,19 +306,39 @@ def paged_attention(
     out = torch.empty_like(query)
     for seq, (begin, end) in enumerate(zip(cu_seqlens_q[:-1].tolist(), cu_seqlens_q[1:].tolist(), strict=True)):
         key, value = gather_kv(pool, layer, block_tables[seq], int(kv_lens[seq]))
-        out[begin:end] = _attend(query[begin:end], key, value, positions[begin:end], rule)
+        out[begin:end] = _attend(query[begin:end], key, value, positions[begin:end], rule, sinks=sinks)
     return out
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, rule: AttentionRule) -> Tensor:
+def is_hidden(keys: Tensor, positions: Tensor, rule: AttentionRule) -> Tensor:
+    """Return whether a row does not see a key.
+
+    Args:
+        keys: Integers, positions of keys.
+        positions: Integers, positions of rows; both broadcast.
+        rule: Its window and chunk are read.
+    """
+    hidden = keys > positions
+    if rule.window:
+        hidden = hidden | (keys <= positions - rule.window)
+    if rule.chunk:
+        hidden = hidden | (keys < positions - positions % rule.chunk)
+    return hidden
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, rule: AttentionRule, *, sinks: Tensor | None
+) -> Tensor:
     """Attend the rows of one sequence: query [rows, num_heads, head_dim], key [num_kv_heads, kv_len, head_dim]."""
     num_queries_per_kv = query.shape[1] // key.shape[0]
     key, value = (part.repeat_interleave(num_queries_per_kv, dim=0) for part in (key, value))
     scores = torch.einsum("rhd,htd->hrt", query.float(), key.float()) * rule.scale
     if rule.softcap:
         scores = softcap(scores, rule.softcap)
-    ahead = torch.arange(key.shape[1], device=query.device) - positions.unsqueeze(1)
-    is_hidden = ahead > 0 if not rule.window else (ahead > 0) | (ahead <= -rule.window)
-    weights = torch.softmax(scores.masked_fill(is_hidden, float("-inf")), dim=-1)
-    seen = value.float().masked_fill(is_hidden.all(0).view(1, -1, 1), 0)  # what no row sees may be anything
+    hidden = is_hidden(torch.arange(key.shape[1], device=query.device), positions.unsqueeze(1), rule)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, len(positions), 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[1]]
+    seen = value.float().masked_fill(hidden.all(0).view(1, -1, 1), 0)  # what no row sees may be anything
     return torch.einsum("hrt,htd->rhd", weights, seen).to(query.dtype)

@@ -1,9 +1,10 @@
 """Windows: blocks that no row reads any more go back to the pool, in sequences that were made with that option.
 
-A row of a model with a window W attends to the last W tokens up to its own. A sequence with the option keeps its last
-2 W + 1 tokens and the rest of their first block, so it can be continued, forked, truncated or rewound exactly at any
-length down to W tokens before its tip. The table keeps its length: entries of blocks that were given back are the null
-block, whose contents no row reads::
+A row of a model with a window W attends to the last W tokens up to its own. In a layer with chunks of W tokens it
+attends to some of the last W tokens, so a chunk counts as a window (``ModelConfig.attention_window``). A sequence with
+the option keeps its last 2 W + 1 tokens and the rest of their first block, so it can be continued, forked, truncated or
+rewound exactly at any length down to W tokens before its tip. The table keeps its length: entries of blocks that were
+given back are the null block, whose contents no row reads::
 
     block_size 4, window 3, 20 tokens       table   [0] [0] [0] [D D D D] [E E E E]
     first position 12, lowest length 15             given back   held

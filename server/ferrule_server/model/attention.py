@@ -76,7 +76,9 @@ class StepArrays:
 class StepAttention(Protocol):
     """Gives the layers of the decoder access to the KV pool during one step."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None, *, sinks: Tensor | None = None
+    ) -> Tensor:
         """Write K and V of the rows, then return the attention of every row over its own sequence.
 
         Args:
@@ -84,6 +86,7 @@ class StepAttention(Protocol):
             query: [num_rows, num_heads, head_dim].
             key: [num_rows, num_kv_heads, head_dim]; None if the layer reads the K and V of an earlier one.
             value: Like ``key``.
+            sinks: [num_heads], a score of each head that joins the softmax and has no value; None: there is none.
 
         Returns:
             [num_rows, num_heads * head_dim].
@@ -95,7 +98,14 @@ class PoolAttention(Protocol):
     """Attention over one pool, whose layers have equal heads. ``layer`` counts those of the pool."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None, rule: AttentionRule | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        rule: AttentionRule | None = None,
+        *,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See :meth:`StepAttention.attend`; ``rule`` says how scores are made, by default plainly."""
         ...
@@ -113,10 +123,12 @@ class LayerAttention:
         self._layers = attention_layers(config)
         self._pools = pools
 
-    def attend(self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None, *, sinks: Tensor | None = None
+    ) -> Tensor:
         """See :class:`StepAttention`."""
         place, index, rule = self._layers[layer]
-        return self._pools[place].attend(index, query, key, value, rule)
+        return self._pools[place].attend(index, query, key, value, rule, sinks=sinks)
 
 
 @cache
@@ -130,7 +142,7 @@ def attention_layers(config: ModelConfig) -> tuple[tuple[int, int, AttentionRule
 
 
 def _rule_of(config: ModelConfig, kind: LayerKind) -> AttentionRule:
-    return AttentionRule(kind.score_scale, kind.window, config.score_softcap)
+    return AttentionRule(kind.score_scale, kind.window, config.score_softcap, kind.chunk)
 
 
 class PlainAttention:
@@ -147,14 +159,21 @@ class PlainAttention:
         self._step = {name: torch.tensor(getattr(step, name), device=pool.device) for name in names}
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None, rule: AttentionRule | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        rule: AttentionRule | None = None,
+        *,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See :class:`PoolAttention`."""
         step = dict(self._step)
         slots = step.pop("slot_mapping")
         if key is not None and value is not None:
             reference.kv_append(self._pool, layer, key, value, slots)
-        out = reference.paged_attention(query, self._pool, layer, **step, rule=rule)
+        out = reference.paged_attention(query, self._pool, layer, **step, rule=rule, sinks=sinks)
         return out.flatten(1)
 
 
@@ -176,7 +195,14 @@ class GroupedAttention:
         self._groups = [_Group(self._shape, step, seqs, pool) for seqs in _group_seqs(step, self._shape)]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None, rule: AttentionRule | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        rule: AttentionRule | None = None,
+        *,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See :class:`PoolAttention`."""
         if key is not None and value is not None:
@@ -184,10 +210,10 @@ class GroupedAttention:
         rule = rule or AttentionRule(query.shape[-1] ** -0.5)
         pieces = self._shape.layer_pieces(self._pool, layer)
         if len(self._groups) == 1:
-            return self._groups[0].attend(query, pieces, rule).reshape(query.shape[0], -1)
+            return self._groups[0].attend(query, pieces, rule, sinks=sinks).reshape(query.shape[0], -1)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         for group in self._groups:
-            out[group.rows] = group.attend(query[group.rows], pieces, rule)
+            out[group.rows] = group.attend(query[group.rows], pieces, rule, sinks=sinks)
         return out.flatten(1)
 
 
@@ -235,49 +261,56 @@ class _Group:
         self._begin = int(step.positions[rows[0]])
         self._positions, self._pool = step.positions[rows], pool
         self._future = self._future_mask(pool) if self._is_chunk else None
-        self._masks: dict[int, Tensor] = {}
+        self._masks: dict[tuple[int, int], Tensor] = {}
 
-    def attend(self, query: Tensor, layer_pieces: Tensor, rule: AttentionRule) -> Tensor:
+    def attend(self, query: Tensor, layer_pieces: Tensor, rule: AttentionRule, *, sinks: Tensor | None) -> Tensor:
         """Return [rows, num_heads, head_dim] for query [rows, num_heads, head_dim]."""
         shape = self._shape
         gathered = layer_pieces.index_select(0, self._pieces).view(-1, shape.head_dim)
         if len(self._stale):
             gathered.index_fill_(0, self._stale, 0)
         key, value = gathered.view(2, self._num_seqs, shape.num_kv_heads, self._length, shape.head_dim).unbind(0)
-        return (self._attend_short if self._future is None else self._attend_chunk)(query, key, value, rule)
+        attend = self._attend_short if self._future is None else self._attend_chunk
+        return attend(query, key, value, rule, sinks)
 
-    def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    def _attend_chunk(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None
+    ) -> Tensor:
         """Attend consecutive rows of one sequence tile by tile, each tile over the keys that it may see."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for begin in range(0, self._q_len, _TILE_ROWS):
             end = min(begin + _TILE_ROWS, self._q_len)
-            first = max(0, self._begin + begin + 1 - rule.window) if rule.window else 0
+            first = _first_key(self._begin + begin, rule)
             keys = slice(first, self._begin + end)
             tile = self._stack(query[begin:end], 1)
-            mask = self._tile_mask(begin, end, first, rule.window)
-            attended = _attend_tile(tile[0], key[0, :, keys], value[0, :, keys], mask, rule)
+            mask = self._tile_mask(begin, end, first, rule)
+            stacked = self._stack_sinks(sinks, end - begin)
+            attended = _attend_tile(tile[0], key[0, :, keys], value[0, :, keys], mask, rule, sinks=stacked)
             out[begin:end] = self._unstack(attended.unsqueeze(0), 1)
         return out
 
-    def _tile_mask(self, begin: int, end: int, first: int, window: int) -> Tensor:
-        """Return the mask of a tile over its last keys; over all from ``first`` if there is a window."""
+    def _tile_mask(self, begin: int, end: int, first: int, rule: AttentionRule) -> Tensor:
+        """Return the mask of a tile over its last keys; over all from ``first`` if there are windows or chunks."""
         assert self._future is not None
-        if not window:
+        if not rule.window and not rule.chunk:
             return self._future[: (end - begin) * self._shape.num_queries_per_kv, : end - begin]
         device = self._future.device
         rows, keys = (torch.arange(first_, self._begin + end, device=device) for first_ in (self._begin + begin, first))
-        ahead = keys - rows.unsqueeze(1)
-        mask = torch.zeros(ahead.shape, device=device).masked_fill_((ahead > 0) | (ahead <= -window), float("-inf"))
+        hidden = reference.is_hidden(keys, rows.unsqueeze(1), rule)
+        mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
         return mask.repeat_interleave(self._shape.num_queries_per_kv, 0)
 
-    def _attend_short(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    def _attend_short(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None
+    ) -> Tensor:
         """Compute the attention of the few rows of many sequences at once."""
-        if rule.window not in self._masks:
-            self._masks[rule.window] = self._make_mask(rule.window)
-        stacked, mask = self._stack(query, self._num_seqs), self._masks[rule.window]
+        seen = (rule.window, rule.chunk)
+        if seen not in self._masks:
+            self._masks[seen] = self._make_mask(rule)
+        stacked, mask = self._stack(query, self._num_seqs), self._masks[seen]
         is_large = query.dtype == torch.bfloat16 and (stacked.shape[2] + 6) * key.numel() > _FUSED_WORK
-        if is_large or rule.softcap:
-            out = _attend_by_products(stacked, key, value, mask, rule)
+        if is_large or rule.softcap or sinks is not None:
+            out = _attend_by_products(stacked, key, value, mask, rule, sinks=self._stack_sinks(sinks, self._q_len))
         else:
             out = F.scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=rule.scale)
         return self._unstack(out, self._num_seqs)
@@ -287,6 +320,14 @@ class _Group:
         shape = self._shape
         heads = query.view(num_seqs, -1, shape.num_kv_heads, shape.num_queries_per_kv, shape.head_dim)
         return heads.transpose(1, 2).reshape(num_seqs, shape.num_kv_heads, -1, shape.head_dim)
+
+    def _stack_sinks(self, sinks: Tensor | None, num_rows: int) -> Tensor | None:
+        """Return float32 [num_kv_heads, rows * num_queries_per_kv, 1], as :meth:`_stack` orders rows."""
+        if sinks is None:
+            return None
+        shape = self._shape
+        heads = sinks.float().view(shape.num_kv_heads, 1, shape.num_queries_per_kv)
+        return heads.expand(-1, num_rows, -1).reshape(shape.num_kv_heads, -1, 1)
 
     def _unstack(self, out: Tensor, num_seqs: int) -> Tensor:
         """Undo :meth:`_stack`: return [rows of all sequences, num_heads, head_dim]."""
@@ -300,17 +341,25 @@ class _Group:
         mask = torch.full((num_rows, num_rows), float("-inf"), device=pool.device).triu_(1)
         return mask.repeat_interleave(self._shape.num_queries_per_kv, 0)
 
-    def _make_mask(self, window: int) -> Tensor:
+    def _make_mask(self, rule: AttentionRule) -> Tensor:
         """Return the mask for the scores, [num_seqs, 1, rows * num_queries_per_kv, length], of 0 and -inf."""
         pool = self._pool
-        ahead = np.arange(self._length) - self._positions.reshape(self._num_seqs, 1, self._q_len, 1)
-        is_hidden = (ahead > 0) | (ahead <= -window) if window else ahead > 0
-        is_hidden = is_hidden.repeat(self._shape.num_queries_per_kv, axis=2)
-        mask = torch.zeros(is_hidden.shape, dtype=pool.dtype, device=pool.device)
-        return mask.masked_fill_(torch.from_numpy(is_hidden).to(pool.device), float("-inf"))
+        positions = torch.from_numpy(self._positions).view(self._num_seqs, 1, self._q_len, 1)
+        hidden = reference.is_hidden(torch.arange(self._length), positions, rule)
+        hidden = hidden.repeat_interleave(self._shape.num_queries_per_kv, 2)
+        mask = torch.zeros(hidden.shape, dtype=pool.dtype, device=pool.device)
+        return mask.masked_fill_(hidden.to(pool.device), float("-inf"))
 
 
-def _attend_tile(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule) -> Tensor:
+def _first_key(position: int, rule: AttentionRule) -> int:
+    """Return the first position that a row sees."""
+    begin = position - position % rule.chunk if rule.chunk else 0
+    return max(begin, position + 1 - rule.window) if rule.window else begin
+
+
+def _attend_tile(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule, *, sinks: Tensor | None
+) -> Tensor:
     """Compute the attention of one tile of a chunk, as many KV heads at a time as have scores that fit into the cache.
 
     Args:
@@ -319,11 +368,12 @@ def _attend_tile(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: 
         value: Like ``key``.
         mask: float32 [stacked rows, k], added to the scores of the last k keys.
         rule: How scores are made.
+        sinks: float32 [num_kv_heads, stacked rows, 1], a score that has no value; None: there is none.
 
     Returns:
         [num_kv_heads, stacked rows, head_dim].
     """
-    if query.dtype != torch.bfloat16 and not rule.softcap:
+    if query.dtype != torch.bfloat16 and not rule.softcap and sinks is None:
         wide = F.pad(mask, (key.shape[1] - mask.shape[1], 0)).to(query.dtype)
         parts = (query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0))
         return F.scaled_dot_product_attention(*parts, wide, scale=rule.scale).squeeze(0)
@@ -331,11 +381,14 @@ def _attend_tile(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: 
     num_heads = max(1, _TILE_SCORES // (query.shape[1] * key.shape[1]))
     for begin in range(0, len(query), num_heads):
         heads = slice(begin, begin + num_heads)
-        out[heads] = _attend_by_products(query[heads], key[heads], value[heads], mask, rule)
+        part = None if sinks is None else sinks[heads]
+        out[heads] = _attend_by_products(query[heads], key[heads], value[heads], mask, rule, sinks=part)
     return out
 
 
-def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule) -> Tensor:
+def _attend_by_products(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: AttentionRule, *, sinks: Tensor | None
+) -> Tensor:
     """Attend by two batched products. The scores keep 16 significant bits, although bfloat16 rounds to 8.
 
     ``low`` is the rounding error of ``high``: the same product with ``high`` subtracted from its float32 sums.
@@ -346,6 +399,7 @@ def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor,
         value: Like ``key``.
         mask: Broadcasts to [..., rows, k], added to the scores of the last k keys.
         rule: How scores are made.
+        sinks: float32, broadcasts to [..., rows, 1], a score that has no value; None: there is none.
 
     Returns:
         [..., rows, head_dim].
@@ -360,8 +414,10 @@ def _attend_by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor,
     if rule.softcap:
         scores = reference.softcap(scores, rule.softcap)
     scores[..., scores.shape[-1] - mask.shape[-1] :].add_(mask)
-    weights = torch.softmax(scores, dim=-1).to(value.dtype)
-    return torch.bmm(weights.view_as(high), value).view(*leading, *query.shape[-2:])
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[1]].to(value.dtype)
+    return torch.bmm(weights.reshape(high.shape), value).view(*leading, *query.shape[-2:])
 
 
 def _own_blocks(block_tables: Int32Array, kv_lens: Int32Array, shape: PoolShape) -> Int32Array:

@@ -9,7 +9,15 @@ from typing import Literal
 
 from ferrule_server.model.rope import LongScaling, Rope
 
-__all__ = ["Activation", "LayerKind", "ModelConfig", "PerLayerInput", "QueryTemperature", "unknown_features"]
+__all__ = [
+    "Activation",
+    "ClampedSwiglu",
+    "LayerKind",
+    "ModelConfig",
+    "PerLayerInput",
+    "QueryTemperature",
+    "unknown_features",
+]
 
 Activation = Literal["silu", "gelu_tanh"]
 """``gelu_tanh`` is the approximation of GELU by a tanh."""
@@ -26,6 +34,8 @@ class LayerKind:
         score_scale: Multiplies the products of queries and keys.
         rope: The rotation of queries and keys; None: there is none.
         window: How many tokens a row attends to, itself included; 0: all.
+        chunk: Tokens of a chunk: a row attends to its own chunk only, up to itself; 0: there are no chunks.
+        has_sinks: One stored score per query head joins the softmax and has no value.
         kv_layer: The earlier layer whose K and V this one reads; None: it has its own.
         is_value_key: The layer has no projection of values; it uses the projected keys, before norm and rotation.
     """
@@ -36,8 +46,28 @@ class LayerKind:
     score_scale: float = 1.0
     rope: Rope | None = None
     window: int = 0
+    chunk: int = 0
+    has_sinks: bool = False
     kv_layer: int | None = None
     is_value_key: bool = False
+
+    @property
+    def reach(self) -> int:
+        """How many tokens a row attends to at most, itself included; 0: all."""
+        return min(filter(None, (self.window, self.chunk)), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """The product of the feed-forward part is ``(up + 1) * gate * sigmoid(alpha * gate)``, of clamped values (GPT-OSS).
+
+    Attributes:
+        limit: The most that ``gate`` may be, and the most that ``up`` may be away from 0.
+        alpha: Multiplies ``gate`` inside the sigmoid.
+    """
+
+    limit: float
+    alpha: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +118,7 @@ class ModelConfig:
         has_v_norm: Each value head is normed, without a weight.
         activation: Of the feed-forward part.
         is_gated: The feed-forward part multiplies the activation of one projection by another projection.
+        clamped_swiglu: Takes the place of that product and its activation; None: nothing does.
         score_softcap: Scores become ``cap * tanh(score / cap)``; 0: they do not.
         query_temperature: Queries grow with their position; None: they do not.
         embedding_scale: Multiplies the embedding of a token, rounded to the dtype of the weights.
@@ -120,6 +151,7 @@ class ModelConfig:
     has_v_norm: bool = False
     activation: Activation = "silu"
     is_gated: bool = True
+    clamped_swiglu: ClampedSwiglu | None = None
     score_softcap: float = 0.0
     query_temperature: QueryTemperature | None = None
     embedding_scale: float = 1.0
@@ -167,15 +199,21 @@ class ModelConfig:
 
     @property
     def attention_window(self) -> int:
-        """The largest window of any layer, in tokens; 0: some layer attends to all tokens."""
-        windows = [kind.window for kind in self.layers]
-        return max(windows) if all(windows) else 0
+        """The most tokens that a row attends to in any layer; 0: all tokens, in some layer.
+
+        A chunk counts like a window: its rows see no more than the last ``chunk`` tokens.
+        """
+        reaches = [kind.reach for kind in self.layers]
+        return max(reaches) if all(reaches) else 0
 
     def for_context(self, max_context: int) -> ModelConfig:
         """Return the network as a server computes it whose sequences are at most so long, in tokens."""
         layers = tuple(
             replace(
-                kind, rope=_for_context(kind.rope, max_context), window=kind.window if kind.window < max_context else 0
+                kind,
+                rope=_for_context(kind.rope, max_context),
+                window=kind.window if kind.window < max_context else 0,
+                chunk=kind.chunk if kind.chunk < max_context else 0,
             )
             for kind in self.layers
         )
@@ -209,6 +247,12 @@ def unknown_features(config: ModelConfig, known: Set[str]) -> list[str]:
         reasons.append("equal layers")
     if kind.window:
         reasons.append(f"attention to all tokens, not to the last {kind.window}")
+    if kind.chunk:
+        reasons.append(f"attention to all tokens, not to chunks of {kind.chunk}")
+    if kind.has_sinks:
+        reasons.append("attention without sinks")
+    if kind.is_value_key:
+        reasons.append("a projection of values")
     if kind.score_scale != kind.head_dim**-0.5:
         reasons.append(f"scores divided by the root of head_dim, not times {kind.score_scale:g}")
     if kind.rope is not None and kind.rope.magnitude != 1:

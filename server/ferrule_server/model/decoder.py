@@ -77,6 +77,7 @@ class _Layer:
     down: AddLinear
     per_layer_input: _PerLayerInput | None
     scale: Tensor | None
+    sinks: Tensor | None
 
 
 class Decoder:
@@ -139,7 +140,7 @@ class Decoder:
             query, key, value = self._project(layer, hidden, rotations[layer.rotation])
             if temperature is not None:
                 query = (query * temperature).to(query.dtype)
-            attended = attention.attend(index, query, key, value)
+            attended = attention.attend(index, query, key, value, sinks=layer.sinks)
             for tile in _tiles(len(hidden), self._tile_rows):
                 self._feed_forward(layer, hidden[tile], attended[tile])
             if layer.per_layer_input is not None and inputs is not None:
@@ -215,7 +216,14 @@ class Decoder:
         layer.attention_out(hidden, attended)
         if normed is None:
             normed = hidden if layer.mlp_norm is None else layer.mlp_norm(hidden)
-        layer.down(hidden, reference.activate(layer.gate_up(normed), config.activation, is_gated=config.is_gated))
+        layer.down(hidden, self._activate(layer.gate_up(normed)))
+
+    def _activate(self, projected: Tensor) -> Tensor:
+        """Return what the feed-forward part computes between its projections."""
+        clamped = self._config.clamped_swiglu
+        if clamped is not None:
+            return reference.clamped_swiglu(projected, clamped.limit, clamped.alpha)
+        return reference.activate(projected, self._config.activation, is_gated=self._config.is_gated)
 
     def _add_input(self, part: _PerLayerInput, hidden: Tensor, values: Tensor) -> None:
         gate = reference.activate(part.gate(hidden), self._config.activation, is_gated=False)
@@ -263,6 +271,7 @@ class Decoder:
             if input_norm is None
             else _PerLayerInput(linear("input_gate"), linear("input_projection"), input_norm),
             scale=weights.scale,
+            sinks=None if weights.sinks is None else weights.sinks.float(),
         )
 
 

@@ -55,8 +55,8 @@ def can_attend(pool: Tensor) -> bool:
 
 
 def can_compute(config: ModelConfig) -> bool:
-    """Return whether the operator computes the scores of all layers: it knows neither windows nor caps."""
-    return not config.score_softcap and not any(kind.window for kind in config.layers)
+    """Return whether the operator computes the scores of all layers; it knows no windows, chunks, caps and sinks."""
+    return not config.score_softcap and not any(kind.reach or kind.has_sinks for kind in config.layers)
 
 
 def has_trailing_rows(step: StepArrays) -> bool:
@@ -83,9 +83,17 @@ class FlashAttention:
         self._packs = [_Pack(self._shape, step, seqs, pool) for seqs in _pack_seqs(num_blocks, most_blocks)]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None, rule: AttentionRule | None = None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        rule: AttentionRule | None = None,
+        *,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """See :class:`PoolAttention`."""
+        """See :class:`PoolAttention`; there are no sinks, see :func:`can_compute`."""
+        assert sinks is None
         if key is not None and value is not None:
             self._writer.write(layer, key, value)
         scale = None if rule is None else rule.scale

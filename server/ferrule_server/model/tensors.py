@@ -59,6 +59,7 @@ class LayerWeights:
         input_projection: [hidden_size, per_layer_input.size].
         input_norm: [hidden_size], after ``input_projection``.
         scale: [1], multiplies the residual stream.
+        sinks: [num_heads], one more score of each query head.
     """
 
     qkv: torch.Tensor
@@ -81,6 +82,7 @@ class LayerWeights:
     input_projection: torch.Tensor | None = None
     input_norm: torch.Tensor | None = None
     scale: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -242,6 +244,8 @@ def layer_parts(config: ModelConfig, kind: LayerKind) -> dict[str, dict[str, tup
             parts[f"{field_name}_bias"] = {f"{name}.bias": (size,)}
     if config.has_layer_scale:
         parts["scale"] = {"layer_scalar": (1,)}
+    if kind.has_sinks:
+        parts["sinks"] = {"self_attn.sinks": (config.num_heads,)}
     return parts
 
 

@@ -15,7 +15,7 @@ from ferrule_server.executor.base import Executor, Float32Array, OutputSpec
 from ferrule_server.executor.cpu.executor import NumbaCpuExecutor
 from ferrule_server.executor.cpu.support import choose, unsupported
 from ferrule_server.kernels.cpu.plan import WeightKind
-from ferrule_server.model.config import LayerKind, ModelConfig, PerLayerInput
+from ferrule_server.model.config import ClampedSwiglu, LayerKind, ModelConfig, PerLayerInput
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.tensors import LayerWeights, ModelWeights
 from ferrule_server.model.weights import load_model
@@ -199,6 +199,9 @@ def with_second(kind: LayerKind) -> ModelConfig:
         (with_second(replace(KIND, head_dim=48)), "heads of several widths"),
         (replace(with_second(replace(KIND, kv_layer=0)), qk_norm="row"), "norms of all heads of a row"),
         (replace(with_second(replace(KIND, is_value_key=True)), qk_norm="row"), "norms of all heads of a row"),
+        (with_second(replace(KIND, chunk=64)), "they do not compute attention in chunks"),
+        (with_second(replace(KIND, has_sinks=True)), "they do not compute attention sinks"),
+        (replace(PLAIN, clamped_swiglu=ClampedSwiglu(7.0, 1.7)), "they do not compute a clamped SwiGLU"),
         (replace(PLAIN, hidden_size=72), "hidden_size 72 is not a multiple of 16"),
         (uniform_config(head_dim=24), "head_dim 24 is not a multiple of 16"),
     ],

@@ -23,7 +23,7 @@ from ferrule_server.executor.cuda.graphs import NODE_BYTES, GraphKey
 from ferrule_server.executor.cuda.kernel_choice import shape_of
 from ferrule_server.executor.cuda.memory_plan import format_plan, num_launches, plan_memory, weights_bytes
 from ferrule_server.executor.cuda.runner import CudaDecodeRunner, create_runner
-from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config import ClampedSwiglu, ModelConfig
 from ferrule_server.model.tensors import allocate
 from tests.configs import uniform_config, with_layers
 from tests.executor.cuda.fake_gpu import FakeGpu, FakeLaunch
@@ -75,6 +75,7 @@ def plan(config: ModelConfig = QWEN3_8B, **changed: Any) -> MemoryPlan:
         {"has_qkv_bias": True, "has_attention_out_bias": True, "has_mlp_bias": True},
         {"qk_norm": "none", "layers": with_layers(TINY, num_kv_heads=4).layers},
         {"hidden_size": 96, "layers": with_layers(TINY, head_dim=10, num_layers=3).layers},
+        {"layers": with_layers(TINY, has_sinks=True).layers},
         {"architecture": "Gemma2ForCausalLM", "norm_offset": 1.0, "has_norm_after": True, "layers": MIXED_HEADS},
     ],
     ids=str,
@@ -100,10 +101,19 @@ def test_a_pool_of_layers_with_other_heads_takes_the_sum_of_all() -> None:
     assert made.kv_pool == GIB // block * block
 
 
-@pytest.mark.parametrize("changed", [{"window": 64}, {"score_softcap": 30.0}], ids=str)
-def test_windows_and_caps_take_work_space(changed: dict[str, Any]) -> None:
-    """Torch makes a mask for them, and caps the scores in more memory."""
-    config = replace(TINY, **changed) if "score_softcap" in changed else with_layers(TINY, **changed)
+@pytest.mark.parametrize(
+    "config",
+    [
+        with_layers(TINY, window=64),
+        with_layers(TINY, chunk=64),
+        with_layers(TINY, has_sinks=True),
+        replace(TINY, score_softcap=30.0),
+        replace(TINY, clamped_swiglu=ClampedSwiglu(7.0, 1.7)),
+    ],
+    ids=["window", "chunk", "sinks", "cap", "clamped"],
+)
+def test_what_a_plain_model_lacks_takes_work_space(config: ModelConfig) -> None:
+    """Torch makes masks, copies scores to cap them or to add sinks, and clamps each half of a product."""
     assert plan(config, limits=None).workspace > plan(TINY, limits=None).workspace
 
 

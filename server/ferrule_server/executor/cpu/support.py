@@ -25,6 +25,18 @@ _KNOWN_FIELDS: Final = frozenset(
     }
 )  # fmt: skip
 """The fields of a network that the kernels compute; any other must have its default."""
+_KNOWN_LAYER_FIELDS: Final = frozenset(
+    {
+        "head_dim", "num_kv_heads", "intermediate_size", "score_scale", "rope", "window", "kv_layer", "is_value_key",
+    }
+)  # fmt: skip
+"""Those of a layer."""
+_FEATURES: Final = {
+    "clamped_swiglu": "a clamped SwiGLU",
+    "chunk": "attention in chunks",
+    "has_sinks": "attention sinks",
+}
+"""What fields that they do not compute stand for, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +85,12 @@ def unsupported(config: ModelConfig, dtype: str = "bfloat16") -> str:
 def _unknown_fields(config: ModelConfig) -> Iterator[str]:
     for field in fields(config):
         if field.name not in _KNOWN_FIELDS and getattr(config, field.name) != field.default:
-            yield field.name
+            yield _FEATURES.get(field.name, field.name)
+    for field in fields(LayerKind):
+        if field.name not in _KNOWN_LAYER_FIELDS and any(
+            getattr(kind, field.name) != field.default for kind in config.layers
+        ):
+            yield _FEATURES.get(field.name, field.name)
     if config.has_norm_after and (config.has_layer_norm or config.is_parallel):
         yield "has_norm_after"
 

@@ -37,7 +37,10 @@ _ATTENTION_TILE_ROWS = 256
 _SCORE_BYTES = 16
 """Per score of such a tile: two bfloat16 products, float32 scores and weights, bfloat16 weights."""
 _RULE_BYTES = 20
-"""Per score in a model with windows or capped scores: the mask of a window, and what capping them makes in between."""
+"""Per score in a model with windows, chunks, sinks or capped scores: the mask, and what capping scores or appending
+sinks makes in between."""
+_CLAMPED_INNER = 7
+"""Rows as wide as the feed-forward part that a clamped SwiGLU holds at once, those of its projections included."""
 _LAYER_LAUNCHES = 10
 """Of a step, per layer, at most: above 64 rows products, norms and activations are launches of their own."""
 _BIAS_LAUNCHES = 1
@@ -172,7 +175,8 @@ def _spare_bytes(plan: MemoryPlan) -> int:
 def _workspace_bytes(config: ModelConfig, dtype_bytes: int, max_context: int, max_rows: int) -> int:
     """Return what torch takes at most for a prefill of one long sequence: activations, attention, logits."""
     qkv, group = shape_of(config).qkv_size, config.num_heads // config.num_kv_heads
-    activations = max_rows * dtype_bytes * (10 * config.hidden_size + 2 * qkv + 4 * config.intermediate_size)
+    inner = (4 if config.clamped_swiglu is None else _CLAMPED_INNER) * config.intermediate_size
+    activations = max_rows * dtype_bytes * (10 * config.hidden_size + 2 * qkv + inner)
     score_bytes = _SCORE_BYTES + (0 if can_compute(config) else _RULE_BYTES)
     scores = min(_ATTENTION_TILE_ROWS, max_rows) * group * max_context * score_bytes
     gathered = max(4 * max_context * config.num_kv_heads * config.head_dim * dtype_bytes, GATHERED_BYTES)

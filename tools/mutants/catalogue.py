@@ -28,6 +28,7 @@ class Mutant:
         breaks: The promise that no longer holds, in one sentence.
         tests: Test files or test nodes that fail with it.
         hangs: A run that exceeds its time limit counts as a failure.
+        limit_s: Time limit of the run; 0: that of the campaign.
     """
 
     id: str
@@ -37,6 +38,7 @@ class Mutant:
     breaks: str
     tests: tuple[str, ...]
     hangs: bool = False
+    limit_s: float = 0.0
 
     def apply(self, text: str) -> str:
         """Return the text of the source with the fault.

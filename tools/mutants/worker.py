@@ -61,7 +61,7 @@ class Worker:
     """A copy of the tree; between runs its sources are those of the tree.
 
     Args:
-        limit_s: Time limit of the run of a mutant.
+        limit_s: Time limit of the run of a mutant that has none of its own.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -106,7 +106,7 @@ class Worker:
         try:
             source.write_text(mutated)
             os.utime(source, (times.st_atime + 60, times.st_mtime + 60))
-            status = self._run(mutant.tests, self._environment(mutant), self._limit_s)
+            status = self._run(mutant.tests, self._environment(mutant), mutant.limit_s or self._limit_s)
         finally:
             source.write_bytes(original)
             os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))

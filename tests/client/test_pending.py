@@ -123,9 +123,11 @@ def test_a_token_after_other_tokens_is_no_confirmation(client: Client) -> None:
     """Even if value and position are the same: it was chosen in another text."""
     chosen = greedy(mask=[7])
     with client.prefill(PROMPT, policy=chosen) as cache, client.prefill([*PROMPT[:3], 30], policy=chosen) as other:
-        assert (other.pending, other.length) == (cache.pending, cache.length)
+        token = other.pending
+        assert token is not None
+        assert (token, other.length) == (cache.pending, cache.length)
         with pytest.raises(PendingTokenError):
-            cache.append(other.pending)
+            cache.append(token)
         assert held(cache) == PROMPT
 
 

@@ -6,8 +6,8 @@ Three caches could hide a mutant, and each is dealt with:
   makes sure that it precedes the install.
 * Bytecode is compiled once, before the first mutant, and never written again. A mutated source has another time of
   change than its bytecode, so Python compiles it again; the original gets its old time back.
-* The product keeps the machine code of CPU kernels in a folder for each version of their sources, so a mutant of a kernel
-  never meets other code. It has a home of its own, so that its machine code does not stay in the user's cache.
+* The product keeps the machine code of CPU kernels in a folder for each version of their sources, so a mutant of a
+  kernel never meets other code. It has a home of its own, so that its machine code does not stay in the user's cache.
 """
 
 from __future__ import annotations

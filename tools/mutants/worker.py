@@ -46,7 +46,7 @@ class Outcome(enum.Enum):
     """What became of a mutant."""
 
     KILLED = "killed"
-    """A test failed."""
+    """A test failed, or the process crashed."""
     SURVIVED = "survived"
     """All named tests passed."""
     STALE = "stale"
@@ -112,7 +112,9 @@ class Worker:
             os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
         if status is None:
             return Outcome.KILLED if mutant.hangs else Outcome.HUNG
-        return {0: Outcome.SURVIVED, _FAILED: Outcome.KILLED}.get(status, Outcome.BROKEN)
+        if status == _FAILED or status < 0:
+            return Outcome.KILLED
+        return Outcome.BROKEN if status else Outcome.SURVIVED
 
     def close(self) -> None:
         """Delete the copy."""

@@ -13,7 +13,7 @@ MARKERS := not slow and not gpu
 PYTEST := $(BIN)/python -m pytest -q -m "$(MARKERS)"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures docs clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures docs clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
@@ -56,6 +56,9 @@ test-stack: $(VENV)/.ok ## the compose stack without Docker: real Envoy, Prometh
 	@shellcheck deploy/make_certificates.sh tests/stack/install_tools.sh
 	@$(DCLINT) docker-compose.yml deploy/compose.*.yml
 	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q tests/stack tests/api/web tests/api/test_exposition.py
+
+mutants: $(VENV)/.ok ## break the product in more than 100 ways: the suite must notice each (15 minutes; MUTANTS="--only ID")
+	@$(BIN)/python -m tools.mutants --jobs $(JOBS) $(MUTANTS)
 
 lint: $(VENV)/.ok ## ruff: lint and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -119,6 +119,18 @@ def test_a_token_of_another_place_is_no_confirmation(client: Client) -> None:
         assert held(cache) == [*PROMPT, 7, 7]
 
 
+def test_a_token_after_other_tokens_is_no_confirmation(client: Client) -> None:
+    """Even if value and position are the same: it was chosen in another text."""
+    chosen = greedy(mask=[7])
+    with client.prefill(PROMPT, policy=chosen) as cache, client.prefill([*PROMPT[:3], 30], policy=chosen) as other:
+        token = other.pending
+        assert token is not None
+        assert (token, other.length) == (cache.pending, cache.length)
+        with pytest.raises(PendingTokenError):
+            cache.append(token)
+        assert held(cache) == PROMPT
+
+
 def test_a_token_travels_and_still_confirms(client: Client) -> None:
     """Its place goes with it: through pickle, and into a fork, which takes the pending token along."""
     with prefilled(client) as cache, cache.fork() as branch:

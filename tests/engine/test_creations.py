@@ -15,6 +15,7 @@ from ferrule_server.engine.jobs import (
     AppendJob,
     ForkJob,
     ForkResult,
+    ListResult,
     OutputRequest,
     TruncateJob,
     TruncateResult,
@@ -288,6 +289,26 @@ def test_a_fork_sent_again_gets_the_same_branches() -> None:
         harness.release(*made.handles)
         assert isinstance(harness.submit(fork_job(source, 3)).error(), HandleUnknown)
         assert harness.engine.counters.forks == 1
+
+
+def test_a_fork_sent_again_renews_the_leases_of_its_branches() -> None:
+    """Who gets the answer only now has the whole lease before it, of the same duration."""
+    with Harness() as harness:
+        now = time.monotonic()
+        harness.clock = lambda: now
+        job = fork_job(harness.prefill(1, 2, 3).handle)
+        job.ttl_s = 50.0
+        first = harness.submit(job).outcome()
+        assert isinstance(first, ForkResult)
+        now += 40.0
+        again = harness.submit(dataclasses.replace(job)).outcome()
+        assert isinstance(again, ForkResult)
+        assert (again.handles, again.ttl_s, again.replayed) == (first.handles, 50.0, True)
+        for handle in again.handles:
+            info = harness.submit(host_calls.list_caches("me")).outcome()
+            assert isinstance(info, ListResult)
+            (lease,) = (each.lease for each in info.caches if each.handle_id == handle.handle_id)
+            assert lease.expires_in_s == 50.0
 
 
 def test_a_fork_of_which_everything_expired_says_so() -> None:

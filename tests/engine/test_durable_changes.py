@@ -178,7 +178,7 @@ def test_sequences_that_have_ended_are_not_kept_in_memory(servers: Servers) -> N
         ended.add(handle.handle_id)
         (handle,) = forked.handles
     gc.collect()
-    assert not [each for each in gc.get_objects() if issubclass(type(each), Sequence) and each.handle_id in ended]
+    assert not [each for each in gc.get_objects() if type(each) is Sequence and each.handle_id in ended]
 
 
 def test_request_ids_of_sequences_that_have_ended_survive_a_loss_of_all_kv(servers: Servers) -> None:

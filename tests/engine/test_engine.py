@@ -574,20 +574,27 @@ def test_records_are_counted_as_long_as_they_are_held() -> None:
 
 
 @pytest.mark.parametrize("kind", ["fork", "truncate", "append"])
-def test_cancelled_while_waiting_in_the_lane_changes_nothing(kind: str) -> None:
+@pytest.mark.parametrize("where", ["in the lane", "in the inbox"])
+def test_cancelled_while_waiting_changes_nothing(kind: str, where: str) -> None:
     """Also a fork or a truncate whose caller left before its turn never happens."""
     executor = FakeExecutor()
     with Harness(executor, max_step_rows=4) as harness:
         first = harness.prefill(1, 2, 3)
         executor.gate = threading.Event()
-        running = harness.submit(append(first.handle, *([4] * 20)))
-        assert executor.is_waiting.wait(10)
+        long = append(first.handle, *([4] * 20))
         job: ForkJob | TruncateJob | AppendJob = ForkJob("me", first.handle, 3, 5)
         if kind == "truncate":
             job = TruncateJob("me", first.handle, 2)
         elif kind == "append":
             job = append(first.handle, 9, on_stale=StalePolicy.REWIND)
-        waiting = harness.submit(job)
+        if where == "in the lane":  # both are judged before the first step
+            running, waiting = harness.submit_all(long, job)
+            assert executor.is_waiting.wait(10)
+            assert harness.engine._lanes.num_waiting == 1
+        else:
+            running = harness.submit(long)
+            assert executor.is_waiting.wait(10)
+            waiting = harness.submit(job)
         job.is_cancelled = True
         executor.gate.set()
         tip = running.result().handle

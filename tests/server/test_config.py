@@ -10,7 +10,7 @@ import pytest
 from ferrule_server import __main__ as server
 from ferrule_server.addresses import ListenAddress
 from ferrule_server.arguments import parse_config
-from ferrule_server.config import ServerConfig, instance_of_host
+from ferrule_server.config import CONNECTIONS_OF_STRANGERS, DEFAULT_CONNECTIONS, ServerConfig, instance_of_host
 from ferrule_server.errors import ConfigError
 from ferrule_server.loading import create_executor
 from ferrule_server.quotas import DEFAULT_QUOTAS, QuotaLimits
@@ -289,6 +289,23 @@ def test_what_is_authenticated_or_local_needs_no_insecure(arguments: str) -> Non
     """Files are looked at when the server starts, not here."""
     config = parse_config(arguments.split(), {})
     assert config.has_authentication is ("T" in arguments or "A" in arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limit"),
+    [
+        ("", DEFAULT_CONNECTIONS),
+        ("--token-file T", DEFAULT_CONNECTIONS),
+        ("--listen 0.0.0.0:1 --insecure", DEFAULT_CONNECTIONS),
+        ("--listen 0.0.0.0:1 --token-file T", CONNECTIONS_OF_STRANGERS),
+        ("--listen 0.0.0.0:1 --token-file T --max-connections 50", 50),
+        ("--listen 0.0.0.0:1 --token-file T --tls-cert C --tls-key K", CONNECTIONS_OF_STRANGERS),
+        ("--listen 0.0.0.0:1 --token-file T --tls-cert C --tls-key K --tls-client-ca A", DEFAULT_CONNECTIONS),
+    ],
+)
+def test_strangers_get_few_connections(arguments: str, limit: int) -> None:
+    """Each takes memory before its token is refused; a client certificate is checked in the handshake."""
+    assert parse_config(arguments.split(), {}).connection_limit == limit
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ferrule_server.executor.base import Executor, Float32Array, OutputSpec
+from ferrule_server.executor.cpu import support
 from ferrule_server.executor.cpu.executor import NumbaCpuExecutor
 from ferrule_server.executor.cpu.support import choose, unsupported
 from ferrule_server.kernels.cpu.plan import WeightKind
@@ -212,6 +213,14 @@ def test_what_the_kernels_do_not_compute_is_refused(config: ModelConfig, reason:
     choice = choose(config, "bfloat16")
     assert choice.plan is None
     assert reason in choice.reason
+
+
+def test_a_feature_that_the_kernels_do_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new field of a network is never ignored: it has to be listed first."""
+    known = support._KNOWN_FIELDS
+    monkeypatch.setattr(support, "_KNOWN_FIELDS", known - {"logit_softcap"})
+    assert unsupported(replace(PLAIN, logit_softcap=30.0)) == "they do not compute logit_softcap"
+    assert unsupported(PLAIN) == ""
 
 
 def test_float16_is_refused() -> None:

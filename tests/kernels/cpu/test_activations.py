@@ -73,9 +73,10 @@ def _fold(source, target):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("size", [16, 48, 144, 1024])
-def test_norm_of_a_row(size: int) -> None:
-    """RMSNorm in float32."""
-    row, weight, out = torch.randn(size) * 3, torch.randn(size), torch.empty(size)
+@pytest.mark.parametrize("scale", [3.0, 1e-3])
+def test_norm_of_a_row(size: int, scale: float) -> None:
+    """RMSNorm in float32, of rows so small that epsilon decides, too."""
+    row, weight, out = torch.randn(size) * scale, torch.randn(size), torch.empty(size)
     _norm_row(FLOAT32, row.data_ptr(), weight.data_ptr(), size, EPS, out.data_ptr())
     torch.testing.assert_close(out, reference.rms_norm(row, weight, float(EPS)), atol=1e-6, rtol=1e-5)
 

@@ -60,3 +60,17 @@ def test_a_folder_that_cannot_be_written_is_told_of(
     assert usable_cache(tmp_path / "file") is None
     assert len(caplog.messages) == 2
     assert all("event=kernels_not_kept" in message for message in caplog.messages)
+
+
+def test_each_version_of_the_sources_keeps_its_own_machine_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if only the content of a file has changed; the same sources find theirs again."""
+    monkeypatch.setattr(compiled, "_SOURCES", tmp_path)
+    source = tmp_path / "linear.py"
+    source.write_text("FACTOR = 1")
+    version = compiled._version()
+    source.write_text("FACTOR = 2")
+    assert compiled._version() != version
+    source.write_text("FACTOR = 1")
+    assert compiled._version() == version

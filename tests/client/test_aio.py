@@ -17,10 +17,9 @@ import grpc.aio
 import pytest
 from google.rpc import status_pb2
 
-from ferrule import AsyncClient, HandleNotFoundError, Policy, greedy, sample
+from ferrule import AsyncClient, Policy, greedy, sample
 from ferrule.errors import (
     CallCancelledError,
-    ContextExceededError,
     DeadlineExceededError,
     HandleStaleError,
     PendingTokenError,
@@ -308,86 +307,6 @@ def test_a_frame_has_its_own_limit_and_obeys_those_around_it(fake: FakeServer) -
     run(main())
 
 
-def test_broken_connections_are_resumed(fake: FakeServer) -> None:
-    """A frame and a call whose replies were lost are sent again and replayed: nothing is doubled."""
-
-    async def main() -> None:
-        async with AsyncClient(fake.target) as client, client.prefill([1, 2]) as cache:
-            fake.failures["frame"] = [Failure(CODES.UNAVAILABLE, "Socket closed", after=True)]
-            assert (await run_one(client, cache, 3)).replayed
-            fake.failures["Decode"] = [Failure(CODES.INTERNAL, "RST_STREAM with error code 2", after=True)]
-            assert (await cache.append(4)).replayed
-            fake.failures["frame"] = [Failure(CODES.UNAVAILABLE, "Socket closed")]
-            assert len([token async for token in cache.generate(5)]) == 5
-            assert tokens_of(fake, cache)[:4] == [1, 2, 3, 4]
-            assert cache.length == len(tokens_of(fake, cache)) == 8
-
-    run(main())
-
-
-def test_a_lost_sequence_is_brought_back(fake: FakeServer) -> None:
-    """In a call, in a frame and in a loop; one that does not recover says what it takes."""
-
-    async def main() -> None:
-        async with AsyncClient(fake.target) as client:
-            async with client.prefill([*b"the"], recover=True) as cache:
-                del fake.sequences[cache.handle.cache_id]
-                await cache.append([*b" "])
-                del fake.sequences[cache.handle.cache_id]
-                await run_one(client, cache, [*b"qu"])
-                lose_at_next_append(fake)
-                assert bytes([token async for token in cache.generate(6)]) == b"ick br"
-                assert cache.pending == ord("r")
-                assert bytes([*tokens_of(fake, cache), cache.pending]) == b"the quick br"
-                assert cache.num_recoveries == 3
-            async with client.prefill([*b"the"]) as plain:
-                del fake.sequences[plain.handle.cache_id]
-                with pytest.raises(HandleNotFoundError) as caught:
-                    await plain.append(1)
-                assert caught.value.token_ids == [*b"the"]
-
-    run(main())
-
-
-def test_one_bad_item_leaves_its_neighbours_alone(fake: FakeServer) -> None:
-    """Errors stand in the place of their cache; those that succeeded have moved."""
-
-    async def main() -> None:
-        async with AsyncClient(fake.target) as client, client.stream() as stream:
-            caches = [await client.prefill([*b"abc"]) for _ in range(3)]
-            del fake.sequences[caches[1].handle.cache_id]
-            first, second, third = await stream.run(
-                [Append(cache, token, greedy()) for token, cache in enumerate(caches, 1)], errors="return"
-            )
-            assert isinstance(first, Output)
-            assert isinstance(second, HandleNotFoundError)
-            assert isinstance(third, Output)
-            assert [cache.length for cache in caches] == [4, 3, 4]
-            await client.release(caches)
-
-    run(main())
-
-
-def test_beams_branch_in_one_frame(target: str) -> None:
-    """The first place moves the parent, the others are new caches; a failed frame leaves nothing behind."""
-
-    async def main() -> None:
-        async with AsyncClient(target) as client, client.stream() as stream:
-            async with client.prefill([5, 6, 7]) as root:
-                beams = await stream.branch([root, root], [1, [2, 3]])
-                assert beams[0] is root
-                texts = [list((await beam.info(token_ids=True)).token_ids) for beam in beams]
-                assert texts == [[5, 6, 7, 1], [5, 6, 7, 2, 3]]
-                await stream.run([Append(root, 4)], release=[beams[1]])
-                assert beams[1].is_released
-            async with client.prefill([1] * 510) as cache:
-                with pytest.raises(ContextExceededError):
-                    await stream.branch([cache, cache, cache], [1, 2, [3, 4, 5]])
-            assert [summary async for summary in client.list_caches()] == []
-
-    run(main())
-
-
 def test_closing_ends_calls_with_an_error_of_ours(fake: FakeServer) -> None:
     """A task that waits while another closes the client was not cancelled, and does not look like it."""
 
@@ -571,18 +490,6 @@ def test_a_client_belongs_to_its_loop(fake: FakeServer) -> None:
 
     client = asyncio.run(connect())
     run(use_elsewhere(client))
-
-
-def test_a_token_in_plain_text_warns_where_it_was_given() -> None:
-    """The line of the caller, as with the sync client."""
-
-    async def main() -> None:
-        with pytest.warns(UserWarning, match="in plain text") as caught:
-            client = AsyncClient("executor.example:50051", token="secret")
-        assert caught[0].filename == __file__
-        await client.close()
-
-    run(main())
 
 
 def test_a_frame_that_could_not_be_written_is_a_broken_connection() -> None:

@@ -1,10 +1,8 @@
-"""The two clients have one surface: the same classes, methods, arguments and words, but for what awaiting asks."""
+"""The two clients have one surface: the same classes, methods, arguments and words, but for awaiting."""
 
 from __future__ import annotations
 
 import inspect
-import re
-import subprocess
 import sys
 from pathlib import Path
 from types import FunctionType
@@ -24,7 +22,6 @@ SHARED = (errors, items, masks, policy, types, views)
 NAMES = [
     *("Admin", "Branch", "Branches", "Cache", "Chat", "Client", "Detokenizer", "ForwardPass", "Generation", "Stream"),
 ]
-DUNDERS = {"__enter__": "__aenter__", "__exit__": "__aexit__", "__next__": "__anext__"}
 WITHOUT_WAITING = {
     "Branch": {"attach"},
     "Cache": {"detach", "fork", "generate"},
@@ -67,48 +64,12 @@ def members(cls: type) -> dict[str, object]:
     }
 
 
-def as_sync(text: str) -> str:
-    """Return an annotation of the asyncio client as the sync one has it."""
-    text = re.sub(r"\b(?:Awaitable|Coroutine\[Any, Any), (\w+)\]", r"\1", text)
-    text = re.sub(r"\bAsync(Iterator)\b", r"\1", text)
-    return re.sub(rf"\bAsync({'|'.join(NAMES)})\b", r"\1", text)
-
-
-def signature(function: object) -> list[tuple[object, ...]]:
-    """Return the parameters of a function, and what it returns, in words that both clients share."""
-    assert callable(function)
-    found = inspect.signature(function)
-    parameters = [(one.name, one.kind, one.default, as_sync(str(one.annotation))) for one in found.parameters.values()]
-    return [*parameters, ("return", as_sync(str(found.return_annotation)))]
-
-
 def test_every_public_class_has_a_twin() -> None:
     """What connects, holds a sequence or iterates is there twice; everything else is one class for both."""
     classes = public_classes()
     assert {name for name in classes if name.startswith("Async")} == {f"Async{name}" for name in NAMES}
     values = {name for name, cls in classes.items() if any(getattr(one, name, None) is cls for one in SHARED)}
     assert set(classes) - values == {*NAMES, *(f"Async{name}" for name in NAMES)}
-
-
-@each_pair
-def test_twins_have_the_same_members(pair: Pair) -> None:
-    """Every method and property by name, and none besides."""
-    sync, twin = pair
-    assert sorted(DUNDERS.get(name, name) for name in members(sync)) == sorted(members(twin))
-
-
-@each_pair
-def test_twins_take_and_return_the_same(pair: Pair) -> None:
-    """Names, kinds, defaults and annotations of parameters; what comes back, but for the awaiting."""
-    sync, twin = pair
-    assert signature(twin) == signature(sync)
-    for name, member in members(sync).items():
-        other = members(twin)[DUNDERS.get(name, name)]
-        assert isinstance(other, property) == isinstance(member, property), name
-        if isinstance(member, property) and isinstance(other, property):
-            assert signature(other.fget) == signature(member.fget), name
-        elif isinstance(member, FunctionType):
-            assert signature(other) == signature(member), name
 
 
 @each_pair
@@ -120,22 +81,6 @@ def test_what_waits_is_a_coroutine_and_nothing_else_is(pair: Pair) -> None:
             waits = inspect.iscoroutinefunction(member)
             assert waits == (name not in WITHOUT_WAITING.get(sync.__name__, set()) | SENDS_NOTHING), name
     assert not [name for name, member in members(sync).items() if inspect.iscoroutinefunction(member)]
-
-
-@each_pair
-def test_twins_explain_the_same(pair: Pair) -> None:
-    """Every member of the one that has a docstring has one in the other, in the words of its own world."""
-    sync, twin = pair
-    for name, member in {"": sync, **members(sync)}.items():
-        other = members(twin)[DUNDERS.get(name, name)] if name else twin
-        text, other_text = inspect.getdoc(member), inspect.getdoc(other)
-        assert bool(text) == bool(other_text), name
-        if text and other_text and not name.startswith("_"):
-            assert not re.search(r"\bAsync|\basync|\bawait\b|\btasks?\b|event loop", text), name
-            assert not re.search(r"\bthreads?\b|Ctrl-C", other_text), name
-            assert text.count("\n\n") == other_text.count("\n\n"), name
-            for attribute in re.findall(r"^    (\w+): ", text, re.MULTILINE):
-                assert f"    {attribute}: " in other_text, (name, attribute)
 
 
 def test_the_sync_client_is_the_one_written_from_the_asyncio_one() -> None:
@@ -163,13 +108,6 @@ def test_the_check_says_which_module_differs(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "argv", ["strip_async"])
     assert strip_async.main() == 0
     assert cache.read_text("utf-8") == text
-
-
-def test_the_tool_runs_from_the_command_line() -> None:
-    """As a check before a commit does it."""
-    command = [sys.executable, "-m", "tools.strip_async", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in strip_async.SOURCE.glob("*.py")))

@@ -156,6 +156,6 @@ def test_masks_are_registered_all_or_none() -> None:
             reader.register_masks(cache_pb2.RegisterTokenMaskRequest(masks=masks), "alice")
         assert (caught.value.reason, caught.value.metadata["field"]) == ("INVALID_FIELD", field)
     assert reader.masks.num_masks == 0
-    fingerprints, masks = reader.register_masks(cache_pb2.RegisterTokenMaskRequest(masks=[good] * 64), "alice")
+    fingerprints, kept = reader.register_masks(cache_pb2.RegisterTokenMaskRequest(masks=[good] * 64), "alice")
     assert (len(fingerprints), len(set(fingerprints)), reader.masks.num_masks) == (64, 1, 1)
-    assert [mask.fingerprint for mask in masks] == fingerprints
+    assert [mask.fingerprint for mask in kept] == fingerprints

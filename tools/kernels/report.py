@@ -1,4 +1,4 @@
-"""The table of tools/kernels/machine_code.md: every shipped kernel, what it takes of a GPU and what stands in its machine code."""
+"""The table of machine_code.md: every shipped kernel, what it takes of a GPU and what its machine code has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/kernels/README.md keeps its word: its kernel runs, is proven and compiles, its commands and intrinsics exist."""
+"""tools/kernels/README.md keeps its word: its kernel is right and compiles, its commands and intrinsics exist."""
 
 from __future__ import annotations
 

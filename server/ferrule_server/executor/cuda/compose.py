@@ -299,7 +299,9 @@ def load_kernels(specs: list[KernelSpec], options: GpuOptions, gpu: GpuInfo) -> 
     )
     for spec in specs:
         if spec not in cubins:
-            raise GpuError(f"{spec.name} is not in {bundle.path}; build the kernels of this model (tools/kernels/README.md)")
+            raise GpuError(
+                f"{spec.name} is not in {bundle.path}; build the kernels of this model (tools/kernels/README.md)"
+            )
         if spec.shared_bytes > (limit := gpu.shared_bytes_per_cta):
             needed = f"{spec.name} needs {spec.shared_bytes} bytes of shared memory per CTA"
             raise GpuError(f"{needed}, {gpu.name} has {limit}")

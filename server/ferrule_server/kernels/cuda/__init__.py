@@ -1,4 +1,4 @@
-"""The decode step in Numba-CUDA: one file per operation, one file of intrinsics, one launch path (tools/kernels/README.md).
+"""The decode step in Numba-CUDA: one file per operation, one file of intrinsics, one launch path.
 
 Operations of a step:
 

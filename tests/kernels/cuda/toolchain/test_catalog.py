@@ -1,4 +1,4 @@
-"""Layer 2: every shipped kernel compiles for every architecture and keeps every rule; tools/kernels/machine_code.md says what is so.
+"""Layer 2: every shipped kernel compiles for every architecture and keeps every rule, as machine_code.md says.
 
 What the record of checked kernels answers for is not compiled again (:mod:`tests.kernels.cuda.toolchain.records`). The
 PTX of those that are is kept in pytest's cache folder, by what it is made from: a second run compiles nothing.

@@ -20,6 +20,7 @@ from google.rpc import status_pb2
 from ferrule import AsyncClient, Policy, greedy, sample
 from ferrule.errors import (
     CallCancelledError,
+    ContextExceededError,
     DeadlineExceededError,
     HandleStaleError,
     PendingTokenError,
@@ -303,6 +304,26 @@ def test_a_frame_has_its_own_limit_and_obeys_those_around_it(fake: FakeServer) -
                 hold.let_go()
                 await stream.run([Append(cache, 4)])
             assert tokens_of(fake, cache) == [1, 2, 3, 4]
+
+    run(main())
+
+
+def test_beams_branch_in_one_frame(target: str) -> None:
+    """The first place moves the parent, the others are new caches; a failed frame leaves nothing behind."""
+
+    async def main() -> None:
+        async with AsyncClient(target) as client, client.stream() as stream:
+            async with client.prefill([5, 6, 7]) as root:
+                beams = await stream.branch([root, root], [1, [2, 3]])
+                assert beams[0] is root
+                texts = [list((await beam.info(token_ids=True)).token_ids) for beam in beams]
+                assert texts == [[5, 6, 7, 1], [5, 6, 7, 2, 3]]
+                await stream.run([Append(root, 4)], release=[beams[1]])
+                assert beams[1].is_released
+            async with client.prefill([1] * 510) as cache:
+                with pytest.raises(ContextExceededError):
+                    await stream.branch([cache, cache, cache], [1, 2, [3, 4, 5]])
+            assert [summary async for summary in client.list_caches()] == []
 
     run(main())
 

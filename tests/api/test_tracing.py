@@ -273,7 +273,7 @@ def test_the_page_names_all_that_spans_have(traced: Traced, monkeypatch: pytest.
         server.stub.ListCaches(cache_pb2.ListCachesRequest(), timeout=10, metadata=metadata)
     collector.wait(trace_id)
     page = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
-    table = page[page.index("### Traces") : page.index("A stream tells its first")]
+    table = page[page.index("### Traces") : page.index("## Looking into a model")]
     told = set(re.findall(r"`((?:ferrule|rpc|network|error)\.[a-z_.]+)`", table))
     sent = {key for span in collector.spans for key in attributes_of(span.attributes)}
     sent |= {key for span in collector.spans for event in span.events for key in attributes_of(event.attributes)}

@@ -13,13 +13,20 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from queue import SimpleQueue
-from typing import Final
+from typing import Final, NamedTuple
 
 from tools.mutants.catalogue import Mutant, read_mutants
 from tools.mutants.worker import Outcome, Worker
 
 _LIMIT_S: Final = 120.0
 _BAR: Final = 30
+
+
+class Verdict(NamedTuple):
+    """What became of a mutant, and the first test that failed; empty: none, or the process crashed or hung."""
+
+    outcome: Outcome
+    killer: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not workers[0].passes(tests):
                 print(workers[0].output, "\nerror: the tests do not pass without a mutant", file=sys.stderr)
                 return 2
-        outcomes = _judge_all(mutants, workers)
+        verdicts = _judge_all(mutants, workers)
     finally:
         for worker in workers:
             worker.close()
-    return _report(mutants, outcomes, time.monotonic() - began, is_json=asked.json)
+    return _report(mutants, verdicts, time.monotonic() - began, is_json=asked.json)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -54,45 +61,46 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _judge_all(mutants: Sequence[Mutant], workers: Sequence[Worker]) -> dict[str, Outcome]:
-    """Return the outcome of each mutant by id; show the progress on stderr."""
+def _judge_all(mutants: Sequence[Mutant], workers: Sequence[Worker]) -> dict[str, Verdict]:
+    """Return what became of each mutant by id; show the progress on stderr."""
     free: SimpleQueue[Worker] = SimpleQueue()
     for worker in workers:
         free.put(worker)
 
-    def judge(mutant: Mutant) -> tuple[Mutant, Outcome, float, str]:
+    def judge(mutant: Mutant) -> tuple[Mutant, Verdict, float, str]:
         worker, began = free.get(), time.monotonic()
         try:
-            outcome = worker.judge(mutant)
-            return mutant, outcome, time.monotonic() - began, worker.output
+            verdict = Verdict(worker.judge(mutant), worker.killer)
+            return mutant, verdict, time.monotonic() - began, worker.output
         finally:
             free.put(worker)
 
-    outcomes: dict[str, Outcome] = {}
+    verdicts: dict[str, Verdict] = {}
     with ThreadPoolExecutor(len(workers)) as pool:
         for done in as_completed([pool.submit(judge, mutant) for mutant in mutants]):
-            mutant, outcome, took_s, output = done.result()
-            outcomes[mutant.id] = outcome
-            bar = "#" * (_BAR * len(outcomes) // len(mutants))
+            mutant, verdict, took_s, output = done.result()
+            verdicts[mutant.id] = verdict
+            bar = "#" * (_BAR * len(verdicts) // len(mutants))
+            what = f"{verdict.outcome.value:8} {took_s:5.1f} s"
             print(
-                f"[{bar:.<{_BAR}}] {len(outcomes)}/{len(mutants)} {outcome.value:8} {took_s:5.1f} s  {mutant.id}",
+                f"[{bar:.<{_BAR}}] {len(verdicts)}/{len(mutants)} {what}  {mutant.id}",
                 file=sys.stderr,
                 flush=True,
             )
-            if outcome is Outcome.BROKEN:
+            if verdict.outcome is Outcome.BROKEN:
                 print(output, file=sys.stderr)
-    return outcomes
+    return verdicts
 
 
-def _report(mutants: Sequence[Mutant], outcomes: dict[str, Outcome], took_s: float, *, is_json: bool) -> int:
+def _report(mutants: Sequence[Mutant], verdicts: dict[str, Verdict], took_s: float, *, is_json: bool) -> int:
     """Print the result, and return the exit status."""
     for mutant in mutants:
-        if outcomes[mutant.id] is not Outcome.KILLED:
-            print(f"{outcomes[mutant.id].value}: {mutant.id} ({mutant.file}): {mutant.breaks}", file=sys.stderr)
-    counts = Counter(outcome.value for outcome in outcomes.values())
+        if (outcome := verdicts[mutant.id].outcome) is not Outcome.KILLED:
+            print(f"{outcome.value}: {mutant.id} ({mutant.file}): {mutant.breaks}", file=sys.stderr)
+    counts = Counter(verdict.outcome.value for verdict in verdicts.values())
     print(f"{counts['killed']} of {len(mutants)} mutants killed in {took_s / 60:.1f} minutes", file=sys.stderr)
     if is_json:
-        by_id = {mutant.id: outcomes[mutant.id].value for mutant in mutants}
+        by_id = {each.id: [verdicts[each.id].outcome.value, verdicts[each.id].killer] for each in mutants}
         print(json.dumps({"mutants": len(mutants), "took_s": round(took_s, 1), **counts, "outcomes": by_id}))
     return 0 if counts["killed"] == len(mutants) else 1
 

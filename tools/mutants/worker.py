@@ -15,6 +15,7 @@ from __future__ import annotations
 import compileall
 import enum
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,6 +36,7 @@ ROOTS: Final = ("server", "client", "protos")
 _KERNELS: Final = "server/ferrule_server/kernels/cpu/"
 _FAILED: Final = 1
 """pytest's exit status if tests ran and some failed; others mean that something is wrong with the run."""
+_FAILURE: Final = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 _IMPORTED: Final = """
 import importlib
 for name in ("ferrule", "ferrule.v1", "ferrule_server", "ferrule_client", "ferrule_cli"):
@@ -97,6 +99,7 @@ class Worker:
 
     def judge(self, mutant: Mutant) -> Outcome:
         """Run the tests of a mutant with it; the source is as before when this returns."""
+        self.output = ""
         source = self.tree / mutant.file
         original, times = source.read_bytes(), source.stat()
         try:
@@ -115,6 +118,12 @@ class Worker:
         if status == _FAILED or status < 0:
             return Outcome.KILLED
         return Outcome.BROKEN if status else Outcome.SURVIVED
+
+    @property
+    def killer(self) -> str:
+        """The first test that failed in the last run; empty: none, or the process crashed."""
+        failed = _FAILURE.search(self.output)
+        return failed[1] if failed else ""
 
     def close(self) -> None:
         """Delete the copy."""

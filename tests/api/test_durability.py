@@ -8,8 +8,10 @@ import grpc
 import pytest
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_pb2, types_pb2
+from ferrule_cli import app
 from ferrule_server.durability.writer import SYNC_BOUNDS_S
 from ferrule_server.engine.appends.caches import Caches
+from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.jobs import AppendJob, CacheInfo, GenerateJob, Lease
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
@@ -136,6 +138,22 @@ def test_the_view_shows_the_journal(server: RunningServer, monkeypatch: pytest.M
     assert (view.journal_state, view.durable_sequences, view.cold_sequences) == (state, 12, 11)
     assert view.tokens_to_recompute == 10_000
     assert (tuple(view.sync_times.counts), view.sync_times.sum_ns) == (seen.sync_buckets, 1_500_000_000)
+
+
+@pytest.mark.parametrize(("is_lost", "told"), [(None, ""), (False, "healthy"), (True, "lost")])
+def test_the_status_says_whether_the_journal_is_lost(
+    server: RunningServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_lost: bool | None,
+    told: str,
+) -> None:
+    """To every caller, and in ``ferrule health``."""
+    monkeypatch.setattr(Engine, "is_journal_lost", property(lambda _: is_lost))
+    status = server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=20).status
+    assert status.debug.get("journal", "") == told
+    assert app.main(["health", "--target", server.address.target]) == 0
+    assert ("DURABILITY_LOST" in capsys.readouterr().out) == bool(is_lost)
 
 
 def _view(server: RunningServer) -> admin_pb2.ServerView:

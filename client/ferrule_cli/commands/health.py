@@ -87,4 +87,6 @@ def _sentence(is_serving: bool, status: Status, model: ModelInfo | None) -> str:
     lines = [f"serving: {status.executor}{place}, {pool}, instance {status.instance}"]
     lines += [f"preparing: {preparation}"] if (preparation := status.debug.get("preparation")) else []
     lines += [f"fallback: {status.fallback_reason}"] if status.fallback_reason else []
+    is_lost = status.debug.get("journal") == "lost"
+    lines += ["journal: lost, calls on durable handles get DURABILITY_LOST"] if is_lost else []
     return "\n".join(lines)

@@ -512,6 +512,11 @@ class Engine:
         """Whether sequences can survive the process."""
         return self._journal is not None
 
+    @property
+    def is_journal_lost(self) -> bool | None:
+        """Whether calls on durable sequences are answered with DURABILITY_LOST; None: there is no journal."""
+        return None if self._journal is None else self._journal.is_lost
+
     def durability(self) -> DurabilityFigures | None:
         """Return the figures of the journal; from any thread."""
         if self._confirmations is None:

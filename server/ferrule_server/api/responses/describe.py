@@ -170,6 +170,8 @@ def status(
     executor_state = serving.executor_state()
     _fill_executor(message, serving.engine.info, executor_state)
     _fill_load(message, snapshot)
+    if (is_lost := serving.engine.is_journal_lost) is not None:
+        message.debug["journal"] = "lost" if is_lost else "healthy"
     if principal is not None:
         _fill_appends(message, serving.engine.own_figures(principal))
         return message

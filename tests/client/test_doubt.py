@@ -217,11 +217,3 @@ def test_two_threads_on_a_stream_are_told(fake: FakeServer, fake_client: Client)
         assert first.length == 3
         append_all(stream, [second], [4])
     fake_client.release([first, second])
-
-
-def test_leaving_a_cache_after_its_client_warns(fake: FakeServer) -> None:
-    """The sequence cannot be released any more; that is said."""
-    client = Client(fake.target)
-    with pytest.warns(ResourceWarning, match="after its client was closed"), client.prefill([1, 2]) as cache:
-        client.close()
-    assert cache.is_released

@@ -264,12 +264,6 @@ def test_the_level_of_a_client_is_that_of_its_sequences(fake: FakeServer, level:
     assert fake.generates[0].cache.durability == sent
 
 
-def test_a_level_that_is_none_is_a_mistake_of_the_program() -> None:
-    """Before anything is sent."""
-    with pytest.raises(ValueError, match="durability must be one of none, journaled, got 'disk'"):
-        Client("127.0.0.1:1", durability="disk")  # type: ignore[arg-type]
-
-
 def test_a_real_server_without_a_journal_says_none(client: Client) -> None:
     """In the information of a sequence and in lists; a durable sequence is refused there."""
     with client.prefill([1, 2, 3]) as cache:

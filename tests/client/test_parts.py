@@ -121,22 +121,6 @@ def test_5000_caches_are_kept_and_released_by_one_call_each(server: RunningServe
     assert server.free_blocks == num_free
 
 
-def test_5000_caches_are_kept_and_released_by_asyncio(target: str) -> None:
-    """As in the other client."""
-
-    async def main() -> None:
-        async with AsyncClient(target) as client:
-            async with client.prefill(PROMPT, keep_alive=False) as trunk:
-                handles = [one.detach() for _ in range(COUNT // 250) for one in await trunk.fork(250)]
-                leases = await client.keep_alive([*handles, *strangers(3)], ttl=100)
-                assert [isinstance(one, Lease) for one in leases] == [True] * COUNT + [False] * 3
-                released = await client.release([*strangers(3), *handles])
-                assert released.released == (False,) * 3 + (True,) * COUNT
-            assert [one async for one in client.list_caches()] == []
-
-    run(main())
-
-
 @pytest.mark.parametrize("advertised", [0, 7, 600])
 def test_asyncio_sends_what_the_server_accepts(fake: FakeServer, advertised: int) -> None:
     """Whether it advertises its limit or not; in requests and in frames."""

@@ -95,12 +95,6 @@ def test_a_picture_goes_to_a_file(
     assert run("--svg", str(tmp_path / "top.svg"), "--target", target) == 2
 
 
-def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """As with every other command."""
-    assert run("--target", "127.0.0.1:1") == 1
-    assert capsys.readouterr().err.startswith("error: no server at 127.0.0.1:1")
-
-
 def test_without_rich_there_is_advice_and_json(
     target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

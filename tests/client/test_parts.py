@@ -133,6 +133,7 @@ def test_asyncio_sends_what_the_server_accepts(fake: FakeServer, advertised: int
             async with client.prefill(PROMPT) as trunk:
                 losers = [one for _ in range(4) for one in await trunk.fork(250)]
                 await stream.run([Append(trunk, 5)], release=losers)
+                assert all(one.is_released for one in losers)
                 assert len(fake.sequences) == 1
 
     run(main())

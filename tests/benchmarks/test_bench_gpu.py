@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import time
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from benchmarks import bench_gpu
 from benchmarks.gpu import (
@@ -30,7 +28,6 @@ from benchmarks.gpu import (
     operations,
     parts,
     peers,
-    plot,
     reference,
     report,
     timing,
@@ -42,7 +39,6 @@ from benchmarks.gpu.peers import CompiledPeer, GraphPeer, Peer, PlainPeer, Stati
 from benchmarks.gpu.process import Workplace, run_limited
 from benchmarks.gpu.worker import TASKS
 from ferrule_server.executor.torch import TorchExecutor
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.model.tensors import ModelWeights
 from ferrule_server.model.weights import load_model
 from tests.benchmarks.queued_executor import QueuedExecutor
@@ -116,13 +112,6 @@ def test_written_folder_loads_as_the_same_model(weights: ModelWeights, tmp_path:
         models.checkpoint_tensors(CONFIG, weights), models.checkpoint_tensors(CONFIG, loaded), strict=True
     ):
         assert torch.equal(ours, theirs), name
-
-
-def test_an_executor_leaves_the_shared_weights_whole(weights: ModelWeights) -> None:
-    """It empties the objects it is given; the tensors stay with the peers."""
-    _executor(weights)
-    assert len(weights.layers) == CONFIG.num_layers
-    assert all(isinstance(layer.qkv, Tensor) for layer in weights.layers)
 
 
 # ---- ours ---------------------------------------------------------------------------------------------------------
@@ -564,29 +553,11 @@ def test_bars_are_judged_by_the_measured_ceiling() -> None:
     assert {row["value"] for row in bars.judge([], None)} == {None}
 
 
-def test_bars_are_those_that_were_set() -> None:
-    """Tokens/s as shares of 4.3 TB/s."""
-    first = bars.BARS[0]
-    num_bytes = models.read_bytes(models.config_of("Qwen3-8B"), 1, 256 + (parts.STEPS + 1) / 2)
-    assert (first.parity, first.aim) == pytest.approx((200 * num_bytes / 4.3e10, 240 * num_bytes / 4.3e10))
-    assert [(bar.parity, bar.aim) for bar in bars.BARS if bar.unit != "% of ceiling"] == [
-        (950, 795),
-        (1.2, 1.6),
-        (2.0, 3.0),
-        (5, 1),
-        (5, 1),
-        (15, 2),
-        (15, 2),
-    ]
+def test_a_bar_is_met_at_its_bound() -> None:
+    """A time is met from above; nothing measured is no verdict."""
     lower = next(bar for bar in bars.BARS if bar.unit == "us")
-    assert [lower.verdict(value) for value in (795.0, 796.0, 950.0, 951.0, None)] == [
-        "aim met",
-        "parity met",
-        "parity met",
-        "missed",
-        "not measured",
-    ]
-    assert all(len(line) < 140 for line in bars.table(bars.judge(_recorded(), 4300.0)))
+    verdicts = [lower.verdict(value) for value in (lower.aim, lower.aim + 1, lower.parity, lower.parity + 1, None)]
+    assert verdicts == ["aim met", "parity met", "parity met", "missed", "not measured"]
 
 
 def test_report_is_made_of_what_parts_said(tmp_path: Path) -> None:
@@ -608,20 +579,3 @@ def test_report_is_made_of_what_parts_said(tmp_path: Path) -> None:
         "bars is None",
         f"{row['part']}: tok_s is missing in {row}",
     ]
-
-
-def test_plot_has_a_panel_per_model_and_context() -> None:
-    """A line per arm, a dot per batch, higher shares higher up."""
-    drawn = plot.plot(_recorded(), 4300.0, "a <device>")
-    root = ET.fromstring(drawn)
-    tag = "{http://www.w3.org/2000/svg}"
-    titles = [text.text for text in root.iter(f"{tag}text")]
-    assert {f"{model}, context 256" for model in MODEL_SHAPES if model != "Qwen3-4B"} <= set(titles)
-    lines = {line[0].text: line for line in root.iter(f"{tag}polyline")}
-    pair = [lines[f"Qwen3-8B, context 256: {arm}"] for arm in ("ferrule", "transformers static")]
-    ours, theirs = ([float(point.split(",")[1]) for point in line.attrib["points"].split()] for line in pair)
-    assert len(ours) == 4
-    assert max(ours) < min(theirs)
-    shares = plot.shares_of(_recorded(), 4300.0)
-    assert shares["Qwen3-8B", 256, "ferrule", 1] == pytest.approx(80, abs=0.01)
-    assert len(list(root.iter(f"{tag}circle"))) == len(shares)

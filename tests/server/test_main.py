@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import queue
 import re
@@ -534,33 +533,6 @@ def test_a_socket_path_in_use_is_refused_and_a_stale_one_replaced(tmp_path: Path
         assert third.returncode == 0
 
 
-def test_a_missing_shard_is_named_and_ends_with_2(tmp_path: Path) -> None:
-    """One message, no traceback, nothing ever served."""
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "vocab_size": 64,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    index = {"weight_map": {"model.embed_tokens.weight": "model-00002-of-00002.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    run = _run("--model", str(tmp_path), "--listen", "127.0.0.1:0", "--log-level", "error")
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert "model-00002-of-00002.safetensors" in run.stderr
-    assert "Traceback" not in run.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
@@ -604,17 +576,3 @@ def test_without_the_server_extra_one_sentence_tells_what_to_install(tmp_path: P
     )
     assert run.returncode == 2
     assert run.stderr == "ferrule serve: the module 'torch' is missing: install ferrule[server]\n"
-
-
-def test_a_misspelt_variable_is_one_warning() -> None:
-    """With what was probably meant, and never its value; the server serves all the same."""
-    with _running(*REFERENCE, "--listen", "127.0.0.1:0", FERRULE_TOKN_FILE="secret", FERRULE_INSTANCE="a") as (
-        server,
-        _,
-    ):
-        _, errors = _end(server)
-    lines = [line for line in errors.splitlines() if "TOKN" in line]
-    assert len(lines) == 1
-    assert "WARNING" in lines[0]
-    assert lines[0].endswith("variables=FERRULE_TOKN_FILE (did you mean FERRULE_TOKEN_FILE?)")
-    assert "secret" not in errors

@@ -206,20 +206,6 @@ def test_float16_runs_in_torch_on_the_processor(name: str, reason: str, caplog: 
     executor.close()
 
 
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("name", ["auto", "torch"])
-def test_float16_runs_in_torch_on_a_gpu(name: str) -> None:
-    """The kernels say that they need bfloat16; weights and pool take two bytes for each number."""
-    executor = _created(executor=name, dtype="float16")
-    assert isinstance(executor, FallbackExecutor)
-    assert (executor.state.name, executor.info.model.dtype, executor.info.kv_dtype) == ("torch", "float16", "float16")
-    reason = "" if name == "torch" else "the kernels need bfloat16, not float16"
-    assert executor.state.fallback_reason == reason
-    assert executor.state.memory is not None
-    assert executor.state.memory.weights == executor.info.model.weights_bytes
-    executor.close()
-
-
 @pytest.mark.usefixtures("no_gpu")
 def test_what_is_left_out_of_a_model_of_several_modalities_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -325,24 +311,28 @@ def test_a_gpu_that_is_found_serves(gpu: FakeGpu) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_kernels_switched_off_leave_the_gpu_to_torch(caplog: pytest.LogCaptureFixture) -> None:
-    """FERRULE_DISABLE_CUDA_RUNNER=1: one warning, and the flag is named."""
-    executor = _created(has_cuda_runner=False)
+@pytest.mark.parametrize(
+    ("settings", "dtype", "reason"),
+    [
+        ({"executor": "torch"}, "bfloat16", ""),
+        ({"executor": "torch", "dtype": "float16"}, "float16", ""),
+        ({"dtype": "float16"}, "float16", "the kernels need bfloat16, not float16"),
+        ({"has_cuda_runner": False}, "bfloat16", "the kernels are switched off by --disable-cuda-runner"),
+    ],
+    ids=str,
+)
+def test_torch_runs_on_a_gpu(
+    settings: dict[str, Any], dtype: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If it was asked for, that is no fallback; otherwise one warning says why, as the state does."""
+    executor = _created(**settings)
     assert isinstance(executor, FallbackExecutor)
-    assert executor.state.fallback_reason == "the kernels are switched off by --disable-cuda-runner"
-    assert len(_warnings(caplog)) == 1
-    executor.close()
-
-
-@pytest.mark.usefixtures("gpu")
-def test_torch_on_a_gpu_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:
-    """It was asked for."""
-    executor = _created(executor="torch")
-    assert isinstance(executor, FallbackExecutor)
-    assert (executor.state.name, executor.state.fallback_reason) == ("torch", "")
+    assert (executor.state.name, executor.state.fallback_reason) == ("torch", reason)
+    assert (executor.info.model.dtype, executor.info.kv_dtype) == (dtype, dtype)
     assert executor.state.memory is not None
+    assert executor.state.memory.weights == executor.info.model.weights_bytes
     assert executor.state.memory.buffers == 0
-    assert _warnings(caplog) == []
+    assert len(_warnings(caplog)) == bool(reason)
     executor.close()
 
 

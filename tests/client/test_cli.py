@@ -118,7 +118,7 @@ def test_base_installation_lists_and_says_what_to_install(
 def test_commands_start_without_rich(target: str) -> None:
     """Those that draw with it say so; the others are all there."""
     code = "import sys; sys.modules['rich'] = None; from ferrule_cli.app import main; sys.exit(main(sys.argv[1:]))"
-    for command, exit_code in (("health", 0), ("--help", 0), ("bench", 1)):
+    for command, exit_code in (("health", 0), ("--help", 0), ("top", 1), ("bench", 1)):
         more = [] if command == "--help" else ["--target", target]
         words = [sys.executable, "-c", code, command, *more]
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)

@@ -56,16 +56,6 @@ def test_the_main_classes_have_few_methods_and_arguments(kinds: tuple[type, ...]
     assert sum(arguments(method) for _, method in found) <= MAX_ARGUMENTS
 
 
-def test_no_public_method_is_private() -> None:
-    """None says that it is not for callers."""
-    for module in ("ferrule", "ferrule.types", "ferrule.admin"):
-        for name in importlib.import_module(module).__all__:
-            kind = getattr(importlib.import_module(module), name)
-            if inspect.isclass(kind):
-                for method, value in methods(kind):
-                    assert "not for callers" not in (value.__doc__ or ""), f"{name}.{method}"
-
-
 @pytest.mark.parametrize("module", ["ferrule.types", "ferrule.errors", "ferrule.admin"])
 def test_public_modules_have_what_they_name(module: str) -> None:
     """Sorted, documented, and no name twice."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import queue
 import re
@@ -36,6 +34,7 @@ from ferrule.v1 import (
 from ferrule_server import __version__
 from tests.api.certificates import Authority, ServerFiles
 from tests.api.harness import GREEDY
+from tests.terminal import Terminal
 
 REFERENCE = ("--executor", "paged-reference", "--kv-memory", "4MiB")
 QUIET = ("--log-level", "error")
@@ -354,22 +353,17 @@ def test_a_server_in_the_background_ends_with_sigterm() -> None:
 
 def test_ctrl_c_at_a_terminal_says_what_it_waits_for() -> None:
     """And that a second one stops at once."""
-    ours, theirs = os.openpty()
-    with os.fdopen(ours, "rb", buffering=0) as terminal:
-        command = _command(*REFERENCE, "--listen", "127.0.0.1:0", "--log-level", "error")
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, env=_environment()) as process:
-            os.close(theirs)
-            assert process.stdout is not None
-            values = dict(part.split("=", 1) for part in process.stdout.readline().split()[1:])
-            with grpc.insecure_channel(values["listen"]) as channel:
-                _prefill(channel)
-            process.send_signal(signal.SIGINT)
-            shown = b""
-            while b"stops at once" not in shown:
-                shown += terminal.read(1 << 16)
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=20) == 130
-    assert b"ferrule serve: serving 1 live handle for up to 25 s more; Ctrl-C stops at once" in shown
+    command = _command(*REFERENCE, "--listen", "127.0.0.1:0", "--log-level", "error")
+    with Terminal(command, _environment()) as terminal:
+        terminal.read_until("\n", terminal.read_until("ready "))
+        (listen,) = re.findall(r"ready .*?listen=(\S+)", terminal.seen)
+        with grpc.insecure_channel(listen) as channel:
+            _prefill(channel)
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.read_until("stops at once")
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.end() == 130
+    assert "serving 1 live handle for up to 25 s more; Ctrl-C stops at once" in terminal.seen
 
 
 def test_reading_a_journal_is_a_stage_of_the_start(tmp_path: Path) -> None:
@@ -478,29 +472,16 @@ def test_while_it_loads_the_status_tells_the_stage_and_a_signal_ends_it(
     assert not socket_path.exists()
 
 
-def _read_all(terminal: io.RawIOBase) -> str:
-    """Return what is written on a terminal until nobody has it open any more."""
-    shown = b""
-    with contextlib.suppress(OSError):  # how the end of a terminal reads on Linux
-        while part := terminal.read(1 << 16):
-            shown += part
-    return shown.decode()
-
-
 def test_ctrl_c_while_it_loads_leaves_the_terminal_as_it_was(tmp_path: Path, slow_torch: dict[str, str]) -> None:
     """The bar is wiped, the cursor is back and stands at the start of a line."""
     socket_path = tmp_path / "f.sock"
-    ours, theirs = os.openpty()
-    with os.fdopen(ours, "rb", buffering=0) as terminal:
-        command = _command("--listen", f"unix:{socket_path}")
-        with subprocess.Popen(command, stderr=theirs, env=slow_torch | {"TERM": "xterm"}) as process:
-            os.close(theirs)
-            _wait_until_it_loads(socket_path)
-            time.sleep(0.3)
-            process.send_signal(signal.SIGINT)
-            shown = _read_all(terminal)
-            assert process.wait(timeout=20) == 130
-    assert "importing torch" in shown
+    command = _command("--listen", f"unix:{socket_path}")
+    with Terminal(command, slow_torch | {"TERM": "xterm"}) as terminal:
+        _wait_until_it_loads(socket_path)
+        terminal.read_until("importing torch")
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.end() == 130
+    shown = terminal.seen
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
     assert shown[shown.rindex("importing torch") :].endswith("\x1b[2K")
 

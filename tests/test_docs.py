@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import re
 import subprocess
@@ -17,9 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrule import Client, Policy, greedy
+from ferrule import Client, Policy
 from ferrule.admin import CacheMetrics
-from ferrule.errors import UnsupportedError
 from ferrule.types import Status
 from tests.conformance.languages import Missing, need, node_modules
 from tests.conformance.test_languages import absent
@@ -27,11 +25,9 @@ from tests.conformance.test_languages import absent
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "127.0.0.1:50051"
 README = (ROOT / "README.md").read_text()
-ABSENT = README[README.index("Not there yet") :]
 HANDLES = (ROOT / "docs" / "handles.md").read_text()
 OBSERVING = (ROOT / "docs" / "observing.md").read_text()
 CONTRACT = (ROOT / "protos" / "README.md").read_text()
-TRACE_IDS = ("trace_id", "span_id")
 EXAMPLES = sorted(set((ROOT / "examples" / "python").glob("*.py")) - {ROOT / "examples" / "python" / "raw_stubs.py"})
 
 
@@ -124,13 +120,6 @@ def test_each_beam_is_as_likely_as_its_score_says(shipped_target: str) -> None:
             assert total == pytest.approx(beam.logprob, abs=0.2)
 
 
-def test_the_worst_completion_scores_worst(shipped_target: str) -> None:
-    """Bananas are no Python."""
-    out = _run_example(ROOT / "examples" / "python" / "score.py", shipped_target).splitlines()
-    per_token = [float(line.split()[2]) for line in out]
-    assert min(per_token) == per_token[-1]
-
-
 def test_a_forked_score_is_that_of_the_whole_text(shipped_target: str) -> None:
     """Token by token; bfloat16 may round differently in other shapes."""
     score = _import(ROOT / "examples" / "python" / "score.py")
@@ -181,25 +170,6 @@ def test_the_contract_runs_in_node(shipped_target: str, tmp_path: Path) -> None:
     )
     assert re.fullmatch(r"\[ \d+ \] \d+\n", run.stdout), run.stderr
     assert _num_caches(shipped_target) == 0
-
-
-def test_the_line_of_json_is_one_that_the_log_writes() -> None:
-    """Its fields are those of its message, and what a call under way gives besides."""
-    (piece,) = _blocks(OBSERVING, "json")
-    line = json.loads(piece)
-    of_message = dict(re.findall(r"(\w+)=(\S+)", line["message"]))
-    assert {name: str(line[name]) for name in of_message} == of_message
-    assert set(line) - set(of_message) == {"time", "level", "logger", "message", "principal", "count", *TRACE_IDS}
-
-
-def test_readme_names_the_arguments_that_are_refused(shipped_target: str) -> None:
-    """What an argument of the client promises and this server does not serve is in the list."""
-    with Client(shipped_target) as client, client.prefill([1, 2]) as cache:
-        with pytest.raises(UnsupportedError):
-            cache.verify([3, 4], tokens=[4], policy=greedy(), parents=[0, 0])
-        wanted = Policy(entropy=True, hidden_state=True, logprob_token_ids=(1,), target_logprobs=True, top_logprobs=1)
-        assert cache.append((), policy=wanted).entropies is not None
-    assert "`parents`" in ABSENT
 
 
 def test_counters_of_the_page_exist() -> None:

@@ -59,15 +59,6 @@ def test_generate_draws_what_decoding_by_hand_draws(client: Client, seed: int | 
         assert next(loop, None) is None
 
 
-def test_handle_covers_all_but_the_newest_token(client: Client) -> None:
-    """After each token the handle stands before it and the token is pending."""
-    with client.prefill(PROMPT) as cache:
-        for place, token in enumerate(cache.generate(max_tokens=5)):
-            assert cache.length == len(PROMPT) + place
-            assert cache.pending == token
-            assert (cache.pending.position, token.position) == (cache.length, cache.length)
-
-
 def test_two_loops_are_one_long_loop(client: Client) -> None:
     """A second loop goes on where the first one stopped, whatever way it stopped."""
     whole = decode_by_hand(client, 12, None)
@@ -79,32 +70,6 @@ def test_two_loops_are_one_long_loop(client: Client) -> None:
                 break
         parts += cache.generate(max_tokens=3, policy=greedy())
         assert parts == whole
-
-
-def test_decode_after_a_loop_appends_the_whole_text(client: Client) -> None:
-    """Loop, question, loop: the sequence holds every token once."""
-    with client.prefill(PROMPT) as cache:
-        said = list(cache.generate(max_tokens=4))
-        cache.append([20, 21])
-        said_more = list(cache.generate(max_tokens=3))
-        assert cache.info(token_ids=True).token_ids == (*PROMPT, *said, 20, 21, *said_more[:-1])
-        cache.append(())
-        assert cache.pending is None
-        assert cache.info(token_ids=True).token_ids[-1] == said_more[-1]
-
-
-def test_fork_after_a_loop_takes_the_pending_token_along(client: Client) -> None:
-    """Branches go on after the last token of the loop; a truncate drops it."""
-    with client.prefill(PROMPT) as cache:
-        said = list(cache.generate(max_tokens=4, policy=greedy()))
-        branch, early = cache.fork(), cache.fork(length=4)
-        with branch, early:
-            assert branch.pending == said[-1]
-            assert early.pending is None
-            assert list(branch.generate(3, policy=greedy())) == list(cache.generate(3, policy=greedy()))
-            assert list(early.generate(4, policy=greedy())) == said
-        cache.truncate(cache.length)
-        assert cache.pending is None
 
 
 def test_seed_is_drawn_once_and_can_be_read(client: Client) -> None:

@@ -35,6 +35,11 @@ def test_determinism_needs_the_kernels(arguments: str) -> None:
         parse_config(["--deterministic", *arguments.split()], environment)
 
 
+def test_bounds_belong_to_the_values() -> None:
+    """The least and the most of a setting are accepted."""
+    assert [parse_config(["--max-ttl", text], {}).max_ttl_s for text in ("5s", "720h")] == [5.0, 720 * 3600.0]
+
+
 @pytest.mark.parametrize(
     ("text", "target"),
     [

@@ -10,18 +10,10 @@ import pytest
 from rich.console import Console
 
 from ferrule import Client
-from ferrule_cli import app as cli
 from ferrule_cli.commands.bench_measure import Figure, Run, rate_of, read_rate
 from ferrule_cli.commands.bench_view import draw
+from tests.client.command_line import run
 from tests.executor.cpu.models import HAS_VNNI
-
-
-def run(*arguments: str) -> int:
-    """Return the exit code of a command run in this process."""
-    try:
-        return cli.main(arguments)
-    except SystemExit as leaving:  # argparse
-        return int(leaving.code or 0)
 
 
 def test_a_server_that_runs_is_measured_and_left_as_it_was(

@@ -16,7 +16,7 @@ import pytest
 
 from ferrule import Client
 from ferrule.errors import InvalidRequestError
-from ferrule_cli import app as cli
+from tests.client import command_line
 from tests.terminal import Terminal
 
 
@@ -30,19 +30,14 @@ def client(shipped_target: str) -> Iterator[Client]:
 
 @pytest.fixture
 def chat(
-    shipped_target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shipped_target: str, no_variables: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
     """Return what runs the command in this process on some input, and returns exit code, output and errors."""
-    for name in [name for name in os.environ if name.startswith("FERRULE_")]:
-        monkeypatch.delenv(name)
 
     def run(text: str | bytes, *arguments: str, target: str = shipped_target) -> tuple[int, str, str]:
         data = text.encode() if isinstance(text, str) else text
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8", errors="surrogateescape"))
-        try:
-            code = cli.main(["chat", "--target", target, *arguments])
-        except SystemExit as leaving:  # argparse
-            code = int(leaving.code or 0)
+        code = command_line.run("chat", "--target", target, *arguments)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 

@@ -20,14 +20,16 @@ from rich.console import Console
 
 from ferrule import Client
 from ferrule.errors import AuthError, UnavailableError
-from ferrule_cli import app as cli
 from ferrule_cli.top.figures import Look
 from ferrule_cli.top.screen import Screen
 from ferrule_cli.top.source import Source
 from ferrule_server.api.security.auth import OpenAccess
 from tests.api.harness import RunningServer
+from tests.client import command_line
 from tests.client.views import look
 from tests.terminal import Terminal
+
+pytestmark = pytest.mark.usefixtures("no_variables")
 
 SHOWN, GONE = "\x1b[?1049h", "\x1b[?1049l"
 NO_CURSOR, CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -35,19 +37,9 @@ ENVIRONMENT = {"PATH": os.environ["PATH"], "TERM": "xterm-256color", "LANG": "C.
 COMMAND = [sys.executable, "-m", "ferrule_cli.app", "top", "--interval", "0.1"]
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but what a test says."""
-    for name in [name for name in os.environ if name.startswith("FERRULE_") or name in ("COLUMNS", "LINES")]:
-        monkeypatch.delenv(name)
-
-
 def run(*arguments: str) -> int:
-    """Return the exit code of a command run in this process."""
-    try:
-        return cli.main(("top", "--interval", "0.1", *arguments))
-    except SystemExit as leaving:  # argparse
-        return int(leaving.code or 0)
+    """Return the exit code of the command, whose looks are short."""
+    return command_line.run("top", "--interval", "0.1", *arguments)
 
 
 # ---- once -----------------------------------------------------------------------------------------------------------

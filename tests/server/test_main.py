@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,10 +56,12 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def _running(*arguments: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+def _running(
+    *arguments: str, command: Sequence[str] = (), **variables: str
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
     """Start a server, wait for its ready line and give the process and the line's values."""
     with subprocess.Popen(
-        _command(*arguments),
+        [*command, *arguments] if command else _command(*arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -205,40 +207,27 @@ def test_live_handles_are_served_after_sigterm_until_the_last_is_released() -> N
     assert "Traceback" not in err
 
 
-def test_the_grace_ends_with_unavailable_and_0() -> None:
-    """Handles that are never given back cost no more than --drain-grace."""
+@pytest.mark.parametrize("by", ["signal", "administrator"])
+def test_the_grace_ends_with_unavailable_and_0(by: str) -> None:
+    """Handles that are never released are served until it is over: --drain-grace, or that of Shutdown."""
+    grace = "300ms" if by == "signal" else "60s"
     with (
-        _running(*REFERENCE, "--listen", "127.0.0.1:0", "--drain-grace", "300ms") as (process, values),
+        _running(*REFERENCE, "--listen", "127.0.0.1:0", "--drain-grace", grace) as (process, values),
         grpc.insecure_channel(values["listen"]) as channel,
     ):
         handle = _prefill(channel)
-        process.send_signal(signal.SIGTERM)
+        if by == "signal":
+            process.send_signal(signal.SIGTERM)
+        else:
+            request = admin_pb2.ShutdownRequest(grace=Duration(nanos=400_000_000))
+            reply = admin_pb2_grpc.AdminServiceStub(channel).Shutdown(request, timeout=10)
+            assert reply.live_sequences == 1
         with pytest.raises(grpc.RpcError) as caught:
             _decode_for_ever(channel, handle)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         _, err = process.communicate(timeout=20)
     assert process.returncode == 0
     assert "grace over live_sequences=1" in err
-    assert "Traceback" not in err
-
-
-def test_an_administrator_ends_the_process_with_0() -> None:
-    """Shutdown is answered first; its grace is its own, and a live handle is served until it is over."""
-    with (
-        _running(*REFERENCE, "--listen", "127.0.0.1:0", "--drain-grace", "60s") as (process, values),
-        grpc.insecure_channel(values["listen"]) as channel,
-    ):
-        handle = _prefill(channel)
-        admin = admin_pb2_grpc.AdminServiceStub(channel)
-        grace = Duration(nanos=400_000_000)
-        assert admin.Shutdown(admin_pb2.ShutdownRequest(grace=grace), timeout=10).live_sequences == 1
-        with pytest.raises(grpc.RpcError) as caught:
-            _decode_for_ever(channel, handle)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        _, err = process.communicate(timeout=20)
-    assert process.returncode == 0
-    assert "draining live_sequences=1 grace_s=0.4 has_failed=False" in err
-    assert "drained" in err
     assert "Traceback" not in err
 
 
@@ -343,10 +332,8 @@ def test_a_second_signal_does_not_wait_for_live_handles(number: int) -> None:
 
 def test_a_server_in_the_background_ends_with_sigterm() -> None:
     """A shell ignores SIGINT for what a script starts there."""
-    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *_command(*REFERENCE, "--listen", "127.0.0.1:0")]
-    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=_environment()) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("ready ")
+    command = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", *_command(*REFERENCE)]
+    with _running("--listen", "127.0.0.1:0", command=command) as (process, _):
         _, err = _end(process)
     assert process.returncode == 0, err
 
@@ -412,12 +399,8 @@ sys.exit(main())
 
 def test_a_device_fault_loses_the_handles_turns_health_and_ends_with_1() -> None:
     """HANDLE_LOST for what ran, NOT_SERVING to watchers, exit code 1, well before any grace."""
-    command = [sys.executable, "-W", "error", "-c", _FAULTY, *REFERENCE, "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment()
-    ) as process:
-        assert process.stdout is not None
-        values = dict(part.split("=", 1) for part in process.stdout.readline().split()[1:])
+    command = [sys.executable, "-W", "error", "-c", _FAULTY, *REFERENCE]
+    with _running("--listen", "127.0.0.1:0", command=command) as (process, values):
         with grpc.insecure_channel(values["listen"]) as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=20)
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING

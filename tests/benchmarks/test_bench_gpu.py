@@ -38,10 +38,11 @@ from benchmarks.gpu.ours import NotReady, Ours
 from benchmarks.gpu.peers import CompiledPeer, GraphPeer, Peer, PlainPeer, StaticPeer
 from benchmarks.gpu.process import Workplace, run_limited
 from benchmarks.gpu.worker import TASKS
+from ferrule_server.executor.base import ExecutorState
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.tensors import ModelWeights
 from ferrule_server.model.weights import load_model
-from tests.benchmarks.queued_executor import QueuedExecutor
+from tests.engine.deferred import Call, DeferredExecutor
 from tests.executor.cuda.test_end_to_end import simulated
 from tests.executor.cuda.tiny_model import tiny_executor
 
@@ -117,6 +118,27 @@ def test_written_folder_loads_as_the_same_model(weights: ModelWeights, tmp_path:
 # ---- ours ---------------------------------------------------------------------------------------------------------
 
 
+class CountingExecutor(DeferredExecutor):
+    """Takes steps ahead, and counts those after its preparation as replays of a graph."""
+
+    def __init__(self, inner: TorchExecutor, num_preparations: int = 2, fallback_reason: str = "") -> None:
+        super().__init__(inner)
+        self.num_to_tend, self.takes_histories = num_preparations, True
+        self._reason, self._counts = fallback_reason, [0, 0]
+
+    @property
+    def state(self) -> ExecutorState:
+        """What ran so far."""
+        stage = "capturing" if self.num_to_tend else ""
+        graph_steps, torch_steps = self._counts
+        state = ExecutorState("numba-cuda", preparation=stage, fallback_reason=self._reason)
+        return replace(state, num_graph_steps=graph_steps, num_torch_steps=torch_steps)
+
+    def _called(self, call: Call, num_rows: int) -> None:
+        super()._called(call, num_rows)
+        self._counts[self.num_to_tend > 0] += call in ("run", "result")
+
+
 def test_steps_ahead_choose_the_tokens_of_steps_in_turns() -> None:
     """Two in flight, each fed with the tokens of the one before; twice over the same KV."""
     weights = models.random_weights(TINY, CPU)
@@ -124,17 +146,19 @@ def test_steps_ahead_choose_the_tokens_of_steps_in_turns() -> None:
         layer.down.mul_(40)  # else a tied head repeats the token before
     plain = Ours(_executor(weights), is_dry=True)
     plain.prepare(3, 37, 8)
-    queued = QueuedExecutor(_executor(weights))
+    inner, seen = _executor(weights), list[list[int]]()
+    queued = CountingExecutor(inner)
     ahead = Ours(queued)
     ahead.prepare(3, 37, 8)
-    seen: list[list[int]] = []
-    queued._run, run = (lambda batch: seen.append(batch.token_ids.tolist()) or run(batch)), queued._run  # type: ignore[func-returns-value, method-assign]
+    inner.run, run = (lambda batch: seen.append(batch.token_ids.tolist()) or run(batch)), inner.run  # type: ignore[func-returns-value, method-assign]
+    queued.calls.clear()
     ahead.decode(8)
     ahead.decode(8)
     chosen = plain.decoded(8)
     assert seen[1:8] == chosen[:7]
     assert seen[8:] == seen[:8]
-    assert queued.most_pending == 2
+    assert [kind for kind, _ in queued.calls[:3]] == ["submit", "submit", "result"]
+    assert queued.misuse == []
     assert len({tuple(tokens) for tokens in chosen}) > 1
 
 
@@ -150,13 +174,13 @@ def test_branches_share_the_blocks_of_their_context(weights: ModelWeights) -> No
 
 def test_torch_is_never_measured_as_ours(weights: ModelWeights) -> None:
     """A fallback ends the preparation with its reason; a step that was no replay is said in the row."""
-    failing = QueuedExecutor(_executor(weights), num_preparations=9, fallback_reason="no kernel loads")
+    failing = CountingExecutor(_executor(weights), num_preparations=9, fallback_reason="no kernel loads")
     (row,) = decode.measured([Ours(failing)], CONFIG, (2, 20, 4), 1)
     assert (row["status"], row["reason"]) == ("NOT READY", "NotReady: no kernel loads")
-    slow = QueuedExecutor(_executor(weights))
+    slow = CountingExecutor(_executor(weights))
     ours = Ours(slow)
     ours.prepare(2, 20, 4)
-    slow._left = 1
+    slow.num_to_tend = 1
     ours.make_ready = lambda step: None  # type: ignore[method-assign]
     (row,) = decode.measured([ours], CONFIG, (2, 20, 4), 1)
     assert (row["status"], row["graph_steps"], row["torch_steps"]) == ("NOT ALL ON GRAPHS", 0, 8)

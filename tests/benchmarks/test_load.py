@@ -274,30 +274,6 @@ def test_a_signal_while_the_loop_begins_is_not_lost(interrupts: Interrupts, monk
     assert begun == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_loop_lets_the_work_clean_up(interrupts: Interrupts, number: int) -> None:
-    """It is a cancellation, so that what has to be awaited can be."""
-    said: list[str] = []
-
-    async def work() -> None:
-        try:
-            signal.raise_signal(number)
-            await asyncio.sleep(60)
-        finally:
-            await asyncio.sleep(0.001)
-            said.append("released")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupts.run(work)
-    assert said == ["released"]
-
-
-def test_a_signal_before_any_loop_is_raised_at_once(interrupts: Interrupts) -> None:
-    """Servers that start are waited for without a loop."""
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGTERM)
-
-
 def test_a_loop_that_is_cancelled_leaves_nothing_under_way() -> None:
     """Requests end before their connections do: on a closed one gRPC may crash."""
     ended: list[int] = []

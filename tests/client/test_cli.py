@@ -360,13 +360,6 @@ def test_wrong_environment_is_wrong_use(monkeypatch: pytest.MonkeyPatch) -> None
     assert run("health", "--timeout", "5") == 0
 
 
-@pytest.mark.parametrize("command", ["", "demo", "generate", "health", "caches", "metrics", "admin"])
-def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command shows examples."""
-    assert run(*command.split(), "--help") == 0
-    assert "ferrule " + (command or "generate") in capsys.readouterr().out
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     """The version is that of the package."""
     assert run("--version") == 0
@@ -380,15 +373,6 @@ def test_plain_text_token_beyond_this_machine_warns() -> None:
     Client("localhost:1", token="s3cret").close()
     Client("unix:/x", token="s3cret").close()
     Client("example.invalid:1", token="s3cret", tls=True).close()
-
-
-def test_serve_becomes_the_server() -> None:
-    """Help and exit codes are the server's own, and so is the process."""
-    command = [sys.executable, "-m", "ferrule_cli.app", "serve"]
-    done = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0
-    assert "--kv-memory" in done.stdout
-    assert subprocess.run([*command, "--nonsense"], capture_output=True, timeout=60, check=False).returncode == 2
 
 
 def test_serve_ends_by_sigterm(tmp_path: Path) -> None:

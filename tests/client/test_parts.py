@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrule import AsyncClient, Client, FerruleError, Handle
-from ferrule.errors import DeadlineExceededError, InvalidRequestError
+from ferrule.errors import DeadlineExceededError
 from ferrule.types import Append, Lease
 from ferrule_client import _leases
 from ferrule_client._parts import HandleLimit, Parts
@@ -214,16 +214,6 @@ def test_a_server_that_does_not_say_its_limit_is_served(spoil: Callable[[FakeSer
         assert client.release(strangers(600)).released == (False,) * 600
         assert max(fake.kept) <= 5
         assert client._connection.handle_limit.most in (4, 5)
-
-
-def test_refusals_that_are_not_about_the_length_are_raised(fake: FakeServer, fake_client: Client) -> None:
-    """Once; nothing is sent again."""
-    failure = Failure(INVALID, reason="INVALID_FIELD", metadata=(("field", "kv_caches[1].cache_id"),))
-    for rpc, call in (("KeepAlive", fake_client.keep_alive), ("ReleaseCache", fake_client.release)):
-        fake.failures[rpc] = [failure]
-        with pytest.raises(InvalidRequestError):
-            call(strangers(9))
-        assert fake.calls[rpc] == 1
 
 
 # ---- the keep-alive thread ------------------------------------------------------------------------------------------

@@ -129,16 +129,6 @@ def test_a_server_that_is_away_has_no_state() -> None:
     assert "● away" in text
 
 
-def test_wide_terminals_show_leases_and_principals_side_by_side() -> None:
-    """And narrow ones leave out columns rather than break lines."""
-    wide = _plain(Frame(140, 40, UNICODE).lines(_busy()))
-    assert any("── leases" in line and "── principals" in line for line in wide.splitlines())
-    assert "forked from" not in wide
-    narrow = _plain(Frame(40, 24, UNICODE).lines(_busy()))
-    assert "handle" in narrow
-    assert "shared  principal" not in narrow
-
-
 def test_what_others_write_is_never_obeyed() -> None:
     """Escape sequences in names become question marks, on the screen and in the tables."""
     evil = "\x1b[2J\x1b]0;title\x07\u202e\r\nx"

@@ -21,7 +21,7 @@ from ferrule_client._status import no_server
 from ferrule_server.api.security.auth import TokenAccess
 from ferrule_server.api.security.token_file import TokenFile, parse_tokens
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
-from tests.api.certificates import Authority, Identity, ServerFiles
+from tests.api.certificates import Authority, ServerFiles
 from tests.api.harness import RunningServer
 from tests.client.command_line import run
 
@@ -129,12 +129,6 @@ def authority() -> Authority:
 
 
 @pytest.fixture(scope="module")
-def alice(authority: Authority) -> Identity:
-    """A client's certificate."""
-    return authority.client("alice")
-
-
-@pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[RunningServer]:
     """A server that wants certificates and tokens."""
     files = ServerFiles(tmp_path_factory.mktemp("server"))
@@ -148,14 +142,10 @@ def server(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> It
 
 @pytest.fixture
 def folder(
-    tmp_path: Path,
-    no_variables: None,
-    monkeypatch: pytest.MonkeyPatch,
-    server: RunningServer,
-    authority: Authority,
-    alice: Identity,
+    tmp_path: Path, no_variables: None, monkeypatch: pytest.MonkeyPatch, server: RunningServer, authority: Authority
 ) -> Path:
     """The client's files; the environment names target, authority, certificate and token."""
+    alice = authority.client("alice")
     for name, data in (("ca.pem", authority.cert), ("cert.pem", alice.cert), ("key.pem", alice.key)):
         (tmp_path / name).write_bytes(data)
     monkeypatch.setenv("FERRULE_TARGET", server.address.target)

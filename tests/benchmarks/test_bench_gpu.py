@@ -248,17 +248,17 @@ def test_ours_is_compared_with_float32(weights: ModelWeights) -> None:
     """Steps of one row and of several: logits, KV and tokens; other weights are wrong."""
     ours = Ours(_executor(weights), is_dry=True)
     for cell in ((3, 40, 2, 1), (2, 33, 2, 4)):
-        row = correct._compared(_named(ours), weights, cell)
+        row = correct._compared(ours, weights, cell)
         assert (row["status"], row["wrong_tokens"], sorted(row["errors"])) == ("ok", 0, ["kv", "logits"])
         assert row["decided"] > 0
-    row = correct._compared(_named(ours), models.random_weights(TINY, CPU, seed=1), (1, 40, 1, 1))
+    row = correct._compared(ours, models.random_weights(TINY, CPU, seed=1), (1, 40, 1, 1))
     assert row["status"] == "WRONG"
     assert row["errors"]["kv"]["error"] > row["errors"]["kv"]["limit"]
 
 
 def test_buffers_of_the_runner_are_compared_too(weights: ModelWeights) -> None:
     """By name, those of the last step: right ones pass, one that is off by 3 % does not."""
-    ours = _named(Ours(_executor(weights), is_dry=True))
+    ours = Ours(_executor(weights), is_dry=True)
     ids = torch.from_numpy(np.random.default_rng(11).integers(0, CONFIG.vocab_size, (1, 42))).long()
     trace = reference.traced(CONFIG, weights, ids, 1, torch.bfloat16)
     held = {name: values[0] for name, values in trace.buffers.items()}
@@ -282,11 +282,6 @@ def test_tokens_count_where_the_gap_is_beyond_the_error() -> None:
 def test_nan_is_infinitely_far() -> None:
     """And no comparison lets it pass."""
     assert correct.relative(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
-
-
-def _named(ours: Ours) -> Ours:
-    assert ours.executor.info.model.model_id == TINY
-    return ours
 
 
 # ---- the wire and operations --------------------------------------------------------------------------------------

@@ -118,9 +118,3 @@ def test_every_module_has_its_counterpart(name: str) -> None:
 def test_awaiting_is_taken_out(source: str, expected: str) -> None:
     """Of code, of examples in docstrings and of what these say."""
     assert strip_async.stripped(source) == expected
-
-
-def test_a_bracket_without_its_end_is_told() -> None:
-    """Rather than left in the module."""
-    with pytest.raises(ValueError, match="no bracket closes"):
-        strip_async.stripped("x = (await f(y)")

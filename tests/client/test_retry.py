@@ -128,21 +128,15 @@ def test_server_is_asked_once_what_it_can_do(fake: FakeServer, fake_client: Clie
     assert fake.calls == {"Prefill": 6, "GetCapabilities": 1}
 
 
-def test_creation_costs_no_call_besides(fake: FakeServer, fake_client: Client) -> None:
-    """What the server can do is asked for when a creation broke, not before."""
-    with fake_client.prefill([*b"ab"]) as cache:
-        cache.fork().release()
-    assert set(fake.calls) == {"Prefill", "ForkCache", "ReleaseCache"}
-
-
 def test_request_ids_are_new_for_every_call(fake: FakeServer, fake_client: Client) -> None:
-    """And the caller's own is sent as it is."""
+    """The caller's own is sent as it is; the server is asked what it can do only when a creation breaks."""
     for given in ("", "", "mine"):
         fake_client.prefill([*b"ab"], request_id=given).release()
     first, second, own = (prompt.request_id for prompt in fake.prompts)
     assert own == "mine"
     assert first != second
     assert len(first) == len(second) == 32
+    assert fake.calls["GetCapabilities"] == 0
 
 
 @pytest.mark.parametrize("failure", [GONE, LOST, RESET])

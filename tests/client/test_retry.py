@@ -166,9 +166,15 @@ def test_creation_is_not_tried_again_where_nobody_can_be_asked(fake: FakeServer)
 
 
 @pytest.mark.parametrize(
-    "reason", ["QUEUE_FULL", "QUOTA_QUEUED_ROWS", "QUOTA_PREFILL_RATE", "QUOTA_CALL_RATE", "QUOTA_REQUEST_BYTES"]
+    ("rpc", "reason"),
+    [
+        ("Decode", "QUEUE_FULL"),
+        ("item", "QUOTA_QUEUED_ROWS"),
+        ("Prefill", "QUOTA_PREFILL_RATE"),
+        ("Decode", "QUOTA_CALL_RATE"),
+        ("item", "QUOTA_REQUEST_BYTES"),
+    ],
 )
-@pytest.mark.parametrize("rpc", ["Decode", "item", "Prefill"])
 def test_passing_refusal_is_waited_out(fake: FakeServer, fake_client: Client, rpc: str, reason: str) -> None:
     """At least as long as the server asks for; the neighbours in a frame are not sent again."""
     full = Failure(CODES.RESOURCE_EXHAUSTED, "full", reason=reason, retry_after_s=0.15)

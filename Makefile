@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -q -m "$(MARKERS)"
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
 
-demo: $(VENV)/.ok ## start the shipped model, stream text, fork, roll back, release
+demo: $(VENV)/.demo ## start the shipped model, stream text, fork, roll back, release
 	@$(BIN)/ferrule demo
 
 test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
@@ -104,15 +104,28 @@ clean:            ## remove caches and build output, keep the environment
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find protos server client tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamp says that the environment holds what pyproject.toml and constraints.txt ask for.
-$(VENV)/.ok: pyproject.toml constraints.txt
+# The stamps say what the environment holds: `.demo` the client and a server on a CPU, `.ok` also what the tests need.
+# TORCH=pip takes the PyTorch that pip finds (on Linux: with CUDA), TORCH_INDEX=ADDRESS an index of yours.
+TORCH ?= cpu
+TORCH_INDEX ?=
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PROJECTS := pyproject.toml server/pyproject.toml
+
+$(VENV)/.demo: $(PROJECTS) constraints.txt deploy/install_torch.py
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "error: '$(PY)' is not Python 3.11 or newer; name one that is: make PY=python3.11" >&2; exit 1; }
-	@echo "installing into $(VENV), one to three minutes (PyTorch is large)"
+	@echo "== installing the client and the server into $(VENV): downloads 310 MB, 190 of them PyTorch"
 	@$(PY) -m venv $(VENV) || { echo "error: no venv module; on Debian: apt install python3-venv" >&2; exit 1; }
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python deploy/install_torch.py --build $(TORCH) --index "$(TORCH_INDEX)"
+	@$(PIP) -e '.[cli]' -e server
+	@echo "== installed: $$(du -sh $(VENV) | cut -f1)"
+	@touch $@
+
+$(VENV)/.ok: $(VENV)/.demo
+	@echo "== installing what the tests need into $(VENV)"
+	@$(PIP) -q -e '.[cli,dev]' -e 'server[otel,kernels]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.ok
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(PIP) -q -e '.[docs]'
 	@touch $@

@@ -179,10 +179,11 @@ def _benchmark(story: Story, command: Command) -> None:
 
 
 def _pip(command: Command) -> None:
-    """The extra is one of ours."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (found,) = re.findall(r"^pip install '?\.(?:\[([a-z,]+)\])?'?$", command.program)
-    assert set(filter(None, found.split(","))) <= set(extras)
+    """The projects are there, and have the extras."""
+    for word in shlex.split(command.program)[2:]:
+        folder, _, extras = word.rstrip("]").partition("[")
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        assert set(filter(None, extras.split(","))) <= set(project["optional-dependencies"]), word
 
 
 def _bundles(story: Story, command: Command) -> None:

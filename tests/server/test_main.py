@@ -603,7 +603,7 @@ def test_without_the_server_extra_one_sentence_tells_what_to_install(tmp_path: P
         check=False,
     )
     assert run.returncode == 2
-    assert run.stderr == "ferrule serve: the module 'torch' is missing: install ferrule[server]\n"
+    assert run.stderr == "ferrule serve: the module 'torch' is missing: install ferrule-server\n"
 
 
 def test_a_misspelt_variable_is_one_warning() -> None:

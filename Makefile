@@ -9,11 +9,11 @@ BIN := $(VENV)/bin
 
 # Tests that only compute share the cores one by one. All others start servers: a file of theirs runs in one process.
 COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model tests/text tests/training
-MARKERS := not slow and not gpu
+MARKERS := not slow and not gpu and not docker
 PYTEST := $(BIN)/python -m pytest -q -m "$(MARKERS)"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures docs clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-docker test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures docs clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
@@ -51,11 +51,14 @@ test-conformance: $(VENV)/.ok ## the contract in Python, Node, Go, Rust, C++ and
 	@$(BIN)/python -m tests.conformance.run --require
 	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q --timeout=600 tests/conformance tests/test_docs.py::test_the_contract_runs_in_node
 
-test-stack: $(VENV)/.ok ## the compose stack without Docker: real Envoy, Prometheus, Chromium; dashboard, alerts, scale-out
+test-stack: $(VENV)/.ok ## the files of the stack without Docker: real Envoy, promtool, Chromium; alerts, scale-out
 	@sh tests/stack/install_tools.sh
 	@shellcheck deploy/make_certificates.sh tests/stack/install_tools.sh
 	@$(DCLINT) docker-compose.yml deploy/compose.*.yml
 	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q tests/stack tests/api/web tests/api/test_exposition.py
+
+test-docker: $(VENV)/.ok ## build the images and run the compose stack in Docker: health, hardening, restarts, TLS (6 minutes)
+	@$(BIN)/python -m pytest -v -m docker tests/docker
 
 mutants: $(VENV)/.ok ## break the product in more than 100 ways: the suite must notice each (15 minutes; MUTANTS="--only ID")
 	@$(BIN)/python -m tools.mutants --jobs $(JOBS) $(MUTANTS)

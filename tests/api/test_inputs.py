@@ -101,25 +101,41 @@ def test_how_a_new_sequence_is_kept_is_read(read: Any) -> None:
     assert (job.ttl_s, job.reserved_length) == (7.5, 0)
 
 
-def test_errors_of_a_prompt_name_it_in_its_batch() -> None:
-    """Every path begins with that of the input."""
-    fields: list[tuple[dict[str, Any], str]] = [
-        ({"input_ids": []}, "input_ids"),
-        ({"input_ids": [1, 99]}, "input_ids[1]"),
-        ({"attention_mask": [1]}, "attention_mask"),
-        ({"attention_mask": [1, 0]}, "attention_mask[1]"),
-        ({"position_ids": [1, 2]}, "position_ids[0]"),
-        ({"cache": Options(ttl={"seconds": -1})}, "cache.ttl"),
-        ({"cache": Options(reserve_length=1)}, "cache.reserve_length"),
-        ({"logits_positions": 9}, "logits_positions"),
-        ({"on_stale": 9}, "on_stale"),
-        ({"request_id": "x" * 129}, "request_id"),
-        ({"kv_cache": types_pb2.KvCacheHandle(cache_id="i", length=1)}, "kv_cache.lineage"),
-    ]
-    for given, field in fields:
-        with pytest.raises(FerruleError) as caught:
-            _prefill(**given)
-        assert caught.value.metadata["field"] == f"inputs[3].{field}"
+BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": []}, "input_ids"),
+    ({"input_ids": [1, 96, 97, 2**32 - 1]}, "input_ids[2]"),
+    ({"attention_mask": [1]}, "attention_mask"),
+    ({"attention_mask": [1] * 4096}, "attention_mask"),
+    ({"attention_mask": [1, 0]}, "attention_mask[1]"),
+    ({"attention_mask": [2, 1]}, "attention_mask[0]"),
+    ({"position_ids": [1, 2]}, "position_ids[0]"),
+    ({"position_ids": [0, 2]}, "position_ids[1]"),
+    ({"position_ids": [0, 1, 2]}, "position_ids"),
+    ({"cache": Options(ttl={"seconds": -1})}, "cache.ttl"),
+    ({"cache": Options(reserve_length=1)}, "cache.reserve_length"),
+    ({"logits_positions": 9}, "logits_positions"),
+    ({"on_stale": 9}, "on_stale"),
+    ({"request_id": "x" * 129}, "request_id"),
+    ({"kv_cache": types_pb2.KvCacheHandle(length=1, lineage=bytes(16))}, "kv_cache.cache_id"),
+    ({"kv_cache": types_pb2.KvCacheHandle(cache_id="x" * 129, length=1, lineage=bytes(16))}, "kv_cache.cache_id"),
+    ({"kv_cache": types_pb2.KvCacheHandle(cache_id="x", lineage=bytes(16))}, "kv_cache.length"),
+    ({"kv_cache": types_pb2.KvCacheHandle(cache_id="x", length=1, lineage=bytes(15))}, "kv_cache.lineage"),
+]
+
+
+@pytest.mark.parametrize(("fields", "path"), BAD_PROMPTS, ids=[path for _, path in BAD_PROMPTS])
+def test_a_bad_prompt_is_refused_by_its_path(fields: dict[str, Any], path: str) -> None:
+    """The path begins with that of the input."""
+    with pytest.raises(FerruleError) as caught:
+        _prefill(**fields)
+    reason = "TOKEN_OUT_OF_VOCAB" if path == "input_ids[2]" else "INVALID_FIELD"
+    assert (caught.value.reason, caught.value.metadata["field"]) == (reason, f"inputs[3].{path}")
+
+
+def test_trivial_masks_and_positions_are_accepted() -> None:
+    """All ones, and consecutive positions from the length of the handle on."""
+    assert _prefill(attention_mask=[1, 1], position_ids=[0, 1]).job.token_ids == (1, 2)
+    assert _prefill(attention_mask=[1, 1], position_ids=[3, 4], kv_cache=HANDLE).job.token_ids == (1, 2)
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------

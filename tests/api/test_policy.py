@@ -173,11 +173,19 @@ REFUSED: dict[str, tuple[Policy, str, str]] = {
         "INVALID_FIELD",
         "full_logits.dtype",
     ),
-    "temperature": (Policy(sample=Sample(temperature=-0.5)), "INVALID_FIELD", "sample.temperature"),
-    "temperature nan": (Policy(sample=Sample(temperature=math.nan)), "INVALID_FIELD", "sample.temperature"),
+    "logits of no type": (
+        Policy(full_logits=policy_pb2.FullLogits(dtype=77)),  # type: ignore[arg-type]
+        "INVALID_FIELD",
+        "full_logits.dtype",
+    ),
     "top_p 0": (Policy(sample=Sample(top_p=0.0)), "INVALID_FIELD", "sample.top_p"),
     "min_p": (Policy(sample=Sample(min_p=1.5)), "INVALID_FIELD", "sample.min_p"),
-    "repetition": (Policy(sample=Sample(repetition_penalty=-0.5)), "INVALID_FIELD", "sample.repetition_penalty"),
+    **{
+        f"{name} {value}": (Policy(sample=Sample(**{name: value})), "INVALID_FIELD", f"sample.{name}")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty")
+        for value in (math.nan, math.inf, -math.inf, -1.0, -0.1)
+    },
+    "top_p above 1": (Policy(sample=Sample(top_p=1.01)), "INVALID_FIELD", "sample.top_p"),
     "repetition of greedy": (
         Policy(greedy_argmax=Greedy(repetition_penalty=-1.0)),
         "INVALID_FIELD",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
+from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec
@@ -25,9 +26,9 @@ def _piece(**fields: Any) -> PlannedAppend:  # of UnifiedBatchItem
     return make_reader().unified(Item(**{"q_tokens": [1, 2], "logits_policy": GREEDY, **fields}), AT, "alice")
 
 
-def _prefill(**fields: Any) -> PlannedAppend:  # of PrefillInput
+def _prefill(limits: ApiLimits | None = None, **fields: Any) -> PlannedAppend:  # of PrefillInput
     message = executor_pb2.PrefillInput(**{"input_ids": [1, 2], "logits_policy": GREEDY, **fields})
-    return make_reader().prefill(message, "inputs[3].", "alice")
+    return make_reader(limits=limits).prefill(message, "inputs[3].", "alice")
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------------------
@@ -136,6 +137,21 @@ def test_trivial_masks_and_positions_are_accepted() -> None:
     """All ones, and consecutive positions from the length of the handle on."""
     assert _prefill(attention_mask=[1, 1], position_ids=[0, 1]).job.token_ids == (1, 2)
     assert _prefill(attention_mask=[1, 1], position_ids=[3, 4], kv_cache=HANDLE).job.token_ids == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens"), [(types_pb2.DATA_TYPE_FLOAT32, 18), (types_pb2.DATA_TYPE_BFLOAT16, 30)]
+)
+def test_a_prompt_whose_reply_would_be_too_large_is_refused(dtype: types_pb2.DataType, num_tokens: int) -> None:
+    """Rows of four bytes for each token, or of two."""
+    limits = ApiLimits(max_reply_bytes=9000)
+    policy = policy_pb2.LogitsReturnPolicy(full_logits=policy_pb2.FullLogits(dtype=dtype))
+    wanted: dict[str, Any] = {"logits_policy": policy, "logits_positions": types_pb2.LOGITS_POSITIONS_ALL}
+    assert _prefill(limits, input_ids=[1] * num_tokens, **wanted).reply_bytes <= 9000
+    with pytest.raises(FerruleError) as caught:
+        _prefill(limits, input_ids=[1] * num_tokens * 2, **wanted)
+    assert caught.value.reason == "REPLY_TOO_LARGE"
+    assert 9000 < int(caught.value.metadata["reply_bytes"]) < 18_000
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------

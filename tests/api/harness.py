@@ -353,4 +353,13 @@ def wait_until(holds: Any, timeout_s: float = 10.0) -> None:  # any callable
         time.sleep(0.002)
 
 
+def is_parked(server: RunningServer) -> bool:
+    """Whether the one stream there is has its window closed, and has had for a moment: gRPC takes no more of it."""
+    (stream,) = server.state.streams
+    window = stream._job.window  # type: ignore[attr-defined]
+    taken_bytes = window.taken_bytes
+    time.sleep(0.1)
+    return not window.is_open and window.taken_bytes == taken_bytes and server.engine.snapshot().num_running == 0
+
+
 DEMO_FOLDER = Path(__file__).parents[2] / "server" / "ferrule_server" / "demo_model"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import grpc
 import pytest
 
-from ferrule.v1 import cache_pb2, policy_pb2, types_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, info_pb2, policy_pb2, types_pb2
 from ferrule_server.api.security.auth import OpenAccess
 from ferrule_server.engine.masks import OVERHEAD_BYTES
 from ferrule_server.quotas import QuotaLimits
-from tests.api.harness import PROMPT, RunningServer, refused, wait_until
+from tests.api.harness import GREEDY, PROMPT, RunningServer, refused, wait_until
 from tests.fakes import FakeExecutor
 
 
@@ -62,17 +62,6 @@ def test_the_least_recently_used_mask_goes_first() -> None:
         assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_MASK_BYTES")
         assert refusals[0].retry_after_s is None
         assert [server.prefill(policy=_only(name)).outputs.tokens[0] for name in (first, third)] == [1, 3]
-
-
-@pytest.mark.parametrize(("masks", "field"), [([_bits(1), b""], "masks[1]"), ([_bits(1), bytes(32)], "masks[1]")])
-def test_masks_are_registered_all_or_none(server: RunningServer, masks: list[bytes], field: str) -> None:
-    """One that is none leaves nothing of the others."""
-    num_masks = _metrics(server).token_masks
-    with refused() as refusals:
-        _register(server, *masks)
-    assert refusals[0].fields == (field,)
-    assert _metrics(server).token_masks == num_masks
-    assert _register(server) == []
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------
@@ -129,3 +118,52 @@ def test_every_block_is_empty_cached_or_used(server: RunningServer) -> None:
     server.prefill(PROMPT)
     now = _metrics(server)
     assert now.empty_blocks + now.cached_blocks + now.used_blocks == server.engine.info.num_blocks - 1
+
+
+@pytest.fixture
+def fresh() -> Iterator[RunningServer]:
+    """A server of the test's own."""
+    with RunningServer() as server:
+        yield server
+
+
+def _status(server: RunningServer) -> info_pb2.ExecutorStatus:
+    return server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=20).status
+
+
+def test_verifies_and_generates_are_counted(fresh: RunningServer) -> None:
+    """Drafts brought, drafts accepted, and all tokens that decoding appended."""
+    prompt = (1, 2, 3)
+    plain = fresh.prefill(prompt)
+    tokens = [plain.outputs.tokens[0]]
+    handle = plain.kv_cache
+    for _ in range(3):
+        output = fresh.decode(handle, tokens[-1])
+        handle = output.kv_cache
+        tokens.append(output.outputs.tokens[0])
+    before = _status(fresh)
+    assert (before.num_decodes, before.num_decode_tokens, before.num_verifies) == (3, 3, 0)
+    wrong = (tokens[2] + 1) % 256
+    message = executor_pb2.VerifyInput(
+        kv_cache=fresh.prefill(prompt).kv_cache,
+        input_ids=tokens[:1],
+        draft_ids=[tokens[1], wrong, 5],
+        logits_policy=GREEDY,
+        acceptance=executor_pb2.ACCEPTANCE_RULE_EXACT,
+    )
+    verified = fresh.stub.ForwardVerify(executor_pb2.ForwardVerifyRequest(input=message), timeout=20).output
+    assert (verified.accepted_count, verified.next_token) == (1, tokens[2])
+    status = _status(fresh)
+    assert (status.num_verifies, status.num_draft_tokens, status.num_accepted_tokens) == (1, 3, 1)
+    assert status.num_decode_tokens == 3 + 2
+    request = executor_pb2.GenerateRequest(input_ids=prompt, max_tokens=2, ignore_eos=True, logits_policy=GREEDY)
+    assert len(list(fresh.stub.Generate(request, timeout=20))) >= 1
+    assert (_status(fresh).num_generates, _status(fresh).active_streams) == (1, 0)
+
+
+def test_a_stream_that_nobody_reads_is_under_way(fresh: RunningServer) -> None:
+    """Until its caller goes away."""
+    call = fresh.stub.Generate(executor_pb2.GenerateRequest(input_ids=[1], logits_policy=GREEDY), timeout=20)
+    next(iter(call))
+    assert _status(fresh).active_streams == 1
+    call.cancel()

@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[Policy, str, str]] = {
     "top_p 0": (Policy(sample=Sample(top_p=0.0)), "INVALID_FIELD", "sample.top_p"),
     "min_p": (Policy(sample=Sample(min_p=1.5)), "INVALID_FIELD", "sample.min_p"),
     **{
-        f"{name} {value}": (Policy(sample=Sample(**{name: value})), "INVALID_FIELD", f"sample.{name}")
+        f"{name} {value}": (Policy(sample=Sample(**{name: value})), "INVALID_FIELD", f"sample.{name}")  # type: ignore[arg-type]
         for name in ("temperature", "top_p", "min_p", "repetition_penalty")
         for value in (math.nan, math.inf, -math.inf, -1.0, -0.1)
     },

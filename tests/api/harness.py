@@ -299,9 +299,14 @@ class RunningServer:
 class StreamClient:
     """A StreamDecode call that is written to and read from frame by frame."""
 
-    def __init__(self, stub: executor_pb2_grpc.ModelExecutorServiceStub, timeout_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        stub: executor_pb2_grpc.ModelExecutorServiceStub,
+        timeout_s: float = 20.0,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         self._frames: queue.SimpleQueue[executor_pb2.StreamDecodeRequest | None] = queue.SimpleQueue()
-        self.call = stub.StreamDecode(iter(self._frames.get, None), timeout=timeout_s)
+        self.call = stub.StreamDecode(iter(self._frames.get, None), timeout=timeout_s, metadata=metadata)
 
     def send(
         self,

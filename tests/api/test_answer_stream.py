@@ -157,27 +157,6 @@ def _play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(scene(), 20))
 
 
-def test_a_reader_that_keeps_up_gets_a_message_for_each_frame() -> None:
-    """And OK behind the last one; the job is not cancelled and nobody is woken for nothing."""
-
-    async def scene() -> None:
-        call = _Call()
-        await call.settles()
-        assert call.stream in call.state.streams
-        for token in (1, 2):
-            call.engine.say(_frame(token))
-            await call.settles()
-        call.engine.say(_frame(3, is_last=True))
-        assert await call.reason() is None
-        assert call.tokens == [[1], [2], [3]]
-        assert call.context.has_begun
-        assert not call.job.is_cancelled
-        assert call.engine.resumed == []
-        assert not call.state.streams
-
-    _play(scene)
-
-
 def test_frames_merge_while_a_write_is_in_flight() -> None:
     """All that came meanwhile is one message."""
 
@@ -248,27 +227,6 @@ def test_what_came_before_an_error_is_written_before_it() -> None:
         call.context.lets_through()
         assert "KV_BLOCKS_EXHAUSTED" in (await call.reason() or "")
         assert [token for tokens in call.tokens for token in tokens] == [1, 2]
-
-    _play(scene)
-
-
-def test_a_caller_who_goes_away_cancels_its_job_and_wakes_it() -> None:
-    """A parked one would never hear of it otherwise. What the engine says later goes nowhere."""
-
-    async def scene() -> None:
-        call = _Call()
-        await call.settles()
-        call.engine.say(_frame(1))
-        await call.settles()
-        call.task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call.task
-        assert call.job.is_cancelled
-        assert call.engine.resumed == [call.job]
-        assert not call.state.streams
-        call.engine.say(_frame(2), _frame(is_last=True))
-        await call.settles()
-        assert call.tokens == [[1]]
 
     _play(scene)
 

@@ -101,24 +101,6 @@ def is_as_said(answer: Answer, method: Method, token: str, *allowed: tuple[grpc.
 
 @every_caller
 @every_method
-def test_an_ordinary_call_is_served(client: Client, method: Method, token: str) -> None:
-    """One message and the end of the stream: what the other tests depart from."""
-    answer = client.ask(method, [method.message], token)
-    assert is_as_said(answer, method, token, OK), answer
-    assert answer.is_good(method) == bool(token or method.is_open)
-
-
-@every_caller
-@every_method
-def test_the_end_of_the_stream_may_come_later(client: Client, method: Method, token: str) -> None:
-    """The message is whole, so it is answered, though the client could still send."""
-    with never() as messages:
-        answer = client.ask(method, messages(method.message), token)
-    assert is_as_said(answer, method, token, OK), answer
-
-
-@every_caller
-@every_method
 def test_a_second_message_is_not_served(server: RunningServer, client: Client, method: Method, token: str) -> None:
     """Either the first one is answered once, or the call is refused as a whole (INVALID_FIELD, or UNIMPLEMENTED)."""
     num_before = server.state.num_sequences
@@ -238,34 +220,11 @@ def test_connections_that_end_before_the_message_leave_nothing(
 
 
 @every_method
-def test_calls_of_clients_that_cancel_leave_nothing(server: RunningServer, client: Client, method: Method) -> None:
-    """As grpcio cancels: with nothing sent, and with a message sent."""
-    with never() as messages:
-        calls = [client.open(method, messages(), TOKEN) for _ in range(10)]
-        calls += [client.open(method, messages(method.message), TOKEN) for _ in range(10)]
-        for call in calls:
-            call.cancel()
-    nothing_is_left(server)
-
-
-@every_method
 def test_a_deadline_that_passes_before_the_message_ends_the_call(client: Client, method: Method) -> None:
     """The client's own deadline: DEADLINE_EXCEEDED; the server may say REQUEST_TIMEOUT first."""
     with never() as messages:
         answer = client.ask(method, messages(), TOKEN, timeout=0.3)
     assert answer.outcome in {(Code.DEADLINE_EXCEEDED, ""), TIMED_OUT}, answer
-
-
-@every_caller
-@every_method
-def test_unfinished_calls_hold_up_no_other(server: RunningServer, client: Client, method: Method, token: str) -> None:
-    """100 calls without a message on one connection, and another call of it is served."""
-    with never() as messages:
-        calls = [client.open(method, messages(), token) for _ in range(100)]
-        assert client.ask(PREFILL, [PREFILL.message], TOKEN).is_good(PREFILL)
-        assert server.state.num_active == 0 or method is CHECK
-        for call in calls:
-            call.cancel()
 
 
 # ---- no deadline for what is no message -----------------------------------------------------------------------------

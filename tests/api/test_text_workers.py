@@ -47,24 +47,6 @@ async def begun(held: Held) -> None:
         await asyncio.sleep(0.001)
 
 
-def test_another_principal_waits_for_one_job_only() -> None:
-    """However many were queued before."""
-
-    async def scenario() -> None:
-        workers, held = TextWorkers(unlimited, 1 << 20), Held()
-        flood = [asyncio.create_task(workers.run("a", LONG, 1, held.work("a"))) for _ in range(10)]
-        await begun(held)
-        other = asyncio.create_task(workers.run("b", LONG, 1, held.work("b")))
-        await asyncio.sleep(0)
-        held.gate.set()
-        assert await other == "b"
-        await asyncio.gather(*flood)
-        assert held.order == ["a", "b", *"a" * 9]
-        assert workers.num_jobs == 0
-
-    run(scenario())
-
-
 def test_work_of_a_caller_that_left_is_never_run_and_its_places_are_free() -> None:
     """Work that runs goes on to its end, and then frees its place too."""
 

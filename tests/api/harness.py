@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import queue
 import threading
 import time
@@ -24,8 +25,9 @@ from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.inputs import InputReader
 from ferrule_server.api.rpc.observe import Observer
 from ferrule_server.api.rpc.state import ServerState, Serving, state_of
-from ferrule_server.api.security.auth import Access, OpenAccess
+from ferrule_server.api.security.auth import Access, OpenAccess, TokenAccess
 from ferrule_server.api.security.tls import TlsFiles
+from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.api.serve import ApiServer
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.masks import MaskRegistry
@@ -35,6 +37,7 @@ from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.log_format import tell_hang_ups_quietly
+from ferrule_server.quotas import UNLIMITED
 from ferrule_server.text.chat_template import ChatTemplate
 from ferrule_server.text.tokenizer import Tokenizer
 
@@ -294,6 +297,14 @@ class RunningServer:
     def open_stream(self) -> StreamClient:
         """Open a StreamDecode call."""
         return StreamClient(self.stub)
+
+
+def token_access(folder: Path, lines: dict[str, str]) -> TokenAccess:
+    """Return access by a token file that is made in a folder: for each token the rest of its line."""
+    path = folder / "tokens"
+    path.touch(mode=0o600)
+    path.write_text("".join(f"{hashlib.sha256(token.encode()).hexdigest()} {line}\n" for token, line in lines.items()))
+    return TokenAccess(TokenFile(path, UNLIMITED))
 
 
 class StreamClient:

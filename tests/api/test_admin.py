@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,13 +16,6 @@ from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_
 from tests.api.harness import RunningServer, decode_item, refusal_of, refused, wait_until
 
 Health = health_pb2.HealthCheckResponse
-
-
-@pytest.fixture
-def own() -> Iterator[RunningServer]:
-    """A server of the test's own."""
-    with RunningServer() as server:
-        yield server
 
 
 def _admin(server: RunningServer) -> admin_pb2_grpc.AdminServiceStub:

@@ -7,24 +7,19 @@ end; in every test no ERROR is logged, the next call on the same connection is s
 from __future__ import annotations
 
 import gzip
-import hashlib
 import logging
 import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import pytest
 
 from ferrule.v1 import executor_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.security.auth import TokenAccess
-from ferrule_server.api.security.token_file import TokenFile
-from ferrule_server.quotas import QuotaLimits
 from ferrule_server.text.tokenizer import Tokenizer
-from tests.api.harness import DEMO_FOLDER, GREEDY, PROMPT, RunningServer, decode_item
+from tests.api.harness import DEMO_FOLDER, GREEDY, PROMPT, RunningServer, decode_item, token_access
 from tests.api.hostile.http2 import grpc_message
 from tests.api.hostile.unary_clients import (
     CHECK,
@@ -55,10 +50,7 @@ every_caller = pytest.mark.parametrize("token", ["", TOKEN], ids=["stranger", "a
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server that asks for tokens."""
-    path: Path = tmp_path_factory.mktemp("tokens") / "tokens"
-    path.touch(mode=0o600)
-    path.write_text(f"{hashlib.sha256(TOKEN.encode()).hexdigest()} alice\n")
-    access = TokenAccess(TokenFile(path, QuotaLimits()))
+    access = token_access(tmp_path_factory.mktemp("tokens"), {TOKEN: "alice"})
     with RunningServer(access=access, tokenizer=Tokenizer.load(DEMO_FOLDER)) as running:
         yield running
 

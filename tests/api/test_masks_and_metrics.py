@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import grpc
-import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, info_pb2, policy_pb2, types_pb2
 from ferrule_server.api.security.auth import OpenAccess
@@ -70,9 +69,9 @@ def test_the_least_recently_used_mask_goes_first() -> None:
 def test_counters_follow_what_happened() -> None:
     """Every one of them, each moved by what it counts."""
     with RunningServer(FakeExecutor(num_blocks=17, block_size=4, max_context=64)) as server:
-        fresh = _metrics(server)
-        assert fresh.empty_blocks == 16
-        assert len(fresh.ListFields()) == 1  # all others are 0
+        now = _metrics(server)
+        assert now.empty_blocks == 16
+        assert len(now.ListFields()) == 1  # all others are 0
         handle = server.prefill(range(10)).kv_cache
         branch = server.fork(handle)[0]
         now = _metrics(server)
@@ -120,50 +119,43 @@ def test_every_block_is_empty_cached_or_used(server: RunningServer) -> None:
     assert now.empty_blocks + now.cached_blocks + now.used_blocks == server.engine.info.num_blocks - 1
 
 
-@pytest.fixture
-def fresh() -> Iterator[RunningServer]:
-    """A server of the test's own."""
-    with RunningServer() as server:
-        yield server
-
-
 def _status(server: RunningServer) -> info_pb2.ExecutorStatus:
     return server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=20).status
 
 
-def test_verifies_and_generates_are_counted(fresh: RunningServer) -> None:
+def test_verifies_and_generates_are_counted(own: RunningServer) -> None:
     """Drafts brought, drafts accepted, and all tokens that decoding appended."""
     prompt = (1, 2, 3)
-    plain = fresh.prefill(prompt)
+    plain = own.prefill(prompt)
     tokens = [plain.outputs.tokens[0]]
     handle = plain.kv_cache
     for _ in range(3):
-        output = fresh.decode(handle, tokens[-1])
+        output = own.decode(handle, tokens[-1])
         handle = output.kv_cache
         tokens.append(output.outputs.tokens[0])
-    before = _status(fresh)
+    before = _status(own)
     assert (before.num_decodes, before.num_decode_tokens, before.num_verifies) == (3, 3, 0)
     wrong = (tokens[2] + 1) % 256
     message = executor_pb2.VerifyInput(
-        kv_cache=fresh.prefill(prompt).kv_cache,
+        kv_cache=own.prefill(prompt).kv_cache,
         input_ids=tokens[:1],
         draft_ids=[tokens[1], wrong, 5],
         logits_policy=GREEDY,
         acceptance=executor_pb2.ACCEPTANCE_RULE_EXACT,
     )
-    verified = fresh.stub.ForwardVerify(executor_pb2.ForwardVerifyRequest(input=message), timeout=20).output
+    verified = own.stub.ForwardVerify(executor_pb2.ForwardVerifyRequest(input=message), timeout=20).output
     assert (verified.accepted_count, verified.next_token) == (1, tokens[2])
-    status = _status(fresh)
+    status = _status(own)
     assert (status.num_verifies, status.num_draft_tokens, status.num_accepted_tokens) == (1, 3, 1)
     assert status.num_decode_tokens == 3 + 2
     request = executor_pb2.GenerateRequest(input_ids=prompt, max_tokens=2, ignore_eos=True, logits_policy=GREEDY)
-    assert len(list(fresh.stub.Generate(request, timeout=20))) >= 1
-    assert (_status(fresh).num_generates, _status(fresh).active_streams) == (1, 0)
+    assert len(list(own.stub.Generate(request, timeout=20))) >= 1
+    assert (_status(own).num_generates, _status(own).active_streams) == (1, 0)
 
 
-def test_a_stream_that_nobody_reads_is_under_way(fresh: RunningServer) -> None:
+def test_a_stream_that_nobody_reads_is_under_way(own: RunningServer) -> None:
     """Until its caller goes away."""
-    call = fresh.stub.Generate(executor_pb2.GenerateRequest(input_ids=[1], logits_policy=GREEDY), timeout=20)
+    call = own.stub.Generate(executor_pb2.GenerateRequest(input_ids=[1], logits_policy=GREEDY), timeout=20)
     next(iter(call))
-    assert _status(fresh).active_streams == 1
+    assert _status(own).active_streams == 1
     call.cancel()

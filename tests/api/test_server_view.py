@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,13 +16,6 @@ from ferrule_server.api.responses.view import FRESH_S, as_array, block_map
 from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.engine.jobs import Entry
 from tests.api.harness import PROMPT, RunningServer, refused
-
-
-@pytest.fixture
-def own() -> Iterator[RunningServer]:
-    """A server of the test's own."""
-    with RunningServer() as server:
-        yield server
 
 
 def _view(server: RunningServer, **bounds: int) -> admin_pb2.ServerView:

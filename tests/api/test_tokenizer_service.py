@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
@@ -15,13 +14,10 @@ import pytest
 
 from ferrule.v1 import executor_pb2, info_pb2, tokenizer_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.security.auth import TokenAccess
-from ferrule_server.api.security.token_file import TokenFile
-from ferrule_server.quotas import UNLIMITED
 from ferrule_server.text.chat_template import ChatTemplate, RenderLimits
 from ferrule_server.text.tokenizer import Tokenizer
 from ferrule_server.text.tokenizer_config import TokenizerConfig
-from tests.api.harness import DEMO_FOLDER, RunningServer, refused, wait_until
+from tests.api.harness import DEMO_FOLDER, RunningServer, refused, token_access, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -354,13 +350,9 @@ def _encode_later(server: RunningServer, length: int, token: str) -> Any:
 @pytest.fixture
 def shared_by_two(tmp_path: Path) -> Iterator[tuple[RunningServer, Stopped]]:
     """A server for alice and bob, and eve who has a quota, and its tokenizer."""
-    path = tmp_path / "tokens"
-    names = ("alice", "bob", "eve text_rate=64KiB")
-    path.write_text("".join(f"{hashlib.sha256(name[:3].encode()).hexdigest()} {name}\n" for name in names))
-    path.chmod(0o600)
     tokenizer = Stopped()
     limits = ApiLimits(max_text_bytes=400_000, max_text_tokens=100_000)
-    access = TokenAccess(TokenFile(path, UNLIMITED))
+    access = token_access(tmp_path, {"ali": "alice", "bob": "bob", "eve": "eve text_rate=64KiB"})
     with RunningServer(tokenizer=tokenizer, limits=limits, access=access) as server:
         yield server, tokenizer
         tokenizer.gate.set()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -35,11 +34,6 @@ class Held:
             return name
 
         return run
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a test on a loop of its own."""
-    asyncio.run(asyncio.wait_for(coroutine, 20))
 
 
 async def begun(held: Held) -> None:

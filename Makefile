@@ -13,7 +13,7 @@ MARKERS := not slow and not gpu and not docker
 PYTEST := $(BIN)/python -m pytest -q -m "$(MARKERS)"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-docker test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures docs clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-docker test-install test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures docs clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
@@ -56,6 +56,10 @@ test-stack: $(VENV)/.ok ## the files of the stack without Docker: real Envoy, pr
 	@shellcheck deploy/make_certificates.sh tests/stack/install_tools.sh
 	@$(DCLINT) docker-compose.yml deploy/compose.*.yml
 	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q tests/stack tests/api/web tests/api/test_exposition.py
+
+test-install: $(VENV)/.ok ## install both wheels from an index into fresh environments; resolve them for macOS and arm64 (2 minutes)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check uv
+	@PATH="$(abspath $(BIN)):$$PATH" FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -v -m slow tests/test_packaging.py
 
 test-docker: $(VENV)/.ok ## build the images and run the compose stack in Docker: health, hardening, restarts, TLS (6 minutes)
 	@$(BIN)/python -m pytest -v -m docker tests/docker

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.tools import tool
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {
     "ferrule": [ROOT / "protos" / "ferrule", ROOT / "client" / "ferrule_client", ROOT / "client" / "ferrule_cli"],
@@ -164,7 +166,12 @@ def test_client_alone_says_what_a_server_requires(client: Path, command: str) ->
 
 def test_client_generates_on_an_installed_server(client: Path, server: Path) -> None:
     """Each from its own environment."""
-    command = [str(server / "ferrule"), "serve", "--listen", "127.0.0.1:0", "--executor", "torch"]
+    check_generates(client, server, "torch")
+
+
+def check_generates(client: Path, server: Path, executor: str) -> None:
+    """Start a server of an environment and talk to it from another."""
+    command = [str(server / "ferrule"), "serve", "--listen", "127.0.0.1:0", "--executor", executor]
     with subprocess.Popen(command, cwd=server, env=clean_environment(), stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -182,3 +189,63 @@ def test_demo_runs_from_the_wheels(server: Path) -> None:
     done = run(server, "demo", "--executor", "torch")
     assert done.returncode == 0, done.stderr
     assert "blocks leaked                0" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fresh_environments_from_an_index(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """As a user installs them: pip brings what they require, and PyTorch comes without CUDA."""
+    folders = {}
+    for name, projects in (("client", ["ferrule"]), ("server", ["ferrule", "ferrule-server"])):
+        python = tmp_path / name / "bin" / "python"
+        subprocess.run([sys.executable, "-m", "venv", str(tmp_path / name)], check=True, timeout=120)
+        if name == "server":
+            script = str(ROOT / "deploy" / "install_torch.py")
+            subprocess.run([str(python), script], check=True, timeout=600, capture_output=True)
+        pip = [str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
+        subprocess.run([*pip, *(str(wheels[project]) for project in projects)], check=True, timeout=600)
+        listed = subprocess.run([*pip[:3], "list"], check=True, timeout=60, capture_output=True, text=True).stdout
+        assert not re.search(r"^(nvidia|cuda|triton|envoy|transformers)", listed, re.MULTILINE), listed
+        folders[name] = python.parent
+    assert run(folders["client"], "demo").returncode == 2
+    assert run(folders["server"], "demo").returncode == 0
+    check_generates(folders["client"], folders["server"], "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["aarch64-apple-darwin", "aarch64-unknown-linux-gnu", "x86_64-manylinux_2_28"])
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_wheels_exist_for(wheels: dict[str, Path], platform: str, python: str) -> None:
+    """Pinned versions of all that the server requires, by a resolution for a platform (macOS 14 on Apple silicon)."""
+    command = [
+        "uv",
+        "pip",
+        "compile",
+        "-",
+        "--only-binary",
+        ":all:",
+        "-c",
+        str(ROOT / "constraints.txt"),
+        "--no-header",
+    ]
+    command += [
+        "--python-platform",
+        platform,
+        "--python-version",
+        python,
+        "--find-links",
+        str(wheels["ferrule"].parent),
+    ]
+    environment = clean_environment() | {"MACOSX_DEPLOYMENT_TARGET": "14.0"}
+    done = subprocess.run(
+        [tool(command[0]), *command[1:]],
+        input="ferrule[cli]\nferrule-server[otel]\n",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch==" in done.stdout
+    assert "darwin" not in platform or not re.search("nvidia|triton|cuda", done.stdout)

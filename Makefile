@@ -112,7 +112,7 @@ clean:            ## remove caches and build output, keep the environment
 	@find protos server client tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps say what the environment holds: `.demo` the client and a server on a CPU, `.ok` also what the tests need.
-# TORCH=pip takes the PyTorch that pip finds (on Linux: with CUDA), TORCH_INDEX=ADDRESS an index of yours.
+# TORCH=cuda takes the PyTorch that pip finds (on Linux: with CUDA), TORCH_INDEX=ADDRESS an index of yours.
 TORCH ?= cpu
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt

@@ -1,7 +1,7 @@
 """Installs PyTorch, by far the largest requirement of the server, and for a CPU without CUDA.
 
     python deploy/install_torch.py                     for a CPU, beside the interpreter that runs this
-    python deploy/install_torch.py --build pip         the wheel that pip finds; on Linux that of PyPI brings CUDA
+    python deploy/install_torch.py --build cuda        the wheel that pip finds; on Linux that of PyPI brings CUDA
     python deploy/install_torch.py --index ADDRESS     from an index of your own, which is asked for PyTorch alone
 
 For a CPU, what pip finds is taken if it needs no CUDA: on a Mac, or where a wheel for processors lies in one of pip's
@@ -28,7 +28,7 @@ _OF_CUDA = ("nvidia-", "cuda-", "triton")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, or the exit code of the installer that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--build", choices=["cpu", "pip"], default="cpu", help="for processors, or what pip finds")
+    parser.add_argument("--build", choices=["cpu", "cuda"], default="cpu", help="for processors, or what pip finds")
     parser.add_argument("--index", default="", metavar="ADDRESS", help="the index to ask for PyTorch, and only for it")
     parser.add_argument("--python", default=sys.executable, help="the interpreter to install for")
     options = parser.parse_args(arguments)
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = ["-c", str(CONSTRAINTS), f"torch=={version}"]
     if options.index:
         return subprocess.call([*pip, "install", "--index-url", options.index, *wanted])
-    if options.build == "pip" or not needs_cuda(found_by_pip(pip, wanted)):
+    if options.build == "cuda" or not needs_cuda(found_by_pip(pip, wanted)):
         return subprocess.call([*pip, "install", *wanted])
     return install_by_uv(options.python, wanted)
 

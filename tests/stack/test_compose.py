@@ -225,7 +225,7 @@ def test_the_gpu_is_reserved(plain: dict[str, Any]) -> None:
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
     assert settings(plain["ferrule-gpu"]).device == "cuda"
     assert settings(plain["ferrule-gpu"]).kv_memory_bytes is None, "the pool takes what the memory of the GPU leaves"
-    assert plain["ferrule-gpu"]["build"]["args"].items() >= {"EXTRAS": "otel,cuda", "TORCH": "pip"}.items()
+    assert plain["ferrule-gpu"]["build"]["args"]["DEVICE"] == "cuda"
 
 
 def test_a_model_of_yours_is_served_from_your_folder() -> None:
@@ -263,11 +263,11 @@ def test_profiles_start_what_the_documents_say(
 def test_the_image_is_made_of_wheels() -> None:
     """Ours is built first; nothing else is compiled, and the last stage installs nothing."""
     stages = (ROOT / "deploy" / "Dockerfile").read_text().split("\nFROM ")
-    assert len(stages) == 3
+    assert len(stages) == 6
     assert "--only-binary=:all: -c constraints.txt" in stages[1]
-    assert not re.search(r"pip|apt|gcc|build-essential", stages[2])
-    assert "\nUSER 10001:10001\n" in stages[2]
-    sources = set(re.findall(r"^COPY (?!--from)(.*) \S+$", stages[1], re.MULTILINE))
+    assert not re.search(r"pip|apt|gcc|build-essential", stages[-1])
+    assert "\nUSER 10001:10001\n" in stages[-1]
+    sources = set(re.findall(r"^COPY (?!--from)(.*) \S+$", "".join(stages), re.MULTILINE))
     kept = set(re.findall(r"^!(\S+)$", (ROOT / "deploy" / "Dockerfile.dockerignore").read_text(), re.MULTILINE))
     kept.remove("deploy")  # all of it but one file is left out again
     assert {word for line in sources for word in line.split()} == kept

@@ -14,7 +14,7 @@ from ferrule_server.engine.jobs import (
     TruncateJob,
     TruncateResult,
 )
-from ferrule_server.errors import EngineFault, HandleUnknown
+from ferrule_server.errors import HandleUnknown
 from ferrule_server.executor.base import OutputSpec, Shaping
 from ferrule_server.kv.handle import Handle, StalePolicy
 from tests.engine.harness import NOTHING, Harness, append
@@ -147,20 +147,6 @@ def test_branches_in_flight_are_pending_work_of_their_source() -> None:
         assert isinstance(info, CacheInfo)
         assert info.num_pending == 0
         assert harness.store.resolve(handle, "me").num_pins == 0
-
-
-def test_a_failing_branch_fails_alone() -> None:
-    """Its neighbours are branches of the same blocks; they are run again and answered."""
-    executor = FakeExecutor()
-    with Harness(executor) as harness:
-        handle, num_steps = moved_on(harness, 1, 2, 3, 4, 5), len(executor.batches)
-        executor.errors = {num_steps + 1: RuntimeError("all"), num_steps + 3: RuntimeError("the second alone")}
-        sinks = harness.submit_all(*(append(handle, 10 + i, on_stale=FORK) for i in range(3)))
-        assert isinstance(sinks[1].error(), EngineFault)
-        for i in (0, 2):
-            result = sinks[i].result()
-            assert result.rows[0].token == fake_next_token((1, 2, 3, 4, 5, 10 + i), VOCAB)
-            assert tokens_of(harness, result.handle) == (1, 2, 3, 4, 5, 10 + i)
 
 
 def test_the_same_request_joins_the_branch_while_it_runs() -> None:

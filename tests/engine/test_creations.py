@@ -110,15 +110,6 @@ def test_ids_belong_to_their_principal() -> None:
         assert other.handle.cache_id != mine.handle.cache_id
 
 
-def test_without_an_id_every_prefill_and_fork_makes_sequences() -> None:
-    """Equal requests without an id are different wishes."""
-    with Harness() as harness:
-        first, second = harness.submit_all(append(None, 1, 2), append(None, 1, 2))
-        assert first.result().handle.cache_id != second.result().handle.cache_id
-        handle = first.result().handle
-        assert not set(fork(harness, handle, request_id="").handles) & set(fork(harness, handle, request_id="").handles)
-
-
 def test_prefills_of_one_frame_with_one_id_are_run_once() -> None:
     """The second joins the first: one run, both answered, the second as a replay."""
     with Harness() as harness:
@@ -192,25 +183,6 @@ def test_a_released_creation_is_not_made_again() -> None:
         assert error.REASON == "HANDLE_UNKNOWN"
         assert isinstance(harness.submit(append(None, 1, 3, request_id="r")).error(), RequestIdReused)
         assert num_sequences(harness) == 0
-
-
-def test_an_expired_creation_is_not_made_again_until_its_tombstone_is_gone() -> None:
-    """HANDLE_EXPIRED for 600 s; the id may be used again afterwards."""
-    with Harness() as harness:
-        start = time.monotonic()
-        now = [start]
-        harness.clock = lambda: now[0]
-        harness.submit(append(None, 1, 2, request_id="r")).result()
-        now[0] = start + 61
-        assert isinstance(harness.submit(append(None, 1, 2, request_id="r")).error(), HandleExpired)
-        _wait_until_empty(harness)
-        now[0] = start + 600
-        assert isinstance(harness.submit(append(None, 1, 2, request_id="r")).error(), HandleExpired)
-        now[0] = start + 700
-        other = harness.submit(append(None, 3, request_id="other")).result()  # an end of another looks for old ones
-        harness.release(other.handle)
-        harness.submit(append(None, 3, request_id="other")).error()
-        assert not harness.submit(append(None, 1, 2, request_id="r")).result().replayed
 
 
 def test_a_creation_truncated_below_its_answer_is_stale() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import threading
 import weakref
 from collections.abc import Sequence
 
@@ -86,25 +85,6 @@ def test_on_the_paged_reference_it_is_the_same(output: OutputRequest) -> None:
         assert (second.tokens == tokens) == (output is GREEDY)
 
 
-def test_it_can_be_gone_on_from_its_last_handle_and_token() -> None:
-    """The last token is in no handle yet: sending both appends it."""
-    with Harness() as harness:
-        branch = start(harness, generate(None, 1, 2, 3, output=GREEDY, max_tokens=4)).branch()
-        assert harness.decode(branch.handles[-1], branch.tokens[-1]).rows[0].token == fake_next_token(
-            [1, 2, 3, *branch.tokens], VOCAB
-        )
-
-
-def test_a_long_prompt_is_run_in_chunks_like_any() -> None:
-    """The prompt is an append like others."""
-    prompt = [i % VOCAB for i in range(50)]
-    with Harness(max_step_rows=7) as harness:
-        assert start(harness, generate(None, *prompt, output=GREEDY, max_tokens=1)).branch().tokens == [
-            fake_next_token(prompt, VOCAB)
-        ]
-        assert [len(batch.token_ids) for batch in harness.executor.batches] == [7] * 7 + [1]
-
-
 def test_the_first_frame_has_the_seed_that_draws_the_same_again() -> None:
     """Unseeded: one is drawn and told, once; greedy draws nothing and has none."""
     with Harness() as harness:
@@ -130,19 +110,6 @@ def test_each_step_gives_one_frame_and_one_flush() -> None:
         assert (len(other.outcomes), other.num_flushes) == (6, 6)
         assert max(batch.num_seqs for batch in harness.executor.batches) == 4
         assert len(harness.executor.batches) == 6
-
-
-def test_a_decode_beside_it_shares_its_steps() -> None:
-    """What a client appends and what a Generate appends go into one batch."""
-    executor = SteppedExecutor()
-    with Harness(executor) as harness:
-        stream = start(harness, generate(None, 1, 2, 3, max_tokens=6))
-        executor.arrive()
-        pending = harness.submit(append(None, 9))
-        executor.run_freely()
-        stream.branch()
-        pending.result()
-        assert any(batch.num_seqs == 2 for batch in executor.batches)
 
 
 def test_a_prompt_that_is_known_is_not_run_again_and_the_first_frame_says_so() -> None:
@@ -176,24 +143,6 @@ def test_branch_i_draws_what_a_generate_of_its_own_draws_with_seed_plus_i(seed: 
         assert len({branch.handles[0].cache_id for branch in branches}) == 4
         assert len(harness.store.registry) == 8
         assert len({tuple(branch.tokens) for branch in branches}) > 1
-
-
-def test_branches_share_the_prompt_and_copy_only_the_block_they_write_to() -> None:
-    """Forks by reference count: 9 tokens are 2 whole blocks and one that is copied."""
-    with Harness() as harness:
-        branches = start(harness, generate(None, *range(9), num_branches=3, max_tokens=2)).branches()
-        infos = [harness.submit(host_calls.describe("me", branch.handles[-1])).outcome() for branch in branches]
-        assert len({info.block_ids[:2] for info in infos}) == 1  # type: ignore[attr-defined]
-        assert len({info.block_ids[2] for info in infos}) == 3  # type: ignore[attr-defined]
-
-
-def test_branches_of_a_handle_leave_the_first_one_on_its_sequence() -> None:
-    """The first branch goes on where the handle is, the others beside it."""
-    with Harness() as harness:
-        handle = harness.prefill(1, 2, 3).handle
-        first, second = start(harness, generate(handle, 4, output=drawn_with(1), num_branches=2)).branches()
-        assert first.handles[0].cache_id == handle.cache_id
-        assert second.handles[0].cache_id != handle.cache_id
 
 
 def test_a_branch_that_stops_leaves_the_others_going() -> None:
@@ -268,16 +217,6 @@ def test_it_ends_when_no_block_is_left_and_goes_on_when_there_is_one() -> None:
         assert all(fake_next_token(everything[:i], VOCAB) == everything[i] for i in range(3, len(everything)))
 
 
-def test_a_quota_that_is_used_up_under_way_ends_the_branch_with_its_error() -> None:
-    """Not the pool but the principal's own bound: it is told which."""
-    limits = QuotaLimits(kv_tokens=8)
-    with Harness(limits_of=lambda _: limits) as harness:
-        branch = start(harness, generate(None, 1, 2, 3, max_tokens=0)).branch()
-        assert branch.last.finish is Finish.ERROR
-        assert isinstance(branch.last.error, QuotaExceeded)
-        assert branch.handles[-1].length == 8
-
-
 def test_a_branch_that_fails_ends_alone_with_its_handle_good() -> None:
     """A row of NaN is that branch's error; the others draw on."""
     with Harness() as harness:
@@ -314,23 +253,6 @@ def test_errors_before_the_first_frame_are_those_of_the_call() -> None:
         assert isinstance(start(harness, generate(None, 9)).error(), NonFiniteLogits)
         assert len(harness.store.registry) == 1
         assert harness.engine.snapshot().num_streams == 0
-
-
-def test_a_released_branch_ends_alone() -> None:
-    """ReleaseCache of one branch's sequence is its end; the others draw on."""
-    executor = SteppedExecutor()
-    with Harness(executor) as harness:
-        stream = start(harness, generate(None, 1, 2, 3, num_branches=3, max_tokens=12))
-        executor.arrive()
-        executor.step(4)
-        victim = stream.so_far()[1]
-        threading.Thread(target=harness.release, args=(victim.handles[-1],)).start()
-        executor.run_freely()
-        first, second, third = stream.branches()
-        assert (len(first.tokens), len(third.tokens)) == (12, 12)
-        assert second.last.finish is Finish.ERROR
-        assert isinstance(second.last.error, HandleUnknown)
-        assert len(second.tokens) < 12
 
 
 def test_whoever_rewinds_its_sequence_ends_the_branch_and_harms_nothing() -> None:

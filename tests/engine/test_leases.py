@@ -225,20 +225,6 @@ def test_work_in_flight_is_not_cut_by_the_end_of_its_lease() -> None:
         assert harness.is_empty()
 
 
-def test_a_release_under_a_step_gives_everything_back_at_once() -> None:
-    """Not when the lease ends."""
-    with LeaseHarness(max_step_rows=4) as harness:
-        handle, _, pending = _start(harness)
-        harness.now_s -= MIN_TTL_S + 1.0
-        waiting = harness.submit(append(handle, 9))
-        assert harness.executor.gate is not None
-        harness.executor.gate.set()
-        harness.release(handle)
-        for each in (pending, waiting):
-            assert each.error().REASON == "HANDLE_UNKNOWN"
-        assert harness.is_empty()
-
-
 def test_what_came_in_time_is_taken_before_leases_are_looked_at(harness: LeaseHarness) -> None:
     """Two requests come while a long step runs, then a lease ends: the second one is as much in time as the first."""
     kept, stepped = harness.prefill(1, 2, 3).handle, harness.prefill(4, 5, 6).handle

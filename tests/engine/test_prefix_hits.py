@@ -13,8 +13,6 @@ from ferrule_server.engine.jobs import (
     AppendJob,
     Drafts,
     OutputRequest,
-    TruncateJob,
-    TruncateResult,
 )
 from ferrule_server.errors import Cancelled, NonFiniteLogits
 from ferrule_server.executor.base import OutputSpec, SampleSpec, Shaping
@@ -133,22 +131,6 @@ def test_what_is_appended_later_is_found_too() -> None:
         assert harness.decode(branch.handle).rows[0].token == fake_next_token((*tokens, 4, 4, 4), VOCAB)
 
 
-def test_what_was_rewritten_is_not_found() -> None:
-    """A block whose tokens were truncated and replaced is known by its new tokens alone."""
-    tokens = prompt_of(8)
-    with Harness() as harness:
-        first = harness.prefill(*tokens)
-        shorter = harness.submit(TruncateJob("me", first.handle, 6)).outcome()
-        assert isinstance(shorter, TruncateResult)
-        harness.decode(shorter.handle, 30, 30)
-        again = harness.prefill(*tokens)
-        assert again.cached_tokens == 4
-        assert again.rows[0].token == fake_next_token(tokens, VOCAB)
-        rewritten = harness.prefill(*tokens[:6], 30, 30)
-        assert rewritten.cached_tokens == 8
-        assert rewritten.rows[0].token == fake_next_token((*tokens[:6], 30, 30), VOCAB)
-
-
 def test_a_prompt_that_failed_is_not_found() -> None:
     """NaN, or cancelled half-way: nothing was committed, so nothing is known; what was found stays so."""
     tokens = prompt_of(20)
@@ -189,18 +171,6 @@ def test_a_creation_that_hit_is_repeated_like_any_other(output: OutputRequest) -
         assert [row.token for row in again.rows] == [row.token for row in once.rows]
 
 
-def test_duplicates_of_a_creation_that_hits_join_it() -> None:
-    """One sequence, one run, one answer."""
-    tokens = prompt_of(17)
-    with Harness() as harness:
-        harness.prefill(*tokens)
-        sinks = harness.submit_all(*(append(None, *tokens, request_id="r") for _ in range(3)))
-        results = [sink.result() for sink in sinks]
-        assert {result.handle for result in results} == {results[0].handle}
-        assert [result.cached_tokens for result in results] == [16, 16, 16]
-        assert len(harness.store.registry) == 2
-
-
 def test_hits_are_neither_counted_nor_charged_as_prefill() -> None:
     """Tokens found cost no prefill rate, but the one row that is run again."""
     tokens = prompt_of(96)
@@ -212,20 +182,6 @@ def test_hits_are_neither_counted_nor_charged_as_prefill() -> None:
         counters = harness.engine.counters
         assert (counters.prefills, counters.prefill_tokens) == (5, 96)
         assert harness.store.metrics().num_prefix_hit_tokens == 4 * 96
-
-
-def test_room_that_is_reserved_comes_with_a_hit() -> None:
-    """Blocks found count towards it; appends up to it find theirs."""
-    tokens = prompt_of(8)
-    with Harness(FakeExecutor(num_blocks=8)) as harness:
-        harness.prefill(*tokens)
-        job = append(None, *tokens)
-        job.reserved_length = 16
-        result = harness.submit(job).result()
-        assert result.cached_tokens == 8
-        harness.prefill(20, 21, 22, 23, 24)
-        handle = harness.decode(result.handle, 1, 2, 3, 4, 5, 6, 7, 8).handle
-        assert harness.decode(handle).rows[0].token == fake_next_token((*tokens, 1, 2, 3, 4, 5, 6, 7, 8), VOCAB)
 
 
 @pytest.mark.parametrize("block_size", [4, 16])

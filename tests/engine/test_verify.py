@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import (
     Acceptance,
     AppendJob,
@@ -23,9 +22,7 @@ from ferrule_server.engine.jobs import (
     TruncateResult,
 )
 from ferrule_server.errors import (
-    Cancelled,
     HandleStale,
-    HandleUnknown,
     NonFiniteLogits,
     QuotaExceeded,
     RequestIdReused,
@@ -516,21 +513,6 @@ def test_a_record_keeps_neither_masks_nor_distributions_alive() -> None:
 # ---- with others ----------------------------------------------------------------------------------------------------
 
 
-def test_verifies_and_decodes_of_many_handles_share_a_step() -> None:
-    """However many drafts; prompts come behind them."""
-    with Harness() as harness:
-        handles = [harness.prefill(*PROMPT, i).handle for i in range(4)]
-        num_steps = len(harness.executor.batches)
-        jobs = [verify(handle, (4,), tuple(range(20))) for handle in handles[:3]]
-        sinks = harness.submit_all(append(None, 8), *jobs, append(handles[3], 9))
-        results = [sink.result() for sink in sinks]
-        assert all(result.verified is not None for result in results[1:4])
-        batch = harness.executor.batches[num_steps]
-        assert batch.num_seqs >= 4
-        assert batch.num_rows >= 3 * 21 + 1
-        assert [int(n) for n in batch.kv_lens[:4]] == [25, 25, 25, 5]
-
-
 def test_a_duplicate_of_a_verify_in_flight_joins_it() -> None:
     """One run answers both; other drafts wait and find the tip moved."""
     good = greedy_tokens((*PROMPT, 4), 2)
@@ -571,36 +553,6 @@ def test_a_branch_by_request_id_is_made_once(acceptance: Acceptance) -> None:
         assert isinstance(harness.submit(other).error(), RequestIdReused)
 
 
-def test_a_release_ends_a_verify_half_way() -> None:
-    """Its blocks come back with the sequence's."""
-    with Harness(max_step_rows=2) as harness:
-        first = harness.prefill(*PROMPT)
-        gate = harness.executor.gate = threading.Event()
-        running = harness.submit(verify(first.handle, (4,), (5, 6, 7, 8, 9)))
-        assert harness.executor.is_waiting.wait(10)
-        released = harness.submit(host_calls.release("me", (first.handle,)))
-        gate.set()
-        released.outcome()
-        assert isinstance(running.error(), HandleUnknown)
-        snapshot = harness.engine.snapshot()
-        assert snapshot.free_blocks == snapshot.total_blocks
-
-
-def test_a_verify_cancelled_before_its_last_chunk_never_happened() -> None:
-    """The handle stays as it was."""
-    with Harness(max_step_rows=2) as harness:
-        first = harness.prefill(*PROMPT)
-        gate = harness.executor.gate = threading.Event()
-        job = verify(first.handle, (4,), (5, 6, 7, 8, 9))
-        running = harness.submit(job)
-        assert harness.executor.is_waiting.wait(10)
-        job.is_cancelled = True
-        gate.set()
-        assert isinstance(running.error(), Cancelled)
-        assert tokens_of(harness, first.handle) == PROMPT
-        assert harness.decode(first.handle, 4).rows[0].token == fake_next_token((*PROMPT, 4), VOCAB)
-
-
 def test_a_verify_needs_room_for_all_its_drafts_and_keeps_it_for_those_that_hold() -> None:
     """The quota is for the whole need; what is left afterwards is the accepted prefix."""
     limits = QuotaLimits(kv_tokens=16)
@@ -637,15 +589,3 @@ def test_verifies_are_counted_by_what_became_of_their_drafts() -> None:
         counters = harness.engine.counters
         assert (counters.verifies, counters.draft_tokens, counters.accepted_tokens) == (1, 3, 2)
         assert (counters.decodes, counters.decode_tokens, counters.prefills, counters.replays) == (1, 4, 1, 1)
-
-
-def test_targets_of_rows_are_the_drafts_that_follow_them() -> None:
-    """Each row scores the draft behind it; the last one has nothing to score."""
-    output = OutputRequest(OutputSpec(), wants_targets=True)
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        rows = harness.submit(verify(first.handle, (4,), (5, 6), NONE, output)).result().rows
-        assert [row.target_logprob is not None for row in rows] == [True, True, False]
-        logits = fake_logits((*PROMPT, 4), VOCAB).astype(np.float64)
-        expected = logits[5] - np.log(np.exp(logits).sum())
-        assert rows[0].target_logprob == pytest.approx(expected, abs=1e-6)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import cast
+from typing import TypeVar, cast
 
 from ferrule_server.durability.directory import Wanted
 from ferrule_server.durability.files import Files
@@ -27,6 +27,8 @@ from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.quotas import LimitsOf, unlimited
 from tests.fakes import FakeExecutor
+
+T = TypeVar("T")
 
 GREEDY = OutputRequest(OutputSpec(greedy=True))
 NOTHING = OutputRequest(None)
@@ -173,6 +175,29 @@ class Harness:
         sinks = [Pending() for _ in jobs]
         self.engine.submit(list(zip(jobs, sinks, strict=True)))
         return sinks
+
+    def answer(self, kind: type[T], job: Job[object]) -> T:
+        """Submit one job alone and wait for its outcome, which must be of that kind."""
+        outcome = self.submit(job).outcome()
+        assert isinstance(outcome, kind), f"expected {kind.__name__}, got {outcome}"
+        return outcome
+
+    def hold(self, job: Job[object]) -> Pending:
+        """Submit one job alone, and stop its first step until :meth:`let_go`."""
+        return self.hold_all(job)[0]
+
+    def hold_all(self, *jobs: Job[object]) -> list[Pending]:
+        """Submit jobs as one frame, and stop their first step until :meth:`let_go`."""
+        self.executor.is_waiting.clear()
+        self.executor.gate = threading.Event()
+        pending = self.submit_all(*jobs)
+        assert self.executor.is_waiting.wait(10), "no step within 10 s"
+        return pending
+
+    def let_go(self) -> None:
+        """Let the step that is held run, and all that follow."""
+        assert self.executor.gate is not None
+        self.executor.gate.set()
 
     def prefill(self, *token_ids: int, output: OutputRequest = GREEDY) -> AppendResult:
         """Make a sequence and wait."""

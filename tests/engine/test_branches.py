@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from ferrule_server.engine import host_calls
@@ -34,17 +32,9 @@ def moved_on(harness: Harness, *token_ids: int) -> Handle:
 
 def tokens_of(harness: Harness, handle: Handle) -> tuple[int, ...]:
     """What the sequence holds."""
-    info = harness.submit(host_calls.describe("me", handle, with_token_ids=True)).outcome()
-    assert isinstance(info, CacheInfo)
+    info = harness.answer(CacheInfo, host_calls.describe("me", handle, with_token_ids=True))
     assert info.token_ids is not None
     return info.token_ids
-
-
-def begun(harness: Harness) -> threading.Event:
-    """Have the executor wait in its next run; returns what lets it go on."""
-    harness.executor.is_waiting.clear()
-    harness.executor.gate = threading.Event()
-    return harness.executor.gate
 
 
 @pytest.mark.parametrize("length", [3, 4, 5])
@@ -68,17 +58,14 @@ def test_the_source_goes_on_while_branches_run() -> None:
     prompt = (1, 2, 3, 4, 5, 6)
     with Harness(FakeExecutor(num_blocks=200), max_step_rows=4) as harness:
         handle = moved_on(harness, *prompt)
-        gate = begun(harness)
         harness.executor.step_time_s = 0.01
         tokens = tuple(7 + i % 20 for i in range(200))
-        branch = harness.submit(append(handle, *tokens, output=PENALISED, on_stale=FORK))
-        assert harness.executor.is_waiting.wait(10)
+        branch = harness.hold(append(handle, *tokens, output=PENALISED, on_stale=FORK))
         rewound = harness.submit(append(handle, 8, on_stale=REWIND))
-        gate.set()
+        harness.let_go()
         assert rewound.result().rows[0].token == fake_next_token((*prompt, 8), VOCAB)
         assert not branch.is_done
-        truncated = harness.submit(TruncateJob("me", handle, 2)).outcome()
-        assert isinstance(truncated, TruncateResult)
+        truncated = harness.answer(TruncateResult, TruncateJob("me", handle, 2))
         after = harness.decode(truncated.handle, 9, 9, 9)
         assert after.rows[0].token == fake_next_token((1, 2, 9, 9, 9), VOCAB)
         assert not branch.is_done
@@ -114,13 +101,11 @@ def test_releasing_the_source_ends_its_branches() -> None:
     with Harness(max_step_rows=4) as harness:
         handle = moved_on(harness, 1, 2, 3, 4, 5)
         done = harness.submit(append(handle, 6, on_stale=FORK)).result()
-        gate = begun(harness)
         jobs = [append(handle, *([7 + i] * 30), on_stale=FORK) for i in range(3)]
         jobs.append(append(handle, 11, *([12] * 30), on_stale=REWIND))
-        sinks = harness.submit_all(*jobs)
-        assert harness.executor.is_waiting.wait(10)
+        sinks = harness.hold_all(*jobs)
         released = harness.submit(host_calls.release("me", (handle,)))
-        gate.set()
+        harness.let_go()
         released.outcome()
         assert all(isinstance(sink.error(), HandleUnknown) for sink in sinks)
         harness.check_integrity()
@@ -133,18 +118,15 @@ def test_branches_in_flight_are_pending_work_of_their_source() -> None:
     """GetCacheInfo counts them, and they keep its lease from running out."""
     with Harness(max_step_rows=4) as harness:
         handle = moved_on(harness, 1, 2, 3)
-        gate = begun(harness)
-        sinks = harness.submit_all(*(append(handle, *([9 + i] * 20), on_stale=FORK) for i in range(3)))
-        assert harness.executor.is_waiting.wait(10)
+        sinks = harness.hold_all(*(append(handle, *([9 + i] * 20), on_stale=FORK) for i in range(3)))
         pending = harness.submit(host_calls.describe("me", handle))
-        gate.set()
+        harness.let_go()
         info = pending.outcome()
         assert isinstance(info, CacheInfo)
         assert info.num_pending == 3
         for sink in sinks:
             sink.result()
-        info = harness.submit(host_calls.describe("me", handle)).outcome()
-        assert isinstance(info, CacheInfo)
+        info = harness.answer(CacheInfo, host_calls.describe("me", handle))
         assert info.num_pending == 0
         assert harness.store.resolve(handle, "me").num_pins == 0
 
@@ -153,12 +135,10 @@ def test_the_same_request_joins_the_branch_while_it_runs() -> None:
     """By request_id, also behind another append on the source; without one, everybody has a branch of their own."""
     with Harness(max_step_rows=4) as harness:
         handle = moved_on(harness, 1, 2, 3)
-        gate = begun(harness)
-        long = harness.submit(append(handle, 8, *([9] * 20), on_stale=REWIND))
-        assert harness.executor.is_waiting.wait(10)
+        long = harness.hold(append(handle, 8, *([9] * 20), on_stale=REWIND))
         jobs = [append(handle, 10, 11, on_stale=FORK, request_id="r") for _ in range(3)]
         sinks = harness.submit_all(*jobs, append(handle, 10, 11, on_stale=FORK))
-        gate.set()
+        harness.let_go()
         results = [sink.result() for sink in sinks]
         assert len({result.handle for result in results[:3]}) == 1
         assert [result.replayed for result in results] == [False, True, True, False]

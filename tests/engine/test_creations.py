@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 
 import pytest
@@ -124,38 +123,32 @@ def test_prefills_of_one_frame_with_one_id_are_run_once() -> None:
 
 def test_a_joined_prefill_goes_on_as_long_as_one_caller_waits() -> None:
     """One caller leaves: the other is answered. All leave: nothing was made, and the id is free again."""
-    executor = FakeExecutor()
-    with Harness(executor, max_step_rows=4) as harness:
+    with Harness(max_step_rows=4) as harness:
         for num_gone in (1, 2):
-            executor.gate = threading.Event()
             jobs = [append(None, *([num_gone] * 20), request_id=f"r{num_gone}") for _ in range(2)]
-            sinks = harness.submit_all(*jobs)
-            assert executor.is_waiting.wait(10)
+            sinks = harness.hold_all(*jobs)
             for job in jobs[:num_gone]:
                 job.is_cancelled = True
-            executor.gate.set()
+            harness.let_go()
             if num_gone == 1:
                 assert sinks[1].result().handle.length == 20
             else:
                 assert all(isinstance(sink.error(), Cancelled) for sink in sinks)
-        executor.gate = None
+        harness.executor.gate = None
         assert num_sequences(harness) == 1
         assert not harness.submit(append(None, 7, request_id="r2")).result().replayed
 
 
 def test_a_duplicate_takes_over_from_a_caller_that_is_gone() -> None:
     """It comes after the first caller has left and before the engine has noticed: the work goes on."""
-    executor = FakeExecutor()
-    with Harness(executor, max_step_rows=4) as harness:
-        executor.gate = threading.Event()
+    with Harness(max_step_rows=4) as harness:
         first, second = append(None, *([1] * 20), request_id="r"), append(None, *([1] * 20), request_id="r")
-        harness.submit(first)
-        assert executor.is_waiting.wait(10)
+        harness.hold(first)
         first.is_cancelled = True
         again = harness.submit(second)
-        executor.gate.set()
+        harness.let_go()
         assert again.result().handle.length == 20
-        assert sum(batch.num_rows for batch in executor.batches) == 20
+        assert sum(batch.num_rows for batch in harness.executor.batches) == 20
 
 
 def test_a_failed_prefill_leaves_its_id_free() -> None:
@@ -189,8 +182,7 @@ def test_a_creation_truncated_below_its_answer_is_stale() -> None:
     """Truncated, and rewritten: neither is what was answered."""
     with Harness() as harness:
         first = harness.submit(append(None, 1, 2, 3, request_id="r")).result()
-        cut = harness.submit(TruncateJob("me", first.handle, 2)).outcome()
-        assert isinstance(cut, TruncateResult)
+        cut = harness.answer(TruncateResult, TruncateJob("me", first.handle, 2))
         error = harness.submit(append(None, 1, 2, 3, request_id="r")).error()
         assert isinstance(error, HandleStale)
         assert error.metadata["tip_length"] == "2"
@@ -216,33 +208,27 @@ def test_repeating_renews_the_lease_and_never_shortens_it() -> None:
 
 def test_a_repeat_waits_for_what_is_in_flight_on_the_sequence_it_made() -> None:
     """Rows are never read while somebody may rewrite them; two that wait run once."""
-    executor = FakeExecutor()
-    with Harness(executor, max_step_rows=4) as harness:
+    with Harness(max_step_rows=4) as harness:
         first = harness.submit(append(None, 1, 2, 3, output=ALL, request_id="r")).result()
-        executor.gate = threading.Event()
-        running = harness.submit(append(first.handle, *([4] * 20)))
-        assert executor.is_waiting.wait(10)
+        running = harness.hold(append(first.handle, *([4] * 20)))
         again = harness.submit_all(*(append(None, 1, 2, 3, output=ALL, request_id="r") for _ in range(2)))
-        executor.gate.set()
+        harness.let_go()
         running.result()
         for each in again:
             assert [row.logits.tolist() for row in each.result().rows if row.logits is not None] == [
                 row.logits.tolist() for row in first.rows if row.logits is not None
             ]
-        assert [batch.num_rows for batch in executor.batches[-1:]] == [3]
+        assert [batch.num_rows for batch in harness.executor.batches[-1:]] == [3]
 
 
 def test_a_repeat_that_waits_hears_of_the_release() -> None:
     """The sequence goes while the repeat stands in its lane: HANDLE_UNKNOWN, and no run on freed blocks."""
-    executor = FakeExecutor()
-    with Harness(executor, max_step_rows=4) as harness:
+    with Harness(max_step_rows=4) as harness:
         first = harness.submit(append(None, 1, 2, 3, request_id="r")).result()
-        executor.gate = threading.Event()
-        running = harness.submit(append(first.handle, *([4] * 20)))
-        assert executor.is_waiting.wait(10)
+        running = harness.hold(append(first.handle, *([4] * 20)))
         again = harness.submit(append(None, 1, 2, 3, request_id="r"))
         released = harness.submit(host_calls.release("me", (first.handle,)))
-        executor.gate.set()
+        harness.let_go()
         assert isinstance(running.error(), HandleUnknown)
         assert isinstance(again.error(), HandleUnknown)
         released.outcome()
@@ -270,15 +256,12 @@ def test_a_fork_sent_again_renews_the_leases_of_its_branches() -> None:
         harness.clock = lambda: now
         job = fork_job(harness.prefill(1, 2, 3).handle)
         job.ttl_s = 50.0
-        first = harness.submit(job).outcome()
-        assert isinstance(first, ForkResult)
+        first = harness.answer(ForkResult, job)
         now += 40.0
-        again = harness.submit(dataclasses.replace(job)).outcome()
-        assert isinstance(again, ForkResult)
+        again = harness.answer(ForkResult, dataclasses.replace(job))
         assert (again.handles, again.ttl_s, again.replayed) == (first.handles, 50.0, True)
         for handle in again.handles:
-            info = harness.submit(host_calls.list_caches("me")).outcome()
-            assert isinstance(info, ListResult)
+            info = harness.answer(ListResult, host_calls.list_caches("me"))
             (lease,) = (each.lease for each in info.caches if each.handle_id == handle.handle_id)
             assert lease.expires_in_s == 50.0
 
@@ -306,14 +289,11 @@ def test_a_refused_fork_leaves_its_id_free() -> None:
 
 def test_forks_that_wait_in_one_lane_with_one_id_make_one_set_of_branches() -> None:
     """The second is judged after the first and finds what it made."""
-    executor = FakeExecutor()
-    with Harness(executor, max_step_rows=4) as harness:
+    with Harness(max_step_rows=4) as harness:
         source = harness.prefill(1, 2, 3).handle
-        executor.gate = threading.Event()
-        running = harness.submit(append(source, *([4] * 20)))
-        assert executor.is_waiting.wait(10)
+        running = harness.hold(append(source, *([4] * 20)))
         first, second, other = harness.submit_all(fork_job(source), fork_job(source), fork_job(source, 3))
-        executor.gate.set()
+        harness.let_go()
         running.result()
         one, two = first.outcome(), second.outcome()
         assert isinstance(one, ForkResult)
@@ -369,18 +349,15 @@ def test_an_id_is_not_used_where_the_append_rule_does_without() -> None:
 
 def test_a_branch_in_flight_ends_with_its_source_and_frees_its_id() -> None:
     """Released source: HANDLE_UNKNOWN to everybody who joined; nothing was made."""
-    executor = FakeExecutor()
-    with Harness(executor, max_step_rows=4) as harness:
+    with Harness(max_step_rows=4) as harness:
         first = harness.prefill(1, 2, 3).handle
         harness.decode(first, 4)
-        executor.gate = threading.Event()
-        one, two = harness.submit_all(*(branch(first, *([9] * 20)) for _ in range(2)))
-        assert executor.is_waiting.wait(10)
+        one, two = harness.hold_all(*(branch(first, *([9] * 20)) for _ in range(2)))
         harness.submit(host_calls.release("me", (first,)))
-        executor.gate.set()
+        harness.let_go()
         assert isinstance(one.error(), HandleUnknown)
         assert isinstance(two.error(), HandleUnknown)
-        executor.gate = None
+        harness.executor.gate = None
         assert num_sequences(harness) == 0
         assert not harness.submit(append(None, 5, request_id="b")).result().replayed
 
@@ -407,18 +384,15 @@ def test_a_duplicate_that_waits_for_a_released_source_still_gets_its_branch() ->
 
 def test_while_draining_only_what_was_made_is_answered() -> None:
     """A new prompt is refused; one that is in flight or done is not new."""
-    executor = FakeExecutor()
-    with Harness(executor, max_step_rows=4) as harness:
+    with Harness(max_step_rows=4) as harness:
         done = harness.submit(append(None, 1, 2, request_id="done")).result()
-        executor.gate = threading.Event()
-        harness.submit(append(None, *([1] * 8), request_id="flight"))
-        assert executor.is_waiting.wait(10)
+        harness.hold(append(None, *([1] * 8), request_id="flight"))
         jobs = [append(None, 1, 2, request_id="done"), append(None, *([1] * 8), request_id="flight")]
         jobs += [append(None, 1, request_id="new"), append(None, 1)]
         for job in jobs:
             job.is_repeat_only = True
         sinks = harness.submit_all(*jobs)
-        executor.gate.set()
+        harness.let_go()
         assert sinks[0].result().handle == done.handle
         assert sinks[1].result().replayed
         assert isinstance(sinks[2].error(), Draining)

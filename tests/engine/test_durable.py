@@ -221,13 +221,11 @@ def test_creations_answer_with_the_same_handles(servers: Servers) -> None:
     """A prefill and a fork are repeated with their request_ids; other content is refused."""
     server = servers.start()
     made = server.submit(durable(1, 2, 3, request_id="a")).result().handle
-    forked = server.submit(ForkJob("me", made, 3, 3, request_id="b")).outcome()
-    assert isinstance(forked, ForkResult)
+    forked = server.answer(ForkResult, ForkJob("me", made, 3, 3, request_id="b"))
     server.release(forked.handles[1])
     server = servers.crash()
     assert server.submit(durable(1, 2, 3, request_id="a")).result().handle == made
-    again = server.submit(ForkJob("me", made, 3, 3, request_id="b")).outcome()
-    assert isinstance(again, ForkResult)
+    again = server.answer(ForkResult, ForkJob("me", made, 3, 3, request_id="b"))
     assert again.handles == forked.handles
     assert again.replayed
     assert isinstance(server.submit(durable(1, 2, 4, request_id="a")).error(), RequestIdReused)
@@ -272,8 +270,7 @@ def test_truncates_and_their_answers_survive(servers: Servers) -> None:
     """An equal truncate succeeds with the answer of the first one, and the tail is gone."""
     server = servers.start()
     long = server.submit(durable(*range(1, 20))).result().handle
-    cut = server.submit(TruncateJob("me", long, 6)).outcome()
-    assert isinstance(cut, TruncateResult)
+    cut = server.answer(TruncateResult, TruncateJob("me", long, 6))
     server = servers.crash()
     assert server.submit(TruncateJob("me", long, 6)).outcome() == cut
     assert info(server, long).token_ids == tuple(range(1, 7))
@@ -286,8 +283,7 @@ def test_forks_of_a_cold_sequence_are_cold_and_share_the_trunk(servers: Servers)
     prompt = [*range(1, 17)]
     trunk = server.submit(durable(*prompt)).result().handle
     server = servers.crash()
-    forked = server.submit(ForkJob("me", trunk, 16, 3)).outcome()
-    assert isinstance(forked, ForkResult)
+    forked = server.answer(ForkResult, ForkJob("me", trunk, 16, 3))
     assert info(server, forked.handles[0]).tokens_to_recompute == 16
     for handle in forked.handles:
         assert decode(server, handle, 3)[1] == plain(prompt, 3)
@@ -298,8 +294,7 @@ def test_forks_that_were_never_used_continue_after_a_crash(servers: Servers) -> 
     """Their records are written with the fork itself, not with their first append."""
     server = servers.start()
     trunk = server.submit(durable(1, 2, 3)).result().handle
-    forked = server.submit(ForkJob("me", trunk, 3, 2)).outcome()
-    assert isinstance(forked, ForkResult)
+    forked = server.answer(ForkResult, ForkJob("me", trunk, 3, 2))
     server = servers.crash()
     for handle in forked.handles:
         assert server.decode(handle, 4).handle.length == 4
@@ -312,8 +307,7 @@ def test_a_cold_sequence_is_truncated_and_rewound(servers: Servers) -> None:
     handle = server.submit(durable(*prompt)).result().handle
     other = server.submit(durable(*prompt)).result().handle
     server = servers.crash()
-    cut = server.submit(TruncateJob("me", handle, 5)).outcome()
-    assert isinstance(cut, TruncateResult)
+    cut = server.answer(TruncateResult, TruncateJob("me", handle, 5))
     assert decode(server, cut.handle, 2)[1] == plain(prompt[:5], 2)
     early = Handle(other.cache_id, 4, server.store.registry.sequences[other.cache_id].chain.at(4))
     result = server.submit(append(early, 9, on_stale=StalePolicy.REWIND)).result()

@@ -172,8 +172,7 @@ def test_sequences_that_have_ended_are_not_kept_in_memory(servers: Servers) -> N
     handle = server.submit(durable(*[1, 2] * 160)).result().handle
     ended = set()
     for _ in range(4):
-        forked = server.submit(ForkJob("me", handle, 320, 1)).outcome()
-        assert isinstance(forked, ForkResult)
+        forked = server.answer(ForkResult, ForkJob("me", handle, 320, 1))
         server.release(handle)
         ended.add(handle.handle_id)
         (handle,) = forked.handles
@@ -208,8 +207,7 @@ def test_forks_that_are_used_at_once_compute_their_trunk_once(servers: Servers) 
     """One of them computes it, the others ask again; so the pool is as full as it was before the crash."""
     server = servers.start(executor=FakeExecutor(num_blocks=40))
     trunk = server.submit(durable(*range(1, 31), *range(1, 31))).result().handle
-    forked = server.submit(ForkJob("me", trunk, 60, 6)).outcome()
-    assert isinstance(forked, ForkResult)
+    forked = server.answer(ForkResult, ForkJob("me", trunk, 60, 6))
     handles = [server.decode(handle, 3).handle for handle in forked.handles]
     server = servers.crash(executor=FakeExecutor(num_blocks=40))
     outcomes = [pending.outcome() for pending in server.submit_all(*(append(each, 4) for each in handles))]

@@ -49,8 +49,7 @@ def next_token(*token_ids: int) -> int:
 
 def fork(harness: Harness, handle: Handle, count: int = 1) -> tuple[Handle, ...]:
     """Fork at the handle's length and wait."""
-    result = harness.submit(ForkJob("me", handle, handle.length, count)).outcome()
-    assert isinstance(result, ForkResult)
+    result = harness.answer(ForkResult, ForkJob("me", handle, handle.length, count))
     return result.handles
 
 
@@ -217,21 +216,19 @@ def test_a_bad_row_fails_alone() -> None:
 
 def test_a_failed_step_is_run_apart_and_harms_nobody() -> None:
     """One crash of a mixed step: every part is run alone and all succeed."""
-    executor = FakeExecutor()
-    with Harness(executor) as harness:
+    with Harness() as harness:
         handles = [harness.prefill(i, i + 1).handle for i in range(3)]
-        executor.errors[len(executor.batches) + 1] = RuntimeError("once")
+        harness.executor.errors[len(harness.executor.batches) + 1] = RuntimeError("once")
         pending = harness.submit_all(*(append(handle, 9) for handle in handles))
         assert [each.result().handle.length for each in pending] == [3, 3, 3]
 
 
 def test_an_append_that_keeps_failing_ends_alone_and_its_handle_stays_good() -> None:
     """ENGINE_FAULT carries an id; the others of its step are answered."""
-    executor = FakeExecutor()
-    with Harness(executor) as harness:
+    with Harness() as harness:
         one, two = harness.prefill(1, 2).handle, harness.prefill(3, 4).handle
-        step = len(executor.batches)
-        executor.errors = {step + 1: RuntimeError("together"), step + 2: RuntimeError("alone")}
+        step = len(harness.executor.batches)
+        harness.executor.errors = {step + 1: RuntimeError("together"), step + 2: RuntimeError("alone")}
         bad, good = harness.submit_all(append(one, 9), append(two, 5))
         error = bad.error()
         assert isinstance(error, EngineFault)
@@ -242,10 +239,9 @@ def test_an_append_that_keeps_failing_ends_alone_and_its_handle_stays_good() -> 
 
 def test_a_lost_device_loses_every_handle_and_says_so() -> None:
     """After DeviceLost nothing runs, in flight or later, and the owner is told once."""
-    executor = FakeExecutor()
-    with Harness(executor) as harness:
+    with Harness() as harness:
         handle = harness.prefill(1, 2).handle
-        executor.errors[len(executor.batches) + 1] = DeviceLost()
+        harness.executor.errors[len(harness.executor.batches) + 1] = DeviceLost()
         one, waiting = harness.submit_all(append(handle, 3), append(handle, 4))
         assert isinstance(one.error(), HandleLost)
         assert isinstance(waiting.error(), HandleLost)
@@ -277,15 +273,12 @@ def test_lost_kv_loses_every_handle_and_new_ones_can_be_made() -> None:
 
 def test_release_acts_at_the_next_boundary_and_ends_what_waits() -> None:
     """Appends in flight and waiting on a released sequence answer HANDLE_UNKNOWN; its blocks are back."""
-    executor = FakeExecutor()
-    with Harness(executor, max_step_rows=4) as harness:
+    with Harness(max_step_rows=4) as harness:
         first = harness.prefill(1, 2, 3)
-        executor.gate = threading.Event()
-        running = harness.submit(append(first.handle, *([4] * 20)))
-        assert executor.is_waiting.wait(10)
+        running = harness.hold(append(first.handle, *([4] * 20)))
         waiting = harness.submit(append(first.handle, 5))
         released = harness.submit(host_calls.release("me", (first.handle,)))
-        executor.gate.set()
+        harness.let_go()
         assert isinstance(running.error(), HandleUnknown)
         assert isinstance(waiting.error(), HandleUnknown)
         assert released.outcome() == (1,)
@@ -315,8 +308,7 @@ def test_info_shows_blocks_and_sharing() -> None:
     with Harness() as harness:
         first = harness.prefill(*range(6))
         (branch,) = fork(harness, first.handle)
-        info = harness.submit(host_calls.describe("me", branch, with_token_ids=True)).outcome()
-        assert isinstance(info, CacheInfo)
+        info = harness.answer(CacheInfo, host_calls.describe("me", branch, with_token_ids=True))
         assert info.tip == branch
         assert info.token_ids == tuple(range(6))
         assert info.block_refcounts == (2, 2)
@@ -340,8 +332,7 @@ def test_a_page_of_long_sequences_is_not_read_block_by_block(monkeypatch: pytest
         fork(harness, first.handle, count=9)
         harness.decode(first.handle, 1)
         looked_at.clear()
-        page = harness.submit(host_calls.list_caches("me")).outcome()
-        assert isinstance(page, ListResult)
+        page = harness.answer(ListResult, host_calls.list_caches("me"))
         assert len(looked_at) <= 10 * 5
         assert sorted((each.num_blocks, each.num_shared_blocks) for each in page.caches) == [(16, 16)] * 9 + [(17, 16)]
 
@@ -353,8 +344,7 @@ def test_list_pages_through_own_sequences_without_secrets() -> None:
         seen: list[str] = []
         after = ""
         while True:
-            page = harness.submit(host_calls.list_caches("me", after, 2)).outcome()
-            assert isinstance(page, ListResult)
+            page = harness.answer(ListResult, host_calls.list_caches("me", after, 2))
             assert page.total == 5
             seen += [cache.handle_id for cache in page.caches]
             assert all(cache.tip is None for cache in page.caches)
@@ -362,8 +352,7 @@ def test_list_pages_through_own_sequences_without_secrets() -> None:
             if not after:
                 break
         assert seen == sorted(mine)
-        other = harness.submit(host_calls.list_caches("you")).outcome()
-        assert isinstance(other, ListResult)
+        other = harness.answer(ListResult, host_calls.list_caches("you"))
         assert other.caches == ()
 
 
@@ -380,8 +369,7 @@ def test_keep_alive_answers_each_handle_alone() -> None:
     """One unknown handle does not spoil the batch; the ttl is clamped."""
     with Harness() as harness:
         handle = harness.prefill(1, 2).handle
-        result = harness.submit(host_calls.keep_alive("me", (handle, Handle("x", 1, bytes(16))), 1.0)).outcome()
-        assert isinstance(result, tuple)
+        result = harness.answer(tuple, host_calls.keep_alive("me", (handle, Handle("x", 1, bytes(16))), 1.0))
         assert result[0] == Lease(5.0, 5.0)
         assert isinstance(result[1], HandleUnknown)
 
@@ -390,10 +378,9 @@ def test_keep_alive_answers_each_handle_alone() -> None:
 @pytest.mark.parametrize("where", ["in the lane", "in the inbox"])
 def test_cancelled_while_waiting_changes_nothing(kind: str, where: str) -> None:
     """Also a fork or a truncate whose caller left before its turn never happens."""
-    executor = FakeExecutor()
-    with Harness(executor, max_step_rows=4) as harness:
+    with Harness(max_step_rows=4) as harness:
         first = harness.prefill(1, 2, 3)
-        executor.gate = threading.Event()
+        harness.executor.gate = threading.Event()
         long = append(first.handle, *([4] * 20))
         job: ForkJob | TruncateJob | AppendJob = ForkJob("me", first.handle, 3, 5)
         if kind == "truncate":
@@ -402,14 +389,14 @@ def test_cancelled_while_waiting_changes_nothing(kind: str, where: str) -> None:
             job = append(first.handle, 9, on_stale=StalePolicy.REWIND)
         if where == "in the lane":  # both are judged before the first step
             running, waiting = harness.submit_all(long, job)
-            assert executor.is_waiting.wait(10)
+            assert harness.executor.is_waiting.wait(10)
             assert harness.engine._lanes.num_waiting == 1
         else:
             running = harness.submit(long)
-            assert executor.is_waiting.wait(10)
+            assert harness.executor.is_waiting.wait(10)
             waiting = harness.submit(job)
         job.is_cancelled = True
-        executor.gate.set()
+        harness.let_go()
         tip = running.result().handle
         assert isinstance(waiting.error(), Cancelled)
         assert harness.engine.snapshot().num_sequences == 1
@@ -422,13 +409,11 @@ def test_close_answers_everything_that_is_left() -> None:
     harness = Harness(executor, max_step_rows=4)
     harness.engine.start()
     first = harness.prefill(1, 2, 3)
-    executor.gate = threading.Event()
-    running = harness.submit(append(first.handle, *([4] * 20)))
-    assert executor.is_waiting.wait(10)
+    running = harness.hold(append(first.handle, *([4] * 20)))
     waiting = harness.submit(append(first.handle, 5))
     closer = threading.Thread(target=harness.engine.close)
     closer.start()
-    executor.gate.set()
+    harness.let_go()
     closer.join(10)
     late = harness.submit(append(first.handle, 6))
     for pending in (running, waiting, late):

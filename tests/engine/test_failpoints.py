@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from ferrule_server.errors import Cancelled, EngineFault, FerruleError
 from ferrule_server.executor.base import OutputSpec, SampleSpec, StepResult
 from ferrule_server.kv.handle import Handle
 from tests.engine.harness import Harness, append
-from tests.fakes import FakeExecutor, fake_next_token
+from tests.fakes import fake_next_token
 
 ROOT = Path(__file__).parents[2]
 UNSEEDED = OutputRequest(OutputSpec(sample=SampleSpec()), is_seeded=False)
@@ -57,8 +56,7 @@ def breakable(max_step_rows: int = 512) -> Harness:
 
 def length_of(harness: Harness, handle: Handle) -> int:
     """Where the tip is."""
-    info = harness.submit(host_calls.describe("me", handle)).outcome()
-    assert isinstance(info, CacheInfo)
+    info = harness.answer(CacheInfo, host_calls.describe("me", handle))
     return info.length
 
 
@@ -198,8 +196,7 @@ def test_a_truncate_lost_after_the_commit_is_answered_again() -> None:
         handle = harness.prefill(*range(12)).handle
         arm(harness, "after_commit=error@1")
         assert isinstance(harness.submit(TruncateJob("me", handle, 5)).error(), EngineFault)
-        again = harness.submit(TruncateJob("me", handle, 5)).outcome()
-        assert isinstance(again, TruncateResult)
+        again = harness.answer(TruncateResult, TruncateJob("me", handle, 5))
         assert (again.handle.length, again.freed_blocks) == (5, 1)
 
 
@@ -220,8 +217,7 @@ def test_a_step_that_keeps_failing_leaves_no_trace(place: Place) -> None:
     """ENGINE_FAULT for its appends; tips, shared blocks and the pool are as before."""
     with breakable() as harness:
         first = harness.prefill(*range(6)).handle
-        branches = harness.submit(ForkJob("me", first, 6, 2)).outcome()
-        assert isinstance(branches, ForkResult)
+        branches = harness.answer(ForkResult, ForkJob("me", first, 6, 2))
         free_blocks = harness.engine.snapshot().free_blocks
         arm(harness, f"{place}=error")
         for sink in harness.submit_all(*(append(handle, 9) for handle in (first, *branches.handles))):
@@ -245,17 +241,14 @@ def test_a_release_that_fails_half_way_can_be_sent_again() -> None:
 
 def test_who_waits_for_a_sequence_hears_of_a_release_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The append in flight has ended; what waited behind it finds the sequence as it was."""
-    executor = FakeExecutor()
-    with Harness(executor, max_step_rows=4) as harness:
+    with Harness(max_step_rows=4) as harness:
         handle = harness.prefill(1, 2).handle
-        executor.gate = threading.Event()
-        running = harness.submit(append(handle, *([3] * 12)))
-        assert executor.is_waiting.wait(10)
+        running = harness.hold(append(handle, *([3] * 12)))
         waiting = harness.submit(append(handle, 4))
         release = harness.store.release
         monkeypatch.setattr(harness.store, "release", lambda *_: fail())
         released = harness.submit(host_calls.release("me", (handle,)))
-        executor.gate.set()
+        harness.let_go()
         assert isinstance(released.error(), EngineFault)
         assert running.error().REASON == "HANDLE_UNKNOWN"
         assert waiting.result().handle.length == 3

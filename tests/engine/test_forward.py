@@ -204,8 +204,7 @@ def test_its_sequence_is_seen_only_while_it_runs() -> None:
         assert isinstance(outcome, ListResult)
         assert outcome.total == 1
         stream.forward()
-        outcome = harness.submit(host_calls.list_caches("me")).outcome()
-        assert isinstance(outcome, ListResult)
+        outcome = harness.answer(ListResult, host_calls.list_caches("me"))
         assert outcome.total == 0
 
 

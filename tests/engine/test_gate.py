@@ -25,7 +25,6 @@ from ferrule_server.kv.handle import Handle
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
 from tests.engine.harness import NOTHING, Harness, Pending, append
 from tests.engine.streams import forward, generate
-from tests.fakes import FakeExecutor
 
 HANDLE = Handle("test.e1.x", 4, bytes(16))
 OTHER = Handle("test.e1.y", 4, bytes(16))
@@ -356,34 +355,28 @@ def test_many_threads_leave_nothing_behind() -> None:
 
 def test_a_refusal_does_not_wait_for_the_step_that_runs() -> None:
     """The engine thread is in a step; the refusal is delivered all the same."""
-    executor = FakeExecutor()
-    with Harness(executor, max_waiting_jobs=1) as harness:
-        executor.gate = threading.Event()
-        running = harness.submit(append(None, 1, 2))
-        assert executor.is_waiting.wait(10)
+    with Harness(max_waiting_jobs=1) as harness:
+        running = harness.hold(append(None, 1, 2))
         assert isinstance(harness.submit(append(None, 3)).error(), QueueFull)
         assert harness.engine.snapshot().refused() == {"QUEUE_FULL": 1}
-        executor.gate.set()
+        harness.let_go()
         running.result()
         harness.submit(append(None, 3)).result()
 
 
 def test_an_engine_that_has_answered_everything_has_an_empty_gate() -> None:
     """Results, errors, cancelled and released jobs all give their places back."""
-    executor = FakeExecutor()
-    with Harness(executor) as harness:
+    with Harness() as harness:
         first = harness.prefill(1, 2, 3)
         harness.submit(append(None, *([1] * 10_000))).error()
         stale = append(first.handle, 9)
         harness.decode(first.handle, 4)
         harness.submit(stale).error()
-        executor.gate = threading.Event()
-        long = harness.submit(append(None, *([5] * 200), output=NOTHING))
-        assert executor.is_waiting.wait(10)
+        long = harness.hold(append(None, *([5] * 200), output=NOTHING))
         cancelled = append(None, 6)
         cancelled.is_cancelled = True
         late = harness.submit(cancelled)
-        executor.gate.set()
+        harness.let_go()
         long.result()
         late.error()
         harness.release(first.handle)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 
 import numpy as np
 import pytest
@@ -140,12 +139,10 @@ def test_a_prompt_that_failed_is_not_found() -> None:
         assert isinstance(harness.submit(append(None, *tokens)).error(), NonFiniteLogits)
         executor.bad_token_ids = set()
         harness.prefill(*tokens[:8])
-        executor.gate = threading.Event()
         job = append(None, *tokens)
-        pending = harness.submit(job)
-        assert executor.is_waiting.wait(10)
+        pending = harness.hold(job)
         job.is_cancelled = True
-        executor.gate.set()
+        harness.let_go()
         assert isinstance(pending.error(), Cancelled)
         executor.gate = None
         result = harness.prefill(*tokens)

@@ -98,8 +98,7 @@ def test_a_warm_up_leaves_the_pool_as_it_is(harness: Harness) -> None:
     before = harness.prefill(*PROMPT)
     blocks = np.arange(1, harness.executor.info.num_blocks, dtype=np.int32)
     data = harness.executor.read_blocks(blocks)
-    result = harness.submit(WarmupJob("admin", (1, 3))).outcome()
-    assert isinstance(result, WarmupResult)
+    result = harness.answer(WarmupResult, WarmupJob("admin", (1, 3)))
     assert [step[:2] for step in result.steps] == [(1, 1), (3, 3), (2, 512)]
     np.testing.assert_array_equal(harness.executor.read_blocks(blocks), data)
     assert before.rows[0].token is not None

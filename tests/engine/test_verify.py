@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import threading
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -111,8 +110,7 @@ def test_drafts_hold_up_to_the_first_that_the_model_would_not_say(num_good: int,
 
 def test_what_does_not_hold_leaves_no_block_behind() -> None:
     """After a verify of 20 drafts of which none holds, the pool is as after a decode of one token."""
-    executor = FakeExecutor()
-    with Harness(executor) as harness:
+    with Harness() as harness:
         first = harness.prefill(*PROMPT)
         twin = harness.prefill(9, *PROMPT[1:])
         before = harness.engine.snapshot().free_blocks
@@ -122,7 +120,7 @@ def test_what_does_not_hold_leaves_no_block_behind() -> None:
         result = harness.submit(verify(first.handle, (4,), drafts)).result()
         assert before - decoded - harness.engine.snapshot().free_blocks == decoded
         sequence = harness.store.resolve(result.handle, "me")
-        assert executor.tokens_at(sequence.block_ids, 4) == [*PROMPT, 4]
+        assert harness.executor.tokens_at(sequence.block_ids, 4) == [*PROMPT, 4]
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
@@ -518,13 +516,11 @@ def test_a_duplicate_of_a_verify_in_flight_joins_it() -> None:
     good = greedy_tokens((*PROMPT, 4), 2)
     with Harness(max_step_rows=2) as harness:
         first = harness.prefill(*PROMPT)
-        gate = harness.executor.gate = threading.Event()
         jobs = [verify(first.handle, (4,), good) for _ in range(3)]
         jobs[2].token_ids = (4, good[0], other_than(good[1]))
-        original = harness.submit(jobs[0])
-        assert harness.executor.is_waiting.wait(10)
+        original = harness.hold(jobs[0])
         joined, other = harness.submit_all(*jobs[1:])
-        gate.set()
+        harness.let_go()
         assert joined.result() == dataclasses.replace(original.result(), replayed=True)
         assert isinstance(other.error(), HandleStale)
         assert harness.engine.counters.joined == 1

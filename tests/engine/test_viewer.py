@@ -24,7 +24,6 @@ from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.handle import Handle
 from tests.engine.harness import GREEDY, Harness
 from tests.engine.streams import start
-from tests.fakes import FakeExecutor
 
 PROMPT = tuple(range(1, 20))
 
@@ -34,15 +33,12 @@ def _append(handle: Handle | None, *token_ids: int, principal: str = "alice", tt
 
 
 def _fork(harness: Harness, handle: Handle, count: int) -> tuple[Handle, ...]:
-    outcome = harness.submit(ForkJob("alice", handle, handle.length, count)).outcome()
-    assert isinstance(outcome, ForkResult)
+    outcome = harness.answer(ForkResult, ForkJob("alice", handle, handle.length, count))
     return outcome.handles
 
 
 def _look(harness: Harness, max_sequences: int = 256, max_principals: int = 64) -> View:
-    outcome = harness.submit(host_calls.view("root", max_sequences, max_principals)).outcome()
-    assert isinstance(outcome, View)
-    return outcome
+    return harness.answer(View, host_calls.view("root", max_sequences, max_principals))
 
 
 def test_a_look_sees_sequences_blocks_and_principals() -> None:
@@ -137,15 +133,12 @@ def test_lists_are_bounded() -> None:
 
 def test_a_full_queue_keeps_nobody_from_looking() -> None:
     """A view is no work that waits: it is let in where appends are refused, and tells what waits."""
-    executor = FakeExecutor()
-    with Harness(executor, max_waiting_jobs=2) as harness:
+    with Harness(max_waiting_jobs=2) as harness:
         handle = harness.submit(_append(None, *PROMPT)).result().handle
-        executor.gate = threading.Event()
-        waiting = [harness.submit(_append(handle, 5 + index)) for index in range(2)]
-        assert executor.is_waiting.wait(10)
+        waiting = harness.hold_all(*(_append(handle, 5 + index) for index in range(2)))
         assert harness.submit(_append(handle, 9)).error().reason == "QUEUE_FULL"
         looking = harness.submit(host_calls.view("root"))
-        executor.gate.set()
+        harness.let_go()
         view = looking.outcome()
         assert isinstance(view, View)
         assert view.snapshot.refused()["QUEUE_FULL"] == 1

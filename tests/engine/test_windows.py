@@ -42,9 +42,7 @@ def prefill(harness: Harness, *tokens: int, output: OutputRequest = GREEDY) -> H
 
 def describe(harness: Harness, handle: Handle) -> CacheInfo:
     """Return all that is known of a sequence."""
-    info = harness.submit(host_calls.describe("me", handle, with_token_ids=True)).outcome()
-    assert isinstance(info, CacheInfo)
-    return info
+    return harness.answer(CacheInfo, host_calls.describe("me", handle, with_token_ids=True))
 
 
 def test_a_loop_runs_far_beyond_the_pool() -> None:
@@ -119,8 +117,7 @@ def test_down_to_the_lowest_length_everything_is_exact() -> None:
         low = harness.store.resolve(handle, "me").handle_at(15)
         row = harness.submit(append(low)).result().rows[0]
         assert row.token == fake_next_token(tokens[12:15], VOCAB)
-        forked = harness.submit(ForkJob("me", handle, 15, 1)).outcome()
-        assert isinstance(forked, ForkResult)
+        forked = harness.answer(ForkResult, ForkJob("me", handle, 15, 1))
         truncated = harness.submit(TruncateJob("me", handle, 15)).outcome()
         assert isinstance(truncated, TruncateResult)
         for tip in (forked.handles[0], truncated.handle):

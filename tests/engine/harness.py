@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ferrule_server.durability.directory import Wanted
 from ferrule_server.durability.files import Files
@@ -199,6 +199,14 @@ class Harness:
         assert self.executor.gate is not None
         self.executor.gate.set()
 
+    def end_leases(self) -> None:
+        """Keep the engine busy until it has ended every lease."""
+        deadline = time.monotonic() + 10
+        while self.engine.snapshot().num_sequences:
+            assert time.monotonic() < deadline, "a lease goes on"
+            self.submit(host_calls.list_caches("me")).outcome()
+            time.sleep(0.01)
+
     def prefill(self, *token_ids: int, output: OutputRequest = GREEDY) -> AppendResult:
         """Make a sequence and wait."""
         return self.submit(append(None, *token_ids, output=output)).result()
@@ -210,6 +218,14 @@ class Harness:
     def release(self, *handles: Handle) -> Outcome:
         """Release and wait."""
         return self.submit(host_calls.release("me", handles)).outcome()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait for what happens on another thread."""
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, "not within 20 s"
+        time.sleep(0.002)
 
 
 def paged_harness(block_size: int = 16) -> Harness:
@@ -230,7 +246,8 @@ def append(
     *token_ids: int,
     output: OutputRequest = GREEDY,
     on_stale: StalePolicy = StalePolicy.FAIL,
-    request_id: str = "",
+    principal: str = "me",
+    **fields: Any,  # of the job
 ) -> AppendJob:
-    """An append job of the principal ``me``."""
-    return AppendJob("me", token_ids, handle, output, on_stale, request_id=request_id)
+    """An append job, as a rule of the principal ``me``."""
+    return AppendJob(principal, token_ids, handle, output, on_stale, **fields)

@@ -150,9 +150,7 @@ def test_a_branch_has_the_lease_that_its_source_had_when_it_was_judged() -> None
     """What stands behind it in the same batch may set another one; the branch takes no notice."""
     with Harness() as harness:
         handle = moved_on(harness, 1, 2, 3)
-        query = append(handle, output=NOTHING)
-        query.ttl_s = 7.0
-        own = append(handle, 11, on_stale=FORK)
-        own.ttl_s = 9.0
+        query = append(handle, output=NOTHING, ttl_s=7.0)
+        own = append(handle, 11, on_stale=FORK, ttl_s=9.0)
         branch, queried, with_own = harness.submit_all(append(handle, 10, on_stale=FORK), query, own)
         assert (branch.result().ttl_s, queried.result().ttl_s, with_own.result().ttl_s) == (60.0, 7.0, 9.0)

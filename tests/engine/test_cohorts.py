@@ -148,18 +148,6 @@ def test_a_cancelled_cohort_does_not_run_and_leaves_its_blocks() -> None:
         assert harness.engine.num_free_blocks() == num_free
 
 
-def test_a_cohort_whose_step_fails_is_run_apart_and_only_the_part_at_fault_ends() -> None:
-    """The others are answered as if nothing had happened, beside another principal's decodes."""
-    executor = large()
-    with Harness(executor, max_step_time_s=0.001) as harness:
-        harness.prefill(1)
-        executor.errors = {2: RuntimeError("the step"), 4: RuntimeError("its second part")}
-        pendings = harness.submit_all(*(job("me", None, *([n] * 150), number=1) for n in (1, 2, 3)))
-        outcomes = [pending.outcome() for pending in pendings]
-        assert [isinstance(outcome, AppendResult) for outcome in outcomes] == [True, False, True]
-        assert [batch.num_rows for batch in executor.batches[1:]] == [450, 150, 150, 150]
-
-
 def test_a_cohort_beside_a_generate_that_is_queued_ahead_is_one_step() -> None:
     """A queued row is claimed or thrown away first; the tokens of both are those of each alone."""
     with DeferredHarness(large()) as harness:

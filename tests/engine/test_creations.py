@@ -86,8 +86,7 @@ def test_other_content_under_the_same_id_is_refused() -> None:
     """Other tokens, policy, lease or kind of request: REQUEST_ID_REUSED, and nothing is made."""
     with Harness() as harness:
         handle = harness.submit(append(None, 1, 2, request_id="r")).result().handle
-        longer = append(None, 1, 2, request_id="r")
-        longer.ttl_s = 90
+        longer = append(None, 1, 2, request_id="r", ttl_s=90)
         for job in (
             append(None, 1, 3, request_id="r"),
             append(None, 1, 2, output=NOTHING, request_id="r"),
@@ -102,8 +101,7 @@ def test_ids_belong_to_their_principal() -> None:
     """Somebody else's equal id is another one."""
     with Harness() as harness:
         mine = harness.submit(append(None, 1, 2, request_id="r")).result()
-        job = append(None, 1, 2, request_id="r")
-        job.principal = "you"
+        job = append(None, 1, 2, request_id="r", principal="you")
         other = harness.submit(job).result()
         assert not other.replayed
         assert other.handle.cache_id != mine.handle.cache_id
@@ -254,8 +252,7 @@ def test_a_fork_sent_again_renews_the_leases_of_its_branches() -> None:
     with Harness() as harness:
         now = time.monotonic()
         harness.clock = lambda: now
-        job = fork_job(harness.prefill(1, 2, 3).handle)
-        job.ttl_s = 50.0
+        job = dataclasses.replace(fork_job(harness.prefill(1, 2, 3).handle), ttl_s=50.0)
         first = harness.answer(ForkResult, job)
         now += 40.0
         again = harness.answer(ForkResult, dataclasses.replace(job))
@@ -274,7 +271,7 @@ def test_a_fork_of_which_everything_expired_says_so() -> None:
         source = harness.prefill(1, 2, 3).handle
         fork(harness, source, 2)
         now[0] += 61
-        _wait_until_empty(harness)
+        harness.end_leases()
         assert isinstance(harness.submit(fork_job(source, 2)).error(), HandleExpired)
 
 
@@ -413,15 +410,6 @@ def test_dead_creations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not harness.submit(append(None, 2, request_id="1")).result().replayed
 
 
-def _wait_until_empty(harness: Harness) -> None:
-    """Keep the engine busy until it has ended every lease."""
-    deadline = time.monotonic() + 10
-    while num_sequences(harness) and time.monotonic() < deadline:
-        harness.submit(host_calls.list_caches("me")).outcome()
-        time.sleep(0.06)
-    assert not num_sequences(harness)
-
-
 def test_only_what_is_answered_again_counts_as_a_replay() -> None:
     """A repeat that is refused, because all it made has ended or no seed is known, is counted as refused."""
     with Harness() as harness:
@@ -442,8 +430,7 @@ def test_who_makes_and_ends_thousands_frees_nobody_elses_request_id(monkeypatch:
         first = harness.submit(append(None, 1, 2, request_id="r")).result()
         harness.release(first.handle)
         for number in range(6):
-            job = append(None, 1, 2, request_id=f"n{number}")
-            job.principal = "flood"
+            job = append(None, 1, 2, request_id=f"n{number}", principal="flood")
             made = harness.submit(job).result()
             harness.submit(host_calls.release("flood", (made.handle,))).outcome()
         assert isinstance(harness.submit(append(None, 1, 2, request_id="r")).error(), HandleUnknown)

@@ -25,7 +25,7 @@ from ferrule_server.errors import (
     SlowConsumer,
 )
 from ferrule_server.executor.base import DeviceLost
-from tests.engine.harness import GREEDY, Harness, Pending, append
+from tests.engine.harness import GREEDY, Harness, Pending, append, wait_until
 from tests.engine.streams import SteppedExecutor, Stream, drawn_with, forward, generate, start
 from tests.fakes import FakeExecutor
 
@@ -43,14 +43,6 @@ def narrow_generate(window: Window) -> StreamJob[object]:
 def narrow_forward(window: Window) -> StreamJob[object]:
     """A Forward that stands still after its first chunk."""
     return forward(*range(20), window=window)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for something that another thread brings about."""
-    until = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < until, "it did not come about within 20 s"
-        time.sleep(0.002)
 
 
 def stand_still(harness: Harness, make: Make) -> tuple[StreamJob[object], Stream]:
@@ -103,17 +95,6 @@ def test_a_forward_whose_reader_leaves_no_room_stands_still_and_goes_on() -> Non
         assert not stream.is_over
         read(harness, job, 800)
         assert [frame.first_position for frame in stream.forward()] == [0, 8, 16]
-
-
-def test_branches_share_one_window() -> None:
-    """What all of them have under way counts; all go on together."""
-    with Harness() as harness:
-        job = generate(None, 1, 2, output=drawn_with(5), num_branches=3, max_tokens=4, window=Window(FEW))
-        stream = start(harness, job)
-        wait_until(lambda: bool(harness.engine._drivers._parked))
-        assert sum(len(branch.tokens) for branch in stream.so_far()) <= 5
-        read(harness, job, 1 << 20)
-        assert [len(branch.tokens) for branch in stream.branches()] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("limit", [1, 300, 1000])
@@ -400,6 +381,11 @@ def test_a_bug_in_a_stream_ends_that_stream_alone() -> None:
         assert harness.engine.snapshot().num_streams == 0
 
 
+def tell_to_fail(*_: object) -> None:
+    """Raise, in place of a method."""
+    raise FailpointHit("told to fail")
+
+
 def test_a_bug_while_ending_or_telling_still_ends_the_stream() -> None:
     """Whoever waits hears something, whatever fails."""
     for broken in ("end", "next_frame"):
@@ -407,10 +393,7 @@ def test_a_bug_while_ending_or_telling_still_ends_the_stream() -> None:
             job, stream = stand_still(harness, narrow_generate)
             (driver,) = harness.engine._drivers.active
 
-            def fail(*_: object) -> None:
-                raise FailpointHit("told to fail")
-
-            setattr(driver, broken, fail)
+            setattr(driver, broken, tell_to_fail)
             job.cancel()
             harness.engine.resume(job)
             assert isinstance(stream.wait()[-1], EngineFault)
@@ -421,12 +404,8 @@ def test_a_bug_at_the_beginning_or_after_a_pause_ends_that_stream_alone(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told once, and nothing of it stays."""
-
-    def fail(*_: object) -> None:
-        raise FailpointHit("told to fail")
-
     with Harness() as harness:
-        monkeypatch.setattr(Generation, broken, fail)
+        monkeypatch.setattr(Generation, broken, tell_to_fail)
         if broken == "begin":
             outcome = start(harness, generate(None, 1)).error()
         else:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import shutil
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,7 +36,8 @@ from ferrule_server.errors import (
 )
 from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec, Shaping
 from ferrule_server.kv.handle import Handle, StalePolicy
-from tests.engine.harness import GREEDY, NOTHING, Harness, append
+from tests.engine.conftest import Servers
+from tests.engine.harness import GREEDY, NOTHING, Harness, append, wait_until
 from tests.engine.streams import generate
 from tests.fakes import FakeExecutor, fake_next_token
 
@@ -50,48 +46,9 @@ UNSEEDED = OutputRequest(OutputSpec(sample=SampleSpec(), logprobs=True), is_seed
 LOGITS = OutputRequest(OutputSpec(greedy=True, full_logits=True))
 
 
-class Servers:
-    """Servers one after the other on one journal; each is ended as by kill -9: the next one reads a copy."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._count = 0
-        self.now: Harness | None = None
-
-    def start(self, **settings: object) -> Harness:
-        """Start the first server."""
-        self.now = Harness(durable=self._path / str(self._count), **settings)  # type: ignore[arg-type]
-        self.now.engine.start()
-        return self.now
-
-    def crash(self, **settings: object) -> Harness:
-        """Read the journal as it is now in another server; the one before is not asked to do anything."""
-        before, old = self._path / str(self._count), self.now
-        self._count += 1
-        while True:
-            with contextlib.suppress(shutil.Error):  # a segment that is not read any more was just deleted
-                shutil.copytree(before, self._path / str(self._count))
-                break
-            shutil.rmtree(self._path / str(self._count))
-        if old is not None:
-            old.engine.close()
-        return self.start(**settings)
-
-
-@pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Servers]:
-    """Servers that are closed at the end, and whose invariants hold."""
-    servers = Servers(tmp_path)
-    yield servers
-    if servers.now is not None:
-        servers.now.engine.close()
-        servers.now.check_integrity()
-
-
 def durable(*token_ids: int, output: OutputRequest = GREEDY, request_id: str = "", **options: object) -> AppendJob:
     """A prefill whose sequence survives."""
-    job = append(None, *token_ids, output=output, request_id=request_id)
-    job.is_durable = True
+    job = append(None, *token_ids, output=output, request_id=request_id, is_durable=True)
     return replace(job, **options)  # type: ignore[arg-type]
 
 
@@ -121,14 +78,6 @@ def decode(server: Harness, handle: Handle, count: int) -> tuple[Handle, list[in
         tokens.append(token)
         result = server.decode(result.handle, token)
     return result.handle, tokens
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for what happens on another thread."""
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline, "not within 20 s"
-        time.sleep(0.01)
 
 
 def plain(prompt: list[int], count: int) -> list[int]:
@@ -240,16 +189,6 @@ def test_a_creation_whose_sequences_have_ended_creates_nothing(servers: Servers)
     server.release(made)
     server = servers.crash()
     assert isinstance(server.submit(durable(1, 2, 3, request_id="a")).error(), HandleUnknown)
-
-
-def test_a_released_sequence_stays_released(servers: Servers) -> None:
-    """Its handle is unknown, as it was before the crash."""
-    server = servers.start()
-    handle = server.submit(durable(1, 2, 3)).result().handle
-    server.release(handle)
-    server = servers.crash()
-    with pytest.raises(HandleUnknown):
-        info(server, handle)
 
 
 def test_a_tombstone_survives(servers: Servers) -> None:

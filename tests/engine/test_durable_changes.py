@@ -5,11 +5,8 @@ from __future__ import annotations
 import gc
 import shutil
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import AppendResult, CacheInfo, ForkJob, ForkResult, HostCall
@@ -17,20 +14,11 @@ from ferrule_server.errors import Cancelled, HandleUnknown, Restoring
 from ferrule_server.executor.base import KvLost
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.sequence import Sequence
-from tests.engine.harness import Harness, append
+from tests.engine.conftest import Servers
+from tests.engine.harness import Harness, append, wait_until
 from tests.engine.streams import SteppedExecutor
-from tests.engine.test_durable import Servers, durable, info, wait_until
+from tests.engine.test_durable import durable, info
 from tests.fakes import FakeExecutor
-
-
-@pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Servers]:
-    """Servers that are closed at the end, and whose invariants hold."""
-    servers = Servers(tmp_path)
-    yield servers
-    if servers.now is not None:
-        servers.now.engine.close()
-        servers.now.check_integrity()
 
 
 def handle_at(server: Harness, handle: Handle, length: int) -> Handle:

@@ -360,8 +360,7 @@ def test_foreign_handles_are_unknown() -> None:
     """Another principal's handle answers like one that never was."""
     with Harness() as harness:
         handle = harness.prefill(1, 2).handle
-        job = append(handle, 3)
-        job.principal = "you"
+        job = append(handle, 3, principal="you")
         assert isinstance(harness.submit(job).error(), HandleUnknown)
 
 

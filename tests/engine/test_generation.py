@@ -120,8 +120,7 @@ def test_a_prompt_that_is_known_is_not_run_again_and_the_first_frame_says_so() -
         assert [branch.tokens for branch in again] == [branch.tokens for branch in whole]
         assert (whole[0].frames[0].cached_tokens, again[0].frames[0].cached_tokens) == (0, 8)
         assert {frame.cached_tokens for frame in again[0].frames[1:] + again[1].frames} == {0}
-        fresh = generate(None, *range(11), output=GREEDY)
-        fresh.reuse_prefix = False
+        fresh = generate(None, *range(11), output=GREEDY, reuse_prefix=False)
         assert start(harness, fresh).branch().frames[0].cached_tokens == 0
 
 
@@ -415,8 +414,7 @@ def test_leases_are_renewed_by_every_token() -> None:
     harness = Harness(executor)
     harness.clock = lambda: now[0]
     with harness:
-        job = generate(None, 1, 2, num_branches=2, max_tokens=8)
-        job.ttl_s = 20.0
+        job = generate(None, 1, 2, num_branches=2, max_tokens=8, ttl_s=20.0)
         stream = start(harness, job)
         executor.arrive()
         for _ in range(6):

@@ -99,9 +99,7 @@ def test_a_request_id_is_remembered_for_ten_minutes_after_the_end_and_no_longer(
     """Also when nothing else ends meanwhile."""
 
     def create() -> Job[object]:
-        job = append(None, 1, 2)
-        job.request_id = "once"
-        return job
+        return append(None, 1, 2, request_id="once")
 
     made = harness.submit(create()).result().handle
     harness.release(made)

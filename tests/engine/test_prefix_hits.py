@@ -95,12 +95,10 @@ def test_who_does_not_want_it_has_none() -> None:
     """reuse_prefix and publish_prefix, each by itself; other principals never see each other's."""
     tokens = prompt_of(8)
     with Harness() as harness:
-        hidden = append(None, *tokens)
-        hidden.publish_prefix = False
+        hidden = append(None, *tokens, publish_prefix=False)
         harness.submit(hidden).result()
         assert harness.prefill(*tokens).cached_tokens == 0
-        alone = append(None, *tokens)
-        alone.reuse_prefix = False
+        alone = append(None, *tokens, reuse_prefix=False)
         assert harness.submit(alone).result().cached_tokens == 0
         other = AppendJob("other", tokens, None, GREEDY)
         assert harness.submit(other).result().cached_tokens == 0
@@ -116,8 +114,7 @@ def test_what_is_appended_later_is_found_too() -> None:
         assert harness.prefill(*tokens, 1, 2, 5).cached_tokens == 8
         good = fake_next_token((*tokens, 1, 2, 3), VOCAB)
         bad = (good + 1) % VOCAB
-        job = append(second.handle, 3, good, bad, bad, bad, bad, bad)
-        job.drafts = Drafts(6, Acceptance.EXACT)
+        job = append(second.handle, 3, good, bad, bad, bad, bad, bad, drafts=Drafts(6, Acceptance.EXACT))
         verified = harness.submit(job).result()
         assert verified.handle.length == 10
         assert harness.prefill(*tokens, 1, 2, 3, good, bad, bad, bad).cached_tokens == 8

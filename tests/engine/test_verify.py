@@ -71,9 +71,15 @@ def verify(
     wants_row_handles: bool = True,
 ) -> AppendJob:
     """A verify job of the principal ``me``."""
-    job = append(handle, *input_ids, *draft_ids, output=output, on_stale=on_stale, request_id=request_id)
-    job.drafts = Drafts(len(draft_ids), acceptance, distributions, row_masks, wants_row_handles)
-    return job
+    return append(
+        handle,
+        *input_ids,
+        *draft_ids,
+        output=output,
+        on_stale=on_stale,
+        request_id=request_id,
+        drafts=Drafts(len(draft_ids), acceptance, distributions, row_masks, wants_row_handles),
+    )
 
 
 def tokens_of(harness: Harness, handle: Handle) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from ferrule_server.engine.metrics.counters import EngineSnapshot
 from ferrule_server.engine.metrics.views import View
 from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.handle import Handle
-from tests.engine.harness import GREEDY, Harness
+from tests.engine.harness import GREEDY, Harness, wait_until
 from tests.engine.streams import start
 
 PROMPT = tuple(range(1, 20))
@@ -95,10 +95,7 @@ def test_each_token_of_a_generate_is_an_append() -> None:
         output = OutputRequest(OutputSpec(greedy=True))
         job = GenerateJob("alice", PROMPT, None, output, StopRules(max_tokens=6), Window(1 << 20))
         pending = harness.submit(job)
-        deadline = time.monotonic() + 10
-        while harness.engine.snapshot().num_streams or not pending.is_done:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        wait_until(lambda: pending.is_done and not harness.engine.snapshot().num_streams)
         seen = _look(harness).principals[0]
         assert seen.num_tokens == len(PROMPT) + 5
         assert seen.num_appends == 6

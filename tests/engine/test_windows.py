@@ -11,7 +11,6 @@ from ferrule_server.engine.jobs import (
     Acceptance,
     CacheInfo,
     Drafts,
-    Finish,
     ForkJob,
     ForkResult,
     OutputRequest,
@@ -35,8 +34,7 @@ def windowed(**settings: int) -> Harness:
 
 def prefill(harness: Harness, *tokens: int, output: OutputRequest = GREEDY) -> Handle:
     """Begin a sequence that gives back what is outside the window."""
-    job = append(None, *tokens, output=output)
-    job.attention_window = WINDOW
+    job = append(None, *tokens, output=output, attention_window=WINDOW)
     return harness.submit(job).result().handle
 
 
@@ -48,8 +46,7 @@ def describe(harness: Harness, handle: Handle) -> CacheInfo:
 def test_a_loop_runs_far_beyond_the_pool() -> None:
     """Tokens are those of the window, and the memory that is held does not grow."""
     with windowed(num_blocks=9, max_context=400) as harness:
-        job = generate(None, 1, 2, 3, output=GREEDY, max_tokens=300)
-        job.attention_window = WINDOW
+        job = generate(None, 1, 2, 3, output=GREEDY, max_tokens=300, attention_window=WINDOW)
         branch = start(harness, job).branch()
         tokens = [1, 2, 3]
         for token in branch.tokens:
@@ -63,18 +60,9 @@ def test_a_loop_runs_far_beyond_the_pool() -> None:
         assert (harness.engine.snapshot().total_blocks, info.lowest_length) == (8, info.first_position + WINDOW)
 
 
-def test_without_the_option_the_loop_ends_where_the_pool_ends() -> None:
-    """Keeping all blocks is the default."""
-    with windowed(num_blocks=9, max_context=400) as harness:
-        branch = start(harness, generate(None, 1, 2, 3, output=GREEDY, max_tokens=300)).branch()
-        assert branch.frames[-1].finish is Finish.BLOCKS_EXHAUSTED
-        assert describe(harness, branch.handles[-1]).lowest_length == 1
-
-
 def test_a_queued_step_is_claimed_when_blocks_are_given_back() -> None:
     """Lookahead foresees the table that the next append will have, so no row is thrown away."""
-    job = generate(None, 1, 2, 3, output=GREEDY, max_tokens=60)
-    job.attention_window = WINDOW
+    job = generate(None, 1, 2, 3, output=GREEDY, max_tokens=60, attention_window=WINDOW)
     plain = windowed()
     with plain:
         expected = start(plain, dataclasses.replace(job)).branch()
@@ -161,8 +149,7 @@ def test_a_verify_drops_after_what_was_accepted() -> None:
         handle = prefill(harness, *tokens)
         good = fake_next_token([*tokens[-2:], 16], VOCAB)
         wrong = (fake_next_token([*tokens[-1:], 16, good], VOCAB) + 1) % VOCAB
-        job = append(handle, 16, good, *[wrong] * 6)
-        job.drafts = Drafts(7, Acceptance.EXACT)
+        job = append(handle, 16, good, *[wrong] * 6, drafts=Drafts(7, Acceptance.EXACT))
         result = harness.submit(job).result()
         assert result.verified is not None
         assert result.verified.accepted_count == 1
@@ -172,7 +159,6 @@ def test_a_verify_drops_after_what_was_accepted() -> None:
 def test_a_request_id_holds_for_one_option_only() -> None:
     """The same prompt, kept in another way, is another request."""
     with windowed() as harness:
-        job = append(None, 1, 2, 3, request_id="r")
-        job.attention_window = WINDOW
+        job = append(None, 1, 2, 3, request_id="r", attention_window=WINDOW)
         harness.submit(job).result()
         assert isinstance(harness.submit(append(None, 1, 2, 3, request_id="r")).error(), RequestIdReused)

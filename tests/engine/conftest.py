@@ -1,4 +1,4 @@
-"""Servers that follow each other on one journal."""
+"""An engine, and servers that follow each other on one journal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.engine.harness import Harness
+
+
+@pytest.fixture
+def harness() -> Iterator[Harness]:
+    """A running engine over a fake executor, sound when the test is over."""
+    with Harness() as harness:
+        yield harness
 
 
 class Servers:

@@ -76,24 +76,23 @@ def test_the_source_goes_on_while_branches_run() -> None:
         assert tokens_of(harness, after.handle) == (1, 2, 9, 9, 9)
 
 
-def test_a_frame_is_judged_in_item_order_around_its_branches() -> None:
+def test_a_frame_is_judged_in_item_order_around_its_branches(harness: Harness) -> None:
     """Branch, rewind, branch of what the rewind dropped: each as if sent alone, one after another."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3)
-        second = harness.decode(first.handle, 4)
-        third = harness.decode(second.handle, 5)
-        sinks = harness.submit_all(
-            append(second.handle, 6, on_stale=FORK),
-            append(first.handle, 7, on_stale=REWIND),
-            append(second.handle, 8, on_stale=FORK),
-            append(first.handle, 9, on_stale=FORK),
-            append(third.handle, 9),
-        )
-        outcomes = [sink.outcome() for sink in sinks]
-        assert [getattr(each, "REASON", "") for each in outcomes] == ["", "", "HANDLE_STALE", "", "HANDLE_STALE"]
-        results = [each for each in outcomes if isinstance(each, AppendResult)]
-        held = [tokens_of(harness, result.handle) for result in results]
-        assert held == [(1, 2, 3, 4, 6), (1, 2, 3, 7), (1, 2, 3, 9)]
+    first = harness.prefill(1, 2, 3)
+    second = harness.decode(first.handle, 4)
+    third = harness.decode(second.handle, 5)
+    sinks = harness.submit_all(
+        append(second.handle, 6, on_stale=FORK),
+        append(first.handle, 7, on_stale=REWIND),
+        append(second.handle, 8, on_stale=FORK),
+        append(first.handle, 9, on_stale=FORK),
+        append(third.handle, 9),
+    )
+    outcomes = [sink.outcome() for sink in sinks]
+    assert [getattr(each, "REASON", "") for each in outcomes] == ["", "", "HANDLE_STALE", "", "HANDLE_STALE"]
+    results = [each for each in outcomes if isinstance(each, AppendResult)]
+    held = [tokens_of(harness, result.handle) for result in results]
+    assert held == [(1, 2, 3, 4, 6), (1, 2, 3, 7), (1, 2, 3, 9)]
 
 
 def test_releasing_the_source_ends_its_branches() -> None:
@@ -146,11 +145,10 @@ def test_the_same_request_joins_the_branch_while_it_runs() -> None:
         long.result()
 
 
-def test_a_branch_has_the_lease_that_its_source_had_when_it_was_judged() -> None:
+def test_a_branch_has_the_lease_that_its_source_had_when_it_was_judged(harness: Harness) -> None:
     """What stands behind it in the same batch may set another one; the branch takes no notice."""
-    with Harness() as harness:
-        handle = moved_on(harness, 1, 2, 3)
-        query = append(handle, output=NOTHING, ttl_s=7.0)
-        own = append(handle, 11, on_stale=FORK, ttl_s=9.0)
-        branch, queried, with_own = harness.submit_all(append(handle, 10, on_stale=FORK), query, own)
-        assert (branch.result().ttl_s, queried.result().ttl_s, with_own.result().ttl_s) == (60.0, 7.0, 9.0)
+    handle = moved_on(harness, 1, 2, 3)
+    query = append(handle, output=NOTHING, ttl_s=7.0)
+    own = append(handle, 11, on_stale=FORK, ttl_s=9.0)
+    branch, queried, with_own = harness.submit_all(append(handle, 10, on_stale=FORK), query, own)
+    assert (branch.result().ttl_s, queried.result().ttl_s, with_own.result().ttl_s) == (60.0, 7.0, 9.0)

@@ -53,70 +53,67 @@ def branch(handle: Handle, *token_ids: int, request_id: str = "b", output: Outpu
 
 
 @pytest.mark.parametrize("output", [GREEDY, NOTHING, UNSEEDED, ALL, MANY_UNSEEDED])
-def test_a_prefill_sent_again_makes_nothing_and_gets_the_same_answer(output: OutputRequest) -> None:
+def test_a_prefill_sent_again_makes_nothing_and_gets_the_same_answer(harness: Harness, output: OutputRequest) -> None:
     """Handle, rows and seed are those of the first answer; nothing is run."""
-    with Harness() as harness:
-        first = harness.submit(append(None, 1, 2, 3, output=output, request_id="r")).result()
-        num_steps = len(harness.executor.batches)
-        again = harness.submit(append(None, 1, 2, 3, output=output, request_id="r")).result()
-        assert again.replayed
-        assert not again.recomputed
-        assert (again.handle, again.rows, again.seed) == (first.handle, first.rows, first.seed)
-        assert first.ttl_s == again.ttl_s == 60
-        assert len(harness.executor.batches) == num_steps
-        assert num_sequences(harness) == 1
+    first = harness.submit(append(None, 1, 2, 3, output=output, request_id="r")).result()
+    num_steps = len(harness.executor.batches)
+    again = harness.submit(append(None, 1, 2, 3, output=output, request_id="r")).result()
+    assert again.replayed
+    assert not again.recomputed
+    assert (again.handle, again.rows, again.seed) == (first.handle, first.rows, first.seed)
+    assert first.ttl_s == again.ttl_s == 60
+    assert len(harness.executor.batches) == num_steps
+    assert num_sequences(harness) == 1
 
 
 @pytest.mark.parametrize("output", [GREEDY, UNSEEDED, ALL, MANY_UNSEEDED])
-def test_a_prefill_sent_again_after_its_sequence_went_on_runs_its_rows_without_writing(output: OutputRequest) -> None:
+def test_a_prefill_sent_again_after_its_sequence_went_on_runs_its_rows_without_writing(
+    harness: Harness, output: OutputRequest
+) -> None:
     """The record is that of a later append by now; the seed of the creation is still known."""
-    with Harness() as harness:
-        first = harness.submit(append(None, 1, 2, 3, output=output, request_id="r")).result()
-        tip = harness.decode(first.handle, 9).handle
-        again = harness.submit(append(None, 1, 2, 3, output=output, request_id="r")).result()
-        assert again.replayed
-        assert again.recomputed
-        assert (again.handle, again.seed) == (first.handle, first.seed)
-        assert [row.token for row in again.rows] == [row.token for row in first.rows]
-        assert set(harness.executor.batches[-1].slot_mapping.tolist()) == {-1}
-        assert harness.decode(tip).rows[0].token == fake_next_token((1, 2, 3, 9), 32)
+    first = harness.submit(append(None, 1, 2, 3, output=output, request_id="r")).result()
+    tip = harness.decode(first.handle, 9).handle
+    again = harness.submit(append(None, 1, 2, 3, output=output, request_id="r")).result()
+    assert again.replayed
+    assert again.recomputed
+    assert (again.handle, again.seed) == (first.handle, first.seed)
+    assert [row.token for row in again.rows] == [row.token for row in first.rows]
+    assert set(harness.executor.batches[-1].slot_mapping.tolist()) == {-1}
+    assert harness.decode(tip).rows[0].token == fake_next_token((1, 2, 3, 9), 32)
 
 
-def test_other_content_under_the_same_id_is_refused() -> None:
+def test_other_content_under_the_same_id_is_refused(harness: Harness) -> None:
     """Other tokens, policy, lease or kind of request: REQUEST_ID_REUSED, and nothing is made."""
-    with Harness() as harness:
-        handle = harness.submit(append(None, 1, 2, request_id="r")).result().handle
-        longer = append(None, 1, 2, request_id="r", ttl_s=90)
-        for job in (
-            append(None, 1, 3, request_id="r"),
-            append(None, 1, 2, output=NOTHING, request_id="r"),
-            longer,
-            fork_job(handle, request_id="r"),
-        ):
-            assert isinstance(harness.submit(job).error(), RequestIdReused)
-        assert num_sequences(harness) == 1
+    handle = harness.submit(append(None, 1, 2, request_id="r")).result().handle
+    longer = append(None, 1, 2, request_id="r", ttl_s=90)
+    for job in (
+        append(None, 1, 3, request_id="r"),
+        append(None, 1, 2, output=NOTHING, request_id="r"),
+        longer,
+        fork_job(handle, request_id="r"),
+    ):
+        assert isinstance(harness.submit(job).error(), RequestIdReused)
+    assert num_sequences(harness) == 1
 
 
-def test_ids_belong_to_their_principal() -> None:
+def test_ids_belong_to_their_principal(harness: Harness) -> None:
     """Somebody else's equal id is another one."""
-    with Harness() as harness:
-        mine = harness.submit(append(None, 1, 2, request_id="r")).result()
-        job = append(None, 1, 2, request_id="r", principal="you")
-        other = harness.submit(job).result()
-        assert not other.replayed
-        assert other.handle.cache_id != mine.handle.cache_id
+    mine = harness.submit(append(None, 1, 2, request_id="r")).result()
+    job = append(None, 1, 2, request_id="r", principal="you")
+    other = harness.submit(job).result()
+    assert not other.replayed
+    assert other.handle.cache_id != mine.handle.cache_id
 
 
-def test_prefills_of_one_frame_with_one_id_are_run_once() -> None:
+def test_prefills_of_one_frame_with_one_id_are_run_once(harness: Harness) -> None:
     """The second joins the first: one run, both answered, the second as a replay."""
-    with Harness() as harness:
-        first, second = harness.submit_all(append(None, 1, 2, request_id="r"), append(None, 1, 2, request_id="r"))
-        assert not first.result().replayed
-        assert second.result().replayed
-        assert first.result().handle == second.result().handle
-        assert first.result().rows == second.result().rows
-        assert [batch.num_rows for batch in harness.executor.batches] == [2]
-        assert harness.engine.counters.joined == 1
+    first, second = harness.submit_all(append(None, 1, 2, request_id="r"), append(None, 1, 2, request_id="r"))
+    assert not first.result().replayed
+    assert second.result().replayed
+    assert first.result().handle == second.result().handle
+    assert first.result().rows == second.result().rows
+    assert [batch.num_rows for batch in harness.executor.batches] == [2]
+    assert harness.engine.counters.joined == 1
 
 
 def test_a_joined_prefill_goes_on_as_long_as_one_caller_waits() -> None:
@@ -164,44 +161,41 @@ def test_a_failed_prefill_leaves_its_id_free() -> None:
         assert num_sequences(harness) == 1
 
 
-def test_a_released_creation_is_not_made_again() -> None:
+def test_a_released_creation_is_not_made_again(harness: Harness) -> None:
     """Its answer is the truth: HANDLE_UNKNOWN."""
-    with Harness() as harness:
-        first = harness.submit(append(None, 1, 2, request_id="r")).result()
-        harness.release(first.handle)
-        error = harness.submit(append(None, 1, 2, request_id="r")).error()
-        assert isinstance(error, HandleUnknown)
-        assert error.REASON == "HANDLE_UNKNOWN"
-        assert isinstance(harness.submit(append(None, 1, 3, request_id="r")).error(), RequestIdReused)
-        assert num_sequences(harness) == 0
+    first = harness.submit(append(None, 1, 2, request_id="r")).result()
+    harness.release(first.handle)
+    error = harness.submit(append(None, 1, 2, request_id="r")).error()
+    assert isinstance(error, HandleUnknown)
+    assert error.REASON == "HANDLE_UNKNOWN"
+    assert isinstance(harness.submit(append(None, 1, 3, request_id="r")).error(), RequestIdReused)
+    assert num_sequences(harness) == 0
 
 
-def test_a_creation_truncated_below_its_answer_is_stale() -> None:
+def test_a_creation_truncated_below_its_answer_is_stale(harness: Harness) -> None:
     """Truncated, and rewritten: neither is what was answered."""
-    with Harness() as harness:
-        first = harness.submit(append(None, 1, 2, 3, request_id="r")).result()
-        cut = harness.answer(TruncateResult, TruncateJob("me", first.handle, 2))
-        error = harness.submit(append(None, 1, 2, 3, request_id="r")).error()
-        assert isinstance(error, HandleStale)
-        assert error.metadata["tip_length"] == "2"
-        rewritten = harness.decode(cut.handle, 9).handle
-        assert isinstance(harness.submit(append(None, 1, 2, 3, request_id="r")).error(), HandleStale)
-        harness.submit(TruncateJob("me", rewritten, 2)).outcome()
-        harness.decode(cut.handle, 3)
-        assert harness.submit(append(None, 1, 2, 3, request_id="r")).result().handle == first.handle
+    first = harness.submit(append(None, 1, 2, 3, request_id="r")).result()
+    cut = harness.answer(TruncateResult, TruncateJob("me", first.handle, 2))
+    error = harness.submit(append(None, 1, 2, 3, request_id="r")).error()
+    assert isinstance(error, HandleStale)
+    assert error.metadata["tip_length"] == "2"
+    rewritten = harness.decode(cut.handle, 9).handle
+    assert isinstance(harness.submit(append(None, 1, 2, 3, request_id="r")).error(), HandleStale)
+    harness.submit(TruncateJob("me", rewritten, 2)).outcome()
+    harness.decode(cut.handle, 3)
+    assert harness.submit(append(None, 1, 2, 3, request_id="r")).result().handle == first.handle
 
 
-def test_repeating_renews_the_lease_and_never_shortens_it() -> None:
+def test_repeating_renews_the_lease_and_never_shortens_it(harness: Harness) -> None:
     """A late duplicate must not undo a keep-alive."""
-    with Harness() as harness:
-        first = harness.submit(append(None, 1, 2, request_id="r")).result()
-        harness.submit(host_calls.keep_alive("me", (first.handle,), 1000.0)).outcome()
-        assert harness.submit(append(None, 1, 2, request_id="r")).result().ttl_s == 1000
-        made = fork(harness, first.handle)
-        assert (made.ttl_s, made.replayed) == (1000, False)
-        harness.submit(host_calls.keep_alive("me", made.handles, 500.0)).outcome()
-        again = fork(harness, first.handle)
-        assert (again.ttl_s, again.replayed) == (500, True)
+    first = harness.submit(append(None, 1, 2, request_id="r")).result()
+    harness.submit(host_calls.keep_alive("me", (first.handle,), 1000.0)).outcome()
+    assert harness.submit(append(None, 1, 2, request_id="r")).result().ttl_s == 1000
+    made = fork(harness, first.handle)
+    assert (made.ttl_s, made.replayed) == (1000, False)
+    harness.submit(host_calls.keep_alive("me", made.handles, 500.0)).outcome()
+    again = fork(harness, first.handle)
+    assert (again.ttl_s, again.replayed) == (500, True)
 
 
 def test_a_repeat_waits_for_what_is_in_flight_on_the_sequence_it_made() -> None:
@@ -233,55 +227,51 @@ def test_a_repeat_that_waits_hears_of_the_release() -> None:
         assert num_sequences(harness) == 0
 
 
-def test_a_fork_sent_again_gets_the_same_branches() -> None:
+def test_a_fork_sent_again_gets_the_same_branches(harness: Harness) -> None:
     """Also after the source was released, and while some branches are gone."""
-    with Harness() as harness:
-        source = harness.prefill(1, 2, 3).handle
-        made = fork(harness, source, 3)
-        assert fork(harness, source, 3) == dataclasses.replace(made, replayed=True)
-        harness.release(source, made.handles[0])
-        assert fork(harness, source, 3).handles == made.handles
-        assert num_sequences(harness) == 2
-        harness.release(*made.handles)
-        assert isinstance(harness.submit(fork_job(source, 3)).error(), HandleUnknown)
-        assert harness.engine.counters.forks == 1
+    source = harness.prefill(1, 2, 3).handle
+    made = fork(harness, source, 3)
+    assert fork(harness, source, 3) == dataclasses.replace(made, replayed=True)
+    harness.release(source, made.handles[0])
+    assert fork(harness, source, 3).handles == made.handles
+    assert num_sequences(harness) == 2
+    harness.release(*made.handles)
+    assert isinstance(harness.submit(fork_job(source, 3)).error(), HandleUnknown)
+    assert harness.engine.counters.forks == 1
 
 
-def test_a_fork_sent_again_renews_the_leases_of_its_branches() -> None:
+def test_a_fork_sent_again_renews_the_leases_of_its_branches(harness: Harness) -> None:
     """Who gets the answer only now has the whole lease before it, of the same duration."""
-    with Harness() as harness:
-        now = time.monotonic()
-        harness.clock = lambda: now
-        job = dataclasses.replace(fork_job(harness.prefill(1, 2, 3).handle), ttl_s=50.0)
-        first = harness.answer(ForkResult, job)
-        now += 40.0
-        again = harness.answer(ForkResult, dataclasses.replace(job))
-        assert (again.handles, again.ttl_s, again.replayed) == (first.handles, 50.0, True)
-        for handle in again.handles:
-            info = harness.answer(ListResult, host_calls.list_caches("me"))
-            (lease,) = (each.lease for each in info.caches if each.handle_id == handle.handle_id)
-            assert lease.expires_in_s == 50.0
+    now = time.monotonic()
+    harness.clock = lambda: now
+    job = dataclasses.replace(fork_job(harness.prefill(1, 2, 3).handle), ttl_s=50.0)
+    first = harness.answer(ForkResult, job)
+    now += 40.0
+    again = harness.answer(ForkResult, dataclasses.replace(job))
+    assert (again.handles, again.ttl_s, again.replayed) == (first.handles, 50.0, True)
+    for handle in again.handles:
+        info = harness.answer(ListResult, host_calls.list_caches("me"))
+        (lease,) = (each.lease for each in info.caches if each.handle_id == handle.handle_id)
+        assert lease.expires_in_s == 50.0
 
 
-def test_a_fork_of_which_everything_expired_says_so() -> None:
+def test_a_fork_of_which_everything_expired_says_so(harness: Harness) -> None:
     """HANDLE_EXPIRED, not a second set of branches."""
-    with Harness() as harness:
-        now = [time.monotonic()]
-        harness.clock = lambda: now[0]
-        source = harness.prefill(1, 2, 3).handle
-        fork(harness, source, 2)
-        now[0] += 61
-        harness.end_leases()
-        assert isinstance(harness.submit(fork_job(source, 2)).error(), HandleExpired)
+    now = [time.monotonic()]
+    harness.clock = lambda: now[0]
+    source = harness.prefill(1, 2, 3).handle
+    fork(harness, source, 2)
+    now[0] += 61
+    harness.end_leases()
+    assert isinstance(harness.submit(fork_job(source, 2)).error(), HandleExpired)
 
 
-def test_a_refused_fork_leaves_its_id_free() -> None:
+def test_a_refused_fork_leaves_its_id_free(harness: Harness) -> None:
     """A fork of nothing made nothing."""
-    with Harness() as harness:
-        source = harness.prefill(1, 2, 3).handle
-        gone = Handle(source.cache_id, 4, source.lineage)
-        assert harness.submit(ForkJob("me", gone, 4, 1, request_id="f")).error().REASON == "HANDLE_STALE"
-        assert not fork(harness, source).replayed
+    source = harness.prefill(1, 2, 3).handle
+    gone = Handle(source.cache_id, 4, source.lineage)
+    assert harness.submit(ForkJob("me", gone, 4, 1, request_id="f")).error().REASON == "HANDLE_STALE"
+    assert not fork(harness, source).replayed
 
 
 def test_forks_that_wait_in_one_lane_with_one_id_make_one_set_of_branches() -> None:
@@ -299,49 +289,46 @@ def test_forks_that_wait_in_one_lane_with_one_id_make_one_set_of_branches() -> N
 
 
 @pytest.mark.parametrize("output", [GREEDY, UNSEEDED, NOTHING])
-def test_a_branch_sent_again_is_the_same_branch(output: OutputRequest) -> None:
+def test_a_branch_sent_again_is_the_same_branch(harness: Harness, output: OutputRequest) -> None:
     """on_stale=FORK with a request_id branches once, even when the source changes or goes."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3).handle
-        tip = harness.decode(first, 4).handle
-        made = harness.submit(branch(first, 9, output=output)).result()
-        assert made.forked
-        again = harness.submit(branch(first, 9, output=output)).result()
-        assert again == dataclasses.replace(made, replayed=True)
-        harness.submit(TruncateJob("me", tip, 3)).outcome()  # at the tip again: it would append now
-        assert harness.submit(branch(first, 9, output=output)).result().handle == made.handle
-        harness.release(first)
-        again = harness.submit(branch(first, 9, output=output)).result()
-        assert (again.handle, again.seed, again.forked) == (made.handle, made.seed, True)
-        assert num_sequences(harness) == 1
-        tip = harness.decode(made.handle, 5).handle
-        recomputed = harness.submit(branch(first, 9, output=output)).result()
-        assert (recomputed.handle, recomputed.seed, recomputed.forked) == (made.handle, made.seed, True)
-        assert [row.token for row in recomputed.rows] == [row.token for row in made.rows]
+    first = harness.prefill(1, 2, 3).handle
+    tip = harness.decode(first, 4).handle
+    made = harness.submit(branch(first, 9, output=output)).result()
+    assert made.forked
+    again = harness.submit(branch(first, 9, output=output)).result()
+    assert again == dataclasses.replace(made, replayed=True)
+    harness.submit(TruncateJob("me", tip, 3)).outcome()  # at the tip again: it would append now
+    assert harness.submit(branch(first, 9, output=output)).result().handle == made.handle
+    harness.release(first)
+    again = harness.submit(branch(first, 9, output=output)).result()
+    assert (again.handle, again.seed, again.forked) == (made.handle, made.seed, True)
+    assert num_sequences(harness) == 1
+    tip = harness.decode(made.handle, 5).handle
+    recomputed = harness.submit(branch(first, 9, output=output)).result()
+    assert (recomputed.handle, recomputed.seed, recomputed.forked) == (made.handle, made.seed, True)
+    assert [row.token for row in recomputed.rows] == [row.token for row in made.rows]
 
 
-def test_branches_without_an_id_are_one_each() -> None:
+def test_branches_without_an_id_are_one_each(harness: Harness) -> None:
     """Equal branches without an id, or with different ones, are different wishes, in flight and afterwards."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3).handle
-        harness.decode(first, 4)
-        jobs = [branch(first, 9, request_id=request_id) for request_id in ("", "", "a", "b", "b")]
-        results = [each.result() for each in harness.submit_all(*jobs)]
-        assert len({result.handle.cache_id for result in results}) == 4
-        assert [result.replayed for result in results] == [False, False, False, False, True]
-        assert results[3].handle == results[4].handle
+    first = harness.prefill(1, 2, 3).handle
+    harness.decode(first, 4)
+    jobs = [branch(first, 9, request_id=request_id) for request_id in ("", "", "a", "b", "b")]
+    results = [each.result() for each in harness.submit_all(*jobs)]
+    assert len({result.handle.cache_id for result in results}) == 4
+    assert [result.replayed for result in results] == [False, False, False, False, True]
+    assert results[3].handle == results[4].handle
 
 
-def test_an_id_is_not_used_where_the_append_rule_does_without() -> None:
+def test_an_id_is_not_used_where_the_append_rule_does_without(harness: Harness) -> None:
     """At the tip, as a replay or as a rewind an append is idempotent by itself, whatever its id was used for."""
-    with Harness() as harness:
-        first = harness.submit(append(None, 1, 2, 3, request_id="b")).result().handle
-        assert harness.submit(branch(first, 4)).result().handle.length == 4
-        assert harness.submit(branch(first, 4)).result().replayed
-        assert isinstance(harness.submit(branch(first, 9)).error(), RequestIdReused)
-        rewound = append(first, 8, on_stale=StalePolicy.REWIND, request_id="b")
-        assert harness.submit(rewound).result().handle.length == 4
-        assert num_sequences(harness) == 1
+    first = harness.submit(append(None, 1, 2, 3, request_id="b")).result().handle
+    assert harness.submit(branch(first, 4)).result().handle.length == 4
+    assert harness.submit(branch(first, 4)).result().replayed
+    assert isinstance(harness.submit(branch(first, 9)).error(), RequestIdReused)
+    rewound = append(first, 8, on_stale=StalePolicy.REWIND, request_id="b")
+    assert harness.submit(rewound).result().handle.length == 4
+    assert num_sequences(harness) == 1
 
 
 def test_a_branch_in_flight_ends_with_its_source_and_frees_its_id() -> None:
@@ -410,17 +397,16 @@ def test_dead_creations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not harness.submit(append(None, 2, request_id="1")).result().replayed
 
 
-def test_only_what_is_answered_again_counts_as_a_replay() -> None:
+def test_only_what_is_answered_again_counts_as_a_replay(harness: Harness) -> None:
     """A repeat that is refused, because all it made has ended or no seed is known, is counted as refused."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2)
-        harness.release(*fork(harness, first.handle).handles)
-        harness.submit(fork_job(first.handle)).error()
-        harness.decode(harness.decode(first.handle, 3, output=UNSEEDED).handle, 4)
-        assert harness.submit(append(first.handle, 3, output=UNSEEDED)).error().REASON == "INVALID_FIELD"
-        assert harness.engine.counters.replays == 0
-        harness.decode(first.handle, 3)
-        assert harness.engine.counters.replays == 1
+    first = harness.prefill(1, 2)
+    harness.release(*fork(harness, first.handle).handles)
+    harness.submit(fork_job(first.handle)).error()
+    harness.decode(harness.decode(first.handle, 3, output=UNSEEDED).handle, 4)
+    assert harness.submit(append(first.handle, 3, output=UNSEEDED)).error().REASON == "INVALID_FIELD"
+    assert harness.engine.counters.replays == 0
+    harness.decode(first.handle, 3)
+    assert harness.engine.counters.replays == 1
 
 
 def test_who_makes_and_ends_thousands_frees_nobody_elses_request_id(monkeypatch: pytest.MonkeyPatch) -> None:

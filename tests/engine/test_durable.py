@@ -229,16 +229,6 @@ def test_forks_of_a_cold_sequence_are_cold_and_share_the_trunk(servers: Servers)
     assert server.engine.counters.restored_tokens < 2 * 16
 
 
-def test_forks_that_were_never_used_continue_after_a_crash(servers: Servers) -> None:
-    """Their records are written with the fork itself, not with their first append."""
-    server = servers.start()
-    trunk = server.submit(durable(1, 2, 3)).result().handle
-    forked = server.answer(ForkResult, ForkJob("me", trunk, 3, 2))
-    server = servers.crash()
-    for handle in forked.handles:
-        assert server.decode(handle, 4).handle.length == 4
-
-
 def test_a_cold_sequence_is_truncated_and_rewound(servers: Servers) -> None:
     """Both work on tokens alone; what follows is computed from what is left."""
     server = servers.start()

@@ -53,16 +53,15 @@ def fork(harness: Harness, handle: Handle, count: int = 1) -> tuple[Handle, ...]
     return result.handles
 
 
-def test_decode_sees_exactly_the_tokens_before_it() -> None:
+def test_decode_sees_exactly_the_tokens_before_it(harness: Harness) -> None:
     """Prefill and decodes give the token of their whole prefix."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3)
-        assert first.rows[0].token == next_token(1, 2, 3)
-        assert first.handle.length == 3
-        second = harness.decode(first.handle, 4)
-        assert second.rows[0].token == next_token(1, 2, 3, 4)
-        assert second.handle.length == 4
-        assert not second.replayed
+    first = harness.prefill(1, 2, 3)
+    assert first.rows[0].token == next_token(1, 2, 3)
+    assert first.handle.length == 3
+    second = harness.decode(first.handle, 4)
+    assert second.rows[0].token == next_token(1, 2, 3, 4)
+    assert second.handle.length == 4
+    assert not second.replayed
 
 
 def test_long_prefill_is_run_in_chunks_and_answers_once() -> None:
@@ -83,123 +82,113 @@ def test_all_positions_give_a_row_for_each_token_over_chunks() -> None:
         assert [row.position for row in result.rows] == [1, 2, 3, 4]
 
 
-def test_query_runs_the_last_row_again_and_appends_nothing() -> None:
+def test_query_runs_the_last_row_again_and_appends_nothing(harness: Harness) -> None:
     """An empty input answers under the new policy and leaves the handle as it is."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3, output=NOTHING)
-        assert first.rows == ()
-        query = harness.decode(first.handle)
-        assert query.rows[0].token == next_token(1, 2, 3)
-        assert query.handle == first.handle
-        assert harness.executor.batches[-1].slot_mapping.tolist() == [-1]
+    first = harness.prefill(1, 2, 3, output=NOTHING)
+    assert first.rows == ()
+    query = harness.decode(first.handle)
+    assert query.rows[0].token == next_token(1, 2, 3)
+    assert query.handle == first.handle
+    assert harness.executor.batches[-1].slot_mapping.tolist() == [-1]
 
 
-def test_query_without_outputs_runs_nothing() -> None:
+def test_query_without_outputs_runs_nothing(harness: Harness) -> None:
     """Policy none on a query costs no step."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2)
-        num_steps = len(harness.executor.batches)
-        assert harness.decode(first.handle, output=NOTHING).handle == first.handle
-        assert len(harness.executor.batches) == num_steps
+    first = harness.prefill(1, 2)
+    num_steps = len(harness.executor.batches)
+    assert harness.decode(first.handle, output=NOTHING).handle == first.handle
+    assert len(harness.executor.batches) == num_steps
 
 
-def test_repeated_append_is_replayed_from_the_record() -> None:
+def test_repeated_append_is_replayed_from_the_record(harness: Harness) -> None:
     """A retry after a lost reply never doubles a token and runs nothing."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3)
-        once = harness.decode(first.handle, 4)
-        num_steps = len(harness.executor.batches)
-        again = harness.decode(first.handle, 4)
-        assert again.replayed
-        assert not again.recomputed
-        assert (again.handle, again.rows) == (once.handle, once.rows)
-        assert len(harness.executor.batches) == num_steps
+    first = harness.prefill(1, 2, 3)
+    once = harness.decode(first.handle, 4)
+    num_steps = len(harness.executor.batches)
+    again = harness.decode(first.handle, 4)
+    assert again.replayed
+    assert not again.recomputed
+    assert (again.handle, again.rows) == (once.handle, once.rows)
+    assert len(harness.executor.batches) == num_steps
 
 
-def test_unseeded_sampling_replays_the_same_token_and_seed() -> None:
+def test_unseeded_sampling_replays_the_same_token_and_seed(harness: Harness) -> None:
     """The seed drawn for the first try is kept and returned again."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3)
-        once = harness.decode(first.handle, 4, output=UNSEEDED)
-        again = harness.decode(first.handle, 4, output=UNSEEDED)
-        assert again.replayed
-        assert once.seed is not None
-        assert (again.seed, again.rows) == (once.seed, once.rows)
+    first = harness.prefill(1, 2, 3)
+    once = harness.decode(first.handle, 4, output=UNSEEDED)
+    again = harness.decode(first.handle, 4, output=UNSEEDED)
+    assert again.replayed
+    assert once.seed is not None
+    assert (again.seed, again.rows) == (once.seed, once.rows)
 
 
-def test_replay_under_another_policy_is_recomputed_without_writing() -> None:
+def test_replay_under_another_policy_is_recomputed_without_writing(harness: Harness) -> None:
     """The record does not cover it, so the rows run again with no slots."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3)
-        harness.decode(first.handle, 4, 5)
-        again = harness.decode(first.handle, 4, 5, output=ALL)
-        assert again.replayed
-        assert again.recomputed
-        assert [row.token for row in again.rows] == [next_token(1, 2, 3, 4), next_token(1, 2, 3, 4, 5)]
-        assert harness.executor.batches[-1].slot_mapping.tolist() == [-1, -1]
-        assert again.handle.length == 5
+    first = harness.prefill(1, 2, 3)
+    harness.decode(first.handle, 4, 5)
+    again = harness.decode(first.handle, 4, 5, output=ALL)
+    assert again.replayed
+    assert again.recomputed
+    assert [row.token for row in again.rows] == [next_token(1, 2, 3, 4), next_token(1, 2, 3, 4, 5)]
+    assert harness.executor.batches[-1].slot_mapping.tolist() == [-1, -1]
+    assert again.handle.length == 5
 
 
-def test_replay_of_an_older_append_is_recomputed() -> None:
+def test_replay_of_an_older_append_is_recomputed(harness: Harness) -> None:
     """Appends before the last one are replayable as long as their tokens are there."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3)
-        second = harness.decode(first.handle, 4)
-        harness.decode(second.handle, 5)
-        again = harness.decode(first.handle, 4)
-        assert again.recomputed
-        assert again.handle == second.handle
-        assert again.rows[0].token == second.rows[0].token
+    first = harness.prefill(1, 2, 3)
+    second = harness.decode(first.handle, 4)
+    harness.decode(second.handle, 5)
+    again = harness.decode(first.handle, 4)
+    assert again.recomputed
+    assert again.handle == second.handle
+    assert again.rows[0].token == second.rows[0].token
 
 
-def test_resampling_an_older_append_needs_its_seed() -> None:
+def test_resampling_an_older_append_needs_its_seed(harness: Harness) -> None:
     """Without the seed another token could come out, so it is refused."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3)
-        second = harness.decode(first.handle, 4, output=UNSEEDED)
-        harness.decode(second.handle, 5)
-        error = harness.submit(append(first.handle, 4, output=UNSEEDED)).error()
-        assert isinstance(error, SeedRequired)
-        assert second.seed is not None
-        seeded = OutputRequest(OutputSpec(sample=SampleSpec(seed=second.seed)))
-        again = harness.decode(first.handle, 4, output=seeded)
-        assert again.rows[0].token == second.rows[0].token
+    first = harness.prefill(1, 2, 3)
+    second = harness.decode(first.handle, 4, output=UNSEEDED)
+    harness.decode(second.handle, 5)
+    error = harness.submit(append(first.handle, 4, output=UNSEEDED)).error()
+    assert isinstance(error, SeedRequired)
+    assert second.seed is not None
+    seeded = OutputRequest(OutputSpec(sample=SampleSpec(seed=second.seed)))
+    again = harness.decode(first.handle, 4, output=seeded)
+    assert again.rows[0].token == second.rows[0].token
 
 
-def test_stale_append_fails_and_says_where_the_tip_is() -> None:
+def test_stale_append_fails_and_says_where_the_tip_is(harness: Harness) -> None:
     """Other tokens behind the tip are refused, and so is a longer input that only begins alike."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3)
-        harness.decode(first.handle, 4)
-        for tokens in ((5,), (4, 5)):
-            error = harness.submit(append(first.handle, *tokens)).error()
-            assert isinstance(error, HandleStale)
-            assert error.metadata["tip_length"] == "4"
+    first = harness.prefill(1, 2, 3)
+    harness.decode(first.handle, 4)
+    for tokens in ((5,), (4, 5)):
+        error = harness.submit(append(first.handle, *tokens)).error()
+        assert isinstance(error, HandleStale)
+        assert error.metadata["tip_length"] == "4"
 
 
-def test_rewind_on_stale_drops_the_tail_and_appends() -> None:
+def test_rewind_on_stale_drops_the_tail_and_appends(harness: Harness) -> None:
     """on_stale=REWIND is rollback and append in one round trip."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3)
-        harness.decode(first.handle, 4, 5, 6, 7, 8)
-        again = harness.submit(append(first.handle, 9, on_stale=StalePolicy.REWIND)).result()
-        assert again.handle.length == 4
-        assert again.rows[0].token == next_token(1, 2, 3, 9)
-        assert harness.submit(append(first.handle, 9, on_stale=StalePolicy.REWIND)).result().replayed
+    first = harness.prefill(1, 2, 3)
+    harness.decode(first.handle, 4, 5, 6, 7, 8)
+    again = harness.submit(append(first.handle, 9, on_stale=StalePolicy.REWIND)).result()
+    assert again.handle.length == 4
+    assert again.rows[0].token == next_token(1, 2, 3, 9)
+    assert harness.submit(append(first.handle, 9, on_stale=StalePolicy.REWIND)).result().replayed
 
 
-def test_forked_handles_copy_on_the_first_divergent_append_only() -> None:
+def test_forked_handles_copy_on_the_first_divergent_append_only(harness: Harness) -> None:
     """Full blocks stay shared; the partial one is copied once per branch that writes."""
-    with Harness() as harness:
-        first = harness.prefill(*range(6))
-        branches = fork(harness, first.handle, 3)
-        assert harness.executor.copied_blocks == []
-        pending = harness.submit_all(*(append(handle, 20 + i) for i, handle in enumerate(branches)))
-        tokens = [each.result().rows[0].token for each in pending]
-        assert tokens == [next_token(*range(6), 20 + i) for i in range(3)]
-        assert len(harness.executor.copied_blocks) == 3
-        assert harness.decode(first.handle, 31).rows[0].token == next_token(*range(6), 31)
-        assert len(harness.executor.copied_blocks) == 3
+    first = harness.prefill(*range(6))
+    branches = fork(harness, first.handle, 3)
+    assert harness.executor.copied_blocks == []
+    pending = harness.submit_all(*(append(handle, 20 + i) for i, handle in enumerate(branches)))
+    tokens = [each.result().rows[0].token for each in pending]
+    assert tokens == [next_token(*range(6), 20 + i) for i in range(3)]
+    assert len(harness.executor.copied_blocks) == 3
+    assert harness.decode(first.handle, 31).rows[0].token == next_token(*range(6), 31)
+    assert len(harness.executor.copied_blocks) == 3
 
 
 def test_a_bad_row_fails_alone() -> None:
@@ -214,41 +203,38 @@ def test_a_bad_row_fails_alone() -> None:
         assert harness.decode(one, 6).rows[0].token == next_token(1, 2, 6)
 
 
-def test_a_failed_step_is_run_apart_and_harms_nobody() -> None:
+def test_a_failed_step_is_run_apart_and_harms_nobody(harness: Harness) -> None:
     """One crash of a mixed step: every part is run alone and all succeed."""
-    with Harness() as harness:
-        handles = [harness.prefill(i, i + 1).handle for i in range(3)]
-        harness.executor.errors[len(harness.executor.batches) + 1] = RuntimeError("once")
-        pending = harness.submit_all(*(append(handle, 9) for handle in handles))
-        assert [each.result().handle.length for each in pending] == [3, 3, 3]
+    handles = [harness.prefill(i, i + 1).handle for i in range(3)]
+    harness.executor.errors[len(harness.executor.batches) + 1] = RuntimeError("once")
+    pending = harness.submit_all(*(append(handle, 9) for handle in handles))
+    assert [each.result().handle.length for each in pending] == [3, 3, 3]
 
 
-def test_an_append_that_keeps_failing_ends_alone_and_its_handle_stays_good() -> None:
+def test_an_append_that_keeps_failing_ends_alone_and_its_handle_stays_good(harness: Harness) -> None:
     """ENGINE_FAULT carries an id; the others of its step are answered."""
-    with Harness() as harness:
-        one, two = harness.prefill(1, 2).handle, harness.prefill(3, 4).handle
-        step = len(harness.executor.batches)
-        harness.executor.errors = {step + 1: RuntimeError("together"), step + 2: RuntimeError("alone")}
-        bad, good = harness.submit_all(append(one, 9), append(two, 5))
-        error = bad.error()
-        assert isinstance(error, EngineFault)
-        assert error.metadata["fault_id"]
-        assert good.result().rows[0].token == next_token(3, 4, 5)
-        assert harness.decode(one, 9).rows[0].token == next_token(1, 2, 9)
+    one, two = harness.prefill(1, 2).handle, harness.prefill(3, 4).handle
+    step = len(harness.executor.batches)
+    harness.executor.errors = {step + 1: RuntimeError("together"), step + 2: RuntimeError("alone")}
+    bad, good = harness.submit_all(append(one, 9), append(two, 5))
+    error = bad.error()
+    assert isinstance(error, EngineFault)
+    assert error.metadata["fault_id"]
+    assert good.result().rows[0].token == next_token(3, 4, 5)
+    assert harness.decode(one, 9).rows[0].token == next_token(1, 2, 9)
 
 
-def test_a_lost_device_loses_every_handle_and_says_so() -> None:
+def test_a_lost_device_loses_every_handle_and_says_so(harness: Harness) -> None:
     """After DeviceLost nothing runs, in flight or later, and the owner is told once."""
-    with Harness() as harness:
-        handle = harness.prefill(1, 2).handle
-        harness.executor.errors[len(harness.executor.batches) + 1] = DeviceLost()
-        one, waiting = harness.submit_all(append(handle, 3), append(handle, 4))
-        assert isinstance(one.error(), HandleLost)
-        assert isinstance(waiting.error(), HandleLost)
-        assert harness.num_failures == 1
-        assert harness.engine.snapshot().is_failed
-        harness.engine.close()
-        assert isinstance(harness.submit(append(handle, 3)).error(), Draining)
+    handle = harness.prefill(1, 2).handle
+    harness.executor.errors[len(harness.executor.batches) + 1] = DeviceLost()
+    one, waiting = harness.submit_all(append(handle, 3), append(handle, 4))
+    assert isinstance(one.error(), HandleLost)
+    assert isinstance(waiting.error(), HandleLost)
+    assert harness.num_failures == 1
+    assert harness.engine.snapshot().is_failed
+    harness.engine.close()
+    assert isinstance(harness.submit(append(handle, 3)).error(), Draining)
 
 
 def test_lost_kv_loses_every_handle_and_new_ones_can_be_made() -> None:
@@ -303,18 +289,17 @@ def test_lack_of_room_is_refused_before_anything_runs() -> None:
         assert harness.engine.snapshot().free_blocks == 3
 
 
-def test_info_shows_blocks_and_sharing() -> None:
+def test_info_shows_blocks_and_sharing(harness: Harness) -> None:
     """GetCacheInfo's facts: tip, tokens, refcounts, parent."""
-    with Harness() as harness:
-        first = harness.prefill(*range(6))
-        (branch,) = fork(harness, first.handle)
-        info = harness.answer(CacheInfo, host_calls.describe("me", branch, with_token_ids=True))
-        assert info.tip == branch
-        assert info.token_ids == tuple(range(6))
-        assert info.block_refcounts == (2, 2)
-        assert (info.num_blocks, info.num_shared_blocks) == (2, 2)
-        assert info.parent_handle_id == first.handle.handle_id
-        assert 0 < info.lease.expires_in_s <= info.lease.ttl_s == 60
+    first = harness.prefill(*range(6))
+    (branch,) = fork(harness, first.handle)
+    info = harness.answer(CacheInfo, host_calls.describe("me", branch, with_token_ids=True))
+    assert info.tip == branch
+    assert info.token_ids == tuple(range(6))
+    assert info.block_refcounts == (2, 2)
+    assert (info.num_blocks, info.num_shared_blocks) == (2, 2)
+    assert info.parent_handle_id == first.handle.handle_id
+    assert 0 < info.lease.expires_in_s <= info.lease.ttl_s == 60
 
 
 def test_a_page_of_long_sequences_is_not_read_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,40 +322,37 @@ def test_a_page_of_long_sequences_is_not_read_block_by_block(monkeypatch: pytest
         assert sorted((each.num_blocks, each.num_shared_blocks) for each in page.caches) == [(16, 16)] * 9 + [(17, 16)]
 
 
-def test_list_pages_through_own_sequences_without_secrets() -> None:
+def test_list_pages_through_own_sequences_without_secrets(harness: Harness) -> None:
     """Pages follow handle_id; other principals' sequences are not there."""
-    with Harness() as harness:
-        mine = {harness.prefill(i).handle.handle_id for i in range(5)}
-        seen: list[str] = []
-        after = ""
-        while True:
-            page = harness.answer(ListResult, host_calls.list_caches("me", after, 2))
-            assert page.total == 5
-            seen += [cache.handle_id for cache in page.caches]
-            assert all(cache.tip is None for cache in page.caches)
-            after = page.next_after
-            if not after:
-                break
-        assert seen == sorted(mine)
-        other = harness.answer(ListResult, host_calls.list_caches("you"))
-        assert other.caches == ()
+    mine = {harness.prefill(i).handle.handle_id for i in range(5)}
+    seen: list[str] = []
+    after = ""
+    while True:
+        page = harness.answer(ListResult, host_calls.list_caches("me", after, 2))
+        assert page.total == 5
+        seen += [cache.handle_id for cache in page.caches]
+        assert all(cache.tip is None for cache in page.caches)
+        after = page.next_after
+        if not after:
+            break
+    assert seen == sorted(mine)
+    other = harness.answer(ListResult, host_calls.list_caches("you"))
+    assert other.caches == ()
 
 
-def test_foreign_handles_are_unknown() -> None:
+def test_foreign_handles_are_unknown(harness: Harness) -> None:
     """Another principal's handle answers like one that never was."""
-    with Harness() as harness:
-        handle = harness.prefill(1, 2).handle
-        job = append(handle, 3, principal="you")
-        assert isinstance(harness.submit(job).error(), HandleUnknown)
+    handle = harness.prefill(1, 2).handle
+    job = append(handle, 3, principal="you")
+    assert isinstance(harness.submit(job).error(), HandleUnknown)
 
 
-def test_keep_alive_answers_each_handle_alone() -> None:
+def test_keep_alive_answers_each_handle_alone(harness: Harness) -> None:
     """One unknown handle does not spoil the batch; the ttl is clamped."""
-    with Harness() as harness:
-        handle = harness.prefill(1, 2).handle
-        result = harness.answer(tuple, host_calls.keep_alive("me", (handle, Handle("x", 1, bytes(16))), 1.0))
-        assert result[0] == Lease(5.0, 5.0)
-        assert isinstance(result[1], HandleUnknown)
+    handle = harness.prefill(1, 2).handle
+    result = harness.answer(tuple, host_calls.keep_alive("me", (handle, Handle("x", 1, bytes(16))), 1.0))
+    assert result[0] == Lease(5.0, 5.0)
+    assert isinstance(result[1], HandleUnknown)
 
 
 @pytest.mark.parametrize("kind", ["fork", "truncate", "append"])

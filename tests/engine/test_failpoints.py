@@ -112,14 +112,13 @@ def test_after_any_failure_a_retry_gives_the_answer_and_nothing_is_lost(place: P
         assert hits.num_hits(place) >= 1
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_exit_ends_the_process_at_once(place: Place) -> None:
+def test_exit_ends_the_process_at_once() -> None:
     """As if killed: 137, and nothing runs afterwards."""
     script = (
         "from ferrule_server.engine.failpoints import Failpoints\n"
         "from tests.engine.harness import Harness\n"
         "from tests.engine.test_failpoints import exercise\n"
-        f"harness = Harness(failpoints=Failpoints.parse('{place}=exit'))\n"
+        "harness = Harness(failpoints=Failpoints.parse('during_copy=exit'))\n"
         "harness.engine.start()\n"
         "exercise(harness)\n"
         "print('alive')\n"
@@ -270,38 +269,38 @@ def test_leases_that_could_not_be_ended_are_ended_later() -> None:
 
 
 @pytest.mark.parametrize("num_neighbours", [0, 2])
-def test_a_commit_that_fails_ends_its_own_append_only(num_neighbours: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_fails_ends_its_own_append_only(
+    harness: Harness, num_neighbours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its neighbours have rows, so they are committed and not run again."""
-    with Harness() as harness:
-        handles = [harness.prefill(i, i + 1).handle for i in range(1 + num_neighbours)]
-        num_steps = len(harness.executor.batches)
-        commit = harness.store.commit
+    handles = [harness.prefill(i, i + 1).handle for i in range(1 + num_neighbours)]
+    num_steps = len(harness.executor.batches)
+    commit = harness.store.commit
 
-        def failing(reservation: object, *rest: object) -> object:
-            if getattr(reservation, "sequence", None) is sequence:
-                raise RuntimeError("commit")
-            return commit(reservation, *rest)  # type: ignore[arg-type]
+    def failing(reservation: object, *rest: object) -> object:
+        if getattr(reservation, "sequence", None) is sequence:
+            raise RuntimeError("commit")
+        return commit(reservation, *rest)  # type: ignore[arg-type]
 
-        sequence = harness.store.resolve(handles[0], "me")
-        monkeypatch.setattr(harness.store, "commit", failing)
-        bad, *good = harness.submit_all(*(append(handle, 9) for handle in handles))
-        assert isinstance(bad.error(), EngineFault)
-        for index, each in enumerate(good, 1):
-            assert each.result().rows[0].token == fake_next_token((index, index + 1, 9), 32)
-        assert len(harness.executor.batches) == num_steps + 1
-        monkeypatch.setattr(harness.store, "commit", commit)
-        assert not harness.decode(handles[0], 9).replayed
+    sequence = harness.store.resolve(handles[0], "me")
+    monkeypatch.setattr(harness.store, "commit", failing)
+    bad, *good = harness.submit_all(*(append(handle, 9) for handle in handles))
+    assert isinstance(bad.error(), EngineFault)
+    for index, each in enumerate(good, 1):
+        assert each.result().rows[0].token == fake_next_token((index, index + 1, 9), 32)
+    assert len(harness.executor.batches) == num_steps + 1
+    monkeypatch.setattr(harness.store, "commit", commit)
+    assert not harness.decode(handles[0], 9).replayed
 
 
-def test_an_executor_that_gives_too_few_rows_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_that_gives_too_few_rows_is_found_out(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows must never reach the wrong append."""
-    with Harness() as harness:
-        handle = harness.prefill(1, 2).handle
-        run = harness.executor.run
-        monkeypatch.setattr(harness.executor, "run", lambda batch: _without_rows(run(batch)))
-        assert isinstance(harness.submit(append(handle, 3)).error(), EngineFault)
-        monkeypatch.setattr(harness.executor, "run", run)
-        assert not harness.decode(handle, 3).replayed
+    handle = harness.prefill(1, 2).handle
+    run = harness.executor.run
+    monkeypatch.setattr(harness.executor, "run", lambda batch: _without_rows(run(batch)))
+    assert isinstance(harness.submit(append(handle, 3)).error(), EngineFault)
+    monkeypatch.setattr(harness.executor, "run", run)
+    assert not harness.decode(handle, 3).replayed
 
 
 @pytest.mark.parametrize(

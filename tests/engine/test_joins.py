@@ -75,13 +75,12 @@ def test_what_differs_does_not_join(change: str) -> None:
         assert harness.engine.counters.joined == 0
 
 
-def test_queries_never_join() -> None:
+def test_queries_never_join(harness: Harness) -> None:
     """Two that draw tokens want two draws."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3)
-        one, two = harness.submit_all(*(append(first.handle, output=UNSEEDED) for _ in range(2)))
-        assert one.result().seed != two.result().seed
-        assert harness.engine.counters.joined == 0
+    first = harness.prefill(1, 2, 3)
+    one, two = harness.submit_all(*(append(first.handle, output=UNSEEDED) for _ in range(2)))
+    assert one.result().seed != two.result().seed
+    assert harness.engine.counters.joined == 0
 
 
 def test_nobody_overtakes_by_joining() -> None:
@@ -130,15 +129,14 @@ def test_a_joined_append_fails_for_everybody() -> None:
         assert harness.decode(first.handle, 4).rows[0].token == fake_next_token((1, 2, 3, 4), 32)
 
 
-def test_a_lost_device_is_told_to_everybody() -> None:
+def test_a_lost_device_is_told_to_everybody(harness: Harness) -> None:
     """In flight, joined and waiting: HANDLE_LOST, once each."""
-    with Harness() as harness:
-        handle = harness.prefill(1, 2).handle
-        harness.executor.errors[len(harness.executor.batches) + 1] = DeviceLost()
-        jobs: list[AppendJob] = [append(handle, 3), append(handle, 3), append(handle, 4)]
-        jobs += [append(None, 5, request_id="r"), append(None, 5, request_id="r")]
-        for sink in harness.submit_all(*jobs):
-            assert isinstance(sink.error(), HandleLost)
+    handle = harness.prefill(1, 2).handle
+    harness.executor.errors[len(harness.executor.batches) + 1] = DeviceLost()
+    jobs: list[AppendJob] = [append(handle, 3), append(handle, 3), append(handle, 4)]
+    jobs += [append(None, 5, request_id="r"), append(None, 5, request_id="r")]
+    for sink in harness.submit_all(*jobs):
+        assert isinstance(sink.error(), HandleLost)
 
 
 def test_replays_that_run_again_are_joined_too() -> None:

@@ -260,22 +260,6 @@ def test_at_the_end_of_the_context_nothing_is_guessed() -> None:
         assert harness.engine.counters.discarded_rows == 0
 
 
-def test_blocks_that_are_cached_are_given_up_for_a_guess_and_never_written_before() -> None:
-    """In a pool where everything free is kept, a prompt finds nothing, or its own tokens."""
-    with DeferredHarness(FakeExecutor(num_blocks=20)) as harness:
-        for round_ in range(12):
-            prompt = tuple(range(round_ % 3, 24 + round_ % 3))
-            prefill = harness.prefill(*prompt)
-            assert prefill.rows[0].token == fake_next_token(prompt, 32)
-            branch = start(harness, generate(prefill.handle, output=GREEDY, max_tokens=30)).branch()
-            assert branch.tokens[0] == fake_next_token(prompt, 32)
-            assert len(branch.tokens) == 30
-            harness.release(prefill.handle)
-        assert harness.store.pool.num_evictions > 20
-        assert harness.engine.counters.queued_steps > 12 * 20
-        assert harness.engine.counters.discarded_rows == 0
-
-
 def test_room_that_is_set_aside_is_foreseen() -> None:
     """Spares come before the pool's blocks."""
     with DeferredHarness() as harness:
@@ -545,10 +529,6 @@ class GuessingEngine(Engine):
             if isinstance(job, AppendJob):
                 job.follow = Follow.LIKELY
         super().submit(entries)
-
-
-def _are_all_tokens_of_generates(_: Lookahead, chunks: Any) -> bool:
-    return all(map(lookahead._is_token_of_generate, chunks))
 
 
 def run_campaign(seed: int, num_jobs: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -114,19 +114,18 @@ def test_drafts_hold_up_to_the_first_that_the_model_would_not_say(num_good: int,
         assert decoded.rows[0].token == fake_next_token((*after, 9), VOCAB)
 
 
-def test_what_does_not_hold_leaves_no_block_behind() -> None:
+def test_what_does_not_hold_leaves_no_block_behind(harness: Harness) -> None:
     """After a verify of 20 drafts of which none holds, the pool is as after a decode of one token."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        twin = harness.prefill(9, *PROMPT[1:])
-        before = harness.engine.snapshot().free_blocks
-        harness.decode(twin.handle, 4)
-        decoded = before - harness.engine.snapshot().free_blocks
-        drafts = (other_than(greedy_tokens((*PROMPT, 4), 1)[0]),) * 20
-        result = harness.submit(verify(first.handle, (4,), drafts)).result()
-        assert before - decoded - harness.engine.snapshot().free_blocks == decoded
-        sequence = harness.store.resolve(result.handle, "me")
-        assert harness.executor.tokens_at(sequence.block_ids, 4) == [*PROMPT, 4]
+    first = harness.prefill(*PROMPT)
+    twin = harness.prefill(9, *PROMPT[1:])
+    before = harness.engine.snapshot().free_blocks
+    harness.decode(twin.handle, 4)
+    decoded = before - harness.engine.snapshot().free_blocks
+    drafts = (other_than(greedy_tokens((*PROMPT, 4), 1)[0]),) * 20
+    result = harness.submit(verify(first.handle, (4,), drafts)).result()
+    assert before - decoded - harness.engine.snapshot().free_blocks == decoded
+    sequence = harness.store.resolve(result.handle, "me")
+    assert harness.executor.tokens_at(sequence.block_ids, 4) == [*PROMPT, 4]
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
@@ -191,37 +190,33 @@ def test_where_the_client_decides_all_drafts_are_appended() -> None:
         assert harness.engine.counters.accepted_tokens == 0
 
 
-def test_a_verify_without_drafts_is_a_decode_that_says_what_comes_next() -> None:
+def test_a_verify_without_drafts_is_a_decode_that_says_what_comes_next(harness: Harness) -> None:
     """Accepted 0 of 0, the token behind the input."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        for acceptance, output in ((EXACT, GREEDY), (REJECTION, SEEDED)):
-            before = tokens_of(harness, first.handle)
-            result = harness.submit(verify(first.handle, (4,), (), acceptance, output)).result()
-            assert accepted(result) == (0, result.rows[0].token)
-            assert tokens_of(harness, result.handle) == (*before, 4)
-            first = result
+    first = harness.prefill(*PROMPT)
+    for acceptance, output in ((EXACT, GREEDY), (REJECTION, SEEDED)):
+        before = tokens_of(harness, first.handle)
+        result = harness.submit(verify(first.handle, (4,), (), acceptance, output)).result()
+        assert accepted(result) == (0, result.rows[0].token)
+        assert tokens_of(harness, result.handle) == (*before, 4)
+        first = result
 
 
 @pytest.mark.parametrize("output", [SEEDED, PENALISED, GREEDY])
-def test_an_exact_verify_is_decoding_one_by_one(output: OutputRequest) -> None:
+def test_an_exact_verify_is_decoding_one_by_one(harness: Harness, output: OutputRequest) -> None:
     """Same seed, same penalties: every token that comes out is the one a decode would have drawn."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        one_by_one: list[int] = []
-        handle, token = harness.prefill(*PROMPT).handle, 4
-        for _ in range(6):
-            step = harness.decode(handle, token, output=output)
-            assert step.rows[0].token is not None
-            handle, token = step.handle, step.rows[0].token
-            one_by_one.append(token)
-        for num_good in (0, 3, 5):
-            drafts = (*one_by_one[:num_good], other_than(one_by_one[num_good]))
-            branch = harness.submit(
-                verify(first.handle, (4,), drafts, output=output, on_stale=StalePolicy.REWIND)
-            ).result()
-            assert accepted(branch) == (num_good, one_by_one[num_good])
-            assert [row.token for row in branch.rows] == one_by_one[: num_good + 1]
+    first = harness.prefill(*PROMPT)
+    one_by_one: list[int] = []
+    handle, token = harness.prefill(*PROMPT).handle, 4
+    for _ in range(6):
+        step = harness.decode(handle, token, output=output)
+        assert step.rows[0].token is not None
+        handle, token = step.handle, step.rows[0].token
+        one_by_one.append(token)
+    for num_good in (0, 3, 5):
+        drafts = (*one_by_one[:num_good], other_than(one_by_one[num_good]))
+        branch = harness.submit(verify(first.handle, (4,), drafts, output=output, on_stale=StalePolicy.REWIND)).result()
+        assert accepted(branch) == (num_good, one_by_one[num_good])
+        assert [row.token for row in branch.rows] == one_by_one[: num_good + 1]
 
 
 def test_masks_of_rows_stand_in_place_of_the_selections_own() -> None:
@@ -284,16 +279,15 @@ def test_speculative_sampling_leaves_the_distribution_of_the_model(has_distribut
     assert chi_square < 24.3, f"p < 0.001 with 7 degrees of freedom: {chi_square:.1f}"
 
 
-def test_the_row_behind_the_last_draft_is_an_ordinary_draw() -> None:
+def test_the_row_behind_the_last_draft_is_an_ordinary_draw(harness: Harness) -> None:
     """All accepted: the next token is what a plain draw with that seed gives there."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        certain = tuple(OutputRequest(OutputSpec(sample=SampleSpec(temperature=0, seed=seed))) for seed in (1, 2))
-        good = greedy_tokens((*PROMPT, 4), 3)
-        result = harness.submit(verify(first.handle, (4,), good[:2], REJECTION, certain[0])).result()
-        assert accepted(result) == (2, good[2])
-        assert [row.is_accepted for row in result.rows] == [True, True, None]
-        assert harness.decode(result.handle, output=certain[1]).rows[0].token == good[2]
+    first = harness.prefill(*PROMPT)
+    certain = tuple(OutputRequest(OutputSpec(sample=SampleSpec(temperature=0, seed=seed))) for seed in (1, 2))
+    good = greedy_tokens((*PROMPT, 4), 3)
+    result = harness.submit(verify(first.handle, (4,), good[:2], REJECTION, certain[0])).result()
+    assert accepted(result) == (2, good[2])
+    assert [row.is_accepted for row in result.rows] == [True, True, None]
+    assert harness.decode(result.handle, output=certain[1]).rows[0].token == good[2]
 
 
 # ---- NaN ------------------------------------------------------------------------------------------------------------
@@ -408,18 +402,17 @@ def test_what_differs_is_no_retry(change: str) -> None:
 @pytest.mark.parametrize(("first_ids", "other_ids"), [((4,), (4, 7)), ((4, 7), (4,))])
 @pytest.mark.parametrize("drafts", [(7,), ()])
 def test_other_certain_tokens_are_no_retry(
-    first_ids: tuple[int, ...], other_ids: tuple[int, ...], drafts: tuple[int, ...]
+    harness: Harness, first_ids: tuple[int, ...], other_ids: tuple[int, ...], drafts: tuple[int, ...]
 ) -> None:
     """Equal drafts behind more or fewer tokens are another verify, though what is committed begins alike."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        once = harness.submit(verify(first.handle, first_ids, drafts)).result()
-        assert accepted(once)[0] == 0
-        assert isinstance(harness.submit(verify(first.handle, other_ids, drafts)).error(), HandleStale)
-        assert harness.submit(verify(first.handle, first_ids, drafts)).result().replayed
-        rewound = harness.submit(verify(first.handle, other_ids, drafts, on_stale=StalePolicy.REWIND)).result()
-        assert not rewound.replayed
-        assert tokens_of(harness, rewound.handle) == PROMPT + other_ids
+    first = harness.prefill(*PROMPT)
+    once = harness.submit(verify(first.handle, first_ids, drafts)).result()
+    assert accepted(once)[0] == 0
+    assert isinstance(harness.submit(verify(first.handle, other_ids, drafts)).error(), HandleStale)
+    assert harness.submit(verify(first.handle, first_ids, drafts)).result().replayed
+    rewound = harness.submit(verify(first.handle, other_ids, drafts, on_stale=StalePolicy.REWIND)).result()
+    assert not rewound.replayed
+    assert tokens_of(harness, rewound.handle) == PROMPT + other_ids
 
 
 def test_only_the_last_append_can_be_told_from_a_new_one() -> None:
@@ -466,32 +459,30 @@ def test_tokens_that_a_verify_appended_are_replayed_to_a_plain_append() -> None:
         assert plain.rows[0].token == fake_next_token((*PROMPT, 4, *good), VOCAB)
 
 
-def test_an_unseeded_verify_that_lost_its_record_needs_the_seed() -> None:
+def test_an_unseeded_verify_that_lost_its_record_needs_the_seed(harness: Harness) -> None:
     """The client decided, so its tokens are a replay; what was drawn is not known any more."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        job = verify(first.handle, (4,), (5,), NONE, UNSEEDED)
-        once = harness.submit(job).result()
-        assert once.seed is not None
-        harness.decode(once.handle, 9)
-        assert isinstance(harness.submit(dataclasses.replace(job)).error(), SeedRequired)
-        sample = replace(SampleSpec(), seed=once.seed)
-        seeded = replace(job, output=OutputRequest(OutputSpec(sample=sample)))
-        again = harness.submit(seeded).result()
-        assert [row.token for row in again.rows] == [row.token for row in once.rows]
+    first = harness.prefill(*PROMPT)
+    job = verify(first.handle, (4,), (5,), NONE, UNSEEDED)
+    once = harness.submit(job).result()
+    assert once.seed is not None
+    harness.decode(once.handle, 9)
+    assert isinstance(harness.submit(dataclasses.replace(job)).error(), SeedRequired)
+    sample = replace(SampleSpec(), seed=once.seed)
+    seeded = replace(job, output=OutputRequest(OutputSpec(sample=sample)))
+    again = harness.submit(seeded).result()
+    assert [row.token for row in again.rows] == [row.token for row in once.rows]
 
 
-def test_a_verify_that_returns_no_rows_runs_none_again() -> None:
+def test_a_verify_that_returns_no_rows_runs_none_again(harness: Harness) -> None:
     """Policy none, the client decides: a replay needs no step, and has its row handles."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        once = harness.submit(verify(first.handle, (4,), (5, 6), NONE, NOTHING)).result()
-        assert once.rows == ()
-        harness.decode(once.handle, 9)
-        num_steps = len(harness.executor.batches)
-        again = harness.submit(verify(first.handle, (4,), (5, 6), NONE, NOTHING)).result()
-        assert (again.replayed, again.verified) == (True, once.verified)
-        assert len(harness.executor.batches) == num_steps
+    first = harness.prefill(*PROMPT)
+    once = harness.submit(verify(first.handle, (4,), (5, 6), NONE, NOTHING)).result()
+    assert once.rows == ()
+    harness.decode(once.handle, 9)
+    num_steps = len(harness.executor.batches)
+    again = harness.submit(verify(first.handle, (4,), (5, 6), NONE, NOTHING)).result()
+    assert (again.replayed, again.verified) == (True, once.verified)
+    assert len(harness.executor.batches) == num_steps
 
 
 def test_a_record_keeps_neither_masks_nor_distributions_alive() -> None:

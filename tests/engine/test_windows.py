@@ -130,18 +130,6 @@ def test_recorded_answers_are_replayed_and_others_cost() -> None:
         assert (error.metadata["length"], error.metadata["tokens_to_recompute"]) == ("21", "21")
 
 
-def test_a_prompt_that_is_prefilled_again_goes_on_as_before() -> None:
-    """The price is that prefill; the prefix cache may know its blocks."""
-    tokens = list(range(1, 21))
-    with windowed() as harness:
-        handle = prefill(harness, *tokens)
-        error = harness.submit(ForkJob("me", handle, 10, 1)).error()
-        price = int(error.metadata["tokens_to_recompute"])
-        again = harness.prefill(*tokens[:price])
-        assert again.cached_tokens == 8
-        assert again.rows[0].token == fake_next_token(tokens[7:10], VOCAB)
-
-
 def test_a_verify_drops_after_what_was_accepted() -> None:
     """Rejected drafts leave no trace, and count for nothing that is given back."""
     tokens = list(range(1, 16))

@@ -14,6 +14,7 @@ from ferrule_server.errors import (
     HandleLost,
     HandleStale,
     HandleUnknown,
+    TruncateBeyond,
 )
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.sequence_store import SequenceStore
@@ -160,6 +161,15 @@ def test_two_owners_that_append_at_once_both_copy(store: SequenceStore, put: Put
         store.commit(reservation, [9])
     assert store.pool.refcount(old_block) == 0
     assert store.pool.num_used == 2
+
+
+@pytest.mark.parametrize("new_length", [-1, 0, 6])
+def test_truncate_beyond_the_handle_is_refused(store: SequenceStore, put: Put, new_length: int) -> None:
+    """Even where the sequence is longer than the handle."""
+    sequence = put(list(range(9)))
+    with pytest.raises(TruncateBeyond):
+        store.truncate(sequence, sequence.handle_at(5), new_length)
+    assert sequence.length == 9
 
 
 def test_truncate_twice_to_the_same_length_changes_nothing(store: SequenceStore, put: Put) -> None:

@@ -168,16 +168,6 @@ def test_stale_append_fails_and_says_where_the_tip_is(harness: Harness) -> None:
         assert error.metadata["tip_length"] == "4"
 
 
-def test_rewind_on_stale_drops_the_tail_and_appends(harness: Harness) -> None:
-    """on_stale=REWIND is rollback and append in one round trip."""
-    first = harness.prefill(1, 2, 3)
-    harness.decode(first.handle, 4, 5, 6, 7, 8)
-    again = harness.submit(append(first.handle, 9, on_stale=StalePolicy.REWIND)).result()
-    assert again.handle.length == 4
-    assert again.rows[0].token == next_token(1, 2, 3, 9)
-    assert harness.submit(append(first.handle, 9, on_stale=StalePolicy.REWIND)).result().replayed
-
-
 def test_forked_handles_copy_on_the_first_divergent_append_only(harness: Harness) -> None:
     """Full blocks stay shared; the partial one is copied once per branch that writes."""
     first = harness.prefill(*range(6))
@@ -338,13 +328,6 @@ def test_list_pages_through_own_sequences_without_secrets(harness: Harness) -> N
     assert seen == sorted(mine)
     other = harness.answer(ListResult, host_calls.list_caches("you"))
     assert other.caches == ()
-
-
-def test_foreign_handles_are_unknown(harness: Harness) -> None:
-    """Another principal's handle answers like one that never was."""
-    handle = harness.prefill(1, 2).handle
-    job = append(handle, 3, principal="you")
-    assert isinstance(harness.submit(job).error(), HandleUnknown)
 
 
 def test_keep_alive_answers_each_handle_alone(harness: Harness) -> None:

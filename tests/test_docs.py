@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import io
-import json
 import os
 import re
 import subprocess
@@ -18,9 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrule import Client, Policy, greedy
+from ferrule import Client, Policy
 from ferrule.admin import CacheMetrics
-from ferrule.errors import UnsupportedError
 from ferrule.types import Status
 from tests.conformance.languages import Missing, need, node_modules
 from tests.conformance.test_languages import absent
@@ -28,35 +25,10 @@ from tests.conformance.test_languages import absent
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "127.0.0.1:50051"
 README = (ROOT / "README.md").read_text()
-ABSENT = README[README.index("Not there yet") :]
 HANDLES = (ROOT / "docs" / "handles.md").read_text()
 OBSERVING = (ROOT / "docs" / "observing.md").read_text()
 CONTRACT = (ROOT / "protos" / "README.md").read_text()
-TRACE_IDS = ("trace_id", "span_id")
 EXAMPLES = sorted(set((ROOT / "examples" / "python").glob("*.py")) - {ROOT / "examples" / "python" / "raw_stubs.py"})
-
-RUN_BY = {
-    ("README.md", "python"): "tests/test_readme.py",
-    ("docs/clients.md", "cpp cpp-tls"): "tests/conformance/test_clients_tls.py",
-    ("docs/clients.md", "go go-tls"): "tests/conformance/test_clients_tls.py",
-    ("docs/clients.md", "js node-tls"): "tests/conformance/test_clients_tls.py",
-    ("docs/clients.md", "python python-tls"): "tests/conformance/test_clients_tls.py",
-    ("docs/clients.md", "rust rust-tls"): "tests/conformance/test_clients_tls.py",
-    ("docs/handles.md", "python"): "tests/test_docs.py",
-    ("tools/kernels/README.md", "python"): "tests/kernels/cuda/test_kernels_page.py",
-    ("docs/models.md", "python"): "tests/model/test_new_family.py",
-    ("docs/metrics.md", "promql"): "tests/api/test_exposition.py",
-    ("docs/metrics.md", "yaml"): "tests/api/test_exposition.py",
-    ("docs/observing.md", "json"): "tests/test_docs.py",
-    ("docs/observing.md", "python"): "tests/server/test_logs_and_traces.py",
-    ("docs/operations.md", "ini"): "tests/stack/test_compose.py",
-    ("docs/tutorial.md", "python"): "tests/test_tutorial.py",
-    ("docs/scaling.md", "yaml"): "tests/stack/test_scale_tls.py",
-    ("protos/README.md", "js node"): "tests/test_docs.py",
-    ("protos/README.md", "json philox-vectors"): "tests/test_protos.py",
-    ("protos/README.md", "python raw-stubs"): "tests/test_docs.py",
-}
-"""Blocks by page and language, and what runs or reads them; commands are those of tests/test_commands.py."""
 
 
 def _blocks(text: str, language: str) -> list[str]:
@@ -148,13 +120,6 @@ def test_each_beam_is_as_likely_as_its_score_says(shipped_target: str) -> None:
             assert total == pytest.approx(beam.logprob, abs=0.2)
 
 
-def test_the_worst_completion_scores_worst(shipped_target: str) -> None:
-    """Bananas are no Python."""
-    out = _run_example(ROOT / "examples" / "python" / "score.py", shipped_target).splitlines()
-    per_token = [float(line.split()[2]) for line in out]
-    assert min(per_token) == per_token[-1]
-
-
 def test_a_forked_score_is_that_of_the_whole_text(shipped_target: str) -> None:
     """Token by token; bfloat16 may round differently in other shapes."""
     score = _import(ROOT / "examples" / "python" / "score.py")
@@ -164,14 +129,6 @@ def test_a_forked_score_is_that_of_the_whole_text(shipped_target: str) -> None:
         for completion, logprobs in zip(completions, forked, strict=True):
             assert len(logprobs) == len(completion)
             np.testing.assert_allclose(score.score_whole(client, prompt, completion), logprobs, atol=0.2)
-
-
-def test_examples_are_plain() -> None:
-    """The client's types make checks unnecessary, and its context managers a stack of them."""
-    for path in EXAMPLES:
-        used = {name.id for name in ast.walk(ast.parse(path.read_text())) if isinstance(name, ast.Name)}
-        assert not used & {"isinstance", "ExitStack", "AsyncExitStack", "contextlib"}
-        assert "assert " not in path.read_text()
 
 
 def test_the_pieces_of_handles_run_one_after_another(shipped_target: str) -> None:
@@ -198,21 +155,6 @@ def test_contributing_names_every_target_once() -> None:
     assert {*listed, "help"} == targets
 
 
-def test_every_block_of_code_is_run_by_a_test() -> None:
-    """Whoever adds one of another kind says which; pictures and output are text."""
-    pages = [ROOT / page for page in ("README.md", "CONTRIBUTING.md", "protos/README.md", "tools/kernels/README.md")]
-    pages += (ROOT / "docs").glob("*.md")
-    found = {
-        (str(page.relative_to(ROOT)), language)
-        for page in pages
-        for language in re.findall(r"^```(\w.*)\n(?:(?!```).*\n)*```$", page.read_text(), re.MULTILINE)
-        if language.partition(" ")[0] not in {"text", "sh", "console"}
-    }
-    assert found == set(RUN_BY)
-    for (page, _), test in RUN_BY.items():
-        assert Path(page).name in (ROOT / test).read_text(), f"{test} does not read {page}"
-
-
 def test_the_contract_runs_in_node(shipped_target: str, tmp_path: Path) -> None:
     """As it stands: a prefill and a release."""
     try:
@@ -228,26 +170,6 @@ def test_the_contract_runs_in_node(shipped_target: str, tmp_path: Path) -> None:
     )
     assert re.fullmatch(r"\[ \d+ \] \d+\n", run.stdout), run.stderr
     assert _num_caches(shipped_target) == 0
-
-
-def test_the_line_of_json_is_one_that_the_log_writes() -> None:
-    """Its fields are those of its message, and what a call under way gives besides."""
-    (piece,) = _blocks(OBSERVING, "json")
-    line = json.loads(piece)
-    of_message = dict(re.findall(r"(\w+)=(\S+)", line["message"]))
-    assert {name: str(line[name]) for name in of_message} == of_message
-    assert set(line) - set(of_message) == {"time", "level", "logger", "message", "principal", "count", *TRACE_IDS}
-
-
-def test_readme_names_the_arguments_that_are_refused(shipped_target: str) -> None:
-    """What an argument of the client promises and this server does not serve is in the list."""
-    with Client(shipped_target) as client, client.prefill([1, 2]) as cache:
-        with pytest.raises(UnsupportedError):
-            cache.verify([3, 4], tokens=[4], policy=greedy(), parents=[0, 0])
-        wanted = Policy(entropy=True, hidden_state=True, logprob_token_ids=(1,), target_logprobs=True, top_logprobs=1)
-        assert cache.append((), policy=wanted).entropies is not None
-    assert "`parents`" in ABSENT
-    assert len(ABSENT.split("\n\n")[0]) < 400
 
 
 def test_counters_of_the_page_exist() -> None:

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,11 +17,7 @@ import pytest
 from google.protobuf import json_format
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import (
-    DescriptorProto,
-    EnumDescriptorProto,
     FieldDescriptorProto,
-    FileDescriptorProto,
-    ServiceDescriptorProto,
 )
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -40,8 +35,6 @@ FILES: tuple[FileDescriptor, ...] = tuple(
 )
 WORD = 0xFFFFFFFF
 
-SourcePath = tuple[int, ...]
-
 
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
@@ -57,46 +50,6 @@ def generator() -> ModuleType:
 def _field_number(message: type[Any], field: str) -> int:
     """Number by which a descriptor's source path names one of its lists."""
     return int(message.DESCRIPTOR.fields_by_name[field].number)
-
-
-def _elements(file: FileDescriptorProto) -> Iterator[tuple[SourcePath, str]]:
-    """Source path and name of everything in a file that must have a comment."""
-    for i, service in enumerate(file.service):
-        path = (_field_number(FileDescriptorProto, "service"), i)
-        yield path, service.name
-        for j, method in enumerate(service.method):
-            yield (*path, _field_number(ServiceDescriptorProto, "method"), j), f"{service.name}.{method.name}"
-    for i, message in enumerate(file.message_type):
-        yield from _message_elements(message, (_field_number(FileDescriptorProto, "message_type"), i))
-    for i, enum in enumerate(file.enum_type):
-        yield from _enum_elements(enum, (_field_number(FileDescriptorProto, "enum_type"), i))
-
-
-def _message_elements(message: DescriptorProto, path: SourcePath) -> Iterator[tuple[SourcePath, str]]:
-    if message.options.map_entry:
-        return
-    yield path, message.name
-    for i, field in enumerate(message.field):
-        yield (*path, _field_number(DescriptorProto, "field"), i), f"{message.name}.{field.name}"
-    synthetic = {field.oneof_index for field in message.field if field.proto3_optional}
-    for i, oneof in enumerate(message.oneof_decl):
-        if i not in synthetic:
-            yield (*path, _field_number(DescriptorProto, "oneof_decl"), i), f"{message.name}.{oneof.name}"
-    for i, nested in enumerate(message.nested_type):
-        yield from _message_elements(nested, (*path, _field_number(DescriptorProto, "nested_type"), i))
-    for i, enum in enumerate(message.enum_type):
-        yield from _enum_elements(enum, (*path, _field_number(DescriptorProto, "enum_type"), i))
-
-
-def _enum_elements(enum: EnumDescriptorProto, path: SourcePath) -> Iterator[tuple[SourcePath, str]]:
-    yield path, enum.name
-    for i, value in enumerate(enum.value):
-        yield (*path, _field_number(EnumDescriptorProto, "value"), i), value.name
-
-
-def _uncommented(file: FileDescriptorProto) -> list[str]:
-    commented = {tuple(at.path) for at in file.source_code_info.location if at.leading_comments.strip()}
-    return [f"{file.name}: {name}" for path, name in _elements(file) if path not in commented]
 
 
 def _buf(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -122,22 +75,6 @@ def test_check_names_a_stub_that_drifted(
     monkeypatch.setattr(sys, "argv", ["generate_stubs.py", "--check"])
     assert generator.main() == 1
     assert "ferrule/v1/gone_pb2.py" in capsys.readouterr().err
-
-
-def test_every_element_has_a_comment(generator: ModuleType) -> None:
-    """Nobody has to guess what a service, call, message, oneof, field or enum value means."""
-    files = generator.describe()
-    assert len(files) == len(FILES)
-    assert [line for file in files for line in _uncommented(file)] == []
-
-
-def test_a_missing_comment_is_found(generator: ModuleType) -> None:
-    """The walk above sees fields, values and calls: without any comments it names every one of them."""
-    file = next(file for file in generator.describe() if file.name.endswith("executor.proto"))
-    file.ClearField("source_code_info")
-    missing = set(_uncommented(file))
-    expected = {"PrefillInput.request_id", "VerifyInput", "FINISH_REASON_EOS", "ModelExecutorService.Decode"}
-    assert expected <= {line.partition(": ")[2] for line in missing}
 
 
 def test_buf_lint_has_no_findings() -> None:

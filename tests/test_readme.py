@@ -50,17 +50,6 @@ def test_examples_are_typed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_first_example_has_five_lines() -> None:
-    """Five at most, as short as promised."""
-    assert len([line for line in EXAMPLES[0].splitlines() if line]) <= 5
-
-
-def test_three_commands_come_first() -> None:
-    """A stranger sees what to type before any code."""
-    first_block = README[README.index("```") :].splitlines()[1:4]
-    assert [" ".join(line.split()[:2]) for line in first_block] == ["git clone", "make demo", "make test"]
-
-
 def test_every_call_is_served(mortal_target: str) -> None:
     """As the page says: none is refused as unsupported."""
     assert "Every call of the [contract]" in README
@@ -90,9 +79,3 @@ def test_flags_are_those_of_the_server() -> None:
     page = (ROOT / "docs" / "operations.md").read_text()
     rows = re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE)
     assert set(rows) == flags - {"-h", "--help", "--version"}
-
-
-def test_a_stranger_reads_it_in_five_minutes() -> None:
-    """What it is, how to get it, how to use it, when not to; all else is a page of its own."""
-    assert len(README.splitlines()) <= 200
-    assert len(README.split()) <= 900

@@ -21,8 +21,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
 BIN = Path(sys.executable).parent
 ADDRESS = "127.0.0.1:50051"
-SHELL = "tutorial"
-"""Name of the blocks that are commands."""
 SETUP = ("git clone REPOSITORY ferrule && cd ferrule", "make demo", ". .venv/bin/activate")
 """What has happened before a test runs."""
 
@@ -136,9 +134,3 @@ def test_every_block_runs_and_prints_what_is_shown(reader: Reader) -> None:
         num_shown += 1
     assert num_shown > 10
     assert reader.server is None, "the page ends it"
-
-
-def test_the_page_takes_a_quarter_of_an_hour() -> None:
-    """It is short, and its blocks are of the kinds that the test above runs."""
-    assert len(PAGE.read_text("utf-8").split()) <= 1500
-    assert {block.kind for block in blocks()} == {"python", f"sh {SHELL}", "text", "text sample"}

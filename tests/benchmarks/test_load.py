@@ -21,7 +21,6 @@ import pytest
 
 from benchmarks.load.interrupts import Interrupts
 from benchmarks.load.loops import Bounds, Refused, arrival_times, prompt_lengths, run_closed, run_open
-from benchmarks.load.plot import plot
 from benchmarks.load.records import OK, UNFINISHED, Record, gaps, median_of, percentile, quantiles_ms, summarize
 from benchmarks.load.servers import is_local
 from benchmarks.load.watch import Watch, watching
@@ -195,22 +194,6 @@ def test_a_generator_that_is_the_limit_says_so() -> None:
     assert Watch(0.95, 1.0).limit == "its processor time, 95% of a core"
 
 
-def test_the_plot_shows_every_cell() -> None:
-    """Well-formed, a line for each path and quantile, a missing figure left out."""
-    latency = {"p50": 2.0, "p90": 3.0, "p99": None, "num": 4}
-    figures = {"tokens_per_s": 1234.0, "first_token": latency, "inter_token": {**latency, "p99": 30.0}}
-    cells = [
-        {"mode": mode, "path": path, "level": level, "figures": figures}
-        for mode in ("stream", "generate")
-        for path in ("direct", "envoy")
-        for level in (1, 32)
-    ]
-    text = plot(cells, "a <title>")
-    root = ET.fromstring(text)
-    assert len(root.findall(".//{*}polyline")) == 2 * 2 * (1 + 1 + 2)
-    assert "&lt;title&gt;" in text
-
-
 @pytest.mark.parametrize(
     ("address", "holds"),
     [("127.0.0.1:1", True), ("[::1]:1", True), ("localhost:1", True), ("unix:/tmp/s", True),
@@ -241,19 +224,8 @@ def test_a_remote_target_is_refused() -> None:
 
 def test_a_full_server_is_counted_as_that() -> None:
     """A prompt that finds no room, and a sequence that is cut short, are refused, not answered."""
-    command = (
-        "--model",
-        "paged-reference",
-        "--kv-memory",
-        "512KiB",
-        "--paths",
-        "direct",
-        "--levels",
-        "64",
-        "--modes",
-        "generate",
-    )
-    report = _report(_run(*command, "--seconds", "0.6", "--rounds", "1", "--longest-prompt", "200"))
+    command = "--model paged-reference --kv-memory 512KiB --paths direct --levels 64 --modes generate --seconds 0.6"
+    report = _report(_run(*command.split(), "--rounds", "1", "--longest-prompt", "200"))
     closed = report["cells"][0]["figures"]
     assert closed["rejected"].keys() == {"KV_BLOCKS_EXHAUSTED"}
     assert closed["errors"] == {}
@@ -300,30 +272,6 @@ def test_a_signal_while_the_loop_begins_is_not_lost(interrupts: Interrupts, monk
     with pytest.raises(KeyboardInterrupt):
         interrupts.run(work)
     assert begun == []
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_loop_lets_the_work_clean_up(interrupts: Interrupts, number: int) -> None:
-    """It is a cancellation, so that what has to be awaited can be."""
-    said: list[str] = []
-
-    async def work() -> None:
-        try:
-            signal.raise_signal(number)
-            await asyncio.sleep(60)
-        finally:
-            await asyncio.sleep(0.001)
-            said.append("released")
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupts.run(work)
-    assert said == ["released"]
-
-
-def test_a_signal_before_any_loop_is_raised_at_once(interrupts: Interrupts) -> None:
-    """Servers that start are waited for without a loop."""
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGTERM)
 
 
 def test_a_loop_that_is_cancelled_leaves_nothing_under_way() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_gpu
 from benchmarks.gpu import parts, process, report
 from benchmarks.gpu.process import Workplace
 
@@ -19,12 +18,6 @@ def test_a_row_of_a_dry_run_says_so_by_itself() -> None:
     for row in (ROW, {"kind": "copy", "gbs": 46.65, "status": "ok"}, {"status": "stopped at the driver"}):
         assert report.line_of({**row, "is_dry": True}).startswith("(dry) ")
         assert "dry" not in report.line_of({**row, "is_dry": False})
-
-
-def test_a_loss_has_its_meaning() -> None:
-    """In per cent of the time in process; above 0 is slower."""
-    assert "  +156.4 % time against in process" in report.line_of({**ROW, "loss": 1.5644})
-    assert "  -0.5 % time against in process" in report.line_of({**ROW, "loss": -0.005})
 
 
 @pytest.mark.parametrize("dry", ["sm_90a", None])
@@ -49,10 +42,3 @@ def test_a_dry_run_has_no_plot_and_says_so(tmp_path: Path) -> None:
     assert report.save(here, made) == ["results.json"]
     assert not (tmp_path / "share.svg").exists()
     assert "so there is no plot" in "\n".join(report.lines_of(made))
-
-
-def test_a_run_says_at_its_start_how_long_it_takes() -> None:
-    """A dry run about a minute; on a GPU the limits of its parts are known."""
-    assert "about a minute" in bench_gpu._estimate(parts.dry_parts(), is_dry=True)
-    said = bench_gpu._estimate(parts.all_parts(), is_dry=False)
-    assert said.startswith(f"{len(parts.all_parts())} parts, each of at most 10 minutes, in all at most ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,3 +54,16 @@ def fake_client(fake: FakeServer) -> Iterator[Client]:
     """A client of the fake server."""
     with Client(fake.target, timeout=20) as client:
         yield client
+
+
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take away the variables that would change what a command does."""
+    for name in [name for name in os.environ if name.startswith("FERRULE_") or name in ("COLUMNS", "LINES")]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def target_variable(no_variables: None, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    """Let commands find the real server by the environment."""
+    monkeypatch.setenv("FERRULE_TARGET", target)

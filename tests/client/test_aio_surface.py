@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from pathlib import Path
 from types import FunctionType
 
 import pytest
@@ -16,7 +14,6 @@ import ferrule.types
 from ferrule_client import errors, items, masks, policy, types, views
 from tools import strip_async
 
-ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = (ferrule, ferrule.types, ferrule.errors, ferrule.admin)
 SHARED = (errors, items, masks, policy, types, views)
 NAMES = [
@@ -90,24 +87,6 @@ def test_the_sync_client_is_the_one_written_from_the_asyncio_one() -> None:
     assert sorted(written) == sorted(paths)
     differing = [name for name, path in paths.items() if path.read_text("utf-8") != written[name]]
     assert differing == [], "run `python -m tools.strip_async`"
-
-
-def test_the_check_says_which_module_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its exit status too; without the option the module is written."""
-    for path in strip_async.TARGET.glob("*.py"):
-        tmp_path.joinpath(path.name).write_text(path.read_text("utf-8"), "utf-8")
-    monkeypatch.setattr(strip_async, "TARGET", tmp_path)
-    cache = tmp_path / "cache.py"
-    text = cache.read_text("utf-8")
-    cache.write_text(text.replace("def append(", "def attach("), "utf-8")
-    messages: list[str] = []
-    monkeypatch.setattr(sys.stderr, "write", messages.append)
-    monkeypatch.setattr(sys, "argv", ["strip_async", "--check"])
-    assert strip_async.main() == 1
-    assert messages == ["sync/cache.py differs from aio/cache.py; run `make sync`\n"]
-    monkeypatch.setattr(sys, "argv", ["strip_async"])
-    assert strip_async.main() == 0
-    assert cache.read_text("utf-8") == text
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in strip_async.SOURCE.glob("*.py")))

@@ -9,12 +9,9 @@ import warnings
 import numpy as np
 import pytest
 
-from ferrule import Client, Handle, HandleNotFoundError, Policy, greedy, logits, sample
+from ferrule import Client, HandleNotFoundError, greedy, logits
 from ferrule.errors import (
-    ContextExceededError,
     HandleStaleError,
-    InvalidRequestError,
-    TokenOutOfVocabError,
     TruncateBeyondError,
     UnsupportedError,
 )
@@ -55,40 +52,6 @@ def test_decode_moves_the_cache_and_not_the_old_handle(client: Client) -> None:
         assert cache.last is output
         assert output.logprob < 0
         assert output.timing.run_ns > 0
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_logits_of_every_wire_type_arrive_as_float32(client: Client, dtype: str) -> None:
-    """Sixteen bits on the wire cost precision, never a shape or a type."""
-    with client.prefill(PROMPT, policy=logits()) as cache:
-        exact = cache.last.logits
-        output = cache.append((), policy=logits(dtype))  # type: ignore[arg-type]
-        assert output.logits.dtype == np.float32
-        np.testing.assert_allclose(output.logits, exact, rtol=2**-7)
-
-
-def test_appending_nothing_reads_the_newest_row_again(client: Client) -> None:
-    """And changes nothing."""
-    with client.prefill(PROMPT) as cache:
-        handle = cache.handle
-        output = cache.append((), policy=greedy(top_logprobs=3))
-        assert cache.handle == handle
-        assert len(output.top_logprobs[0]) == 3
-        assert output.top_logprobs[0][0].token == output.token
-        drawn = [cache.step(sample(seed=1), redraw=True).token for _ in range(2)]
-        assert drawn[0] == drawn[1]
-        assert cache.handle == handle
-
-
-def test_all_positions_give_a_row_for_each_token(client: Client) -> None:
-    """Scoring a text takes one prefill."""
-    policy = Policy(target_logprobs=True, logits="float32")
-    with client.prefill(PROMPT, policy=policy, all_positions=True) as cache:
-        assert cache.last.logits.shape == (4, 256)
-        assert cache.last.target_logprobs.shape == (3,)
-        more = cache.append([1, 2, 3], policy=policy, all_positions=True)
-        assert more.logits.shape == (3, 256)
-        assert cache.length == 7
 
 
 def test_a_repeated_append_is_replayed(client: Client) -> None:
@@ -166,21 +129,6 @@ def test_release_is_idempotent_and_ends_the_cache(client: Client) -> None:
     gone.detach()
 
 
-def test_bad_input_has_typed_errors(client: Client) -> None:
-    """What the server refuses arrives as the class of its reason."""
-    with pytest.raises(InvalidRequestError) as caught:
-        client.prefill([])
-    assert caught.value.field
-    with pytest.raises(TokenOutOfVocabError):
-        client.prefill([1, 256])
-    with pytest.raises(ContextExceededError):
-        client.prefill([1] * 600)
-    with pytest.raises(ValueError, match="negative"):
-        client.prefill([-1])
-    with pytest.raises(UnsupportedError):
-        client.tokenize("no tokenizer here")
-
-
 def test_verify_is_refused_truthfully(client: Client) -> None:
     """What the server does not serve is an UnsupportedError, and its features say so too."""
     assert "tree_verify" not in client.capabilities().features
@@ -188,23 +136,6 @@ def test_verify_is_refused_truthfully(client: Client) -> None:
         with pytest.raises(UnsupportedError):
             cache.verify([1, 2], tokens=9, policy=greedy(), parents=[0, 0])
         assert cache.length == 4
-
-
-def test_verify_loop_keeps_its_own_books(fake: FakeServer, fake_client: Client) -> None:
-    """The next token of a verify is pending and certain in the next one."""
-    with fake_client.prefill([*b"the quick"], policy=greedy()) as cache:
-        cache.truncate(cache.length)
-        with pytest.raises(ValueError, match="certain"):
-            cache.verify([1])
-        with pytest.raises(ValueError, match="acceptance must be one of none, greedy, exact, rejection"):
-            cache.verify([1], tokens=2, acceptance="always")  # type: ignore[arg-type]
-        first = cache.verify(list(b"bro?"), tokens=ord(" "), policy=greedy())
-        assert first.accepted_count == 3
-        assert first.accepted_indices == (1, 2, 3)
-        assert cache.pending == first.next_token == ord("w")
-        second = cache.verify(list(b"n "), policy=greedy())
-        assert second.accepted_count == 2
-        assert bytes(fake.sequences[cache.handle.cache_id]) == b"the quick brown "
 
 
 def test_repr_shows_no_secrets(client: Client) -> None:
@@ -254,21 +185,3 @@ def test_list_caches_walks_the_pages(client: Client) -> None:
         assert len(listed) == 6
         assert listed == sorted(listed)
         client.release(branches)
-
-
-def test_keep_alive_answers_for_each_handle(client: Client) -> None:
-    """One call, one lease or error per handle."""
-    with client.prefill(PROMPT) as cache:
-        gone = client.prefill(PROMPT)
-        gone.release()
-        lease, error = client.keep_alive([cache, gone.handle], ttl=100)
-        assert getattr(lease, "ttl_s", 0) == pytest.approx(100, abs=1)
-        assert isinstance(error, HandleNotFoundError)
-
-
-def test_long_lists_of_handles_are_sent_in_parts(client: Client) -> None:
-    """A server accepts a limited number of handles in a request; the client may be given more."""
-    count = client.capabilities().max_handles_per_request + 1
-    strangers = [Handle(f"test.e1.{i:022d}", 1, bytes(16)) for i in range(count)]
-    assert client.release(strangers).released == (False,) * count
-    assert len(client.keep_alive(strangers)) == count

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from ferrule import Client
-from ferrule_cli import app as cli
-from ferrule_cli.commands.bench_measure import Figure, Run, rate_of, read_rate
-from ferrule_cli.commands.bench_view import draw
+from ferrule_cli.commands.bench_measure import Figure, rate_of, read_rate
+from tests.client.command_line import run
 from tests.executor.cpu.models import HAS_VNNI
-
-
-def run(*arguments: str) -> int:
-    """Return the exit code of a command run in this process."""
-    try:
-        return cli.main(arguments)
-    except SystemExit as leaving:  # argparse
-        return int(leaving.code or 0)
 
 
 def test_a_server_that_runs_is_measured_and_left_as_it_was(
@@ -52,16 +41,6 @@ def test_a_server_of_its_own_is_ended(capsys: pytest.CaptureFixture[str]) -> Non
     assert text.startswith("demo: int8, ")
     for word in ("memory reads", "first token", "prefill", "decode 32", "of memory", "%"):
         assert word in text
-
-
-def test_the_table_fits_80_columns() -> None:
-    """With six digits in every figure; a heading that is cut says nothing."""
-    out = io.StringIO()
-    name, samples = "first token, 128", (134_119.0, 134_119.0, 903_639.0)
-    figures = (Figure(name, "tokens/s", samples, 1e6, 1),)
-    draw(Console(file=out, width=80), Run("demo", "x", "int8", "cpu", "1", 5 << 20, 40e9, figures))
-    assert out.getvalue().splitlines()[2].endswith("of memory")
-    assert "134,119-903,639  tokens/s" in out.getvalue()
 
 
 def test_wrong_use_is_told_apart(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import io
 import json
 import os
-import pty
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from ferrule import Client
 from ferrule.errors import InvalidRequestError
-from ferrule_cli import app as cli
+from tests.client import command_line
+from tests.terminal import Terminal
 
 
 @pytest.fixture
@@ -31,19 +30,14 @@ def client(shipped_target: str) -> Iterator[Client]:
 
 @pytest.fixture
 def chat(
-    shipped_target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shipped_target: str, no_variables: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
     """Return what runs the command in this process on some input, and returns exit code, output and errors."""
-    for name in [name for name in os.environ if name.startswith("FERRULE_")]:
-        monkeypatch.delenv(name)
 
     def run(text: str | bytes, *arguments: str, target: str = shipped_target) -> tuple[int, str, str]:
         data = text.encode() if isinstance(text, str) else text
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8", errors="surrogateescape"))
-        try:
-            code = cli.main(["chat", "--target", target, *arguments])
-        except SystemExit as leaving:  # argparse
-            code = int(leaving.code or 0)
+        code = command_line.run("chat", "--target", target, *arguments)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -143,115 +137,64 @@ def test_input_that_is_no_text_is_refused(chat: Callable[..., tuple[int, str, st
     assert (code, err) == (2, "error: the input is no text in UTF-8 (PROMPT_NOT_TEXT)\n")
 
 
-class Terminal:
-    """The command in a terminal of its own; everything it shows is in ``screen``."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._master, slave = pty.openpty()
-        command = [sys.executable, "-m", "ferrule_cli.app", "chat", *arguments]
-        environment = {**os.environ, "TERM": "dumb"}
-        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
-        os.close(slave)
-        self.screen = ""
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        while True:
-            try:
-                data = os.read(self._master, 4096)
-            except OSError:  # the other end is closed
-                return
-            self.screen += data.decode(errors="replace")
-
-    def wait_for(self, part: str, after: int = 0) -> int:
-        """Return where a text ends on the screen, once it is there."""
-        limit = time.monotonic() + 30
-        while part not in self.screen[after:]:
-            assert time.monotonic() < limit, f"no {part!r} in {self.screen[after:]!r}"
-            time.sleep(0.01)
-        return self.screen.index(part, after) + len(part)
-
-    def type(self, text: str) -> None:
-        """Type a line."""
-        os.write(self._master, f"{text}\n".encode())
-
-    def close(self) -> None:
-        """Make sure that it is gone."""
-        self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-
 @pytest.fixture
 def terminal(shipped_target: str) -> Iterator[Callable[..., Terminal]]:
-    """Return what opens a terminal."""
-    opened: list[Terminal] = []
-
-    def start(*arguments: str) -> Terminal:
-        opened.append(Terminal("--target", shipped_target, *arguments))
-        return opened[-1]
-
-    yield start
-    for one in opened:
-        one.close()
+    """Return what opens a chat on a terminal."""
+    command = [sys.executable, "-m", "ferrule_cli.app", "chat", "--target", shipped_target]
+    with ExitStack() as stack:
+        yield lambda *more: stack.enter_context(Terminal([*command, *more], {**os.environ, "TERM": "dumb"}))
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_chat(terminal: Callable[..., Terminal], client: Client) -> None:
     """At the prompt it is only noted; errors and unknown commands do not end the chat either."""
     chat = terminal("--max-tokens", "2000", "--temperature", "1")
-    at = chat.wait_for("> ", chat.wait_for("demo at "))
+    at = chat.read_until("> ", chat.read_until("demo at "))
+    time.sleep(0.3)  # readline notices a signal only once it waits for a key
     chat.process.send_signal(signal.SIGINT)
-    at = chat.wait_for("> ", chat.wait_for("/quit or Ctrl-D leaves", at))
-    chat.type("import os")
-    at = chat.wait_for("import os\r\n", at)
-    _grows_beyond(chat, at + 200)
+    at = chat.read_until("> ", chat.read_until("/quit or Ctrl-D leaves", at))
+    chat.type("import os\n")
+    at = chat.read_until("import os\r\n", at)
+    chat.read_while(lambda: len(chat.seen) < at + 200)
     chat.process.send_signal(signal.SIGINT)
-    at = chat.wait_for("> ", chat.wait_for("[stopped, ", at))
-    chat.type("/nothing")
-    at = chat.wait_for("> ", chat.wait_for("there is no /nothing", at))
-    chat.type("/undo")
-    at = chat.wait_for("> ", chat.wait_for("taken back: import os", at))
-    chat.type("/quit")
-    assert chat.process.wait(20) == 0
+    at = chat.read_until("> ", chat.read_until("[stopped, ", at))
+    chat.type("/nothing\n")
+    at = chat.read_until("> ", chat.read_until("there is no /nothing", at))
+    chat.type("/undo\n")
+    at = chat.read_until("> ", chat.read_until("taken back: import os", at))
+    chat.type("/quit\n")
+    assert chat.end() == 0
     assert list(client.list_caches()) == []
 
 
 def test_text_of_a_special_token_is_refused_and_the_chat_goes_on(terminal: Callable[..., Terminal]) -> None:
     """The message says which token and what to do: reword the text, or take back what is in the conversation."""
     chat = terminal("--max-tokens", "3", "--temperature", "0", "--system", "Be brief.")
-    at = chat.wait_for("> ", chat.wait_for("demo at "))
-    chat.type("What is <|endoftext|>?")
-    at = chat.wait_for("not sent: the text contains the special token <|endoftext|>", at)
-    at = chat.wait_for("reword it\r\n> ", at)
-    chat.type("/system <|endoftext|>")
-    at = chat.wait_for("> ", chat.wait_for("system message: ", at))
-    chat.type("Hello")
-    at = chat.wait_for("not sent: the conversation contains the special token <|endoftext|>", at)
-    at = chat.wait_for("/undo or /system -\r\n> ", at)
-    chat.type("/system -")
-    at = chat.wait_for("> ", chat.wait_for("system message: none", at))
-    chat.type("Hello")
-    at = chat.wait_for("> ", chat.wait_for("tokens/s, prompt ", at))
-    chat.type("/quit")
-    assert chat.process.wait(20) == 0
+    at = chat.read_until("> ", chat.read_until("demo at "))
+    chat.type("What is <|endoftext|>?\n")
+    at = chat.read_until("not sent: the text contains the special token <|endoftext|>", at)
+    at = chat.read_until("reword it\r\n> ", at)
+    chat.type("/system <|endoftext|>\n")
+    at = chat.read_until("> ", chat.read_until("system message: ", at))
+    chat.type("Hello\n")
+    at = chat.read_until("not sent: the conversation contains the special token <|endoftext|>", at)
+    at = chat.read_until("/undo or /system -\r\n> ", at)
+    chat.type("/system -\n")
+    at = chat.read_until("> ", chat.read_until("system message: none", at))
+    chat.type("Hello\n")
+    at = chat.read_until("> ", chat.read_until("tokens/s, prompt ", at))
+    chat.type("/quit\n")
+    assert chat.end() == 0
 
 
 def test_the_end_of_input_leaves_and_speed_is_shown(terminal: Callable[..., Terminal]) -> None:
     """Ctrl-D at the prompt is a good end."""
     chat = terminal("--max-tokens", "5")
-    chat.wait_for("> ")
-    chat.type("Hello")
-    at = chat.wait_for("tokens/s, prompt ")
-    chat.wait_for("> ", at)
-    os.write(chat._master, b"\x04")
-    assert chat.process.wait(20) == 0
-
-
-def _grows_beyond(chat: Terminal, length: int) -> None:
-    limit = time.monotonic() + 30
-    while len(chat.screen) < length:
-        assert time.monotonic() < limit, chat.screen
-        time.sleep(0.01)
+    chat.read_until("> ")
+    chat.type("Hello\n")
+    at = chat.read_until("tokens/s, prompt ")
+    chat.read_until("> ", at)
+    chat.type("\x04")
+    assert chat.end() == 0
 
 
 def test_variables_reach_the_template(chat: Callable[..., tuple[int, str, str]]) -> None:

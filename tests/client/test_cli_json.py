@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,16 +11,10 @@ import pytest
 
 from ferrule_cli import app as cli
 
+pytestmark = pytest.mark.usefixtures("target_variable")
+
 WITHOUT = {"ferrule serve", "ferrule completion"}
 """The server has a log in JSON, and a script for a shell is none."""
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
-    """The target comes from the environment; nothing else of it does."""
-    for name in [name for name in os.environ if name.startswith("FERRULE_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("FERRULE_TARGET", target)
 
 
 def _commands(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:

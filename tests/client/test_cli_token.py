@@ -23,23 +23,11 @@ from ferrule_server.api.security.token_file import TokenFile, parse_tokens
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
 from tests.api.certificates import Authority, Identity, ServerFiles
 from tests.api.harness import RunningServer
+from tests.client.command_line import run
+
+pytestmark = pytest.mark.usefixtures("no_variables")
 
 TOKEN = "ferrule_of_alice"
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the surroundings counts."""
-    for name in [name for name in os.environ if name.startswith("FERRULE_")]:
-        monkeypatch.delenv(name)
-
-
-def run(*arguments: str) -> int:
-    """Return the exit code of a command run in this process."""
-    try:
-        return cli.main(arguments)
-    except SystemExit as leaving:  # argparse
-        return int(leaving.code or 0)
 
 
 # ---- making tokens --------------------------------------------------------------------------------------------------
@@ -160,7 +148,12 @@ def server(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> It
 
 @pytest.fixture
 def folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: RunningServer, authority: Authority, alice: Identity
+    tmp_path: Path,
+    no_variables: None,
+    monkeypatch: pytest.MonkeyPatch,
+    server: RunningServer,
+    authority: Authority,
+    alice: Identity,
 ) -> Path:
     """The client's files; the environment names target, authority, certificate and token."""
     for name, data in (("ca.pem", authority.cert), ("cert.pem", alice.cert), ("key.pem", alice.key)):

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-import termios
-import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,33 +20,26 @@ from rich.console import Console
 
 from ferrule import Client
 from ferrule.errors import AuthError, UnavailableError
-from ferrule_cli import app as cli
 from ferrule_cli.top.figures import Look
 from ferrule_cli.top.screen import Screen
 from ferrule_cli.top.source import Source
 from ferrule_server.api.security.auth import OpenAccess
 from tests.api.harness import RunningServer
+from tests.client import command_line
 from tests.client.views import look
+from tests.terminal import Terminal
 
-SHOWN, GONE = b"\x1b[?1049h", b"\x1b[?1049l"
-NO_CURSOR, CURSOR = b"\x1b[?25l", b"\x1b[?25h"
+pytestmark = pytest.mark.usefixtures("no_variables")
+
+SHOWN, GONE = "\x1b[?1049h", "\x1b[?1049l"
+NO_CURSOR, CURSOR = "\x1b[?25l", "\x1b[?25h"
 ENVIRONMENT = {"PATH": os.environ["PATH"], "TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
 COMMAND = [sys.executable, "-m", "ferrule_cli.app", "top", "--interval", "0.1"]
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but what a test says."""
-    for name in [name for name in os.environ if name.startswith("FERRULE_") or name in ("COLUMNS", "LINES")]:
-        monkeypatch.delenv(name)
-
-
 def run(*arguments: str) -> int:
-    """Return the exit code of a command run in this process."""
-    try:
-        return cli.main(("top", "--interval", "0.1", *arguments))
-    except SystemExit as leaving:  # argparse
-        return int(leaving.code or 0)
+    """Return the exit code of the command, whose looks are short."""
+    return command_line.run("top", "--interval", "0.1", *arguments)
 
 
 # ---- once -----------------------------------------------------------------------------------------------------------
@@ -93,22 +82,6 @@ def test_a_picture_goes_to_a_file(
     assert run("--once", "--svg", str(tmp_path / "no" / "top.svg"), "--target", target) == 1
     assert "(FILE_UNWRITABLE)" in capsys.readouterr().err
     assert run("--svg", str(tmp_path / "top.svg"), "--target", target) == 2
-
-
-def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """As with every other command."""
-    assert run("--target", "127.0.0.1:1") == 1
-    assert capsys.readouterr().err.startswith("error: no server at 127.0.0.1:1")
-
-
-def test_without_rich_there_is_advice_and_json(
-    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The base installation of the client has none."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "rich" else object())
-    assert run("--target", target) == 1
-    assert capsys.readouterr().err.endswith("(RICH_MISSING)\n")
-    assert run("--json", "--target", target) == 0
 
 
 def test_who_is_no_admin_sees_less_and_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,58 +129,15 @@ def test_a_server_that_loads_is_seen_loading(capsys: pytest.CaptureFixture[str])
 # ---- a terminal -----------------------------------------------------------------------------------------------------
 
 
-class _Terminal:
-    """The command on a terminal of 80 by 24 cells."""
-
-    def __init__(self, process: subprocess.Popen[bytes], side: int) -> None:
-        self.process = process
-        self.side = side
-        self.seen = b""
-
-    def read_until(self, what: bytes, timeout_s: float = 20.0) -> None:
-        """Read until it has been printed."""
-        deadline = time.monotonic() + timeout_s
-        while what not in self.seen:
-            assert time.monotonic() < deadline, f"{what!r} is not in {self.seen[-3000:]!r}"
-            self._read(0.1)
-
-    def end(self) -> int:
-        """Return the exit code, having read all that was printed."""
-        code = self.process.wait(20)
-        self._read(0.1)
-        return code
-
-    def _read(self, timeout_s: float) -> None:
-        while select.select([self.side], [], [], timeout_s)[0]:
-            try:
-                part = os.read(self.side, 65536)
-            except OSError:  # the other side is closed
-                return
-            if not part:
-                return
-            self.seen += part
-
-
 @contextmanager
-def _terminal(target: str) -> Iterator[_Terminal]:
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))
-    before = termios.tcgetattr(theirs)
-    process = subprocess.Popen(
-        [*COMMAND, "--target", target], stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT, process_group=0
-    )
-    try:
-        yield _Terminal(process, ours)
-        assert termios.tcgetattr(theirs) == before, "keys are read in another way than before"
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        os.close(theirs)
-        os.close(ours)
+def _terminal(target: str) -> Iterator[Terminal]:
+    with Terminal([*COMMAND, "--target", target], ENVIRONMENT) as terminal:
+        before = terminal.modes
+        yield terminal
+        assert terminal.modes == before, "keys are read in another way than before"
 
 
-def _is_restored(seen: bytes) -> bool:
+def _is_restored(seen: str) -> bool:
     """Whether the other screen is left and the cursor is seen, last of all."""
     return seen.count(SHOWN) == seen.count(GONE) == 1 and seen.rfind(CURSOR) > seen.rfind(NO_CURSOR) > -1
 
@@ -216,29 +146,25 @@ def _is_restored(seen: bytes) -> bool:
 def test_a_terminal_is_as_it_was(target: str, ending: str | int, code: int) -> None:
     """However it ends: the old screen, the cursor, and keys that are seen as they are typed."""
     with _terminal(target) as terminal:
-        terminal.read_until(b"q ends")
-        terminal.read_until(b"every 0.1 s")
+        terminal.read_until("q ends")
+        terminal.read_until("every 0.1 s")
         if isinstance(ending, str):
-            os.write(terminal.side, ending.encode())
+            terminal.type(ending)
         else:
             terminal.process.send_signal(ending)
         assert terminal.end() == code
         assert _is_restored(terminal.seen)
-        assert b"Traceback" not in terminal.seen
+        assert "Traceback" not in terminal.seen
 
 
 def test_a_screen_is_drawn_over_and_never_cleared(target: str) -> None:
     """So that nothing flickers: after the first frame no code clears the screen or a line before it is written."""
     with _terminal(target) as terminal:
-        terminal.read_until(b"q ends")
+        terminal.read_until("q ends")
         start = len(terminal.seen)
-        deadline = time.monotonic() + 0.6
-        while time.monotonic() < deadline:
-            terminal._read(0.05)
-        later = terminal.seen[start:]
-        assert later.count(b"ferrule top") >= 2
-        assert not re.search(rb"\x1b\[[0-3]?[JK]", later)
-        os.write(terminal.side, b"q")
+        terminal.read_while(lambda: terminal.seen[start:].count("ferrule top") < 3)
+        assert not re.search(r"\x1b\[[0-3]?[JK]", terminal.seen[start:])
+        terminal.type("q")
         assert terminal.end() == 0
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
-import pty
 import subprocess
 import sys
 import time
@@ -14,32 +12,13 @@ import pytest
 
 from ferrule_cli.waiting import Waiting
 from tests.client.fake_server import FakeServer
+from tests.terminal import Terminal
 
 
-class Screen:
-    """A command on a terminal of its own; ``shown`` is what was written on it."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._side, theirs = pty.openpty()
-        command = [sys.executable, "-m", "ferrule_cli.app", *arguments]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRULE_")}
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environment | {"TERM": "dumb"}
-        )
-        os.close(theirs)
-        self.shown = ""
-
-    def read_until(self, part: str) -> None:
-        """Read until a text is on the screen."""
-        while part not in self.shown:
-            self.shown += os.read(self._side, 4096).decode()  # the end of the terminal is an OSError
-
-    def end(self) -> int:
-        """Read the rest and return the exit code."""
-        with contextlib.suppress(OSError):
-            self.read_until("there is no such text")
-        os.close(self._side)
-        return self.process.wait(20)
+def _command(*arguments: str) -> Terminal:
+    """Return a command on a terminal."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("FERRULE_")}
+    return Terminal([sys.executable, "-m", "ferrule_cli.app", *arguments], environment | {"TERM": "dumb"})
 
 
 def _left(shown: str) -> str:
@@ -51,21 +30,21 @@ def _left(shown: str) -> str:
 def test_a_server_that_loads_is_waited_for_with_its_stage(fake: FakeServer, arguments: tuple[str, ...]) -> None:
     """As a bar with a share; when the server is ready the bar is gone and the command goes on."""
     fake.is_loading = True
-    screen = Screen(*arguments, "--target", fake.target)
-    screen.read_until("waiting: reading weights 52 % [==========          ] ")
-    fake.is_loading = False
-    assert screen.end() == 0
-    assert _left(screen.shown).lstrip().startswith(("quick", "{"))
+    with _command(*arguments, "--target", fake.target) as screen:
+        screen.read_until("waiting: reading weights 52 % [==========          ] ")
+        fake.is_loading = False
+        assert screen.end() == 0
+    assert _left(screen.seen).lstrip().startswith(("quick", "{"))
 
 
 @pytest.mark.parametrize("command", [("caches",), ("metrics",), ("admin", "warmup"), ("admin", "drain")])
 def test_every_command_that_needs_a_model_waits_for_it(fake: FakeServer, command: tuple[str, ...]) -> None:
     """And if it takes too long, says in one line what it waited for."""
     fake.is_loading = True
-    screen = Screen(*command, "--target", fake.target, "--timeout", "1.5")
-    assert screen.end() == 1
-    assert "waiting: reading weights 52 % [" in screen.shown
-    assert _left(screen.shown) == "error: the server is starting: reading weights (STARTING)\r\n"
+    with _command(*command, "--target", fake.target, "--timeout", "1.5") as screen:
+        assert screen.end() == 1
+    assert "waiting: reading weights 52 % [" in screen.seen
+    assert _left(screen.seen) == "error: the server is starting: reading weights (STARTING)\r\n"
 
 
 def test_without_a_terminal_nothing_is_shown(fake: FakeServer) -> None:

@@ -20,6 +20,7 @@ from ferrule import Client
 from ferrule_cli.demo.story import Figures, _Story
 from ferrule_cli.demo.view import Add, PlainView, PoolRow
 from tests.client.fake_server import wait_for
+from tests.terminal import Terminal
 
 COMMAND = [sys.executable, "-m", "ferrule_cli.app", "demo"]
 PAGED = ["--executor", "paged-reference", "--max-tokens", "20"]
@@ -147,20 +148,10 @@ def test_closed_terminal_ends_the_demo(tmp_path: Path) -> None:
 
 def test_demo_draws_in_colour_on_a_terminal() -> None:
     """With a terminal there are panels, a picture in colour, and the same ending."""
-    leader, follower = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "50"}
-    output = b""
-    with subprocess.Popen([*COMMAND, *PAGED], stdout=follower, stderr=follower, env=environment) as process:
-        os.close(follower)
-        while True:
-            try:
-                data = os.read(leader, 65536)
-            except OSError:  # the other end is closed
-                break
-            output += data
-        assert process.wait(20) == 0
-    os.close(leader)
-    text = output.decode()
+    with Terminal([*COMMAND, *PAGED], environment) as terminal:
+        assert terminal.end() == 0
+    text = terminal.seen
     assert "▣" in text
     assert "╭─" in text
     assert "\x1b[3" in text

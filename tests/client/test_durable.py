@@ -23,11 +23,10 @@ from ferrule.errors import (
 from ferrule.types import Append, Lease, Output, Prompt
 from ferrule.v1 import types_pb2
 from ferrule_cli import app
-from ferrule_client import _leases
 from ferrule_client._leases import Leases
 from ferrule_client._retry import Attempts, RetrySettings
 from ferrule_client._tip import Tip
-from tests.client.fake_server import Failure, FakeServer, wait_for
+from tests.client.fake_server import Failure, FakeServer
 
 CODES = grpc.StatusCode
 
@@ -209,23 +208,6 @@ def test_an_instance_out_of_reach_is_waited_for_where_handles_survive() -> None:
 # ---- leases ----------------------------------------------------------------------------------------------------------
 
 
-def test_leases_are_kept_over_a_server_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread goes on, forgets no sequence, and says nothing of lost ones."""
-    monkeypatch.setattr(_leases, "_MIN_LEASE_S", 0.3)
-    monkeypatch.setattr(_leases, "_MAX_PAUSE_S", 0.05)
-    with FakeServer() as server, Client(server.target, max_retries=0, timeout=20) as client:
-        server.ttl_s = 0.3
-        cache = client.prefill([*b"ab"])
-        wait_for(lambda: bool(server.kept))
-        with away(server, 1.5):
-            time.sleep(1.0)
-            assert cache._calls._keeper._leases.due
-            cache.append(1)
-            kept = list(cache._calls._keeper._leases.due)
-            assert kept == [cache._tip]
-            cache.release()
-
-
 def test_a_lease_that_the_server_cannot_tell_now_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
     """DURABILITY_LOST as the answer for one handle: it is due again soon."""
     with FakeServer() as server, Client(server.target) as client:
@@ -262,12 +244,6 @@ def test_the_level_of_a_client_is_that_of_its_sequences(fake: FakeServer, level:
     assert fake.prompts[0].cache.durability == sent
     assert fake.frames[0][0].unified.cache.durability == sent
     assert fake.generates[0].cache.durability == sent
-
-
-def test_a_level_that_is_none_is_a_mistake_of_the_program() -> None:
-    """Before anything is sent."""
-    with pytest.raises(ValueError, match="durability must be one of none, journaled, got 'disk'"):
-        Client("127.0.0.1:1", durability="disk")  # type: ignore[arg-type]
 
 
 def test_a_real_server_without_a_journal_says_none(client: Client) -> None:

@@ -16,14 +16,13 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2
 
 import ferrule.errors
-from ferrule import Client, FerruleError, Handle, HandleNotFoundError, greedy
+from ferrule import Client, FerruleError, Handle, HandleNotFoundError
 from ferrule.errors import (
     CallCancelledError,
     DeadlineExceededError,
     HandleStaleError,
     InvalidRequestError,
     MessageTooLargeError,
-    PendingTokenError,
     QuotaExceededError,
     ResourceExhaustedError,
     UnavailableError,
@@ -67,33 +66,6 @@ def test_every_class_is_reached_and_drawn() -> None:
     assert classes - reached == {"PendingTokenError", "QuotaExceededError", "ResourceExhaustedError"}
     assert ferrule.errors.__all__ == errors.__all__
     assert all(getattr(ferrule.errors, name) is getattr(errors, name) for name in classes)
-
-
-def test_errors_are_of_pythons_own_kinds_too() -> None:
-    """So that a program that knows nothing of gRPC catches a broken connection and a timeout by what they are."""
-    lost = error_from_status(status_of(CODES.UNAVAILABLE, "CONNECTION_LOST", "it broke"))
-    late = error_from_status(status_of(CODES.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", "too late"))
-    assert isinstance(lost, ConnectionError)
-    assert isinstance(late, TimeoutError)
-    assert [str(lost), str(late)] == ["it broke (CONNECTION_LOST)", "too late (DEADLINE_EXCEEDED)"]
-    assert not isinstance(late, ConnectionError)
-    assert not isinstance(lost, TimeoutError)
-
-
-def test_a_mistake_about_the_pending_token_is_one_of_the_program(fake: FakeServer, fake_client: Client) -> None:
-    """A ValueError with the token, and nothing is sent."""
-    with fake_client.prefill([*b"the"], policy=greedy()) as cache:
-        token = int(cache.last.token)
-        fake.calls.clear()
-        for tokens in (token, [token, 7], [token, token]):
-            with pytest.raises(PendingTokenError, match=f"token {token} is pending already") as caught:
-                cache.append(tokens)
-            assert isinstance(caught.value, ValueError)
-            assert not isinstance(caught.value, FerruleError)
-            assert caught.value.token == pickle.loads(pickle.dumps(caught.value)).token == token
-            assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-        assert fake.calls == {}
-        assert (cache.length, cache.pending) == (3, token)
 
 
 def test_values_of_errors_are_typed() -> None:

@@ -66,7 +66,7 @@ def test_every_part_of_a_policy_comes_back(client: Client) -> None:
         assert [row[0].token for row in output.top_logprobs] == list(output.tokens)
 
 
-def test_masks_bias_and_penalties_bind_the_choice(client: Client) -> None:
+def test_masks_bind_the_choice(client: Client) -> None:
     """Whatever form a mask has; the server's metrics count the registered one."""
     vocab_size = client.model_info().vocab_size
     allowed = np.zeros(vocab_size, np.bool_)
@@ -79,12 +79,7 @@ def test_masks_bias_and_penalties_bind_the_choice(client: Client) -> None:
         chosen = {cache.step(greedy(mask=one), redraw=True).token for one in (allowed, bits, [20, 30], registered)}
         assert len(chosen) == 1
         assert chosen <= {20, 30}
-        (token,) = chosen
-        (other,) = {20, 30} - chosen
-        cache.truncate(cache.length)
-        assert list(cache.generate(3, tokens=[20, 30], policy=greedy())) != []
     with pytest.raises(ValueError, match="at least one token"):
         greedy(mask=np.zeros(vocab_size, np.bool_))
     with pytest.raises(TypeError, match="bools must be a numpy array"):
         greedy(mask=[True, False])
-    assert other != token

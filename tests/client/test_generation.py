@@ -59,15 +59,6 @@ def test_generate_draws_what_decoding_by_hand_draws(client: Client, seed: int | 
         assert next(loop, None) is None
 
 
-def test_handle_covers_all_but_the_newest_token(client: Client) -> None:
-    """After each token the handle stands before it and the token is pending."""
-    with client.prefill(PROMPT) as cache:
-        for place, token in enumerate(cache.generate(max_tokens=5)):
-            assert cache.length == len(PROMPT) + place
-            assert cache.pending == token
-            assert (cache.pending.position, token.position) == (cache.length, cache.length)
-
-
 def test_two_loops_are_one_long_loop(client: Client) -> None:
     """A second loop goes on where the first one stopped, whatever way it stopped."""
     whole = decode_by_hand(client, 12, None)
@@ -79,32 +70,6 @@ def test_two_loops_are_one_long_loop(client: Client) -> None:
                 break
         parts += cache.generate(max_tokens=3, policy=greedy())
         assert parts == whole
-
-
-def test_decode_after_a_loop_appends_the_whole_text(client: Client) -> None:
-    """Loop, question, loop: the sequence holds every token once."""
-    with client.prefill(PROMPT) as cache:
-        said = list(cache.generate(max_tokens=4))
-        cache.append([20, 21])
-        said_more = list(cache.generate(max_tokens=3))
-        assert cache.info(token_ids=True).token_ids == (*PROMPT, *said, 20, 21, *said_more[:-1])
-        cache.append(())
-        assert cache.pending is None
-        assert cache.info(token_ids=True).token_ids[-1] == said_more[-1]
-
-
-def test_fork_after_a_loop_takes_the_pending_token_along(client: Client) -> None:
-    """Branches go on after the last token of the loop; a truncate drops it."""
-    with client.prefill(PROMPT) as cache:
-        said = list(cache.generate(max_tokens=4, policy=greedy()))
-        branch, early = cache.fork(), cache.fork(length=4)
-        with branch, early:
-            assert branch.pending == said[-1]
-            assert early.pending is None
-            assert list(branch.generate(3, policy=greedy())) == list(cache.generate(3, policy=greedy()))
-            assert list(early.generate(4, policy=greedy())) == said
-        cache.truncate(cache.length)
-        assert cache.pending is None
 
 
 def test_seed_is_drawn_once_and_can_be_read(client: Client) -> None:
@@ -150,15 +115,6 @@ def test_tokens_that_do_not_fit_are_an_error(client: Client) -> None:
         assert cache.info(token_ids=True).token_ids[500:506] == (*pending, *[5] * 5)
 
 
-def test_text_behind_tokens_that_do_not_fit_is_an_error(fake: FakeServer, fake_client: Client) -> None:
-    """No text at all is not what the model had to say."""
-    fake.max_length = 20
-    with fake_client.prefill([*b"the"]) as cache:
-        with pytest.raises(ContextExceededError):
-            "".join(cache.generate(5, tokens=[5] * 20).pieces())
-        assert cache.length == 3
-
-
 def test_full_context_without_room_for_one_token_is_an_error(client: Client) -> None:
     """A loop that can append nothing, and draw nothing, says so by an error."""
     with client.prefill([1] * 508) as cache:
@@ -176,12 +132,13 @@ def test_loop_needs_a_policy_that_chooses(client: Client) -> None:
         assert list(cache.generate(max_tokens=0)) == []
 
 
-def test_eos_ends_the_loop_and_is_yielded(fake: FakeServer, fake_client: Client) -> None:
-    """The model's own end token is the last one; it can be ignored."""
+def test_eos_ends_the_loop_and_is_no_text(fake: FakeServer, fake_client: Client) -> None:
+    """The model's own end token is the last of the tokens only; it can be ignored."""
     fake.text = [*b"abcd", EOS]
     with fake_client.prefill([*b"_____"]) as cache:
         loop = cache.generate()
-        assert list(loop) == [*b"abcd", EOS]
+        assert "".join(loop.pieces()) == "abcd"
+        assert loop.tokens == [*b"abcd", EOS]
         assert loop.finish_reason == "eos"
         assert cache.pending == EOS
         assert len(list(cache.generate(7, ignore_eos=True))) == 7
@@ -220,15 +177,6 @@ def test_text_never_holds_half_a_character(fake: FakeServer, fake_client: Client
     with fake_client.prefill(fake.text) as cache:
         assert "".join(cache.generate(3).pieces()) == "na"  # the third token is the first half of ï
         assert "".join(cache.generate(3).pieces()) == "ïve"
-
-
-def test_end_token_is_not_text(fake: FakeServer, fake_client: Client) -> None:
-    """What ends the text is in the tokens only."""
-    fake.text = [*b"abcd", EOS]
-    with fake_client.prefill([*b"_____"]) as cache, cache.generate() as loop:
-        assert "".join(loop.pieces()) == "abcd"
-        assert loop.tokens[-1] == EOS
-        assert loop.finish_reason == "eos"
 
 
 @pytest.mark.parametrize("tokens_per_frame", [1, 3])
@@ -302,29 +250,13 @@ def drawn_by(client: Client, cache: Cache, length: int) -> None:
     other.detach()
 
 
-def test_leaving_early_drops_what_the_server_drew_beyond(fake: FakeServer, fake_client: Client) -> None:
-    """Whatever comes next goes on from the last token that was handed out."""
-    with fake_client.prefill([*b"the"]) as cache:
-        for tokens_per_frame in (1, 4):
-            fake.tokens_per_frame = tokens_per_frame
-            loop = cache.generate(ignore_eos=True)
-            for token in loop:
-                if token == ord("r"):
-                    break
-            wait_for(lambda: len(fake.sequences[cache.handle.cache_id]) > cache.length + 1)
-            assert held(cache) == b"r"
-            assert bytes(cache.token_ids or []) == bytes(fake.sequences[cache.handle.cache_id])[: cache.length]
-            cache.append([*b"!"])
-            assert bytes(fake.sequences[cache.handle.cache_id]).endswith(b"k br!")
-            assert cache.token_ids == fake.sequences[cache.handle.cache_id]
-            fake.text = [*b"!", *fake.text][:20] if tokens_per_frame == 1 else fake.text
-            cache.truncate(3)
-
-
+@pytest.mark.parametrize("tokens_per_frame", [1, 4])
 @pytest.mark.parametrize("place", range(1, 9))
-def test_every_place_of_a_frame_is_a_good_one_to_leave(fake: FakeServer, fake_client: Client, place: int) -> None:
+def test_every_place_of_a_frame_is_a_good_one_to_leave(
+    fake: FakeServer, fake_client: Client, place: int, tokens_per_frame: int
+) -> None:
     """Several tokens of one frame share a handle; truncates, forks and appends between them are exact all the same."""
-    fake.tokens_per_frame = 4
+    fake.tokens_per_frame = tokens_per_frame
     fake.text = list(range(50, 70))
     said = [fake.text[(3 + n) % 20] for n in range(place)]
     with fake_client.prefill([1, 2, 3]) as cache:
@@ -575,18 +507,6 @@ def test_mask_of_another_process_goes_by_its_fingerprint(fake_client: Client, cl
         client.register_mask(mask)
     with pytest.raises(ValueError, match="needs"):
         TokenMask()
-
-
-def test_greedy_takes_what_shapes_logits(client: Client) -> None:
-    """A bias and penalties make the same choice as a draw at temperature 0."""
-    policy = greedy(logit_bias={77: 1000.0}, presence_penalty=0.5)
-    assert client.generate(PROMPT, 3, policy=policy).read().tokens == [77, 77, 77]
-    shaped = greedy(frequency_penalty=2.0, repetition_penalty=1.5)
-    drawn = sample(temperature=0, frequency_penalty=2.0, repetition_penalty=1.5)
-    one, other = (client.generate(PROMPT, 8, policy=wanted).read().tokens for wanted in (shaped, drawn))
-    assert one == other
-    with pytest.raises(ValueError, match="use a mask"):
-        greedy(logit_bias={7: float("-inf")})
 
 
 def test_token_is_an_int_that_knows_more(client: Client) -> None:

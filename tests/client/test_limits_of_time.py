@@ -26,20 +26,26 @@ def doubtful(fake: FakeServer, fake_client: Client) -> Cache:
     return cache
 
 
+def slowed(client: Client, monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[Any]:
+    """Let each unary call take so long, and return the timeouts that they are given."""
+    wire, limits = client._connection.wire, []
+    call = wire.call
+
+    def slow(method: Any, request: Any, timeout: float | None, *rest: Any) -> Any:
+        limits.append(timeout)
+        time.sleep(seconds)
+        return call(method, request, timeout, *rest)
+
+    monkeypatch.setattr(wire, "call", slow)
+    return limits
+
+
 @pytest.mark.parametrize("way", ["Decode", "Prefill", "frame"])
 def test_what_a_look_took_is_not_given_again(
     fake: FakeServer, fake_client: Client, doubtful: Cache, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """The append has what the look at the sequence left of the time."""
-    wire, limits = fake_client._connection.wire, []
-    call = wire.call
-
-    def slow(method: Any, request: Any, timeout: float | None, *rest: Any) -> Any:
-        limits.append(timeout)
-        time.sleep(0.2)
-        return call(method, request, timeout, *rest)
-
-    monkeypatch.setattr(wire, "call", slow)
+    limits = slowed(fake_client, monkeypatch, 0.2)
     with doubtful:
         if way == "frame":
             with pytest.raises(DeadlineExceededError), fake_client.stream() as stream:
@@ -56,16 +62,8 @@ def test_what_a_look_took_is_not_given_again(
 def test_many_batches_keep_one_limit(fake_client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles beyond what one request takes do not make a call last longer."""
     fake_client._connection.handle_limit.advertise(1)
-    wire, limits = fake_client._connection.wire, []
-    call = wire.call
-
-    def slow(method: Any, request: Any, timeout: float | None, *rest: Any) -> Any:
-        limits.append(timeout)
-        time.sleep(0.05)
-        return call(method, request, timeout, *rest)
-
     caches = [fake_client.prefill([1]) for _ in range(3)]
-    monkeypatch.setattr(wire, "call", slow)
+    limits = slowed(fake_client, monkeypatch, 0.05)
     fake_client.keep_alive(caches, timeout=10)
     fake_client.release(caches, timeout=10)
     assert [limit is not None and limit <= 10 - 0.05 * (place % 3) for place, limit in enumerate(limits)] == [True] * 6

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrule import AsyncClient, Client, FerruleError, Handle
-from ferrule.errors import DeadlineExceededError, InvalidRequestError
+from ferrule.errors import DeadlineExceededError
 from ferrule.types import Append, Lease
 from ferrule_client import _leases
 from ferrule_client._parts import HandleLimit, Parts
@@ -121,22 +121,6 @@ def test_5000_caches_are_kept_and_released_by_one_call_each(server: RunningServe
     assert server.free_blocks == num_free
 
 
-def test_5000_caches_are_kept_and_released_by_asyncio(target: str) -> None:
-    """As in the other client."""
-
-    async def main() -> None:
-        async with AsyncClient(target) as client:
-            async with client.prefill(PROMPT, keep_alive=False) as trunk:
-                handles = [one.detach() for _ in range(COUNT // 250) for one in await trunk.fork(250)]
-                leases = await client.keep_alive([*handles, *strangers(3)], ttl=100)
-                assert [isinstance(one, Lease) for one in leases] == [True] * COUNT + [False] * 3
-                released = await client.release([*strangers(3), *handles])
-                assert released.released == (False,) * 3 + (True,) * COUNT
-            assert [one async for one in client.list_caches()] == []
-
-    run(main())
-
-
 @pytest.mark.parametrize("advertised", [0, 7, 600])
 def test_asyncio_sends_what_the_server_accepts(fake: FakeServer, advertised: int) -> None:
     """Whether it advertises its limit or not; in requests and in frames."""
@@ -149,6 +133,7 @@ def test_asyncio_sends_what_the_server_accepts(fake: FakeServer, advertised: int
             async with client.prefill(PROMPT) as trunk:
                 losers = [one for _ in range(4) for one in await trunk.fork(250)]
                 await stream.run([Append(trunk, 5)], release=losers)
+                assert all(one.is_released for one in losers)
                 assert len(fake.sequences) == 1
 
     run(main())
@@ -229,16 +214,6 @@ def test_a_server_that_does_not_say_its_limit_is_served(spoil: Callable[[FakeSer
         assert client.release(strangers(600)).released == (False,) * 600
         assert max(fake.kept) <= 5
         assert client._connection.handle_limit.most in (4, 5)
-
-
-def test_refusals_that_are_not_about_the_length_are_raised(fake: FakeServer, fake_client: Client) -> None:
-    """Once; nothing is sent again."""
-    failure = Failure(INVALID, reason="INVALID_FIELD", metadata=(("field", "kv_caches[1].cache_id"),))
-    for rpc, call in (("KeepAlive", fake_client.keep_alive), ("ReleaseCache", fake_client.release)):
-        fake.failures[rpc] = [failure]
-        with pytest.raises(InvalidRequestError):
-            call(strangers(9))
-        assert fake.calls[rpc] == 1
 
 
 # ---- the keep-alive thread ------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from ferrule.errors import (
     BlocksExhaustedError,
     DeadlineExceededError,
     DrainingError,
-    RequestIdReusedError,
     UnavailableError,
 )
 from ferrule.types import Append, Output
@@ -91,12 +90,14 @@ def test_loop_goes_on_over_losses(fake: FakeServer, fake_client: Client) -> None
     with fake_client.prefill(PROMPT, recover=True) as cache:
         fake.delay_s = 0.02  # so that it is in the middle of the loop
         said = []
-        for token in cache.generate(16):
+        loop = cache.generate(16)
+        for token in loop:
             said.append(token)
             if len(said) in (1, 4, 9):
                 fake.lose_all()
         assert bytes(said) == b" quick brown fox"
         assert cache.num_recoveries == 3
+        assert {request.logits_policy.sample.seed for request in fake.generates} == {loop.seed}
         assert bytes(fake.sequences[cache.handle.cache_id]) == b"the quick brown fo"
 
 
@@ -169,18 +170,6 @@ def test_calls_at_once_recover_once(fake: FakeServer) -> None:
             assert fake.sequences == {cache.handle.cache_id: PROMPT}
 
     asyncio.run(look())
-
-
-def test_sampled_loop_keeps_its_seed(fake: FakeServer, fake_client: Client) -> None:
-    """Also one that the client has drawn itself."""
-    with fake_client.prefill(PROMPT, recover=True) as cache:
-        fake.delay_s = 0.02
-        loop = cache.generate(6)
-        next(loop)
-        fake.lose_all()
-        assert bytes(loop.read().tokens) == b" quick"
-        assert cache.num_recoveries == 1
-        assert {request.logits_policy.sample.seed for request in fake.generates} == {loop.seed}
 
 
 def test_recovery_happens_once_per_call(fake: FakeServer, fake_client: Client) -> None:
@@ -363,20 +352,6 @@ def test_expired_sequence_of_a_real_server_comes_back() -> None:
         assert (cache.num_recoveries, cache._tip.ttl_s) == (1, 7.0)
         assert cache.info(token_ids=True).token_ids == (1, 2, 3, 4)
         client.release([plain, branch, cache])
-
-
-def test_request_id_of_ones_own_names_one_sequence() -> None:
-    """Asked for twice, by two clients, it is made once; with another prompt the server refuses it."""
-    with RunningServer() as server, Client(server.address.target) as client:
-        other = Client(server.address.target)
-        cache = client.prefill([1, 2], request_id="mine")
-        again = other.prefill([1, 2], request_id="mine")
-        assert again.last.replayed
-        assert again.detach() == cache.handle
-        with pytest.raises(RequestIdReusedError):
-            other.prefill([1, 3], request_id="mine")
-        cache.release()
-        other.close()
 
 
 @pytest.mark.parametrize("place", range(1, 9))

@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 import grpc
 import pytest
 
-from ferrule import Cache, Client, FerruleError, greedy, sample
+from ferrule import Cache, Client, FerruleError, sample
 from ferrule.errors import (
-    BlocksExhaustedError,
     DeadlineExceededError,
-    DrainingError,
     RequestTimeoutError,
     RequestTooLargeError,
     ResourceExhaustedError,
@@ -30,13 +28,6 @@ LOST = Failure(CODES.UNAVAILABLE, "Socket closed", after=True)
 RESET = Failure(CODES.INTERNAL, "Received RST_STREAM with error code 2", after=True)
 CUT = Failure(CODES.CANCELLED, "CANCELLED", after=True)
 STARTING = Failure(CODES.UNAVAILABLE, "loading", reason="STARTING")
-
-
-def test_broken_connection_is_tried_again(fake: FakeServer, fake_client: Client) -> None:
-    """UNAVAILABLE twice, then an answer: the caller sees the answer."""
-    fake.failures["GetStatus"] = [GONE, GONE]
-    assert fake_client.status().is_ready
-    assert fake.calls["GetStatus"] == 3
 
 
 def run_one(client: Client, item: Append[Cache]) -> Output:
@@ -60,24 +51,6 @@ def test_append_is_tried_again_and_replays(fake: FakeServer, fake_client: Client
         assert cache.append([*b"de"]).replayed == failure.after
         assert bytes(fake.sequences[cache.handle.cache_id]) == b"abcde"
         assert fake.calls["Prefill"] == 3
-
-
-def test_pending_token_is_sent_once_however_often_the_call_is(fake: FakeServer, fake_client: Client) -> None:
-    """It is part of the append, and a lost reply leaves it pending."""
-    with fake_client.prefill([*b"ab"], policy=greedy()) as cache:
-        chosen = cache.last.token
-        fake.failures["Decode"] = [LOST, LOST]
-        assert cache.step().replayed
-        assert fake.sequences[cache.handle.cache_id] == [*b"ab", chosen]
-        assert cache.length == 3
-        chosen = cache.last.token
-        fake.failures["Decode"] = [LOST] * 99
-        with pytest.raises(UnavailableError):
-            cache.step()
-        fake.failures.clear()
-        assert (cache.length, cache.pending) == (3, chosen)
-        assert cache.step().replayed
-        assert fake.sequences[cache.handle.cache_id][3:] == [chosen]
 
 
 def test_call_that_the_server_cancels_is_a_broken_connection(fake: FakeServer) -> None:
@@ -324,17 +297,6 @@ def test_starting_server_is_waited_for(fake: FakeServer, fake_client: Client) ->
     with pytest.raises(StartingError):
         fake_client.prefill([*b"ab"], timeout=0.5)
     assert time.monotonic() - start < 2
-
-
-def test_other_refusals_are_not_tried_again(fake: FakeServer, fake_client: Client) -> None:
-    """A server that drains, or a full pool, is answered to the caller at once."""
-    fake.failures["GetStatus"] = [Failure(CODES.UNAVAILABLE, "bye", reason="DRAINING")]
-    with pytest.raises(DrainingError):
-        fake_client.status()
-    fake.failures["Prefill"] = [Failure(CODES.RESOURCE_EXHAUSTED, "full", reason="KV_BLOCKS_EXHAUSTED")]
-    with pytest.raises(BlocksExhaustedError):
-        fake_client.prefill([*b"ab"])
-    assert fake.calls == {"GetStatus": 1, "Prefill": 1}
 
 
 def test_retries_end(fake: FakeServer) -> None:

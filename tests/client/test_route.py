@@ -192,20 +192,25 @@ def test_a_call_without_time_says_nothing_of_its_instance(
     assert len(fake.routes) == 6
 
 
+@pytest.mark.parametrize("is_renamed", [False, True])
 @pytest.mark.parametrize("name", ["decode", "stream", "generate"])
-def test_a_cache_that_recovers_goes_on_elsewhere(fake: FakeServer, fake_client: Client, name: str) -> None:
-    """Prefilled again without a name, so where the proxy likes; then the call as if nothing had been."""
-    cache = make(fake, fake_client, "a", recover=True)
-    fake.unreachable, fake.instance = {"a"}, "b"
-    if name == "decode":
-        cache.append(1)
-    elif name == "stream":
-        append_by_stream(fake_client, [cache], [1])
-    else:
-        assert bytes(list(cache.generate(4))) == b" qui"
-    assert cache.num_recoveries == 1
-    assert cache.handle.instance == "b"
-    cache.release()
+def test_a_cache_that_recovers_goes_on_elsewhere(
+    fake: FakeServer, fake_client: Client, name: str, is_renamed: bool
+) -> None:
+    """It is prefilled again without a name, if its instance is out of reach or the server has another name now."""
+    with make(fake, fake_client, "a", recover=True) as cache:
+        fake.instance = "b"
+        if is_renamed:
+            fake.only = "b"
+        else:
+            fake.unreachable = {"a"}
+        if name == "decode":
+            cache.append(1)
+        elif name == "stream":
+            append_by_stream(fake_client, [cache], [1])
+        else:
+            assert bytes(list(cache.generate(4))) == b" qui"
+        assert (cache.num_recoveries, cache.handle.instance) == (1, "b")
 
 
 def test_wrong_instance_is_sent_once_to_the_one_it_names(fake: FakeServer, fake_client: Client) -> None:
@@ -268,25 +273,6 @@ def test_a_server_that_goes_by_another_name_is_quiet_about_what_it_had(fake: Fak
             assert isinstance(output, Output)
     assert fake_client.release(caches[:2]).released == (False, False)
     assert caches[2].release().released == (False,)
-
-
-@pytest.mark.parametrize("name", ["decode", "many", "stream", "generate"])
-def test_a_cache_that_recovers_goes_on_where_the_server_has_another_name(
-    fake: FakeServer, fake_client: Client, name: str
-) -> None:
-    """Prefilled again without a name; then the call as if nothing had been."""
-    with make(fake, fake_client, "a", recover=True) as cache:
-        fake.only = fake.instance = "b"
-        if name == "decode":
-            cache.append(1)
-        elif name == "many":
-            append_by_stream(fake_client, [cache], [1])
-        elif name == "stream":
-            with fake_client.stream() as stream:
-                append_all(stream, [cache], [1])
-        else:
-            assert bytes(list(cache.generate(4))) == b" qui"
-        assert (cache.num_recoveries, cache.handle.instance) == (1, "b")
 
 
 def test_a_proxy_without_any_server_is_named(fake: FakeServer) -> None:

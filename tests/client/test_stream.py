@@ -15,7 +15,6 @@ from ferrule.errors import (
     ContextExceededError,
     DeadlineExceededError,
     TokenOutOfVocabError,
-    UnavailableError,
 )
 from ferrule.types import Append, Output, Prompt, Tokens
 from tests.api.harness import RunningServer
@@ -146,15 +145,6 @@ def test_broken_stream_sends_only_what_was_not_answered(fake: FakeServer, fake_c
     assert [output.replayed for output in outputs] == [True, True]
     assert [fake.sequences[cache.handle.cache_id][3:] for cache in caches] == [[1], [2]]
     fake_client.release(caches)
-
-
-def test_branching_appends_are_not_sent_twice(fake: FakeServer, fake_client: Client) -> None:
-    """A fork whose reply was lost may have made a branch, so the caller hears of it."""
-    with fake_client.prefill([*b"abc"]) as cache, fake_client.stream() as stream:
-        fake.failures["frame"] = [Failure(grpc.StatusCode.UNAVAILABLE, after=True)]
-        with pytest.raises(UnavailableError):
-            stream.run([Append(cache, 1, on_stale="fork")])
-        assert len(fake.frames) == 1
 
 
 def test_misuse_is_said_before_anything_is_sent(fake: FakeServer, fake_client: Client) -> None:

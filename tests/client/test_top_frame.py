@@ -15,7 +15,7 @@ from ferrule.admin import BlockMap
 from ferrule.types import Status
 from ferrule_cli.top.figures import Figures, History, Look
 from ferrule_cli.top.frame import Frame, map_cells
-from ferrule_cli.top.parts import ASCII, UNICODE, bar, block_lines, clean, legend, short, span, spark, write_svg
+from ferrule_cli.top.parts import ASCII, UNICODE, bar, block_lines, clean, short, span, spark, write_svg
 from tests.client.views import blank, histogram, look, principal, sequence
 
 
@@ -120,20 +120,6 @@ def test_80_by_24_shows_everything() -> None:
     assert "user-63" in text
 
 
-def test_the_legend_is_never_cut_inside_a_word() -> None:
-    """What there is no room for is left out as a whole; how many blocks a cell is stays longest."""
-    whole = "16 a cell   · empty   ░ cached   █ one owner   2-9 owners   + more   ▄ part"
-    assert legend(16, UNICODE, 80).plain == whole
-    assert legend(16, UNICODE, 69).plain == whole.replace("   ", "  ")
-    assert legend(16, UNICODE, 9).plain == "16 a cell"
-    for width in range(80):
-        shown = legend(16, UNICODE, width).plain
-        assert cell_len(shown) <= width
-        assert whole.replace("   ", "  ").startswith(shown.replace("   ", "  "))
-    line = next(one.plain for one in Frame(80, 24, UNICODE).lines(_busy()) if "── blocks  " in one.plain)
-    assert line.endswith("▄ part")
-
-
 def test_a_server_that_is_away_has_no_state() -> None:
     """A green 'busy' beside 'no answer' would be believed."""
     figures = _figures(look(1.0), look(2.0))
@@ -141,40 +127,6 @@ def test_a_server_that_is_away_has_no_state() -> None:
     text = _plain(Frame(80, 24, UNICODE).lines(figures, note="no answer for 3 s"))
     assert "● busy" not in text
     assert "● away" in text
-
-
-def test_the_state_is_what_a_narrow_terminal_shows_first() -> None:
-    """The name of the command is known already."""
-    figures = _figures(
-        look(1.0, instance="a-long-name-of-an-instance"), look(2.0, instance="a-long-name-of-an-instance")
-    )
-    assert Frame(20, 5, UNICODE).lines(figures)[0].plain.startswith("● busy  a-long-")
-    assert Frame(20, 5, UNICODE).lines(figures, note="no answer for 3 s")[0].plain.startswith("● away  ")
-
-
-def test_wide_terminals_show_leases_and_principals_side_by_side() -> None:
-    """And narrow ones leave out columns rather than break lines."""
-    wide = _plain(Frame(140, 40, UNICODE).lines(_busy()))
-    assert any("── leases" in line and "── principals" in line for line in wide.splitlines())
-    assert "forked from" not in wide
-    narrow = _plain(Frame(40, 24, UNICODE).lines(_busy()))
-    assert "handle" in narrow
-    assert "shared  principal" not in narrow
-
-
-def test_who_is_no_admin_sees_what_there_is_and_why_there_is_no_more() -> None:
-    """No picture, no times, own handles."""
-    text = _plain(Frame(100, 30, UNICODE).lines(_guest()))
-    assert "without the admin role" in text
-    assert "── blocks" not in text
-    assert "ms p50/p99" not in text
-    assert f"{1:016x}" in text
-
-
-def test_a_server_that_loads_says_how_far_it_is() -> None:
-    """State, share and stage."""
-    text = _plain(Frame(80, 24, UNICODE).lines(_starting()))
-    assert "starting 42% reading weights" in text
 
 
 def test_what_others_write_is_never_obeyed() -> None:

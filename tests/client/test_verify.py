@@ -91,6 +91,10 @@ def test_rules_go_with_their_policies(client: Client) -> None:
             cache.verify([1], tokens=2, acceptance="rejection", policy=greedy())
         with pytest.raises(ValueError, match="one distribution per draft"):
             cache.verify([1], tokens=2, draft_probs=[])
+        with pytest.raises(ValueError, match="certain"):
+            cache.verify([1])
+        with pytest.raises(ValueError, match="acceptance must be one of none, greedy, exact, rejection"):
+            cache.verify([1], tokens=2, acceptance="always")  # type: ignore[arg-type]
         assert cache.verify([1], tokens=2, acceptance="GREEDY").has_next  # type: ignore[arg-type]
 
 

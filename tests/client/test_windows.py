@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ferrule import AsyncClient, Cache, Client, greedy, logits
+from ferrule import Cache, Client, greedy, logits
 from ferrule.errors import BlocksExhaustedError, KvGivenBackError, UnsupportedError
 from ferrule.types import Append, FloatArray, Prompt
 from ferrule_server.executor.base import Executor
@@ -172,14 +171,3 @@ def test_a_model_that_attends_to_everything_says_so(client: Client, target: str)
         with pytest.raises(UnsupportedError, match="drop_outside_window") as caught:
             refused()
         assert caught.value.metadata["feature"] == "drop_outside_window"
-
-
-def test_the_async_client_takes_the_option_too(target: str) -> None:
-    """It is refused here, so it was sent."""
-
-    async def ask() -> None:
-        async with AsyncClient(target, timeout=20) as client:
-            await client.prefill([1, 2], drop_outside_window=True)
-
-    with pytest.raises(UnsupportedError, match="drop_outside_window"):
-        asyncio.run(ask())

@@ -8,37 +8,11 @@ from pathlib import Path
 import pytest
 
 from ferrule_server import __main__ as server
-from ferrule_server.addresses import ListenAddress
 from ferrule_server.arguments import parse_config
 from ferrule_server.config import CONNECTIONS_OF_STRANGERS, DEFAULT_CONNECTIONS, ServerConfig, instance_of_host
 from ferrule_server.errors import ConfigError
 from ferrule_server.loading import create_executor
-from ferrule_server.quotas import DEFAULT_QUOTAS, QuotaLimits
 from ferrule_server.settings import settings_of
-
-ROOT = Path(__file__).parents[2]
-
-
-def test_defaults_need_nothing() -> None:
-    """No flag, no variable."""
-    config = parse_config([], {})
-    assert config == ServerConfig(instance=config.instance)
-    assert config.model == "demo"
-    assert config.listen.target == "127.0.0.1:50051"
-    assert config.kv_memory_bytes is None
-    assert config.device == "auto"
-    assert config.gpu_memory_fraction == 0.9
-    assert config.has_cuda_runner
-    assert not config.is_deterministic
-
-
-def test_flags_win_over_the_environment() -> None:
-    """And the environment over defaults."""
-    environment = {"FERRULE_KV_MEMORY": "2GiB", "FERRULE_MAX_TTL": "90s", "FERRULE_INSECURE": "1", "KV_MEMORY": "junk"}
-    config = parse_config(["--kv-memory", "512MiB"], environment)
-    assert config.kv_memory_bytes == 512 << 20
-    assert config.max_ttl_s == 90.0
-    assert config.is_insecure
 
 
 @pytest.mark.parametrize(
@@ -48,87 +22,6 @@ def test_flags_win_over_the_environment() -> None:
 def test_sizes_have_binary_units(text: str, size: int) -> None:
     """From KiB to TiB, with or without a fraction."""
     assert parse_config(["--kv-memory", text], {}).kv_memory_bytes == size
-
-
-def test_every_setting_has_a_flag_and_a_variable() -> None:
-    """All at once, by either way, the same."""
-    values = {
-        "--model": "/models/x",
-        "--revision": "v1.0",
-        "--listen": "0.0.0.0:7000",
-        "--executor": "torch",
-        "--dtype": "float32",
-        "--kv-memory": "1.5GiB",
-        "--max-context": "4096",
-        "--max-ttl": "30m",
-        "--max-step-rows": "128",
-        "--instance": "gpu-3",
-        "--log-level": "debug",
-        "--log-format": "json",
-        "--otlp-endpoint": "https://collector.example",
-        "--threads": "4",
-        "--token-file": "/etc/ferrule/tokens",
-        "--tls-cert": "/etc/ferrule/cert.pem",
-        "--tls-key": "/etc/ferrule/key.pem",
-        "--tls-client-ca": "/etc/ferrule/ca.pem",
-        "--metrics-listen": "[::1]:9464",
-        "--ui": "on",
-        "--max-step-time": "20ms",
-        "--max-waiting-jobs": "77",
-        "--drain-grace": "3s",
-        "--quota-handles": "1",
-        "--quota-kv-tokens": "2",
-        "--quota-queued-rows": "3",
-        "--quota-prefill-rate": "4",
-        "--quota-retained": "5KiB",
-        "--quota-mask-bytes": "6KiB",
-        "--quota-call-rate": "7",
-        "--quota-request-bytes": "8KiB",
-        "--quota-text-rate": "9KiB",
-        "--prefix-cache": "off",
-        "--device": "cuda:1",
-        "--gpu-memory-fraction": "0.75",
-        "--kernel-cache": "/var/cache/kernels",
-        "--kernel-bundle": "/opt/kernels.bundle",
-        "--early-launch": "off",
-        "--durable": "/var/lib/ferrule/journal",
-        "--restore-wait": "0",
-    }
-    switches = ["--insecure", "--reflection", "--debug-top-tokens", "--disable-cuda-runner"]
-    switches += ["--disable-cuda-graphs", "--offline", "--download-only"]
-    by_flag = parse_config([*(part for pair in values.items() for part in pair), *switches], {})
-    environment = {flag[2:].replace("-", "_").upper(): value for flag, value in values.items()}
-    environment |= {"INSECURE": "true", "REFLECTION": "yes", "DEBUG_TOP_TOKENS": "1"}
-    environment |= {"DISABLE_CUDA_RUNNER": "1", "DISABLE_CUDA_GRAPHS": "yes"}
-    environment |= {"OFFLINE": "on", "DOWNLOAD_ONLY": "1"}
-    by_variable = parse_config([], {f"FERRULE_{name}": value for name, value in environment.items()})
-    assert by_flag == by_variable
-    assert by_flag.kv_memory_bytes == 3 << 29
-    assert by_flag.listen == ListenAddress("0.0.0.0", 7000)
-    assert by_flag.metrics_listen == ListenAddress("::1", 9464)
-    assert by_flag.ui == "on"
-    assert (by_flag.revision, by_flag.is_offline, by_flag.is_download_only) == ("v1.0", True, True)
-    assert by_flag.num_threads == 4
-    assert (by_flag.log_format, by_flag.otlp_endpoint) == ("json", "https://collector.example:4317")
-    assert by_flag.has_reflection
-    assert by_flag.token_file == Path("/etc/ferrule/tokens")
-    assert by_flag.quotas == QuotaLimits(1, 2, 3, 4, 5 << 10, 6 << 10, 7, 8 << 10, 9 << 10)
-    assert not by_flag.has_prefix_cache
-    assert by_flag.logs_top_tokens
-    assert by_flag.device == "cuda:1"
-    assert by_flag.gpu_memory_fraction == 0.75
-    assert by_flag.kernel_cache == Path("/var/cache/kernels")
-    assert by_flag.kernel_bundle == Path("/opt/kernels.bundle")
-    assert not by_flag.has_cuda_runner
-    assert by_flag.early_launch == "off"
-    assert (by_flag.durable, by_flag.restore_wait) == (Path("/var/lib/ferrule/journal"), 0)
-    assert not by_flag.has_cuda_graphs
-
-
-def test_determinism_is_a_switch_of_its_own() -> None:
-    """It cannot stand beside those that it excludes."""
-    assert parse_config(["--deterministic"], {}).is_deterministic
-    assert parse_config(["--device", "cuda"], {"FERRULE_DETERMINISTIC": "1"}).is_deterministic
 
 
 @pytest.mark.parametrize(
@@ -142,14 +35,9 @@ def test_determinism_needs_the_kernels(arguments: str) -> None:
         parse_config(["--deterministic", *arguments.split()], environment)
 
 
-def test_contents_are_logged_only_if_asked_for_and_prefixes_are_kept() -> None:
-    """What is safe and fast is the default; the bound on masks can be lifted."""
-    config = parse_config([], {})
-    assert config.has_prefix_cache
-    assert not config.logs_top_tokens
-    assert config.quotas.mask_bytes == DEFAULT_QUOTAS.mask_bytes == 64 << 20
-    assert parse_config(["--quota-mask-bytes", "none"], {}).quotas.mask_bytes is None
-    assert parse_config(["--prefix-cache", "on"], {"FERRULE_PREFIX_CACHE": "off"}).has_prefix_cache
+def test_bounds_belong_to_the_values() -> None:
+    """The least and the most of a setting are accepted."""
+    assert [parse_config(["--max-ttl", text], {}).max_ttl_s for text in ("5s", "720h")] == [5.0, 720 * 3600.0]
 
 
 @pytest.mark.parametrize(
@@ -188,33 +76,23 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--kv-memory", "1GB"], "KiB, MiB, GiB or TiB"),
         (["--kv-memory", "4G"], "KiB, MiB, GiB or TiB.*1G is written 1GiB"),
         (["--kv-memory", "1024"], "KiB, MiB, GiB or TiB"),
-        (["--kv-memory", "1iB"], "KiB, MiB, GiB or TiB"),
         (["--kv-memory", "1KiB"], "64KiB"),
         (["--max-ttl", "60"], "30m"),
         (["--max-ttl", "1s"], "5s"),
         (["--max-context", "-1"], "whole number"),
-        (["--max-context", "0"], "at least 1"),
-        (["--max-step-rows", "0"], "65536"),
         (["--threads", "two"], "whole number"),
         (["--revision", "main"], "--model org/name"),
         (["--download-only"], "--model org/name"),
         (["--revision", "../x", "--model", "a/b"], "a branch, a tag or a commit"),
         (["--instance", "a.b"], "A-Z a-z"),
         (["--prefix-cache", "maybe"], "on or off"),
-        (["--quota-mask-bytes", "64"], "KiB, MiB, GiB or TiB"),
-        (["--quota-call-rate", "0"], "at least 1"),
-        (["--quota-request-bytes", "0KiB"], "at least one byte"),
-        (["--quota-text-rate", "64"], "KiB, MiB, GiB or TiB"),
         (["--instance", "x" * 65], "1 to 64"),
-        (["--executor", "cuda"], "paged-reference"),
-        (["--device", "gpu"], "auto, cpu, cuda or cuda:N"),
         (["--device", "cuda:-1"], "auto, cpu, cuda or cuda:N"),
         (["--device", "cuda:01"], "auto, cpu, cuda or cuda:N"),
         (["--gpu-memory-fraction", "90%"], "such as 0.9"),
         (["--gpu-memory-fraction", "nan"], "such as 0.9"),
         (["--gpu-memory-fraction", "1e-1"], "such as 0.9"),
         (["--gpu-memory-fraction", "0.05"], "from 0.1 to 1"),
-        (["--gpu-memory-fraction", "90"], "from 0.1 to 1"),
         (["--kernel-cache", ""], "a path"),
         (["--model", ""], "demo, a folder, or org/name"),
         (["--executor", "numba-cuda", "--device", "cpu"], "leave --device cpu out"),
@@ -228,11 +106,9 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--weights", "int4", "--executor", "torch"], "needs the kernels of the processor"),
         (["--weights", "int8", "--device", "cuda"], "needs the kernels of the processor"),
         (["--weights", "int4", "--activations", "int8"], "--activations int8 goes with --weights int8 only"),
-        (["--log-level", "chatty"], "warning"),
         (["--executor", "paged-reference", "--model", "demo"], "leave --model out"),
         (["--executor", "paged-reference", "--dtype", "bfloat16"], "leave --dtype out"),
         (["--metrics-listen", "9464"], r"HOST:PORT, such as 127.0.0.1:9464 or \[::1\]:9464$"),
-        (["--log-format", "xml"], "one of text, json"),
         (["--otlp-endpoint", "127.0.0.1:4317"], "must be http://HOST:PORT"),
         (["--otlp-endpoint", "http://:4317"], "must be http://HOST:PORT"),
         (["--otlp-endpoint", "http://127.0.0.1:x"], "must be http://HOST:PORT"),
@@ -240,7 +116,6 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--otlp-endpoint", "http://me:secret@127.0.0.1:4317"], "OTEL_EXPORTER_OTLP_HEADERS"),
         (["--metrics-listen", "unix:/tmp/m.sock"], "HTTP clients do not know unix: paths"),
         (["--metrics-listen", "127.0.0.1:50051"], "cannot share 127.0.0.1:50051: choose another port"),
-        (["--ui", "yes"], "auto, on, off"),
         (["--ui", "on"], "add --metrics-listen"),
     ],
 )
@@ -331,12 +206,6 @@ def test_the_page_is_served_by_itself_where_who_reaches_it_may_see_as_much(argum
     without a right to the socket's path, has it not.
     """
     assert parse_config(arguments.split(), {}).has_ui is is_served
-
-
-def test_an_unusable_variable_is_named() -> None:
-    """Not the flag, which the user never typed."""
-    with pytest.raises(ConfigError, match="FERRULE_REFLECTION 'maybe': must be 1 or 0"):
-        parse_config([], {"FERRULE_REFLECTION": "maybe"})
 
 
 @pytest.mark.parametrize(
@@ -447,8 +316,3 @@ def test_the_default_instance_is_made_of_the_host_name(host_name: str, instance:
     """Only what may stand in a handle."""
     assert instance_of_host(host_name) == instance
     assert ServerConfig(instance=instance).instance == instance
-
-
-def test_a_relative_socket_path_stays_relative() -> None:
-    """It is the user's."""
-    assert parse_config(["--listen", "unix:run/f.sock"], {}).listen.path == Path("run/f.sock")

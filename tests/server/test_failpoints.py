@@ -31,8 +31,3 @@ def test_failpoints_that_arm_nothing_are_refused() -> None:
     done = _run(*REFERENCE, *LISTEN, "--failpoints", "nowhere=error")
     assert done.returncode == 2
     assert "--failpoints: 'nowhere=error' is not a failpoint" in done.stderr
-
-
-def test_nothing_is_said_without_failpoints() -> None:
-    """The flag is hidden: it is not for people."""
-    assert "failpoints" not in _run("--help").stdout

@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from ferrule import Client
 from ferrule_server.addresses import ListenAddress, parse_listen
 from tests.api.web.plain_http import get, listening
+from tests.server.test_main import REFERENCE, _command, _end, _environment, _run, _running
 
-REFERENCE = ("--executor", "paged-reference", "--kv-memory", "4MiB")
-
-
-@contextmanager
-def _running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a server; it is gone afterwards."""
-    command = [sys.executable, "-W", "error", "-m", "ferrule_server", "--listen", "127.0.0.1:0", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def _ready(process: subprocess.Popen[str]) -> dict[str, str]:
-    """Return the values of the ready line."""
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line.startswith("ready "), process.communicate(timeout=10)
-    return dict(part.split("=", 1) for part in shlex.split(line)[1:])
+LISTEN = ("--listen", "127.0.0.1:0", "--metrics-listen")
 
 
 def _address_in_log(process: subprocess.Popen[str]) -> ListenAddress:
@@ -49,11 +30,17 @@ def _address_in_log(process: subprocess.Popen[str]) -> ListenAddress:
 
 def test_metrics_and_page_are_served_from_start_to_end() -> None:
     """Before the model is loaded, on the port that the log and the line 'ready' tell; and while the server drains."""
-    with _running("--metrics-listen", "[::1]:0", "--kv-memory", "4MiB", "--drain-grace", "20s") as process:
+    command = _command(*LISTEN, "[::1]:0", "--kv-memory", "4MiB", "--drain-grace", "20s")
+    with (
+        subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=_environment()) as process,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(process.kill)
         address = _address_in_log(process)
         assert b'ferrule_state{state="starting"} 1.0' in get(address, "/metrics").body
         assert get(address, "/ui").status == 200
-        values = _ready(process)
+        assert process.stdout is not None
+        values = dict(part.split("=", 1) for part in shlex.split(process.stdout.readline())[1:])
         assert parse_listen(values["metrics_listen"]) == address
         with Client(values["listen"]) as client, client.prefill([1, 2, 3]) as cache:
             assert b"ferrule_sequences 1.0" in get(address, "/metrics").body
@@ -69,31 +56,23 @@ def test_metrics_and_page_are_served_from_start_to_end() -> None:
 
 def test_an_address_in_use_ends_the_start_before_anything_is_loaded() -> None:
     """Exit code 2, the flag is named, and no socket of the server's own is left."""
-    with listening() as other, _running(*REFERENCE, "--metrics-listen", other.address.target) as process:
-        out, err = process.communicate(timeout=20)
-    assert process.returncode == 2
-    assert f"--metrics-listen: cannot listen on {other.address.target}" in err
-    assert "another server uses it" in err
-    assert "loading" not in err
-    assert out == ""
+    with listening() as other:
+        done = _run(*REFERENCE, *LISTEN, other.address.target)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"--metrics-listen: cannot listen on {other.address.target}" in done.stderr
+    assert "loading" not in done.stderr
 
 
 def test_what_other_machines_can_read_is_said_once() -> None:
     """Metrics without a page unless it is asked for; both need no --insecure, which is about using the server."""
-    with _running(*REFERENCE, "--metrics-listen", "0.0.0.0:0") as process:
-        port = parse_listen(_ready(process)["metrics_listen"]).port
-        assert get(ListenAddress("127.0.0.1", port), "/metrics", "Host: ferrule:9464").status == 200
-        assert get(ListenAddress("127.0.0.1", port), "/ui").status == 404
-        process.terminate()
-        _, err = process.communicate(timeout=20)
-    assert err.count("insecure: everybody who can reach 0.0.0.0:") == 1
-    assert f"0.0.0.0:{port} can read the metrics\n" in err
-    with _running(*REFERENCE, "--metrics-listen", "0.0.0.0:0", "--ui", "on") as process:
-        port = parse_listen(_ready(process)["metrics_listen"]).port
-        assert get(ListenAddress("127.0.0.1", port), "/ui").status == 200
-        process.terminate()
-        _, err = process.communicate(timeout=20)
-    assert "can read the metrics, and at /ui who uses the server and how" in err
+    for more, page in (((), 404), (("--ui", "on"), 200)):
+        with _running(*REFERENCE, *LISTEN, "0.0.0.0:0", *more) as (process, values):
+            port = parse_listen(values["metrics_listen"]).port
+            assert get(ListenAddress("127.0.0.1", port), "/metrics", "Host: ferrule:9464").status == 200
+            assert get(ListenAddress("127.0.0.1", port), "/ui").status == page
+            _, err = _end(process)
+        assert err.count("insecure: everybody who can reach 0.0.0.0:") == 1
+        assert ("and at /ui" in err) is (page == 200)
 
 
 def test_without_the_flag_nothing_listens_and_nothing_of_it_is_imported() -> None:

@@ -64,14 +64,22 @@ def test_paged_reference_has_the_settings_asked_for() -> None:
     loaded.executor.close()
 
 
-def test_paged_reference_starts_without_torch() -> None:
-    """Importing torch takes longer than everything else together."""
+@pytest.mark.parametrize(
+    ("settings", "left_out"),
+    [
+        ({"model": None, "executor": "paged-reference"}, ("torch", "numba", "tokenizers")),
+        ({"kv_memory_bytes": 1 << 22}, ("numba.cuda", "ferrule_server.kernels.cuda", "ferrule_server.executor.cuda")),
+    ],
+    ids=["reference", "processor"],
+)
+def test_a_start_imports_only_what_it_uses(settings: dict[str, Any], left_out: tuple[str, ...]) -> None:
+    """Importing torch takes longer than all else together; kernels of a GPU and their compiler make a start longer."""
     code = (
-        "import sys; from ferrule_server.loading import create_executor;"
+        "import sys; from ferrule_server.loading import create_executor; import ferrule_server.api.serve;"
         "from ferrule_server.config import ServerConfig;"
-        "create_executor(ServerConfig(model=None, executor='paged-reference'), print);"
-        "import ferrule_server.api.serve;"
-        "assert not {'torch', 'numba', 'tokenizers'} & set(sys.modules), 'too much was imported'"
+        f"create_executor(ServerConfig(**{settings!r}), lambda *_: None).executor.close();"
+        f"found = [name for name in sys.modules if name.startswith({left_out!r})];"
+        "assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -90,19 +98,6 @@ def test_paged_reference_starts_without_torch() -> None:
 def test_bfloat16_is_chosen_by_processor_flags(cpuinfo: str, has: bool) -> None:
     """Without the instructions bfloat16 is emulated and slower than float32."""
     assert has_bfloat16_instructions(cpuinfo) is has
-
-
-def test_a_start_on_the_processor_loads_nothing_of_a_gpu() -> None:
-    """No kernels of a GPU, nor a compiler for them, which would make the start longer."""
-    code = (
-        "import sys; from ferrule_server.loading import create_executor;"
-        "from ferrule_server.config import ServerConfig;"
-        "create_executor(ServerConfig(kv_memory_bytes=1 << 22), lambda *_: None).executor.close();"
-        "found = [name for name in sys.modules if name.startswith(('numba.cuda', 'ferrule_server.kernels.cuda',"
-        "'ferrule_server.executor.cuda'))];"
-        "assert not found, found"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 _HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
@@ -203,20 +198,6 @@ def test_float16_runs_in_torch_on_the_processor(name: str, reason: str, caplog: 
     assert reason in info.fallback_reason
     assert bool(info.fallback_reason) == bool(reason)
     assert len(_warnings(caplog)) == bool(reason)
-    executor.close()
-
-
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("name", ["auto", "torch"])
-def test_float16_runs_in_torch_on_a_gpu(name: str) -> None:
-    """The kernels say that they need bfloat16; weights and pool take two bytes for each number."""
-    executor = _created(executor=name, dtype="float16")
-    assert isinstance(executor, FallbackExecutor)
-    assert (executor.state.name, executor.info.model.dtype, executor.info.kv_dtype) == ("torch", "float16", "float16")
-    reason = "" if name == "torch" else "the kernels need bfloat16, not float16"
-    assert executor.state.fallback_reason == reason
-    assert executor.state.memory is not None
-    assert executor.state.memory.weights == executor.info.model.weights_bytes
     executor.close()
 
 
@@ -325,24 +306,28 @@ def test_a_gpu_that_is_found_serves(gpu: FakeGpu) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_kernels_switched_off_leave_the_gpu_to_torch(caplog: pytest.LogCaptureFixture) -> None:
-    """FERRULE_DISABLE_CUDA_RUNNER=1: one warning, and the flag is named."""
-    executor = _created(has_cuda_runner=False)
+@pytest.mark.parametrize(
+    ("settings", "dtype", "reason"),
+    [
+        ({"executor": "torch"}, "bfloat16", ""),
+        ({"executor": "torch", "dtype": "float16"}, "float16", ""),
+        ({"dtype": "float16"}, "float16", "the kernels need bfloat16, not float16"),
+        ({"has_cuda_runner": False}, "bfloat16", "the kernels are switched off by --disable-cuda-runner"),
+    ],
+    ids=str,
+)
+def test_torch_runs_on_a_gpu(
+    settings: dict[str, Any], dtype: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If it was asked for, that is no fallback; otherwise one warning says why, as the state does."""
+    executor = _created(**settings)
     assert isinstance(executor, FallbackExecutor)
-    assert executor.state.fallback_reason == "the kernels are switched off by --disable-cuda-runner"
-    assert len(_warnings(caplog)) == 1
-    executor.close()
-
-
-@pytest.mark.usefixtures("gpu")
-def test_torch_on_a_gpu_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:
-    """It was asked for."""
-    executor = _created(executor="torch")
-    assert isinstance(executor, FallbackExecutor)
-    assert (executor.state.name, executor.state.fallback_reason) == ("torch", "")
+    assert (executor.state.name, executor.state.fallback_reason) == ("torch", reason)
+    assert (executor.info.model.dtype, executor.info.kv_dtype) == (dtype, dtype)
     assert executor.state.memory is not None
+    assert executor.state.memory.weights == executor.info.model.weights_bytes
     assert executor.state.memory.buffers == 0
-    assert _warnings(caplog) == []
+    assert len(_warnings(caplog)) == bool(reason)
     executor.close()
 
 

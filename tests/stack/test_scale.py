@@ -5,7 +5,6 @@ Servers have flags of their own, which are quick; what must hold of docker-compo
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import signal
 import threading
@@ -18,7 +17,7 @@ import grpc
 import pytest
 import yaml
 
-from ferrule import AsyncClient, Cache, Client, FerruleError, Policy, greedy, sample
+from ferrule import Cache, Client, FerruleError, Policy, greedy, sample
 from ferrule.errors import AuthError, EpochChangedError, InstanceUnreachableError, UnavailableError, WrongInstanceError
 from ferrule.types import Append, Output, Prompt
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
@@ -175,22 +174,6 @@ def test_a_client_may_be_of_one_instance(stack: OwnFleet) -> None:
             pinned.release(caches)
     with stack.client() as client, pytest.raises(AuthError, match="ferrule-instance"):
         client.admin.drain()
-
-
-def test_asyncio_clients_go_the_same_ways(stack: OwnFleet) -> None:
-    """A frame over both instances, leases and releases."""
-
-    async def main() -> None:
-        async with AsyncClient(stack.envoy.target, timeout=20) as client:
-            caches = [await client.prefill([number]) for number in range(16)]
-            assert {cache.handle.cache_id.partition(".")[0] for cache in caches} == {A, B}
-            async with client.stream() as stream:
-                outputs = await stream.run([Append(cache, 1, greedy()) for cache in caches])
-            assert [output.handle.length for output in outputs] == [2] * 16
-            assert all(not isinstance(lease, Exception) for lease in await client.keep_alive(caches))
-            assert (await client.release(caches)).released == (True,) * 16
-
-    asyncio.run(main())
 
 
 # ---- what others may try --------------------------------------------------------------------------------------------

@@ -94,6 +94,7 @@ BOMBS = {
     "deep blocks": "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
     "long sums": "{{ " + "+".join(["1"] * 200_000) + " }}",
     "deep not": "{{ " + "not " * 100_000 + "1 }}",
+    "a generation": "{% generation %}" + EMPTY_LOOP + "{% endgeneration %}",
 }  # fmt: skip
 
 

@@ -1,11 +1,17 @@
-"""``ferrule bench``: its figures, what it leaves behind, and what it refuses."""
+"""``ferrule bench``: its figures and loads, what it leaves behind, and what it refuses."""
 
 from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 from rich.console import Console
 
@@ -13,7 +19,18 @@ from ferrule import Client
 from ferrule_cli import app as cli
 from ferrule_cli.commands.bench_measure import Figure, Run, rate_of, read_rate
 from ferrule_cli.commands.bench_view import draw
+from ferrule_cli.load import view
+from ferrule_cli.load.command import Level, Result
+from ferrule_cli.load.records import OK, Record, summarize
+from ferrule_cli.load.requests import Shape
+from ferrule_cli.load.watch import Watch
+from tests.api.harness import RunningServer
+from tests.client.conftest import TOKEN, TOKEN_OF_BOB
+from tests.client.fake_server import Failure, FakeServer
 from tests.executor.cpu.models import HAS_VNNI
+
+FULL = Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, reason="QUEUE_FULL", retry_after_s=0.01)
+SMALL = ("--seconds", "0.4", "--warm-up", "0.1", "--new-tokens", "4", "--prompt-tokens", "5-9", "--json")
 
 
 def run(*arguments: str) -> int:
@@ -64,6 +81,25 @@ def test_the_table_fits_80_columns() -> None:
     assert "134,119-903,639  tokens/s" in out.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--requests", "3"), "--requests goes with --concurrency or --rate (OPTION_ALONE)"),
+        (("--concurrency", "0"), "it must be at least 1 and at most 250"),
+        (("--concurrency", "1,x"), "'x' is not a number"),
+        (("--rate", "1", "--prompt-tokens", "9-5"), "'9-5' is not a number of tokens or a range such as 16-1024"),
+        (("--rate", "1", "--new-tokens", "9999"), "exceed the context of the model, 512: lower"),
+        (("--target", "127.0.0.1:1"), "TARGET and --target are the same"),
+    ],
+)
+def test_a_load_that_makes_no_sense_is_refused(
+    target: str, options: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, and nothing is measured."""
+    assert run("bench", target, *options) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_wrong_use_is_told_apart(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is measured."""
     assert run("bench", "--target", target, "--weights", "int8") == 2
@@ -73,7 +109,7 @@ def test_wrong_use_is_told_apart(target: str, tmp_path: Path, capsys: pytest.Cap
     assert "there is no such folder" in captured.err
     assert "SERVER_ENDED" in captured.err
     assert run("bench", "--help") == 0
-    assert "ferrule bench --target" in capsys.readouterr().out
+    assert "ferrule bench 127.0.0.1:50051" in capsys.readouterr().out
 
 
 def test_the_share_is_of_what_a_step_must_read() -> None:
@@ -96,3 +132,156 @@ def test_tokens_that_come_together_are_counted_with_the_time_before_them(num_tok
 def test_a_single_message_has_a_rate_too() -> None:
     """By the times of its tokens."""
     assert rate_of([1.0, 1.0001, 1.0002, 1.0003], 1) == pytest.approx(10_000, rel=1e-3)
+
+
+class _FullAfterTheFirst(FakeServer):
+    """Refuses the second and the third generation; the first is not measured."""
+
+    def Generate(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+        if self.calls["Generate"] in (1, 2):
+            self.failures["Generate"] = [FULL]
+        return super().Generate(request, context)  # type: ignore[no-untyped-call]
+
+
+# ---- loads ----------------------------------------------------------------------------------------------------------
+
+
+def load(*arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    """Return the JSON of a small load and its standard error. It has its own process: the servers here use grpc.aio."""
+    command = [sys.executable, "-m", "ferrule_cli", "bench", *SMALL, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert TOKEN not in done.stdout + done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize("mode", ["generate", "stream"])
+def test_a_load_reaches_a_secured_server(
+    mode: str, secured: RunningServer, client_files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TLS, a certificate and a token; every level has all figures, and no handle is left."""
+    monkeypatch.delenv("FERRULE_TLS_CA")
+    levels = (
+        "--tls-ca",
+        str(client_files / "ca.pem"),
+        "--concurrency",
+        "1,3",
+        "--rate",
+        "20",
+        "--fork",
+        "2",
+        "--mode",
+        mode,
+    )
+    facts, said = load(secured.address.target, *levels)
+    assert said == ""
+    assert {name: type(value) for name, value in facts.items() if name != "levels"} == {
+        **dict.fromkeys(("model", "dtype", "device", "server_version", "mode"), str),
+        **dict.fromkeys(("new_tokens", "num_branches", "seed", "num_unreleased"), int),
+        "prompt_tokens": list,
+        "interrupted": bool,
+    }
+    assert (facts["mode"], facts["num_branches"], facts["prompt_tokens"]) == (mode, 2, [5, 9])
+    assert [(one["loop"], one.get("concurrency"), one.get("rate_per_s")) for one in facts["levels"]] == [
+        ("closed", 1, None), ("closed", 3, None), ("open", None, 20.0)
+    ]  # fmt: skip
+    for one in facts["levels"]:
+        assert set(one) - {"concurrency", "rate_per_s"} == {
+            "loop", "seconds", "requests_per_s", "tokens_per_s", "prompt_tokens_per_s", "first_token_ms",
+            "inter_token_ms", "end_to_end_ms", "late_ms", "num_ok", "num_unfinished", "errors", "retries", "generator",
+        }  # fmt: skip
+        assert set(one["generator"]) == {"cpu_share", "lag_p99_ms", "limit"}
+        assert one["num_ok"] > 0
+        assert one["errors"] == one["retries"] == {}
+        first, whole = one["first_token_ms"], one["end_to_end_ms"]
+        assert 0 < first["p50"] <= first["p90"] <= first["p99"] <= whole["p99"]
+        assert one["inter_token_ms"]["num"] >= one["num_ok"] * (3 + 2)  # the prefill draws the first token for both
+        assert one["tokens_per_s"] > one["requests_per_s"] * (1 + 3)
+    assert facts["num_unreleased"] == 0
+    assert secured.engine.snapshot().num_sequences == 0
+
+
+@pytest.mark.usefixtures("client_files")
+@pytest.mark.parametrize("mode", ["generate", "stream"])
+def test_a_quota_is_counted_and_not_a_crash(mode: str, secured: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bob can hold three handles: of five users some are refused; with four branches each, all are."""
+    monkeypatch.setenv("FERRULE_TOKEN", TOKEN_OF_BOB)
+    bench = (secured.address.target, "--mode", mode, "--warm-up", "0", "--concurrency")
+    (level,) = load(*bench, "5", "--new-tokens", "60")[0]["levels"]
+    assert level["errors"].keys() == {"QUOTA_HANDLES"}
+    assert level["num_ok"] > 0
+    facts, said = load(*bench, "1", "--fork", "4", code=1)
+    assert facts["levels"][0]["num_ok"] == 0
+    assert json.loads(said)["reason"] == "NOTHING_MEASURED"
+    assert secured.engine.snapshot().num_sequences == 0
+
+
+@pytest.mark.usefixtures("client_files")
+def test_a_token_that_is_refused_is_one_error(
+    secured: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rather than thousands."""
+    monkeypatch.setenv("FERRULE_TOKEN", "wrong")
+    assert run("bench", secured.address.target, "--rate", "5") == 1
+    assert capsys.readouterr().err.endswith("(TOKEN_INVALID)\n")
+
+
+@pytest.mark.parametrize(
+    ("retries", "errors", "tried_again"), [("0", {"QUEUE_FULL": 2}, {}), ("3", {}, {"QUEUE_FULL": 2})]
+)
+def test_refused_calls_are_tried_again_if_wanted(
+    retries: str, errors: dict[str, int], tried_again: dict[str, int]
+) -> None:
+    """And counted by reason, as retries or as errors; a release that failed is tried again in any case."""
+    with _FullAfterTheFirst() as fake:
+        fake.failures["ReleaseCache"] = [FULL]
+        bench = ("--concurrency", "1", "--requests", "4", "--warm-up", "0", "--retries", retries)
+        (level,) = load(fake.target, *bench)[0]["levels"]
+        assert (level["errors"], level["retries"]) == (errors, tried_again)
+        assert level["num_ok"] == 4 - sum(errors.values())
+        assert fake.sequences == {}
+
+
+@pytest.mark.parametrize("mode", ["generate", "stream"])
+def test_ctrl_c_shows_what_was_measured_and_releases_all(mode: str, target: str) -> None:
+    """With many requests under way; what they have not ended is said."""
+    command = [sys.executable, "-m", "ferrule_cli", "bench", target, "--concurrency", "6", "--fork", "2", "--json"]
+    command += ["--mode", mode, "--seconds", "60", "--warm-up", "0", "--new-tokens", "100", "--prompt-tokens", "20"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, Client(target) as client:
+        while client.status().live_sequences < 6:
+            time.sleep(0.01)
+        time.sleep(0.7)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=30)
+        assert process.returncode == 130
+        facts = json.loads(out)
+        assert facts["interrupted"]
+        assert facts["num_unreleased"] == 0
+        (level,) = facts["levels"]
+        assert level["num_unfinished"] > 0
+        assert 0 < level["seconds"] < 30
+        assert level["tokens_per_s"] > 0
+        assert level["errors"] == {}
+        assert client.status().live_sequences == 0
+
+
+def test_the_table_of_a_load_fits_80_columns() -> None:
+    """With many digits in every figure; what is to be known of the figures stands below."""
+    records = [Record(16, 0.0, 0.0, {0: [99.0, 110.0]}, OK), Record(16, 0.0), Record(16, 0.0, 0.0, {}, "QUEUE_FULL")]
+    level = Level("closed", 128, summarize(records, 0.0, 999.0), {"QUEUE_FULL": 2}, Watch(0.9, 1.0))
+    result = Result(Shape("stream", 32, 4, 256, 1), (16, 64), [level], signal.SIGINT, 3)
+    out = io.StringIO()
+    view.draw(Console(file=out, width=80), result, "a-model")
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "a-model: stream, prompts of 16 to 64 tokens, 32 new in each of 4 branches"
+    assert lines[1].split("  ")[0] == "load"
+    assert lines[1].endswith("request")
+    assert lines[2].endswith("110,000")
+    assert [line.partition(": ")[2] for line in lines[5:9]] == [
+        "failed: 1 QUEUE_FULL; succeeded: 1",
+        "tried again: 2 QUEUE_FULL",
+        "1 requests had no end yet, so the latencies are too good",
+        "the generator was the limit: its processor time, 90% of a core",
+    ]
+    assert "interrupted" in lines[9]
+    assert "3 handles could not be released" in lines[10]

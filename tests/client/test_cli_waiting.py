@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import pty
+import signal
 import subprocess
 import sys
 import time
@@ -66,6 +67,16 @@ def test_every_command_that_needs_a_model_waits_for_it(fake: FakeServer, command
     assert screen.end() == 1
     assert "waiting: reading weights 52 % [" in screen.shown
     assert _left(screen.shown) == "error: the server is starting: reading weights (STARTING)\r\n"
+
+
+def test_a_load_shows_how_far_it_is(target: str) -> None:
+    """By requests or by time, whichever is nearer to its end."""
+    screen = Screen("bench", target, "--concurrency", "2", "--seconds", "60", "--requests", "100000")
+    screen.read_until("waiting: 2 at once, 2 of ")
+    screen.read_until("requests under way")
+    screen.process.send_signal(signal.SIGINT)
+    assert screen.end() == 130
+    assert "2 at once" in _left(screen.shown)
 
 
 def test_without_a_terminal_nothing_is_shown(fake: FakeServer) -> None:

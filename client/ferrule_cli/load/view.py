@@ -28,12 +28,14 @@ def draw(console: Console, result: Result, model: str) -> None:
         latencies = (figures.first_token_ms, figures.inter_token_ms, figures.end_to_end_ms)
         rates = (_short(figures.tokens_per_s), _short(figures.requests_per_s))
         table.add_row(level.name, *rates, "p50\np90\np99", *map(_lines, latencies))
-    console.print(table)
+    if result.levels:
+        console.print(table)
     for level in result.levels:
         for note in _notes(level):
             console.print(f"{level.name}: {note}", highlight=False)
     if result.signal is not None:
-        console.print("interrupted: the figures are those of the time until then", highlight=False)
+        until = "the figures are those of the time until then" if result.levels else "nothing was measured yet"
+        console.print(f"interrupted: {until}", highlight=False)
     if result.num_unreleased:
         text = f"{result.num_unreleased} handles could not be released: their leases end in 15 s"
         console.print(text, highlight=False)

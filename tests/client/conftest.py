@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,16 +12,32 @@ from pathlib import Path
 import pytest
 
 from ferrule import Client
+from ferrule_cli import app as cli
 from ferrule_server.api.security.auth import TokenAccess
 from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.quotas import UNLIMITED
-from tests.api.certificates import Authority, Identity, ServerFiles
+from tests.api.certificates import Authority, ServerFiles
 from tests.api.harness import RunningServer
 from tests.client.fake_server import FakeServer
 
 TOKEN = "ferrule_of_alice"
 TOKEN_OF_BOB = "ferrule_of_bob"
 """Of a principal that can hold three handles."""
+
+
+def run(*arguments: str) -> int:
+    """Return the exit code of a command run in this process."""
+    try:
+        return cli.main(arguments)
+    except SystemExit as leaving:  # argparse
+        return int(leaving.code or 0)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the surroundings counts."""
+    for name in [name for name in os.environ if name.startswith("FERRULE_") or name in ("COLUMNS", "LINES")]:
+        monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="package")
@@ -72,12 +89,6 @@ def authority() -> Authority:
 
 
 @pytest.fixture(scope="package")
-def alice(authority: Authority) -> Identity:
-    """A client's certificate."""
-    return authority.client("alice")
-
-
-@pytest.fixture(scope="package")
 def secured(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[RunningServer]:
     """A server that requires certificates and tokens."""
     files = ServerFiles(tmp_path_factory.mktemp("secured"))
@@ -91,10 +102,9 @@ def secured(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> I
 
 
 @pytest.fixture
-def client_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secured: RunningServer, authority: Authority, alice: Identity
-) -> Path:
+def client_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secured: RunningServer, authority: Authority) -> Path:
     """The files of a client of it; the environment names target, authority, certificate and token."""
+    alice = authority.client("alice")
     for name, data in (("ca.pem", authority.cert), ("cert.pem", alice.cert), ("key.pem", alice.key)):
         (tmp_path / name).write_bytes(data)
     monkeypatch.setenv("FERRULE_TARGET", secured.address.target)

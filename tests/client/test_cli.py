@@ -14,24 +14,14 @@ import grpc
 import pytest
 
 from ferrule import Client
-from ferrule_cli import app as cli
+from tests.client.conftest import run
 from tests.client.fake_server import Failure, FakeServer
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+def target_is_set(monkeypatch: pytest.MonkeyPatch, environment: None, target: str) -> None:
     """The target comes from the environment; nothing else of it does."""
-    for name in [name for name in os.environ if name.startswith("FERRULE_")]:
-        monkeypatch.delenv(name)
     monkeypatch.setenv("FERRULE_TARGET", target)
-
-
-def run(*arguments: str) -> int:
-    """Return the exit code of a command run in this process."""
-    try:
-        return cli.main(arguments)
-    except SystemExit as leaving:  # argparse
-        return int(leaving.code or 0)
 
 
 def test_health_tells_by_words_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,6 @@ import pytest
 from ferrule_cli import app as cli
 from ferrule_cli.connection import add_connection_options, connect
 from tests.client.fake_server import FakeServer
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is set."""
-    for name in [name for name in os.environ if name.startswith("FERRULE_")]:
-        monkeypatch.delenv(name)
 
 
 def _file(folder: Path, *lines: str) -> str:

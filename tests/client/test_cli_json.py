@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,10 +16,8 @@ WITHOUT = {"ferrule serve", "ferrule completion"}
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+def target_is_set(monkeypatch: pytest.MonkeyPatch, environment: None, target: str) -> None:
     """The target comes from the environment; nothing else of it does."""
-    for name in [name for name in os.environ if name.startswith("FERRULE_")]:
-        monkeypatch.delenv(name)
     monkeypatch.setenv("FERRULE_TARGET", target)
 
 

@@ -20,23 +20,7 @@ from ferrule_client._status import no_server
 from ferrule_server.api.security.token_file import TokenFile, parse_tokens
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
 from tests.api.certificates import Authority
-from tests.client.conftest import TOKEN
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of the surroundings counts."""
-    for name in [name for name in os.environ if name.startswith("FERRULE_")]:
-        monkeypatch.delenv(name)
-
-
-def run(*arguments: str) -> int:
-    """Return the exit code of a command run in this process."""
-    try:
-        return cli.main(arguments)
-    except SystemExit as leaving:  # argparse
-        return int(leaving.code or 0)
-
+from tests.client.conftest import TOKEN, run
 
 # ---- making tokens --------------------------------------------------------------------------------------------------
 

@@ -24,12 +24,12 @@ from rich.console import Console
 
 from ferrule import Client
 from ferrule.errors import AuthError, UnavailableError
-from ferrule_cli import app as cli
 from ferrule_cli.top.figures import Look
 from ferrule_cli.top.screen import Screen
 from ferrule_cli.top.source import Source
 from ferrule_server.api.security.auth import OpenAccess
 from tests.api.harness import RunningServer
+from tests.client.conftest import run as run_command
 from tests.client.views import look
 
 SHOWN, GONE = b"\x1b[?1049h", b"\x1b[?1049l"
@@ -38,19 +38,9 @@ ENVIRONMENT = {"PATH": os.environ["PATH"], "TERM": "xterm-256color", "LANG": "C.
 COMMAND = [sys.executable, "-m", "ferrule_cli.app", "top", "--interval", "0.1"]
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but what a test says."""
-    for name in [name for name in os.environ if name.startswith("FERRULE_") or name in ("COLUMNS", "LINES")]:
-        monkeypatch.delenv(name)
-
-
 def run(*arguments: str) -> int:
     """Return the exit code of a command run in this process."""
-    try:
-        return cli.main(("top", "--interval", "0.1", *arguments))
-    except SystemExit as leaving:  # argparse
-        return int(leaving.code or 0)
+    return run_command("top", "--interval", "0.1", *arguments)
 
 
 # ---- once -----------------------------------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_a_load_reaches_a_secured_server(
     facts, said = load(secured.address.target, *levels)
     assert said == ""
     assert {name: type(value) for name, value in facts.items() if name != "levels"} == {
-        **dict.fromkeys(("model", "dtype", "device", "server_version", "mode"), str),
+        **dict.fromkeys(("model", "executor", "dtype", "device", "server_version", "mode"), str),
         **dict.fromkeys(("new_tokens", "num_branches", "seed", "num_unreleased"), int),
         "prompt_tokens": list,
         "interrupted": bool,

@@ -92,10 +92,15 @@ def _figures(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace) -> int:
     with common.ending_in_order(), _server(args) as (client, connect_again):
-        info, version = client.model_info(), client.status().server_version
+        info, status = client.model_info(), client.status()
         result = load.measure(args, info, connect_again)
-    server = {"model": info.model_id, "dtype": info.dtype, "device": info.device_name or info.device_type}
-    facts = {**server, "server_version": version, **result.as_json()}
+    server = {
+        "model": info.model_id,
+        "executor": status.executor,
+        "dtype": info.dtype,
+        "device": info.device_name or info.device_type,
+    }
+    facts = {**server, "server_version": status.server_version, **result.as_json()}
     _show(args, facts, lambda console: _draw_load(console, result, info.model_id))
     result.check()
     return result.exit_code

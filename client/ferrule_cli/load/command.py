@@ -14,7 +14,7 @@ from typing import Any
 from ferrule_cli import common
 from ferrule_cli.load.interrupts import run_interruptible
 from ferrule_cli.load.loops import Bounds, Refused, Run, prompt_lengths
-from ferrule_cli.load.records import Record, Summary, summarize
+from ferrule_cli.load.records import Record, Summary, rounded, summarize
 from ferrule_cli.load.requests import MODES, Requests, Shape
 from ferrule_cli.load.watch import Watch, watching
 from ferrule_cli.waiting import Waiting
@@ -71,7 +71,7 @@ class Level:
     def as_json(self) -> dict[str, Any]:  # Any: what JSON holds
         """Return it as plain values."""
         level = {"loop": self.loop, "concurrency" if self.loop == "closed" else "rate_per_s": self.load}
-        generator = asdict(self.watch) | {"limit": self.watch.limit}
+        generator = rounded(asdict(self.watch)) | {"limit": self.watch.limit}
         return {**level, **self.figures.as_json(), "retries": self.retries, "generator": generator}
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["OK", "UNFINISHED", "Quantiles", "Record", "Summary", "percentile", "quantiles_ms", "summarize"]
+__all__ = ["OK", "UNFINISHED", "Quantiles", "Record", "Summary", "percentile", "quantiles_ms", "rounded", "summarize"]
 
 OK = "ok"
 UNFINISHED = "unfinished"
@@ -30,12 +31,12 @@ class Record:
     prompt_length: int
     intended_s: float
     sent_s: float = 0.0
-    arrivals: dict[int, list[float]] = field(default_factory=dict)
+    arrivals: dict[int, MutableSequence[float]] = field(default_factory=dict)
     outcome: str = UNFINISHED
 
     def note(self, branch: int, at_s: float) -> None:
         """Note a token of a branch."""
-        self.arrivals.setdefault(branch, []).append(at_s)
+        self.arrivals.setdefault(branch, array("d")).append(at_s)
 
     @property
     def first_s(self) -> float:
@@ -95,7 +96,7 @@ class Summary:
 
     def as_json(self) -> dict[str, Any]:  # Any: what JSON holds
         """Return it as plain values; a latency without a measurement is None."""
-        plain: dict[str, Any] = _without_nan(asdict(self))
+        plain: dict[str, Any] = rounded(asdict(self))
         return plain
 
 
@@ -144,7 +145,10 @@ def summarize(records: Sequence[Record], begin_s: float, end_s: float) -> Summar
     )
 
 
-def _without_nan(value: Any) -> Any:  # Any: what JSON holds
+def rounded(value: Any) -> Any:  # Any: what JSON holds
+    """Return plain values with three decimals, and None for NaN."""
     if isinstance(value, dict):
-        return {key: _without_nan(part) for key, part in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
+        return {key: rounded(part) for key, part in value.items()}
+    if isinstance(value, float):
+        return None if math.isnan(value) else round(value, 3)
+    return value

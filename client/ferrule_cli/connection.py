@@ -13,13 +13,15 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ferrule_cli.common import add_numbers, misuse, number
 from ferrule_cli.waiting import Waiting
-from ferrule_client.aio.client import AsyncClient
 from ferrule_client.sync.client import DEFAULT_TARGET, Client
 from ferrule_client.types import Status, TlsConfig
+
+if TYPE_CHECKING:
+    from ferrule_client.aio.client import AsyncClient
 
 __all__ = ["add_connection_options", "connect", "connect_async", "wait_for_model"]
 
@@ -110,6 +112,8 @@ def connect_async(args: argparse.Namespace, *, max_retries: int) -> AsyncClient:
     Raises:
         CommandError: As in ``connect``.
     """
+    from ferrule_client.aio.client import AsyncClient  # not at the start of every command
+
     return _connected(AsyncClient, args, max_retries=max_retries)
 
 

@@ -14,14 +14,16 @@ from ferrule_cli import common
 from ferrule_cli.commands.bench_measure import Run, measure, read_rate
 from ferrule_cli.connection import add_connection_options, connect, connect_async, wait_for_model
 from ferrule_cli.demo.server import ServerProcess
-from ferrule_cli.load import command as load
+from ferrule_cli.load import options as load
 from ferrule_cli.waiting import Waiting
-from ferrule_client.aio.client import AsyncClient
 from ferrule_client.sync.client import Client
 from ferrule_client.types import Status
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from ferrule_cli.load.command import Result
+    from ferrule_client.aio.client import AsyncClient
 
 __all__ = ["EXAMPLES", "add_options", "run"]
 
@@ -91,9 +93,11 @@ def _figures(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> int:
+    from ferrule_cli.load.command import measure as measure_load
+
     with common.ending_in_order(), _server(args) as (client, connect_again):
         info, status = client.model_info(), client.status()
-        result = load.measure(args, info, connect_again)
+        result = measure_load(args, info, connect_again)
     server = {
         "model": info.model_id,
         "executor": status.executor,
@@ -112,7 +116,7 @@ def _draw_figures(console: Console, result: Run) -> None:
     draw(console, result)
 
 
-def _draw_load(console: Console, result: load.Result, model: str) -> None:
+def _draw_load(console: Console, result: Result, model: str) -> None:
     from ferrule_cli.load.view import draw
 
     draw(console, result, model)
@@ -148,6 +152,8 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[Client, Callable[[int], 
     for name in _SERVER_OPTIONS:
         if (value := getattr(args, name)) is not None:
             arguments += [f"--{name}", str(value)]
+    from ferrule_client.aio.client import AsyncClient
+
     with ServerProcess(arguments) as server, Client(server.target, max_retries=0, timeout=600.0) as client:
         with Waiting("a server that starts") as waiting:
 

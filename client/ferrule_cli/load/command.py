@@ -1,11 +1,10 @@
-"""The part of ``ferrule bench`` that puts a load on a server: options, levels in their order, and JSON."""
+"""The part of ``ferrule bench`` that puts a load on a server: its levels in their order, and JSON."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
-import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
@@ -14,35 +13,18 @@ from typing import Any
 from ferrule_cli import common
 from ferrule_cli.load.interrupts import run_interruptible
 from ferrule_cli.load.loops import Bounds, Refused, Run, prompt_lengths
+from ferrule_cli.load.options import MODES, MOST_IN_FLIGHT, NEW, OPTIONS, PROMPT
 from ferrule_cli.load.records import Record, Summary, rounded, summarize
-from ferrule_cli.load.requests import MODES, Requests, Shape
+from ferrule_cli.load.requests import Requests, Shape
 from ferrule_cli.load.watch import Watch, watching
 from ferrule_cli.waiting import Waiting
 from ferrule_client.aio.client import AsyncClient
 from ferrule_client.errors import FerruleError, ResourceExhaustedError
 from ferrule_client.types import ModelInfo
 
-__all__ = ["Level", "Result", "add_options", "is_wanted", "measure"]
+__all__ = ["Level", "Result", "counts", "measure"]
 
-_MOST_IN_FLIGHT = {"generate": 250, "stream": 125}
-"""A connection carries 256 calls at a time; further ones would wait in the client, and the figures would be its own.
-A request that streams may have two calls: its stream, and the release of its handles."""
-_MOST = max(_MOST_IN_FLIGHT.values())
-_MOST_REQUESTS = 1_000_000
 _PROGRESS_S = 0.2
-_PROMPT, _NEW = 128, 32
-_OPTIONS = (
-    "requests",
-    "mode",
-    "prompt_tokens",
-    "new_tokens",
-    "fork",
-    "max_in_flight",
-    "warm_up",
-    "patience",
-    "retries",
-    "seed",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,58 +108,6 @@ def counts(reasons: dict[str, int]) -> str:
     return ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of this part."""
-    about = "With --concurrency or --rate many requests load the server: each a prompt of random tokens, then new ones."
-    load = parser.add_argument_group("load", about)
-    about = "closed loop: so many requests at a time, such as 1,8,32"
-    load.add_argument("--concurrency", type=_numbers(int, 1, _MOST), metavar="N,...", help=about)
-    about = "open loop: so many requests per second, at random times, such as 2,4.5"
-    load.add_argument("--rate", type=_numbers(float, 0.01, 10_000), metavar="R,...", help=about)
-    load.add_argument("--requests", type=common.number(int, 1, _MOST_REQUESTS), metavar="N", help="most requests each")
-    about = "the server's loop (generate, the default), or a frame for each token (stream)"
-    load.add_argument("--mode", choices=MODES, help=about)
-    about = f"tokens of a prompt, or a range: lengths spread over its logarithm ({_PROMPT})"
-    load.add_argument("--prompt-tokens", type=_length_range, metavar="N[-M]", help=about)
-    for flag, kind, metavar, text in (
-        ("--new-tokens", common.number(int, 1, 100_000), "N", f"tokens drawn in each branch ({_NEW})"),
-        ("--fork", common.number(int, 1, 256), "N", "branches that continue each prompt (1)"),
-        ("--max-in-flight", common.number(int, 1, _MOST), "N", f"with --rate: most at a time ({_MOST}; stream: 125)"),
-        ("--warm-up", common.number(float, 0, 600), "S", "seconds of load before each measurement (2)"),
-        ("--patience", common.number(float, 0, 600), "S", "seconds that the last requests may take (10)"),
-        ("--retries", common.number(int, 0, 100), "N", "times that a refused call is tried again (0)"),
-        ("--seed", common.number(int, 0), "S", "seed of prompts and arrivals (1)"),
-    ):  # fmt: skip
-        load.add_argument(flag, type=kind, metavar=metavar, help=text)
-
-
-def is_wanted(args: argparse.Namespace) -> bool:
-    """Return whether the options ask for a load.
-
-    Raises:
-        CommandError: They do not, but one of them belongs to a load.
-    """
-    if args.concurrency or args.rate:
-        return True
-    for name in _OPTIONS:
-        if getattr(args, name) is not None:
-            flag = "--" + name.replace("_", "-")
-            raise common.misuse(f"{flag} goes with --concurrency or --rate", "OPTION_ALONE")
-    return False
-
-
-def _numbers(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], list[float]]:
-    one = common.number(kind, low, high)
-    return lambda text: [one(word) for word in text.split(",")]
-
-
-def _length_range(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    if found is None or not 1 <= (low := int(found[1])) <= (high := int(found[2] or low)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens or a range such as 16-1024")
-    return low, high
-
-
 def measure(args: argparse.Namespace, info: ModelInfo, connect: Callable[[int], AsyncClient]) -> Result:
     """Put the load that the options describe on a server and return the figures.
 
@@ -190,18 +120,18 @@ def measure(args: argparse.Namespace, info: ModelInfo, connect: Callable[[int], 
         CommandError: The prompts and new tokens exceed the context of the model, or the load a connection.
         FerruleError: The first request failed for another reason than that something was full.
     """
-    given = {name: getattr(args, name) for name in _OPTIONS}
+    given = {name: getattr(args, name) for name in OPTIONS}
     numbers: dict[str, Any] = {"fork": 1, "warm_up": 2.0, "patience": 10.0, "retries": 0, "seed": 1} | {
         name: value for name, value in given.items() if value is not None
     }
     context = info.max_sequence_length
-    new = numbers.get("new_tokens", min(_NEW, context // 4))
-    low, high = numbers.get("prompt_tokens", (min(_PROMPT, context // 2),) * 2)
+    new = numbers.get("new_tokens", min(NEW, context // 4))
+    low, high = numbers.get("prompt_tokens", (min(PROMPT, context // 2),) * 2)
     if high + new > context:
         text = f"{high} tokens of a prompt and {new} new ones exceed the context of the model, {context}"
         raise common.misuse(f"{text}: lower --prompt-tokens or --new-tokens", "CONTEXT_EXCEEDED")
     shape = Shape(numbers.get("mode", MODES[0]), new, numbers["fork"], info.vocab_size, numbers["seed"])
-    most = _MOST_IN_FLIGHT[shape.mode]
+    most = MOST_IN_FLIGHT[shape.mode]
     if max(wanted := [*(args.concurrency or []), numbers.get("max_in_flight", 1)]) > most:
         raise common.misuse(f"--mode {shape.mode} is for at most {most} at a time, not {max(wanted)}", "USED_WRONGLY")
     bounds = Bounds(numbers["warm_up"], args.seconds or 10.0, numbers.get("requests"), numbers["patience"])

@@ -8,9 +8,10 @@ import random
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ferrule_cli.load.loops import Refused
+from ferrule_cli.load.options import Mode
 from ferrule_cli.load.records import Record
 from ferrule_client.aio.cache import AsyncCache
 from ferrule_client.aio.client import AsyncClient
@@ -21,10 +22,7 @@ from ferrule_client.items import Append
 from ferrule_client.policy import greedy
 from ferrule_client.types import Handle
 
-__all__ = ["MODES", "Mode", "Requests", "Shape"]
-
-Mode = Literal["generate", "stream"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+__all__ = ["Requests", "Shape"]
 
 _log = logging.getLogger(__name__)
 

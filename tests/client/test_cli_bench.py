@@ -213,7 +213,7 @@ def test_ctrl_c_shows_what_was_measured_and_releases_all(mode: str, target: str)
     command = [sys.executable, "-m", "ferrule_cli", "bench", target, "--concurrency", "6", "--fork", "2", "--json"]
     command += ["--mode", mode, "--seconds", "60", "--warm-up", "0", "--new-tokens", "100", "--prompt-tokens", "20"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, Client(target) as client:
-        while client.status().live_sequences < 6:
+        while process.poll() is None and client.status().live_sequences < 6:
             time.sleep(0.01)
         time.sleep(0.7)
         process.send_signal(signal.SIGINT)

@@ -13,7 +13,7 @@ MARKERS := not slow and not gpu and not docker
 PYTEST := $(BIN)/python -m pytest -q -m "$(MARKERS)"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-docker test-install test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures docs clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-docker test-install test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu pictures docs clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
@@ -94,9 +94,6 @@ bench-peers: $(VENV)/.ok ## ours beside transformers, OpenVINO, vLLM and llama.c
 
 bench-gpu: $(VENV)/.ok ## decode on a GPU beside its ceilings and its peers; without one, a dry run (a minute)
 	@$(BIN)/python benchmarks/bench_gpu.py
-
-load: $(VENV)/.ok  ## load tests: 1, 32 and 256 sequences, direct and through Envoy; a table and a plot (10 minutes)
-	@$(BIN)/python -m benchmarks.load --plot docs/images/load.svg $(LOAD)
 
 pictures: $(VENV)/.ok ## draw the pictures of the README and docs/observing.md again; the last needs Chromium (2 minutes)
 	@$(BIN)/python -m benchmarks.hero

@@ -57,7 +57,7 @@ _COMMANDS = {
     "check": (check, "say whether a model loads, in how much memory, and what runs it"),
     "generate": (generate, "go on from a prompt"),
     "chat": (chat, "talk to a model"),
-    "bench": (bench, "measure how fast a model runs, in about a minute"),
+    "bench": (bench, "measure how fast a model runs, or what a load does to a server"),
     "health": (health, "tell whether the server serves"),
     "caches": (caches, "list the live handles"),
     "metrics": (metrics, "show the counters of a server"),

@@ -250,9 +250,10 @@ RULES: Final = (
 )
 
 NAMED: Final = Rule("", _named_block)
-NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local", "tutorial"}
+NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local", "openai", "tutorial"}
 NAMED_BY: Final = (
     "tests/conformance/test_clients_page.py",
+    "tests/examples/test_openai_gateway.py",
     "tests/stack/test_scale_local.py",
     "tests/test_tutorial.py",
 )

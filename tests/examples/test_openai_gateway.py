@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import socket
 import subprocess
 import sys
 import threading
@@ -20,11 +22,12 @@ import openai
 import pytest
 import uvicorn
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai_form import digests, refuse
+from openai_form import SERVED, digests, refuse
 from openai_gateway import Gateway, build, parser
 
 from ferrule import Client, FerruleError, errors, greedy
 from ferrule.errors import BlocksExhaustedError
+from tests.tools import tool
 
 ROOT = Path(__file__).resolve().parents[2]
 START: list[Any] = [{"role": "system", "content": "You write Python."}, {"role": "user", "content": "def area(w, h):"}]
@@ -533,6 +536,51 @@ def test_content_may_come_in_parts(served: Served) -> None:
     assert said(reply) == said(served.ask(START))
     after = served.ask([*START, said(reply), {"role": "user", "content": "Go on"}])
     assert cached(after) == num_prompt(reply) + 12
+
+
+def test_the_commands_of_the_page_work(shipped_target: str) -> None:
+    """As they stand, but for what installs, the server, and the port."""
+    page = (ROOT / "docs" / "clients.md").read_text("utf-8")
+    blocks = dict(re.findall(r"^```sh (\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    install, serve, curl = (line.partition("  #")[0] for line in blocks["openai"].splitlines())
+    assert install == "pip install '.[examples]'"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, *serve.split()[1:], "--target", shipped_target, "--listen", address]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        try:
+            wait(lambda: can_connect(address) or process.poll() is not None)
+            tool("curl")
+            line = curl.replace("127.0.0.1:8000", address)
+            run = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, timeout=60)
+            reply = ChatCompletion.model_validate_json(run.stdout)
+            assert reply.usage is not None
+            assert reply.usage.completion_tokens == 16
+        finally:
+            process.terminate()
+
+
+def can_connect(address: str) -> bool:
+    """Tell whether somebody listens there."""
+    host, _, port = address.partition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def test_the_options_are_those_of_the_page() -> None:
+    """With their defaults; so are the parameters that are served."""
+    page = (ROOT / "docs" / "clients.md").read_text("utf-8")
+    section = page[page.index("## The OpenAI API") : page.index("## What every client does")]
+    rows = dict(re.findall(r"^\| `(--[a-z-]+)` \| `?([^`|]+?)`? \|", section, re.MULTILINE))
+    options = {action.option_strings[0]: action.default for action in parser()._actions if action.dest != "help"}
+    assert rows == {
+        name: "none" if value is None else f"{value:g}" if isinstance(value, (int, float)) else value
+        for name, value in options.items()
+    }
+    served = section[section.index("Served are") : section.index("is ignored")]
+    named = set(re.findall(r"`(\w+)`", served)) | {"frequency_penalty", "presence_penalty", "model"}
+    assert named == SERVED
 
 
 def test_the_gateway_is_short() -> None:

@@ -72,18 +72,24 @@ class Turn:
         self.stop = [body["stop"]] if isinstance(body.get("stop"), str) else list(body.get("stop", []))
         self.is_seeded, self.is_stream = "seed" in body, bool(body.get("stream"))
         self.has_usage = bool(body.get("stream_options", {}).get("include_usage"))
-        self.policy = sample(
-            **{name: body[name] for name in SAMPLING & body.keys()},
-            logit_bias={int(token): bias for token, bias in body.get("logit_bias", {}).items()},
-            seed=body["seed"] % 2**64 if self.is_seeded else None,
-        )
-        most = body.get("max_completion_tokens", body.get("max_tokens"))
-        if most is not None and most < 1:
+        self.sampling: Json = {name: body[name] for name in SAMPLING & body.keys()}
+        self.sampling["logit_bias"] = {int(token): bias for token, bias in body.get("logit_bias", {}).items()}
+        self.sampling["seed"] = body["seed"] % 2**64 if self.is_seeded else None
+        self.n, self.max_tokens = body.get("n", 1), body.get("max_completion_tokens", body.get("max_tokens"))
+        if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError("max_tokens must be at least 1")
         if not all(isinstance(text, str) for text in self.stop):
             raise ValueError("stop must be a text or a list of texts")
-        self.settings: Json = {"max_tokens": most, "n": body.get("n", 1), "stop": self.stop, "text": True}
-        self.settings["policy"] = self.policy
+
+    @property
+    def has_logprobs(self) -> bool:
+        """True: log-probabilities were asked for."""
+        return bool(self.sampling.get("logprobs"))
+
+    def settings(self, num_prompt: int) -> Json:
+        """Return the arguments of ``generate`` after so many tokens; penalties count those that are drawn."""
+        policy = sample(**self.sampling, penalty_start=num_prompt)
+        return {"max_tokens": self.max_tokens, "n": self.n, "stop": self.stop, "text": True, "policy": policy}
 
     def shown(self, branch: AsyncBranch) -> str:
         """Return a branch's text before its first stop; while it goes on, without what may become a stop."""

@@ -45,8 +45,9 @@ class Gateway:
 
     def release(self, *gone: AsyncCache | Handle) -> None:
         """Release sequences, which no cancellation stops; if it fails, their leases end them."""
-        self.releases.add(task := asyncio.gather(self.client.release(gone), return_exceptions=True))
-        task.add_done_callback(self.releases.discard)
+        if gone:
+            self.releases.add(task := asyncio.gather(self.client.release(gone), return_exceptions=True))
+            task.add_done_callback(self.releases.discard)
 
     def shrink(self, most: int) -> None:
         """Release what was used least recently, down to so many."""
@@ -65,7 +66,7 @@ class Gateway:
             yield "", usage
             while token is not None:
                 branch, index = branches[token.index], token.index
-                if turn.policy.logprobs:
+                if turn.has_logprobs:
                     rows[index].append(await self._row(token))
                 text = turn.shown(branch)
                 if turn.is_stream and len(text) > sent[index] and branch.finish_reason is None:
@@ -82,7 +83,8 @@ class Gateway:
             usage["completion_tokens"] = sum(len(branch.tokens) for branch in branches)
             usage["total_tokens"] = num_prompt + usage["completion_tokens"]
         except errors.ResourceExhaustedError as error:  # what is released helps the client's next try
-            self.shrink(len(self.kept) // 2 if error.reason in FULL else self.max_kept)
+            if error.reason in FULL:
+                self.shrink(len(self.kept) // 2)
             raise
         finally:
             caches = [branch.cache for branch in branches if branch.has_cache]
@@ -101,7 +103,8 @@ class Gateway:
             parent = self.client.adopt(handle, keep_alive=False)
             try:
                 cache = await parent.fork(ttl=self.ttl_s)
-                return cache.generate(tokens=new, **turn.settings), handle.length + len(new), handle.length
+                num_prompt = handle.length + len(new)
+                return cache.generate(tokens=new, **turn.settings(num_prompt)), num_prompt, handle.length
             except LOST:
                 self.kept.pop(name, None)
             finally:
@@ -110,7 +113,7 @@ class Gateway:
         shares = len(self.keys) < 2  # the prefix cache does not tell the users of a gateway apart
         reuses = shares and not turn.is_seeded  # cached KV may be rounded otherwise
         options: Json = {"ttl": self.ttl_s, "keep": True, "reuse_prefix": reuses, "publish_prefix": shares}
-        return self.client.generate(ids, **turn.settings, **options), len(ids), 0
+        return self.client.generate(ids, **turn.settings(len(ids)), **options), len(ids), 0
 
     async def _after(self, messages: list[Json], place: int, rest: str) -> list[int] | None:
         """Return the tokens that follow a kept answer; None: the template rewrites what comes before it."""
@@ -126,7 +129,7 @@ class Gateway:
         """Keep the handle of an answer and return how many of the tokens that were drawn are not part of it."""
         cache, tokens, num, rest = branch.cache, branch.tokens, len(branch.tokens), ""
         if branch.finish_reason not in FINISH:  # the last token has ended the answer and is not part of it
-            num, head = num - 1, MARK
+            num -= 1
             while not text.startswith(head := await self.client.detokenize(tokens[:num], skip_special_tokens=True)):
                 num -= 1
             rest = text[len(head) :]
@@ -167,7 +170,7 @@ async def complete(request: Request) -> Response:
     gateway, key = admitted(request)
     try:
         turn = Turn(await request.json(), key)
-        gateway.client.generate(0, **turn.settings)  # raises what is wrong with them; nothing is sent
+        gateway.client.generate(0, **turn.settings(0))  # raises what is wrong with them; nothing is sent
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise HTTPException(400, f"malformed request: {error}") from None
     model = (await gateway.client.model_info()).model_id
@@ -205,14 +208,16 @@ async def health(request: Request) -> Response:
 
 def build(args: argparse.Namespace) -> Starlette:
     """Return the application."""
+    token = args.token_file.read_text().strip() if args.token_file else None
+    found = args.api_keys.read_bytes().split() if args.api_keys else []
+    if args.api_keys and not found:
+        raise SystemExit(f"{args.api_keys} holds no key")
+    keys = {hashlib.sha256(key).digest() for key in found}
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        token = args.token_file.read_text().strip() if args.token_file else None
-        keys = args.api_keys.read_text().split() if args.api_keys else []
-        hashes = {hashlib.sha256(key.encode()).digest() for key in keys}
         async with AsyncClient(args.target, token=token) as client:
-            app.state.gateway = Gateway(client, hashes, args.max_conversations, args.ttl)
+            app.state.gateway = Gateway(client, keys, args.max_conversations, args.ttl)
             yield
             app.state.gateway.shrink(0)
             await asyncio.gather(*app.state.gateway.releases)
@@ -238,4 +243,4 @@ def parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     args = parser().parse_args()
     host, _, port = args.listen.rpartition(":")
-    uvicorn.run(build(args), host=host, port=int(port))
+    uvicorn.run(build(args), host=host, port=int(port), timeout_graceful_shutdown=5)

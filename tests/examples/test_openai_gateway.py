@@ -233,6 +233,24 @@ def test_log_probabilities_are_the_models(served: Served) -> None:
         ]
 
 
+def test_penalties_count_what_was_drawn(served: Served) -> None:
+    """Not the tokens of the prompt, in the first turn and after it."""
+    messages = [{"role": "user", "content": "x = 1\n" * 8}]
+    for _ in range(2):
+        reply = served.ask(messages, frequency_penalty=2, presence_penalty=1)
+        (found,) = [
+            handle for name, (handle, _) in served.gateway.kept.items() if name[1] == digest([*messages, said(reply)])
+        ]
+        cache = served.server.adopt(found, keep_alive=False)
+        prompt = list(cache.info(token_ids=True).token_ids)[:-12]
+        cache.detach()
+        assert len(prompt) == num_prompt(reply)
+        with served.server.prefill(prompt) as fresh:
+            policy = greedy(frequency_penalty=2, presence_penalty=1, penalty_start=len(prompt))
+            assert fresh.generate(12, policy=policy, text=True).read().text == said(reply)["content"]
+        messages += [said(reply), {"role": "user", "content": "x = 1"}]
+
+
 def test_a_stop_across_tokens_ends_the_text_before_it(served: Served) -> None:
     """Also in the middle of a token, whose beginning is a part of the answer: the next turn has it."""
     whole = served.ask(START, logprobs=True, max_tokens=24)
@@ -341,6 +359,7 @@ def test_a_killed_server_ends_a_stream_with_an_error_and_the_next_one_goes_on(tm
             assert next(stream).choices[0].delta.role == "assistant"
             first.kill()
             first.wait()
+            assert httpx2.get(f"{served.url}/healthz", timeout=30).status_code == 503
             with started(tmp_path) as second:
                 with pytest.raises(openai.APIError) as raised:
                     list(stream)
@@ -389,6 +408,14 @@ def test_a_key_sees_its_own_conversations_only(shipped_target: str, tmp_path: Pa
             assert raised.value.code == "invalid_api_key"
         assert httpx2.post(f"{served.url}/v1/chat/completions", json={}).status_code == 401
         assert httpx2.get(f"{served.url}/healthz").json()["state"] == "ready"
+
+
+def test_a_file_without_a_key_lets_nobody_in(tmp_path: Path) -> None:
+    """It ends the start: an empty file is a mistake."""
+    keys = tmp_path / "keys"
+    keys.write_text("\n")
+    with pytest.raises(SystemExit, match="holds no key"):
+        build(parser().parse_args(["--api-keys", str(keys)]))
 
 
 @pytest.mark.parametrize(
@@ -487,7 +514,8 @@ def test_a_client_that_hangs_up_ends_the_generation(served: Served, *, is_stream
     with httpx2.Client(timeout=httpx2.Timeout(10, read=0.3 if not is_stream else 10)) as client:
         if is_stream:
             with client.stream("POST", f"{served.url}/v1/chat/completions", json=body) as reply:
-                assert next(reply.iter_lines()).startswith("data: {")
+                lines = reply.iter_lines()  # kept: its end would hang up
+                assert next(lines).startswith("data: {")
                 assert len(list(served.server.list_caches())) == num_live + 1
         else:
             with pytest.raises(httpx2.ReadTimeout):
@@ -527,14 +555,14 @@ def test_the_model_and_the_state_are_told(served: Served) -> None:
 
 
 def test_content_may_come_in_parts(served: Served) -> None:
-    """Parts of text, nulls and the role ``developer`` are the same conversation as their plain form."""
+    """Parts, nulls, the role ``developer`` and the client's own objects mean what their plain form means."""
     parts: list[Any] = [
         {"role": "developer", "content": [{"type": "text", "text": "You write "}, {"type": "text", "text": "Python."}]},
         {"role": "user", "content": "def area(w, h):", "name": None},
     ]
     reply = served.ask(parts)
     assert said(reply) == said(served.ask(START))
-    after = served.ask([*START, said(reply), {"role": "user", "content": "Go on"}])
+    after = served.ask([*START, reply.choices[0].message, {"role": "user", "content": "Go on"}])
     assert cached(after) == num_prompt(reply) + 12
 
 

@@ -27,6 +27,9 @@ from openai_gateway import Gateway, build, parser
 
 from ferrule import Client, FerruleError, errors, greedy
 from ferrule.errors import BlocksExhaustedError
+from ferrule.types import ChatPrompt
+from ferrule_server.text.chat_template import ChatTemplate, Conversation
+from ferrule_server.text.tokenizer_config import TokenizerConfig
 from tests.tools import tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -564,6 +567,49 @@ def test_content_may_come_in_parts(served: Served) -> None:
     assert said(reply) == said(served.ask(START))
     after = served.ask([*START, reply.choices[0].message, {"role": "user", "content": "Go on"}])
     assert cached(after) == num_prompt(reply) + 12
+
+
+class Templated:
+    """Renders by a template and encodes a text as its characters; has the calls that the gateway makes for that."""
+
+    def __init__(self, template: str) -> None:
+        specials = {"bos_token": "<s>", "eos_token": "</s>"}
+        self._template = ChatTemplate(TokenizerConfig(specials, {"default": template}))
+
+    async def apply_chat_template(self, messages: list[Any], *, add_generation_prompt: bool = True) -> ChatPrompt:
+        """Return the text of a conversation."""
+        text = self._template.render(Conversation(messages, add_generation_prompt=add_generation_prompt))
+        return ChatPrompt(text, tuple(map(ord, text)))
+
+    async def tokenize(self, text: str, *, parse_special_tokens: bool = True) -> list[int]:
+        """Return the code points, negative where special tokens are not parsed."""
+        return [ord(one) if parse_special_tokens else -ord(one) for one in text]
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        ("chatml", "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"),
+        ("gemma", "<end_of_turn>\n<start_of_turn>user\nAnd?<end_of_turn>\n<start_of_turn>model\n"),
+        ("llama", "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nAnd?<|eot_id|><|start_header_id|>assistant"),
+        ("mistral", "</s>[INST] And?[/INST]"),
+        ("qwen", "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_templates_of_families_go_on_after_an_answer(name: str, after: str) -> None:
+    """By what they write after it; one that moves the system message to the newest question is prefilled whole."""
+    template = (ROOT / "tests" / "text" / "templates" / f"{name}.jinja").read_text("utf-8")
+    client: Any = Templated(template)  # Any: it has the two calls alone
+    gateway = Gateway(client, set(), 1, 60)
+    for system in ("", "Be brief.") if name != "gemma" else ("",):  # this one takes no system message
+        messages = [{"role": "system", "content": system}] if system else []
+        for question, answer in (("One", "1"), ("Two", "2"), ("And?", "")):
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        found = asyncio.run(gateway._after(messages[:-1], len(messages) - 3, "</s>"))
+        assert (found is None) == (name == "mistral" and system != "")
+        if found is not None:
+            assert found[:4] == [-ord(one) for one in "</s>"]
+            assert "".join(map(chr, found[4:])).startswith(after)
 
 
 def test_the_commands_of_the_page_work(shipped_target: str) -> None:

@@ -241,8 +241,8 @@ RULES: Final = (
     Rule(r"curl ", _curl),
 )
 
-NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local", "tutorial"}
-"""Blocks that are run as a whole by their name: see tests/conformance, tests/stack and tests/test_tutorial.py."""
+NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local", "openai", "tutorial"}
+"""Blocks that are run as a whole by their name: see tests/conformance, tests/examples, tests/stack and tests/test_tutorial.py."""
 
 
 def _rule_of(command: Command) -> Rule:

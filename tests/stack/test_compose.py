@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import openai_gateway
 import pytest
 
 from ferrule_server.arguments import parse_config, unknown_variables
@@ -82,7 +83,7 @@ def test_images_are_pinned(plain: dict[str, Any]) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for name, service in plain.items():
         assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+(@sha256:\w{64})?", service["image"]), name
-        assert service["image"].endswith(f":{version}") == (name in SERVERS), name
+        assert service["image"].endswith(f":{version}") == (name in (*SERVERS, "openai")), name
     recipe = (ROOT / "deploy" / "Dockerfile").read_text()
     assert re.search(r"^ARG PYTHON_IMAGE=python:\d+\.\d+\.\d+-\w+-\w+@sha256:\w{64}$", recipe, re.MULTILINE)
     assert set(re.findall(r"-t ferrule(?:-gpu)?:(\S+)", recipe)) == {version}
@@ -94,6 +95,7 @@ def test_every_image_of_ours_is_built_once(plain: dict[str, Any]) -> None:
     assert len(built) == len(set(built))
     whole = project()
     ways = [((), ()), (("gpu",), ("ferrule-gpu",)), (("scale",), ("envoy",)), (("scale",), ("ferrule-b",))]
+    ways += [(("openai",), ("openai",))]
     for profiles, names in ways:
         here = [plain[name] for name in started(whole, profiles, names)]
         wanted = {service["image"] for service in here if service["image"].startswith("ferrule")}
@@ -247,6 +249,7 @@ def test_a_model_of_yours_is_served_from_your_folder() -> None:
         (("gpu",), ("ferrule-gpu",), ["ferrule-gpu"]),
         (("scale",), ("envoy",), ["ferrule-a", "ferrule-b", "envoy"]),
         (("observe",), ("ferrule", "grafana"), ["ferrule", "prometheus", "grafana"]),
+        (("openai",), ("openai",), ["ferrule", "openai"]),
         (("scale", "observe"), ("envoy", "grafana"), ["ferrule-a", "ferrule-b", "envoy", "prometheus", "grafana"]),
     ],
 )
@@ -260,11 +263,29 @@ def test_profiles_start_what_the_documents_say(
     assert len(ports) == len(set(ports))
 
 
+def test_the_gateway_is_what_the_example_takes(plain: dict[str, Any]) -> None:
+    """Its file is mounted, the options are its own, and it calls the server and listens where the ports are."""
+    gateway = plain["openai"]
+    (mounted,) = gateway["volumes"]
+    source, place, _ = mounted.split(":")
+    program, path = gateway["entrypoint"]
+    assert program == "python"
+    assert (ROOT / source / Path(path).relative_to(place)).read_text() == Path(openai_gateway.__file__).read_text()
+    options = openai_gateway.parser().parse_args(gateway["command"])
+    assert options.target == f"ferrule:{settings(plain['ferrule']).listen.port}"
+    (port,) = gateway["ports"]
+    assert port.startswith("127.0.0.1:8000:")
+    assert options.listen == f"0.0.0.0:{port.split(':')[2]}"
+    assert gateway["build"]["target"] == "gateway"
+    assert f":{port.split(':')[2]}/healthz" in gateway["healthcheck"]["test"][-1]
+
+
 def test_the_image_is_made_of_wheels() -> None:
     """Ours is built first; nothing else is compiled, and the last stage installs nothing."""
     stages = (ROOT / "deploy" / "Dockerfile").read_text().split("\nFROM ")
-    assert len(stages) == 6
-    assert "--only-binary=:all: -c constraints.txt" in stages[1]
+    assert "".join(stages).count("install -q") == "".join(stages).count(
+        "install -q --only-binary=:all: -c constraints.txt"
+    )
     assert not re.search(r"pip|apt|gcc|build-essential", stages[-1])
     assert "\nUSER 10001:10001\n" in stages[-1]
     sources = set(re.findall(r"^COPY (?!--from)(.*) \S+$", "".join(stages), re.MULTILINE))

@@ -242,7 +242,7 @@ RULES: Final = (
 )
 
 NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local", "openai", "tutorial"}
-"""Blocks that are run as a whole by their name: see tests/conformance, tests/examples, tests/stack and tests/test_tutorial.py."""
+"""Blocks that are run as a whole by their name, by tests/conformance, examples, stack and test_tutorial.py."""
 
 
 def _rule_of(command: Command) -> Rule:

@@ -26,7 +26,7 @@ from tools.compose.envoy import free_ports
 GRAFANA: Final = "grafana"
 """Its image has no stand-in."""
 STANDINS: Final = {"envoy": "ferrule-test/envoy", "prometheus": "ferrule-test/prometheus"}
-_SERVERS: Final = ("ferrule", "ferrule-a", "ferrule-b", "ferrule-gpu")
+_BUILT: Final = ("ferrule", "ferrule-a", "ferrule-b", "ferrule-gpu", "openai")
 
 
 def docker(*words: str, timeout_s: float = 600, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -77,7 +77,7 @@ def in_place_of_others() -> dict[str, Any]:
     _stand_in()
     arguments = {"PYTHON_IMAGE": "ferrule-test/python", "PIP_FIND_LINKS": _wheels()}
     build = {"network": "host", "args": arguments}
-    servers: dict[str, Any] = {name: {"build": build} for name in _SERVERS}
+    servers: dict[str, Any] = {name: {"build": build} for name in _BUILT}
     return {"services": servers | {name: {"image": image} for name, image in STANDINS.items()}}
 
 
@@ -100,7 +100,7 @@ class Project:
         on_top: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.port, self.prometheus_port = free_ports(2)
+        self.port, self.prometheus_port, self.openai_port = free_ports(3)
         self._services = services
         ours = folder / "compose.ours.yml"
         ours.write_text(yaml.safe_dump(in_place_of_others()))
@@ -110,7 +110,7 @@ class Project:
         self._words += [word for file in files for word in ("-f", file)]
         self._words += [word for profile in profiles for word in ("--profile", profile)]
         self._environment = {"KV_MEMORY": "64MiB", "PORT": str(self.port), **(environment or {})}
-        self._environment["PROMETHEUS_PORT"] = str(self.prometheus_port)
+        self._environment |= {"PROMETHEUS_PORT": str(self.prometheus_port), "OPENAI_PORT": str(self.openai_port)}
 
     @property
     def target(self) -> str:

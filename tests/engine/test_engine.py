@@ -74,14 +74,6 @@ def test_long_prefill_is_run_in_chunks_and_answers_once() -> None:
         assert result.timing.step_rows == 1
 
 
-def test_all_positions_give_a_row_for_each_token_over_chunks() -> None:
-    """LOGITS_POSITIONS_ALL is not limited to one chunk."""
-    with Harness(max_step_rows=3) as harness:
-        result = harness.prefill(5, 6, 7, 8, output=ALL)
-        assert [row.token for row in result.rows] == [next_token(*range(5, 6 + i)) for i in range(4)]
-        assert [row.position for row in result.rows] == [1, 2, 3, 4]
-
-
 def test_query_runs_the_last_row_again_and_appends_nothing(harness: Harness) -> None:
     """An empty input answers under the new policy and leaves the handle as it is."""
     first = harness.prefill(1, 2, 3, output=NOTHING)
@@ -132,17 +124,6 @@ def test_replay_under_another_policy_is_recomputed_without_writing(harness: Harn
     assert [row.token for row in again.rows] == [next_token(1, 2, 3, 4), next_token(1, 2, 3, 4, 5)]
     assert harness.executor.batches[-1].slot_mapping.tolist() == [-1, -1]
     assert again.handle.length == 5
-
-
-def test_replay_of_an_older_append_is_recomputed(harness: Harness) -> None:
-    """Appends before the last one are replayable as long as their tokens are there."""
-    first = harness.prefill(1, 2, 3)
-    second = harness.decode(first.handle, 4)
-    harness.decode(second.handle, 5)
-    again = harness.decode(first.handle, 4)
-    assert again.recomputed
-    assert again.handle == second.handle
-    assert again.rows[0].token == second.rows[0].token
 
 
 def test_resampling_an_older_append_needs_its_seed(harness: Harness) -> None:

@@ -9,16 +9,16 @@ BIN := $(VENV)/bin
 
 # Tests that only compute share the cores one by one. All others start servers: a file of theirs runs in one process.
 COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model tests/text tests/training
-MARKERS := not slow and not gpu
+MARKERS := not slow and not gpu and not docker
 PYTEST := $(BIN)/python -m pytest -q -m "$(MARKERS)"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu load pictures docs clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-docker test-install test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu pictures docs clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
 
-demo: $(VENV)/.ok ## start the shipped model, stream text, fork, roll back, release
+demo: $(VENV)/.demo ## start the shipped model, stream text, fork, roll back, release
 	@$(BIN)/ferrule demo
 
 test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
@@ -51,11 +51,18 @@ test-conformance: $(VENV)/.ok ## the contract in Python, Node, Go, Rust, C++ and
 	@$(BIN)/python -m tests.conformance.run --require
 	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q --timeout=600 tests/conformance tests/test_docs.py::test_the_contract_runs_in_node
 
-test-stack: $(VENV)/.ok ## the compose stack without Docker: real Envoy, Prometheus, Chromium; dashboard, alerts, scale-out
+test-stack: $(VENV)/.ok ## the files of the stack without Docker: real Envoy, promtool, Chromium; alerts, scale-out
 	@sh tests/stack/install_tools.sh
 	@shellcheck deploy/make_certificates.sh tests/stack/install_tools.sh
 	@$(DCLINT) docker-compose.yml deploy/compose.*.yml
 	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q tests/stack tests/api/web tests/api/test_exposition.py
+
+test-install: $(VENV)/.ok ## install both wheels from an index into fresh environments; resolve them for macOS and arm64 (2 minutes)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check uv
+	@PATH="$(abspath $(BIN)):$$PATH" FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -v -m slow tests/test_packaging.py
+
+test-docker: $(VENV)/.ok ## build the images and run the compose stack in Docker: health, hardening, restarts, TLS (6 minutes)
+	@$(BIN)/python -m pytest -v -m docker tests/docker
 
 mutants: $(VENV)/.ok ## break the product in more than 100 ways: the suite must notice each (15 minutes; MUTANTS="--only ID")
 	@$(BIN)/python -m tools.mutants --jobs $(JOBS) $(MUTANTS)
@@ -88,9 +95,6 @@ bench-peers: $(VENV)/.ok ## ours beside transformers, OpenVINO, vLLM and llama.c
 bench-gpu: $(VENV)/.ok ## decode on a GPU beside its ceilings and its peers; without one, a dry run (a minute)
 	@$(BIN)/python benchmarks/bench_gpu.py
 
-load: $(VENV)/.ok  ## load tests: 1, 32 and 256 sequences, direct and through Envoy; a table and a plot (10 minutes)
-	@$(BIN)/python -m benchmarks.load --plot docs/images/load.svg $(LOAD)
-
 pictures: $(VENV)/.ok ## draw the pictures of the README and docs/observing.md again; the last needs Chromium (2 minutes)
 	@$(BIN)/python -m benchmarks.hero
 	@$(BIN)/python -m benchmarks.film
@@ -104,15 +108,28 @@ clean:            ## remove caches and build output, keep the environment
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find protos server client tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamp says that the environment holds what pyproject.toml and constraints.txt ask for.
-$(VENV)/.ok: pyproject.toml constraints.txt
+# The stamps say what the environment holds: `.demo` the client and a server on a CPU, `.ok` also what the tests need.
+# TORCH=cuda takes the PyTorch that pip finds (on Linux: with CUDA), TORCH_INDEX=ADDRESS an index of yours.
+TORCH ?= cpu
+TORCH_INDEX ?=
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PROJECTS := pyproject.toml server/pyproject.toml
+
+$(VENV)/.demo: $(PROJECTS) constraints.txt deploy/install_torch.py
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "error: '$(PY)' is not Python 3.11 or newer; name one that is: make PY=python3.11" >&2; exit 1; }
-	@echo "installing into $(VENV), one to three minutes (PyTorch is large)"
+	@echo "== installing the client and the server into $(VENV): downloads 310 MB, 190 of them PyTorch"
 	@$(PY) -m venv $(VENV) || { echo "error: no venv module; on Debian: apt install python3-venv" >&2; exit 1; }
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python deploy/install_torch.py --build $(TORCH) --index "$(TORCH_INDEX)"
+	@$(PIP) -e '.[cli]' -e server
+	@echo "== installed: $$(du -sh $(VENV) | cut -f1)"
+	@touch $@
+
+$(VENV)/.ok: $(VENV)/.demo
+	@echo "== installing what the tests need into $(VENV)"
+	@$(PIP) -q -e '.[cli,dev]' -e 'server[otel,kernels]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.ok
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@$(PIP) -q -e '.[docs]'
 	@touch $@

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from benchmarks.load import guarded
+from benchmarks import guarded
 from ferrule import Client, sample
 from ferrule.types import Append
 from tools.browser import browsing

@@ -13,7 +13,7 @@ from typing import Final
 from tests.commands import ROOT
 from tests.stack.test_pages import arguments_of
 from tests.tools import KERNEL_CACHE
-from tools.compose.stack import Stack
+from tools.compose.compose_file import load
 
 BIN: Final = Path(sys.executable).parent
 DEMO: Final = ROOT / "server" / "ferrule_server" / "demo_model"
@@ -41,7 +41,6 @@ class Story:
         self.prelude = ""
         self.kv_cache: str | None = None
         self._server: subprocess.Popen[str] | None = None
-        self._stack: Stack | None = None
         (folder / "models").mkdir()
         for name in ("Qwen3-0.6B", "Qwen3-8B"):
             (folder / "models" / name).symlink_to(DEMO)
@@ -107,27 +106,26 @@ class Story:
             self.serve("ferrule serve --metrics-listen 127.0.0.1:0", {"FERRULE_EXECUTOR": "paged-reference"})
 
     def compose(self, words: list[str]) -> None:
-        """Start what ``docker compose`` makes of the plain file with others on top, without Docker."""
-        self.end_section()
+        """Start a server with the credentials that files on top of docker-compose.yml give it, without Docker.
+
+        Behind Envoy it has the certificate that Envoy has there. tests/docker starts what compose starts.
+        """
         arguments = arguments_of(words)
-        files = [ROOT / name for name in arguments.files[1:]]
-        folder = self.folder / f"stack-{files[-1].stem}"
-        folder.mkdir()
-        secrets = {"SECRETS": f"{self.folder}/secrets", "ENVOY_SECRETS": f"{self.folder}/secrets-envoy"}
-        at_once = {"FERRULE_EXECUTOR": "paged-reference", "FERRULE_MODEL": None}
-        profiles, names = arguments.profiles, arguments.services
-        self._stack = Stack(folder, names, profiles=profiles, on_top=files, environment=secrets, settings=at_once)
-        self._stack.__enter__()
-        self.target = self._stack.address(names[0] if names else "ferrule", 50051)
+        project = load([ROOT / name for name in arguments.files], {})
+        behind_envoy = "envoy" in arguments.services
+        variables = project["services"]["ferrule"]["environment"]
+        secrets = {name: value for name, value in variables.items() if str(value).startswith("/run/ferrule/")}
+        for name, value in secrets.items():
+            folder = "secrets-envoy" if behind_envoy and name.startswith("FERRULE_TLS_") else "secrets"
+            secrets[name] = value.replace("/run/ferrule", folder)
+        secrets |= {name: value for name, value in variables.items() if name == "FERRULE_ADMINS"}
+        self.serve("ferrule serve --executor paged-reference", secrets)
 
     def end_section(self) -> None:
         """End what was started; a server must end as asked, and nothing of ours stays on the one that all share."""
         if self.kv_cache is not None:
             self.shell(f"{self.prelude}\ncall ModelExecutorService/ReleaseCache '{{\"kvCaches\": [{self.kv_cache}]}}'")
             self.kv_cache = None
-        if self._stack is not None:
-            self._stack.kill()
-            self._stack = None
         if self._server is not None:
             with self._server as server:
                 server.terminate()

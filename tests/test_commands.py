@@ -179,10 +179,11 @@ def _benchmark(story: Story, command: Command) -> None:
 
 
 def _pip(command: Command) -> None:
-    """The extra is one of ours."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (found,) = re.findall(r"^pip install '?\.(?:\[([a-z,]+)\])?'?$", command.program)
-    assert set(filter(None, found.split(","))) <= set(extras)
+    """The projects are there, and have the extras."""
+    for word in shlex.split(command.program)[2:]:
+        folder, _, extras = word.rstrip("]").partition("[")
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+        assert set(filter(None, extras.split(","))) <= set(project["optional-dependencies"]), word
 
 
 def _bundles(story: Story, command: Command) -> None:
@@ -240,8 +241,8 @@ RULES: Final = (
     Rule(r"curl ", _curl),
 )
 
-NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local", "tutorial"}
-"""Blocks that are run as a whole by their name: see tests/conformance, tests/stack and tests/test_tutorial.py."""
+NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local", "openai", "tutorial"}
+"""Blocks that are run as a whole by their name, by tests/conformance, examples, stack and test_tutorial.py."""
 
 
 def _rule_of(command: Command) -> Rule:

@@ -1,22 +1,29 @@
-"""What users install: a light client, exact public names, and a wheel with everything in it."""
+"""What users install: a light client, a server beside it, and all that they need in their wheels."""
 
 import importlib
 import importlib.metadata
+import os
+import re
+import signal
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.tools import tool
+
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = (
-    ROOT / "protos" / "ferrule",
-    ROOT / "server" / "ferrule_server",
-    ROOT / "client" / "ferrule_client",
-    ROOT / "client" / "ferrule_cli",
-)
+PACKAGES = {
+    "ferrule": [ROOT / "protos" / "ferrule", ROOT / "client" / "ferrule_client", ROOT / "client" / "ferrule_cli"],
+    "ferrule-server": [ROOT / "server" / "ferrule_server"],
+}
+"""What each distribution holds."""
 HEAVY = (
     "torch",
     "numba",
@@ -52,66 +59,193 @@ def test_server_rings_import_without_torch() -> None:
     assert modules_after(code).isdisjoint({"torch", "numba", "transformers", "ferrule_client"})
 
 
+def project_of(path: Path) -> dict[str, Any]:
+    """Return the table ``project`` of a project file."""
+    project: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    return project
+
+
 def test_version_is_the_same_everywhere() -> None:
-    """The project file, the server and the installed distribution agree."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    server = importlib.import_module("ferrule_server")
-    assert project["version"] == server.__version__ == importlib.metadata.version("ferrule")
+    """Both projects, what is installed, and the client that the server requires."""
+    client, server = project_of(ROOT / "pyproject.toml"), project_of(ROOT / "server" / "pyproject.toml")
+    version = client["version"]
+    assert server["version"] == importlib.import_module("ferrule_server").__version__ == version
+    assert {importlib.metadata.version(name) for name in PACKAGES} == {version}
+    assert f"ferrule[cli]=={version}" in server["dependencies"]
 
 
 def test_base_dependencies_are_the_clients() -> None:
-    """Nothing the client does not import is in the base of the distribution."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert not [name for name in project["dependencies"] if name.startswith(HEAVY)]
+    """Nothing the client does not import is in the base of its distribution."""
+    names = project_of(ROOT / "pyproject.toml")["dependencies"]
+    assert not [name for name in names if name.startswith(HEAVY)]
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Build the wheel from the working tree, without a network, and return the names of its files."""
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Build both wheels from the working tree, without a network; returns their paths by distribution."""
     pytest.importorskip("hatchling", reason="the build backend is not installed beside the tests")
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
-    (wheel,) = folder.glob("*.whl")
+    folder = tmp_path_factory.mktemp("wheels")
+    for project in (ROOT, ROOT / "server"):
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+        subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=60)
+    return {path.name.partition("-")[0].replace("_", "-"): path for path in folder.glob("*.whl")}
+
+
+def names_in(wheel: Path) -> set[str]:
+    """Return the names of a wheel's files."""
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
 
 
-def test_wheel_holds_every_file_of_the_three_packages(wheel_names: set[str]) -> None:
-    """Stubs with their types and protos, typing markers and the model that ships; caches stay out."""
+@pytest.mark.parametrize("distribution", PACKAGES)
+def test_wheel_holds_its_packages_and_nothing_else(wheels: dict[str, Path], distribution: str) -> None:
+    """Stubs with their types and protos, typing markers, the page, the model that ships, and the licence."""
     expected = {
         str(path.relative_to(package.parent))
-        for package in PACKAGES
+        for package in PACKAGES[distribution]
         for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert expected - wheel_names == set()
-    assert not [name for name in wheel_names if "__pycache__" in name or name.startswith("tests/")]
+    names = names_in(wheels[distribution])
+    about = {name for name in names if ".dist-info/" in name}
+    assert names - about == expected
+    assert [name for name in about if name.endswith("/licenses/LICENSE")]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ferrule/v1/executor.proto",
-        "ferrule/v1/executor_pb2.py",
-        "ferrule/v1/executor_pb2.pyi",
-        "ferrule/v1/executor_pb2_grpc.py",
-        "ferrule_client/py.typed",
-        "ferrule_server/py.typed",
-        "ferrule_server/api/web/page/index.html",
-        "ferrule_server/api/web/page/main.js",
-        "ferrule_server/demo_model/config.json",
-        "ferrule_server/demo_model/model.safetensors",
-        "ferrule_server/demo_model/tokenizer.json",
-    ],
-)
-def test_wheel_holds(wheel_names: set[str], name: str) -> None:
-    """The files that go missing first when a build setting changes."""
-    assert name in wheel_names
+def test_client_is_small(wheels: dict[str, Path]) -> None:
+    """Below a megabyte: no model, no server."""
+    assert wheels["ferrule"].stat().st_size < 1_000_000
 
 
-def test_wheel_carries_its_licence_and_command(wheel_names: set[str]) -> None:
-    """The Apache licence travels along, and the ``ferrule`` command is declared."""
-    version = importlib.metadata.version("ferrule")
-    assert f"ferrule-{version}.dist-info/licenses/LICENSE" in wheel_names
-    assert f"ferrule-{version}.dist-info/entry_points.txt" in wheel_names
+def environment_of(folder: Path, wheels: Iterable[Path]) -> Path:
+    """Make a virtual environment with some of our wheels; returns the folder of its programs.
+
+    What they require comes from the environment of the tests, whose own installation of Ferrule is not seen: it is
+    editable, by ``.pth`` files, and those of a folder that is itself named in one are not read.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q", "--no-compile"]
+    subprocess.run([*pip, "--no-index", "--no-deps", *map(str, wheels)], check=True, timeout=60)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "required.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "bin"
+
+
+@pytest.fixture(scope="module")
+def client(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the client alone; the folder of its programs."""
+    return environment_of(tmp_path_factory.mktemp("client"), [wheels["ferrule"]])
+
+
+@pytest.fixture(scope="module")
+def server(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with both; the folder of its programs."""
+    return environment_of(tmp_path_factory.mktemp("server"), wheels.values())
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the ``ferrule`` of an environment, outside the repository."""
+    command = [str(folder / "ferrule"), *words]
+    return subprocess.run(
+        command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def clean_environment() -> dict[str, str]:
+    """Return the variables of this process without a path to the sources."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@pytest.mark.parametrize("command", ["demo", "serve", "check"])
+def test_client_alone_says_what_a_server_requires(client: Path, command: str) -> None:
+    """The name of the distribution to install."""
+    done = run(client, command, *(["."] if command == "check" else []))
+    assert done.returncode == 2, done.stdout
+    assert "pip install ferrule-server" in done.stderr
+
+
+def test_client_generates_on_an_installed_server(client: Path, server: Path) -> None:
+    """Each from its own environment."""
+    check_generates(client, server, "torch")
+
+
+def check_generates(client: Path, server: Path, executor: str) -> None:
+    """Start a server of an environment and talk to it from another."""
+    command = [str(server / "ferrule"), "serve", "--listen", "127.0.0.1:0", "--executor", executor]
+    with subprocess.Popen(command, cwd=server, env=clean_environment(), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            (address,) = re.findall(r"ready listen=(\S+)", process.stdout.readline())
+            done = run(client, "generate", "def area(", "--target", address, "--max-tokens", "8")
+            assert done.returncode == 0, done.stderr
+            assert len(done.stdout) > 8
+        finally:
+            process.send_signal(signal.SIGTERM)
+    assert process.returncode == 0
+
+
+def test_demo_runs_from_the_wheels(server: Path) -> None:
+    """With the model in the wheel."""
+    done = run(server, "demo", "--executor", "torch")
+    assert done.returncode == 0, done.stderr
+    assert "blocks leaked                0" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fresh_environments_from_an_index(wheels: dict[str, Path], tmp_path: Path) -> None:
+    """As a user installs them: pip brings what they require, and PyTorch comes without CUDA."""
+    folders = {}
+    for name, projects in (("client", ["ferrule"]), ("server", ["ferrule", "ferrule-server"])):
+        python = tmp_path / name / "bin" / "python"
+        subprocess.run([sys.executable, "-m", "venv", str(tmp_path / name)], check=True, timeout=120)
+        if name == "server":
+            script = str(ROOT / "deploy" / "install_torch.py")
+            subprocess.run([str(python), script], check=True, timeout=600, capture_output=True)
+        pip = [str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
+        subprocess.run([*pip, *(str(wheels[project]) for project in projects)], check=True, timeout=600)
+        listed = subprocess.run([*pip[:3], "list"], check=True, timeout=60, capture_output=True, text=True).stdout
+        assert not re.search(r"^(nvidia|cuda|triton|envoy|transformers)", listed, re.MULTILINE), listed
+        folders[name] = python.parent
+    assert run(folders["client"], "demo").returncode == 2
+    assert run(folders["server"], "demo").returncode == 0
+    check_generates(folders["client"], folders["server"], "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["aarch64-apple-darwin", "aarch64-unknown-linux-gnu", "x86_64-manylinux_2_28"])
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_wheels_exist_for(wheels: dict[str, Path], platform: str, python: str) -> None:
+    """Pinned versions of all that the server requires, by a resolution for a platform (macOS 14 on Apple silicon)."""
+    command = [
+        "uv",
+        "pip",
+        "compile",
+        "-",
+        "--only-binary",
+        ":all:",
+        "-c",
+        str(ROOT / "constraints.txt"),
+        "--no-header",
+    ]
+    command += [
+        "--python-platform",
+        platform,
+        "--python-version",
+        python,
+        "--find-links",
+        str(wheels["ferrule"].parent),
+    ]
+    environment = clean_environment() | {"MACOSX_DEPLOYMENT_TARGET": "14.0"}
+    done = subprocess.run(
+        [tool(command[0]), *command[1:]],
+        input="ferrule[cli]\nferrule-server[otel]\n",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch==" in done.stdout
+    assert "darwin" not in platform or not re.search("nvidia|triton|cuda", done.stdout)

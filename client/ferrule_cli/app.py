@@ -8,7 +8,6 @@ with ``--json`` one JSON object), 2 used wrongly, 130 interrupted.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
@@ -30,7 +29,7 @@ from ferrule_cli.commands import (
     models,
     token,
 )
-from ferrule_cli.common import CommandError
+from ferrule_cli.common import CommandError, need_server
 from ferrule_cli.demo import story
 from ferrule_cli.parser import Parser
 from ferrule_cli.top import command as top
@@ -58,7 +57,7 @@ _COMMANDS = {
     "check": (check, "say whether a model loads, in how much memory, and what runs it"),
     "generate": (generate, "go on from a prompt"),
     "chat": (chat, "talk to a model"),
-    "bench": (bench, "measure how fast a model runs, in about a minute"),
+    "bench": (bench, "measure how fast a model runs, or what a load does to a server"),
     "health": (health, "tell whether the server serves"),
     "caches": (caches, "list the live handles"),
     "metrics": (metrics, "show the counters of a server"),
@@ -119,9 +118,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _serve(arguments: Sequence[str]) -> NoReturn:
     """Become the server, so that its signals, ``--help`` and exit codes are its own."""
-    if importlib.util.find_spec("ferrule_server") is None or importlib.util.find_spec("torch") is None:
-        advice = "install the server extra of ferrule (in a checkout: pip install '.[server]')"
-        raise CommandError(f"the server is not installed: {advice}", "SERVER_MISSING")
+    need_server()
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "ferrule_server", *arguments])  # noqa: S606 - no shell wanted
 

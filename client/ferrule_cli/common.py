@@ -21,6 +21,7 @@ __all__ = [
     "ending_in_order",
     "misuse",
     "need_rich",
+    "need_server",
     "number",
     "print_json",
     "show",
@@ -48,6 +49,13 @@ def need_rich(command: str, otherwise: str = "") -> None:
     """Raise CommandError where rich is not installed; ``otherwise`` says what works without it."""
     if importlib.util.find_spec("rich") is None:
         raise CommandError(f"{command} needs rich: pip install 'ferrule[cli]'{otherwise}", "RICH_MISSING")
+
+
+def need_server() -> None:
+    """Raise CommandError where ``ferrule-server``, or the PyTorch that it requires, is not installed."""
+    if importlib.util.find_spec("ferrule_server") is None or importlib.util.find_spec("torch") is None:
+        advice = "pip install ferrule-server (in a checkout: pip install . ./server)"
+        raise misuse(f"the server is not installed: {advice}", "SERVER_MISSING")
 
 
 @contextlib.contextmanager

@@ -13,13 +13,19 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from ferrule_cli.common import add_numbers, misuse, number
 from ferrule_cli.waiting import Waiting
 from ferrule_client.sync.client import DEFAULT_TARGET, Client
 from ferrule_client.types import Status, TlsConfig
 
-__all__ = ["add_connection_options", "connect", "wait_for_model"]
+if TYPE_CHECKING:
+    from ferrule_client.aio.client import AsyncClient
+
+__all__ = ["add_connection_options", "connect", "connect_async", "wait_for_model"]
+
+_C = TypeVar("_C")
 
 _TABLE = "client"
 _YES = ("1", "true", "yes", "on")
@@ -93,6 +99,25 @@ def connect(args: argparse.Namespace) -> Client:
     Raises:
         CommandError: A setting, the file of settings or the token is malformed, or a file of TLS is unusable.
     """
+    return _connected(Client, args)
+
+
+def connect_async(args: argparse.Namespace, *, max_retries: int) -> AsyncClient:
+    """Return an asyncio client, as ``connect`` does.
+
+    Args:
+        args: The connection options.
+        max_retries: Times that a call is tried again.
+
+    Raises:
+        CommandError: As in ``connect``.
+    """
+    from ferrule_client.aio.client import AsyncClient  # not at the start of every command
+
+    return _connected(AsyncClient, args, max_retries=max_retries)
+
+
+def _connected(kind: Callable[..., _C], args: argparse.Namespace, **settings: int) -> _C:
     _complete(args)
     token = os.environ.get("FERRULE_TOKEN", "").strip()  # a file adds a line's end
     if not all("!" <= one <= "~" for one in token):
@@ -103,7 +128,7 @@ def connect(args: argparse.Namespace) -> Client:
     if args.tls or args.tls_ca or args.tls_cert or args.tls_server_name:
         tls = TlsConfig(_pem(args.tls_ca), _pem(args.tls_key), _pem(args.tls_cert), args.tls_server_name)
     try:
-        return Client(args.target, token=token or None, tls=tls, timeout=args.timeout, instance=args.instance)
+        return kind(args.target, token=token or None, tls=tls, timeout=args.timeout, instance=args.instance, **settings)
     except ValueError as error:
         raise misuse(str(error), "TARGET_INVALID") from None
 

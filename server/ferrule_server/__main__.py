@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("ferrule"):
             raise
-        return _say(f"the module {error.name!r} is missing: install ferrule[server]")
+        return _say(f"the module {error.name!r} is missing: install ferrule-server")
 
 
 def _set_up_process(config: ServerConfig) -> None:
@@ -176,7 +176,8 @@ def _tracer(config: ServerConfig) -> Tracer | None:
     try:
         from ferrule_server.api.telemetry.tracing import Tracer
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--otlp-endpoint: the module {error.name!r} is missing: install ferrule[otel]") from None
+        advice = "install ferrule-server[otel]"
+        raise ConfigError(f"--otlp-endpoint: the module {error.name!r} is missing: {advice}") from None
     try:
         tracer = Tracer(config.otlp_endpoint, config.instance)
     except Exception as error:

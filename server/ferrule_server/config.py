@@ -211,7 +211,7 @@ class ServerConfig:
     """format of the log on stderr: lines of text, or one JSON object per line"""
     otlp_endpoint: str | None = _LOGS.optional("--otlp-endpoint", Kind("URL", parse_otlp_endpoint), "none")
     """send a trace of every call to this OpenTelemetry collector by OTLP over gRPC, such as http://127.0.0.1:4317; the
-    standard OTEL_* variables set everything else; requires ferrule[otel]
+    standard OTEL_* variables set everything else; requires ferrule-server[otel]
     """
     logs_top_tokens: bool = _LOGS.switch("--debug-top-tokens")
     """log the handle id, the position and the five best tokens of every output row: the log then shows generated text,

@@ -25,3 +25,10 @@ def server(shared: RunningServer) -> Iterator[RunningServer]:
     shared.release(*(types_pb2.KvCacheHandle(cache_id=cache_id) for cache_id in handles))
     assert shared.free_blocks == shared.engine.info.num_blocks - 1
     shared.store.check_integrity()
+
+
+@pytest.fixture
+def own() -> Iterator[RunningServer]:
+    """A server of the test's own."""
+    with RunningServer() as server:
+        yield server

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import queue
 import threading
 import time
@@ -24,8 +25,9 @@ from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.inputs import InputReader
 from ferrule_server.api.rpc.observe import Observer
 from ferrule_server.api.rpc.state import ServerState, Serving, state_of
-from ferrule_server.api.security.auth import Access, OpenAccess
+from ferrule_server.api.security.auth import Access, OpenAccess, TokenAccess
 from ferrule_server.api.security.tls import TlsFiles
+from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.api.serve import ApiServer
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.masks import MaskRegistry
@@ -35,6 +37,7 @@ from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.log_format import tell_hang_ups_quietly
+from ferrule_server.quotas import UNLIMITED
 from ferrule_server.text.chat_template import ChatTemplate
 from ferrule_server.text.tokenizer import Tokenizer
 
@@ -296,12 +299,25 @@ class RunningServer:
         return StreamClient(self.stub)
 
 
+def token_access(folder: Path, lines: dict[str, str]) -> TokenAccess:
+    """Return access by a token file that is made in a folder: for each token the rest of its line."""
+    path = folder / "tokens"
+    path.touch(mode=0o600)
+    path.write_text("".join(f"{hashlib.sha256(token.encode()).hexdigest()} {line}\n" for token, line in lines.items()))
+    return TokenAccess(TokenFile(path, UNLIMITED))
+
+
 class StreamClient:
     """A StreamDecode call that is written to and read from frame by frame."""
 
-    def __init__(self, stub: executor_pb2_grpc.ModelExecutorServiceStub, timeout_s: float = 20.0) -> None:
+    def __init__(
+        self,
+        stub: executor_pb2_grpc.ModelExecutorServiceStub,
+        timeout_s: float = 20.0,
+        metadata: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         self._frames: queue.SimpleQueue[executor_pb2.StreamDecodeRequest | None] = queue.SimpleQueue()
-        self.call = stub.StreamDecode(iter(self._frames.get, None), timeout=timeout_s)
+        self.call = stub.StreamDecode(iter(self._frames.get, None), timeout=timeout_s, metadata=metadata)
 
     def send(
         self,
@@ -351,6 +367,15 @@ def wait_until(holds: Any, timeout_s: float = 10.0) -> None:  # any callable
     while not holds():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.002)
+
+
+def is_parked(server: RunningServer) -> bool:
+    """Whether the one stream there is has its window closed, and has had for a moment: gRPC takes no more of it."""
+    (stream,) = server.state.streams
+    window = stream._job.window  # type: ignore[attr-defined]
+    taken_bytes = window.taken_bytes
+    time.sleep(0.1)
+    return not window.is_open and window.taken_bytes == taken_bytes and server.engine.snapshot().num_running == 0
 
 
 DEMO_FOLDER = Path(__file__).parents[2] / "server" / "ferrule_server" / "demo_model"

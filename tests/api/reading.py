@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import pytest
 
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.inputs import InputReader
 from ferrule_server.engine.masks import MaskRegistry
+from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import ModelDescription
 from ferrule_server.model.config import LayerKind, ModelConfig
 from ferrule_server.text.tokenizer import Tokenizer
@@ -47,3 +50,11 @@ def make_reader(
         tokenizer=tokenizer,
         is_durable=is_durable,
     )
+
+
+def field_refused(name: str, read: Callable[[], object]) -> str:
+    """Return the field that reading a request is refused for; ``name`` says whether a vocabulary is the reason."""
+    with pytest.raises(FerruleError) as caught:
+        read()
+    assert caught.value.reason == ("TOKEN_OUT_OF_VOCAB" if "vocabulary" in name else "INVALID_FIELD")
+    return str(caught.value.metadata["field"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -17,13 +16,6 @@ from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_
 from tests.api.harness import RunningServer, decode_item, refusal_of, refused, wait_until
 
 Health = health_pb2.HealthCheckResponse
-
-
-@pytest.fixture
-def own() -> Iterator[RunningServer]:
-    """A server of the test's own."""
-    with RunningServer() as server:
-        yield server
 
 
 def _admin(server: RunningServer) -> admin_pb2_grpc.AdminServiceStub:
@@ -102,20 +94,6 @@ def test_sizes_that_no_step_has_are_refused(own: RunningServer, sizes: list[int]
 # ---- Drain ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_drain_refuses_new_prompts_and_serves_live_handles(own: RunningServer) -> None:
-    """As SIGTERM does, but that the server goes on; what is alive is told."""
-    handle = own.prefill().kv_cache
-    response = _drain(own, 60.0)
-    assert (response.live_sequences, response.pending_jobs) == (1, 0)
-    assert (_state(own), _health(own)) == (info_pb2.EXECUTOR_STATE_DRAINING, Health.NOT_SERVING)
-    assert _reason(own.prefill) == "DRAINING"
-    assert own.decode(own.fork(handle)[0], 7).kv_cache.length == handle.length + 1
-    own.release(handle)
-    time.sleep(0.3)
-    assert _state(own) == info_pb2.EXECUTOR_STATE_DRAINING
-    assert not own.server.asked_to_stop.is_set()
-
-
 def test_when_the_grace_is_over_nothing_is_taken(own: RunningServer) -> None:
     """Live handles and open streams hear DRAINING; what only looks, and administration, is still there."""
     handle = own.prefill().kv_cache
@@ -133,6 +111,7 @@ def test_when_the_grace_is_over_nothing_is_taken(own: RunningServer) -> None:
     own.stub.GetModelInfo(executor_pb2.GetModelInfoRequest(), timeout=10)
     own.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest(), timeout=10)
     own.stub.GetCacheMetrics(cache_pb2.GetCacheMetricsRequest(), timeout=10)
+    assert not own.server.asked_to_stop.is_set()
     _shut_down(own)
     assert own.server.asked_to_stop.is_set()
 
@@ -228,10 +207,3 @@ def test_a_shutdown_after_the_grace_of_a_drain_waits_for_nobody(own: RunningServ
     assert _shut_down(own, 60.0).live_sequences == 1
     ended.result(timeout=10)
     assert time.monotonic() - started < 3.0
-
-
-def test_roles_are_checked_before_anything_else(own: RunningServer) -> None:
-    """An unknown method of the service is unimplemented, a known one runs for the administrator."""
-    with pytest.raises(grpc.RpcError) as caught:
-        own.raw_unary("AdminService/Explode", b"")
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

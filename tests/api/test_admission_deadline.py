@@ -6,7 +6,6 @@ a stream that nobody reads. From those who are let in the whole message must com
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import struct
 import time
@@ -17,11 +16,8 @@ import psutil
 import pytest
 
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.security.auth import TokenAccess
-from ferrule_server.api.security.token_file import TokenFile
-from ferrule_server.quotas import QuotaLimits
 from ferrule_server.text.tokenizer import Tokenizer
-from tests.api.harness import DEMO_FOLDER, RunningServer
+from tests.api.harness import DEMO_FOLDER, RunningServer, token_access
 from tests.api.hostile.http2 import grpc_message
 from tests.api.hostile.unary_clients import (
     CHECK,
@@ -52,10 +48,7 @@ guarded_method = each(one for one in METHODS if not one.is_open)
 
 def _serve(folder: Path, limits: ApiLimits) -> RunningServer:
     """Return a server that asks for tokens."""
-    path = folder / "tokens"
-    path.touch(mode=0o600)
-    path.write_text(f"{hashlib.sha256(TOKEN.encode()).hexdigest()} alice\n")
-    access = TokenAccess(TokenFile(path, QuotaLimits()))
+    access = token_access(folder, {TOKEN: "alice"})
     return RunningServer(access=access, tokenizer=Tokenizer.load(DEMO_FOLDER), limits=limits)
 
 

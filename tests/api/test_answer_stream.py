@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import grpc
@@ -35,6 +34,7 @@ from ferrule_server.engine.jobs import (
 from ferrule_server.errors import BlocksExhausted, Draining, FerruleError, HandleStale, TokenInvalid
 from ferrule_server.executor.base import OutputSpec, RowOutput
 from ferrule_server.kv.handle import Handle
+from tests.api.loops import on_a_loop
 
 _ROW_BYTES = 100
 _PLAN = OutputPlan(OutputRequest(OutputSpec(greedy=True)), 1, 40)
@@ -153,204 +153,136 @@ def _frame(*tokens: int, is_last: bool = False, index: int = 0) -> GenerateFrame
     return GenerateFrame((BranchFrame(index, handle, rows),), StepTiming(1, 2, 3), is_last)
 
 
-def _play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    asyncio.run(asyncio.wait_for(scene(), 20))
-
-
-def test_a_reader_that_keeps_up_gets_a_message_for_each_frame() -> None:
-    """And OK behind the last one; the job is not cancelled and nobody is woken for nothing."""
-
-    async def scene() -> None:
-        call = _Call()
-        await call.settles()
-        assert call.stream in call.state.streams
-        for token in (1, 2):
-            call.engine.say(_frame(token))
-            await call.settles()
-        call.engine.say(_frame(3, is_last=True))
-        assert await call.reason() is None
-        assert call.tokens == [[1], [2], [3]]
-        assert call.context.has_begun
-        assert not call.job.is_cancelled
-        assert call.engine.resumed == []
-        assert not call.state.streams
-
-    _play(scene)
-
-
-def test_frames_merge_while_a_write_is_in_flight() -> None:
+@on_a_loop
+async def test_frames_merge_while_a_write_is_in_flight() -> None:
     """All that came meanwhile is one message."""
-
-    async def scene() -> None:
-        call = _Call()
-        call.context.holds_writes()
+    call = _Call()
+    call.context.holds_writes()
+    await call.settles()
+    for token in (1, 2, 3):
+        call.engine.say(_frame(token))
         await call.settles()
-        for token in (1, 2, 3):
-            call.engine.say(_frame(token))
-            await call.settles()
-        call.engine.say(_frame(4, is_last=True))
-        await call.settles()
-        call.context.lets_through()
-        assert await call.reason() is None
-        assert call.tokens == [[1], [2, 3, 4]]
-        assert call.context.written[1].outputs[0].resume_from.length == 4
-
-    _play(scene)
+    call.engine.say(_frame(4, is_last=True))
+    await call.settles()
+    call.context.lets_through()
+    assert await call.reason() is None
+    assert call.tokens == [[1], [2, 3, 4]]
+    assert call.context.written[1].outputs[0].resume_from.length == 4
 
 
-def test_the_engine_is_woken_once_the_window_is_open_again() -> None:
+@on_a_loop
+async def test_the_engine_is_woken_once_the_window_is_open_again() -> None:
     """Not while it is still closed, not when it never was."""
-
-    async def scene() -> None:
-        call = _Call(window_bytes=3 * _ROW_BYTES, max_reply_bytes=600)
-        call.context.holds_writes()
+    call = _Call(window_bytes=3 * _ROW_BYTES, max_reply_bytes=600)
+    call.context.holds_writes()
+    await call.settles()
+    call.engine.say(*(_frame(token) for token in range(4)))
+    await call.settles()
+    assert not call.job.window.is_open
+    for num_written, num_resumed in ((1, 0), (2, 1), (3, 1), (4, 1)):
+        call.context.lets_through(1)
         await call.settles()
-        call.engine.say(*(_frame(token) for token in range(4)))
-        await call.settles()
-        assert not call.job.window.is_open
-        for num_written, num_resumed in ((1, 0), (2, 1), (3, 1), (4, 1)):
-            call.context.lets_through(1)
-            await call.settles()
-            assert call.tokens == [[token] for token in range(num_written)]
-            assert call.engine.resumed == [call.job] * num_resumed  # the second write opens the window
-        assert call.job.window.taken_bytes == call.job.window.sent_bytes == 4 * _ROW_BYTES
-        call.context.lets_through()
-        call.engine.say(_frame(9, is_last=True))
-        assert await call.reason() is None
-        assert len(call.engine.resumed) == 1
-
-    _play(scene)
+        assert call.tokens == [[token] for token in range(num_written)]
+        assert call.engine.resumed == [call.job] * num_resumed  # the second write opens the window
+    assert call.job.window.taken_bytes == call.job.window.sent_bytes == 4 * _ROW_BYTES
+    call.context.lets_through()
+    call.engine.say(_frame(9, is_last=True))
+    assert await call.reason() is None
+    assert len(call.engine.resumed) == 1
 
 
-def test_an_error_in_the_place_of_the_first_frame_is_the_status_of_the_call() -> None:
+@on_a_loop
+async def test_an_error_in_the_place_of_the_first_frame_is_the_status_of_the_call() -> None:
     """The metadata of the call are not sent before it."""
-
-    async def scene() -> None:
-        call = _Call()
-        await call.settles()
-        call.engine.say(HandleStale("0123", 2, 3))
-        assert "HANDLE_STALE" in (await call.reason() or "")
-        assert not call.context.has_begun
-        assert not call.job.is_cancelled
-
-    _play(scene)
+    call = _Call()
+    await call.settles()
+    call.engine.say(HandleStale("0123", 2, 3))
+    assert "HANDLE_STALE" in (await call.reason() or "")
+    assert not call.context.has_begun
+    assert not call.job.is_cancelled
 
 
-def test_what_came_before_an_error_is_written_before_it() -> None:
+@on_a_loop
+async def test_what_came_before_an_error_is_written_before_it() -> None:
     """Tokens that are committed are not lost to the reader because the engine closes."""
-
-    async def scene() -> None:
-        call = _Call()
-        call.context.holds_writes()
-        await call.settles()
-        call.engine.say(_frame(1), _frame(2), BlocksExhausted(1, 0))
-        await call.settles()
-        call.context.lets_through()
-        assert "KV_BLOCKS_EXHAUSTED" in (await call.reason() or "")
-        assert [token for tokens in call.tokens for token in tokens] == [1, 2]
-
-    _play(scene)
+    call = _Call()
+    call.context.holds_writes()
+    await call.settles()
+    call.engine.say(_frame(1), _frame(2), BlocksExhausted(1, 0))
+    await call.settles()
+    call.context.lets_through()
+    assert "KV_BLOCKS_EXHAUSTED" in (await call.reason() or "")
+    assert [token for tokens in call.tokens for token in tokens] == [1, 2]
 
 
-def test_a_caller_who_goes_away_cancels_its_job_and_wakes_it() -> None:
-    """A parked one would never hear of it otherwise. What the engine says later goes nowhere."""
-
-    async def scene() -> None:
-        call = _Call()
-        await call.settles()
-        call.engine.say(_frame(1))
-        await call.settles()
-        call.task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call.task
-        assert call.job.is_cancelled
-        assert call.engine.resumed == [call.job]
-        assert not call.state.streams
-        call.engine.say(_frame(2), _frame(is_last=True))
-        await call.settles()
-        assert call.tokens == [[1]]
-
-    _play(scene)
-
-
-def test_a_call_that_is_ended_has_its_status_and_never_cancels_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_a_loop
+async def test_a_call_that_is_ended_has_its_status_and_never_cancels_a_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """The write in flight is waited for a moment and left alone."""
     monkeypatch.setattr(writer, "_LAST_WRITE_S", 0.01)
 
-    async def scene() -> None:
-        call = _Call()
-        call.context.holds_writes()
+    call = _Call()
+    call.context.holds_writes()
+    await call.settles()
+    for token in (1, 2):
+        call.engine.say(_frame(token))
         await call.settles()
-        for token in (1, 2):
-            call.engine.say(_frame(token))
-            await call.settles()
-        assert not call.stream.is_quiet(0.0)
-        call.state.end_quiet_streams(0.0, Draining())
-        await call.settles()
-        assert not call.task.done()
-        call.state.end_streams(Draining())
-        assert "DRAINING" in (await call.reason() or "")
-        assert call.context.is_writing
-        assert call.job.is_cancelled
-        call.context.lets_through()
-        await call.settles()
-        assert call.tokens == [[1]]  # nothing is written behind the status
-
-    _play(scene)
+    assert not call.stream.is_quiet(0.0)
+    call.state.end_quiet_streams(0.0, Draining())
+    await call.settles()
+    assert not call.task.done()
+    call.state.end_streams(Draining())
+    assert "DRAINING" in (await call.reason() or "")
+    assert call.context.is_writing
+    assert call.job.is_cancelled
+    call.context.lets_through()
+    await call.settles()
+    assert call.tokens == [[1]]  # nothing is written behind the status
 
 
-def test_a_withdrawn_caller_gets_nothing_more() -> None:
+@on_a_loop
+async def test_a_withdrawn_caller_gets_nothing_more() -> None:
     """Before the next message, even if nobody looked for streams of it."""
-
-    async def scene() -> None:
-        call = _Call()
-        await call.settles()
-        call.engine.say(_frame(1))
-        await call.settles()
-        call.caller.is_withdrawn = True
-        call.engine.say(_frame(2))
-        assert TokenInvalid.REASON in (await call.reason() or "")
-        assert call.tokens == [[1]]
-        assert call.job.is_cancelled
-
-    _play(scene)
+    call = _Call()
+    await call.settles()
+    call.engine.say(_frame(1))
+    await call.settles()
+    call.caller.is_withdrawn = True
+    call.engine.say(_frame(2))
+    assert TokenInvalid.REASON in (await call.reason() or "")
+    assert call.tokens == [[1]]
+    assert call.job.is_cancelled
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
-def test_a_failed_write_is_a_fault_unless_the_client_hung_up(
+@on_a_loop
+async def test_a_failed_write_is_a_fault_unless_the_client_hung_up(
     is_gone: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The call of a client that hung up is cancelled a moment after its write has failed."""
     monkeypatch.setattr(writer, "_HANG_UP_S", 0.05)
 
-    async def scene() -> None:
-        call = _Call()
-        call.context.failure = grpc.aio.InternalError("the call is gone")
+    call = _Call()
+    call.context.failure = grpc.aio.InternalError("the call is gone")
+    await call.settles()
+    call.engine.say(_frame(1))
+    await call.settles()
+    if is_gone:
+        call.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call.task
         await call.settles()
-        call.engine.say(_frame(1))
-        await call.settles()
-        if is_gone:
-            call.task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call.task
-            await call.settles()
-        else:
-            assert "ENGINE_FAULT" in (await call.reason() or "")
-        assert call.job.is_cancelled
-
-    _play(scene)
+    else:
+        assert "ENGINE_FAULT" in (await call.reason() or "")
+    assert call.job.is_cancelled
     assert any(record.levelno >= logging.WARNING for record in caplog.records) is not is_gone
 
 
-def test_a_frame_that_cannot_be_written_down_ends_the_call_alone(caplog: pytest.LogCaptureFixture) -> None:
+@on_a_loop
+async def test_a_frame_that_cannot_be_written_down_ends_the_call_alone(caplog: pytest.LogCaptureFixture) -> None:
     """A bug in a reply is a fault of one call, logged with its traceback."""
-
-    async def scene() -> None:
-        call = _Call()
-        await call.settles()
-        call.engine.say(cast("Any", object()))
-        assert "ENGINE_FAULT" in (await call.reason() or "")
-        assert call.job.is_cancelled
-
-    _play(scene)
+    call = _Call()
+    await call.settles()
+    call.engine.say(cast("Any", object()))
+    assert "ENGINE_FAULT" in (await call.reason() or "")
+    assert call.job.is_cancelled
     assert any(record.exc_info for record in caplog.records)

@@ -30,7 +30,6 @@ from ferrule.v1 import (
     admin_pb2_grpc,
     cache_pb2,
     executor_pb2,
-    executor_pb2_grpc,
     policy_pb2,
     tokenizer_pb2,
     types_pb2,
@@ -44,7 +43,6 @@ from ferrule_server.api.security.principal import Caller
 from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.arguments import parse_config
 from ferrule_server.config import ServerConfig
-from ferrule_server.errors import ConfigError
 from ferrule_server.kv import sequence_store
 from ferrule_server.kv.handle import handle_id_of
 from ferrule_server.quotas import QuotaLimits
@@ -55,6 +53,7 @@ from tests.api.harness import (
     PROMPT,
     FakeClock,
     RunningServer,
+    StreamClient,
     decode_item,
     refusal_of,
     refused,
@@ -264,39 +263,16 @@ def test_health_needs_no_token(secured: Secured) -> None:
     assert set(OPEN_SERVICES) == {"grpc.health.v1.Health"}
 
 
-def test_reflection_answers_whoever_has_a_token(secured: Secured) -> None:
-    """It lists all services; what is no message is refused."""
-    stub = reflection_pb2_grpc.ServerReflectionStub(secured.server.channel)
-    request = reflection_pb2.ServerReflectionRequest(list_services="")
-    (reply,) = stub.ServerReflectionInfo(iter([request]), metadata=_bearer(BOB), timeout=20)
-    names = {service.name for service in reply.list_services_response.service}
-    assert names >= {service.full_name for service in SERVICES}
-    with refused() as refusals:
-        secured.as_(BOB).call("grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", b"\xff\xff")
-    assert refusals[0].reason == "INVALID_FIELD"
-
-
 def test_every_service_is_open_or_wants_credentials(secured: Secured) -> None:
-    """What reflection lists is what the tests above walk."""
+    """Reflection lists what the tests above walk; what is no message is refused."""
     stub = reflection_pb2_grpc.ServerReflectionStub(secured.server.channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     (reply,) = stub.ServerReflectionInfo(iter([request]), metadata=_bearer(BOB), timeout=20)
     names = {service.name for service in reply.list_services_response.service}
     assert names == {service.full_name for service in SERVICES} | OPEN_SERVICES
-
-
-def test_capabilities_tell_the_caller_who_it_is(secured: Secured) -> None:
-    """Its principal, its role, and its quotas: those of its line over the server's own."""
-    callers = {}
-    for token in (ALICE, ALICE_TOO, OPS):
-        request = executor_pb2.GetCapabilitiesRequest()
-        reply = secured.server.stub.GetCapabilities(request, metadata=_bearer(token), timeout=20)
-        callers[token] = reply.capabilities.caller
-    alice, ops = callers[ALICE], callers[OPS]
-    assert (alice.principal, alice.is_admin) == ("alice", False)
-    assert (alice.quotas.handles, alice.quotas.kv_tokens, alice.quotas.retained_bytes) == (40, 100_000, 1 << 20)
-    assert callers[ALICE_TOO] == alice
-    assert (ops.principal, ops.is_admin, ops.quotas.handles, ops.quotas.kv_tokens) == ("ops", True, 0, 100_000)
+    with refused() as refusals:
+        secured.as_(BOB).call("grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", b"\xff\xff")
+    assert refusals[0].reason == "INVALID_FIELD"
 
 
 def test_every_quota_is_told_to_whom_it_binds() -> None:
@@ -574,17 +550,6 @@ def test_a_list_holds_ones_own(secured: Secured) -> None:
     assert alice.release(*hers) == [True] * 3
 
 
-def test_request_ids_of_two_principals_do_not_meet(secured: Secured) -> None:
-    """The same id and content: one sequence each."""
-    alice, bob = secured.as_(ALICE), secured.as_(BOB)
-    hers, his = alice.prefill(request_id="same"), bob.prefill(request_id="same")
-    assert hers.cache_id != his.cache_id
-    assert bob.release(hers) == [False]
-    assert alice.release(hers) == [True]
-    assert bob.prefill(request_id="same") == his
-    assert bob.release(his) == [True]
-
-
 def test_masks_and_prompts_of_another_are_not_there(secured: Secured) -> None:
     """A fingerprint is unknown to others as if nobody had it, and a prompt of another is no prefix of one's own."""
     bits, prompt = bytes([1] * 32), range(90, 130)
@@ -629,57 +594,33 @@ def test_quotas_hold_for_a_principal_and_follow_the_file(changing: Secured) -> N
 # ---- tokens that go -------------------------------------------------------------------------------------------------
 
 
-class _Stream:
-    """A StreamDecode call with a token."""
+def _opened(server: RunningServer, token: str) -> StreamClient:
+    return StreamClient(server.stub, metadata=_bearer(token))
 
-    def __init__(self, server: RunningServer, token: str) -> None:
-        self._frames: list[executor_pb2.StreamDecodeRequest] = []
-        self._is_over = False
-        self._news = threading.Condition()
-        stub = executor_pb2_grpc.ModelExecutorServiceStub(server.channel)
-        self.call = stub.StreamDecode(self._sent(), timeout=20, metadata=_bearer(token))
 
-    def _sent(self) -> Iterator[executor_pb2.StreamDecodeRequest]:
-        while True:
-            with self._news:
-                self._news.wait_for(lambda: self._frames or self._is_over)
-                if not self._frames:
-                    return
-                frame = self._frames.pop(0)
-            yield frame
-
-    def exchange(self, handle: types_pb2.KvCacheHandle, token_id: int) -> types_pb2.KvCacheHandle:
-        """Append a token and return the new handle."""
-        frame = executor_pb2.StreamDecodeRequest(items=[{"decode": decode_item(handle, token_id)}])
-        with self._news:
-            self._frames.append(frame)
-            self._news.notify()
-        return next(self.call).results[0].decode.kv_cache
-
-    def close(self) -> None:
-        """Half-close."""
-        with self._news:
-            self._is_over = True
-            self._news.notify()
+def _exchange(stream: StreamClient, handle: types_pb2.KvCacheHandle, token_id: int) -> types_pb2.KvCacheHandle:
+    """Append a token and return the new handle."""
+    stream.send(decode_item(handle, token_id))
+    return stream.read().results[0].decode.kv_cache
 
 
 def test_a_stream_ends_when_its_token_goes_and_its_sequences_live_on(changing: Secured) -> None:
     """With the next frame, which is not run; another token of the principal goes on where it stopped."""
     handle = changing.as_(ALICE).prefill()
-    stream, other = _Stream(changing.server, ALICE), _Stream(changing.server, ALICE_TOO)
-    handle = stream.exchange(handle, 7)
+    stream, other = _opened(changing.server, ALICE), _opened(changing.server, ALICE_TOO)
+    handle = _exchange(stream, handle, 7)
     _write(changing.path, ALICE_TOO, BOB)
     changing.tokens.refresh()
     with refused() as refusals:
-        stream.exchange(handle, 8)
+        _exchange(stream, handle, 8)
     assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAUTHENTICATED, "TOKEN_INVALID")
     with refused() as refusals:
         changing.as_(ALICE).decode(handle, 8)
     assert refusals[0].reason == "TOKEN_INVALID"
-    moved = other.exchange(handle, 9)
+    moved = _exchange(other, handle, 9)
     assert moved.length == handle.length + 1
-    stream.close()
-    other.close()
+    stream.half_close()
+    other.half_close()
 
 
 def _endless(server: RunningServer, rpc: str, token: str) -> Any:
@@ -721,9 +662,9 @@ def test_a_quiet_stream_ends_too_when_its_token_goes(
 ) -> None:
     """Without a frame of the client's; the streams of others go on. A fault on the way is logged and passes."""
     handle = changing.as_(BOB).prefill()
-    quiet, other = _Stream(changing.server, ALICE), _Stream(changing.server, BOB)
-    quiet.exchange(changing.as_(ALICE).prefill(), 7)
-    other.exchange(handle, 7)
+    quiet, other = _opened(changing.server, ALICE), _opened(changing.server, BOB)
+    _exchange(quiet, changing.as_(ALICE).prefill(), 7)
+    _exchange(other, handle, 7)
     _write(changing.path, BOB)
     faults = [RuntimeError("a bug")]
 
@@ -739,9 +680,9 @@ def test_a_quiet_stream_ends_too_when_its_token_goes(
         next(quiet.call)
     assert "tokens not read" in caplog.text
     assert refusals[0].reason == "TOKEN_INVALID"
-    assert other.exchange(handle, 7) == other.exchange(handle, 7)
-    quiet.close()
-    other.close()
+    assert _exchange(other, handle, 7) == _exchange(other, handle, 7)
+    quiet.half_close()
+    other.half_close()
 
 
 async def _restarted(server: serve.ApiServer) -> None:
@@ -837,12 +778,6 @@ def test_settings_decide_what_is_asked_for(tmp_path: Path, arguments: list[str],
     assert isinstance(
         access_of(parse_config([str(path) if argument == "T" else argument for argument in arguments], {})), kind
     )
-
-
-def test_a_token_file_that_is_missing_is_a_setting_that_cannot_work(tmp_path: Path) -> None:
-    """The flag and the file are named."""
-    with pytest.raises(ConfigError, match=r"--token-file .*/nowhere: No such file"):
-        access_of(ServerConfig(token_file=tmp_path / "nowhere"))
 
 
 def test_a_caller_is_nobody_where_nothing_was_authenticated() -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
-from grpc_status import rpc_status
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
-from ferrule_server.api.limits import ApiLimits
-from tests.api.harness import FULL, GREEDY, INSTANCE, PROMPT, Refusal, RunningServer, decode_item, read_status, refused
-from tests.fakes import FakeExecutor
+from tests.api.harness import GREEDY, INSTANCE, PROMPT, Refusal, RunningServer, decode_item, read_status, refused
 
 Code = grpc.StatusCode
 Policy = policy_pb2.LogitsReturnPolicy
@@ -29,33 +25,6 @@ def _refusal(call: Callable[[], object]) -> Refusal:
 def _goes_on(server: RunningServer) -> None:
     """The server still answers."""
     assert server.prefill().kv_cache.length == len(PROMPT)
-
-
-def test_empty_prompt(server: RunningServer) -> None:
-    """A new sequence needs a token."""
-    refusal = _refusal(lambda: server.prefill(()))
-    assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
-    assert refusal.fields == ("input.input_ids",)
-    _goes_on(server)
-
-
-def test_token_out_of_vocabulary(server: RunningServer) -> None:
-    """The first bad token is named by its place."""
-    refusal = _refusal(lambda: server.prefill((1, 255, 256, 2**32 - 1)))
-    assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "TOKEN_OUT_OF_VOCAB")
-    assert refusal.fields == ("input.input_ids[2]",)
-    assert (refusal.metadata["token_id"], refusal.metadata["vocab_size"]) == ("256", "256")
-    _goes_on(server)
-
-
-def test_context_exceeded(server: RunningServer) -> None:
-    """By a prompt and by an append; the sequence stays as it was."""
-    refusal = _refusal(lambda: server.prefill((1,) * 513))
-    assert (refusal.code, refusal.reason) == (Code.OUT_OF_RANGE, "CONTEXT_EXCEEDED")
-    assert (refusal.metadata["length"], refusal.metadata["max_context"]) == ("513", "512")
-    full = server.prefill((1,) * 512).kv_cache
-    assert _refusal(lambda: server.decode(full, 1)).reason == "CONTEXT_EXCEEDED"
-    assert server.decode(full).kv_cache == full
 
 
 def test_unknown_handle(server: RunningServer) -> None:
@@ -80,81 +49,8 @@ def test_a_made_up_cache_id_is_never_a_fault(server: RunningServer, cache_id: st
     assert not server.release(handle).results[0].released
 
 
-def test_stale_handle(server: RunningServer) -> None:
-    """The tip's length is in the metadata."""
-    handle = server.prefill().kv_cache
-    server.decode(handle, 7)
-    refusal = _refusal(lambda: server.decode(handle, 8))
-    assert (refusal.code, refusal.reason) == (Code.ABORTED, "HANDLE_STALE")
-    assert refusal.metadata["tip_length"] == str(len(PROMPT) + 1)
-    forged = types_pb2.KvCacheHandle(cache_id=handle.cache_id, length=len(PROMPT), lineage=b"x" * 16)
-    assert _refusal(lambda: server.decode(forged, 8)).reason == "HANDLE_STALE"
-
-
-def test_truncate_beyond(server: RunningServer) -> None:
-    """To more than the handle's length, and to nothing."""
-    handle = server.prefill().kv_cache
-    for new_length in (len(PROMPT) + 1, 0, 2**32 - 1):
-        refusal = _refusal(lambda new_length=new_length: server.truncate(handle, new_length))  # type: ignore[misc]
-        assert (refusal.code, refusal.reason) == (Code.OUT_OF_RANGE, "TRUNCATE_BEYOND")
-    assert server.info(handle).kv_cache == handle
-
-
-def test_a_message_of_20_mb_is_refused_by_grpc_itself(server: RunningServer) -> None:
-    """Without ErrorInfo, as documented; the connection and the server go on."""
-    message = executor_pb2.PrefillRequest(input=executor_pb2.PrefillInput(request_id="x" * (20 << 20)))
-    with pytest.raises(grpc.RpcError) as caught:
-        server.stub.Prefill(message, timeout=20)
-    assert caught.value.code() is Code.RESOURCE_EXHAUSTED
-    assert rpc_status.from_call(caught.value) is None
-    assert "larger than max" in (caught.value.details() or "")
-    _goes_on(server)
-
-
-def test_a_reply_that_would_be_too_large_runs_nothing() -> None:
-    """Refused before the engine sees it: no step, no sequence."""
-    executor = FakeExecutor(vocab_size=1000)
-    with RunningServer(executor, limits=ApiLimits(max_reply_bytes=100_000)) as server:
-        refusal = _refusal(lambda: server.prefill((1,) * 30, FULL, logits_positions=types_pb2.LOGITS_POSITIONS_ALL))
-        assert refusal.reason == "REPLY_TOO_LARGE"
-        assert int(refusal.metadata["reply_bytes"]) > 120_000
-        assert not executor.batches
-        half = Policy(full_logits=policy_pb2.FullLogits(dtype=types_pb2.DATA_TYPE_BFLOAT16))
-        output = server.prefill((1,) * 30, half, logits_positions=types_pb2.LOGITS_POSITIONS_ALL)
-        assert len(output.outputs.logits.data) == 60_000
-
-
 def _sample(**fields: float) -> Policy:
     return Policy(sample=policy_pb2.Sample(**fields))  # type: ignore[arg-type]
-
-
-BAD_POLICIES: list[tuple[Policy, str]] = [
-    (Policy(logprobs=True), "logprobs"),
-    (Policy(top_logprobs=1025), "top_logprobs"),
-    (Policy(full_logits=policy_pb2.FullLogits(dtype=types_pb2.DATA_TYPE_INT8)), "full_logits.dtype"),
-    (Policy(full_logits=policy_pb2.FullLogits(dtype=77)), "full_logits.dtype"),  # type: ignore[arg-type]
-    (_sample(temperature=-0.1), "sample.temperature"),
-    (_sample(temperature=math.nan), "sample.temperature"),
-    (_sample(temperature=math.inf), "sample.temperature"),
-    (_sample(top_p=0.0), "sample.top_p"),
-    (_sample(top_p=1.01), "sample.top_p"),
-    (_sample(top_p=math.nan), "sample.top_p"),
-    (_sample(min_p=-0.1), "sample.min_p"),
-    (_sample(min_p=1.5), "sample.min_p"),
-    (_sample(min_p=math.nan), "sample.min_p"),
-    (_sample(repetition_penalty=-1.0), "sample.repetition_penalty"),
-    (_sample(frequency_penalty=math.nan), "sample.frequency_penalty"),
-    (_sample(presence_penalty=math.inf), "sample.presence_penalty"),
-    (Policy(greedy_argmax=policy_pb2.GreedyArgmax(repetition_penalty=-1)), "greedy_argmax.repetition_penalty"),
-]
-
-
-@pytest.mark.parametrize(("policy", "field"), BAD_POLICIES, ids=lambda value: value if isinstance(value, str) else "")
-def test_bad_policies_are_named_by_field(server: RunningServer, policy: Policy, field: str) -> None:
-    """Out of range, not a number, or two things that exclude each other."""
-    refusal = _refusal(lambda: server.prefill(policy=policy))
-    assert (refusal.code, refusal.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
-    assert refusal.fields == (f"input.logits_policy.{field}",)
 
 
 GOOD_POLICIES = [
@@ -171,44 +67,6 @@ GOOD_POLICIES = [
 def test_border_values_are_served(server: RunningServer, policy: Policy) -> None:
     """Neutral penalties, the largest seed, a top_k beyond the vocabulary."""
     assert server.prefill(policy=policy).kv_cache.length == len(PROMPT)
-
-
-BAD_PREFILLS: list[tuple[dict[str, Any], str]] = [
-    ({"attention_mask": [1, 0]}, "input.attention_mask[1]"),
-    ({"attention_mask": [1]}, "input.attention_mask"),
-    ({"position_ids": [0, 2]}, "input.position_ids[1]"),
-    ({"position_ids": [1, 2]}, "input.position_ids[0]"),
-    ({"position_ids": [0, 1, 2]}, "input.position_ids"),
-    ({"request_id": "x" * 129}, "input.request_id"),
-    ({"on_stale": 9}, "input.on_stale"),
-    ({"logits_positions": 9}, "input.logits_positions"),
-    ({"kv_cache": types_pb2.KvCacheHandle(length=1, lineage=bytes(16))}, "input.kv_cache.cache_id"),
-    ({"kv_cache": types_pb2.KvCacheHandle(cache_id="x" * 129, length=1, lineage=bytes(16))}, "input.kv_cache.cache_id"),
-    ({"kv_cache": types_pb2.KvCacheHandle(cache_id="x", lineage=bytes(16))}, "input.kv_cache.length"),
-    ({"kv_cache": types_pb2.KvCacheHandle(cache_id="x", length=1, lineage=bytes(15))}, "input.kv_cache.lineage"),
-]
-
-
-@pytest.mark.parametrize(("fields", "path"), BAD_PREFILLS, ids=[path for _, path in BAD_PREFILLS])
-def test_bad_prefill_fields_are_named(server: RunningServer, fields: dict[str, Any], path: str) -> None:
-    """Nothing is silently ignored."""
-    refusal = _refusal(lambda: server.prefill((1, 2), **fields))
-    assert (refusal.code, refusal.reason, refusal.fields) == (Code.INVALID_ARGUMENT, "INVALID_FIELD", (path,))
-
-
-def test_unset_messages_are_named(server: RunningServer) -> None:
-    """A request without its one field."""
-    stub = server.stub
-    calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: stub.Prefill(executor_pb2.PrefillRequest()), "input"),
-        (lambda: stub.Decode(executor_pb2.DecodeRequest()), "input"),
-        (lambda: stub.Decode(executor_pb2.DecodeRequest(input=executor_pb2.DecodeInput())), "input.kv_cache"),
-        (lambda: stub.ForkCache(cache_pb2.ForkCacheRequest()), "kv_cache"),
-        (lambda: stub.TruncateKv(cache_pb2.TruncateKvRequest()), "kv_cache"),
-        (lambda: stub.GetCacheInfo(cache_pb2.GetCacheInfoRequest()), "kv_cache"),
-    ]
-    for call, field in calls:
-        assert _refusal(call).fields == (field,)
 
 
 def test_bad_fork_and_list_fields_are_named(server: RunningServer) -> None:
@@ -269,23 +127,6 @@ def test_what_is_no_message_ends_a_server_stream_and_a_decode_stream(
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("WARNING", None)] * 2
 
 
-def test_lists_of_handles_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
-    """The limit itself is served, one more is one error and one line in the log."""
-    with RunningServer(limits=ApiLimits(max_handles_per_request=3)) as server:
-        handles = [types_pb2.KvCacheHandle(cache_id="x")] * 4
-        assert len(server.release(*handles[:3]).results) == 3
-        assert len(server.stub.KeepAlive(cache_pb2.KeepAliveRequest(kv_caches=handles[:3])).results) == 3
-        calls: list[Callable[[], object]] = [
-            lambda: server.release(*handles),
-            lambda: server.stub.KeepAlive(cache_pb2.KeepAliveRequest(kv_caches=handles)),
-        ]
-        for call in calls:
-            caplog.clear()
-            refusal = _refusal(call)
-            assert (refusal.reason, refusal.fields) == ("INVALID_FIELD", ("kv_caches",))
-            assert len(caplog.records) == 1
-
-
 def test_an_endless_cache_id_is_refused_wherever_it_stands(server: RunningServer) -> None:
     """Before anything is made of it."""
     good, endless = types_pb2.KvCacheHandle(cache_id="x"), types_pb2.KvCacheHandle(cache_id="x" * 129)
@@ -316,23 +157,6 @@ def test_fields_that_the_engine_refuses_have_their_path(server: RunningServer) -
         path = f"{at}logits_policy.sample.seed"
         assert (refusal.reason, refusal.fields, refusal.metadata["field"]) == ("INVALID_FIELD", (path,), path)
         assert refusal.message.startswith(f"{path}: ")
-
-
-def test_a_reused_request_id_has_its_path(server: RunningServer) -> None:
-    """The engine knows the id alone; unary or on a stream, the field is that of the input."""
-    branch: dict[str, Any] = {"on_stale": types_pb2.STALE_POLICY_FORK, "request_id": "of a prompt"}
-    handle = server.prefill(request_id="of a prompt").kv_cache
-    server.decode(handle, 3)
-    stream = server.open_stream()
-    stream.send(decode_item(handle, 9, **branch))
-    (result,) = (result for frame in stream.rest() for result in frame.results)
-    refusals = {
-        "input.": _refusal(lambda: server.decode(handle, 9, **branch)),
-        "items[0].decode.": read_status(result.error),
-    }
-    for at, refusal in refusals.items():
-        path = f"{at}request_id"
-        assert (refusal.reason, refusal.fields, refusal.metadata["field"]) == ("REQUEST_ID_REUSED", (path,), path)
 
 
 def test_what_may_be_logged_of_a_handle_is_set_in_replies_and_ignored_in_requests(server: RunningServer) -> None:

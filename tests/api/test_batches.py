@@ -14,7 +14,6 @@ from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.security.auth import OpenAccess
 from ferrule_server.engine.settings import EngineSettings
-from ferrule_server.executor.base import DeviceLost
 from ferrule_server.quotas import QuotaLimits
 from tests.api.harness import (
     EPOCH,
@@ -33,7 +32,6 @@ from tests.fakes import FakeExecutor
 
 SAMPLE = policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(temperature=0.7, seed=5), logprobs=True)
 POLICIES = [FULL, GREEDY, SAMPLE, NOTHING]
-FORK = types_pb2.STALE_POLICY_FORK
 
 
 def prompt_of(*input_ids: int, policy: policy_pb2.LogitsReturnPolicy = GREEDY, **fields: Any) -> Any:
@@ -165,48 +163,6 @@ def test_a_chunk_that_is_not_final_computes_no_row(server: RunningServer) -> Non
     assert handle.lineage == whole.kv_cache.lineage
 
 
-def test_a_repeated_batch_is_a_replay(server: RunningServer) -> None:
-    """Of decodes by the append rule, of prompts by their ids; nothing is appended twice."""
-    inputs = [prompt_of(1, 2, i, request_id=f"again{i}") for i in range(3)]
-    first, again = batch_prefill(server, *inputs), batch_prefill(server, *inputs)
-    assert [each.output.kv_cache for each in first.results] == [each.output.kv_cache for each in again.results]
-    assert [each.output.replayed for each in again.results] == [True] * 3
-    assert [each.output.timing.run_ns for each in again.results] == [0] * 3
-    decodes = [decode_of(each.output.kv_cache, 9) for each in first.results]
-    decoded, repeated = batch_decode(server, *decodes), batch_decode(server, *decodes)
-    for one, other in zip(decoded.results, repeated.results, strict=True):
-        assert other.output.replayed
-        assert (one.output.kv_cache, one.output.outputs) == (other.output.kv_cache, other.output.outputs)
-
-
-def test_items_on_one_sequence_are_judged_in_item_order(server: RunningServer) -> None:
-    """A beam: three tokens behind one handle; the first one stays, the others branch."""
-    handle = server.prefill().kv_cache
-    response = batch_decode(server, *(decode_of(handle, token, on_stale=FORK) for token in (7, 8, 9)))
-    first, *branches = (result.output.kv_cache for result in response.results)
-    assert first.cache_id == handle.cache_id
-    assert len({branch.cache_id for branch in branches} | {handle.cache_id}) == 3
-    pieces = unified(server, *(piece_of(token, kv_cache=first, on_stale=FORK) for token in (4, 5)))
-    assert _refusals(pieces) == {}
-    assert pieces.results[0].output.kv_cache.cache_id == handle.cache_id
-    assert pieces.results[1].output.kv_cache.cache_id not in {branch.cache_id for branch in branches}
-
-
-def test_equal_items_of_a_batch_append_once(server: RunningServer) -> None:
-    """The second of them is a duplicate, whatever its policy asks for; a new prompt is a sequence each time."""
-    handle = server.prefill().kv_cache
-    response = batch_decode(server, decode_of(handle, 7), decode_of(handle, 7), decode_of(handle, 7, policy=FULL))
-    assert _refusals(response) == {}
-    assert {result.output.kv_cache.length for result in response.results} == {len(PROMPT) + 1}
-    assert [result.output.replayed for result in response.results][::2] == [False, True]
-    assert response.results[0].output.outputs == response.results[1].output.outputs
-    assert response.results[2].output.outputs.HasField("logits")
-    twins = batch_prefill(server, prompt_of(1, 2), prompt_of(1, 2)).results
-    assert twins[0].output.kv_cache.cache_id != twins[1].output.kv_cache.cache_id
-    named = batch_prefill(server, *[prompt_of(1, 2, request_id="twins of a batch")] * 2).results
-    assert named[0].output.kv_cache == named[1].output.kv_cache
-
-
 # ---- failing --------------------------------------------------------------------------------------------------------
 
 
@@ -249,58 +205,6 @@ def test_items_fail_alone_with_the_path_of_their_field(server: RunningServer) ->
     assert response.results[0].output.kv_cache.length == len(PROMPT) + 1
 
 
-def test_prompts_fail_alone(server: RunningServer) -> None:
-    """Bad tokens, none at all, a reservation that is too short or too long, an id that was used for something else."""
-    batch_prefill(server, prompt_of(1, 2, request_id="used"))
-    response = batch_prefill(
-        server,
-        prompt_of(),
-        prompt_of(1, 256),
-        prompt_of(1, 2, 3, request_id="used"),
-        prompt_of(1, 2, cache=executor_pb2.CacheOptions(reserve_length=1)),
-        prompt_of(1, 2, cache=executor_pb2.CacheOptions(reserve_length=513)),
-        prompt_of(1, 2, position_ids=[0, 2]),
-        prompt_of(1, 2, kv_cache=_unknown()),
-        prompt_of(1, 2, 3),
-    )
-    refusals = _refusals(response)
-    assert [refusals[i].reason for i in range(7)] == [
-        "INVALID_FIELD",
-        "TOKEN_OUT_OF_VOCAB",
-        "REQUEST_ID_REUSED",
-        "INVALID_FIELD",
-        "CONTEXT_EXCEEDED",
-        "INVALID_FIELD",
-        "HANDLE_UNKNOWN",
-    ]
-    assert refusals[0].fields == ("inputs[0].input_ids",)
-    assert refusals[2].fields == ("inputs[2].request_id",)
-    assert refusals[3].fields == ("inputs[3].cache.reserve_length",)
-    assert refusals[5].fields == ("inputs[5].position_ids[1]",)
-    assert set(refusals) == set(range(7))
-
-
-def test_pieces_fail_alone_with_the_path_of_their_field(server: RunningServer) -> None:
-    """A wrong offset is no other one that is silently taken."""
-    handle = server.prefill().kv_cache
-    response = unified(
-        server,
-        piece_of(7, kv_cache=handle, pos_offset=handle.length - 1),
-        piece_of(7, pos_offset=1),
-        piece_of(),
-        piece_of(300, kv_cache=handle),
-        piece_of(7, kv_cache=handle, pos_offset=handle.length),
-    )
-    refusals = _refusals(response)
-    assert {place: refusal.fields for place, refusal in refusals.items()} == {
-        0: ("batch.items[0].pos_offset",),
-        1: ("batch.items[1].pos_offset",),
-        2: ("batch.items[2].q_tokens",),
-        3: ("batch.items[3].q_tokens[0]",),
-    }
-    assert server.info(handle).kv_cache == response.results[4].output.kv_cache
-
-
 def test_what_a_principal_may_not_use_fails_item_by_item() -> None:
     """Sequences, rows waiting and places in the queue, as far as they go; masks and leases that are gone."""
     quotas = QuotaLimits(handles=4, queued_rows=20)
@@ -324,19 +228,6 @@ def test_what_a_principal_may_not_use_fails_item_by_item() -> None:
         masked = policy_pb2.LogitsReturnPolicy(greedy_argmax={"token_mask": {"fingerprint": bytes(16)}})
         decoded = batch_decode(server, decode_of(handles[0], 6), decode_of(handles[1], 5, policy=masked))
         assert [refusal.reason for refusal in _refusals(decoded).values()] == ["HANDLE_EXPIRED", "MASK_UNKNOWN"]
-
-
-def test_a_step_that_fails_is_the_fault_of_the_items_that_fail_alone() -> None:
-    """The others are run again without them; a lost device is told to all."""
-    executor = FakeExecutor()
-    with RunningServer(executor) as server:
-        executor.errors = {1: RuntimeError("a bug"), 3: RuntimeError("a bug of the second")}
-        response = batch_prefill(server, *(prompt_of(i, 2) for i in range(3)))
-        assert {place: refusal.reason for place, refusal in _refusals(response).items()} == {1: "ENGINE_FAULT"}
-        handles = [response.results[i].output.kv_cache for i in (0, 2)]
-        executor.errors = {len(executor.batches) + 1: DeviceLost("gone")}
-        lost = batch_decode(server, *(decode_of(handle, 5) for handle in handles))
-        assert [refusal.reason for refusal in _refusals(lost).values()] == ["HANDLE_LOST"] * 2
 
 
 def test_recomputed_and_cached_tokens_are_told(server: RunningServer) -> None:
@@ -365,61 +256,6 @@ def test_the_pool_is_shared_out_in_item_order() -> None:
         }
         assert refusals[3].retry_after_s is not None
         assert response.free_blocks == 0
-
-
-def test_a_row_that_is_not_finite_fails_its_item_alone() -> None:
-    """Its neighbours of the same step have their rows."""
-    executor = FakeExecutor()
-    executor.bad_token_ids = {13}
-    with RunningServer(executor) as server:
-        response = batch_prefill(server, prompt_of(1, 2), prompt_of(1, 13), prompt_of(3))
-        assert {place: refusal.reason for place, refusal in _refusals(response).items()} == {1: "NON_FINITE_LOGITS"}
-
-
-def test_bad_items_are_logged_with_one_line_for_each_reason(
-    server: RunningServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With how many there were."""
-    batch_prefill(server, *[prompt_of()] * 30, *[prompt_of(256)] * 20)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 2
-    assert "rpc=BatchPrefill" in lines[0]
-    assert "count=30" in lines[0]
-    assert "count=20" in lines[1]
-
-
-def test_batches_without_a_good_item_are_answered(server: RunningServer) -> None:
-    """Nothing is run for them; an empty one has no results."""
-    num_steps = server.engine.counters.steps
-    assert len(batch_prefill(server).results) == 0
-    assert batch_decode(server).free_blocks == server.free_blocks
-    assert len(_refusals(batch_prefill(server, prompt_of()))) == 1
-    with refused() as refusals:
-        unified(server)
-    assert refusals[0].fields == ("batch.items",)
-    with refused() as refusals:
-        server.stub.UnifiedDecode(executor_pb2.UnifiedDecodeRequest(), timeout=10)
-    assert refusals[0].fields == ("batch",)
-    assert server.engine.counters.steps == num_steps
-
-
-def test_a_batch_has_no_more_items_and_rows_than_are_advertised() -> None:
-    """One more is refused as a whole; exactly as many share a step."""
-    with RunningServer(settings=EngineSettings(max_step_rows=16, max_step_time_s=60.0)) as server:
-        limit = server.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities
-        too_many = limit.max_batch_size + 1
-        for call, field in (
-            (lambda: batch_prefill(server, *[prompt_of(1)] * too_many), "inputs"),
-            (lambda: batch_decode(server, *[decode_of(_unknown())] * too_many), "inputs"),
-            (lambda: unified(server, piece_of(*[1] * limit.max_step_rows), piece_of(1)), "batch.items"),
-        ):
-            with refused() as refusals:
-                call()
-            assert (refusals[0].reason, refusals[0].fields) == ("INVALID_FIELD", (field,))
-        assert server.engine.counters.steps == 0
-        handle = server.prefill((1, 2, 3)).kv_cache
-        response = unified(server, piece_of(*[1] * 7), piece_of(4, kv_cache=handle), piece_of(*[2] * 8))
-        assert [result.output.timing.step_rows for result in response.results] == [16] * 3
 
 
 def test_pieces_share_one_step_while_others_decode_and_prompts_are_paced() -> None:

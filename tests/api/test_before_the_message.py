@@ -7,24 +7,19 @@ end; in every test no ERROR is logged, the next call on the same connection is s
 from __future__ import annotations
 
 import gzip
-import hashlib
 import logging
 import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import pytest
 
 from ferrule.v1 import executor_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.security.auth import TokenAccess
-from ferrule_server.api.security.token_file import TokenFile
-from ferrule_server.quotas import QuotaLimits
 from ferrule_server.text.tokenizer import Tokenizer
-from tests.api.harness import DEMO_FOLDER, GREEDY, PROMPT, RunningServer, decode_item
+from tests.api.harness import DEMO_FOLDER, GREEDY, PROMPT, RunningServer, decode_item, token_access
 from tests.api.hostile.http2 import grpc_message
 from tests.api.hostile.unary_clients import (
     CHECK,
@@ -55,10 +50,7 @@ every_caller = pytest.mark.parametrize("token", ["", TOKEN], ids=["stranger", "a
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server that asks for tokens."""
-    path: Path = tmp_path_factory.mktemp("tokens") / "tokens"
-    path.touch(mode=0o600)
-    path.write_text(f"{hashlib.sha256(TOKEN.encode()).hexdigest()} alice\n")
-    access = TokenAccess(TokenFile(path, QuotaLimits()))
+    access = token_access(tmp_path_factory.mktemp("tokens"), {TOKEN: "alice"})
     with RunningServer(access=access, tokenizer=Tokenizer.load(DEMO_FOLDER)) as running:
         yield running
 
@@ -97,24 +89,6 @@ def is_as_said(answer: Answer, method: Method, token: str, *allowed: tuple[grpc.
     if token or method.is_open:
         return answer.outcome in allowed
     return answer.outcome == DENIED
-
-
-@every_caller
-@every_method
-def test_an_ordinary_call_is_served(client: Client, method: Method, token: str) -> None:
-    """One message and the end of the stream: what the other tests depart from."""
-    answer = client.ask(method, [method.message], token)
-    assert is_as_said(answer, method, token, OK), answer
-    assert answer.is_good(method) == bool(token or method.is_open)
-
-
-@every_caller
-@every_method
-def test_the_end_of_the_stream_may_come_later(client: Client, method: Method, token: str) -> None:
-    """The message is whole, so it is answered, though the client could still send."""
-    with never() as messages:
-        answer = client.ask(method, messages(method.message), token)
-    assert is_as_said(answer, method, token, OK), answer
 
 
 @every_caller
@@ -238,34 +212,11 @@ def test_connections_that_end_before_the_message_leave_nothing(
 
 
 @every_method
-def test_calls_of_clients_that_cancel_leave_nothing(server: RunningServer, client: Client, method: Method) -> None:
-    """As grpcio cancels: with nothing sent, and with a message sent."""
-    with never() as messages:
-        calls = [client.open(method, messages(), TOKEN) for _ in range(10)]
-        calls += [client.open(method, messages(method.message), TOKEN) for _ in range(10)]
-        for call in calls:
-            call.cancel()
-    nothing_is_left(server)
-
-
-@every_method
 def test_a_deadline_that_passes_before_the_message_ends_the_call(client: Client, method: Method) -> None:
     """The client's own deadline: DEADLINE_EXCEEDED; the server may say REQUEST_TIMEOUT first."""
     with never() as messages:
         answer = client.ask(method, messages(), TOKEN, timeout=0.3)
     assert answer.outcome in {(Code.DEADLINE_EXCEEDED, ""), TIMED_OUT}, answer
-
-
-@every_caller
-@every_method
-def test_unfinished_calls_hold_up_no_other(server: RunningServer, client: Client, method: Method, token: str) -> None:
-    """100 calls without a message on one connection, and another call of it is served."""
-    with never() as messages:
-        calls = [client.open(method, messages(), token) for _ in range(100)]
-        assert client.ask(PREFILL, [PREFILL.message], TOKEN).is_good(PREFILL)
-        assert server.state.num_active == 0 or method is CHECK
-        for call in calls:
-            call.cancel()
 
 
 # ---- no deadline for what is no message -----------------------------------------------------------------------------

@@ -57,14 +57,6 @@ def test_calls_are_counted_by_method_code_and_reason() -> None:
     assert counts.ended_for("HANDLE_STALE") == 2
 
 
-def test_methods_of_other_services_bear_their_names() -> None:
-    """Those of the executor do not."""
-    counts = CallCounts()
-    ended(counts, call_of("Decode"), grpc.StatusCode.OK)
-    ended(counts, call_of("Detokenize", "ferrule.v1.TokenizerService"), grpc.StatusCode.OK)
-    assert set(counts.in_flight()) == {"Decode", "TokenizerService/Detokenize"}
-
-
 def test_durations_are_told_in_seconds() -> None:
     """A call of 2 ms is in the bucket up to 2 ms."""
     counts = CallCounts()

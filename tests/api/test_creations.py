@@ -8,7 +8,6 @@ import grpc
 import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
-from ferrule_server.api.rpc.state import Phase
 from tests.api.harness import PROMPT, RunningServer, decode_item, read_status, refused, wait_until
 
 _NUMBERS = itertools.count()
@@ -26,19 +25,6 @@ def fork(server: RunningServer, handle: types_pb2.KvCacheHandle, request_id: str
     """Fork twofold."""
     request = cache_pb2.ForkCacheRequest(kv_cache=handle, count=2, request_id=request_id)
     return server.stub.ForkCache(request, timeout=20)
-
-
-def test_a_prefill_sent_again_returns_the_first_answer(server: RunningServer, request_id: str) -> None:
-    """Same handle, token and seed, marked as replayed; nothing is run and nothing more lives."""
-    first = server.prefill(policy=SAMPLE, request_id=request_id)
-    again = server.prefill(policy=SAMPLE, request_id=request_id)
-    assert not first.replayed
-    assert again.replayed
-    assert not again.recomputed
-    assert (again.kv_cache, again.outputs) == (first.kv_cache, first.outputs)
-    assert first.ttl.seconds == again.ttl.seconds == 60
-    assert again.timing.run_ns == 0
-    assert server.engine.snapshot().num_sequences == 1
 
 
 def test_a_prefill_tells_the_lease_it_was_granted(server: RunningServer, request_id: str) -> None:
@@ -81,15 +67,6 @@ def test_a_fork_sent_again_returns_the_same_branches(server: RunningServer, requ
     assert server.engine.snapshot().num_sequences == 2
 
 
-def test_a_released_creation_answers_why_it_is_gone(server: RunningServer, request_id: str) -> None:
-    """NOT_FOUND / HANDLE_UNKNOWN, never a second creation."""
-    server.release(server.prefill(request_id=request_id).kv_cache)
-    with refused() as caught:
-        server.prefill(request_id=request_id)
-    assert (caught[0].code, caught[0].reason) == (grpc.StatusCode.NOT_FOUND, "HANDLE_UNKNOWN")
-    assert server.engine.snapshot().num_sequences == 0
-
-
 def test_a_branch_on_a_stream_is_found_again_on_the_next_one(server: RunningServer, request_id: str) -> None:
     """The stream broke before its answer was read: a new stream sends the same item and gets the same branch."""
     handle = server.prefill().kv_cache
@@ -107,56 +84,6 @@ def test_a_branch_on_a_stream_is_found_again_on_the_next_one(server: RunningServ
     assert (unary.kv_cache, unary.outputs) == (result.decode.kv_cache, result.decode.outputs)
     assert server.engine.snapshot().num_sequences == 2
     assert stream.rest() == []
-
-
-def test_duplicates_of_one_frame_are_answered_together(server: RunningServer) -> None:
-    """One run for both; the second says that it is a replay."""
-    handle = server.prefill().kv_cache
-    before = server.engine.counters.joined
-    stream = server.open_stream()
-    stream.send(decode_item(handle, 5, policy=SAMPLE), decode_item(handle, 5, policy=SAMPLE))
-    first, second = stream.read().results
-    assert [first.decode.replayed, second.decode.replayed] == [False, True]
-    assert first.decode.outputs == second.decode.outputs
-    assert server.engine.counters.joined == before + 1
-    assert stream.rest() == []
-
-
-def test_an_id_is_only_echoed_where_nothing_is_made(server: RunningServer, request_id: str) -> None:
-    """An append carries any id, again and again."""
-    handle = server.prefill(request_id=request_id).kv_cache
-    for token in (3, 4, 5):
-        output = server.decode(handle, token, request_id=request_id)
-        assert output.request_id == request_id
-        handle = output.kv_cache
-
-
-def test_a_drain_answers_what_was_made_before_it() -> None:
-    """A prompt whose reply was lost is not a new one; new ones are refused, also with an id."""
-    with RunningServer() as server:
-        first = server.prefill(request_id="made")
-        server.state.phase = Phase.DRAINING
-        again = server.prefill(request_id="made")
-        assert again.replayed
-        assert again.kv_cache == first.kv_cache
-        for request_id in ("", "new"):
-            with refused() as caught:
-                server.prefill(request_id=request_id)
-            assert (caught[0].code, caught[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-        assert fork(server, first.kv_cache, "branches").kv_caches
-        server.release(first.kv_cache, *fork(server, first.kv_cache, "branches").kv_caches)
-
-
-def test_a_restarted_server_knows_nothing_of_earlier_ids() -> None:
-    """Another run, another epoch: the id makes a new sequence, and the old handle says why it is gone."""
-    with RunningServer() as server:
-        old = server.prefill(request_id="r").kv_cache
-    with RunningServer(epoch="0123456789ab") as server:
-        output = server.prefill(request_id="r")
-        assert not output.replayed
-        with refused() as caught:
-            server.decode(old, 5)
-        assert caught[0].reason == "EPOCH_CHANGED"
 
 
 def test_a_stream_error_of_a_creation_is_typed(server: RunningServer, request_id: str) -> None:

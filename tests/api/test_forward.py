@@ -13,12 +13,11 @@ import pytest
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.engine.settings import EngineSettings
-from tests.api.harness import FULL, GREEDY, NOTHING, PROMPT, RunningServer, refusal_of, refused, wait_until
+from tests.api.harness import FULL, PROMPT, RunningServer, is_parked, refusal_of, refused, wait_until
 from tests.fakes import FakeExecutor, fake_logits
 
 ALL = types_pb2.LOGITS_POSITIONS_ALL
 LONG = tuple((7 * i) % 256 for i in range(300))
-MEAN, LAST = executor_pb2.HIDDEN_POOLING_MEAN, executor_pb2.HIDDEN_POOLING_LAST
 
 
 def request_of(*input_ids: int, **fields: Any) -> executor_pb2.ForwardRequest:
@@ -76,102 +75,11 @@ def test_long_inputs_come_in_stretches_that_fit_into_messages() -> None:
         np.testing.assert_allclose(targets, whole.target_logprobs, rtol=1e-5, atol=1e-6)
 
 
-def test_a_selection_chooses_a_token_for_every_row(server: RunningServer) -> None:
-    """With a seed as prefill does; without one the seed drawn is told with each stretch."""
-    policy = policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(seed=4))
-    (frame,) = forward(server, *PROMPT, policy=policy)
-    assert frame.outputs.tokens == server.prefill(PROMPT, policy, logits_positions=ALL).outputs.tokens
-    assert frame.outputs.seed == 4
-    (drawn,) = forward(server, *PROMPT, policy=policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample()))
-    again = policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(seed=drawn.outputs.seed))
-    assert forward(server, *PROMPT, policy=again)[0].outputs.tokens == drawn.outputs.tokens
-
-
-def test_hidden_states_become_one_vector(server: RunningServer) -> None:
-    """Their mean, or the last one; beside the rows if these are asked for too."""
-    states = _vector(
-        forward(server, *LONG, policy=policy_pb2.LogitsReturnPolicy(hidden_state=True))[0].outputs.hidden_state
-    )
-    for pooling, expected in ((MEAN, states.astype(np.float64).mean(axis=0)), (LAST, states[-1])):
-        (frame,) = forward(server, *LONG, hidden_pooling=pooling, policy=NOTHING)
-        assert not frame.HasField("outputs")
-        np.testing.assert_allclose(_vector(frame.pooled_hidden_state), expected, rtol=1e-6, atol=1e-7)
-        (both,) = forward(server, *LONG, hidden_pooling=pooling, policy=GREEDY)
-        assert both.outputs.num_rows == len(LONG)
-        assert both.pooled_hidden_state == frame.pooled_hidden_state
-
-
-def test_pooling_goes_across_stretches() -> None:
-    """The vector comes with the last one."""
-    limits = ApiLimits(max_stream_frame_bytes=64 << 10)
-    with RunningServer(limits=limits) as server, RunningServer() as other:
-        policy = policy_pb2.LogitsReturnPolicy(full_logits={})
-        frames = forward(server, *LONG, hidden_pooling=MEAN, policy=policy)
-        assert len(frames) > 4
-        assert [frame.HasField("pooled_hidden_state") for frame in frames] == [frame.is_last for frame in frames]
-        (whole,) = forward(other, *LONG, hidden_pooling=MEAN)
-        np.testing.assert_allclose(
-            _vector(frames[-1].pooled_hidden_state), _vector(whole.pooled_hidden_state), rtol=1e-5, atol=1e-6
-        )
-
-
-def test_bad_requests_say_what_is_wrong(server: RunningServer) -> None:
-    """The field, and nothing is run."""
-    num_steps = server.engine.counters.steps
-    for request, field in (
-        (request_of(), "input_ids"),
-        (request_of(1, 256), "input_ids[1]"),
-        (request_of(1, request_id="x" * 129), "request_id"),
-        (request_of(1, hidden_pooling=9), "hidden_pooling"),
-        (request_of(1, policy=policy_pb2.LogitsReturnPolicy()), "logits_policy"),
-        (request_of(1, policy=policy_pb2.LogitsReturnPolicy(logprobs=True)), "logits_policy.logprobs"),
-    ):
-        with refused() as refusals:
-            list(server.stub.Forward(request, timeout=20))
-        assert (refusals[0].code, refusals[0].fields) == (grpc.StatusCode.INVALID_ARGUMENT, (field,))
-    with refused() as refusals:
-        forward(server, *[1] * 513)
-    assert refusals[0].reason == "CONTEXT_EXCEEDED"
-    assert server.engine.counters.steps == num_steps
-
-
-def test_an_input_that_finds_no_room_is_refused() -> None:
-    """It needs blocks while it runs, like any sequence."""
-    with RunningServer(FakeExecutor(num_blocks=5, block_size=4)) as server:
-        handle = server.prefill((9,) * 12).kv_cache
-        for length, reason in ((5, "KV_BLOCKS_EXHAUSTED"), (17, "EXCEEDS_POOL")):
-            with refused() as refusals:
-                forward(server, *[1] * length)
-            assert refusals[0].reason == reason
-        server.release(handle)
-        forward(server, *[1] * 16)
-
-
-def test_a_row_that_is_not_finite_ends_it() -> None:
-    """With the status of the call: there are no branches that could go on."""
-    executor = FakeExecutor()
-    executor.bad_token_ids = {13}
-    with RunningServer(executor) as server:
-        with refused() as refusals:
-            forward(server, 1, 2, 13, 4)
-        assert refusals[0].reason == "NON_FINITE_LOGITS"
-        wait_until(lambda: server.free_blocks == server.engine.info.num_blocks - 1)
-
-
 def _slow_server() -> RunningServer:
     """Return a server whose rows are large and whose window is small."""
     executor = FakeExecutor(vocab_size=16384, num_blocks=512, max_context=1024)
     limits = ApiLimits(stream_window_bytes=1 << 20, max_stream_frame_bytes=512 << 10)
     return RunningServer(executor, limits=limits, settings=EngineSettings(max_step_time_s=60.0))
-
-
-def _is_parked(server: RunningServer) -> bool:
-    """Whether the one stream there is has its window closed, and has had for a moment: gRPC takes no more of it."""
-    (stream,) = server.state.streams
-    window = stream._job.window  # type: ignore[attr-defined]
-    taken_bytes = window.taken_bytes
-    time.sleep(0.1)
-    return not window.is_open and window.taken_bytes == taken_bytes and server.engine.snapshot().num_running == 0
 
 
 def test_a_reader_that_stops_parks_its_own_call_and_nothing_else() -> None:
@@ -180,7 +88,7 @@ def test_a_reader_that_stops_parks_its_own_call_and_nothing_else() -> None:
     with _slow_server() as server:
         call = server.stub.Forward(request_of(*tokens), timeout=60)
         first = next(call)
-        wait_until(lambda: _is_parked(server), 30)
+        wait_until(lambda: is_parked(server), 30)
         (stream,) = server.state.streams
         job = stream._job  # type: ignore[attr-defined]
         assert job.rows_run < 400
@@ -204,7 +112,7 @@ def test_a_reader_that_is_slower_than_a_lease_loses_its_call() -> None:
     with _slow_server() as server:
         call = server.stub.Forward(request_of(*range(400)), timeout=60)
         frames = [next(call)]
-        wait_until(lambda: _is_parked(server), 30)
+        wait_until(lambda: is_parked(server), 30)
         server.clock.offset_s += 61
         wait_until(lambda: server.engine.snapshot().num_streams == 0)
         wait_until(lambda: server.free_blocks == server.engine.info.num_blocks - 1)

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
+from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.handle import StalePolicy
-from tests.api.reading import make_reader
+from tests.api.reading import field_refused, make_reader
 
 Item = executor_pb2.UnifiedBatchItem
 Options = executor_pb2.CacheOptions
@@ -25,9 +26,9 @@ def _piece(**fields: Any) -> PlannedAppend:  # of UnifiedBatchItem
     return make_reader().unified(Item(**{"q_tokens": [1, 2], "logits_policy": GREEDY, **fields}), AT, "alice")
 
 
-def _prefill(**fields: Any) -> PlannedAppend:  # of PrefillInput
+def _prefill(limits: ApiLimits | None = None, **fields: Any) -> PlannedAppend:  # of PrefillInput
     message = executor_pb2.PrefillInput(**{"input_ids": [1, 2], "logits_policy": GREEDY, **fields})
-    return make_reader().prefill(message, "inputs[3].", "alice")
+    return make_reader(limits=limits).prefill(message, "inputs[3].", "alice")
 
 
 # ---- pieces ---------------------------------------------------------------------------------------------------------
@@ -58,30 +59,24 @@ def test_a_piece_may_want_all_its_rows() -> None:
     assert planned.reply_bytes > _piece().reply_bytes
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "nothing": ({"q_tokens": []}, "INVALID_FIELD", "q_tokens"),
-    "token": ({"q_tokens": [1, 97]}, "TOKEN_OUT_OF_VOCAB", "q_tokens[1]"),
-    "offset of a new sequence": ({"pos_offset": 1}, "INVALID_FIELD", "pos_offset"),
-    "offset before the handle": ({"kv_cache": HANDLE, "pos_offset": 2}, "INVALID_FIELD", "pos_offset"),
-    "offset beyond the handle": ({"kv_cache": HANDLE, "pos_offset": 4}, "INVALID_FIELD", "pos_offset"),
-    "positions": ({"logits_positions": 9}, "INVALID_FIELD", "logits_positions"),
-    "handle": ({"kv_cache": types_pb2.KvCacheHandle()}, "INVALID_FIELD", "kv_cache.cache_id"),
-    "room": ({"cache": Options(reserve_length=1)}, "INVALID_FIELD", "cache.reserve_length"),
-    "policy": (
-        {"logits_policy": policy_pb2.LogitsReturnPolicy(top_logprobs=9999)},
-        "INVALID_FIELD",
-        "logits_policy.top_logprobs",
-    ),
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({"q_tokens": []}, "q_tokens"),
+    "token out of the vocabulary": ({"q_tokens": [1, 97]}, "q_tokens[1]"),
+    "offset of a new sequence": ({"pos_offset": 1}, "pos_offset"),
+    "offset before the handle": ({"kv_cache": HANDLE, "pos_offset": 2}, "pos_offset"),
+    "offset beyond the handle": ({"kv_cache": HANDLE, "pos_offset": 4}, "pos_offset"),
+    "positions": ({"logits_positions": 9}, "logits_positions"),
+    "handle": ({"kv_cache": types_pb2.KvCacheHandle()}, "kv_cache.cache_id"),
+    "room": ({"cache": Options(reserve_length=1)}, "cache.reserve_length"),
+    "policy": ({"logits_policy": policy_pb2.LogitsReturnPolicy(top_logprobs=9999)}, "logits_policy.top_logprobs"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_piece_that_makes_no_sense_is_refused_by_its_path(name: str) -> None:
     """In the batch that it came with."""
-    fields, reason, field = REFUSED[name]
-    with pytest.raises(FerruleError) as caught:
-        _piece(**fields)
-    assert (caught.value.reason, caught.value.metadata["field"]) == (reason, f"{AT}{field}")
+    fields, field = REFUSED[name]
+    assert field_refused(name, lambda: _piece(**fields)) == f"{AT}{field}"
 
 
 # ---- how a sequence is kept -----------------------------------------------------------------------------------------
@@ -101,25 +96,54 @@ def test_how_a_new_sequence_is_kept_is_read(read: Any) -> None:
     assert (job.ttl_s, job.reserved_length) == (7.5, 0)
 
 
-def test_errors_of_a_prompt_name_it_in_its_batch() -> None:
-    """Every path begins with that of the input."""
-    fields: list[tuple[dict[str, Any], str]] = [
-        ({"input_ids": []}, "input_ids"),
-        ({"input_ids": [1, 99]}, "input_ids[1]"),
-        ({"attention_mask": [1]}, "attention_mask"),
-        ({"attention_mask": [1, 0]}, "attention_mask[1]"),
-        ({"position_ids": [1, 2]}, "position_ids[0]"),
-        ({"cache": Options(ttl={"seconds": -1})}, "cache.ttl"),
-        ({"cache": Options(reserve_length=1)}, "cache.reserve_length"),
-        ({"logits_positions": 9}, "logits_positions"),
-        ({"on_stale": 9}, "on_stale"),
-        ({"request_id": "x" * 129}, "request_id"),
-        ({"kv_cache": types_pb2.KvCacheHandle(cache_id="i", length=1)}, "kv_cache.lineage"),
-    ]
-    for given, field in fields:
-        with pytest.raises(FerruleError) as caught:
-            _prefill(**given)
-        assert caught.value.metadata["field"] == f"inputs[3].{field}"
+BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": []}, "input_ids"),
+    ({"input_ids": [1, 96, 97, 2**32 - 1]}, "input_ids[2]"),
+    ({"attention_mask": [1]}, "attention_mask"),
+    ({"attention_mask": [1] * 4096}, "attention_mask"),
+    ({"attention_mask": [1, 0]}, "attention_mask[1]"),
+    ({"attention_mask": [2, 1]}, "attention_mask[0]"),
+    ({"position_ids": [1, 2]}, "position_ids[0]"),
+    ({"position_ids": [0, 2]}, "position_ids[1]"),
+    ({"position_ids": [0, 1, 2]}, "position_ids"),
+    ({"cache": Options(ttl={"seconds": -1})}, "cache.ttl"),
+    ({"cache": Options(reserve_length=1)}, "cache.reserve_length"),
+    ({"logits_positions": 9}, "logits_positions"),
+    ({"on_stale": 9}, "on_stale"),
+    ({"request_id": "x" * 129}, "request_id"),
+    ({"kv_cache": types_pb2.KvCacheHandle(length=1, lineage=bytes(16))}, "kv_cache.cache_id"),
+    ({"kv_cache": types_pb2.KvCacheHandle(cache_id="x" * 129, length=1, lineage=bytes(16))}, "kv_cache.cache_id"),
+    ({"kv_cache": types_pb2.KvCacheHandle(cache_id="x", lineage=bytes(16))}, "kv_cache.length"),
+    ({"kv_cache": types_pb2.KvCacheHandle(cache_id="x", length=1, lineage=bytes(15))}, "kv_cache.lineage"),
+]
+
+
+@pytest.mark.parametrize(("fields", "path"), BAD_PROMPTS, ids=[path for _, path in BAD_PROMPTS])
+def test_a_bad_prompt_is_refused_by_its_path(fields: dict[str, Any], path: str) -> None:
+    """The path begins with that of the input."""
+    name = "vocabulary" if path == "input_ids[2]" else path
+    assert field_refused(name, lambda: _prefill(**fields)) == f"inputs[3].{path}"
+
+
+def test_trivial_masks_and_positions_are_accepted() -> None:
+    """All ones, and consecutive positions from the length of the handle on."""
+    assert _prefill(attention_mask=[1, 1], position_ids=[0, 1]).job.token_ids == (1, 2)
+    assert _prefill(attention_mask=[1, 1], position_ids=[3, 4], kv_cache=HANDLE).job.token_ids == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_tokens"), [(types_pb2.DATA_TYPE_FLOAT32, 18), (types_pb2.DATA_TYPE_BFLOAT16, 30)]
+)
+def test_a_prompt_whose_reply_would_be_too_large_is_refused(dtype: types_pb2.DataType, num_tokens: int) -> None:
+    """Rows of four bytes for each token, or of two."""
+    limits = ApiLimits(max_reply_bytes=9000)
+    policy = policy_pb2.LogitsReturnPolicy(full_logits=policy_pb2.FullLogits(dtype=dtype))
+    wanted: dict[str, Any] = {"logits_policy": policy, "logits_positions": types_pb2.LOGITS_POSITIONS_ALL}
+    assert _prefill(limits, input_ids=[1] * num_tokens, **wanted).reply_bytes <= 9000
+    with pytest.raises(FerruleError) as caught:
+        _prefill(limits, input_ids=[1] * num_tokens * 2, **wanted)
+    assert caught.value.reason == "REPLY_TOO_LARGE"
+    assert 9000 < int(caught.value.metadata["reply_bytes"]) < 18_000
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------
@@ -139,9 +163,8 @@ def test_the_rows_of_a_scheduled_batch_fit_into_one_step() -> None:
     items = [Item(q_tokens=[1] * 16), Item(q_tokens=[1] * 15), Item(kv_cache=HANDLE)]
     reader.check_unified(executor_pb2.UnifiedBatch(items=items))
     for too_many in ([*items, Item(kv_cache=HANDLE)], [Item(q_tokens=[1] * 33)], [Item()] * 33, []):
-        with pytest.raises(FerruleError) as caught:
-            reader.check_unified(executor_pb2.UnifiedBatch(items=too_many))
-        assert (caught.value.reason, caught.value.metadata["field"]) == ("INVALID_FIELD", "batch.items")
+        batch = executor_pb2.UnifiedBatch(items=too_many)
+        assert field_refused("", lambda batch=batch: reader.check_unified(batch)) == "batch.items"  # type: ignore[misc]
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------
@@ -152,9 +175,8 @@ def test_masks_are_registered_all_or_none() -> None:
     reader = make_reader()
     good = bytes([1, *[0] * 12])
     for masks, field in (([good, b"short"], "masks[1]"), ([bytes(13), good], "masks[0]"), ([good] * 65, "masks")):
-        with pytest.raises(FerruleError) as caught:
-            reader.register_masks(cache_pb2.RegisterTokenMaskRequest(masks=masks), "alice")
-        assert (caught.value.reason, caught.value.metadata["field"]) == ("INVALID_FIELD", field)
+        request = cache_pb2.RegisterTokenMaskRequest(masks=masks)
+        assert field_refused(field, lambda request=request: reader.register_masks(request, "alice")) == field  # type: ignore[misc]
     assert reader.masks.num_masks == 0
     fingerprints, kept = reader.register_masks(cache_pb2.RegisterTokenMaskRequest(masks=[good] * 64), "alice")
     assert (len(fingerprints), len(set(fingerprints)), reader.masks.num_masks) == (64, 1, 1)

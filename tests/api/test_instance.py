@@ -6,13 +6,11 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
+from ferrule.v1 import admin_pb2, admin_pb2_grpc, executor_pb2
 from ferrule_server.api.rpc.state import Phase
 from ferrule_server.api.security.auth import OpenAccess
-from tests.api.harness import EPOCH, INSTANCE, RunningServer, decode_item, refused
+from tests.api.harness import INSTANCE, RunningServer, refused
 
 KEY = "ferrule-instance"
 
@@ -68,46 +66,6 @@ def test_of_two_names_both_must_be_it(server: RunningServer) -> None:
         assert refusals[0].metadata["instance"] == "other"
 
 
-def test_every_kind_of_call_is_refused_and_does_nothing(server: RunningServer) -> None:
-    """One answer, many, streams, tokenizer, reflection; a release of a live handle too."""
-    handle = server.prefill().kv_cache
-    elsewhere = ((KEY, "elsewhere"),)
-    item = executor_pb2.StreamItem(seq=1, decode=decode_item(handle, 2))
-    generate = executor_pb2.GenerateRequest(kv_cache=handle, input_ids=[1], max_tokens=1)
-    reflection = reflection_pb2_grpc.ServerReflectionStub(server.channel)
-    calls = (
-        lambda: server.stub.ReleaseCache(
-            cache_pb2.ReleaseCacheRequest(kv_caches=[handle]), metadata=elsewhere, timeout=10
-        ),
-        lambda: server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text="a"), metadata=elsewhere, timeout=10),
-        lambda: list(server.stub.Generate(generate, metadata=elsewhere, timeout=10)),
-        lambda: list(
-            server.stub.StreamDecode(
-                iter([executor_pb2.StreamDecodeRequest(items=[item])]), metadata=elsewhere, timeout=10
-            )
-        ),
-        lambda: list(
-            reflection.ServerReflectionInfo(
-                iter([reflection_pb2.ServerReflectionRequest(list_services="")]), metadata=elsewhere, timeout=10
-            )
-        ),
-    )
-    for call in calls:
-        with refused() as refusals:
-            call()
-        assert refusals[0].reason == "WRONG_INSTANCE"
-    info = server.stub.GetCacheInfo(cache_pb2.GetCacheInfoRequest(kv_cache=handle), timeout=10)
-    assert info.info.kv_cache.length == handle.length
-    server.stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=[handle]), timeout=10)
-
-
-def test_health_is_told_whoever_was_asked_for(server: RunningServer) -> None:
-    """Probes ask the one that they reach; and proxies may put on anything."""
-    stub = health_pb2_grpc.HealthStub(server.channel)
-    reply = stub.Check(health_pb2.HealthCheckRequest(), metadata=((KEY, "elsewhere"),), timeout=10)
-    assert reply.status == health_pb2.HealthCheckResponse.SERVING
-
-
 def test_the_name_is_looked_at_before_the_role() -> None:
     """Who was sent to the wrong server hears that, not that its token there is no admin's."""
     with RunningServer(access=OpenAccess(is_admin=False)) as server:
@@ -116,17 +74,3 @@ def test_the_name_is_looked_at_before_the_role() -> None:
             with refused() as refusals:
                 drain(admin_pb2.DrainRequest(), metadata=metadata, timeout=10)
             assert refusals[0].reason == reason
-
-
-def test_a_handle_of_another_instance_fails_alone_in_its_frame(server: RunningServer) -> None:
-    """The stream was for this server, so the other items are answered."""
-    handle = server.prefill().kv_cache
-    foreign = types_pb2.KvCacheHandle(cache_id=f"elsewhere.{EPOCH}.{'A' * 22}", length=3, lineage=bytes(16))
-    inputs = (decode_item(foreign, 2), decode_item(handle, 2))
-    items = [executor_pb2.StreamItem(seq=seq, decode=one) for seq, one in enumerate(inputs, 1)]
-    frame = executor_pb2.StreamDecodeRequest(items=items)
-    results: dict[int, executor_pb2.StreamResult] = {}
-    for reply in server.stub.StreamDecode(iter([frame]), metadata=((KEY, INSTANCE),), timeout=20):
-        results.update((one.seq, one) for one in reply.results)
-    assert results[1].error.code == grpc.StatusCode.ABORTED.value[0]
-    assert not results[2].HasField("error")

@@ -154,20 +154,6 @@ def test_an_expired_lease_ends_the_drain() -> None:
         drain.ends()
 
 
-def test_when_the_grace_is_over_live_handles_are_refused() -> None:
-    """Then it is UNAVAILABLE, on streams too, and the drain has ended."""
-    with RunningServer() as server:
-        handle = server.prefill().kv_cache
-        stream = server.open_stream()
-        stream.send(decode_item(handle, 7))
-        stream.read()
-        server.run(server.server.drain(0.3))
-        for call in (stream.read, lambda: server.decode(handle, 8), lambda: server.fork(handle)):
-            with refused() as refusals:
-                call()
-            assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-
-
 def test_a_drain_without_handles_ends_an_idle_stream_at_once() -> None:
     """It is told why, and the grace is not waited for."""
     with RunningServer() as server:
@@ -278,25 +264,6 @@ def test_a_stream_that_opens_while_the_server_drains_ends() -> None:
             with refused() as refusals:
                 list(stream.call)
             assert refusals[0].reason == "DRAINING"
-
-
-def test_a_drain_lets_a_decode_loop_on_a_stream_go_on() -> None:
-    """Until nothing more is taken; then the stream ends with DRAINING."""
-    with RunningServer() as server:
-        handle = server.prefill().kv_cache
-        stream = server.open_stream()
-        stream.send()
-        stream.read()
-        drained = threading.Thread(target=lambda: server.run(server.server.drain(1.0)))
-        drained.start()
-        started = time.monotonic()
-        with refused() as refusals:
-            while time.monotonic() - started < 20:
-                stream.send(decode_item(handle))
-                assert stream.read().results[0].HasField("decode")
-        assert time.monotonic() - started > 0.5
-        assert refusals[0].reason == "DRAINING"
-        drained.join()
 
 
 def test_a_drain_answers_every_call_it_has_taken() -> None:

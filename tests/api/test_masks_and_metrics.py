@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import grpc
-import pytest
 
-from ferrule.v1 import cache_pb2, policy_pb2, types_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, info_pb2, policy_pb2, types_pb2
 from ferrule_server.api.security.auth import OpenAccess
 from ferrule_server.engine.masks import OVERHEAD_BYTES
 from ferrule_server.quotas import QuotaLimits
-from tests.api.harness import PROMPT, RunningServer, refused, wait_until
+from tests.api.harness import GREEDY, PROMPT, RunningServer, refused, wait_until
 from tests.fakes import FakeExecutor
 
 
@@ -64,26 +63,15 @@ def test_the_least_recently_used_mask_goes_first() -> None:
         assert [server.prefill(policy=_only(name)).outputs.tokens[0] for name in (first, third)] == [1, 3]
 
 
-@pytest.mark.parametrize(("masks", "field"), [([_bits(1), b""], "masks[1]"), ([_bits(1), bytes(32)], "masks[1]")])
-def test_masks_are_registered_all_or_none(server: RunningServer, masks: list[bytes], field: str) -> None:
-    """One that is none leaves nothing of the others."""
-    num_masks = _metrics(server).token_masks
-    with refused() as refusals:
-        _register(server, *masks)
-    assert refusals[0].fields == (field,)
-    assert _metrics(server).token_masks == num_masks
-    assert _register(server) == []
-
-
 # ---- metrics --------------------------------------------------------------------------------------------------------
 
 
 def test_counters_follow_what_happened() -> None:
     """Every one of them, each moved by what it counts."""
     with RunningServer(FakeExecutor(num_blocks=17, block_size=4, max_context=64)) as server:
-        fresh = _metrics(server)
-        assert fresh.empty_blocks == 16
-        assert len(fresh.ListFields()) == 1  # all others are 0
+        now = _metrics(server)
+        assert now.empty_blocks == 16
+        assert len(now.ListFields()) == 1  # all others are 0
         handle = server.prefill(range(10)).kv_cache
         branch = server.fork(handle)[0]
         now = _metrics(server)
@@ -129,3 +117,45 @@ def test_every_block_is_empty_cached_or_used(server: RunningServer) -> None:
     server.prefill(PROMPT)
     now = _metrics(server)
     assert now.empty_blocks + now.cached_blocks + now.used_blocks == server.engine.info.num_blocks - 1
+
+
+def _status(server: RunningServer) -> info_pb2.ExecutorStatus:
+    return server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=20).status
+
+
+def test_verifies_and_generates_are_counted(own: RunningServer) -> None:
+    """Drafts brought, drafts accepted, and all tokens that decoding appended."""
+    prompt = (1, 2, 3)
+    plain = own.prefill(prompt)
+    tokens = [plain.outputs.tokens[0]]
+    handle = plain.kv_cache
+    for _ in range(3):
+        output = own.decode(handle, tokens[-1])
+        handle = output.kv_cache
+        tokens.append(output.outputs.tokens[0])
+    before = _status(own)
+    assert (before.num_decodes, before.num_decode_tokens, before.num_verifies) == (3, 3, 0)
+    wrong = (tokens[2] + 1) % 256
+    message = executor_pb2.VerifyInput(
+        kv_cache=own.prefill(prompt).kv_cache,
+        input_ids=tokens[:1],
+        draft_ids=[tokens[1], wrong, 5],
+        logits_policy=GREEDY,
+        acceptance=executor_pb2.ACCEPTANCE_RULE_EXACT,
+    )
+    verified = own.stub.ForwardVerify(executor_pb2.ForwardVerifyRequest(input=message), timeout=20).output
+    assert (verified.accepted_count, verified.next_token) == (1, tokens[2])
+    status = _status(own)
+    assert (status.num_verifies, status.num_draft_tokens, status.num_accepted_tokens) == (1, 3, 1)
+    assert status.num_decode_tokens == 3 + 2
+    request = executor_pb2.GenerateRequest(input_ids=prompt, max_tokens=2, ignore_eos=True, logits_policy=GREEDY)
+    assert len(list(own.stub.Generate(request, timeout=20))) >= 1
+    assert (_status(own).num_generates, _status(own).active_streams) == (1, 0)
+
+
+def test_a_stream_that_nobody_reads_is_under_way(own: RunningServer) -> None:
+    """Until its caller goes away."""
+    call = own.stub.Generate(executor_pb2.GenerateRequest(input_ids=[1], logits_policy=GREEDY), timeout=20)
+    next(iter(call))
+    assert _status(own).active_streams == 1
+    call.cancel()

@@ -19,11 +19,8 @@ from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.rpc.intake import Intake, request_class
 from ferrule_server.api.rpc.observe import Call, current_call
 from ferrule_server.api.rpc.state import ServerState
-from ferrule_server.api.security.auth import TokenAccess
 from ferrule_server.api.security.principal import Caller
-from ferrule_server.api.security.token_file import TokenFile
-from ferrule_server.quotas import QuotaLimits
-from tests.api.harness import GREEDY, PROMPT, RunningServer, decode_item, wait_until
+from tests.api.harness import GREEDY, PROMPT, RunningServer, decode_item, token_access, wait_until
 
 _TOKEN = "a" * 43
 
@@ -239,11 +236,8 @@ def test_an_exception_nobody_expected_ends_with_internal(
 
 def test_calls_that_admission_refuses_are_seen(tmp_path: Path) -> None:
     """Without a token: no principal. With one that lacks the role: its principal."""
-    path, recorder = tmp_path / "tokens", Recorder()
-    path.write_text(f"{hashlib.sha256(_TOKEN.encode()).hexdigest()} alice\n")
-    path.chmod(0o600)
-    access = TokenAccess(TokenFile(path, QuotaLimits()))
-    with RunningServer(observers=(recorder,), access=access) as server:
+    recorder = Recorder()
+    with RunningServer(observers=(recorder,), access=token_access(tmp_path, {_TOKEN: "alice"})) as server:
         with pytest.raises(grpc.RpcError):
             server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10)
         call = recorder.last("GetStatus")

@@ -151,6 +151,17 @@ def test_bfloat16_rounds_to_nearest_with_ties_to_even() -> None:
     assert np.frombuffer(tensor.data, "<u2").tolist() == expected
 
 
+def test_float16_is_the_nearest_value() -> None:
+    """Little-endian, and infinite beyond its range."""
+    values = np.array([1.0, -2.5, 1 / 3, 65504.0, 1e6], np.float32)
+    policy = policy_pb2.LogitsReturnPolicy(full_logits=policy_pb2.FullLogits(dtype=types_pb2.DATA_TYPE_FLOAT16))
+    message = executor_pb2.PrefillInput(input_ids=[1], logits_policy=policy)
+    output = executor_pb2.PrefillOutput()
+    result = AppendResult(HANDLE, (RowOutput(1, logits=values),))
+    fill_prefill(output, result, make_reader(len(values)).prefill(message, "input.", "p"))
+    assert np.frombuffer(output.outputs.logits.data, "<f2").tolist() == [1.0, -2.5, 1365 / 4096, 65504.0, np.inf]
+
+
 def test_a_handle_is_sent_as_it_is() -> None:
     """And read back as the same value."""
     message = handle_message(HANDLE)

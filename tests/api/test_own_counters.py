@@ -6,7 +6,6 @@ it is there.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +15,7 @@ import pytest
 from google.protobuf.message import Message
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, types_pb2
-from ferrule_server.api.security.auth import TokenAccess
-from ferrule_server.api.security.token_file import TokenFile
-from ferrule_server.quotas import UNLIMITED
-from tests.api.harness import GREEDY, RunningServer, refused
+from tests.api.harness import GREEDY, RunningServer, refused, token_access
 
 LOAD = {
     "status.state": "READY or BUSY: whether anything runs at the moment",
@@ -122,11 +118,8 @@ def fields_of(path: str, message: Message) -> Iterator[tuple[str, object]]:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RunningServer]:
     """A server for alice, bob, and ops who has the role."""
-    path = tmp_path / "tokens"
-    names = ("alice", "bob", "ops admin")
-    path.write_text("".join(f"{hashlib.sha256(name[:3].encode()).hexdigest()} {name}\n" for name in names))
-    path.chmod(0o600)
-    with RunningServer(access=TokenAccess(TokenFile(path, UNLIMITED))) as server:
+    access = token_access(tmp_path, {"ali": "alice", "bob": "bob", "ops": "ops admin"})
+    with RunningServer(access=access) as server:
         yield server
 
 

@@ -123,22 +123,6 @@ def test_a_repeated_prompt_asks_for_the_same_room(server: RunningServer) -> None
     assert refusals[0].reason == "REQUEST_ID_REUSED"
 
 
-@pytest.mark.parametrize("length", [1, 2])
-def test_room_below_the_prompt_is_refused(server: RunningServer, length: int) -> None:
-    """It would promise nothing."""
-    with refused() as refusals:
-        server.prefill((1, 2, 3), cache=with_room(length))
-    assert (refusals[0].reason, refusals[0].fields) == ("INVALID_FIELD", ("input.cache.reserve_length",))
-    assert server.prefill((1, 2, 3), cache=with_room(3)).kv_cache.length == 3
-
-
-def test_for_a_sequence_that_exists_the_option_has_no_effect(server: RunningServer) -> None:
-    """ReserveKvSlots is the call for that."""
-    handle = server.prefill((1, 2, 3)).kv_cache
-    handle = server.prefill((4,), kv_cache=handle, cache=with_room(99)).kv_cache
-    assert server.info(handle).summary.reserved_length == 0
-
-
 def test_it_is_all_or_nothing(server: RunningServer) -> None:
     """Whatever one of them is refused for, none gets anything."""
     handle = server.prefill((1, 2, 3)).kv_cache
@@ -215,11 +199,3 @@ def test_room_can_be_reserved_while_an_append_is_in_flight() -> None:
         assert new_blocks(reserving.result(20).reservation) == [1, 1]
         assert stream.rest()[0].results[0].decode.kv_cache.length == 4
         wait_until(lambda: server.info(handle).summary.num_blocks == 2)
-
-
-def test_too_many_requests_are_refused(server: RunningServer) -> None:
-    """As in every list of handles."""
-    handle = server.prefill((1,)).kv_cache
-    with refused() as refusals:
-        reserve(server, *[(handle, 1)] * (server.limits.max_handles_per_request + 1))
-    assert (refusals[0].reason, refusals[0].fields) == ("INVALID_FIELD", ("requests",))

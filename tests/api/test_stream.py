@@ -47,21 +47,6 @@ def test_32_items_of_one_frame_share_a_step_and_a_frame(server: RunningServer) -
     assert stream.rest() == []
 
 
-def test_a_stream_decodes_token_by_token_like_unary_calls(server: RunningServer) -> None:
-    """The same tokens, the same lineage, and the answers of unary calls."""
-    handle = server.prefill().kv_cache
-    branch = server.fork(handle)[0]
-    stream = server.open_stream()
-    for seq, token in enumerate((7, 8, 9)):
-        stream.send(decode_item(handle, token, request_id=f"r{seq}"), first_seq=seq)
-        result = stream.read().results[0]
-        expected = server.decode(branch, token)
-        assert (result.seq, result.decode.request_id) == (seq, f"r{seq}")
-        assert result.decode.outputs == expected.outputs
-        assert result.decode.kv_cache.lineage == expected.kv_cache.lineage
-        handle, branch = result.decode.kv_cache, expected.kv_cache
-
-
 def test_half_close_finishes_what_is_under_way() -> None:
     """Items sent before the half-close are all answered, then the stream ends with OK."""
     executor = FakeExecutor()
@@ -76,68 +61,6 @@ def test_half_close_finishes_what_is_under_way() -> None:
         results = [result for frame in stream.call for result in frame.results]
         assert sorted(result.seq for result in results) == [0, 1, 2, 3]
         assert stream.call.code() is grpc.StatusCode.OK
-
-
-def test_one_bad_item_ends_neither_its_neighbours_nor_the_stream(server: RunningServer) -> None:
-    """Each error travels in its own result, with the code, the reason and the path it has in the frame."""
-    handle = server.prefill().kv_cache
-    stale = types_pb2.KvCacheHandle(cache_id=handle.cache_id, length=400, lineage=handle.lineage)
-    stream = server.open_stream()
-    stream.send(
-        decode_item(handle, 7),
-        decode_item(handle, 300),
-        decode_item(stale, 7),
-        executor_pb2.DecodeInput(input_ids=[1]),
-        executor_pb2.VerifyInput(request_id="v"),
-        executor_pb2.UnifiedBatchItem(request_id="u"),
-        None,
-    )
-    results: dict[int, executor_pb2.StreamResult] = {}
-    while len(results) < 7:
-        results.update((result.seq, result) for result in stream.read().results)
-    assert results[0].decode.kv_cache.length == len(PROMPT) + 1
-    refusals = {seq: read_status(result.error) for seq, result in results.items() if seq}
-    assert [refusals[seq].reason for seq in range(1, 7)] == [
-        "TOKEN_OUT_OF_VOCAB",
-        "HANDLE_STALE",
-        "INVALID_FIELD",
-        "INVALID_FIELD",
-        "INVALID_FIELD",
-        "INVALID_FIELD",
-    ]
-    assert refusals[1].fields == ("items[1].decode.input_ids[0]",)
-    assert refusals[3].fields == ("items[3].decode.kv_cache",)
-    assert refusals[4].fields == ("items[4].verify.kv_cache",)
-    assert refusals[5].fields == ("items[5].unified.q_tokens",)
-    assert refusals[6].fields == ("items[6]",)
-    stream.send(decode_item(results[0].decode.kv_cache, 8))
-    assert stream.read().results[0].HasField("decode")
-
-
-def test_a_repeated_item_is_a_replay(server: RunningServer) -> None:
-    """On another stream, after the first one broke."""
-    handle = server.prefill().kv_cache
-    first = server.open_stream()
-    first.send(decode_item(handle, 7))
-    answer = first.read().results[0].decode
-    first.call.cancel()
-    second = server.open_stream()
-    second.send(decode_item(handle, 7))
-    again = second.read().results[0].decode
-    assert again.replayed
-    assert again.kv_cache == answer.kv_cache
-    assert again.outputs == answer.outputs
-
-
-def test_items_on_one_sequence_are_judged_in_order(server: RunningServer) -> None:
-    """A beam: two tokens behind one handle in one frame, the second one forks."""
-    handle = server.prefill().kv_cache
-    stream = server.open_stream()
-    stream.send(decode_item(handle, 7), decode_item(handle, 8, on_stale=types_pb2.STALE_POLICY_FORK))
-    stream.half_close()
-    results = {result.seq: result.decode for frame in stream.call for result in frame.results}
-    assert results[0].kv_cache.cache_id == handle.cache_id
-    assert results[1].kv_cache.cache_id != handle.cache_id
 
 
 def test_releases_come_with_the_frame_and_serve_its_items() -> None:
@@ -159,15 +82,6 @@ def test_releases_come_with_the_frame_and_serve_its_items() -> None:
         assert frames[-1].free_blocks == 0
         stream.send(release=[old])
         assert not stream.read().releases[0].released
-
-
-def test_an_empty_frame_tells_the_free_blocks(server: RunningServer) -> None:
-    """Nothing to run is no error: it is the cheapest way to ask."""
-    stream = server.open_stream()
-    stream.send()
-    frame = stream.read()
-    assert not frame.results
-    assert frame.free_blocks == server.free_blocks
 
 
 def test_a_broken_stream_runs_nothing_that_has_no_step_yet() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import hashlib
 import logging
 import os
 from collections.abc import Iterator
@@ -18,14 +17,13 @@ from ferrule import Client
 from ferrule.errors import UnavailableError
 from ferrule.types import TlsConfig
 from ferrule.v1 import executor_pb2, executor_pb2_grpc, info_pb2
-from ferrule_server.api.security.auth import Access, CertificateAccess, OpenAccess, TokenAccess
+from ferrule_server.api.security.auth import Access, CertificateAccess, OpenAccess
 from ferrule_server.api.security.tls import TlsFiles, tls_of
-from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError
-from ferrule_server.quotas import UNLIMITED, QuotaLimits
+from ferrule_server.quotas import QuotaLimits
 from tests.api.certificates import Authority, Identity, ServerFiles
-from tests.api.harness import RunningServer, refused
+from tests.api.harness import RunningServer, refused, token_access
 
 DAY = dt.timedelta(days=1)
 
@@ -106,10 +104,8 @@ def test_health_needs_a_connection_too(mutual: RunningServer, authority: Authori
 @pytest.mark.parametrize(
     ("names", "principal"),
     [
-        ({"name": "alice"}, "alice"),
         ({"name": "alice", "dns": ["alice.example.org"]}, "alice"),
         ({"name": "alice", "uris": ["spiffe://example.org/a"], "dns": ["b"]}, "spiffe://example.org/a"),
-        ({"uris": ["urn:example:bob"]}, "urn:example:bob"),
         ({"name": "Team A"}, "Team%20A"),
     ],
 )
@@ -135,15 +131,9 @@ def test_an_administrator_is_named_by_the_settings(mutual: RunningServer, author
     [
         ("", []),
         ("alice", ["urn:a:b", "spiffe://c/d"]),
-        ("ops\0x", []),
         ("ops\0.evil.example", []),
         (["ops", "mallory"], []),
-        (["mallory", "ops"], []),
-        ("", ["spiffe://td/a\0b"]),
         ("ops", ["spiffe://td/a\0b"]),
-        ("ops\n", []),
-        ("ops\x85", []),
-        ("ops", ["ops"]),
     ],
 )
 def test_a_certificate_that_names_nobody_or_several_is_refused(
@@ -158,11 +148,8 @@ def test_a_certificate_that_names_nobody_or_several_is_refused(
 
 def test_with_tokens_a_certificate_only_opens_the_connection(files: ServerFiles, authority: Authority) -> None:
     """The token names the principal, and there must be one."""
-    path = files.folder / "tokens"
-    path.write_text(f"{hashlib.sha256(b'secret').hexdigest()} bob\n")
-    path.chmod(0o600)
     with (
-        _serving(files, TokenAccess(TokenFile(path, UNLIMITED))) as server,
+        _serving(files, token_access(files.folder, {"secret": "bob"})) as server,
         _channel(server, authority.cert, authority.client("alice")) as channel,
     ):
         assert _caller(channel, ("authorization", "Bearer secret")).principal == "bob"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
@@ -15,13 +14,10 @@ import pytest
 
 from ferrule.v1 import executor_pb2, info_pb2, tokenizer_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.api.security.auth import TokenAccess
-from ferrule_server.api.security.token_file import TokenFile
-from ferrule_server.quotas import UNLIMITED
 from ferrule_server.text.chat_template import ChatTemplate, RenderLimits
 from ferrule_server.text.tokenizer import Tokenizer
 from ferrule_server.text.tokenizer_config import TokenizerConfig
-from tests.api.harness import DEMO_FOLDER, RunningServer, refusal_of, refused, wait_until
+from tests.api.harness import DEMO_FOLDER, RunningServer, refused, token_access, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -37,32 +33,6 @@ def _encode(server: RunningServer, text: str) -> list[int]:
 
 def _decode(server: RunningServer, token_ids: list[int]) -> tokenizer_pb2.DetokenizeResponse:
     return server.text.Detokenize(tokenizer_pb2.DetokenizeRequest(token_ids=token_ids))
-
-
-@pytest.mark.parametrize("text", ["", "def f(x):\n    return x\n", "na\u00efve \u2615 \U0001f980", "x = 1\n" * 2000])
-def test_text_survives_the_round_trip(texts: RunningServer, text: str) -> None:
-    """Short texts and such as go to a thread."""
-    token_ids = _encode(texts, text)
-    assert _decode(texts, token_ids).text == text
-    assert bool(token_ids) is bool(text)
-
-
-def test_text_of_a_special_token_stays_text_unless_it_is_to_be_parsed(texts: RunningServer) -> None:
-    """So text from others cannot contain control tokens by accident."""
-    literal = _encode(texts, "<|endoftext|>")
-    assert len(literal) > 1
-    assert 0 not in literal
-    assert _decode(texts, literal).text == "<|endoftext|>"
-    request = tokenizer_pb2.TokenizeRequest(text="<|endoftext|>", parse_special_tokens=True)
-    assert list(texts.text.Tokenize(request).token_ids) == [0]
-
-
-def test_half_a_character_is_told(texts: RunningServer) -> None:
-    """A streaming client holds tokens back until the character is whole."""
-    token_ids = _encode(texts, "\U0001f980")
-    assert len(token_ids) > 1
-    assert _decode(texts, token_ids[:-1]).ends_mid_character
-    assert not _decode(texts, token_ids).ends_mid_character
 
 
 def test_skipped_special_tokens_do_not_end_a_character(texts: RunningServer) -> None:
@@ -82,14 +52,6 @@ def test_a_token_beyond_the_vocabulary_is_named(texts: RunningServer) -> None:
     assert (refusals[0].reason, refusals[0].fields) == ("TOKEN_OUT_OF_VOCAB", ("token_ids[1]",))
 
 
-def test_model_info_tells_that_there_is_a_tokenizer(texts: RunningServer) -> None:
-    """And that there is no chat template to apply."""
-    features = texts.stub.GetCapabilities(executor_pb2.GetCapabilitiesRequest()).capabilities.features
-    assert info_pb2.FEATURE_TOKENIZER in features
-    assert info_pb2.FEATURE_CHAT_TEMPLATE not in features
-    assert not texts.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).info.HasField("bos_token_id")
-
-
 def test_model_info_tells_what_is_put_before_a_text() -> None:
     """As Tokenize does it with ``add_special_tokens``; here token 7."""
     described = json.loads((DEMO_FOLDER / "tokenizer.json").read_text())
@@ -105,30 +67,6 @@ def test_model_info_tells_what_is_put_before_a_text() -> None:
         assert server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).info.bos_token_id == 7
         request = tokenizer_pb2.TokenizeRequest(text="x", add_special_tokens=True)
         assert server.text.Tokenize(request).token_ids[0] == 7
-
-
-def test_without_a_tokenizer_every_call_is_unsupported(server: RunningServer) -> None:
-    """The paged reference has none."""
-    for call in (lambda: _encode(server, "x"), lambda: _decode(server, [1])):
-        with refused() as refusals:
-            call()
-        assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
-
-
-def test_long_texts_and_lists_are_bounded() -> None:
-    """By bytes of UTF-8 and by ids; the limits themselves are served."""
-    limits = ApiLimits(max_text_bytes=4000, max_text_tokens=2000)
-    with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER), limits=limits) as server:
-        assert _encode(server, "\u00e9" * 2000)
-        assert len(_decode(server, [300] * 2000).text) >= 2000
-        calls = (
-            (lambda: _encode(server, "\u00e9" * 2001), "text"),
-            (lambda: _decode(server, [300] * 2001), "token_ids"),
-        )
-        for call, field in calls:
-            with refused() as refusals:
-                call()
-            assert (refusals[0].reason, refusals[0].fields) == ("INVALID_FIELD", (field,))
 
 
 def test_a_long_text_freezes_nobody_else(texts: RunningServer) -> None:
@@ -272,6 +210,10 @@ FORGED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [tokenizer_pb2.ChatMessage(role="user", extra_json=json.dumps({"content": PARTS}))]},
         "messages[0].extra_json",
     ),
+    "a text as deep as JSON may be": (
+        {"messages": [USER], "variables_json": '{"a": ' + "[" * 500 + f'"{END}"' + "]" * 500 + "}"},
+        "variables_json",
+    ),
     "tools": ({"messages": [USER], "tools_json": r'[{"d": "a\u003c|endoftext|>"}]'}, "tools_json"),
     "variables": ({"messages": [USER], "variables_json": json.dumps({"x": ["a", END]})}, "variables_json"),
 }
@@ -279,7 +221,7 @@ FORGED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_text_of_a_special_token_is_refused_in_every_string(chats: RunningServer, name: str) -> None:
-    """It would become the token: the field and the token are named, the text is not repeated."""
+    """It would become the token: field and token are named, the text is not; a client may trust every author."""
     fields, path = FORGED[name]
     with refused() as refusals:
         chats.text.ApplyChatTemplate(tokenizer_pb2.ApplyChatTemplateRequest(**fields))
@@ -288,19 +230,8 @@ def test_text_of_a_special_token_is_refused_in_every_string(chats: RunningServer
     assert refusals[0].metadata == {"field": path, "special_token": END}
     assert END in refusals[0].message
     assert "obey" not in refusals[0].message
-
-
-@pytest.mark.parametrize("name", FORGED)
-def test_text_of_a_special_token_is_allowed_on_request(chats: RunningServer, name: str) -> None:
-    """For a client that trusts every author."""
-    request = tokenizer_pb2.ApplyChatTemplateRequest(**FORGED[name][0], allow_special_tokens=True)
-    assert chats.text.ApplyChatTemplate(request).text
-
-
-def test_a_special_token_that_is_allowed_becomes_the_token(chats: RunningServer) -> None:
-    """One more than the template writes."""
-    reply = _chat(chats, said("user", f"x{END}y"), allow_special_tokens=True)
-    assert list(reply.token_ids).count(0) == 2
+    trusted = tokenizer_pb2.ApplyChatTemplateRequest(**fields, allow_special_tokens=True)
+    assert chats.text.ApplyChatTemplate(trusted).text
 
 
 def test_text_that_only_resembles_a_special_token_is_allowed(chats: RunningServer) -> None:
@@ -312,14 +243,6 @@ def test_text_that_only_resembles_a_special_token_is_allowed(chats: RunningServe
         said("user", "<think>"),
     )
     assert list(_chat(chats, *pieces).token_ids).count(0) == len(pieces)
-
-
-def test_a_deeply_nested_conversation_is_searched(chats: RunningServer) -> None:
-    """As deep as JSON may be."""
-    deep = "[" * 500 + f'"{END}"' + "]" * 500
-    with refused() as refusals:
-        _chat(chats, USER, variables_json=f'{{"a": {deep}}}')
-    assert refusals[0].fields == ("variables_json",)
 
 
 @pytest.mark.parametrize("name", BAD_FIELDS)
@@ -379,32 +302,8 @@ def test_long_texts_take_the_memory_of_one() -> None:
     assert len(Watched.threads) == 1
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages[0].content.center(3000000000) }}",
-        "{{ messages|tojson(indent=3000000000) }}",
-        "{{ messages|slice(300000000)|list }}",
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    ],
-)
-def test_a_template_that_takes_too_much_costs_one_refusal(source: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Typed, and not an error of the server's; others are answered as before while it runs."""
-    config = TokenizerConfig({}, {"default": source, "tool_use": "fine"})
-    template = ChatTemplate(config, RenderLimits(max_time_s=0.5))
-    with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER), chat_template=template) as server:
-        request = tokenizer_pb2.ApplyChatTemplateRequest(messages=[USER])
-        bomb = server.text.ApplyChatTemplate.future(request, timeout=60)
-        while not bomb.done():
-            assert _chat(server, USER, tools_json="[]").text == "fine"
-        with refused() as refusals:
-            bomb.result()
-    assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
-
-
-def test_a_slow_template_freezes_nobody_else() -> None:
-    """While conversations that a template takes its whole time over are refused, another caller is answered."""
+def test_a_slow_template_freezes_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    """While conversations that take all of their time are refused, another caller is answered; no ERROR is logged."""
     source = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}"
     template = ChatTemplate(TokenizerConfig({}, {"default": source}), RenderLimits(max_time_s=0.5))
     with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER), chat_template=template) as server:
@@ -420,6 +319,7 @@ def test_a_slow_template_freezes_nobody_else() -> None:
                 call.result()
             assert refusals[0].reason == "INVALID_FIELD"
         assert worst_s < 0.4
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 # ---- turns, bounds and the quota -----------------------------------------------------------------------------------
@@ -450,13 +350,9 @@ def _encode_later(server: RunningServer, length: int, token: str) -> Any:
 @pytest.fixture
 def shared_by_two(tmp_path: Path) -> Iterator[tuple[RunningServer, Stopped]]:
     """A server for alice and bob, and eve who has a quota, and its tokenizer."""
-    path = tmp_path / "tokens"
-    names = ("alice", "bob", "eve text_rate=64KiB")
-    path.write_text("".join(f"{hashlib.sha256(name[:3].encode()).hexdigest()} {name}\n" for name in names))
-    path.chmod(0o600)
     tokenizer = Stopped()
     limits = ApiLimits(max_text_bytes=400_000, max_text_tokens=100_000)
-    access = TokenAccess(TokenFile(path, UNLIMITED))
+    access = token_access(tmp_path, {"ali": "alice", "bob": "bob", "eve": "eve text_rate=64KiB"})
     with RunningServer(tokenizer=tokenizer, limits=limits, access=access) as server:
         yield server, tokenizer
         tokenizer.gate.set()
@@ -483,37 +379,6 @@ def test_one_that_floods_is_refused_and_another_is_next(shared_by_two: tuple[Run
     assert long.result().token_ids
     assert short.result().token_ids
     assert tokenizer.texts[:3] == [400_000, 2_000, 300_000]
-
-
-def test_waiting_work_of_a_caller_that_left_is_dropped(shared_by_two: tuple[RunningServer, Stopped]) -> None:
-    """Its places are free at once, and it is never done."""
-    server, tokenizer = shared_by_two
-    calls = [_encode_later(server, 400_000, "ali") for _ in range(16)]
-    wait_until(lambda: sum(call.done() for call in calls) == 1)
-    for call in calls:
-        call.cancel()
-
-    again = []
-
-    def is_taken_again() -> bool:
-        again.append(_encode_later(server, 390_000, "ali"))
-        return wait_for_refusal(again[-1]) == ""
-
-    wait_until(is_taken_again)
-    tokenizer.gate.set()
-    wait_until(lambda: 390_000 in tokenizer.texts)
-    assert tokenizer.texts.count(400_000) == 1
-
-
-def wait_for_refusal(call: Any, seconds: float = 0.3) -> str:
-    """Return the reason that a call is refused for at once; empty: it waits or is answered."""
-    try:
-        call.result(timeout=seconds)
-    except grpc.FutureTimeoutError:
-        return ""
-    except grpc.RpcError as error:
-        return refusal_of(error).reason
-    return ""
 
 
 def test_text_counts_in_a_quota_whatever_is_done_with_it(shared_by_two: tuple[RunningServer, Stopped]) -> None:
@@ -547,18 +412,18 @@ def test_what_is_too_large_is_refused_while_the_threads_are_busy() -> None:
         busy: list[Any] = [server.text.Tokenize.future(encode) for _ in range(3)]
         chat = tokenizer_pb2.ApplyChatTemplateRequest(messages=[said("user", "x" * 8000)])
         busy += [server.text.ApplyChatTemplate.future(chat) for _ in range(3)]
-        calls: list[Callable[[], object]] = [
-            lambda: server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text="x" * 9001), timeout=5),
-            lambda: server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text="\u00e9" * 4501), timeout=5),
-            lambda: _decode(server, [300] * ((1 << 16) + 1)),
-            lambda: _chat(server, said("user", "x" * 9000)),
-            lambda: _chat(server, *[said("user")] * 4097),
-            lambda: _chat(server),
+        calls: list[tuple[Callable[[], object], str]] = [
+            (lambda: server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text="x" * 9001), timeout=5), "text"),
+            (lambda: server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text="\u00e9" * 4501), timeout=5), "text"),
+            (lambda: _decode(server, [300] * ((1 << 16) + 1)), "token_ids"),
+            (lambda: _chat(server, said("user", "x" * 9000)), "messages"),
+            (lambda: _chat(server, *[said("user")] * 4097), "messages"),
+            (lambda: _chat(server), "messages"),
         ]
-        for call in calls:
+        for call, field in calls:
             with refused() as refusals:
                 call()
-            assert refusals[0].reason == "INVALID_FIELD"
+            assert (refusals[0].reason, refusals[0].fields) == ("INVALID_FIELD", (field,))
         tokenizer.gate.set()
         for each in busy:
             each.result()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import logging
-import queue
 import re
 import socket
 import subprocess
@@ -28,7 +27,7 @@ from ferrule_server.api.telemetry.tracing import Tracer
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError
 from tests.api.collector import Collector, attributes_of
-from tests.api.harness import GREEDY, PROMPT, RunningServer, decode_item, wait_until
+from tests.api.harness import GREEDY, PROMPT, RunningServer, StreamClient, decode_item, wait_until
 
 _FAST = {"OTEL_BSP_SCHEDULE_DELAY": "20", "OTEL_EXPORTER_OTLP_TIMEOUT": "0.3"}
 _SERVICE = "ferrule.v1.ModelExecutorService"
@@ -126,18 +125,15 @@ def test_a_long_stream_tells_its_first_steps_and_every_power_of_two(traced: Trac
     server, collector = traced
     trace_id, metadata = parent(5)
     handles = [server.prefill().kv_cache, server.prefill(range(30, 50)).kv_cache]
-    frames: queue.SimpleQueue[executor_pb2.StreamDecodeRequest | None] = queue.SimpleQueue()
-    call: Any = server.stub.StreamDecode(iter(frames.get, None), timeout=20, metadata=metadata)
+    stream = StreamClient(server.stub, metadata=metadata)
     for _ in range(70):
-        items = [executor_pb2.StreamItem(seq=seq, decode=decode_item(handle, 5)) for seq, handle in enumerate(handles)]
-        frames.put(executor_pb2.StreamDecodeRequest(items=items))
-        results = list(next(call).results)
+        stream.send(*(decode_item(handle, 5) for handle in handles))
+        results = list(stream.read().results)
         while len(results) < 2:
-            results.extend(next(call).results)
+            results.extend(stream.read().results)
         for result in results:
             handles[result.seq] = result.decode.kv_cache
-    frames.put(None)
-    assert list(call) == []
+    assert stream.rest() == []
     span = collector.wait(trace_id)
     attributes = attributes_of(span.attributes)
     assert attributes["ferrule.answers"] == 140
@@ -202,12 +198,11 @@ def test_a_cancelled_call_ends_its_span(traced: Traced) -> None:
     """CANCELLED is what the client wanted, so no error."""
     server, collector = traced
     trace_id, metadata = parent(9)
-    frames: queue.SimpleQueue[executor_pb2.StreamDecodeRequest | None] = queue.SimpleQueue()
-    call: Any = server.stub.StreamDecode(iter(frames.get, None), timeout=20, metadata=metadata)
-    frames.put(executor_pb2.StreamDecodeRequest())
-    next(call)  # it is under way
-    call.cancel()
-    frames.put(None)
+    stream = StreamClient(server.stub, metadata=metadata)
+    stream.send()
+    stream.read()  # it is under way
+    stream.call.cancel()
+    stream.half_close()
     span = collector.wait(trace_id)
     assert attributes_of(span.attributes)["rpc.response.status_code"] == "CANCELLED"
     assert span.status.code == Status.STATUS_CODE_UNSET

@@ -11,6 +11,7 @@ import pytest
 
 from ferrule_server.api.receiving.turns import SLICE_NS, Turns, TurnTaker, metered, spawn, take_turns, turn
 from ferrule_server.engine.shares import Shares
+from tests.api.loops import on_a_loop
 
 MS = 1_000_000
 
@@ -67,18 +68,15 @@ def test_others_have_their_turn_while_a_large_request_is_worked_on() -> None:
     assert asyncio.run(count(SLICE_NS * 1e-9 / 5, 40)) >= 4
 
 
-def test_who_is_alone_never_waits() -> None:
+@on_a_loop
+async def test_who_is_alone_never_waits() -> None:
     """However much it has worked, its turn comes without giving up the loop."""
-
-    async def alone() -> None:
-        taker = TurnTaker(Shares())
-        taker.shares.account("alice")
-        taker.shares.charge("alice", 1000 * MS)
-        coroutine: Coroutine[Any, Any, None] = taker.turn("alice")
-        with pytest.raises(StopIteration):
-            coroutine.send(None)
-
-    asyncio.run(alone())
+    taker = TurnTaker(Shares())
+    taker.shares.account("alice")
+    taker.shares.charge("alice", 1000 * MS)
+    coroutine: Coroutine[Any, Any, None] = taker.turn("alice")
+    with pytest.raises(StopIteration):
+        coroutine.send(None)
 
 
 def test_a_flood_waits_and_others_do_not() -> None:
@@ -138,52 +136,46 @@ def test_flows_of_one_principal_take_turns() -> None:
     assert "other" in asyncio.run(run())[:3]
 
 
-def test_a_call_that_is_cancelled_while_it_waits_holds_up_nobody() -> None:
+@on_a_loop
+async def test_a_call_that_is_cancelled_while_it_waits_holds_up_nobody() -> None:
     """Those after it have their turn; nothing is left behind."""
-
-    async def run() -> None:
-        taker, slices = _contended(), []  # type: ignore[var-annotated]
-        taker.shares.charge("alice", 20 * MS)
-        calls = [asyncio.create_task(_work(taker, "alice", slices, 0.0, f"call{index}")) for index in range(6)]
-        await asyncio.sleep(0)
-        for call in calls[::2]:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-        assert slices == ["call1", "call3", "call5"]
-        assert taker.num_waiting("alice") == 0
-
-    asyncio.run(run())
+    taker, slices = _contended(), []  # type: ignore[var-annotated]
+    taker.shares.charge("alice", 20 * MS)
+    calls = [asyncio.create_task(_work(taker, "alice", slices, 0.0, f"call{index}")) for index in range(6)]
+    await asyncio.sleep(0)
+    for call in calls[::2]:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert slices == ["call1", "call3", "call5"]
+    assert taker.num_waiting("alice") == 0
 
 
-def test_a_metered_call_returns_raises_and_is_cancelled_as_it_would_be_without() -> None:
+@on_a_loop
+async def test_a_metered_call_returns_raises_and_is_cancelled_as_it_would_be_without() -> None:
     """Values and exceptions pass in both directions."""
+    shares = _contended().shares
+    seen: list[str] = []
 
-    async def run() -> None:
-        shares = _contended().shares
-        seen: list[str] = []
+    async def call(how: str) -> str:
+        try:
+            await asyncio.sleep(0)
+            await asyncio.wait_for(asyncio.sleep(0), 1)
+            if how == "raise":
+                raise KeyError(how)
+            if how == "wait":
+                await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            raise
+        return how
 
-        async def call(how: str) -> str:
-            try:
-                await asyncio.sleep(0)
-                await asyncio.wait_for(asyncio.sleep(0), 1)
-                if how == "raise":
-                    raise KeyError(how)
-                if how == "wait":
-                    await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                seen.append("cancelled")
-                raise
-            return how
-
-        assert await metered(call("return"), shares) == "return"
-        with pytest.raises(KeyError):
-            await metered(call("raise"), shares)
-        task = spawn(call("wait"))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert seen == ["cancelled"]
-        await turn()  # no call: no turns
-
-    asyncio.run(run())
+    assert await metered(call("return"), shares) == "return"
+    with pytest.raises(KeyError):
+        await metered(call("raise"), shares)
+    task = spawn(call("wait"))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert seen == ["cancelled"]
+    await turn()  # no call: no turns

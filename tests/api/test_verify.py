@@ -12,10 +12,9 @@ import numpy.typing as npt
 import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
-from tests.api.harness import EPOCH, FULL, GREEDY, INSTANCE, PROMPT, RunningServer, decode_item, read_status, refused
+from tests.api.harness import FULL, GREEDY, PROMPT, RunningServer, decode_item, read_status, refused
 
 EXACT, REJECTION = executor_pb2.ACCEPTANCE_RULE_EXACT, executor_pb2.ACCEPTANCE_RULE_REJECTION
-NONE = executor_pb2.ACCEPTANCE_RULE_NONE
 REWIND = types_pb2.STALE_POLICY_REWIND
 Floats = npt.NDArray[np.float64]
 
@@ -56,124 +55,6 @@ def _loop(
 # ---- who decides ----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_rule_all_drafts_are_appended_and_all_rows_come_back(server: RunningServer) -> None:
-    """The rows are those of decoding one by one; the client goes on from the row handle it likes."""
-    handle = server.prefill().kv_cache
-    branch = server.fork(handle)[0]
-    output = verify(server, verify_of(handle, 7, 8, drafts=[9, 10], policy=FULL, return_row_handles=True))
-    rows, lineages = [], []
-    for tokens in ((7, 8), (9,), (10,)):
-        decoded = server.decode(branch, *tokens, policy=FULL)
-        branch = decoded.kv_cache
-        rows.append(decoded.outputs.logits.data)
-        lineages.append(branch.lineage)
-    assert output.outputs.num_rows == 3
-    assert output.outputs.logits.data == b"".join(rows)
-    assert (output.accepted_count, output.HasField("next_token"), list(output.accepted_indices)) == (0, False, [])
-    assert [each.lineage for each in output.row_handles] == lineages
-    assert output.row_handles[-1] == output.kv_cache
-    assert output.kv_cache.length == handle.length + 4
-    assert output.timing.run_ns > 0
-    again = server.decode(output.row_handles[1], 33, on_stale=REWIND).kv_cache
-    assert (again.cache_id, again.length) == (handle.cache_id, handle.length + 4)
-
-
-def test_greedy_drafts_hold_up_to_the_first_that_the_model_would_not_choose(server: RunningServer) -> None:
-    """What comes back is what a decode loop gives; what was rejected leaves no token and no block."""
-    handle = server.prefill().kv_cache
-    loop = _loop(server, handle, 7, 5)
-    for num_right in range(5):
-        branch = server.fork(handle)[0]
-        wrong = [(loop[num_right] + 1) % 256] * (4 - num_right)
-        num_free = server.free_blocks
-        output = verify(
-            server, verify_of(branch, 7, drafts=loop[:num_right] + wrong, acceptance=EXACT, return_row_handles=True)
-        )
-        assert output.accepted_count == num_right
-        assert list(output.accepted_indices) == list(range(1, num_right + 1))
-        assert list(output.outputs.tokens) == loop[: num_right + 1]
-        assert output.next_token == loop[num_right]
-        assert output.outputs.num_rows == num_right + 1
-        info = server.info(branch, include_token_ids=True)
-        assert list(info.token_ids) == [*PROMPT, 7, *loop[:num_right]]
-        assert info.kv_cache == output.kv_cache == output.row_handles[-1]
-        assert len(output.row_handles) == num_right + 1
-        assert num_free - server.free_blocks <= 1  # the copy of the block that branch and prompt shared
-        following = server.decode(output.kv_cache, output.next_token, policy=FULL)
-        plain = server.fork(handle)[0]
-        assert server.decode(plain, 7, *loop[: num_right + 1], policy=FULL).outputs == following.outputs
-
-
-def test_sampled_drafts_are_exactly_what_decoding_with_the_seed_gives(server: RunningServer) -> None:
-    """Token for token, whatever was drafted."""
-    handle = server.prefill().kv_cache
-    for seed in range(12):
-        policy = sampled(seed, temperature=0.8, top_k=5)
-        loop = _loop(server, handle, 7, 4, policy)
-        drafts = loop[:3] if seed % 2 else [loop[0], (loop[1] + 1) % 256, 3]
-        output = verify(server, verify_of(server.fork(handle)[0], 7, drafts=drafts, acceptance=EXACT, policy=policy))
-        assert output.accepted_count == (3 if seed % 2 else 1)
-        assert list(output.outputs.tokens) == loop[: output.accepted_count + 1]
-        assert output.outputs.seed == seed
-
-
-def test_a_verify_without_drafts_is_a_decode(server: RunningServer) -> None:
-    """With a rule its token is the next one too."""
-    handle = server.prefill().kv_cache
-    (token,) = _loop(server, handle, 7, 1)
-    output = verify(server, verify_of(handle, 7, acceptance=EXACT))
-    assert (output.next_token, output.accepted_count, list(output.outputs.tokens)) == (token, 0, [token])
-    assert output.kv_cache.length == handle.length + 1
-
-
-@pytest.mark.parametrize("rule", [NONE, EXACT, REJECTION])
-def test_a_repeated_verify_is_answered_from_its_record(server: RunningServer, rule: Any) -> None:
-    """The same drafts hold, the same token follows, and nothing is appended twice."""
-    handle = server.prefill().kv_cache
-    message = verify_of(handle, 7, drafts=[8, 9], acceptance=rule, policy=sampled(3, temperature=3.0))
-    first, again = verify(server, message), verify(server, message)
-    assert again.replayed
-    assert not first.replayed
-    assert (again.kv_cache, again.accepted_count, again.next_token) == (
-        first.kv_cache,
-        first.accepted_count,
-        first.next_token,
-    )
-    assert again.outputs == first.outputs
-    assert server.info(handle).kv_cache == first.kv_cache
-
-
-def test_another_verify_behind_the_tip_is_stale(server: RunningServer) -> None:
-    """Other drafts are another question; going back is asked for."""
-    handle = server.prefill().kv_cache
-    verify(server, verify_of(handle, 7, drafts=[8, 9], acceptance=EXACT))
-    with refused() as refusals:
-        verify(server, verify_of(handle, 7, drafts=[8, 10], acceptance=EXACT))
-    assert refusals[0].reason == "HANDLE_STALE"
-    output = verify(server, verify_of(handle, 7, drafts=[8, 10], acceptance=EXACT, on_stale=REWIND))
-    assert output.kv_cache.cache_id == handle.cache_id
-
-
-def test_masks_penalties_and_bias_apply_inside_a_verify(server: RunningServer) -> None:
-    """Row by row as in a decode loop; each row may have a mask of its own."""
-    handle = server.prefill().kv_cache
-    shaped = policy_pb2.LogitsReturnPolicy(
-        sample=policy_pb2.Sample(
-            temperature=0.0,
-            repetition_penalty=3.0,
-            presence_penalty=1.0,
-            logit_bias={200: 0.5},
-            token_mask=policy_pb2.TokenMask(allowed_ids=policy_pb2.TokenIdList(token_ids=[*range(0, 256, 3)])),
-        )
-    )
-    loop = _loop(server, handle, 7, 4, shaped)
-    message = verify_of(server.fork(handle)[0], 7, drafts=loop[:3], acceptance=EXACT, policy=shaped)
-    assert list(verify(server, message).outputs.tokens) == loop
-    only = [policy_pb2.TokenMask(allowed_ids=policy_pb2.TokenIdList(token_ids=[token])) for token in (50, 51, 52)]
-    output = verify(server, verify_of(handle, 7, drafts=[50, 51], acceptance=EXACT, token_masks=only))
-    assert (output.accepted_count, output.next_token) == (2, 52)
-
-
 def test_verifies_share_a_step_with_decodes_on_a_stream(server: RunningServer) -> None:
     """One frame in, one step, one frame out, each result of the kind of its item; errors come in their own."""
     handles = [server.prefill((*PROMPT, i)).kv_cache for i in range(4)]
@@ -210,71 +91,7 @@ def test_verifies_share_a_step_with_decodes_on_a_stream(server: RunningServer) -
     assert {each.timing.step_rows for each in ran} == {3 + 1 + 3 + 2 + 2}
     assert read_status(results[5].error).fields == ("items[5].verify.parents[0]",)
     assert read_status(results[6].error).fields == ("items[6].unified.pos_offset",)
-
-
-def test_a_bad_verify_says_what_is_wrong(server: RunningServer) -> None:
-    """The path of the field, and nothing appended."""
-    handle = server.prefill().kv_cache
-    drawn, probs = sampled(1), executor_pb2.DraftProbs
-    flat = np.full(256, 1 / 256, "<f4").tobytes()
-    row = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=[1, 256], data=flat)
-    nothing = policy_pb2.TokenMask(inline_bits=bytes(32))
-    sparse = executor_pb2.SparseProbs
-    for message, field in (
-        (verify_of(handle), "input.input_ids"),
-        (executor_pb2.VerifyInput(input_ids=[7]), "input.kv_cache"),
-        (verify_of(handle, 300), "input.input_ids[0]"),
-        (verify_of(handle, 7, drafts=[1, 300]), "input.draft_ids[1]"),
-        (verify_of(handle, 7, drafts=[1] * 1000), "input.draft_ids"),
-        (verify_of(handle, 7, drafts=[1], parents=[0, 1]), "input.parents"),
-        (verify_of(handle, 7, drafts=[1], acceptance=99), "input.acceptance"),
-        (verify_of(handle, 7, drafts=[1], acceptance=EXACT, policy=FULL), "input.logits_policy"),
-        (verify_of(handle, 7, drafts=[1], acceptance=REJECTION), "input.logits_policy"),
-        (verify_of(handle, 7, drafts=[1], draft_probs=probs(dense=row)), "input.draft_probs"),
-        (
-            verify_of(handle, 7, drafts=[1, 2], acceptance=REJECTION, policy=drawn, draft_probs=probs(dense=row)),
-            "input.draft_probs.dense.shape",
-        ),
-        (
-            verify_of(
-                handle,
-                7,
-                drafts=[1],
-                acceptance=REJECTION,
-                policy=drawn,
-                draft_probs=probs(sparse=sparse(row_sizes=[2], token_ids=[1], probs=[1.0])),
-            ),
-            "input.draft_probs.sparse",
-        ),
-        (
-            verify_of(handle, 7, drafts=[1], token_masks=[nothing]),
-            "input.token_masks",
-        ),
-    ):
-        with refused() as refusals:
-            verify(server, message)
-        assert refusals[0].code is grpc.StatusCode.INVALID_ARGUMENT
-        assert refusals[0].fields[0].startswith(field), refusals[0]
-    with refused() as refusals:
-        verify(server, verify_of(handle, 7, drafts=[1, 2], parents=[0, 0]))
-    assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNIMPLEMENTED, "FEATURE_UNSUPPORTED")
-    assert verify(server, verify_of(handle, 7, drafts=[1, 2], parents=[0, 1])).kv_cache.length == handle.length + 3
-
-
-def test_handles_that_name_nothing_say_so(server: RunningServer) -> None:
-    """As every append does."""
-    for cache_id, reason in (
-        (f"{INSTANCE}.{EPOCH}.{'A' * 22}", "HANDLE_UNKNOWN"),
-        (f"{INSTANCE}.0123456789ab.{'A' * 22}", "EPOCH_CHANGED"),
-        (f"elsewhere.{EPOCH}.{'A' * 22}", "WRONG_INSTANCE"),
-    ):
-        with refused() as refusals:
-            verify(server, verify_of(types_pb2.KvCacheHandle(cache_id=cache_id, length=3, lineage=bytes(16)), 7))
-        assert refusals[0].reason == reason
-    handle = server.prefill((1,) * 510).kv_cache
-    with refused() as refusals:
-        verify(server, verify_of(handle, 7, drafts=[1, 2]))
-    assert refusals[0].reason == "CONTEXT_EXCEEDED"
+    assert stream.rest() == []
 
 
 # ---- the distribution stays the model's -----------------------------------------------------------------------------

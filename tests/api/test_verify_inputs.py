@@ -15,7 +15,7 @@ from ferrule_server.engine.jobs import Acceptance, Drafts
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import DraftDistribution
 from ferrule_server.kv.handle import StalePolicy
-from tests.api.reading import make_reader
+from tests.api.reading import field_refused, make_reader
 
 Policy = policy_pb2.LogitsReturnPolicy
 Probs = executor_pb2.DraftProbs
@@ -193,148 +193,75 @@ def _tensor(**fields: Any) -> Probs:  # of Tensor
     return Probs(dense=types_pb2.Tensor(**given))
 
 
-WITH_DISTRIBUTIONS = {"acceptance": REJECTION, "logits_policy": SAMPLE}
-REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no handle": ({"kv_cache": None}, "INVALID_FIELD", "kv_cache"),
-    "no certain token": ({"input_ids": []}, "INVALID_FIELD", "input_ids"),
-    "token": ({"input_ids": [1, 17]}, "TOKEN_OUT_OF_VOCAB", "input_ids[1]"),
-    "draft": ({"draft_ids": [1, 2, 99]}, "TOKEN_OUT_OF_VOCAB", "draft_ids[2]"),
-    "stale policy": ({"on_stale": 7}, "INVALID_FIELD", "on_stale"),
-    "request id": ({"request_id": "x" * 129}, "INVALID_FIELD", "request_id"),
-    "parents of fewer": ({"parents": [0, 1]}, "INVALID_FIELD", "parents"),
-    "parent is itself": ({"parents": [0, 2, 2]}, "INVALID_FIELD", "parents[1]"),
-    "parent is later": ({"parents": [0, 1, 9]}, "INVALID_FIELD", "parents[2]"),
-    "rule": ({"acceptance": 9}, "INVALID_FIELD", "acceptance"),
-    "exact without a selection": ({"acceptance": EXACT, "logits_policy": Policy()}, "INVALID_FIELD", "logits_policy"),
-    "exact of nothing": (
-        {"acceptance": EXACT, "logits_policy": Policy()},
-        "INVALID_FIELD",
-        "logits_policy",
-    ),
-    "rejection without a distribution": ({"acceptance": REJECTION}, "INVALID_FIELD", "logits_policy"),
-    "distributions for nobody": ({"draft_probs": _dense(_rows())}, "INVALID_FIELD", "draft_probs"),
-    "distributions for exact": ({"draft_probs": _dense(_rows()), "acceptance": EXACT}, "INVALID_FIELD", "draft_probs"),
-    "fewer masks": ({"token_masks": _masks(3)}, "INVALID_FIELD", "token_masks"),
-    "more masks": ({"token_masks": _masks(5)}, "INVALID_FIELD", "token_masks"),
-    "masks of no selection": (
-        {"token_masks": _masks(4), "logits_policy": Policy(entropy=True)},
-        "INVALID_FIELD",
-        "token_masks",
-    ),
+DRAWN: dict[str, Any] = {"acceptance": REJECTION, "logits_policy": SAMPLE}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no handle": ({"kv_cache": None}, "kv_cache"),
+    "no certain token": ({"input_ids": []}, "input_ids"),
+    "token out of the vocabulary": ({"input_ids": [1, 17]}, "input_ids[1]"),
+    "draft out of the vocabulary": ({"draft_ids": [1, 2, 99]}, "draft_ids[2]"),
+    "stale policy": ({"on_stale": 7}, "on_stale"),
+    "request id": ({"request_id": "x" * 129}, "request_id"),
+    "parents of fewer": ({"parents": [0, 1]}, "parents"),
+    "parent is itself": ({"parents": [0, 2, 2]}, "parents[1]"),
+    "parent is later": ({"parents": [0, 1, 9]}, "parents[2]"),
+    "rule": ({"acceptance": 9}, "acceptance"),
+    "exact without a selection": ({"acceptance": EXACT, "logits_policy": Policy()}, "logits_policy"),
+    "rejection without a distribution": ({"acceptance": REJECTION}, "logits_policy"),
+    "distributions for nobody": ({"draft_probs": _dense(_rows())}, "draft_probs"),
+    "distributions for exact": ({"draft_probs": _dense(_rows()), "acceptance": EXACT}, "draft_probs"),
+    "fewer masks": ({"token_masks": _masks(3)}, "token_masks"),
+    "more masks": ({"token_masks": _masks(5)}, "token_masks"),
+    "masks of no selection": ({"token_masks": _masks(4), "logits_policy": Policy(entropy=True)}, "token_masks"),
     "empty mask": (
         {"token_masks": [*_masks(3), policy_pb2.TokenMask(inline_bits=bytes(3))]},
-        "INVALID_FIELD",
         "token_masks[3].inline_bits",
     ),
-    "no distributions": (WITH_DISTRIBUTIONS | {"draft_probs": Probs()}, "INVALID_FIELD", "draft_probs"),
-    "dense type": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _tensor(dtype=types_pb2.DATA_TYPE_INT8)},
-        "INVALID_FIELD",
-        "draft_probs.dense.dtype",
-    ),
-    "dense shape": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _tensor(shape=[17, 3])},
-        "INVALID_FIELD",
-        "draft_probs.dense.shape",
-    ),
-    "dense rows": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _dense(_rows()[:2])},
-        "INVALID_FIELD",
-        "draft_probs.dense.shape",
-    ),
-    "dense size": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _tensor(data=b"1234")},
-        "INVALID_FIELD",
-        "draft_probs.dense.data",
-    ),
-    "nan": (WITH_DISTRIBUTIONS | {"draft_probs": _changed(1, 5, math.nan)}, "INVALID_FIELD", "draft_probs.dense.data"),
-    "infinite": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _changed(1, 5, math.inf)},
-        "INVALID_FIELD",
-        "draft_probs.dense.data",
-    ),
-    "negative": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _changed(1, 5, -1e-6)},
-        "INVALID_FIELD",
-        "draft_probs.dense.data",
-    ),
-    "no distribution": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _changed(1, 5, 0.002)},
-        "INVALID_FIELD",
-        "draft_probs.dense.data",
-    ),
     "draft of no chance": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _dense(_rows()), "draft_ids": [1, 2, 4]},
-        "INVALID_FIELD",
+        DRAWN | {"draft_probs": _dense(_rows()), "draft_ids": [1, 2, 4]},
         "draft_probs.dense.data",
-    ),
-    "sparse rows": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(row_sizes=[2, 3])},
-        "INVALID_FIELD",
-        "draft_probs.sparse.row_sizes",
-    ),
-    "sparse sizes": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(row_sizes=[2, 2, 2])},
-        "INVALID_FIELD",
-        "draft_probs.sparse.token_ids",
-    ),
-    "sparse sizes beyond all": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(row_sizes=[2**32 - 1, 2, 2])},
-        "INVALID_FIELD",
-        "draft_probs.sparse.row_sizes",
-    ),
-    "fewer probs": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(probs=[1.0])},
-        "INVALID_FIELD",
-        "draft_probs.sparse.probs",
-    ),
-    "sparse id": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(token_ids=[1, 0, 17, 2, 3])},
-        "TOKEN_OUT_OF_VOCAB",
-        "draft_probs.sparse.token_ids[2]",
-    ),
-    "sparse id twice": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(token_ids=[1, 0, 2, 2, 3])},
-        "INVALID_FIELD",
-        "draft_probs.sparse.token_ids",
-    ),
-    "sparse prob of 0": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(probs=[0.75, 0.25, 1.0, 0.0, 1.0])},
-        "INVALID_FIELD",
-        "draft_probs.sparse.probs[3]",
-    ),
-    "sparse nan": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(probs=[0.75, math.nan, 1.0, 0.5, 1.0])},
-        "INVALID_FIELD",
-        "draft_probs.sparse.probs[1]",
-    ),
-    "sparse sum": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(probs=[0.75, 0.25, 0.5, 0.4, 1.0])},
-        "INVALID_FIELD",
-        "draft_probs.sparse.probs",
     ),
     "sparse draft of no chance": (
-        WITH_DISTRIBUTIONS | {"draft_probs": _sparse(), "draft_ids": [1, 7, 3]},
-        "INVALID_FIELD",
+        DRAWN | {"draft_probs": _sparse(), "draft_ids": [1, 7, 3]},
         "draft_probs.sparse.token_ids",
     ),
+    **{
+        name: (DRAWN | {"draft_probs": probs}, f"draft_probs{field}")
+        for name, probs, field in (
+            ("no distributions", Probs(), ""),
+            ("dense type", _tensor(dtype=types_pb2.DATA_TYPE_INT8), ".dense.dtype"),
+            ("dense shape", _tensor(shape=[17, 3]), ".dense.shape"),
+            ("dense rows", _dense(_rows()[:2]), ".dense.shape"),
+            ("dense size", _tensor(data=b"1234"), ".dense.data"),
+            ("nan", _changed(1, 5, math.nan), ".dense.data"),
+            ("infinite", _changed(1, 5, math.inf), ".dense.data"),
+            ("negative", _changed(1, 5, -1e-6), ".dense.data"),
+            ("no distribution", _changed(1, 5, 0.002), ".dense.data"),
+            ("sparse rows", _sparse(row_sizes=[2, 3]), ".sparse.row_sizes"),
+            ("sparse sizes", _sparse(row_sizes=[2, 2, 2]), ".sparse.token_ids"),
+            ("sparse sizes beyond all", _sparse(row_sizes=[2**32 - 1, 2, 2]), ".sparse.row_sizes"),
+            ("fewer probs", _sparse(probs=[1.0]), ".sparse.probs"),
+            ("sparse id out of the vocabulary", _sparse(token_ids=[1, 0, 17, 2, 3]), ".sparse.token_ids[2]"),
+            ("sparse id twice", _sparse(token_ids=[1, 0, 2, 2, 3]), ".sparse.token_ids"),
+            ("sparse prob of 0", _sparse(probs=[0.75, 0.25, 1.0, 0.0, 1.0]), ".sparse.probs[3]"),
+            ("sparse nan", _sparse(probs=[0.75, math.nan, 1.0, 0.5, 1.0]), ".sparse.probs[1]"),
+            ("sparse sum", _sparse(probs=[0.75, 0.25, 0.5, 0.4, 1.0]), ".sparse.probs"),
+        )
+    },
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_makes_no_sense_is_refused_by_its_path(name: str) -> None:
     """With the reason that a client can act on."""
-    fields, reason, field = REFUSED[name]
-    with pytest.raises(FerruleError) as caught:
-        _read(**fields)
-    assert (caught.value.reason, caught.value.metadata["field"]) == (reason, f"input.{field}")
+    fields, field = REFUSED[name]
+    assert field_refused(name, lambda: _read(**fields)) == f"input.{field}"
 
 
 def test_a_distribution_may_miss_1_by_a_rounding() -> None:
     """A thousandth, not two."""
     rows = _rows()
     rows[2, 3] = 0.9991
-    _read(**WITH_DISTRIBUTIONS, draft_probs=_dense(rows))  # type: ignore[arg-type]
+    _read(**DRAWN, draft_probs=_dense(rows))
 
 
 @pytest.mark.parametrize("dtype", [types_pb2.DATA_TYPE_BFLOAT16, types_pb2.DATA_TYPE_FLOAT16])

@@ -6,9 +6,10 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.api.harness import RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
 from tests.chaos.server_process import ServerProcess
+from tests.chaos.test_pending_cuts import inside, settled
 
 PROMPT = list(range(1, 40))
 NUM_TOKENS = 200
@@ -135,42 +137,28 @@ def test_client_is_back_soon_after_a_kill(server: ServerProcess) -> None:
     assert max(waits_s) < 5.0
 
 
-def waits_for_token(target: str, cut: Callable[[], None], num_cuts: int) -> dict[str, list[float]]:
-    """Return for each way to append the seconds from a cut to the next token."""
-    with Client(target) as client, client.prefill(PROMPT, policy=greedy()) as cache, client.stream() as stream:
-
-        def wait(append: Callable[[Token], object]) -> float:
-            cut()
-            began = time.monotonic()
-            append(cache.last.token)
-            return time.monotonic() - began
-
-        ways: dict[str, Callable[[Token], object]] = {
-            "unary": lambda token: cache.append(token, policy=greedy()),
-            "stream": lambda token: stream.run([Append(cache, token, greedy())]),
-        }
-        return {way: [wait(append) for _ in range(num_cuts)] for way, append in ways.items()}
-
-
-async def aio_waits_for_token(target: str, cut: Callable[[], None], num_cuts: int) -> dict[str, list[float]]:
-    """Return the same for asyncio."""
+async def waits_for_token(
+    kind: type[Client | AsyncClient], target: str, cut: Callable[[], None], num_cuts: int
+) -> list[list[float]]:
+    """Return the seconds from a cut to the next token, by a call of its own and on a stream."""
+    policy = greedy()
     async with (
-        AsyncClient(target) as client,
-        client.prefill(PROMPT, policy=greedy()) as cache,
-        client.stream() as stream,
+        inside(kind(target)) as client,
+        inside(client.prefill(PROMPT, policy=policy)) as cache,
+        inside(client.stream()) as stream,
     ):
 
-        async def wait(append: Callable[[Token], Awaitable[object]]) -> float:
+        async def wait(append: Callable[[Token], Any]) -> float:  # what either client gives
             cut()
             began = time.monotonic()
-            await append(cache.last.token)
+            await settled(append(cache.last.token))
             return time.monotonic() - began
 
-        ways: dict[str, Callable[[Token], Awaitable[object]]] = {
-            "aio unary": lambda token: cache.append(token, policy=greedy()),
-            "aio stream": lambda token: stream.run([Append(cache, token, greedy())]),
-        }
-        return {way: [await wait(append) for _ in range(num_cuts)] for way, append in ways.items()}
+        ways: list[Callable[[Token], Any]] = [
+            lambda token: cache.append(token, policy=policy),
+            lambda token: stream.run([Append(cache, token, policy)]),
+        ]
+        return [[await wait(way) for _ in range(num_cuts)] for way in ways]
 
 
 @pytest.mark.slow
@@ -178,8 +166,10 @@ def test_client_has_the_next_token_soon_after_a_cut() -> None:
     """One connection reset while nothing is under way: the next append notices, and costs milliseconds more."""
     with RunningServer() as server, CuttingProxy(server.address.port) as proxy:
         began = time.process_time()
-        waits_s = waits_for_token(proxy.target, proxy.cut_all, 100)
-        waits_s |= asyncio.run(aio_waits_for_token(proxy.target, proxy.cut_all, 100))
+        waits_s: dict[str, list[float]] = {}
+        for name, client in (("", Client), ("aio ", AsyncClient)):
+            unary_s, stream_s = asyncio.run(waits_for_token(client, proxy.target, proxy.cut_all, 100))
+            waits_s |= {f"{name}unary": unary_s, f"{name}stream": stream_s}
         cpu_s = time.process_time() - began
         assert proxy.num_connections >= 400
     for way, waits in waits_s.items():

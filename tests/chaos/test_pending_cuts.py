@@ -9,17 +9,20 @@ sent.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
-from ferrule import AsyncClient, Cache, Client, Policy, Stream, sample
+from ferrule import AsyncClient, Client, Policy, sample
 from ferrule.errors import PendingTokenError
-from ferrule.types import Append, AsyncCache, AsyncStream, Verify
+from ferrule.types import Append, Verify
 from tests.api.harness import RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
@@ -69,116 +72,75 @@ class Session:
         return self._random.choices(range(256), k=self._random.randrange(3))
 
 
-def act(session: Session, cache: Cache, stream: Stream) -> Cache:
+async def settled(value: Any) -> Any:
+    """Return what a call gave: of the asyncio client once it has been awaited."""
+    return await value if inspect.isawaitable(value) else value
+
+
+@asynccontextmanager
+async def inside(resource: Any) -> AsyncIterator[Any]:
+    """Enter a cache, a stream or a client of either kind."""
+    if hasattr(resource, "__aenter__"):
+        async with resource as entered:
+            yield entered
+    else:
+        with resource as entered:
+            yield entered
+
+
+async def act(session: Session, cache: Any, stream: Any) -> Any:  # of either client
     """Do one thing with a cache that has a pending token, and return the cache that goes on."""
     kind, policy, token = session.kind(), session.policy(), cache.last.token
     if kind == "step":
-        cache.step(policy)
+        await settled(cache.step(policy))
     elif kind == "confirm":
-        cache.append([token, *session.drafts()], policy=policy)
+        await settled(cache.append([token, *session.drafts()], policy=policy))
     elif kind == "text":
         with pytest.raises(PendingTokenError):
-            cache.append(int(token))
-        cache.append(session.tokens(token), policy=policy)
+            await settled(cache.append(int(token)))
+        await settled(cache.append(session.tokens(token), policy=policy))
     elif kind in ("drop", "send"):
-        cache.append([int(token), *session.drafts()], policy=policy, pending="drop" if kind == "drop" else "send")
+        await settled(cache.append([int(token), *session.drafts()], policy=policy, pending=kind))
     elif kind == "redraw":
-        cache.step(policy, redraw=True)
+        await settled(cache.step(policy, redraw=True))
     elif kind == "frame":
-        stream.run([Append(cache, token, policy)])
+        await settled(stream.run([Append(cache, token, policy)]))
     elif kind == "verify":
-        stream.run([Verify(cache, session.drafts(), policy=policy)])
+        await settled(stream.run([Verify(cache, session.drafts(), policy=policy)]))
     elif kind == "loop":
-        cache.generate(3, policy=policy, ignore_eos=True).read()
+        await settled(cache.generate(3, policy=policy, ignore_eos=True).read())
     elif kind == "leave":
         loop = cache.generate(40, policy=policy, ignore_eos=True)
         for _ in range(session.num_drawn()):
-            next(loop)
+            await settled(next(loop) if hasattr(loop, "__next__") else anext(loop))
         Session.num_within += cache.handle.length > cache.length
     else:
-        branch = cache.fork()
-        cache.release()
+        branch = await settled(cache.fork())
+        await settled(cache.release())
         cache = branch
     return cache
 
 
-def play(client: Client, number: int, num_actions: int) -> tuple[list[list[int]], Counter[str]]:
+async def play(client: Any, number: int, num_actions: int) -> tuple[list[list[int]], Counter[str]]:
     """Return what each sequence of a session held at its end, with its pending token, and how often it did what."""
     session, held = Session(number), []
-    with client.stream() as stream:
-        cache = client.prefill(session.prompt, policy=session.policy())
+    async with inside(client.stream()) as stream:
+        cache = await settled(client.prefill(session.prompt, policy=session.policy()))
         for _ in range(num_actions):
             if cache.length > MAX_LENGTH:
-                held.append(ended(cache))
-                cache = client.prefill(session.prompt, policy=session.policy())
-            cache = act(session, cache, stream)
-        held.append(ended(cache))
+                held.append(await ended(cache))
+                cache = await settled(client.prefill(session.prompt, policy=session.policy()))
+            cache = await act(session, cache, stream)
+        held.append(await ended(cache))
     return held, session.counts
 
 
-def ended(cache: Cache) -> list[int]:
+async def ended(cache: Any) -> list[int]:
     """Return what the server holds of a sequence, which is what the client knows, and release it."""
-    with cache:
+    async with inside(cache):
         token = cache.last.token
-        cache.truncate(cache.length)  # what a loop drew beyond
-        info = cache.info(token_ids=True)
-        assert list(info.token_ids) == cache.token_ids
-        return [*info.token_ids, int(token)]
-
-
-async def act_async(session: Session, cache: AsyncCache, stream: AsyncStream) -> AsyncCache:
-    """Do the same with asyncio."""
-    kind, policy, token = session.kind(), session.policy(), cache.last.token
-    if kind == "step":
-        await cache.step(policy)
-    elif kind == "confirm":
-        await cache.append([token, *session.drafts()], policy=policy)
-    elif kind == "text":
-        with pytest.raises(PendingTokenError):
-            await cache.append(int(token))
-        await cache.append(session.tokens(token), policy=policy)
-    elif kind in ("drop", "send"):
-        await cache.append([int(token), *session.drafts()], policy=policy, pending="drop" if kind == "drop" else "send")
-    elif kind == "redraw":
-        await cache.step(policy, redraw=True)
-    elif kind == "frame":
-        await stream.run([Append(cache, token, policy)])
-    elif kind == "verify":
-        await stream.run([Verify(cache, session.drafts(), policy=policy)])
-    elif kind == "loop":
-        await cache.generate(3, policy=policy, ignore_eos=True).read()
-    elif kind == "leave":
-        loop = cache.generate(40, policy=policy, ignore_eos=True)
-        for _ in range(session.num_drawn()):
-            await anext(loop)
-        Session.num_within += cache.handle.length > cache.length
-    else:
-        branch = await cache.fork()
-        await cache.release()
-        cache = branch
-    return cache
-
-
-async def play_async(client: AsyncClient, number: int, num_actions: int) -> tuple[list[list[int]], Counter[str]]:
-    """Play the same session with asyncio."""
-    session, held = Session(number), []
-    async with client.stream() as stream:
-        cache = await client.prefill(session.prompt, policy=session.policy())
-        for _ in range(num_actions):
-            if cache.length > MAX_LENGTH:
-                held.append(await ended_async(cache))
-                cache = await client.prefill(session.prompt, policy=session.policy())
-            cache = await act_async(session, cache, stream)
-        held.append(await ended_async(cache))
-    return held, session.counts
-
-
-async def ended_async(cache: AsyncCache) -> list[int]:
-    """Return the same as ``ended``."""
-    async with cache:
-        token = cache.last.token
-        await cache.truncate(cache.length)
-        info = await cache.info(token_ids=True)
+        await settled(cache.truncate(cache.length))  # what a loop drew beyond
+        info = await settled(cache.info(token_ids=True))
         assert list(info.token_ids) == cache.token_ids
         return [*info.token_ids, int(token)]
 
@@ -191,7 +153,7 @@ def sync_sessions(target: str, num_actions: int) -> Played:
 
     def run(number: int) -> tuple[list[list[int]], Counter[str]]:
         with Client(target, timeout=120, max_retries=NUM_RETRIES) as client:
-            return play(client, number, num_actions)
+            return asyncio.run(play(client, number, num_actions))
 
     with ThreadPoolExecutor(NUM_SESSIONS) as pool:
         return list(pool.map(run, range(NUM_SESSIONS)))
@@ -202,7 +164,7 @@ def async_sessions(target: str, num_actions: int) -> Played:
 
     async def run() -> Played:
         async with AsyncClient(target, timeout=120, max_retries=NUM_RETRIES) as client:
-            return await asyncio.gather(*(play_async(client, number, num_actions) for number in range(NUM_SESSIONS)))
+            return await asyncio.gather(*(play(client, number, num_actions) for number in range(NUM_SESSIONS)))
 
     return asyncio.run(run())
 

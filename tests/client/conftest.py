@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -11,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from ferrule import Client
+from ferrule_server.api.security.auth import TokenAccess
+from ferrule_server.api.security.token_file import TokenFile
+from ferrule_server.quotas import UNLIMITED
+from tests.api.certificates import Authority, ServerFiles
+from tests.api.harness import RunningServer
 from tests.client.fake_server import FakeServer
+
+TOKEN = "ferrule_of_alice"
+TOKEN_OF_BOB = "ferrule_of_bob"
+"""Of a principal that can hold three handles."""
 
 
 @pytest.fixture(scope="package")
@@ -67,3 +77,38 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 def target_variable(no_variables: None, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     """Let commands find the real server by the environment."""
     monkeypatch.setenv("FERRULE_TARGET", target)
+
+
+@pytest.fixture(scope="package")
+def authority() -> Authority:
+    """Signs the server and its clients."""
+    return Authority()
+
+
+@pytest.fixture(scope="package")
+def secured(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[RunningServer]:
+    """A server that requires certificates and tokens."""
+    files = ServerFiles(tmp_path_factory.mktemp("secured"))
+    files.write(authority.server(), authority.cert)
+    path = files.folder / "tokens"
+    lines = {TOKEN: "alice", TOKEN_OF_BOB: "bob handles=3"}
+    path.write_text("".join(f"{hashlib.sha256(one.encode()).hexdigest()} {name}\n" for one, name in lines.items()))
+    path.chmod(0o600)
+    with RunningServer(access=TokenAccess(TokenFile(path, UNLIMITED)), tls=files.load()) as server:
+        yield server
+
+
+@pytest.fixture
+def client_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_variables: None, secured: RunningServer, authority: Authority
+) -> Path:
+    """The files of a client of it; the environment names target, authority, certificate and token."""
+    alice = authority.client("alice")
+    for name, data in (("ca.pem", authority.cert), ("cert.pem", alice.cert), ("key.pem", alice.key)):
+        (tmp_path / name).write_bytes(data)
+    monkeypatch.setenv("FERRULE_TARGET", secured.address.target)
+    monkeypatch.setenv("FERRULE_TLS_CA", str(tmp_path / "ca.pem"))
+    monkeypatch.setenv("FERRULE_CLIENT_CERT", str(tmp_path / "cert.pem"))
+    monkeypatch.setenv("FERRULE_CLIENT_KEY", str(tmp_path / "key.pem"))
+    monkeypatch.setenv("FERRULE_TOKEN", f"{TOKEN}\n")
+    return tmp_path

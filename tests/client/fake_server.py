@@ -266,7 +266,9 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         return executor_pb2.DecodeOutput(kv_cache=handle, outputs=outputs, replayed=replayed)
 
     def GetModelInfo(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
-        info = info_pb2.ModelInfo(model_id="fake", vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
+        info = info_pb2.ModelInfo(
+            model_id="fake", vocab_size=VOCAB_SIZE, eos_token_ids=[EOS], max_sequence_length=self.max_length
+        )
         reply = executor_pb2.GetModelInfoResponse(info=info)
         return self._run("GetModelInfo", context, lambda: reply)
 

@@ -97,8 +97,8 @@ def test_base_installation_lists_and_says_what_to_install(
     captured = capsys.readouterr()
     assert captured.out.startswith("handle  tokens  blocks  shared  durable  to run  lease  age\n0 live handles, ")
     assert captured.err == ""
-    assert run("serve") == 1
-    assert "pip install '.[server]'" in capsys.readouterr().err
+    assert run("serve") == 2
+    assert "pip install ferrule-server" in capsys.readouterr().err
 
 
 def test_commands_start_without_rich(target: str) -> None:

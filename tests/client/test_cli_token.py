@@ -8,7 +8,6 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,13 @@ from ferrule.errors import UnavailableError
 from ferrule.types import TlsConfig
 from ferrule_cli import app as cli
 from ferrule_client._status import no_server
-from ferrule_server.api.security.auth import TokenAccess
 from ferrule_server.api.security.token_file import TokenFile, parse_tokens
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
-from tests.api.certificates import Authority, ServerFiles
-from tests.api.harness import RunningServer
+from tests.api.certificates import Authority
 from tests.client.command_line import run
+from tests.client.conftest import TOKEN
 
 pytestmark = pytest.mark.usefixtures("no_variables")
-
-TOKEN = "ferrule_of_alice"
 
 
 # ---- making tokens --------------------------------------------------------------------------------------------------
@@ -122,41 +118,7 @@ def test_a_file_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str
 # ---- using them -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def authority() -> Authority:
-    """Signs the server and its clients."""
-    return Authority()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[RunningServer]:
-    """A server that wants certificates and tokens."""
-    files = ServerFiles(tmp_path_factory.mktemp("server"))
-    files.write(authority.server(), authority.cert)
-    path = files.folder / "tokens"
-    path.write_text(f"{hashlib.sha256(TOKEN.encode()).hexdigest()} alice\n")
-    path.chmod(0o600)
-    with RunningServer(access=TokenAccess(TokenFile(path, UNLIMITED)), tls=files.load()) as server:
-        yield server
-
-
-@pytest.fixture
-def folder(
-    tmp_path: Path, no_variables: None, monkeypatch: pytest.MonkeyPatch, server: RunningServer, authority: Authority
-) -> Path:
-    """The client's files; the environment names target, authority, certificate and token."""
-    alice = authority.client("alice")
-    for name, data in (("ca.pem", authority.cert), ("cert.pem", alice.cert), ("key.pem", alice.key)):
-        (tmp_path / name).write_bytes(data)
-    monkeypatch.setenv("FERRULE_TARGET", server.address.target)
-    monkeypatch.setenv("FERRULE_TLS_CA", str(tmp_path / "ca.pem"))
-    monkeypatch.setenv("FERRULE_CLIENT_CERT", str(tmp_path / "cert.pem"))
-    monkeypatch.setenv("FERRULE_CLIENT_KEY", str(tmp_path / "key.pem"))
-    monkeypatch.setenv("FERRULE_TOKEN", f"{TOKEN}\n")
-    return tmp_path
-
-
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("client_files")
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
@@ -176,18 +138,18 @@ def test_every_command_can_use_a_secured_server(
 
 
 def test_flags_win_over_the_environment(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    client_files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All files of TLS; the token has no flag, which other users of the machine could read."""
     for name in ("FERRULE_TLS_CA", "FERRULE_CLIENT_CERT", "FERRULE_CLIENT_KEY"):
         monkeypatch.setenv(name, "/nowhere")
-    files = (f"--tls-{name}={folder / name}.pem" for name in ("ca", "cert", "key"))
+    files = (f"--tls-{name}={client_files / name}.pem" for name in ("ca", "cert", "key"))
     assert run("health", *files, "--tls-server-name", "localhost") == 0
     assert capsys.readouterr().out.startswith("serving: ")
     assert run("health", "--token", "x") == 2
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("client_files")
 def test_health_needs_no_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe learns whether it serves; everything else says what is missing."""
     monkeypatch.delenv("FERRULE_TOKEN")
@@ -210,7 +172,7 @@ def test_health_needs_no_token(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert run("health", "--probe") == 0
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("client_files")
 def test_a_probe_leaves_no_line_in_the_log(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,7 +187,7 @@ def test_a_probe_leaves_no_line_in_the_log(
     assert "refused rpc=GetStatus" in caplog.text
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("client_files")
 @pytest.mark.parametrize(
     ("name", "value", "hint"),
     [
@@ -243,9 +205,9 @@ def test_what_is_missing_is_said_in_one_line(
     assert capsys.readouterr().err == f"error: {hint}\n"
 
 
-def test_a_wrong_authority_is_one_line(folder: Path) -> None:
+def test_a_wrong_authority_is_one_line(client_files: Path) -> None:
     """GRPC's own lines stay away, unless the environment asks for them."""
-    wrong = folder / "wrong.pem"
+    wrong = client_files / "wrong.pem"
     wrong.write_bytes(Authority("wrong").cert)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
     command = [sys.executable, "-m", "ferrule_cli", "caches", "--tls-ca", str(wrong), "--timeout", "3"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -45,6 +46,15 @@ def test_every_command_that_needs_a_model_waits_for_it(fake: FakeServer, command
         assert screen.end() == 1
     assert "waiting: reading weights 52 % [" in screen.seen
     assert _left(screen.seen) == "error: the server is starting: reading weights (STARTING)\r\n"
+
+
+def test_a_load_shows_how_far_it_is(target: str) -> None:
+    """As a share of its time; the table takes the place of the bar."""
+    with _command("bench", target, "--concurrency", "2", "--seconds", "60", "--warm-up", "0") as screen:
+        screen.read_until("requests under way ")
+        screen.process.send_signal(signal.SIGINT)
+        assert screen.end() == 130
+    assert "2 at once" in _left(screen.seen)
 
 
 def test_without_a_terminal_nothing_is_shown(fake: FakeServer) -> None:

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from ferrule import Client
-from ferrule.errors import InvalidRequestError, UnsupportedError
 from tests.conformance.cases import load
 from tests.conformance.languages import (
     EXAMPLES,
@@ -149,17 +147,6 @@ def test_code_is_generated_as_the_page_says(language: str, file: str, line: str,
     assert line in (tmp_path / language / file).read_text("utf-8").splitlines()
 
 
-def test_the_server_without_weights_is_as_the_page_says(servers: Servers) -> None:
-    """No tokenizer, ids below 256; so it is not named before the examples, which want one."""
-    assert PAGE.index("--executor paged-reference") > PAGE.index("## Proving")
-    with Client(servers.target("plain")) as client:
-        with pytest.raises(UnsupportedError, match="tokenizer"):
-            client.tokenize("def")
-        client.prefill([0, 255]).release()
-        with pytest.raises(InvalidRequestError, match="256"):
-            client.prefill([256])
-
-
 def test_from_the_readme_to_a_fork_in_node_are_under_ten_commands() -> None:
     """The last one forks; what was to be installed before stands there."""
     commands = _block(README, "newcomer")
@@ -214,13 +201,6 @@ def test_the_table_of_the_proof_has_all_cases() -> None:
     counts = [int(cases) for cases, _ in rows]
     assert counts == [*Counter(case.topic for case in load()).values(), len(load())]
     assert all(cases == passed for cases, passed in rows)
-
-
-def test_links_lead_to_files() -> None:
-    """From the pages about clients."""
-    for page in (ROOT / "docs" / "clients.md", ROOT / "tests" / "conformance" / "README.md"):
-        for link in re.findall(r"\]\(([^)#:]+)", page.read_text("utf-8")):
-            assert (page.parent / link).exists(), link
 
 
 def test_packages_of_node_are_pinned() -> None:

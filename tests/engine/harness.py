@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import cast
+from typing import Any, TypeVar, cast
 
 from ferrule_server.durability.directory import Wanted
 from ferrule_server.durability.files import Files
@@ -27,6 +27,8 @@ from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.quotas import LimitsOf, unlimited
 from tests.fakes import FakeExecutor
+
+T = TypeVar("T")
 
 GREEDY = OutputRequest(OutputSpec(greedy=True))
 NOTHING = OutputRequest(None)
@@ -174,6 +176,37 @@ class Harness:
         self.engine.submit(list(zip(jobs, sinks, strict=True)))
         return sinks
 
+    def answer(self, kind: type[T], job: Job[object]) -> T:
+        """Submit one job alone and wait for its outcome, which must be of that kind."""
+        outcome = self.submit(job).outcome()
+        assert isinstance(outcome, kind), f"expected {kind.__name__}, got {outcome}"
+        return outcome
+
+    def hold(self, job: Job[object]) -> Pending:
+        """Submit one job alone, and stop its first step until :meth:`let_go`."""
+        return self.hold_all(job)[0]
+
+    def hold_all(self, *jobs: Job[object]) -> list[Pending]:
+        """Submit jobs as one frame, and stop their first step until :meth:`let_go`."""
+        self.executor.is_waiting.clear()
+        self.executor.gate = threading.Event()
+        pending = self.submit_all(*jobs)
+        assert self.executor.is_waiting.wait(10), "no step within 10 s"
+        return pending
+
+    def let_go(self) -> None:
+        """Let the step that is held run, and all that follow."""
+        assert self.executor.gate is not None
+        self.executor.gate.set()
+
+    def end_leases(self) -> None:
+        """Keep the engine busy until it has ended every lease."""
+        deadline = time.monotonic() + 10
+        while self.engine.snapshot().num_sequences:
+            assert time.monotonic() < deadline, "a lease goes on"
+            self.submit(host_calls.list_caches("me")).outcome()
+            time.sleep(0.01)
+
     def prefill(self, *token_ids: int, output: OutputRequest = GREEDY) -> AppendResult:
         """Make a sequence and wait."""
         return self.submit(append(None, *token_ids, output=output)).result()
@@ -185,6 +218,14 @@ class Harness:
     def release(self, *handles: Handle) -> Outcome:
         """Release and wait."""
         return self.submit(host_calls.release("me", handles)).outcome()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait for what happens on another thread."""
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, "not within 20 s"
+        time.sleep(0.002)
 
 
 def paged_harness(block_size: int = 16) -> Harness:
@@ -205,7 +246,8 @@ def append(
     *token_ids: int,
     output: OutputRequest = GREEDY,
     on_stale: StalePolicy = StalePolicy.FAIL,
-    request_id: str = "",
+    principal: str = "me",
+    **fields: Any,  # of the job
 ) -> AppendJob:
-    """An append job of the principal ``me``."""
-    return AppendJob("me", token_ids, handle, output, on_stale, request_id=request_id)
+    """An append job, as a rule of the principal ``me``."""
+    return AppendJob(principal, token_ids, handle, output, on_stale, **fields)

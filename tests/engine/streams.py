@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 from ferrule_server.engine.jobs import (
     BranchFrame,
@@ -189,22 +190,12 @@ def generate(
     max_tokens: int = 8,
     stop: StopRules | None = None,
     on_stale: StalePolicy = StalePolicy.FAIL,
-    request_id: str = "",
-    num_branches: int = 1,
     window: Window | None = None,
+    **fields: Any,  # of the job
 ) -> GenerateJob:
     """A Generate of the principal ``me``."""
-    return GenerateJob(
-        "me",
-        token_ids,
-        handle,
-        output,
-        stop or StopRules(max_tokens=max_tokens),
-        window or Window(1 << 30),
-        on_stale,
-        request_id=request_id,
-        num_branches=num_branches,
-    )
+    stop = stop or StopRules(max_tokens=max_tokens)
+    return GenerateJob("me", token_ids, handle, output, stop, window or Window(1 << 30), on_stale, **fields)
 
 
 def forward(

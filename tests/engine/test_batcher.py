@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import pytest
+
 from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.jobs import AppendJob, Drafts, OutputRequest
 from ferrule_server.engine.steps.batcher import DECODE_ROWS, Batcher, Chunk
@@ -99,20 +101,25 @@ def test_decodes_that_fit_are_all_run_in_their_order() -> None:
     assert rows_of(chunks) == [1, 3, 8]
 
 
-def test_one_alone_has_the_whole_step() -> None:
-    """The oldest prompt at least half, the rest to the shortest first."""
-    runs = [prompt(200), prompt(60), prompt(12)]
-    chunks = batcher(40).plan(runs)
-    assert [(chunk.run, chunk.num_rows) for chunk in chunks] == [(runs[0], 20), (runs[2], 12), (runs[1], 8)]
-
-
-def test_prompts_that_fit_together_are_all_run_whole() -> None:
-    """None is cut while there is room for all, whoever sent them."""
-    runs = [cohort(prompt(7), 1), cohort(prompt(8), 1), cohort(decode(), 1)]
-    assert sorted(rows_of(batcher(16).plan(runs))) == [1, 7, 8]
-    assert sorted(rows_of(batcher(15).plan([prompt(7), prompt(8)]))) == [7, 8]
-    runs = [prompt(7), prompt(8), prompt(20, "other"), prompt(5, "other")]
-    assert sorted(rows_of(batcher(40).plan(runs))) == [5, 7, 8, 20]
+@pytest.mark.parametrize(
+    ("max_rows", "prompts", "rows"),
+    [
+        (40, {"me": [200, 60, 12]}, {"me": [(200, 20), (60, 8), (12, 12)]}),
+        (15, {"me": [7, 8]}, {"me": [(8, 8), (7, 7)]}),
+        (40, {"me": [7, 8], "other": [20, 5]}, {"me": [(8, 8), (7, 7)], "other": [(20, 20), (5, 5)]}),
+        (64, {"flood": [1000] * 50, "calm": [300]}, {"flood": [(1000, 16), (1000, 16)], "calm": [(300, 32)]}),
+        (100, {"a": [1000], "b": [10], "c": [1000]}, {"a": [(1000, 45)], "b": [(10, 10)], "c": [(1000, 45)]}),
+    ],
+    ids=["one alone", "all fit", "all of two fit", "a flood", "one is short"],
+)
+def test_rows_of_prompts_are_shared_equally_between_principals(
+    max_rows: int, prompts: dict[str, list[int]], rows: dict[str, list[tuple[int, int]]]
+) -> None:
+    """None is cut while there is room for all; of a principal's part its oldest prompt has half, then the shortest."""
+    had: dict[str, list[tuple[int, int]]] = {name: [] for name in prompts}
+    for chunk in batcher(max_rows).plan([prompt(size, name) for name, sizes in prompts.items() for size in sizes]):
+        had[chunk.run.job.principal].append((len(chunk.run.job.token_ids), chunk.num_rows))
+    assert {name: sorted(each, reverse=True) for name, each in had.items()} == rows
 
 
 def test_a_cohort_that_fits_is_one_step() -> None:
@@ -160,18 +167,6 @@ def test_the_drafts_alone_make_a_long_verify_a_decode() -> None:
     assert chunks[0].run is not long
     assert by_principal(chunks)["calm"] == 1
     assert by_principal(chunks).get("flood", 0) <= 64
-
-
-def test_prefill_rows_are_shared_equally_between_principals() -> None:
-    """However many prompts one of them sends, and however long."""
-    runs = [*(prompt(1000, "flood") for _ in range(50)), prompt(300, "calm")]
-    assert by_principal(batcher(64).plan(runs)) == {"flood": 32, "calm": 32}
-
-
-def test_what_one_does_not_need_goes_to_the_others() -> None:
-    """A short prompt takes what it has, two long ones share the rest."""
-    runs = [prompt(1000, "a"), prompt(10, "b"), prompt(1000, "c")]
-    assert by_principal(batcher(100).plan(runs)) == {"a": 45, "b": 10, "c": 45}
 
 
 def test_principals_take_turns_where_there_is_no_room_for_all() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from ferrule_server.engine import host_calls
@@ -14,7 +12,7 @@ from ferrule_server.engine.jobs import (
     TruncateJob,
     TruncateResult,
 )
-from ferrule_server.errors import EngineFault, HandleUnknown
+from ferrule_server.errors import HandleUnknown
 from ferrule_server.executor.base import OutputSpec, Shaping
 from ferrule_server.kv.handle import Handle, StalePolicy
 from tests.engine.harness import NOTHING, Harness, append
@@ -34,17 +32,9 @@ def moved_on(harness: Harness, *token_ids: int) -> Handle:
 
 def tokens_of(harness: Harness, handle: Handle) -> tuple[int, ...]:
     """What the sequence holds."""
-    info = harness.submit(host_calls.describe("me", handle, with_token_ids=True)).outcome()
-    assert isinstance(info, CacheInfo)
+    info = harness.answer(CacheInfo, host_calls.describe("me", handle, with_token_ids=True))
     assert info.token_ids is not None
     return info.token_ids
-
-
-def begun(harness: Harness) -> threading.Event:
-    """Have the executor wait in its next run; returns what lets it go on."""
-    harness.executor.is_waiting.clear()
-    harness.executor.gate = threading.Event()
-    return harness.executor.gate
 
 
 @pytest.mark.parametrize("length", [3, 4, 5])
@@ -68,17 +58,14 @@ def test_the_source_goes_on_while_branches_run() -> None:
     prompt = (1, 2, 3, 4, 5, 6)
     with Harness(FakeExecutor(num_blocks=200), max_step_rows=4) as harness:
         handle = moved_on(harness, *prompt)
-        gate = begun(harness)
         harness.executor.step_time_s = 0.01
         tokens = tuple(7 + i % 20 for i in range(200))
-        branch = harness.submit(append(handle, *tokens, output=PENALISED, on_stale=FORK))
-        assert harness.executor.is_waiting.wait(10)
+        branch = harness.hold(append(handle, *tokens, output=PENALISED, on_stale=FORK))
         rewound = harness.submit(append(handle, 8, on_stale=REWIND))
-        gate.set()
+        harness.let_go()
         assert rewound.result().rows[0].token == fake_next_token((*prompt, 8), VOCAB)
         assert not branch.is_done
-        truncated = harness.submit(TruncateJob("me", handle, 2)).outcome()
-        assert isinstance(truncated, TruncateResult)
+        truncated = harness.answer(TruncateResult, TruncateJob("me", handle, 2))
         after = harness.decode(truncated.handle, 9, 9, 9)
         assert after.rows[0].token == fake_next_token((1, 2, 9, 9, 9), VOCAB)
         assert not branch.is_done
@@ -89,24 +76,23 @@ def test_the_source_goes_on_while_branches_run() -> None:
         assert tokens_of(harness, after.handle) == (1, 2, 9, 9, 9)
 
 
-def test_a_frame_is_judged_in_item_order_around_its_branches() -> None:
+def test_a_frame_is_judged_in_item_order_around_its_branches(harness: Harness) -> None:
     """Branch, rewind, branch of what the rewind dropped: each as if sent alone, one after another."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3)
-        second = harness.decode(first.handle, 4)
-        third = harness.decode(second.handle, 5)
-        sinks = harness.submit_all(
-            append(second.handle, 6, on_stale=FORK),
-            append(first.handle, 7, on_stale=REWIND),
-            append(second.handle, 8, on_stale=FORK),
-            append(first.handle, 9, on_stale=FORK),
-            append(third.handle, 9),
-        )
-        outcomes = [sink.outcome() for sink in sinks]
-        assert [getattr(each, "REASON", "") for each in outcomes] == ["", "", "HANDLE_STALE", "", "HANDLE_STALE"]
-        results = [each for each in outcomes if isinstance(each, AppendResult)]
-        held = [tokens_of(harness, result.handle) for result in results]
-        assert held == [(1, 2, 3, 4, 6), (1, 2, 3, 7), (1, 2, 3, 9)]
+    first = harness.prefill(1, 2, 3)
+    second = harness.decode(first.handle, 4)
+    third = harness.decode(second.handle, 5)
+    sinks = harness.submit_all(
+        append(second.handle, 6, on_stale=FORK),
+        append(first.handle, 7, on_stale=REWIND),
+        append(second.handle, 8, on_stale=FORK),
+        append(first.handle, 9, on_stale=FORK),
+        append(third.handle, 9),
+    )
+    outcomes = [sink.outcome() for sink in sinks]
+    assert [getattr(each, "REASON", "") for each in outcomes] == ["", "", "HANDLE_STALE", "", "HANDLE_STALE"]
+    results = [each for each in outcomes if isinstance(each, AppendResult)]
+    held = [tokens_of(harness, result.handle) for result in results]
+    assert held == [(1, 2, 3, 4, 6), (1, 2, 3, 7), (1, 2, 3, 9)]
 
 
 def test_releasing_the_source_ends_its_branches() -> None:
@@ -114,13 +100,11 @@ def test_releasing_the_source_ends_its_branches() -> None:
     with Harness(max_step_rows=4) as harness:
         handle = moved_on(harness, 1, 2, 3, 4, 5)
         done = harness.submit(append(handle, 6, on_stale=FORK)).result()
-        gate = begun(harness)
         jobs = [append(handle, *([7 + i] * 30), on_stale=FORK) for i in range(3)]
         jobs.append(append(handle, 11, *([12] * 30), on_stale=REWIND))
-        sinks = harness.submit_all(*jobs)
-        assert harness.executor.is_waiting.wait(10)
+        sinks = harness.hold_all(*jobs)
         released = harness.submit(host_calls.release("me", (handle,)))
-        gate.set()
+        harness.let_go()
         released.outcome()
         assert all(isinstance(sink.error(), HandleUnknown) for sink in sinks)
         harness.check_integrity()
@@ -133,46 +117,27 @@ def test_branches_in_flight_are_pending_work_of_their_source() -> None:
     """GetCacheInfo counts them, and they keep its lease from running out."""
     with Harness(max_step_rows=4) as harness:
         handle = moved_on(harness, 1, 2, 3)
-        gate = begun(harness)
-        sinks = harness.submit_all(*(append(handle, *([9 + i] * 20), on_stale=FORK) for i in range(3)))
-        assert harness.executor.is_waiting.wait(10)
+        sinks = harness.hold_all(*(append(handle, *([9 + i] * 20), on_stale=FORK) for i in range(3)))
         pending = harness.submit(host_calls.describe("me", handle))
-        gate.set()
+        harness.let_go()
         info = pending.outcome()
         assert isinstance(info, CacheInfo)
         assert info.num_pending == 3
         for sink in sinks:
             sink.result()
-        info = harness.submit(host_calls.describe("me", handle)).outcome()
-        assert isinstance(info, CacheInfo)
+        info = harness.answer(CacheInfo, host_calls.describe("me", handle))
         assert info.num_pending == 0
         assert harness.store.resolve(handle, "me").num_pins == 0
-
-
-def test_a_failing_branch_fails_alone() -> None:
-    """Its neighbours are branches of the same blocks; they are run again and answered."""
-    executor = FakeExecutor()
-    with Harness(executor) as harness:
-        handle, num_steps = moved_on(harness, 1, 2, 3, 4, 5), len(executor.batches)
-        executor.errors = {num_steps + 1: RuntimeError("all"), num_steps + 3: RuntimeError("the second alone")}
-        sinks = harness.submit_all(*(append(handle, 10 + i, on_stale=FORK) for i in range(3)))
-        assert isinstance(sinks[1].error(), EngineFault)
-        for i in (0, 2):
-            result = sinks[i].result()
-            assert result.rows[0].token == fake_next_token((1, 2, 3, 4, 5, 10 + i), VOCAB)
-            assert tokens_of(harness, result.handle) == (1, 2, 3, 4, 5, 10 + i)
 
 
 def test_the_same_request_joins_the_branch_while_it_runs() -> None:
     """By request_id, also behind another append on the source; without one, everybody has a branch of their own."""
     with Harness(max_step_rows=4) as harness:
         handle = moved_on(harness, 1, 2, 3)
-        gate = begun(harness)
-        long = harness.submit(append(handle, 8, *([9] * 20), on_stale=REWIND))
-        assert harness.executor.is_waiting.wait(10)
+        long = harness.hold(append(handle, 8, *([9] * 20), on_stale=REWIND))
         jobs = [append(handle, 10, 11, on_stale=FORK, request_id="r") for _ in range(3)]
         sinks = harness.submit_all(*jobs, append(handle, 10, 11, on_stale=FORK))
-        gate.set()
+        harness.let_go()
         results = [sink.result() for sink in sinks]
         assert len({result.handle for result in results[:3]}) == 1
         assert [result.replayed for result in results] == [False, True, True, False]
@@ -180,13 +145,10 @@ def test_the_same_request_joins_the_branch_while_it_runs() -> None:
         long.result()
 
 
-def test_a_branch_has_the_lease_that_its_source_had_when_it_was_judged() -> None:
+def test_a_branch_has_the_lease_that_its_source_had_when_it_was_judged(harness: Harness) -> None:
     """What stands behind it in the same batch may set another one; the branch takes no notice."""
-    with Harness() as harness:
-        handle = moved_on(harness, 1, 2, 3)
-        query = append(handle, output=NOTHING)
-        query.ttl_s = 7.0
-        own = append(handle, 11, on_stale=FORK)
-        own.ttl_s = 9.0
-        branch, queried, with_own = harness.submit_all(append(handle, 10, on_stale=FORK), query, own)
-        assert (branch.result().ttl_s, queried.result().ttl_s, with_own.result().ttl_s) == (60.0, 7.0, 9.0)
+    handle = moved_on(harness, 1, 2, 3)
+    query = append(handle, output=NOTHING, ttl_s=7.0)
+    own = append(handle, 11, on_stale=FORK, ttl_s=9.0)
+    branch, queried, with_own = harness.submit_all(append(handle, 10, on_stale=FORK), query, own)
+    assert (branch.result().ttl_s, queried.result().ttl_s, with_own.result().ttl_s) == (60.0, 7.0, 9.0)

@@ -135,31 +135,17 @@ def test_a_cancelled_cohort_does_not_run_and_leaves_its_blocks() -> None:
     with Harness(executor, max_step_time_s=0.001) as harness:
         handle = harness.submit(job("other", None, 1, 2, 3)).result().handle
         num_free = harness.engine.num_free_blocks()
-        executor.gate = threading.Event()
-        decode = harness.submit(job("other", handle, 4))
-        assert executor.is_waiting.wait(10)
+        decode = harness.hold(job("other", handle, 4))
         jobs = [job("me", None, *([2] * 150), number=1) for _ in range(3)]
         kept = [job("me", None, *([3] * 20), number=2) for _ in range(2)]
         pendings = harness.submit_all(*jobs, *kept)
         for each in (*jobs, kept[0]):
             each.is_cancelled = True
-        executor.gate.set()
+        harness.let_go()
         decode.result()
         assert all(isinstance(pending.error(), Cancelled) for pending in pendings[:4])
         harness.release(*(result.handle for result in [pendings[4].result()]))
         assert harness.engine.num_free_blocks() == num_free
-
-
-def test_a_cohort_whose_step_fails_is_run_apart_and_only_the_part_at_fault_ends() -> None:
-    """The others are answered as if nothing had happened, beside another principal's decodes."""
-    executor = large()
-    with Harness(executor, max_step_time_s=0.001) as harness:
-        harness.prefill(1)
-        executor.errors = {2: RuntimeError("the step"), 4: RuntimeError("its second part")}
-        pendings = harness.submit_all(*(job("me", None, *([n] * 150), number=1) for n in (1, 2, 3)))
-        outcomes = [pending.outcome() for pending in pendings]
-        assert [isinstance(outcome, AppendResult) for outcome in outcomes] == [True, False, True]
-        assert [batch.num_rows for batch in executor.batches[1:]] == [450, 150, 150, 150]
 
 
 def test_a_cohort_beside_a_generate_that_is_queued_ahead_is_one_step() -> None:

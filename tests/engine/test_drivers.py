@@ -25,7 +25,7 @@ from ferrule_server.errors import (
     SlowConsumer,
 )
 from ferrule_server.executor.base import DeviceLost
-from tests.engine.harness import GREEDY, Harness, Pending, append
+from tests.engine.harness import GREEDY, Harness, Pending, append, wait_until
 from tests.engine.streams import SteppedExecutor, Stream, drawn_with, forward, generate, start
 from tests.fakes import FakeExecutor
 
@@ -43,14 +43,6 @@ def narrow_generate(window: Window) -> StreamJob[object]:
 def narrow_forward(window: Window) -> StreamJob[object]:
     """A Forward that stands still after its first chunk."""
     return forward(*range(20), window=window)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for something that another thread brings about."""
-    until = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < until, "it did not come about within 20 s"
-        time.sleep(0.002)
 
 
 def stand_still(harness: Harness, make: Make) -> tuple[StreamJob[object], Stream]:
@@ -78,42 +70,29 @@ def take_a_row(harness: Harness, job: StreamJob[object]) -> None:
 # ---- the window -----------------------------------------------------------------------------------------------------
 
 
-def test_a_generate_whose_reader_leaves_no_room_stands_still_and_goes_on_where_it_was() -> None:
+def test_a_generate_whose_reader_leaves_no_room_stands_still_and_goes_on_where_it_was(harness: Harness) -> None:
     """Same tokens as without a pause, no step while it stands."""
-    with Harness() as harness:
-        whole = start(harness, generate(None, 1, 2, output=drawn_with(5), max_tokens=9)).branch()
-        job, stream = stand_still(harness, narrow_generate)
-        assert stream.so_far()[0].tokens == whole.tokens[:3]
-        num_steps = len(harness.executor.batches)
-        time.sleep(0.05)
-        assert len(harness.executor.batches) == num_steps
-        read(harness, job, 64)
-        wait_until(lambda: len(stream.so_far()[0].tokens) == 4)
-        read(harness, job, 1 << 20)
-        assert stream.branch().tokens == whole.tokens
+    whole = start(harness, generate(None, 1, 2, output=drawn_with(5), max_tokens=9)).branch()
+    job, stream = stand_still(harness, narrow_generate)
+    assert stream.so_far()[0].tokens == whole.tokens[:3]
+    num_steps = len(harness.executor.batches)
+    time.sleep(0.05)
+    assert len(harness.executor.batches) == num_steps
+    read(harness, job, 64)
+    wait_until(lambda: len(stream.so_far()[0].tokens) == 4)
+    read(harness, job, 1 << 20)
+    assert stream.branch().tokens == whole.tokens
 
 
-def test_a_forward_whose_reader_leaves_no_room_stands_still_and_goes_on() -> None:
+def test_a_forward_whose_reader_leaves_no_room_stands_still_and_goes_on(harness: Harness) -> None:
     """Chunk by chunk, as the reader takes them."""
-    with Harness() as harness:
-        job, stream = stand_still(harness, narrow_forward)
-        assert len(stream.outcomes) == 1
-        read(harness, job, 800)
-        stream.wait_for(2)
-        assert not stream.is_over
-        read(harness, job, 800)
-        assert [frame.first_position for frame in stream.forward()] == [0, 8, 16]
-
-
-def test_branches_share_one_window() -> None:
-    """What all of them have under way counts; all go on together."""
-    with Harness() as harness:
-        job = generate(None, 1, 2, output=drawn_with(5), num_branches=3, max_tokens=4, window=Window(FEW))
-        stream = start(harness, job)
-        wait_until(lambda: bool(harness.engine._drivers._parked))
-        assert sum(len(branch.tokens) for branch in stream.so_far()) <= 5
-        read(harness, job, 1 << 20)
-        assert [len(branch.tokens) for branch in stream.branches()] == [4, 4, 4]
+    job, stream = stand_still(harness, narrow_forward)
+    assert len(stream.outcomes) == 1
+    read(harness, job, 800)
+    stream.wait_for(2)
+    assert not stream.is_over
+    read(harness, job, 800)
+    assert [frame.first_position for frame in stream.forward()] == [0, 8, 16]
 
 
 @pytest.mark.parametrize("limit", [1, 300, 1000])
@@ -153,33 +132,32 @@ def test_the_room_of_a_branch_that_is_refused_at_once_is_that_of_the_next_one(mo
         assert set(finishes) <= {Finish.BLOCKS_EXHAUSTED, Finish.MAX_TOKENS}
 
 
-def test_standing_still_costs_nothing_and_pins_nothing() -> None:
+def test_standing_still_costs_nothing_and_pins_nothing(harness: Harness) -> None:
     """No busy waiting: an idle engine looks about once a second."""
-    with Harness() as harness:
-        _, stream = stand_still(harness, narrow_generate)
-        turns: list[float] = []
-        turn = harness.engine._drivers.turn
-        harness.engine._drivers.turn = lambda: (turns.append(time.monotonic()), turn())[1]  # type: ignore[func-returns-value,method-assign]
-        time.sleep(0.4)
-        assert len(turns) <= 2
-        (sequence,) = harness.store.registry
-        assert sequence.num_pins == 0
-        assert not stream.is_over
+    _, stream = stand_still(harness, narrow_generate)
+    turns: list[float] = []
+    turn = harness.engine._drivers.turn
+    harness.engine._drivers.turn = lambda: (turns.append(time.monotonic()), turn())[1]  # type: ignore[func-returns-value,method-assign]
+    time.sleep(0.4)
+    assert len(turns) <= 2
+    (sequence,) = harness.store.registry
+    assert sequence.num_pins == 0
+    assert not stream.is_over
 
 
-def test_a_window_that_opens_between_the_look_and_the_pause_is_not_missed() -> None:
+def test_a_window_that_opens_between_the_look_and_the_pause_is_not_missed(harness: Harness) -> None:
     """A reader on another thread takes every token as it comes; the stream never hangs."""
-    with Harness() as harness:
-        job = generate(None, 1, 2, output=GREEDY, max_tokens=60, window=Window(1))
-        stream = start(harness, job)
-        while not stream.is_over:
-            if (owed := job.window.sent_bytes - job.window.taken_bytes) > 0:
-                read(harness, job, owed)
-        assert len(stream.branch().tokens) == 60
+    job = generate(None, 1, 2, output=GREEDY, max_tokens=60, window=Window(1))
+    stream = start(harness, job)
+    while not stream.is_over:
+        if (owed := job.window.sent_bytes - job.window.taken_bytes) > 0:
+            read(harness, job, owed)
+    assert len(stream.branch().tokens) == 60
 
 
-def test_the_lease_of_a_stream_that_stands_still_runs_out_and_ends_it() -> None:
+def test_the_lease_of_a_stream_that_stands_still_runs_out_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has to come back for that; of a Forward the reader hears that it was too slow."""
+    monkeypatch.setattr(engine_module, "_IDLE_S", 0.05)
     for make, kind in ((narrow_generate, HandleExpired), (narrow_forward, SlowConsumer)):
         now = [1000.0]
         harness = Harness()
@@ -195,30 +173,28 @@ def test_the_lease_of_a_stream_that_stands_still_runs_out_and_ends_it() -> None:
             assert len(harness.store.registry) == 0
 
 
-def test_a_branch_released_while_it_stands_still_hears_of_it_at_once() -> None:
+def test_a_branch_released_while_it_stands_still_hears_of_it_at_once(harness: Harness) -> None:
     """It ends; the other branch stands still on, and ends when its window opens."""
-    with Harness() as harness:
-        job = generate(None, 1, 2, output=drawn_with(5), num_branches=2, max_tokens=9, window=Window(FEW))
-        stream = start(harness, job)
-        wait_until(lambda: len(harness.engine._drivers._parked) == 1 and not harness.engine._lanes.running)
-        victim = stream.so_far()[1].handles[-1]
-        harness.release(victim)
-        wait_until(lambda: stream.so_far()[1].last.finish is Finish.ERROR)
-        assert isinstance(stream.so_far()[1].last.error, HandleUnknown)
-        assert not stream.is_over
-        read(harness, job, 1 << 20)
-        assert stream.branches()[0].last.finish is Finish.MAX_TOKENS
+    job = generate(None, 1, 2, output=drawn_with(5), num_branches=2, max_tokens=9, window=Window(FEW))
+    stream = start(harness, job)
+    wait_until(lambda: len(harness.engine._drivers._parked) == 1 and not harness.engine._lanes.running)
+    victim = stream.so_far()[1].handles[-1]
+    harness.release(victim)
+    wait_until(lambda: stream.so_far()[1].last.finish is Finish.ERROR)
+    assert isinstance(stream.so_far()[1].last.error, HandleUnknown)
+    assert not stream.is_over
+    read(harness, job, 1 << 20)
+    assert stream.branches()[0].last.finish is Finish.MAX_TOKENS
 
 
-def test_a_sequence_that_has_ended_before_its_stream_stands_still_is_heard_of_too() -> None:
+def test_a_sequence_that_has_ended_before_its_stream_stands_still_is_heard_of_too(harness: Harness) -> None:
     """Answered from the record and released in one frame, the reader without any room."""
-    with Harness() as harness:
-        handle = harness.prefill(1, 2, 3).handle
-        harness.decode(handle, 4)
-        job, stream = generate(handle, 4, output=GREEDY, window=Window(1)), Stream()
-        harness.engine.submit([(job, stream), (host_calls.release("me", (handle,)), Pending())])
-        branch = stream.branch()
-        assert (len(branch.tokens), type(branch.last.error)) == (1, HandleUnknown)
+    handle = harness.prefill(1, 2, 3).handle
+    harness.decode(handle, 4)
+    job, stream = generate(handle, 4, output=GREEDY, window=Window(1)), Stream()
+    harness.engine.submit([(job, stream), (host_calls.release("me", (handle,)), Pending())])
+    branch = stream.branch()
+    assert (len(branch.tokens), type(branch.last.error)) == (1, HandleUnknown)
 
 
 def test_resuming_what_does_not_stand_still_does_nothing() -> None:
@@ -304,13 +280,12 @@ def test_a_stream_that_stands_still_is_cancelled_by_resuming_it(make: Make) -> N
         harness.prefill(1)
 
 
-def test_what_is_cancelled_before_it_starts_does_nothing() -> None:
+def test_what_is_cancelled_before_it_starts_does_nothing(harness: Harness) -> None:
     """Not a step."""
-    with Harness() as harness:
-        for job in (generate(None, 1, 2), forward(1, 2)):
-            job.is_cancelled = True
-            assert isinstance(start(harness, job).error(), Cancelled)
-        assert harness.executor.batches == []
+    for job in (generate(None, 1, 2), forward(1, 2)):
+        job.is_cancelled = True
+        assert isinstance(start(harness, job).error(), Cancelled)
+    assert harness.executor.batches == []
 
 
 def test_a_sequence_nobody_was_told_of_goes_with_a_cancelled_call() -> None:
@@ -355,33 +330,31 @@ def test_closing_ends_every_stream_with_draining_once() -> None:
         assert isinstance(start(harness, forward(1)).error(), Draining)
 
 
-def test_a_lost_device_ends_every_stream_with_handle_lost_once() -> None:
+def test_a_lost_device_ends_every_stream_with_handle_lost_once(harness: Harness) -> None:
     """No KV can be trusted any more, whatever the stream was at."""
-    with Harness() as harness:
-        still = [stand_still(harness, make)[1] for make in (narrow_generate, narrow_forward)]
-        harness.executor.errors[len(harness.executor.batches) + 6] = DeviceLost()
-        running = start(harness, generate(None, 1, 2, 3, num_branches=2, max_tokens=100))
-        for branch in running.branches() + still[0].branches():
-            assert isinstance(branch.last.error, HandleLost)
-        assert isinstance(still[1].wait()[-1], HandleLost)
-        assert harness.num_failures == 1
+    still = [stand_still(harness, make)[1] for make in (narrow_generate, narrow_forward)]
+    harness.executor.errors[len(harness.executor.batches) + 6] = DeviceLost()
+    running = start(harness, generate(None, 1, 2, 3, num_branches=2, max_tokens=100))
+    for branch in running.branches() + still[0].branches():
+        assert isinstance(branch.last.error, HandleLost)
+    assert isinstance(still[1].wait()[-1], HandleLost)
+    assert harness.num_failures == 1
 
 
-def test_a_failed_step_ends_only_the_branch_whose_rows_fail_again() -> None:
+def test_a_failed_step_ends_only_the_branch_whose_rows_fail_again(harness: Harness) -> None:
     """The rest is run alone and goes on with the same tokens."""
-    with Harness() as harness:
-        whole = start(harness, generate(None, 1, 2, output=drawn_with(8), num_branches=2, max_tokens=6)).branches()
-        num_steps = len(harness.executor.batches)
-        for failing in (4, 5):  # the step of both, then that of the first alone
-            harness.executor.errors[num_steps + failing] = RuntimeError("told to fail")
-        job = generate(None, 1, 2, output=drawn_with(8), num_branches=2, max_tokens=6)
-        branches = start(harness, job).branches()
-        ends = [branch.last.finish for branch in branches]
-        assert sorted(end.value for end in ends if end) == ["error", "max_tokens"]
-        failed = branches[ends.index(Finish.ERROR)]
-        assert isinstance(failed.last.error, EngineFault)
-        good = ends.index(Finish.MAX_TOKENS)
-        assert branches[good].tokens == whole[good].tokens
+    whole = start(harness, generate(None, 1, 2, output=drawn_with(8), num_branches=2, max_tokens=6)).branches()
+    num_steps = len(harness.executor.batches)
+    for failing in (4, 5):  # the step of both, then that of the first alone
+        harness.executor.errors[num_steps + failing] = RuntimeError("told to fail")
+    job = generate(None, 1, 2, output=drawn_with(8), num_branches=2, max_tokens=6)
+    branches = start(harness, job).branches()
+    ends = [branch.last.finish for branch in branches]
+    assert sorted(end.value for end in ends if end) == ["error", "max_tokens"]
+    failed = branches[ends.index(Finish.ERROR)]
+    assert isinstance(failed.last.error, EngineFault)
+    good = ends.index(Finish.MAX_TOKENS)
+    assert branches[good].tokens == whole[good].tokens
 
 
 def test_a_bug_in_a_stream_ends_that_stream_alone() -> None:
@@ -400,6 +373,11 @@ def test_a_bug_in_a_stream_ends_that_stream_alone() -> None:
         assert harness.engine.snapshot().num_streams == 0
 
 
+def tell_to_fail(*_: object) -> None:
+    """Raise, in place of a method."""
+    raise FailpointHit("told to fail")
+
+
 def test_a_bug_while_ending_or_telling_still_ends_the_stream() -> None:
     """Whoever waits hears something, whatever fails."""
     for broken in ("end", "next_frame"):
@@ -407,10 +385,7 @@ def test_a_bug_while_ending_or_telling_still_ends_the_stream() -> None:
             job, stream = stand_still(harness, narrow_generate)
             (driver,) = harness.engine._drivers.active
 
-            def fail(*_: object) -> None:
-                raise FailpointHit("told to fail")
-
-            setattr(driver, broken, fail)
+            setattr(driver, broken, tell_to_fail)
             job.cancel()
             harness.engine.resume(job)
             assert isinstance(stream.wait()[-1], EngineFault)
@@ -418,24 +393,19 @@ def test_a_bug_while_ending_or_telling_still_ends_the_stream() -> None:
 
 @pytest.mark.parametrize("broken", ["begin", "resume"])
 def test_a_bug_at_the_beginning_or_after_a_pause_ends_that_stream_alone(
-    broken: str, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told once, and nothing of it stays."""
-
-    def fail(*_: object) -> None:
-        raise FailpointHit("told to fail")
-
-    with Harness() as harness:
-        monkeypatch.setattr(Generation, broken, fail)
-        if broken == "begin":
-            outcome = start(harness, generate(None, 1)).error()
-        else:
-            job, stream = stand_still(harness, narrow_generate)
-            read(harness, job, 1 << 20)
-            outcome = stream.branch().last.error  # type: ignore[assignment]
-        assert isinstance(outcome, EngineFault)
-        assert harness.engine.snapshot().num_streams == 0
-        harness.prefill(1)
+    monkeypatch.setattr(Generation, broken, tell_to_fail)
+    if broken == "begin":
+        outcome = start(harness, generate(None, 1)).error()
+    else:
+        job, stream = stand_still(harness, narrow_generate)
+        read(harness, job, 1 << 20)
+        outcome = stream.branch().last.error  # type: ignore[assignment]
+    assert isinstance(outcome, EngineFault)
+    assert harness.engine.snapshot().num_streams == 0
+    harness.prefill(1)
 
 
 @pytest.mark.parametrize("nth", range(1, 8))

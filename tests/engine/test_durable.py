@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import shutil
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,7 +36,8 @@ from ferrule_server.errors import (
 )
 from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec, Shaping
 from ferrule_server.kv.handle import Handle, StalePolicy
-from tests.engine.harness import GREEDY, NOTHING, Harness, append
+from tests.engine.conftest import Servers
+from tests.engine.harness import GREEDY, NOTHING, Harness, append, wait_until
 from tests.engine.streams import generate
 from tests.fakes import FakeExecutor, fake_next_token
 
@@ -50,48 +46,9 @@ UNSEEDED = OutputRequest(OutputSpec(sample=SampleSpec(), logprobs=True), is_seed
 LOGITS = OutputRequest(OutputSpec(greedy=True, full_logits=True))
 
 
-class Servers:
-    """Servers one after the other on one journal; each is ended as by kill -9: the next one reads a copy."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._count = 0
-        self.now: Harness | None = None
-
-    def start(self, **settings: object) -> Harness:
-        """Start the first server."""
-        self.now = Harness(durable=self._path / str(self._count), **settings)  # type: ignore[arg-type]
-        self.now.engine.start()
-        return self.now
-
-    def crash(self, **settings: object) -> Harness:
-        """Read the journal as it is now in another server; the one before is not asked to do anything."""
-        before, old = self._path / str(self._count), self.now
-        self._count += 1
-        while True:
-            with contextlib.suppress(shutil.Error):  # a segment that is not read any more was just deleted
-                shutil.copytree(before, self._path / str(self._count))
-                break
-            shutil.rmtree(self._path / str(self._count))
-        if old is not None:
-            old.engine.close()
-        return self.start(**settings)
-
-
-@pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Servers]:
-    """Servers that are closed at the end, and whose invariants hold."""
-    servers = Servers(tmp_path)
-    yield servers
-    if servers.now is not None:
-        servers.now.engine.close()
-        servers.now.check_integrity()
-
-
 def durable(*token_ids: int, output: OutputRequest = GREEDY, request_id: str = "", **options: object) -> AppendJob:
     """A prefill whose sequence survives."""
-    job = append(None, *token_ids, output=output, request_id=request_id)
-    job.is_durable = True
+    job = append(None, *token_ids, output=output, request_id=request_id, is_durable=True)
     return replace(job, **options)  # type: ignore[arg-type]
 
 
@@ -121,14 +78,6 @@ def decode(server: Harness, handle: Handle, count: int) -> tuple[Handle, list[in
         tokens.append(token)
         result = server.decode(result.handle, token)
     return result.handle, tokens
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for what happens on another thread."""
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline, "not within 20 s"
-        time.sleep(0.01)
 
 
 def plain(prompt: list[int], count: int) -> list[int]:
@@ -221,13 +170,11 @@ def test_creations_answer_with_the_same_handles(servers: Servers) -> None:
     """A prefill and a fork are repeated with their request_ids; other content is refused."""
     server = servers.start()
     made = server.submit(durable(1, 2, 3, request_id="a")).result().handle
-    forked = server.submit(ForkJob("me", made, 3, 3, request_id="b")).outcome()
-    assert isinstance(forked, ForkResult)
+    forked = server.answer(ForkResult, ForkJob("me", made, 3, 3, request_id="b"))
     server.release(forked.handles[1])
     server = servers.crash()
     assert server.submit(durable(1, 2, 3, request_id="a")).result().handle == made
-    again = server.submit(ForkJob("me", made, 3, 3, request_id="b")).outcome()
-    assert isinstance(again, ForkResult)
+    again = server.answer(ForkResult, ForkJob("me", made, 3, 3, request_id="b"))
     assert again.handles == forked.handles
     assert again.replayed
     assert isinstance(server.submit(durable(1, 2, 4, request_id="a")).error(), RequestIdReused)
@@ -242,16 +189,6 @@ def test_a_creation_whose_sequences_have_ended_creates_nothing(servers: Servers)
     server.release(made)
     server = servers.crash()
     assert isinstance(server.submit(durable(1, 2, 3, request_id="a")).error(), HandleUnknown)
-
-
-def test_a_released_sequence_stays_released(servers: Servers) -> None:
-    """Its handle is unknown, as it was before the crash."""
-    server = servers.start()
-    handle = server.submit(durable(1, 2, 3)).result().handle
-    server.release(handle)
-    server = servers.crash()
-    with pytest.raises(HandleUnknown):
-        info(server, handle)
 
 
 def test_a_tombstone_survives(servers: Servers) -> None:
@@ -272,8 +209,7 @@ def test_truncates_and_their_answers_survive(servers: Servers) -> None:
     """An equal truncate succeeds with the answer of the first one, and the tail is gone."""
     server = servers.start()
     long = server.submit(durable(*range(1, 20))).result().handle
-    cut = server.submit(TruncateJob("me", long, 6)).outcome()
-    assert isinstance(cut, TruncateResult)
+    cut = server.answer(TruncateResult, TruncateJob("me", long, 6))
     server = servers.crash()
     assert server.submit(TruncateJob("me", long, 6)).outcome() == cut
     assert info(server, long).token_ids == tuple(range(1, 7))
@@ -286,23 +222,11 @@ def test_forks_of_a_cold_sequence_are_cold_and_share_the_trunk(servers: Servers)
     prompt = [*range(1, 17)]
     trunk = server.submit(durable(*prompt)).result().handle
     server = servers.crash()
-    forked = server.submit(ForkJob("me", trunk, 16, 3)).outcome()
-    assert isinstance(forked, ForkResult)
+    forked = server.answer(ForkResult, ForkJob("me", trunk, 16, 3))
     assert info(server, forked.handles[0]).tokens_to_recompute == 16
     for handle in forked.handles:
         assert decode(server, handle, 3)[1] == plain(prompt, 3)
     assert server.engine.counters.restored_tokens < 2 * 16
-
-
-def test_forks_that_were_never_used_continue_after_a_crash(servers: Servers) -> None:
-    """Their records are written with the fork itself, not with their first append."""
-    server = servers.start()
-    trunk = server.submit(durable(1, 2, 3)).result().handle
-    forked = server.submit(ForkJob("me", trunk, 3, 2)).outcome()
-    assert isinstance(forked, ForkResult)
-    server = servers.crash()
-    for handle in forked.handles:
-        assert server.decode(handle, 4).handle.length == 4
 
 
 def test_a_cold_sequence_is_truncated_and_rewound(servers: Servers) -> None:
@@ -312,8 +236,7 @@ def test_a_cold_sequence_is_truncated_and_rewound(servers: Servers) -> None:
     handle = server.submit(durable(*prompt)).result().handle
     other = server.submit(durable(*prompt)).result().handle
     server = servers.crash()
-    cut = server.submit(TruncateJob("me", handle, 5)).outcome()
-    assert isinstance(cut, TruncateResult)
+    cut = server.answer(TruncateResult, TruncateJob("me", handle, 5))
     assert decode(server, cut.handle, 2)[1] == plain(prompt[:5], 2)
     early = Handle(other.cache_id, 4, server.store.registry.sequences[other.cache_id].chain.at(4))
     result = server.submit(append(early, 9, on_stale=StalePolicy.REWIND)).result()

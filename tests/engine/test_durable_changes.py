@@ -5,11 +5,8 @@ from __future__ import annotations
 import gc
 import shutil
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import pytest
 
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import AppendResult, CacheInfo, ForkJob, ForkResult, HostCall
@@ -17,20 +14,11 @@ from ferrule_server.errors import Cancelled, HandleUnknown, Restoring
 from ferrule_server.executor.base import KvLost
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.sequence import Sequence
-from tests.engine.harness import Harness, append
+from tests.engine.conftest import Servers
+from tests.engine.harness import Harness, append, wait_until
 from tests.engine.streams import SteppedExecutor
-from tests.engine.test_durable import Servers, durable, info, wait_until
+from tests.engine.test_durable import durable, info
 from tests.fakes import FakeExecutor
-
-
-@pytest.fixture
-def servers(tmp_path: Path) -> Iterator[Servers]:
-    """Servers that are closed at the end, and whose invariants hold."""
-    servers = Servers(tmp_path)
-    yield servers
-    if servers.now is not None:
-        servers.now.engine.close()
-        servers.now.check_integrity()
 
 
 def handle_at(server: Harness, handle: Handle, length: int) -> Handle:
@@ -172,8 +160,7 @@ def test_sequences_that_have_ended_are_not_kept_in_memory(servers: Servers) -> N
     handle = server.submit(durable(*[1, 2] * 160)).result().handle
     ended = set()
     for _ in range(4):
-        forked = server.submit(ForkJob("me", handle, 320, 1)).outcome()
-        assert isinstance(forked, ForkResult)
+        forked = server.answer(ForkResult, ForkJob("me", handle, 320, 1))
         server.release(handle)
         ended.add(handle.handle_id)
         (handle,) = forked.handles
@@ -208,8 +195,7 @@ def test_forks_that_are_used_at_once_compute_their_trunk_once(servers: Servers) 
     """One of them computes it, the others ask again; so the pool is as full as it was before the crash."""
     server = servers.start(executor=FakeExecutor(num_blocks=40))
     trunk = server.submit(durable(*range(1, 31), *range(1, 31))).result().handle
-    forked = server.submit(ForkJob("me", trunk, 60, 6)).outcome()
-    assert isinstance(forked, ForkResult)
+    forked = server.answer(ForkResult, ForkJob("me", trunk, 60, 6))
     handles = [server.decode(handle, 3).handle for handle in forked.handles]
     server = servers.crash(executor=FakeExecutor(num_blocks=40))
     outcomes = [pending.outcome() for pending in server.submit_all(*(append(each, 4) for each in handles))]

@@ -21,7 +21,6 @@ from ferrule_server.engine import host_calls
 from ferrule_server.engine.durable import journal as journal_module
 from ferrule_server.engine.durable.confirmations import Confirmations
 from ferrule_server.engine.jobs import (
-    AppendJob,
     AppendResult,
     CacheInfo,
     ForkJob,
@@ -35,8 +34,9 @@ from ferrule_server.engine.jobs import (
 from ferrule_server.errors import ConfigError, DurabilityLost, FerruleError, HandleUnknown
 from ferrule_server.kv.handle import Handle
 from tests.durability.fault_files import FaultFiles, everything, nothing, some_sectors
-from tests.engine.harness import Harness, append
+from tests.engine.harness import Harness, append, wait_until
 from tests.engine.streams import Stream, generate
+from tests.engine.test_durable import durable
 from tests.fakes import FakeExecutor, fake_next_token
 
 VOCAB = 32
@@ -62,13 +62,6 @@ def server(files: FaultFiles) -> Iterator[Harness]:
     """A server on it."""
     with Harness(FakeExecutor(num_blocks=400), durable=DIRECTORY, files=files) as harness:
         yield harness
-
-
-def durable(*token_ids: int, request_id: str = "") -> AppendJob:
-    """A prefill whose sequence survives."""
-    job = append(None, *token_ids, request_id=request_id)
-    job.is_durable = True
-    return job
 
 
 def until_known(server: Harness, job: Callable[[], Job[object]]) -> Outcome:
@@ -142,10 +135,7 @@ def test_a_snapshot_waits_for_the_disk(server: Harness, files: FaultFiles, monke
         plain = server.decode(plain, 4).handle
     assert journal._snapshot is not None
     files.is_flowing.set()
-    deadline = time.monotonic() + 20
-    while journal.num_snapshots < 2:
-        assert time.monotonic() < deadline, "the snapshot does not end"
-        time.sleep(0.005)
+    wait_until(lambda: journal.num_snapshots >= 2)
 
 
 def test_the_state_is_written_between_steps_when_the_disk_works_again(
@@ -198,8 +188,7 @@ def test_a_generate_ends_once_when_the_journal_is_lost(server: Harness, files: F
     """With DURABILITY_LOST, whatever frames were on their way, unless it had ended before."""
     num_lost = 0
     for number in range(8):
-        job = generate(None, 1, 2, 3, max_tokens=50)
-        job.is_durable = True
+        job = generate(None, 1, 2, 3, max_tokens=50, is_durable=True)
         stream = Stream()
         server.engine.submit([(job, stream)])
         files.fail("sync", errno.EIO, after=number // 2)

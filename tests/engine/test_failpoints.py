@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from ferrule_server.errors import Cancelled, EngineFault, FerruleError
 from ferrule_server.executor.base import OutputSpec, SampleSpec, StepResult
 from ferrule_server.kv.handle import Handle
 from tests.engine.harness import Harness, append
-from tests.fakes import FakeExecutor, fake_next_token
+from tests.fakes import fake_next_token
 
 ROOT = Path(__file__).parents[2]
 UNSEEDED = OutputRequest(OutputSpec(sample=SampleSpec()), is_seeded=False)
@@ -57,8 +56,7 @@ def breakable(max_step_rows: int = 512) -> Harness:
 
 def length_of(harness: Harness, handle: Handle) -> int:
     """Where the tip is."""
-    info = harness.submit(host_calls.describe("me", handle)).outcome()
-    assert isinstance(info, CacheInfo)
+    info = harness.answer(CacheInfo, host_calls.describe("me", handle))
     return info.length
 
 
@@ -114,14 +112,13 @@ def test_after_any_failure_a_retry_gives_the_answer_and_nothing_is_lost(place: P
         assert hits.num_hits(place) >= 1
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_exit_ends_the_process_at_once(place: Place) -> None:
+def test_exit_ends_the_process_at_once() -> None:
     """As if killed: 137, and nothing runs afterwards."""
     script = (
         "from ferrule_server.engine.failpoints import Failpoints\n"
         "from tests.engine.harness import Harness\n"
         "from tests.engine.test_failpoints import exercise\n"
-        f"harness = Harness(failpoints=Failpoints.parse('{place}=exit'))\n"
+        "harness = Harness(failpoints=Failpoints.parse('during_copy=exit'))\n"
         "harness.engine.start()\n"
         "exercise(harness)\n"
         "print('alive')\n"
@@ -198,8 +195,7 @@ def test_a_truncate_lost_after_the_commit_is_answered_again() -> None:
         handle = harness.prefill(*range(12)).handle
         arm(harness, "after_commit=error@1")
         assert isinstance(harness.submit(TruncateJob("me", handle, 5)).error(), EngineFault)
-        again = harness.submit(TruncateJob("me", handle, 5)).outcome()
-        assert isinstance(again, TruncateResult)
+        again = harness.answer(TruncateResult, TruncateJob("me", handle, 5))
         assert (again.handle.length, again.freed_blocks) == (5, 1)
 
 
@@ -220,8 +216,7 @@ def test_a_step_that_keeps_failing_leaves_no_trace(place: Place) -> None:
     """ENGINE_FAULT for its appends; tips, shared blocks and the pool are as before."""
     with breakable() as harness:
         first = harness.prefill(*range(6)).handle
-        branches = harness.submit(ForkJob("me", first, 6, 2)).outcome()
-        assert isinstance(branches, ForkResult)
+        branches = harness.answer(ForkResult, ForkJob("me", first, 6, 2))
         free_blocks = harness.engine.snapshot().free_blocks
         arm(harness, f"{place}=error")
         for sink in harness.submit_all(*(append(handle, 9) for handle in (first, *branches.handles))):
@@ -245,17 +240,14 @@ def test_a_release_that_fails_half_way_can_be_sent_again() -> None:
 
 def test_who_waits_for_a_sequence_hears_of_a_release_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The append in flight has ended; what waited behind it finds the sequence as it was."""
-    executor = FakeExecutor()
-    with Harness(executor, max_step_rows=4) as harness:
+    with Harness(max_step_rows=4) as harness:
         handle = harness.prefill(1, 2).handle
-        executor.gate = threading.Event()
-        running = harness.submit(append(handle, *([3] * 12)))
-        assert executor.is_waiting.wait(10)
+        running = harness.hold(append(handle, *([3] * 12)))
         waiting = harness.submit(append(handle, 4))
         release = harness.store.release
         monkeypatch.setattr(harness.store, "release", lambda *_: fail())
         released = harness.submit(host_calls.release("me", (handle,)))
-        executor.gate.set()
+        harness.let_go()
         assert isinstance(released.error(), EngineFault)
         assert running.error().REASON == "HANDLE_UNKNOWN"
         assert waiting.result().handle.length == 3
@@ -270,48 +262,45 @@ def test_leases_that_could_not_be_ended_are_ended_later() -> None:
         harness.prefill(1, 2)
         arm(harness, "during_free=error@1")
         harness.clock = lambda: now + 61
-        deadline = time.monotonic() + 10
-        while harness.engine.snapshot().num_sequences and time.monotonic() < deadline:
-            harness.submit(host_calls.list_caches("me")).outcome()
-            time.sleep(0.06)
+        harness.end_leases()
         assert harness.engine.counters.expired == 1
         assert harness.engine._failpoints is not None
         assert harness.engine._failpoints.num_hits("during_free") == 2
 
 
 @pytest.mark.parametrize("num_neighbours", [0, 2])
-def test_a_commit_that_fails_ends_its_own_append_only(num_neighbours: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_fails_ends_its_own_append_only(
+    harness: Harness, num_neighbours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its neighbours have rows, so they are committed and not run again."""
-    with Harness() as harness:
-        handles = [harness.prefill(i, i + 1).handle for i in range(1 + num_neighbours)]
-        num_steps = len(harness.executor.batches)
-        commit = harness.store.commit
+    handles = [harness.prefill(i, i + 1).handle for i in range(1 + num_neighbours)]
+    num_steps = len(harness.executor.batches)
+    commit = harness.store.commit
 
-        def failing(reservation: object, *rest: object) -> object:
-            if getattr(reservation, "sequence", None) is sequence:
-                raise RuntimeError("commit")
-            return commit(reservation, *rest)  # type: ignore[arg-type]
+    def failing(reservation: object, *rest: object) -> object:
+        if getattr(reservation, "sequence", None) is sequence:
+            raise RuntimeError("commit")
+        return commit(reservation, *rest)  # type: ignore[arg-type]
 
-        sequence = harness.store.resolve(handles[0], "me")
-        monkeypatch.setattr(harness.store, "commit", failing)
-        bad, *good = harness.submit_all(*(append(handle, 9) for handle in handles))
-        assert isinstance(bad.error(), EngineFault)
-        for index, each in enumerate(good, 1):
-            assert each.result().rows[0].token == fake_next_token((index, index + 1, 9), 32)
-        assert len(harness.executor.batches) == num_steps + 1
-        monkeypatch.setattr(harness.store, "commit", commit)
-        assert not harness.decode(handles[0], 9).replayed
+    sequence = harness.store.resolve(handles[0], "me")
+    monkeypatch.setattr(harness.store, "commit", failing)
+    bad, *good = harness.submit_all(*(append(handle, 9) for handle in handles))
+    assert isinstance(bad.error(), EngineFault)
+    for index, each in enumerate(good, 1):
+        assert each.result().rows[0].token == fake_next_token((index, index + 1, 9), 32)
+    assert len(harness.executor.batches) == num_steps + 1
+    monkeypatch.setattr(harness.store, "commit", commit)
+    assert not harness.decode(handles[0], 9).replayed
 
 
-def test_an_executor_that_gives_too_few_rows_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_that_gives_too_few_rows_is_found_out(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows must never reach the wrong append."""
-    with Harness() as harness:
-        handle = harness.prefill(1, 2).handle
-        run = harness.executor.run
-        monkeypatch.setattr(harness.executor, "run", lambda batch: _without_rows(run(batch)))
-        assert isinstance(harness.submit(append(handle, 3)).error(), EngineFault)
-        monkeypatch.setattr(harness.executor, "run", run)
-        assert not harness.decode(handle, 3).replayed
+    handle = harness.prefill(1, 2).handle
+    run = harness.executor.run
+    monkeypatch.setattr(harness.executor, "run", lambda batch: _without_rows(run(batch)))
+    assert isinstance(harness.submit(append(handle, 3)).error(), EngineFault)
+    monkeypatch.setattr(harness.executor, "run", run)
+    assert not harness.decode(handle, 3).replayed
 
 
 @pytest.mark.parametrize(

@@ -23,18 +23,17 @@ NOTHING = OutputRequest(None, all_positions=True)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 8, 20, 21, 100])
-def test_rows_of_all_positions_come_in_order_without_gaps(chunk_rows: int) -> None:
+def test_rows_of_all_positions_come_in_order_without_gaps(harness: Harness, chunk_rows: int) -> None:
     """Every row is that of its own prefix, however the tokens are cut."""
-    with Harness() as harness:
-        frames = start(harness, forward(*TOKENS, output=FULL, chunk_rows=chunk_rows)).forward()
-        assert [frame.first_position for frame in frames] == list(range(0, 21, chunk_rows))
-        assert [frame.is_last for frame in frames] == [False] * (len(frames) - 1) + [True]
-        rows = [row for frame in frames for row in frame.rows]
-        assert [row.position for row in rows] == list(range(1, 22))
-        for end, row in enumerate(rows, 1):
-            np.testing.assert_array_equal(row.logits, fake_logits(TOKENS[:end], VOCAB))
-        assert len(harness.store.registry) == 0
-        assert harness.store.pool.num_free == 63
+    frames = start(harness, forward(*TOKENS, output=FULL, chunk_rows=chunk_rows)).forward()
+    assert [frame.first_position for frame in frames] == list(range(0, 21, chunk_rows))
+    assert [frame.is_last for frame in frames] == [False] * (len(frames) - 1) + [True]
+    rows = [row for frame in frames for row in frame.rows]
+    assert [row.position for row in rows] == list(range(1, 22))
+    for end, row in enumerate(rows, 1):
+        np.testing.assert_array_equal(row.logits, fake_logits(TOKENS[:end], VOCAB))
+    assert len(harness.store.registry) == 0
+    assert harness.store.pool.num_free == 63
 
 
 def test_a_chunk_longer_than_a_step_is_one_frame_all_the_same() -> None:
@@ -46,16 +45,15 @@ def test_a_chunk_longer_than_a_step_is_one_frame_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 21])
-def test_targets_cross_the_borders_of_chunks(chunk_rows: int) -> None:
+def test_targets_cross_the_borders_of_chunks(harness: Harness, chunk_rows: int) -> None:
     """Every row scores the token that follows it, but the last of all, which none follows."""
-    with Harness() as harness:
-        frames = start(harness, forward(*TOKENS, output=TARGETS, chunk_rows=chunk_rows)).forward()
-        found = [row.target_logprob for frame in frames for row in frame.rows]
-        assert found[-1] is None
-        for end, value in enumerate(found[:-1], 1):
-            logits = fake_logits(TOKENS[:end], VOCAB).astype(np.float64)
-            expected = logits[TOKENS[end]] - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
-            assert value == pytest.approx(expected, abs=1e-5)
+    frames = start(harness, forward(*TOKENS, output=TARGETS, chunk_rows=chunk_rows)).forward()
+    found = [row.target_logprob for frame in frames for row in frame.rows]
+    assert found[-1] is None
+    for end, value in enumerate(found[:-1], 1):
+        logits = fake_logits(TOKENS[:end], VOCAB).astype(np.float64)
+        expected = logits[TOKENS[end]] - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+        assert value == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 21])
@@ -81,11 +79,10 @@ def test_hidden_states_are_pooled_over_all_rows(chunk_rows: int, output: OutputR
             assert len(frames) == (1 if output is NOTHING else -(-21 // chunk_rows))
 
 
-def test_only_the_last_row_goes_through_the_head_where_only_that_is_pooled() -> None:
+def test_only_the_last_row_goes_through_the_head_where_only_that_is_pooled(harness: Harness) -> None:
     """LAST without a policy needs one row of one chunk."""
-    with Harness() as harness:
-        start(harness, forward(*TOKENS, output=NOTHING, pooling=Pooling.LAST)).forward()
-        assert [len(batch.output_rows) for batch in harness.executor.batches] == [0, 0, 1]
+    start(harness, forward(*TOKENS, output=NOTHING, pooling=Pooling.LAST)).forward()
+    assert [len(batch.output_rows) for batch in harness.executor.batches] == [0, 0, 1]
 
 
 def test_hidden_states_that_were_asked_for_come_with_the_pooled_one() -> None:
@@ -130,12 +127,11 @@ def test_a_row_that_is_not_finite_fails_the_call_and_leaves_nothing(bad_at: int)
         assert harness.store.pool.num_free == 63
 
 
-def test_a_step_that_fails_for_good_fails_the_call_and_leaves_nothing() -> None:
+def test_a_step_that_fails_for_good_fails_the_call_and_leaves_nothing(harness: Harness) -> None:
     """Alone, and again alone."""
-    with Harness() as harness:
-        harness.executor.errors = {2: RuntimeError("told to fail"), 3: RuntimeError("told to fail")}
-        assert isinstance(start(harness, forward(*TOKENS)).wait()[-1], EngineFault)
-        assert len(harness.store.registry) == 0
+    harness.executor.errors = {2: RuntimeError("told to fail"), 3: RuntimeError("told to fail")}
+    assert isinstance(start(harness, forward(*TOKENS)).wait()[-1], EngineFault)
+    assert len(harness.store.registry) == 0
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent() -> None:
@@ -180,15 +176,14 @@ def test_it_pushes_no_record_out() -> None:
         assert len(frames) == 3
 
 
-def test_it_takes_nothing_from_the_prefix_cache_and_leaves_nothing_there() -> None:
+def test_it_takes_nothing_from_the_prefix_cache_and_leaves_nothing_there(harness: Harness) -> None:
     """All its rows are run; a prompt that it has run is not known afterwards."""
-    with Harness() as harness:
-        start(harness, forward(*TOKENS)).forward()
-        assert harness.prefill(*TOKENS).cached_tokens == 0
-        num_steps = len(harness.executor.batches)
-        start(harness, forward(*TOKENS)).forward()
-        assert sum(batch.num_rows for batch in harness.executor.batches[num_steps:]) == 21
-        assert harness.prefill(*TOKENS).cached_tokens == 20
+    start(harness, forward(*TOKENS)).forward()
+    assert harness.prefill(*TOKENS).cached_tokens == 0
+    num_steps = len(harness.executor.batches)
+    start(harness, forward(*TOKENS)).forward()
+    assert sum(batch.num_rows for batch in harness.executor.batches[num_steps:]) == 21
+    assert harness.prefill(*TOKENS).cached_tokens == 20
 
 
 def test_its_sequence_is_seen_only_while_it_runs() -> None:
@@ -204,18 +199,16 @@ def test_its_sequence_is_seen_only_while_it_runs() -> None:
         assert isinstance(outcome, ListResult)
         assert outcome.total == 1
         stream.forward()
-        outcome = harness.submit(host_calls.list_caches("me")).outcome()
-        assert isinstance(outcome, ListResult)
+        outcome = harness.answer(ListResult, host_calls.list_caches("me"))
         assert outcome.total == 0
 
 
-def test_its_rows_count_as_rows_that_ran() -> None:
+def test_its_rows_count_as_rows_that_ran(harness: Harness) -> None:
     """For the prefill rate: all of them, or as many as ran."""
-    with Harness() as harness:
-        job = forward(*TOKENS)
-        start(harness, job).forward()
-        assert job.rows_run == 21
-        harness.executor.bad_token_ids = {TOKENS[12]}
-        job = dataclasses.replace(job, rows_run=0)
-        start(harness, job).wait()
-        assert 8 <= job.rows_run <= 16
+    job = forward(*TOKENS)
+    start(harness, job).forward()
+    assert job.rows_run == 21
+    harness.executor.bad_token_ids = {TOKENS[12]}
+    job = dataclasses.replace(job, rows_run=0)
+    start(harness, job).wait()
+    assert 8 <= job.rows_run <= 16

@@ -6,6 +6,8 @@ import random
 import threading
 from collections.abc import Mapping
 
+import pytest
+
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.bridge.gate import MAX_HOST_CALLS, Gate
 from ferrule_server.engine.jobs import (
@@ -25,7 +27,6 @@ from ferrule_server.kv.handle import Handle
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
 from tests.engine.harness import NOTHING, Harness, Pending, append
 from tests.engine.streams import forward, generate
-from tests.fakes import FakeExecutor
 
 HANDLE = Handle("test.e1.x", 4, bytes(16))
 OTHER = Handle("test.e1.y", 4, bytes(16))
@@ -149,39 +150,45 @@ def test_a_principal_that_is_alone_again_may_fill_the_queue_again() -> None:
     assert try_jobs(gate, prompt(1, "flood")) == [None]
 
 
-def test_queued_rows_are_bounded_for_each_principal() -> None:
-    """Rows of one principal do not count for another; they are free again when delivered."""
-    gate, _ = gate_of(limits=QuotaLimits(queued_rows=10))
-    first = prompt(8)
-    error, fits, other = try_jobs(gate, first, prompt(3), prompt(2), prompt(10, "other"))[1:]
+ROWS, RATE = "QUEUED_ROWS", "PREFILL_RATE"
+
+
+@pytest.mark.parametrize(
+    ("limits", "first", "refused", "quota", "figures", "is_worth_waiting"),
+    [
+        (QuotaLimits(queued_rows=10), prompt(8), prompt(3), ROWS, ("8", "10", "3"), True),
+        (QuotaLimits(queued_rows=10), None, prompt(11), ROWS, ("0", "10", "11"), False),
+        (QuotaLimits(queued_rows=1), decode(num_tokens=0), decode(handle=OTHER), ROWS, ("1", "1", "1"), True),
+        (QuotaLimits(queued_rows=6), None, generate(None, 1, 2, 3, num_branches=4), ROWS, ("0", "6", "7"), False),
+        (QuotaLimits(queued_rows=0), None, generate(HANDLE), ROWS, ("0", "0", "1"), False),
+        (QuotaLimits(queued_rows=8), None, forward(*range(9)), ROWS, ("0", "8", "9"), False),
+        (QuotaLimits(prefill_tokens_per_s=0), None, prompt(1), RATE, ("0", "0", ""), False),
+    ],
+    ids=["rows", "never fits", "query", "branches", "loop", "forward", "nothing"],
+)
+def test_a_quota_refuses_with_its_figures_and_only_the_job_that_is_too_much(
+    limits: QuotaLimits,
+    first: Job[object] | None,
+    refused: Job[object],
+    quota: str,
+    figures: tuple[str, str, str],
+    *,
+    is_worth_waiting: bool,
+) -> None:
+    """Of one principal: another one is let in, and the same job where the quota is as large as it needs."""
+    gate, _ = gate_of(limits={"me": limits})
+    assert first is None or try_jobs(gate, first) == [None]
+    error, other = try_jobs(gate, refused, prompt(2000, "other"))
     assert isinstance(error, QuotaExceeded)
-    assert error.reason == "QUOTA_QUEUED_ROWS"
-    assert error.metadata == {"quota": "QUEUED_ROWS", "used": "8", "limit": "10", "needed": "3"}
-    assert str(error) == "quota QUEUED_ROWS: 8 in use of 10, the request needs 3; wait for earlier requests"
-    assert (fits, other) == (None, None)
-    finish(gate, first)
-    assert try_jobs(gate, prompt(8)) == [None]
+    assert (error.reason, other) == (f"QUOTA_{quota}", None)
+    assert tuple(error.metadata.get(name, "") for name in ("used", "limit", "needed")) == figures
+    assert (error.retry_after_s is not None) == is_worth_waiting
+    if first is not None:
+        finish(gate, first)
+        assert try_jobs(gate, refused) == [None]
+    if quota == ROWS:
+        assert try_jobs(gate_of(limits=QuotaLimits(queued_rows=int(figures[2])))[0], refused) == [None]
     gate.check_integrity()
-
-
-def test_a_job_larger_than_the_quota_is_told_that_waiting_does_not_help() -> None:
-    """No RetryInfo: it would never fit."""
-    gate, _ = gate_of(limits=QuotaLimits(queued_rows=10))
-    (error,) = try_jobs(gate, prompt(11))
-    assert isinstance(error, QuotaExceeded)
-    assert error.retry_after_s is None
-    assert error.metadata == {"quota": "QUEUED_ROWS", "used": "0", "limit": "10", "needed": "11"}
-    assert "11 in all, more than the quota; ask for less" in str(error)
-
-
-def test_a_query_counts_as_a_row() -> None:
-    """It has no tokens, and is run all the same."""
-    gate, _ = gate_of(limits=QuotaLimits(queued_rows=1))
-    query = decode(num_tokens=0)
-    assert try_jobs(gate, query) == [None]
-    assert isinstance(try_jobs(gate, decode(handle=OTHER))[0], QuotaExceeded)
-    finish(gate, query)
-    assert try_jobs(gate, decode(handle=OTHER)) == [None]
 
 
 def test_a_prompt_longer_than_the_burst_is_taken_and_the_next_one_waits() -> None:
@@ -192,7 +199,6 @@ def test_a_prompt_longer_than_the_burst_is_taken_and_the_next_one_waits() -> Non
     assert isinstance(error, QuotaExceeded)
     assert error.reason == "QUOTA_PREFILL_RATE"
     assert error.metadata == {"quota": "PREFILL_RATE", "used": "1000", "limit": "100"}
-    assert str(error) == "quota PREFILL_RATE: 1000 prompt tokens to make up for at 100 per second; wait"
     assert error.retry_after_s is not None
     assert 9.0 <= error.retry_after_s <= 9.1
     clock.now += 8.9
@@ -292,14 +298,6 @@ def test_limits_that_change_under_way_leave_the_counts_right() -> None:
     gate.check_integrity()
 
 
-def test_a_quota_of_nothing_refuses_without_dividing_by_it() -> None:
-    """Zero is a limit too; waiting does not help."""
-    gate, _ = gate_of(limits=QuotaLimits(prefill_tokens_per_s=0))
-    (error,) = try_jobs(gate, prompt(1))
-    assert isinstance(error, QuotaExceeded)
-    assert error.retry_after_s is None
-
-
 def test_principals_that_come_and_go_are_forgotten_unless_they_owe() -> None:
     """Nobody escapes a debt by waiting for others to come, and memory is bounded."""
     gate, clock = gate_of(limits=QuotaLimits(prefill_tokens_per_s=1))
@@ -356,34 +354,28 @@ def test_many_threads_leave_nothing_behind() -> None:
 
 def test_a_refusal_does_not_wait_for_the_step_that_runs() -> None:
     """The engine thread is in a step; the refusal is delivered all the same."""
-    executor = FakeExecutor()
-    with Harness(executor, max_waiting_jobs=1) as harness:
-        executor.gate = threading.Event()
-        running = harness.submit(append(None, 1, 2))
-        assert executor.is_waiting.wait(10)
+    with Harness(max_waiting_jobs=1) as harness:
+        running = harness.hold(append(None, 1, 2))
         assert isinstance(harness.submit(append(None, 3)).error(), QueueFull)
         assert harness.engine.snapshot().refused() == {"QUEUE_FULL": 1}
-        executor.gate.set()
+        harness.let_go()
         running.result()
         harness.submit(append(None, 3)).result()
 
 
 def test_an_engine_that_has_answered_everything_has_an_empty_gate() -> None:
     """Results, errors, cancelled and released jobs all give their places back."""
-    executor = FakeExecutor()
-    with Harness(executor) as harness:
+    with Harness() as harness:
         first = harness.prefill(1, 2, 3)
         harness.submit(append(None, *([1] * 10_000))).error()
         stale = append(first.handle, 9)
         harness.decode(first.handle, 4)
         harness.submit(stale).error()
-        executor.gate = threading.Event()
-        long = harness.submit(append(None, *([5] * 200), output=NOTHING))
-        assert executor.is_waiting.wait(10)
+        long = harness.hold(append(None, *([5] * 200), output=NOTHING))
         cancelled = append(None, 6)
         cancelled.is_cancelled = True
         late = harness.submit(cancelled)
-        executor.gate.set()
+        harness.let_go()
         long.result()
         late.error()
         harness.release(first.handle)
@@ -436,21 +428,6 @@ def test_a_generate_that_has_begun_is_a_row_for_each_branch() -> None:
         finish(gate, job, outcome=GenerateFrame((), StepTiming(), is_last=True))
     gate.check_integrity()
     assert gate.num_jobs == 1
-
-
-def test_a_generate_counts_its_prompt_and_a_row_for_each_branch_and_a_forward_all_its_tokens() -> None:
-    """Rows that may wait for a step at once."""
-    for job, rows in (
-        (generate(None, 1, 2, 3, num_branches=4), 7),
-        (generate(HANDLE), 1),
-        (forward(*range(9)), 9),
-    ):
-        gate, _ = gate_of(limits=QuotaLimits(queued_rows=rows - 1))
-        (error,) = try_jobs(gate, job)
-        assert isinstance(error, QuotaExceeded)
-        assert error.metadata["needed"] == str(rows)
-        gate, _ = gate_of(limits=QuotaLimits(queued_rows=rows))
-        assert try_jobs(gate, job) == [None]
 
 
 def test_prompts_of_streams_count_for_the_prefill_rate_and_what_was_not_run_is_given_back() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import threading
 import weakref
 from collections.abc import Sequence
 
@@ -63,16 +62,15 @@ def decode_on(
 
 
 @pytest.mark.parametrize("output", [GREEDY, drawn_with(5), RICH])
-def test_tokens_rows_and_handles_are_those_of_step_by_step_decoding(output: OutputRequest) -> None:
+def test_tokens_rows_and_handles_are_those_of_step_by_step_decoding(harness: Harness, output: OutputRequest) -> None:
     """Same tokens, same lengths and lineages, and every frame's handle is before its newest token."""
-    with Harness() as harness:
-        tokens, handles = decode_on(harness, None, 1, 2, 3, output=output, count=9)
-        branch = start(harness, generate(None, 1, 2, 3, output=output, max_tokens=9)).branch()
-        assert branch.tokens == tokens
-        assert names(branch.handles) == names(handles)
-        assert [row.position for row in branch.rows] == list(range(3, 12))
-        assert [row.model_logprob is None for row in branch.rows] == [output is not RICH] * 9
-        assert branch.last.finish is Finish.MAX_TOKENS
+    tokens, handles = decode_on(harness, None, 1, 2, 3, output=output, count=9)
+    branch = start(harness, generate(None, 1, 2, 3, output=output, max_tokens=9)).branch()
+    assert branch.tokens == tokens
+    assert names(branch.handles) == names(handles)
+    assert [row.position for row in branch.rows] == list(range(3, 12))
+    assert [row.model_logprob is None for row in branch.rows] == [output is not RICH] * 9
+    assert branch.last.finish is Finish.MAX_TOKENS
 
 
 @pytest.mark.parametrize("output", [GREEDY, drawn_with(5)])
@@ -86,127 +84,71 @@ def test_on_the_paged_reference_it_is_the_same(output: OutputRequest) -> None:
         assert (second.tokens == tokens) == (output is GREEDY)
 
 
-def test_it_can_be_gone_on_from_its_last_handle_and_token() -> None:
-    """The last token is in no handle yet: sending both appends it."""
-    with Harness() as harness:
-        branch = start(harness, generate(None, 1, 2, 3, output=GREEDY, max_tokens=4)).branch()
-        assert harness.decode(branch.handles[-1], branch.tokens[-1]).rows[0].token == fake_next_token(
-            [1, 2, 3, *branch.tokens], VOCAB
-        )
-
-
-def test_a_long_prompt_is_run_in_chunks_like_any() -> None:
-    """The prompt is an append like others."""
-    prompt = [i % VOCAB for i in range(50)]
-    with Harness(max_step_rows=7) as harness:
-        assert start(harness, generate(None, *prompt, output=GREEDY, max_tokens=1)).branch().tokens == [
-            fake_next_token(prompt, VOCAB)
-        ]
-        assert [len(batch.token_ids) for batch in harness.executor.batches] == [7] * 7 + [1]
-
-
-def test_the_first_frame_has_the_seed_that_draws_the_same_again() -> None:
+def test_the_first_frame_has_the_seed_that_draws_the_same_again(harness: Harness) -> None:
     """Unseeded: one is drawn and told, once; greedy draws nothing and has none."""
-    with Harness() as harness:
-        branch = start(harness, generate(None, 1, 2, 3)).branch()
-        seed = branch.frames[0].seed
-        assert seed is not None
-        assert [frame.seed for frame in branch.frames[1:]] == [None] * 7
-        assert start(harness, generate(None, 1, 2, 3, output=drawn_with(seed))).branch().tokens == branch.tokens
-        assert start(harness, generate(None, 1, 2, 3)).branch().frames[0].seed != seed
-        assert start(harness, generate(None, 1, 2, 3, output=GREEDY)).branch().frames[0].seed is None
+    branch = start(harness, generate(None, 1, 2, 3)).branch()
+    seed = branch.frames[0].seed
+    assert seed is not None
+    assert [frame.seed for frame in branch.frames[1:]] == [None] * 7
+    assert start(harness, generate(None, 1, 2, 3, output=drawn_with(seed))).branch().tokens == branch.tokens
+    assert start(harness, generate(None, 1, 2, 3)).branch().frames[0].seed != seed
+    assert start(harness, generate(None, 1, 2, 3, output=GREEDY)).branch().frames[0].seed is None
 
 
-def test_each_step_gives_one_frame_and_one_flush() -> None:
+def test_each_step_gives_one_frame_and_one_flush(harness: Harness) -> None:
     """Tokens are sent as they are drawn; several streams share their steps."""
-    with Harness() as harness:
-        one, other = Stream(), Stream()
-        harness.engine.submit(
-            [(generate(None, 1, 2, max_tokens=5), one), (generate(None, 3, 4, max_tokens=5, num_branches=3), other)]
-        )
-        one.branches()
-        other.branches()
-        assert (len(one.outcomes), one.num_flushes) == (5, 5)
-        assert (len(other.outcomes), other.num_flushes) == (6, 6)
-        assert max(batch.num_seqs for batch in harness.executor.batches) == 4
-        assert len(harness.executor.batches) == 6
+    one, other = Stream(), Stream()
+    harness.engine.submit(
+        [(generate(None, 1, 2, max_tokens=5), one), (generate(None, 3, 4, max_tokens=5, num_branches=3), other)]
+    )
+    one.branches()
+    other.branches()
+    assert (len(one.outcomes), one.num_flushes) == (5, 5)
+    assert (len(other.outcomes), other.num_flushes) == (6, 6)
+    assert max(batch.num_seqs for batch in harness.executor.batches) == 4
+    assert len(harness.executor.batches) == 6
 
 
-def test_a_decode_beside_it_shares_its_steps() -> None:
-    """What a client appends and what a Generate appends go into one batch."""
-    executor = SteppedExecutor()
-    with Harness(executor) as harness:
-        stream = start(harness, generate(None, 1, 2, 3, max_tokens=6))
-        executor.arrive()
-        pending = harness.submit(append(None, 9))
-        executor.run_freely()
-        stream.branch()
-        pending.result()
-        assert any(batch.num_seqs == 2 for batch in executor.batches)
-
-
-def test_a_prompt_that_is_known_is_not_run_again_and_the_first_frame_says_so() -> None:
+def test_a_prompt_that_is_known_is_not_run_again_and_the_first_frame_says_so(harness: Harness) -> None:
     """Whole blocks come out of the prefix cache, unless that is not wanted."""
-    with Harness() as harness:
-        whole = start(harness, generate(None, *range(11), output=GREEDY, num_branches=2)).branches()
-        again = start(harness, generate(None, *range(11), output=GREEDY, num_branches=2)).branches()
-        assert [branch.tokens for branch in again] == [branch.tokens for branch in whole]
-        assert (whole[0].frames[0].cached_tokens, again[0].frames[0].cached_tokens) == (0, 8)
-        assert {frame.cached_tokens for frame in again[0].frames[1:] + again[1].frames} == {0}
-        fresh = generate(None, *range(11), output=GREEDY)
-        fresh.reuse_prefix = False
-        assert start(harness, fresh).branch().frames[0].cached_tokens == 0
+    whole = start(harness, generate(None, *range(11), output=GREEDY, num_branches=2)).branches()
+    again = start(harness, generate(None, *range(11), output=GREEDY, num_branches=2)).branches()
+    assert [branch.tokens for branch in again] == [branch.tokens for branch in whole]
+    assert (whole[0].frames[0].cached_tokens, again[0].frames[0].cached_tokens) == (0, 8)
+    assert {frame.cached_tokens for frame in again[0].frames[1:] + again[1].frames} == {0}
+    fresh = generate(None, *range(11), output=GREEDY, reuse_prefix=False)
+    assert start(harness, fresh).branch().frames[0].cached_tokens == 0
 
 
 # ---- branches -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", [3, (1 << 64) - 2])
-def test_branch_i_draws_what_a_generate_of_its_own_draws_with_seed_plus_i(seed: int) -> None:
+def test_branch_i_draws_what_a_generate_of_its_own_draws_with_seed_plus_i(harness: Harness, seed: int) -> None:
     """Each has a sequence of its own; seeds wrap at 2^64."""
-    with Harness() as harness:
-        branches = start(harness, generate(None, 1, 2, 3, output=drawn_with(seed), num_branches=4)).branches()
-        for index, branch in enumerate(branches):
-            own = drawn_with((seed + index) % (1 << 64))
-            tokens, handles = decode_on(harness, None, 1, 2, 3, output=own, count=8)
-            assert branch.tokens == tokens
-            assert names(branch.handles) == names(handles)
-            assert branch.frames[0].seed == (seed + index) % (1 << 64)
-            assert {handle.cache_id for handle in branch.handles} == {branch.handles[0].cache_id}
-        assert len({branch.handles[0].cache_id for branch in branches}) == 4
-        assert len(harness.store.registry) == 8
-        assert len({tuple(branch.tokens) for branch in branches}) > 1
+    branches = start(harness, generate(None, 1, 2, 3, output=drawn_with(seed), num_branches=4)).branches()
+    for index, branch in enumerate(branches):
+        own = drawn_with((seed + index) % (1 << 64))
+        tokens, handles = decode_on(harness, None, 1, 2, 3, output=own, count=8)
+        assert branch.tokens == tokens
+        assert names(branch.handles) == names(handles)
+        assert branch.frames[0].seed == (seed + index) % (1 << 64)
+        assert {handle.cache_id for handle in branch.handles} == {branch.handles[0].cache_id}
+    assert len({branch.handles[0].cache_id for branch in branches}) == 4
+    assert len(harness.store.registry) == 8
+    assert len({tuple(branch.tokens) for branch in branches}) > 1
 
 
-def test_branches_share_the_prompt_and_copy_only_the_block_they_write_to() -> None:
-    """Forks by reference count: 9 tokens are 2 whole blocks and one that is copied."""
-    with Harness() as harness:
-        branches = start(harness, generate(None, *range(9), num_branches=3, max_tokens=2)).branches()
-        infos = [harness.submit(host_calls.describe("me", branch.handles[-1])).outcome() for branch in branches]
-        assert len({info.block_ids[:2] for info in infos}) == 1  # type: ignore[attr-defined]
-        assert len({info.block_ids[2] for info in infos}) == 3  # type: ignore[attr-defined]
-
-
-def test_branches_of_a_handle_leave_the_first_one_on_its_sequence() -> None:
-    """The first branch goes on where the handle is, the others beside it."""
-    with Harness() as harness:
-        handle = harness.prefill(1, 2, 3).handle
-        first, second = start(harness, generate(handle, 4, output=drawn_with(1), num_branches=2)).branches()
-        assert first.handles[0].cache_id == handle.cache_id
-        assert second.handles[0].cache_id != handle.cache_id
-
-
-def test_a_branch_that_stops_leaves_the_others_going() -> None:
+def test_a_branch_that_stops_leaves_the_others_going(harness: Harness) -> None:
     """Frames hold the branches that drew something in their step."""
-    with Harness() as harness:
-        free = start(harness, generate(None, 1, 2, output=drawn_with(8), num_branches=3, max_tokens=6)).branches()
-        token = free[1].tokens[2]
-        rules = StopRules(6, token_ids=frozenset({token}))
-        job = generate(None, 1, 2, output=drawn_with(8), num_branches=3, stop=rules)
-        for branch, whole in zip(start(harness, job).branches(), free, strict=True):
-            end = whole.tokens.index(token) + 1 if token in whole.tokens else 6
-            assert branch.tokens == whole.tokens[:end]
-            assert branch.last.finish is (Finish.STOP_TOKEN if end < 6 or token in whole.tokens else Finish.MAX_TOKENS)
+    free = start(harness, generate(None, 1, 2, output=drawn_with(8), num_branches=3, max_tokens=6)).branches()
+    token = free[1].tokens[2]
+    rules = StopRules(6, token_ids=frozenset({token}))
+    job = generate(None, 1, 2, output=drawn_with(8), num_branches=3, stop=rules)
+    for branch, whole in zip(start(harness, job).branches(), free, strict=True):
+        end = whole.tokens.index(token) + 1 if token in whole.tokens else 6
+        assert branch.tokens == whole.tokens[:end]
+        assert branch.last.finish is (Finish.STOP_TOKEN if end < 6 or token in whole.tokens else Finish.MAX_TOKENS)
 
 
 def test_no_room_for_the_branches_fails_the_call_and_leaves_nothing() -> None:
@@ -224,22 +166,21 @@ def test_no_room_for_the_branches_fails_the_call_and_leaves_nothing() -> None:
 # ---- ends -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_ends_it_is_returned_and_is_not_in_the_handle() -> None:
+def test_what_ends_it_is_returned_and_is_not_in_the_handle(harness: Harness) -> None:
     """Stop tokens, the model's own and sequences: the token that ends it is the last one."""
-    with Harness() as harness:
-        tokens = start(harness, generate(None, 1, 2, 3, output=GREEDY, max_tokens=12)).branch().tokens
-        end = next(i for i in range(4, 12) if tokens[i] not in tokens[:i])
-        before = next(i for i in range(12) if tokens[i : i + 2] == tokens[end - 1 : end + 1]) + 1
-        cases = [
-            (StopRules(12, eos_ids=frozenset({tokens[end]})), Finish.EOS, end),
-            (StopRules(12, token_ids=frozenset({tokens[end]})), Finish.STOP_TOKEN, end),
-            (StopRules(12, sequences=(tuple(tokens[end - 1 : end + 1]),)), Finish.STOP_SEQUENCE, before),
-            (StopRules(), Finish.CONTEXT_FULL, None),
-        ]
-        for rules, finish, at in cases[:3]:
-            branch = start(harness, generate(None, 1, 2, 3, output=GREEDY, stop=rules)).branch()
-            assert (branch.tokens, branch.last.finish) == (tokens[: (at or 0) + 1], finish)
-            assert branch.handles[-1].length == 3 + len(branch.tokens) - 1
+    tokens = start(harness, generate(None, 1, 2, 3, output=GREEDY, max_tokens=12)).branch().tokens
+    end = next(i for i in range(4, 12) if tokens[i] not in tokens[:i])
+    before = next(i for i in range(12) if tokens[i : i + 2] == tokens[end - 1 : end + 1]) + 1
+    cases = [
+        (StopRules(12, eos_ids=frozenset({tokens[end]})), Finish.EOS, end),
+        (StopRules(12, token_ids=frozenset({tokens[end]})), Finish.STOP_TOKEN, end),
+        (StopRules(12, sequences=(tuple(tokens[end - 1 : end + 1]),)), Finish.STOP_SEQUENCE, before),
+        (StopRules(), Finish.CONTEXT_FULL, None),
+    ]
+    for rules, finish, at in cases[:3]:
+        branch = start(harness, generate(None, 1, 2, 3, output=GREEDY, stop=rules)).branch()
+        assert (branch.tokens, branch.last.finish) == (tokens[: (at or 0) + 1], finish)
+        assert branch.handles[-1].length == 3 + len(branch.tokens) - 1
 
 
 def test_it_ends_when_the_context_is_full_with_the_last_token_that_could_be_drawn() -> None:
@@ -268,33 +209,22 @@ def test_it_ends_when_no_block_is_left_and_goes_on_when_there_is_one() -> None:
         assert all(fake_next_token(everything[:i], VOCAB) == everything[i] for i in range(3, len(everything)))
 
 
-def test_a_quota_that_is_used_up_under_way_ends_the_branch_with_its_error() -> None:
-    """Not the pool but the principal's own bound: it is told which."""
-    limits = QuotaLimits(kv_tokens=8)
-    with Harness(limits_of=lambda _: limits) as harness:
-        branch = start(harness, generate(None, 1, 2, 3, max_tokens=0)).branch()
-        assert branch.last.finish is Finish.ERROR
-        assert isinstance(branch.last.error, QuotaExceeded)
-        assert branch.handles[-1].length == 8
-
-
-def test_a_branch_that_fails_ends_alone_with_its_handle_good() -> None:
+def test_a_branch_that_fails_ends_alone_with_its_handle_good(harness: Harness) -> None:
     """A row of NaN is that branch's error; the others draw on."""
-    with Harness() as harness:
-        free = start(harness, generate(None, 1, 2, output=drawn_with(8), num_branches=3)).branches()
-        bad = next(token for token in free[1].tokens[:-1] if token not in free[0].tokens + free[2].tokens)
-        harness.executor.bad_token_ids = {bad}
-        first, second, third = start(harness, generate(None, 1, 2, output=drawn_with(8), num_branches=3)).branches()
-        assert (first.tokens, third.tokens) == (free[0].tokens, free[2].tokens)
-        assert first.last.finish is third.last.finish is Finish.MAX_TOKENS
-        assert second.last.finish is Finish.ERROR
-        assert isinstance(second.last.error, NonFiniteLogits)
-        assert (second.last.handle, second.last.rows) == (None, ())
-        assert second.tokens[-1] == bad
-        harness.executor.bad_token_ids = set()
-        rest = 8 - len(second.tokens)
-        again = generate(second.handles[-1], bad, output=drawn_with(9), max_tokens=rest)
-        assert second.tokens + start(harness, again).branch().tokens == free[1].tokens
+    free = start(harness, generate(None, 1, 2, output=drawn_with(8), num_branches=3)).branches()
+    bad = next(token for token in free[1].tokens[:-1] if token not in free[0].tokens + free[2].tokens)
+    harness.executor.bad_token_ids = {bad}
+    first, second, third = start(harness, generate(None, 1, 2, output=drawn_with(8), num_branches=3)).branches()
+    assert (first.tokens, third.tokens) == (free[0].tokens, free[2].tokens)
+    assert first.last.finish is third.last.finish is Finish.MAX_TOKENS
+    assert second.last.finish is Finish.ERROR
+    assert isinstance(second.last.error, NonFiniteLogits)
+    assert (second.last.handle, second.last.rows) == (None, ())
+    assert second.tokens[-1] == bad
+    harness.executor.bad_token_ids = set()
+    rest = 8 - len(second.tokens)
+    again = generate(second.handles[-1], bad, output=drawn_with(9), max_tokens=rest)
+    assert second.tokens + start(harness, again).branch().tokens == free[1].tokens
 
 
 def test_errors_before_the_first_frame_are_those_of_the_call() -> None:
@@ -314,23 +244,6 @@ def test_errors_before_the_first_frame_are_those_of_the_call() -> None:
         assert isinstance(start(harness, generate(None, 9)).error(), NonFiniteLogits)
         assert len(harness.store.registry) == 1
         assert harness.engine.snapshot().num_streams == 0
-
-
-def test_a_released_branch_ends_alone() -> None:
-    """ReleaseCache of one branch's sequence is its end; the others draw on."""
-    executor = SteppedExecutor()
-    with Harness(executor) as harness:
-        stream = start(harness, generate(None, 1, 2, 3, num_branches=3, max_tokens=12))
-        executor.arrive()
-        executor.step(4)
-        victim = stream.so_far()[1]
-        threading.Thread(target=harness.release, args=(victim.handles[-1],)).start()
-        executor.run_freely()
-        first, second, third = stream.branches()
-        assert (len(first.tokens), len(third.tokens)) == (12, 12)
-        assert second.last.finish is Finish.ERROR
-        assert isinstance(second.last.error, HandleUnknown)
-        assert len(second.tokens) < 12
 
 
 def test_whoever_rewinds_its_sequence_ends_the_branch_and_harms_nothing() -> None:
@@ -355,98 +268,96 @@ def test_whoever_rewinds_its_sequence_ends_the_branch_and_harms_nothing() -> Non
 # ---- from a handle, and again ---------------------------------------------------------------------------------------
 
 
-def test_without_tokens_it_draws_from_the_last_row_of_the_handle() -> None:
+def test_without_tokens_it_draws_from_the_last_row_of_the_handle(harness: Harness) -> None:
     """Nothing is appended for the first token."""
-    with Harness() as harness:
-        handle = harness.prefill(1, 2, 3, output=NOTHING).handle
-        branch = start(harness, generate(handle, output=drawn_with(4))).branch()
-        assert branch.tokens == decode_on(harness, None, 1, 2, 3, output=drawn_with(4), count=8)[0]
-        assert branch.handles[0] == handle
-        assert harness.executor.batches[1].slot_mapping.tolist() == [-1]
+    handle = harness.prefill(1, 2, 3, output=NOTHING).handle
+    branch = start(harness, generate(handle, output=drawn_with(4))).branch()
+    assert branch.tokens == decode_on(harness, None, 1, 2, 3, output=drawn_with(4), count=8)[0]
+    assert branch.handles[0] == handle
+    assert harness.executor.batches[1].slot_mapping.tolist() == [-1]
 
 
 @pytest.mark.parametrize("with_token", [False, True])
 @pytest.mark.parametrize("num_branches", [1, 2])
-def test_a_broken_stream_is_gone_on_from_any_frame_with_rewind(with_token: bool, num_branches: int) -> None:
+def test_a_broken_stream_is_gone_on_from_any_frame_with_rewind(
+    harness: Harness, with_token: bool, num_branches: int
+) -> None:
     """(last handle, [token]) with another seed drops what had been drawn beyond and goes on from there."""
-    with Harness() as harness:
-        whole = start(harness, generate(None, 1, 2, 3, output=drawn_with(1), max_tokens=10)).branch()
-        handle, token = whole.handles[4], whole.tokens[4]
-        tokens = (token,) if with_token else ()
-        prefix = [1, 2, 3, *whole.tokens[: 4 + with_token]]
-        job = generate(
-            handle, *tokens, output=drawn_with(77), on_stale=StalePolicy.REWIND, num_branches=num_branches, max_tokens=5
-        )
-        for index, branch in enumerate(start(harness, job).branches()):
-            expected, handles = decode_on(harness, None, *prefix, output=drawn_with(77 + index), count=5)
-            assert branch.tokens == expected
-            assert names(branch.handles) == names(handles)
-            assert (branch.handles[0].cache_id == handle.cache_id) == (index == 0)
+    whole = start(harness, generate(None, 1, 2, 3, output=drawn_with(1), max_tokens=10)).branch()
+    handle, token = whole.handles[4], whole.tokens[4]
+    tokens = (token,) if with_token else ()
+    prefix = [1, 2, 3, *whole.tokens[: 4 + with_token]]
+    job = generate(
+        handle, *tokens, output=drawn_with(77), on_stale=StalePolicy.REWIND, num_branches=num_branches, max_tokens=5
+    )
+    for index, branch in enumerate(start(harness, job).branches()):
+        expected, handles = decode_on(harness, None, *prefix, output=drawn_with(77 + index), count=5)
+        assert branch.tokens == expected
+        assert names(branch.handles) == names(handles)
+        assert (branch.handles[0].cache_id == handle.cache_id) == (index == 0)
 
 
-def test_a_broken_stream_is_replayed_with_its_seed_and_nothing_is_doubled() -> None:
+def test_a_broken_stream_is_replayed_with_its_seed_and_nothing_is_doubled(harness: Harness) -> None:
     """What is committed already is drawn again and not appended again; then it goes on."""
-    with Harness() as harness:
-        whole = start(harness, generate(None, 1, 2, 3, output=drawn_with(1), max_tokens=12)).branch()
-        stream = start(harness, generate(whole.handles[2], whole.tokens[2], output=drawn_with(1), max_tokens=15))
-        again = stream.branch()
-        assert again.tokens[:9] == whole.tokens[3:]
-        for index in (0, 1, 2, 3, 4, 5, 6, 8):  # the last append is answered from its record, with the one before it
-            assert again.handle_before(index) == whole.handles[3 + index]
-        assert again.frames[0].replayed
-        assert again.handles[-1].length == 3 + 3 + 14
-        expected = decode_on(harness, None, 1, 2, 3, output=drawn_with(1), count=18)[0]
-        assert whole.tokens[:3] + again.tokens == expected
+    whole = start(harness, generate(None, 1, 2, 3, output=drawn_with(1), max_tokens=12)).branch()
+    stream = start(harness, generate(whole.handles[2], whole.tokens[2], output=drawn_with(1), max_tokens=15))
+    again = stream.branch()
+    assert again.tokens[:9] == whole.tokens[3:]
+    for index in (0, 1, 2, 3, 4, 5, 6, 8):  # the last append is answered from its record, with the one before it
+        assert again.handle_before(index) == whole.handles[3 + index]
+    assert again.frames[0].replayed
+    assert again.handles[-1].length == 3 + 3 + 14
+    expected = decode_on(harness, None, 1, 2, 3, output=drawn_with(1), count=18)[0]
+    assert whole.tokens[:3] + again.tokens == expected
 
 
-def test_behind_the_tip_other_tokens_are_refused_unless_told_otherwise() -> None:
+def test_behind_the_tip_other_tokens_are_refused_unless_told_otherwise(harness: Harness) -> None:
     """FAIL is the default; the answer is the call's own, or the branch's where it drew other tokens under way."""
-    with Harness() as harness:
-        whole = start(harness, generate(None, 1, 2, 3, output=drawn_with(1))).branch()
-        other = (whole.tokens[2] + 1) % VOCAB
-        assert isinstance(start(harness, generate(whole.handles[2], other)).error(), HandleStale)
-        branch = start(harness, generate(whole.handles[2], output=drawn_with(123456))).branch()
-        assert branch.tokens[0] != whole.tokens[2], "choose another seed"
-        assert (branch.last.finish, len(branch.tokens)) == (Finish.ERROR, 1)
-        assert isinstance(branch.last.error, HandleStale)
+    whole = start(harness, generate(None, 1, 2, 3, output=drawn_with(1))).branch()
+    other = (whole.tokens[2] + 1) % VOCAB
+    assert isinstance(start(harness, generate(whole.handles[2], other)).error(), HandleStale)
+    branch = start(harness, generate(whole.handles[2], output=drawn_with(123456))).branch()
+    assert branch.tokens[0] != whole.tokens[2], "choose another seed"
+    assert (branch.last.finish, len(branch.tokens)) == (Finish.ERROR, 1)
+    assert isinstance(branch.last.error, HandleStale)
 
 
 @pytest.mark.parametrize("with_token", [False, True])
-def test_fork_makes_a_branch_once_it_draws_other_tokens_and_once_only(with_token: bool) -> None:
+def test_fork_makes_a_branch_once_it_draws_other_tokens_and_once_only(harness: Harness, with_token: bool) -> None:
     """The request_id finds the branch again, also where no seed was given; the old sequence stays as it is."""
-    with Harness() as harness:
-        whole = start(harness, generate(None, 1, 2, 3, output=drawn_with(1))).branch()
-        tokens = ((whole.tokens[2] + 1) % VOCAB,) if with_token else ()
-        job = generate(whole.handles[2], *tokens, on_stale=StalePolicy.FORK, request_id="branch", max_tokens=6)
-        first = start(harness, job).branch()
-        assert first.last.finish is Finish.MAX_TOKENS
-        assert first.handles[-1].cache_id != whole.handles[2].cache_id
-        num_sequences = len(harness.store.registry)
-        again = start(harness, dataclasses.replace(job)).branch()
-        assert again.tokens == first.tokens
-        assert again.agrees_with(first)
-        assert again.frames[0].seed == first.frames[0].seed
-        assert len(harness.store.registry) == num_sequences
-        info = harness.submit(host_calls.describe("me", whole.handles[2])).outcome()
-        assert info.tip.length == whole.handles[-1].length  # type: ignore[attr-defined]
+    whole = start(harness, generate(None, 1, 2, 3, output=drawn_with(1))).branch()
+    tokens = ((whole.tokens[2] + 1) % VOCAB,) if with_token else ()
+    job = generate(whole.handles[2], *tokens, on_stale=StalePolicy.FORK, request_id="branch", max_tokens=6)
+    first = start(harness, job).branch()
+    assert first.last.finish is Finish.MAX_TOKENS
+    assert first.handles[-1].cache_id != whole.handles[2].cache_id
+    num_sequences = len(harness.store.registry)
+    again = start(harness, dataclasses.replace(job)).branch()
+    assert again.tokens == first.tokens
+    assert again.agrees_with(first)
+    assert again.frames[0].seed == first.frames[0].seed
+    assert len(harness.store.registry) == num_sequences
+    info = harness.submit(host_calls.describe("me", whole.handles[2])).outcome()
+    assert info.tip.length == whole.handles[-1].length  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("output", [UNSEEDED, GREEDY, drawn_with(3)])
 @pytest.mark.parametrize("num_branches", [1, 3])
-def test_a_repeated_request_id_finds_the_same_sequences_and_tokens(output: OutputRequest, num_branches: int) -> None:
+def test_a_repeated_request_id_finds_the_same_sequences_and_tokens(
+    harness: Harness, output: OutputRequest, num_branches: int
+) -> None:
     """Its branches too; what is committed is replayed, what is not is drawn on."""
-    with Harness() as harness:
-        job = generate(None, 1, 2, 3, output=output, request_id="a", num_branches=num_branches, max_tokens=5)
-        first = start(harness, job).branches()
-        longer = dataclasses.replace(job, stop=StopRules(max_tokens=9))
-        again = start(harness, longer).branches()
-        for old, new in zip(first, again, strict=True):
-            assert new.agrees_with(old)
-            assert (len(old.tokens), len(new.tokens)) == (5, 9)
-            assert new.frames[0].seed == old.frames[0].seed
-            assert {handle.cache_id for handle in new.handles} == {old.handles[0].cache_id}
-        assert again[0].frames[0].replayed
-        assert len(harness.store.registry) == num_branches
+    job = generate(None, 1, 2, 3, output=output, request_id="a", num_branches=num_branches, max_tokens=5)
+    first = start(harness, job).branches()
+    longer = dataclasses.replace(job, stop=StopRules(max_tokens=9))
+    again = start(harness, longer).branches()
+    for old, new in zip(first, again, strict=True):
+        assert new.agrees_with(old)
+        assert (len(old.tokens), len(new.tokens)) == (5, 9)
+        assert new.frames[0].seed == old.frames[0].seed
+        assert {handle.cache_id for handle in new.handles} == {old.handles[0].cache_id}
+    assert again[0].frames[0].replayed
+    assert len(harness.store.registry) == num_branches
 
 
 def test_a_request_repeated_while_the_first_runs_joins_it() -> None:
@@ -466,24 +377,22 @@ def test_a_request_repeated_while_the_first_runs_joins_it() -> None:
         assert sum(batch.num_rows for batch in executor.batches if batch.num_rows >= 20) == 20
 
 
-def test_seeds_of_requests_without_one_differ_by_request() -> None:
+def test_seeds_of_requests_without_one_differ_by_request(harness: Harness) -> None:
     """The same request_id on another prompt, or by another principal, draws otherwise."""
-    with Harness() as harness:
-        jobs = [
-            generate(harness.prefill(5).handle, *tokens, request_id=name)
-            for tokens, name in [((1, 2), "a"), ((1, 3), "a"), ((1, 2), "b")]
-        ]
-        jobs.append(dataclasses.replace(generate(None, 1, 2, request_id="a"), principal="you"))
-        seeds = [start(harness, job).branch().frames[0].seed for job in jobs]
-        assert len(set(seeds)) == 4
+    jobs = [
+        generate(harness.prefill(5).handle, *tokens, request_id=name)
+        for tokens, name in [((1, 2), "a"), ((1, 3), "a"), ((1, 2), "b")]
+    ]
+    jobs.append(dataclasses.replace(generate(None, 1, 2, request_id="a"), principal="you"))
+    seeds = [start(harness, job).branch().frames[0].seed for job in jobs]
+    assert len(set(seeds)) == 4
 
 
-def test_no_request_id_of_a_client_can_meet_those_of_the_branches() -> None:
+def test_no_request_id_of_a_client_can_meet_those_of_the_branches(harness: Harness) -> None:
     """They are longer than a client's may be; a fork with the Generate's own id is another request, and refused."""
-    with Harness() as harness:
-        start(harness, generate(None, 1, 2, request_id="a" * 128, num_branches=2)).branches()
-        ids = [request_id for _, request_id in harness.engine._creations._creations]
-        assert sorted(len(each.encode()) > 128 for each in ids) == [False, True]
+    start(harness, generate(None, 1, 2, request_id="a" * 128, num_branches=2)).branches()
+    ids = [request_id for _, request_id in harness.engine._creations._creations]
+    assert sorted(len(each.encode()) > 128 for each in ids) == [False, True]
 
 
 def test_leases_are_renewed_by_every_token() -> None:
@@ -493,8 +402,7 @@ def test_leases_are_renewed_by_every_token() -> None:
     harness = Harness(executor)
     harness.clock = lambda: now[0]
     with harness:
-        job = generate(None, 1, 2, num_branches=2, max_tokens=8)
-        job.ttl_s = 20.0
+        job = generate(None, 1, 2, num_branches=2, max_tokens=8, ttl_s=20.0)
         stream = start(harness, job)
         executor.arrive()
         for _ in range(6):

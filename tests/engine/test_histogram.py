@@ -30,15 +30,6 @@ def test_cumulative_counts_rise_to_the_count() -> None:
     assert reading.count == 5
 
 
-def test_many_at_once_are_as_many_one_by_one() -> None:
-    """``times`` saves time and changes nothing."""
-    at_once, one_by_one = Histogram(COUNT_BOUNDS), Histogram(COUNT_BOUNDS)
-    at_once.observe(7, 3)
-    for _ in range(3):
-        one_by_one.observe(7)
-    assert at_once.read() == one_by_one.read()
-
-
 def test_times_are_told_in_seconds() -> None:
     """Nanoseconds go in, seconds come out; every bound is hit by its own number of nanoseconds."""
     histogram = of_time()

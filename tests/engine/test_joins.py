@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 
 import pytest
 
@@ -18,12 +17,6 @@ UNSEEDED = OutputRequest(OutputSpec(sample=SampleSpec()), is_seeded=False)
 FULL = OutputRequest(OutputSpec(full_logits=True))
 
 
-def hold(harness: Harness) -> threading.Event:
-    """Stop the executor at its next run; returns the gate to open."""
-    gate = harness.executor.gate = threading.Event()
-    return gate
-
-
 @pytest.mark.parametrize("output", [GREEDY, UNSEEDED, FULL, NOTHING])
 @pytest.mark.parametrize("on_stale", StalePolicy)
 def test_a_duplicate_of_an_append_in_flight_joins_it(output: OutputRequest, on_stale: StalePolicy) -> None:
@@ -31,12 +24,10 @@ def test_a_duplicate_of_an_append_in_flight_joins_it(output: OutputRequest, on_s
     with Harness(max_step_rows=4) as harness:
         first = harness.prefill(1, 2, 3)
         num_steps = len(harness.executor.batches)
-        gate = hold(harness)
         tokens = [4] * 10
-        original = harness.submit(append(first.handle, *tokens, output=output, on_stale=on_stale))
-        assert harness.executor.is_waiting.wait(10)
+        original = harness.hold(append(first.handle, *tokens, output=output, on_stale=on_stale))
         again = harness.submit(append(first.handle, *tokens, output=output, on_stale=on_stale))
-        gate.set()
+        harness.let_go()
         assert again.result() == dataclasses.replace(original.result(), replayed=True)
         assert sum(batch.num_rows for batch in harness.executor.batches[num_steps:]) == 10
         assert harness.engine.counters.joined == 1
@@ -47,13 +38,11 @@ def test_duplicates_that_wait_together_run_once() -> None:
     with Harness(max_step_rows=4) as harness:
         first = harness.prefill(1, 2, 3)
         harness.decode(first.handle, 4)
-        gate = hold(harness)
-        running = harness.submit(append(first.handle, *([5] * 10), on_stale=StalePolicy.REWIND))
-        assert harness.executor.is_waiting.wait(10)
+        running = harness.hold(append(first.handle, *([5] * 10), on_stale=StalePolicy.REWIND))
         jobs = [append(first.handle, 6, on_stale=StalePolicy.REWIND) for _ in range(3)]
         jobs[1].is_cancelled = True
         sinks = harness.submit_all(*jobs)
-        gate.set()
+        harness.let_go()
         running.result()
         assert [sinks[0].result().replayed, sinks[2].result().replayed] == [False, True]
         assert isinstance(sinks[1].error(), Cancelled)
@@ -65,9 +54,7 @@ def test_what_differs_does_not_join(change: str) -> None:
     """It waits for its turn and is judged by what the first has done."""
     with Harness(max_step_rows=4) as harness:
         first = harness.prefill(1, 2, 3)
-        gate = hold(harness)
-        original = harness.submit(append(first.handle, *([4] * 6)))
-        assert harness.executor.is_waiting.wait(10)
+        original = harness.hold(append(first.handle, *([4] * 6)))
         other = append(first.handle, *([4] * 6))
         match change:
             case "tokens":
@@ -79,7 +66,7 @@ def test_what_differs_does_not_join(change: str) -> None:
             case _:
                 other.ttl_s = 99
         late = harness.submit(other)
-        gate.set()
+        harness.let_go()
         original.result()
         if change == "tokens":
             assert isinstance(late.error(), HandleStale)
@@ -88,13 +75,12 @@ def test_what_differs_does_not_join(change: str) -> None:
         assert harness.engine.counters.joined == 0
 
 
-def test_queries_never_join() -> None:
+def test_queries_never_join(harness: Harness) -> None:
     """Two that draw tokens want two draws."""
-    with Harness() as harness:
-        first = harness.prefill(1, 2, 3)
-        one, two = harness.submit_all(*(append(first.handle, output=UNSEEDED) for _ in range(2)))
-        assert one.result().seed != two.result().seed
-        assert harness.engine.counters.joined == 0
+    first = harness.prefill(1, 2, 3)
+    one, two = harness.submit_all(*(append(first.handle, output=UNSEEDED) for _ in range(2)))
+    assert one.result().seed != two.result().seed
+    assert harness.engine.counters.joined == 0
 
 
 def test_nobody_overtakes_by_joining() -> None:
@@ -119,14 +105,12 @@ def test_cancelling_one_caller_does_not_cancel_the_other(who: str) -> None:
     """An append ends only when everybody who asked for it is gone; then it never happened."""
     with Harness(max_step_rows=4) as harness:
         first = harness.prefill(1, 2, 3)
-        gate = hold(harness)
         jobs = [append(first.handle, *([4] * 10)) for _ in range(2)]
-        sinks = [harness.submit(jobs[0])]
-        assert harness.executor.is_waiting.wait(10)
+        sinks = [harness.hold(jobs[0])]
         sinks.append(harness.submit(jobs[1]))
         jobs[0].is_cancelled = who != "joiner"
         jobs[1].is_cancelled = who != "first"
-        gate.set()
+        harness.let_go()
         if who == "both":
             assert all(isinstance(sink.error(), Cancelled) for sink in sinks)
             assert not harness.decode(first.handle, 5).replayed
@@ -145,16 +129,14 @@ def test_a_joined_append_fails_for_everybody() -> None:
         assert harness.decode(first.handle, 4).rows[0].token == fake_next_token((1, 2, 3, 4), 32)
 
 
-def test_a_lost_device_is_told_to_everybody() -> None:
+def test_a_lost_device_is_told_to_everybody(harness: Harness) -> None:
     """In flight, joined and waiting: HANDLE_LOST, once each."""
-    executor = FakeExecutor()
-    with Harness(executor) as harness:
-        handle = harness.prefill(1, 2).handle
-        executor.errors[len(executor.batches) + 1] = DeviceLost()
-        jobs: list[AppendJob] = [append(handle, 3), append(handle, 3), append(handle, 4)]
-        jobs += [append(None, 5, request_id="r"), append(None, 5, request_id="r")]
-        for sink in harness.submit_all(*jobs):
-            assert isinstance(sink.error(), HandleLost)
+    handle = harness.prefill(1, 2).handle
+    harness.executor.errors[len(harness.executor.batches) + 1] = DeviceLost()
+    jobs: list[AppendJob] = [append(handle, 3), append(handle, 3), append(handle, 4)]
+    jobs += [append(None, 5, request_id="r"), append(None, 5, request_id="r")]
+    for sink in harness.submit_all(*jobs):
+        assert isinstance(sink.error(), HandleLost)
 
 
 def test_replays_that_run_again_are_joined_too() -> None:

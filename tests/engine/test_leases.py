@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -100,9 +99,7 @@ def test_a_request_id_is_remembered_for_ten_minutes_after_the_end_and_no_longer(
     """Also when nothing else ends meanwhile."""
 
     def create() -> Job[object]:
-        job = append(None, 1, 2)
-        job.request_id = "once"
-        return job
+        return append(None, 1, 2, request_id="once")
 
     made = harness.submit(create()).result().handle
     harness.release(made)
@@ -147,10 +144,8 @@ def test_what_is_refused_does_not_renew(harness: LeaseHarness) -> None:
 def _start(harness: LeaseHarness) -> tuple[Handle, AppendJob, Pending]:
     """Put an append of several steps in flight, stop it in its first, and let its lease end meanwhile."""
     made = harness.submit(_short(append(None, 1, 2, 3))).result()
-    harness.executor.gate = threading.Event()
     job = append(made.handle, *[4] * 20, output=ALL_TOKENS)
-    pending = harness.submit(job)
-    assert harness.executor.is_waiting.wait(10)
+    pending = harness.hold(job)
     harness.now_s += MIN_TTL_S + 1.0
     return made.handle, job, pending
 
@@ -200,8 +195,7 @@ def test_work_that_ends_without_success_holds_nothing_any_longer(
     with LeaseHarness(max_step_rows=4) as harness:
         handle, job, pending = _start(harness)
         others = end(harness, job, handle)
-        assert harness.executor.gate is not None
-        harness.executor.gate.set()
+        harness.let_go()
         for each in (pending, *others):
             each.error()
         harness.now_s += 1.0
@@ -215,8 +209,7 @@ def test_work_in_flight_is_not_cut_by_the_end_of_its_lease() -> None:
         neighbour = harness.submit(_short(append(None, 5, 6, 7))).result().handle
         handle, _, pending = _start(harness)
         waiting = harness.submit(append(handle, 9, on_stale=StalePolicy.REWIND))
-        assert harness.executor.gate is not None
-        harness.executor.gate.set()
+        harness.let_go()
         pending.result()
         tip = waiting.result().handle
         assert harness.left_s(tip) == MIN_TTL_S
@@ -225,26 +218,10 @@ def test_work_in_flight_is_not_cut_by_the_end_of_its_lease() -> None:
         assert harness.is_empty()
 
 
-def test_a_release_under_a_step_gives_everything_back_at_once() -> None:
-    """Not when the lease ends."""
-    with LeaseHarness(max_step_rows=4) as harness:
-        handle, _, pending = _start(harness)
-        harness.now_s -= MIN_TTL_S + 1.0
-        waiting = harness.submit(append(handle, 9))
-        assert harness.executor.gate is not None
-        harness.executor.gate.set()
-        harness.release(handle)
-        for each in (pending, waiting):
-            assert each.error().REASON == "HANDLE_UNKNOWN"
-        assert harness.is_empty()
-
-
 def test_what_came_in_time_is_taken_before_leases_are_looked_at(harness: LeaseHarness) -> None:
     """Two requests come while a long step runs, then a lease ends: the second one is as much in time as the first."""
     kept, stepped = harness.prefill(1, 2, 3).handle, harness.prefill(4, 5, 6).handle
-    harness.executor.gate = threading.Event()
-    step = harness.submit(append(stepped, 7))
-    assert harness.executor.is_waiting.wait(10)
+    step = harness.hold(append(stepped, 7))
     harness.now_s += DEFAULT_TTL_S - 0.1
     jobs = (host_calls.describe("me", stepped), host_calls.keep_alive("me", (kept,)))
     _, keep_alive = (harness.submit(job) for job in jobs)
@@ -252,7 +229,7 @@ def test_what_came_in_time_is_taken_before_leases_are_looked_at(harness: LeaseHa
     for job in jobs:  # the clock of leases jumped, that of arrivals did not
         job.submitted_ns -= 200_000_000
     harness.engine._next_expiry_check = 0.0
-    harness.executor.gate.set()
+    harness.let_go()
     step.result()
     outcome = keep_alive.outcome()
     assert isinstance(outcome, tuple)
@@ -264,9 +241,7 @@ def test_a_flood_of_host_jobs_holds_up_neither_steps_nor_leases(
 ) -> None:
     """What is in the inbox is taken for a while only; what is left of it was sent later than what is judged by then."""
     monkeypatch.setattr(engine_module, "_TAKE_NS", 0)
-    harness.executor.gate = threading.Event()
-    prompt = harness.submit(append(None, 1, 2, 3))
-    assert harness.executor.is_waiting.wait(10)
+    prompt = harness.hold(append(None, 1, 2, 3))
     flood = [harness.submit(host_calls.list_caches("me")) for _ in range(20)]
     decode = harness.submit(append(None, 4))
     more = [harness.submit(host_calls.list_caches("me")) for _ in range(20)]
@@ -278,7 +253,7 @@ def test_a_flood_of_host_jobs_holds_up_neither_steps_nor_leases(
         return run(batch)
 
     harness.executor.run = counting_run  # type: ignore[method-assign]
-    harness.executor.gate.set()
+    harness.let_go()
     for each in (prompt, decode, *flood, *more):
         each.outcome()
     assert num_lists_at_step == [0]

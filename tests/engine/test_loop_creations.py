@@ -64,29 +64,29 @@ def test_another_request_with_the_id_of_a_generate_is_refused(
 
 @pytest.mark.parametrize("on_stale", StalePolicy)
 @pytest.mark.parametrize("counts", [(2, 1), (2, 3), (3, 2)])
-def test_branches_of_a_handle_are_made_by_one_size_only(on_stale: StalePolicy, counts: tuple[int, int]) -> None:
+def test_branches_of_a_handle_are_made_by_one_size_only(
+    harness: Harness, on_stale: StalePolicy, counts: tuple[int, int]
+) -> None:
     """Also where the first branch is the sequence of the handle itself, and the tip stays where it was."""
-    with Harness() as harness:
-        handle = harness.prefill(1, 2, 3).handle
-        first, second = (
-            generate(handle, 4, on_stale=on_stale, request_id="a", num_branches=count, max_tokens=3) for count in counts
-        )
-        assert outcome_of(harness, first) is None
-        num_before, num_steps = num_sequences(harness), len(harness.executor.batches)
-        assert isinstance(outcome_of(harness, second), RequestIdReused)
-        assert (num_sequences(harness), len(harness.executor.batches)) == (num_before, num_steps)
-        for other in (append(None, 7, request_id="a"), ForkJob("me", handle, 3, 1, request_id="a")):
-            assert isinstance(outcome_of(harness, other), RequestIdReused)
-        assert num_sequences(harness) == num_before
+    handle = harness.prefill(1, 2, 3).handle
+    first, second = (
+        generate(handle, 4, on_stale=on_stale, request_id="a", num_branches=count, max_tokens=3) for count in counts
+    )
+    assert outcome_of(harness, first) is None
+    num_before, num_steps = num_sequences(harness), len(harness.executor.batches)
+    assert isinstance(outcome_of(harness, second), RequestIdReused)
+    assert (num_sequences(harness), len(harness.executor.batches)) == (num_before, num_steps)
+    for other in (append(None, 7, request_id="a"), ForkJob("me", handle, 3, 1, request_id="a")):
+        assert isinstance(outcome_of(harness, other), RequestIdReused)
+    assert num_sequences(harness) == num_before
 
 
-def test_how_long_a_loop_goes_on_is_no_part_of_what_it_makes() -> None:
+def test_how_long_a_loop_goes_on_is_no_part_of_what_it_makes(harness: Harness) -> None:
     """max_tokens and stops may differ: a client that has read some of it asks for the rest of it."""
-    with Harness() as harness:
-        assert outcome_of(harness, FIRST) is None
-        for stop in (StopRules(max_tokens=9), StopRules(max_tokens=1), StopRules(4, sequences=((1, 2),))):
-            assert outcome_of(harness, dataclasses.replace(FIRST, stop=stop)) is None
-        assert num_sequences(harness) == 2
+    assert outcome_of(harness, FIRST) is None
+    for stop in (StopRules(max_tokens=9), StopRules(max_tokens=1), StopRules(4, sequences=((1, 2),))):
+        assert outcome_of(harness, dataclasses.replace(FIRST, stop=stop)) is None
+    assert num_sequences(harness) == 2
 
 
 KINDS: list[Callable[[Handle, tuple[int, ...], OutputRequest, int], AppendJob | ForkJob | GenerateJob]] = [

@@ -56,8 +56,7 @@ def test_decodes_queries_replays_and_forks_count_alike(start: int) -> None:
         ]
         branch = harness.submit(append(first.handle, 7, output=output, on_stale=StalePolicy.FORK)).result()
         assert branch.rows[0].token == expected((*TOKENS, 7), start)
-        forked = harness.submit(ForkJob("me", second.handle, second.handle.length, 1)).outcome()
-        assert isinstance(forked, ForkResult)
+        forked = harness.answer(ForkResult, ForkJob("me", second.handle, second.handle.length, 1))
         assert harness.decode(forked.handles[0], 9, output=output).rows[0].token == expected((*TOKENS, 3, 3, 9), start)
 
 

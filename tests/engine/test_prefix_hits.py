@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from ferrule_server.engine.jobs import (
     AppendJob,
     Drafts,
     OutputRequest,
-    TruncateJob,
-    TruncateResult,
 )
 from ferrule_server.errors import Cancelled, NonFiniteLogits
 from ferrule_server.executor.base import OutputSpec, SampleSpec, Shaping
@@ -98,12 +95,10 @@ def test_who_does_not_want_it_has_none() -> None:
     """reuse_prefix and publish_prefix, each by itself; other principals never see each other's."""
     tokens = prompt_of(8)
     with Harness() as harness:
-        hidden = append(None, *tokens)
-        hidden.publish_prefix = False
+        hidden = append(None, *tokens, publish_prefix=False)
         harness.submit(hidden).result()
         assert harness.prefill(*tokens).cached_tokens == 0
-        alone = append(None, *tokens)
-        alone.reuse_prefix = False
+        alone = append(None, *tokens, reuse_prefix=False)
         assert harness.submit(alone).result().cached_tokens == 0
         other = AppendJob("other", tokens, None, GREEDY)
         assert harness.submit(other).result().cached_tokens == 0
@@ -119,8 +114,7 @@ def test_what_is_appended_later_is_found_too() -> None:
         assert harness.prefill(*tokens, 1, 2, 5).cached_tokens == 8
         good = fake_next_token((*tokens, 1, 2, 3), VOCAB)
         bad = (good + 1) % VOCAB
-        job = append(second.handle, 3, good, bad, bad, bad, bad, bad)
-        job.drafts = Drafts(6, Acceptance.EXACT)
+        job = append(second.handle, 3, good, bad, bad, bad, bad, bad, drafts=Drafts(6, Acceptance.EXACT))
         verified = harness.submit(job).result()
         assert verified.handle.length == 10
         assert harness.prefill(*tokens, 1, 2, 3, good, bad, bad, bad).cached_tokens == 8
@@ -133,22 +127,6 @@ def test_what_is_appended_later_is_found_too() -> None:
         assert harness.decode(branch.handle).rows[0].token == fake_next_token((*tokens, 4, 4, 4), VOCAB)
 
 
-def test_what_was_rewritten_is_not_found() -> None:
-    """A block whose tokens were truncated and replaced is known by its new tokens alone."""
-    tokens = prompt_of(8)
-    with Harness() as harness:
-        first = harness.prefill(*tokens)
-        shorter = harness.submit(TruncateJob("me", first.handle, 6)).outcome()
-        assert isinstance(shorter, TruncateResult)
-        harness.decode(shorter.handle, 30, 30)
-        again = harness.prefill(*tokens)
-        assert again.cached_tokens == 4
-        assert again.rows[0].token == fake_next_token(tokens, VOCAB)
-        rewritten = harness.prefill(*tokens[:6], 30, 30)
-        assert rewritten.cached_tokens == 8
-        assert rewritten.rows[0].token == fake_next_token((*tokens[:6], 30, 30), VOCAB)
-
-
 def test_a_prompt_that_failed_is_not_found() -> None:
     """NaN, or cancelled half-way: nothing was committed, so nothing is known; what was found stays so."""
     tokens = prompt_of(20)
@@ -158,12 +136,10 @@ def test_a_prompt_that_failed_is_not_found() -> None:
         assert isinstance(harness.submit(append(None, *tokens)).error(), NonFiniteLogits)
         executor.bad_token_ids = set()
         harness.prefill(*tokens[:8])
-        executor.gate = threading.Event()
         job = append(None, *tokens)
-        pending = harness.submit(job)
-        assert executor.is_waiting.wait(10)
+        pending = harness.hold(job)
         job.is_cancelled = True
-        executor.gate.set()
+        harness.let_go()
         assert isinstance(pending.error(), Cancelled)
         executor.gate = None
         result = harness.prefill(*tokens)
@@ -189,18 +165,6 @@ def test_a_creation_that_hit_is_repeated_like_any_other(output: OutputRequest) -
         assert [row.token for row in again.rows] == [row.token for row in once.rows]
 
 
-def test_duplicates_of_a_creation_that_hits_join_it() -> None:
-    """One sequence, one run, one answer."""
-    tokens = prompt_of(17)
-    with Harness() as harness:
-        harness.prefill(*tokens)
-        sinks = harness.submit_all(*(append(None, *tokens, request_id="r") for _ in range(3)))
-        results = [sink.result() for sink in sinks]
-        assert {result.handle for result in results} == {results[0].handle}
-        assert [result.cached_tokens for result in results] == [16, 16, 16]
-        assert len(harness.store.registry) == 2
-
-
 def test_hits_are_neither_counted_nor_charged_as_prefill() -> None:
     """Tokens found cost no prefill rate, but the one row that is run again."""
     tokens = prompt_of(96)
@@ -212,20 +176,6 @@ def test_hits_are_neither_counted_nor_charged_as_prefill() -> None:
         counters = harness.engine.counters
         assert (counters.prefills, counters.prefill_tokens) == (5, 96)
         assert harness.store.metrics().num_prefix_hit_tokens == 4 * 96
-
-
-def test_room_that_is_reserved_comes_with_a_hit() -> None:
-    """Blocks found count towards it; appends up to it find theirs."""
-    tokens = prompt_of(8)
-    with Harness(FakeExecutor(num_blocks=8)) as harness:
-        harness.prefill(*tokens)
-        job = append(None, *tokens)
-        job.reserved_length = 16
-        result = harness.submit(job).result()
-        assert result.cached_tokens == 8
-        harness.prefill(20, 21, 22, 23, 24)
-        handle = harness.decode(result.handle, 1, 2, 3, 4, 5, 6, 7, 8).handle
-        assert harness.decode(handle).rows[0].token == fake_next_token((*tokens, 1, 2, 3, 4, 5, 6, 7, 8), VOCAB)
 
 
 @pytest.mark.parametrize("block_size", [4, 16])

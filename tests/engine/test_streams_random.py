@@ -29,23 +29,16 @@ from ferrule_server.engine.jobs import (
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import DeviceLost, OutputSpec, SampleSpec
 from ferrule_server.kv.handle import Handle, StalePolicy
-from ferrule_server.kv.lineage import LineageChain
 from tests.engine.harness import GREEDY, Harness, Pending, append
 from tests.engine.streams import UNSEEDED, VOCAB, Stream, forward, generate
 from tests.fakes import FakeExecutor, fake_next_token
+from tests.kv.dense_model import lineage_of
 
 NUM_ROUNDS = 20
 NUM_OPS = 40
 FINGERPRINT = bytes(range(32))
 DRAWN = OutputRequest(OutputSpec(sample=SampleSpec(top_k=3, seed=9)))
 SPICY = OutputRequest(OutputSpec(sample=SampleSpec(temperature=3.0)), is_seeded=False)
-
-
-def lineage_of(tokens: tuple[int, ...]) -> bytes:
-    """The lineage that a handle on these tokens must have."""
-    chain = LineageChain(FINGERPRINT)
-    chain.extend(tokens)
-    return chain.at(len(tokens))
 
 
 @dataclass
@@ -200,7 +193,9 @@ class Client:
             self._know(outcome.handle, self.tokens_of[job.handle][: job.new_length])
 
     def _know(self, handle: Handle, tokens: tuple[int, ...]) -> None:
-        assert (handle.length, handle.lineage) == (len(tokens), lineage_of(tokens)), "a handle names other tokens"
+        assert (handle.length, handle.lineage) == (len(tokens), lineage_of(tokens, FINGERPRINT)), (
+            "a handle names other tokens"
+        )
         self.tokens_of[handle] = tokens
         self.num_checked += 1
 

@@ -11,20 +11,13 @@ import torch
 
 from benchmarks.make_random_model import write_model
 from ferrule_server.engine.jobs import OutputRequest, Pooling, WarmupJob, WarmupResult
-from ferrule_server.executor.base import OutputSpec, SampleSpec, Shaping
+from ferrule_server.executor.base import OutputSpec
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.weights import load_model
-from tests.engine.harness import GREEDY, Harness
-from tests.engine.streams import forward, generate, start
+from tests.engine.harness import Harness
+from tests.engine.streams import forward, start
 
 PROMPT = tuple((11 * i + 5) % 100 for i in range(37))
-SHAPED = OutputRequest(
-    OutputSpec(
-        sample=SampleSpec(temperature=0.8, top_k=40, seed=6),
-        shaping=Shaping(repetition_penalty=1.3, frequency_penalty=0.2, bias=((7, 2.0),)),
-        num_top_logprobs=3,
-    )
-)
 
 
 @pytest.fixture(scope="module")
@@ -46,33 +39,6 @@ def harness(folder: Path) -> Iterator[Harness]:
     with Harness(executor) as made:  # type: ignore[arg-type]
         yield made
     torch.set_num_threads(num_threads)
-
-
-@pytest.mark.parametrize("output", [GREEDY, SHAPED])
-def test_generate_gives_what_step_by_step_decoding_gives(harness: Harness, output: OutputRequest) -> None:
-    """Penalties count what was drawn; top logprobs come with every token."""
-    result = harness.prefill(*PROMPT, output=output)
-    rows = [result.rows[0]]
-    while len(rows) < 12:
-        assert rows[-1].token is not None
-        result = harness.decode(result.handle, rows[-1].token, output=output)
-        rows += result.rows
-    branch = start(harness, generate(None, *PROMPT, output=output, max_tokens=12)).branch()
-    assert branch.tokens == [row.token for row in rows]
-    assert branch.handles[-1].lineage == result.handle.lineage
-    for mine, theirs in zip(branch.rows, rows, strict=True):
-        if theirs.top_ids is not None:
-            np.testing.assert_array_equal(mine.top_ids, theirs.top_ids)
-
-
-def test_branches_draw_what_lone_ones_draw(harness: Harness) -> None:
-    """Seed plus index, whatever shares the step."""
-    branches = start(harness, generate(None, *PROMPT, output=SHAPED, num_branches=3, max_tokens=8)).branches()
-    for index, branch in enumerate(branches):
-        assert SHAPED.spec is not None
-        assert SHAPED.spec.sample is not None
-        lone = OutputRequest(OutputSpec(sample=SampleSpec(0.8, 40, seed=6 + index), shaping=SHAPED.spec.shaping))
-        assert branch.tokens == start(harness, generate(None, *PROMPT, output=lone, max_tokens=8)).branch().tokens
 
 
 def test_forward_gives_the_rows_of_a_prefill_and_leaves_nothing(harness: Harness) -> None:
@@ -98,8 +64,7 @@ def test_a_warm_up_leaves_the_pool_as_it_is(harness: Harness) -> None:
     before = harness.prefill(*PROMPT)
     blocks = np.arange(1, harness.executor.info.num_blocks, dtype=np.int32)
     data = harness.executor.read_blocks(blocks)
-    result = harness.submit(WarmupJob("admin", (1, 3))).outcome()
-    assert isinstance(result, WarmupResult)
+    result = harness.answer(WarmupResult, WarmupJob("admin", (1, 3)))
     assert [step[:2] for step in result.steps] == [(1, 1), (3, 3), (2, 512)]
     np.testing.assert_array_equal(harness.executor.read_blocks(blocks), data)
     assert before.rows[0].token is not None

@@ -52,8 +52,7 @@ def test_every_output_row_is_logged_and_answered_as_it_was_asked_for(caplog: pyt
         assert many.rows[0].top_ids is not None
         assert many.rows[0].top_ids.tolist() == best_of((1, 2, 3, 4, 5), 7)
         harness.submit(append(first.handle, 9, on_stale=StalePolicy.FORK)).result()
-        job = append(many.handle, 6, 7)
-        job.drafts = Drafts(1, Acceptance.EXACT)
+        job = append(many.handle, 6, 7, drafts=Drafts(1, Acceptance.EXACT))
         harness.submit(job).result()
     handle_id = first.handle.handle_id
     assert logged(caplog) == [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import threading
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -12,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import (
     Acceptance,
     AppendJob,
@@ -23,9 +21,7 @@ from ferrule_server.engine.jobs import (
     TruncateResult,
 )
 from ferrule_server.errors import (
-    Cancelled,
     HandleStale,
-    HandleUnknown,
     NonFiniteLogits,
     QuotaExceeded,
     RequestIdReused,
@@ -75,9 +71,15 @@ def verify(
     wants_row_handles: bool = True,
 ) -> AppendJob:
     """A verify job of the principal ``me``."""
-    job = append(handle, *input_ids, *draft_ids, output=output, on_stale=on_stale, request_id=request_id)
-    job.drafts = Drafts(len(draft_ids), acceptance, distributions, row_masks, wants_row_handles)
-    return job
+    return append(
+        handle,
+        *input_ids,
+        *draft_ids,
+        output=output,
+        on_stale=on_stale,
+        request_id=request_id,
+        drafts=Drafts(len(draft_ids), acceptance, distributions, row_masks, wants_row_handles),
+    )
 
 
 def tokens_of(harness: Harness, handle: Handle) -> tuple[int, ...]:
@@ -112,20 +114,18 @@ def test_drafts_hold_up_to_the_first_that_the_model_would_not_say(num_good: int,
         assert decoded.rows[0].token == fake_next_token((*after, 9), VOCAB)
 
 
-def test_what_does_not_hold_leaves_no_block_behind() -> None:
+def test_what_does_not_hold_leaves_no_block_behind(harness: Harness) -> None:
     """After a verify of 20 drafts of which none holds, the pool is as after a decode of one token."""
-    executor = FakeExecutor()
-    with Harness(executor) as harness:
-        first = harness.prefill(*PROMPT)
-        twin = harness.prefill(9, *PROMPT[1:])
-        before = harness.engine.snapshot().free_blocks
-        harness.decode(twin.handle, 4)
-        decoded = before - harness.engine.snapshot().free_blocks
-        drafts = (other_than(greedy_tokens((*PROMPT, 4), 1)[0]),) * 20
-        result = harness.submit(verify(first.handle, (4,), drafts)).result()
-        assert before - decoded - harness.engine.snapshot().free_blocks == decoded
-        sequence = harness.store.resolve(result.handle, "me")
-        assert executor.tokens_at(sequence.block_ids, 4) == [*PROMPT, 4]
+    first = harness.prefill(*PROMPT)
+    twin = harness.prefill(9, *PROMPT[1:])
+    before = harness.engine.snapshot().free_blocks
+    harness.decode(twin.handle, 4)
+    decoded = before - harness.engine.snapshot().free_blocks
+    drafts = (other_than(greedy_tokens((*PROMPT, 4), 1)[0]),) * 20
+    result = harness.submit(verify(first.handle, (4,), drafts)).result()
+    assert before - decoded - harness.engine.snapshot().free_blocks == decoded
+    sequence = harness.store.resolve(result.handle, "me")
+    assert harness.executor.tokens_at(sequence.block_ids, 4) == [*PROMPT, 4]
 
 
 @pytest.mark.parametrize("block_size", [4, 16])
@@ -190,37 +190,33 @@ def test_where_the_client_decides_all_drafts_are_appended() -> None:
         assert harness.engine.counters.accepted_tokens == 0
 
 
-def test_a_verify_without_drafts_is_a_decode_that_says_what_comes_next() -> None:
+def test_a_verify_without_drafts_is_a_decode_that_says_what_comes_next(harness: Harness) -> None:
     """Accepted 0 of 0, the token behind the input."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        for acceptance, output in ((EXACT, GREEDY), (REJECTION, SEEDED)):
-            before = tokens_of(harness, first.handle)
-            result = harness.submit(verify(first.handle, (4,), (), acceptance, output)).result()
-            assert accepted(result) == (0, result.rows[0].token)
-            assert tokens_of(harness, result.handle) == (*before, 4)
-            first = result
+    first = harness.prefill(*PROMPT)
+    for acceptance, output in ((EXACT, GREEDY), (REJECTION, SEEDED)):
+        before = tokens_of(harness, first.handle)
+        result = harness.submit(verify(first.handle, (4,), (), acceptance, output)).result()
+        assert accepted(result) == (0, result.rows[0].token)
+        assert tokens_of(harness, result.handle) == (*before, 4)
+        first = result
 
 
 @pytest.mark.parametrize("output", [SEEDED, PENALISED, GREEDY])
-def test_an_exact_verify_is_decoding_one_by_one(output: OutputRequest) -> None:
+def test_an_exact_verify_is_decoding_one_by_one(harness: Harness, output: OutputRequest) -> None:
     """Same seed, same penalties: every token that comes out is the one a decode would have drawn."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        one_by_one: list[int] = []
-        handle, token = harness.prefill(*PROMPT).handle, 4
-        for _ in range(6):
-            step = harness.decode(handle, token, output=output)
-            assert step.rows[0].token is not None
-            handle, token = step.handle, step.rows[0].token
-            one_by_one.append(token)
-        for num_good in (0, 3, 5):
-            drafts = (*one_by_one[:num_good], other_than(one_by_one[num_good]))
-            branch = harness.submit(
-                verify(first.handle, (4,), drafts, output=output, on_stale=StalePolicy.REWIND)
-            ).result()
-            assert accepted(branch) == (num_good, one_by_one[num_good])
-            assert [row.token for row in branch.rows] == one_by_one[: num_good + 1]
+    first = harness.prefill(*PROMPT)
+    one_by_one: list[int] = []
+    handle, token = harness.prefill(*PROMPT).handle, 4
+    for _ in range(6):
+        step = harness.decode(handle, token, output=output)
+        assert step.rows[0].token is not None
+        handle, token = step.handle, step.rows[0].token
+        one_by_one.append(token)
+    for num_good in (0, 3, 5):
+        drafts = (*one_by_one[:num_good], other_than(one_by_one[num_good]))
+        branch = harness.submit(verify(first.handle, (4,), drafts, output=output, on_stale=StalePolicy.REWIND)).result()
+        assert accepted(branch) == (num_good, one_by_one[num_good])
+        assert [row.token for row in branch.rows] == one_by_one[: num_good + 1]
 
 
 def test_masks_of_rows_stand_in_place_of_the_selections_own() -> None:
@@ -283,16 +279,15 @@ def test_speculative_sampling_leaves_the_distribution_of_the_model(has_distribut
     assert chi_square < 24.3, f"p < 0.001 with 7 degrees of freedom: {chi_square:.1f}"
 
 
-def test_the_row_behind_the_last_draft_is_an_ordinary_draw() -> None:
+def test_the_row_behind_the_last_draft_is_an_ordinary_draw(harness: Harness) -> None:
     """All accepted: the next token is what a plain draw with that seed gives there."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        certain = tuple(OutputRequest(OutputSpec(sample=SampleSpec(temperature=0, seed=seed))) for seed in (1, 2))
-        good = greedy_tokens((*PROMPT, 4), 3)
-        result = harness.submit(verify(first.handle, (4,), good[:2], REJECTION, certain[0])).result()
-        assert accepted(result) == (2, good[2])
-        assert [row.is_accepted for row in result.rows] == [True, True, None]
-        assert harness.decode(result.handle, output=certain[1]).rows[0].token == good[2]
+    first = harness.prefill(*PROMPT)
+    certain = tuple(OutputRequest(OutputSpec(sample=SampleSpec(temperature=0, seed=seed))) for seed in (1, 2))
+    good = greedy_tokens((*PROMPT, 4), 3)
+    result = harness.submit(verify(first.handle, (4,), good[:2], REJECTION, certain[0])).result()
+    assert accepted(result) == (2, good[2])
+    assert [row.is_accepted for row in result.rows] == [True, True, None]
+    assert harness.decode(result.handle, output=certain[1]).rows[0].token == good[2]
 
 
 # ---- NaN ------------------------------------------------------------------------------------------------------------
@@ -407,18 +402,17 @@ def test_what_differs_is_no_retry(change: str) -> None:
 @pytest.mark.parametrize(("first_ids", "other_ids"), [((4,), (4, 7)), ((4, 7), (4,))])
 @pytest.mark.parametrize("drafts", [(7,), ()])
 def test_other_certain_tokens_are_no_retry(
-    first_ids: tuple[int, ...], other_ids: tuple[int, ...], drafts: tuple[int, ...]
+    harness: Harness, first_ids: tuple[int, ...], other_ids: tuple[int, ...], drafts: tuple[int, ...]
 ) -> None:
     """Equal drafts behind more or fewer tokens are another verify, though what is committed begins alike."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        once = harness.submit(verify(first.handle, first_ids, drafts)).result()
-        assert accepted(once)[0] == 0
-        assert isinstance(harness.submit(verify(first.handle, other_ids, drafts)).error(), HandleStale)
-        assert harness.submit(verify(first.handle, first_ids, drafts)).result().replayed
-        rewound = harness.submit(verify(first.handle, other_ids, drafts, on_stale=StalePolicy.REWIND)).result()
-        assert not rewound.replayed
-        assert tokens_of(harness, rewound.handle) == PROMPT + other_ids
+    first = harness.prefill(*PROMPT)
+    once = harness.submit(verify(first.handle, first_ids, drafts)).result()
+    assert accepted(once)[0] == 0
+    assert isinstance(harness.submit(verify(first.handle, other_ids, drafts)).error(), HandleStale)
+    assert harness.submit(verify(first.handle, first_ids, drafts)).result().replayed
+    rewound = harness.submit(verify(first.handle, other_ids, drafts, on_stale=StalePolicy.REWIND)).result()
+    assert not rewound.replayed
+    assert tokens_of(harness, rewound.handle) == PROMPT + other_ids
 
 
 def test_only_the_last_append_can_be_told_from_a_new_one() -> None:
@@ -465,32 +459,30 @@ def test_tokens_that_a_verify_appended_are_replayed_to_a_plain_append() -> None:
         assert plain.rows[0].token == fake_next_token((*PROMPT, 4, *good), VOCAB)
 
 
-def test_an_unseeded_verify_that_lost_its_record_needs_the_seed() -> None:
+def test_an_unseeded_verify_that_lost_its_record_needs_the_seed(harness: Harness) -> None:
     """The client decided, so its tokens are a replay; what was drawn is not known any more."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        job = verify(first.handle, (4,), (5,), NONE, UNSEEDED)
-        once = harness.submit(job).result()
-        assert once.seed is not None
-        harness.decode(once.handle, 9)
-        assert isinstance(harness.submit(dataclasses.replace(job)).error(), SeedRequired)
-        sample = replace(SampleSpec(), seed=once.seed)
-        seeded = replace(job, output=OutputRequest(OutputSpec(sample=sample)))
-        again = harness.submit(seeded).result()
-        assert [row.token for row in again.rows] == [row.token for row in once.rows]
+    first = harness.prefill(*PROMPT)
+    job = verify(first.handle, (4,), (5,), NONE, UNSEEDED)
+    once = harness.submit(job).result()
+    assert once.seed is not None
+    harness.decode(once.handle, 9)
+    assert isinstance(harness.submit(dataclasses.replace(job)).error(), SeedRequired)
+    sample = replace(SampleSpec(), seed=once.seed)
+    seeded = replace(job, output=OutputRequest(OutputSpec(sample=sample)))
+    again = harness.submit(seeded).result()
+    assert [row.token for row in again.rows] == [row.token for row in once.rows]
 
 
-def test_a_verify_that_returns_no_rows_runs_none_again() -> None:
+def test_a_verify_that_returns_no_rows_runs_none_again(harness: Harness) -> None:
     """Policy none, the client decides: a replay needs no step, and has its row handles."""
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        once = harness.submit(verify(first.handle, (4,), (5, 6), NONE, NOTHING)).result()
-        assert once.rows == ()
-        harness.decode(once.handle, 9)
-        num_steps = len(harness.executor.batches)
-        again = harness.submit(verify(first.handle, (4,), (5, 6), NONE, NOTHING)).result()
-        assert (again.replayed, again.verified) == (True, once.verified)
-        assert len(harness.executor.batches) == num_steps
+    first = harness.prefill(*PROMPT)
+    once = harness.submit(verify(first.handle, (4,), (5, 6), NONE, NOTHING)).result()
+    assert once.rows == ()
+    harness.decode(once.handle, 9)
+    num_steps = len(harness.executor.batches)
+    again = harness.submit(verify(first.handle, (4,), (5, 6), NONE, NOTHING)).result()
+    assert (again.replayed, again.verified) == (True, once.verified)
+    assert len(harness.executor.batches) == num_steps
 
 
 def test_a_record_keeps_neither_masks_nor_distributions_alive() -> None:
@@ -516,33 +508,16 @@ def test_a_record_keeps_neither_masks_nor_distributions_alive() -> None:
 # ---- with others ----------------------------------------------------------------------------------------------------
 
 
-def test_verifies_and_decodes_of_many_handles_share_a_step() -> None:
-    """However many drafts; prompts come behind them."""
-    with Harness() as harness:
-        handles = [harness.prefill(*PROMPT, i).handle for i in range(4)]
-        num_steps = len(harness.executor.batches)
-        jobs = [verify(handle, (4,), tuple(range(20))) for handle in handles[:3]]
-        sinks = harness.submit_all(append(None, 8), *jobs, append(handles[3], 9))
-        results = [sink.result() for sink in sinks]
-        assert all(result.verified is not None for result in results[1:4])
-        batch = harness.executor.batches[num_steps]
-        assert batch.num_seqs >= 4
-        assert batch.num_rows >= 3 * 21 + 1
-        assert [int(n) for n in batch.kv_lens[:4]] == [25, 25, 25, 5]
-
-
 def test_a_duplicate_of_a_verify_in_flight_joins_it() -> None:
     """One run answers both; other drafts wait and find the tip moved."""
     good = greedy_tokens((*PROMPT, 4), 2)
     with Harness(max_step_rows=2) as harness:
         first = harness.prefill(*PROMPT)
-        gate = harness.executor.gate = threading.Event()
         jobs = [verify(first.handle, (4,), good) for _ in range(3)]
         jobs[2].token_ids = (4, good[0], other_than(good[1]))
-        original = harness.submit(jobs[0])
-        assert harness.executor.is_waiting.wait(10)
+        original = harness.hold(jobs[0])
         joined, other = harness.submit_all(*jobs[1:])
-        gate.set()
+        harness.let_go()
         assert joined.result() == dataclasses.replace(original.result(), replayed=True)
         assert isinstance(other.error(), HandleStale)
         assert harness.engine.counters.joined == 1
@@ -569,36 +544,6 @@ def test_a_branch_by_request_id_is_made_once(acceptance: Acceptance) -> None:
         assert isinstance(harness.submit(other).error(), RequestIdReused)
         other = replace(job, drafts=replace(job.drafts, wants_row_handles=False))  # type: ignore[type-var]
         assert isinstance(harness.submit(other).error(), RequestIdReused)
-
-
-def test_a_release_ends_a_verify_half_way() -> None:
-    """Its blocks come back with the sequence's."""
-    with Harness(max_step_rows=2) as harness:
-        first = harness.prefill(*PROMPT)
-        gate = harness.executor.gate = threading.Event()
-        running = harness.submit(verify(first.handle, (4,), (5, 6, 7, 8, 9)))
-        assert harness.executor.is_waiting.wait(10)
-        released = harness.submit(host_calls.release("me", (first.handle,)))
-        gate.set()
-        released.outcome()
-        assert isinstance(running.error(), HandleUnknown)
-        snapshot = harness.engine.snapshot()
-        assert snapshot.free_blocks == snapshot.total_blocks
-
-
-def test_a_verify_cancelled_before_its_last_chunk_never_happened() -> None:
-    """The handle stays as it was."""
-    with Harness(max_step_rows=2) as harness:
-        first = harness.prefill(*PROMPT)
-        gate = harness.executor.gate = threading.Event()
-        job = verify(first.handle, (4,), (5, 6, 7, 8, 9))
-        running = harness.submit(job)
-        assert harness.executor.is_waiting.wait(10)
-        job.is_cancelled = True
-        gate.set()
-        assert isinstance(running.error(), Cancelled)
-        assert tokens_of(harness, first.handle) == PROMPT
-        assert harness.decode(first.handle, 4).rows[0].token == fake_next_token((*PROMPT, 4), VOCAB)
 
 
 def test_a_verify_needs_room_for_all_its_drafts_and_keeps_it_for_those_that_hold() -> None:
@@ -637,15 +582,3 @@ def test_verifies_are_counted_by_what_became_of_their_drafts() -> None:
         counters = harness.engine.counters
         assert (counters.verifies, counters.draft_tokens, counters.accepted_tokens) == (1, 3, 2)
         assert (counters.decodes, counters.decode_tokens, counters.prefills, counters.replays) == (1, 4, 1, 1)
-
-
-def test_targets_of_rows_are_the_drafts_that_follow_them() -> None:
-    """Each row scores the draft behind it; the last one has nothing to score."""
-    output = OutputRequest(OutputSpec(), wants_targets=True)
-    with Harness() as harness:
-        first = harness.prefill(*PROMPT)
-        rows = harness.submit(verify(first.handle, (4,), (5, 6), NONE, output)).result().rows
-        assert [row.target_logprob is not None for row in rows] == [True, True, False]
-        logits = fake_logits((*PROMPT, 4), VOCAB).astype(np.float64)
-        expected = logits[5] - np.log(np.exp(logits).sum())
-        assert rows[0].target_logprob == pytest.approx(expected, abs=1e-6)

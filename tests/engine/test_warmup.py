@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ferrule_server.engine.jobs import Finish, Outcome, WarmupJob, WarmupResult
+from ferrule_server.engine.jobs import Finish, WarmupJob, WarmupResult
 from ferrule_server.errors import Draining, EngineFault, HandleLost
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, DeviceLost, ExecutorState, StepBatch, StepResult
 from ferrule_server.executor.reference import PagedReferenceExecutor
@@ -18,22 +18,20 @@ from tests.engine.streams import SteppedExecutor, generate, start
 from tests.fakes import FakeExecutor, fake_next_token
 
 
-def warm(harness: Harness, *batch_sizes: int) -> Outcome:
+def warm(harness: Harness, *batch_sizes: int) -> WarmupResult:
     """Ask for a warm-up and wait."""
-    return harness.submit(WarmupJob("admin", batch_sizes)).outcome()
+    return harness.answer(WarmupResult, WarmupJob("admin", batch_sizes))
 
 
 def test_by_default_decodes_of_each_power_of_two_and_one_full_prefill_are_run() -> None:
     """Up to 64, or what a step can hold."""
     with Harness(max_step_rows=40) as harness:
         result = warm(harness)
-        assert isinstance(result, WarmupResult)
         assert [step[:2] for step in result.steps] == [(1, 1), (2, 2), (4, 4), (8, 8), (16, 16), (32, 32), (1, 40)]
         assert all(step.run_ns > 0 for step in result.steps)
         assert result.batch_sizes == (1, 2, 4, 8, 16, 32)
     with Harness(FakeExecutor(max_context=1000), max_step_rows=512) as harness:
         result = warm(harness)
-        assert isinstance(result, WarmupResult)
         assert result.steps[-2:] == (
             (64, 64, result.steps[-2].run_ns),
             (1, 512, result.steps[-1].run_ns),
@@ -61,11 +59,9 @@ def test_what_is_warm_is_left_alone() -> None:
     """Asked again nothing is run; asked for more, only that."""
     with Harness(max_step_rows=40) as harness:
         result = warm(harness, 4, 1, 4)
-        assert isinstance(result, WarmupResult)
         assert [step[:2] for step in result.steps] == [(1, 1), (4, 4), (1, 40)]
         assert warm(harness, 4, 1) == WarmupResult((), (1, 4))
         result = warm(harness, 3, 4)
-        assert isinstance(result, WarmupResult)
         assert ([step[:2] for step in result.steps], result.batch_sizes) == ([(3, 3)], (1, 3, 4))
 
 
@@ -100,10 +96,9 @@ def test_a_warm_step_that_fails_ends_the_warm_up_alone() -> None:
     """The others are served on; asked again it is tried again."""
     with Harness(max_step_rows=40) as harness:
         harness.executor.errors[2] = RuntimeError("told to fail")
-        assert isinstance(warm(harness, 1, 2), EngineFault)
+        harness.answer(EngineFault, WarmupJob("admin", (1, 2)))
         harness.prefill(1)
         result = warm(harness, 1, 2)
-        assert isinstance(result, WarmupResult)
         assert [step.num_rows for step in result.steps] == [2, 40]
 
 
@@ -141,7 +136,6 @@ def test_the_paged_reference_can_be_warmed() -> None:
     with Harness(PagedReferenceExecutor(kv_memory_bytes=1 << 20)) as harness:  # type: ignore[arg-type]
         before = harness.prefill(1, 2, 3).rows[0].token
         result = warm(harness)
-        assert isinstance(result, WarmupResult)
         assert result.batch_sizes[-1] == 64
         assert harness.prefill(1, 2, 3).rows[0].token == before
 
@@ -230,10 +224,9 @@ def test_what_was_warm_on_kernels_is_warmed_again_for_torch() -> None:
     executor = PreparingExecutor()
     executor.are_built = True
     with Harness(executor, max_step_rows=40) as harness:  # type: ignore[arg-type]
-        assert isinstance(warm(harness, 1), WarmupResult)
+        warm(harness, 1)
         executor.reason = "told to fail"
         result = warm(harness, 1)
-        assert isinstance(result, WarmupResult)
         assert [step.num_rows for step in result.steps] == [1, 40]
 
 
@@ -243,5 +236,4 @@ def test_a_size_that_never_gets_a_graph_is_not_waited_for() -> None:
     executor.refuses = True
     with Harness(executor, max_step_rows=40) as harness:  # type: ignore[arg-type]
         result = warm(harness, 1, 2)
-        assert isinstance(result, WarmupResult)
         assert [step.num_rows for step in result.steps] == [1, 1, 1, 1, 2, 2, 2, 2, 40]

@@ -11,7 +11,6 @@ from ferrule_server.engine.jobs import (
     Acceptance,
     CacheInfo,
     Drafts,
-    Finish,
     ForkJob,
     ForkResult,
     OutputRequest,
@@ -35,23 +34,19 @@ def windowed(**settings: int) -> Harness:
 
 def prefill(harness: Harness, *tokens: int, output: OutputRequest = GREEDY) -> Handle:
     """Begin a sequence that gives back what is outside the window."""
-    job = append(None, *tokens, output=output)
-    job.attention_window = WINDOW
+    job = append(None, *tokens, output=output, attention_window=WINDOW)
     return harness.submit(job).result().handle
 
 
 def describe(harness: Harness, handle: Handle) -> CacheInfo:
     """Return all that is known of a sequence."""
-    info = harness.submit(host_calls.describe("me", handle, with_token_ids=True)).outcome()
-    assert isinstance(info, CacheInfo)
-    return info
+    return harness.answer(CacheInfo, host_calls.describe("me", handle, with_token_ids=True))
 
 
 def test_a_loop_runs_far_beyond_the_pool() -> None:
     """Tokens are those of the window, and the memory that is held does not grow."""
     with windowed(num_blocks=9, max_context=400) as harness:
-        job = generate(None, 1, 2, 3, output=GREEDY, max_tokens=300)
-        job.attention_window = WINDOW
+        job = generate(None, 1, 2, 3, output=GREEDY, max_tokens=300, attention_window=WINDOW)
         branch = start(harness, job).branch()
         tokens = [1, 2, 3]
         for token in branch.tokens:
@@ -65,18 +60,9 @@ def test_a_loop_runs_far_beyond_the_pool() -> None:
         assert (harness.engine.snapshot().total_blocks, info.lowest_length) == (8, info.first_position + WINDOW)
 
 
-def test_without_the_option_the_loop_ends_where_the_pool_ends() -> None:
-    """Keeping all blocks is the default."""
-    with windowed(num_blocks=9, max_context=400) as harness:
-        branch = start(harness, generate(None, 1, 2, 3, output=GREEDY, max_tokens=300)).branch()
-        assert branch.frames[-1].finish is Finish.BLOCKS_EXHAUSTED
-        assert describe(harness, branch.handles[-1]).lowest_length == 1
-
-
 def test_a_queued_step_is_claimed_when_blocks_are_given_back() -> None:
     """Lookahead foresees the table that the next append will have, so no row is thrown away."""
-    job = generate(None, 1, 2, 3, output=GREEDY, max_tokens=60)
-    job.attention_window = WINDOW
+    job = generate(None, 1, 2, 3, output=GREEDY, max_tokens=60, attention_window=WINDOW)
     plain = windowed()
     with plain:
         expected = start(plain, dataclasses.replace(job)).branch()
@@ -119,8 +105,7 @@ def test_down_to_the_lowest_length_everything_is_exact() -> None:
         low = harness.store.resolve(handle, "me").handle_at(15)
         row = harness.submit(append(low)).result().rows[0]
         assert row.token == fake_next_token(tokens[12:15], VOCAB)
-        forked = harness.submit(ForkJob("me", handle, 15, 1)).outcome()
-        assert isinstance(forked, ForkResult)
+        forked = harness.answer(ForkResult, ForkJob("me", handle, 15, 1))
         truncated = harness.submit(TruncateJob("me", handle, 15)).outcome()
         assert isinstance(truncated, TruncateResult)
         for tip in (forked.handles[0], truncated.handle):
@@ -145,18 +130,6 @@ def test_recorded_answers_are_replayed_and_others_cost() -> None:
         assert (error.metadata["length"], error.metadata["tokens_to_recompute"]) == ("21", "21")
 
 
-def test_a_prompt_that_is_prefilled_again_goes_on_as_before() -> None:
-    """The price is that prefill; the prefix cache may know its blocks."""
-    tokens = list(range(1, 21))
-    with windowed() as harness:
-        handle = prefill(harness, *tokens)
-        error = harness.submit(ForkJob("me", handle, 10, 1)).error()
-        price = int(error.metadata["tokens_to_recompute"])
-        again = harness.prefill(*tokens[:price])
-        assert again.cached_tokens == 8
-        assert again.rows[0].token == fake_next_token(tokens[7:10], VOCAB)
-
-
 def test_a_verify_drops_after_what_was_accepted() -> None:
     """Rejected drafts leave no trace, and count for nothing that is given back."""
     tokens = list(range(1, 16))
@@ -164,8 +137,7 @@ def test_a_verify_drops_after_what_was_accepted() -> None:
         handle = prefill(harness, *tokens)
         good = fake_next_token([*tokens[-2:], 16], VOCAB)
         wrong = (fake_next_token([*tokens[-1:], 16, good], VOCAB) + 1) % VOCAB
-        job = append(handle, 16, good, *[wrong] * 6)
-        job.drafts = Drafts(7, Acceptance.EXACT)
+        job = append(handle, 16, good, *[wrong] * 6, drafts=Drafts(7, Acceptance.EXACT))
         result = harness.submit(job).result()
         assert result.verified is not None
         assert result.verified.accepted_count == 1
@@ -175,7 +147,6 @@ def test_a_verify_drops_after_what_was_accepted() -> None:
 def test_a_request_id_holds_for_one_option_only() -> None:
     """The same prompt, kept in another way, is another request."""
     with windowed() as harness:
-        job = append(None, 1, 2, 3, request_id="r")
-        job.attention_window = WINDOW
+        job = append(None, 1, 2, 3, request_id="r", attention_window=WINDOW)
         harness.submit(job).result()
         assert isinstance(harness.submit(append(None, 1, 2, 3, request_id="r")).error(), RequestIdReused)

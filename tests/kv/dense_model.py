@@ -46,6 +46,22 @@ def lineage_of(tokens: SequenceOf[int], fingerprint: bytes = FINGERPRINT) -> byt
     return link
 
 
+def verdict_of(held: Tokens, named: Tokens, tokens: Tokens, policy: StalePolicy) -> Verdict | type[FerruleError]:
+    """Return what the append rule says of ``tokens`` behind a handle that names tokens, from the tokens alone."""
+    length = len(named)
+    if held[:length] != named:
+        return HandleStale
+    if not tokens:
+        return Verdict.QUERY
+    if len(held) == length:
+        return Verdict.APPEND
+    if held[length : length + len(tokens)] == tokens:
+        return Verdict.REPLAY
+    if policy is StalePolicy.FAIL:
+        return HandleStale
+    return Verdict.FORK if policy is StalePolicy.FORK else Verdict.REWIND
+
+
 @dataclass(eq=False)
 class DenseSequence:
     """What a sequence should be: its tokens in a row."""
@@ -278,21 +294,6 @@ class DenseModel:
         if num_blocks and limits.kv_tokens is not None and num_slots > limits.kv_tokens:
             return QuotaExceeded
         return BlocksExhausted if num_blocks > self.num_free else None
-
-    def verdict(self, issued: Issued, tokens: Tokens, policy: StalePolicy) -> Verdict | type[FerruleError]:
-        """Return what the append rule says, from the tokens alone."""
-        held, length = issued.owner.tokens, len(issued.tokens)
-        if held[:length] != issued.tokens:
-            return HandleStale
-        if not tokens:
-            return Verdict.QUERY
-        if len(held) == length:
-            return Verdict.APPEND
-        if held[length : length + len(tokens)] == tokens:
-            return Verdict.REPLAY
-        if policy is StalePolicy.FAIL:
-            return HandleStale
-        return Verdict.FORK if policy is StalePolicy.FORK else Verdict.REWIND
 
     def read_kv(self, block_ids: SequenceOf[int], length: int) -> list[int]:
         """Read what lies in the slots of the first tokens of a block table."""

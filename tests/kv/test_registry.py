@@ -132,6 +132,24 @@ def test_whoever_lets_thousands_expire_changes_nobody_elses_answers(
     assert store.registry.num_tombstones == 3
 
 
+def test_a_tombstone_that_is_over_goes_before_those_that_count(
+    store: SequenceStore, put: Put, advance: Advance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has most of them."""
+    monkeypatch.setattr(registry, "MAX_TOMBSTONES", 2)
+    put([1], principal="bob")
+    advance(60.0)
+    store.expire()
+    advance(TOMBSTONE_S)
+    handles = [put([index]).handle_at() for index in range(2)]
+    advance(60.0)
+    assert len(store.expire()) == 2
+    for handle in handles:
+        with pytest.raises(HandleExpired):
+            store.resolve(handle, "alice")
+    store.check_integrity()
+
+
 def test_old_tombstones_go_when_new_ones_come(store: SequenceStore, put: Put, advance: Advance) -> None:
     """Memory is bounded by what expired within the last ten minutes."""
     put([1])

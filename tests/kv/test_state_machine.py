@@ -44,7 +44,17 @@ from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import DEFAULT_TTL_S, SequenceStore
 from ferrule_server.kv.usage import Holding
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
-from tests.kv.dense_model import FINGERPRINT, MAX_TTL_S, Append, DenseModel, DenseSequence, Issued, Tokens, lineage_of
+from tests.kv.dense_model import (
+    FINGERPRINT,
+    MAX_TTL_S,
+    Append,
+    DenseModel,
+    DenseSequence,
+    Issued,
+    Tokens,
+    lineage_of,
+    verdict_of,
+)
 
 PRINCIPALS = ("alice", "bob")
 MAX_APPENDS = 4
@@ -293,7 +303,7 @@ class KvMachine(RuleBasedStateMachine):
 
     def judged(self, issued: Issued, tokens: Tokens, policy: StalePolicy) -> Verdict | None:
         """Judge as the append rule says; None if that was rightly refused."""
-        expected = self.model.verdict(issued, tokens, policy)
+        expected = verdict_of(issued.owner.tokens, issued.tokens, tokens, policy)
         if isinstance(expected, Verdict):
             assert judge(issued.owner.real, issued.handle, tokens, policy) is expected
             return expected

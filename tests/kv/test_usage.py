@@ -63,19 +63,6 @@ def test_nobody_is_remembered_who_holds_nothing(store: SequenceStore) -> None:
     assert store.usage._holdings == {}
 
 
-def test_a_shared_block_counts_once(store: SequenceStore) -> None:
-    """And as long as any of its owners lives; the copy at a divergent append is one more."""
-    sequence = put(store, 6)
-    first, second = store.fork(sequence, 6, 2)
-    assert store.usage.of("alice") == Holding(3, 2)
-    store.commit(store.reservations.reserve_append(first, 1), [1])
-    assert store.usage.of("alice") == Holding(3, 3)
-    store.release(sequence.handle_at(), "alice")
-    assert store.usage.of("alice") == Holding(2, 3)
-    store.release(second.handle_at(), "alice")
-    assert store.usage.of("alice") == Holding(1, 2)
-
-
 def test_a_sequence_in_creation_is_a_handle(store: SequenceStore) -> None:
     """Else a principal could start any number at once; an abort gives it back, a commit counts it no second time."""
     sequence = put(store, 1)
@@ -89,13 +76,6 @@ def test_a_sequence_in_creation_is_a_handle(store: SequenceStore) -> None:
     store.reservations.abort(creating[1])
     assert len(store.fork(sequence, 1, 1)) == 1
     assert put(store, 1, "bob").principal == "bob"
-
-
-def test_a_fork_is_all_or_nothing(store: SequenceStore) -> None:
-    """Two of three branches are none."""
-    sequence = put(store, 6)
-    assert refusal(lambda: store.fork(sequence, 6, 3)) == ("HANDLES", {"used": "1", "limit": "3", "needed": "3"})
-    assert (len(store.registry), store.usage.of("alice")) == (1, Holding(1, 2))
 
 
 def test_tokens_are_refused_in_whole_blocks(store: SequenceStore) -> None:
@@ -143,19 +123,6 @@ def test_what_never_changes_is_said_first(store: SequenceStore, limits: dict[str
     assert refusal(lambda: store.reservations.reserve_new("alice", 21))[0] == "KV_TOKENS"
     with pytest.raises(BlocksExhausted):
         store.reservations.reserve_new("alice", 20)
-
-
-def test_a_rewind_pays_with_its_own_tail(store: SequenceStore, limits: dict[str, QuotaLimits]) -> None:
-    """At the quota, and even above one that was lowered meanwhile; a tail that forks share pays for nothing."""
-    sequence = put(store, 32)
-    store.commit(store.reservations.reserve_rewind(sequence, 1, 31), [9] * 31)
-    limits["alice"] = QuotaLimits(kv_tokens=8)
-    store.commit(store.reservations.reserve_rewind(sequence, 24, 8), [8] * 8)
-    assert (sequence.length, store.usage.of("alice")) == (32, Holding(1, 8))
-    limits["alice"] = QuotaLimits(kv_tokens=32)
-    store.fork(sequence, 32, 1)
-    assert refusal(lambda: store.reservations.reserve_rewind(sequence, 24, 1))[0] == "KV_TOKENS"
-    assert sequence.length == 32
 
 
 def test_a_lowered_quota_takes_nothing_away(store: SequenceStore, limits: dict[str, QuotaLimits]) -> None:

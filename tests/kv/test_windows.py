@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from ferrule_server.errors import BlocksExhausted, ExceedsPool, KvGivenBack, QuotaExceeded
+from ferrule_server.errors import ExceedsPool, KvGivenBack, QuotaExceeded
 from ferrule_server.kv.block_pool import BlockPool, count_shared
 from ferrule_server.kv.reserved_slots import SlotRequest
 from ferrule_server.kv.sequence import Sequence
@@ -57,23 +57,6 @@ def test_a_prefill_keeps_two_windows_and_a_token(store: SequenceStore, make: Mak
     assert store.metrics().num_given_back == num_given_back
 
 
-def test_token_by_token_memory_stays_bounded(store: SequenceStore, make: Make) -> None:
-    """Whatever the length: two windows, a token, and two blocks that are begun."""
-    sequence = make(1)
-    for token in range(1, 50):
-        put(store, sequence, [token])
-        assert sequence.length - sequence.first_position <= 2 * WINDOW + 1 + 2 * SIZE
-        store.check_integrity()
-    assert store.pool.num_used == 3
-    assert store.metrics().num_given_back == 10
-
-
-def test_without_the_option_nothing_is_given_back(store: SequenceStore, make: Make) -> None:
-    """Every block is kept, and every length can be continued."""
-    sequence = make(40, window=0)
-    assert (sequence.first_position, sequence.lowest_length, store.pool.num_used) == (0, 1, 10)
-
-
 def test_what_needs_kv_that_is_gone_is_refused_with_its_price(store: SequenceStore, make: Make) -> None:
     """Fork, truncate, rewind and branch: below the lowest length nothing changes, at it all of them are exact."""
     sequence = make(20)
@@ -95,50 +78,6 @@ def test_what_needs_kv_that_is_gone_is_refused_with_its_price(store: SequenceSto
     assert (branch.block_ids[:3], branch.lowest_length, branch.window) == ([0, 0, 0], 15, WINDOW)
     assert store.truncate(sequence, sequence.handle_at(), 15) == 1
     assert (sequence.length, sequence.lowest_length) == (15, 15)
-
-
-def test_a_branch_has_what_its_source_had_when_it_was_reserved(store: SequenceStore, make: Make) -> None:
-    """Its source may give back more before the branch is committed."""
-    sequence = make(16)
-    reservation = store.reservations.reserve_branch(sequence, 13, 1)
-    put(store, sequence, range(100, 120))
-    assert sequence.first_position == 28
-    store.check_integrity()
-    branch = store.commit(reservation, [7])
-    assert (branch.first_position, branch.lowest_length) == (8, 11)
-    assert store.pool.refcount(branch.block_ids[2]) == 1
-
-
-def test_blocks_given_back_are_found_like_those_of_a_released_sequence(store: SequenceStore, make: Make) -> None:
-    """A prompt finds all of them, those that are still owned after them too."""
-    sequence = make(24)
-    assert store.pool.num_cached == 4
-    prompt = list(range(24))
-    found = store.reservations.reserve_new("alice", 24, prompt=prompt)
-    assert found.num_cached == 24
-    assert found.block_ids[4:] == sequence.block_ids[4:]
-    whole = store.commit(found, prompt)
-    assert [store.pool.refcount(block_id) for block_id in whole.block_ids] == [1, 1, 1, 1, 2, 2]
-    assert store.pool.count_shared(whole.block_ids) == store.pool.num_shared == 2
-    assert (whole.first_position, whole.lowest_length) == (0, 1)
-
-
-def test_blocks_that_are_not_published_are_free_at_once(store: SequenceStore, make: Make) -> None:
-    """The prefix cache does not know them."""
-    make(24, publish=False)
-    assert (store.pool.num_cached, store.pool.num_empty) == (0, store.pool.capacity - 2)
-
-
-def test_a_block_after_one_that_was_handed_out_again_is_not_found(store: SequenceStore, make: Make) -> None:
-    """It has an owner, and the blocks before it are gone: equal tokens get blocks of their own."""
-    sequence = make(24)
-    store.pool.evict_next(store.pool.num_free)
-    assert store.pool.num_cached == 0
-    prompt = list(range(24))
-    found = store.reservations.reserve_new("alice", 24, prompt=prompt)
-    assert found.num_cached == 0
-    again = store.commit(found, prompt)
-    assert not set(again.block_ids) & set(sequence.held_ids)
 
 
 def test_a_sequence_grows_past_the_pool(make: Make) -> None:
@@ -164,17 +103,6 @@ def test_a_sequence_grows_past_the_pool(make: Make) -> None:
     with pytest.raises(ExceedsPool):
         store.reserve_slots([SlotRequest(sequence, 190)])
     store.check_integrity()
-
-
-def test_reserved_room_is_there_when_blocks_were_given_back(store: SequenceStore, make: Make) -> None:
-    """Room is for the blocks to come; those given back do not come again."""
-    sequence = make(20)
-    store.reserve_slots([SlotRequest(sequence, 40)])
-    assert (len(sequence.spare_ids), sequence.num_blocks) == (5, 7)
-    with pytest.raises(BlocksExhausted):
-        store.reservations.reserve_new("bob", 4 * store.pool.num_free + 1)
-    put(store, sequence, range(20, 40))
-    assert (sequence.first_position, sequence.spare_ids) == (32, ())
 
 
 def test_the_next_table_is_foreseen_without_what_will_be_given_back(store: SequenceStore, make: Make) -> None:

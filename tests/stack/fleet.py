@@ -1,4 +1,4 @@
-"""Two servers behind a real Envoy, by flags of their own or from docker-compose.yml, and clients who are busy."""
+"""Two servers behind a real Envoy, and clients that are busy."""
 
 from __future__ import annotations
 
@@ -7,48 +7,19 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Final, Protocol
+from typing import Final
 
 from ferrule import Cache, Client, FerruleError, Stream, greedy
 from ferrule.types import Append, Status
-from tests.chaos.server_process import ServerProcess, wait_for
-from tools.compose.envoy import EnvoyProcess, get
-from tools.compose.stack import Stack
+from tests.chaos.server_process import ServerProcess
+from tools.compose.envoy import EnvoyProcess
 
 A, B = NAMES = ("ferrule-a", "ferrule-b")
 SERVER: Final = (
     *("--executor", "paged-reference", "--kv-memory", "64MiB"),
     *("--log-level", "warning", "--drain-grace", "15s"),
 )
-
-
-class Fleet(Protocol):
-    """What a test needs of two servers and the Envoy in front of them, however they came up.
-
-    Attributes:
-        tie: Log-probabilities that are not further apart may change places when other rows are in the step.
-    """
-
-    tie: ClassVar[float]
-
-    @property
-    def target(self) -> str:
-        """Address of the proxy."""
-
-    @property
-    def targets(self) -> Mapping[str, str]:
-        """Address of each server, by instance."""
-
-    def end(self, name: str) -> int:
-        """Ask a server to end, as ``docker stop`` does, and return its exit code."""
-
-    def start(self, name: str) -> None:
-        """Start a server that has ended, and wait until it is ready."""
-
-    def wait_for_all(self) -> None:
-        """Wait until both get new prompts."""
 
 
 class OwnFleet:
@@ -58,8 +29,6 @@ class OwnFleet:
         servers: By instance.
         envoy: The proxy.
     """
-
-    tie: ClassVar[float] = 0.0
 
     def __init__(self, folder: Path) -> None:
         self.servers = {name: ServerProcess(folder / f"{name}.log", *SERVER, "--instance", name) for name in NAMES}
@@ -90,7 +59,7 @@ class OwnFleet:
 
     def client(self, **options: object) -> Client:
         """Return a client of the proxy."""
-        return connect(self, **options)
+        return connect(self.target, **options)
 
     def end(self, name: str) -> int:
         """Ask a server to end and return its exit code; it must not need to be asked twice."""
@@ -109,59 +78,12 @@ class OwnFleet:
         self.envoy.wait_for_healthy({server.port for server in self.servers.values()})
 
 
-class ComposedFleet:
-    """What ``docker compose --profile scale up envoy`` starts, with every setting that the file has.
-
-    Attributes:
-        stack: The services.
-    """
-
-    tie: ClassVar[float] = 0.1  # bfloat16
-
-    def __init__(self, folder: Path) -> None:
-        self.stack = Stack(folder, ("envoy",), profiles=("scale",))
-        assert self.stack.names == [*NAMES, "envoy"]
-
-    def __enter__(self) -> ComposedFleet:
-        self.stack.__enter__()
-        self.wait_for_all()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stack.kill()
-
-    @property
-    def target(self) -> str:
-        """Address of the proxy."""
-        return self.stack.address("envoy", 50051)
-
-    @property
-    def targets(self) -> dict[str, str]:
-        """Address of each server, by instance."""
-        return {name: self.stack.address(name, 50051) for name in NAMES}
-
-    def end(self, name: str) -> int:
-        """Ask a server to end and return its exit code; 137 after the time that compose leaves it."""
-        return self.stack.stop(name)
-
-    def start(self, name: str) -> None:
-        """Start a server that has ended, and wait until its health check is content."""
-        self.stack.start(name)
-        self.stack.wait_until_healthy(name)
-
-    def wait_for_all(self) -> None:
-        """Wait until both get new prompts, by the figures that Prometheus reads."""
-        port = self.stack.ports.of("envoy", 9464)
-        healthy = 'envoy_cluster_membership_healthy{envoy_cluster_name="executors"} 2\n'
-        wait_for("two healthy servers", lambda: healthy in get(port, "/stats/prometheus"), 20)
+def connect(target: str, **options: object) -> Client:
+    """Return a client of a proxy."""
+    return Client(target, timeout=20, **options)  # type: ignore[arg-type]
 
 
-def connect(fleet: Fleet, **options: object) -> Client:
-    """Return a client of the proxy."""
-    return Client(fleet.target, timeout=20, **options)  # type: ignore[arg-type]
-
-
-def status_of(fleet: Fleet) -> dict[str, Status]:
+def status_of(fleet: OwnFleet) -> dict[str, Status]:
     """Return what each server says of itself when it is asked directly, by instance."""
     found = {}
     for name, target in fleet.targets.items():
@@ -184,16 +106,16 @@ class Worker(threading.Thread):
         owners: Where its sequences were.
     """
 
-    def __init__(self, fleet: Fleet, number: int, stop: threading.Event) -> None:
+    def __init__(self, target: str, number: int, stop: threading.Event) -> None:
         super().__init__()
-        self._fleet, self._number, self._stop_asked = fleet, number, stop
+        self._target, self._number, self._stop_asked = target, number, stop
         self.appends = 0
         self.failures: list[str] = []
         self.owners: Counter[str] = Counter()
 
     def run(self) -> None:
         """Work until it is asked to stop."""
-        with connect(self._fleet, max_retries=1) as client, client.stream() as stream:
+        with connect(self._target, max_retries=1) as client, client.stream() as stream:
             while not self._stop_asked.is_set():
                 try:
                     self._serve_one(client, stream if self._number % 2 else None)

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import openai_gateway
 import pytest
 
 from ferrule_server.arguments import parse_config, unknown_variables
@@ -71,7 +72,7 @@ def test_every_service_is_contained(on_top: tuple[Path, ...]) -> None:
         assert set(service["logging"]["options"]) == {"max-size", "max-file"}, name
         assert not {"privileged", "network_mode", "pid", "ipc", "cap_add", "devices"} & set(service), name
         assert "docker.sock" not in json.dumps(service), name
-        writable = {entry.split(":")[1] for entry in service.get("volumes", []) if not entry.endswith(":ro")}
+        writable = {entry.split(":")[1] for entry in service.get("volumes", []) if ":ro" not in entry}
         assert writable <= {"/var/cache/ferrule", "/data", "/prometheus", "/var/lib/grafana"}, name
         assert service["healthcheck"]["test"][0] == "CMD", name
         assert service["restart"] == "unless-stopped", name
@@ -81,10 +82,10 @@ def test_images_are_pinned(plain: dict[str, Any]) -> None:
     """To a release; ours to the version that the project has."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for name, service in plain.items():
-        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+", service["image"]), name
-        assert service["image"].endswith(f":{version}") == (name in SERVERS), name
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+\.\d+(@sha256:\w{64})?", service["image"]), name
+        assert service["image"].endswith(f":{version}") == (name in (*SERVERS, "openai")), name
     recipe = (ROOT / "deploy" / "Dockerfile").read_text()
-    assert re.search(r"^ARG PYTHON_IMAGE=python:\d+\.\d+\.\d+-\w+-\w+$", recipe, re.MULTILINE)
+    assert re.search(r"^ARG PYTHON_IMAGE=python:\d+\.\d+\.\d+-\w+-\w+@sha256:\w{64}$", recipe, re.MULTILINE)
     assert set(re.findall(r"-t ferrule(?:-gpu)?:(\S+)", recipe)) == {version}
 
 
@@ -94,6 +95,7 @@ def test_every_image_of_ours_is_built_once(plain: dict[str, Any]) -> None:
     assert len(built) == len(set(built))
     whole = project()
     ways = [((), ()), (("gpu",), ("ferrule-gpu",)), (("scale",), ("envoy",)), (("scale",), ("ferrule-b",))]
+    ways += [(("openai",), ("openai",))]
     for profiles, names in ways:
         here = [plain[name] for name in started(whole, profiles, names)]
         wanted = {service["image"] for service in here if service["image"].startswith("ferrule")}
@@ -104,7 +106,6 @@ def test_ports_are_this_machines_unless_a_file_with_credentials_opens_them() -> 
     """Nothing without credentials can be reached from elsewhere, and servers behind Envoy by nobody but it."""
     for on_top in WAYS:
         is_open = on_top in [(named("secured"),), (named("mtls"),)]
-        behind_envoy = on_top == (named("scale-tls"),)
         for name, service in project(*on_top)["services"].items():
             ports = service.get("ports", [])
             if is_open and name in ("ferrule", "ferrule-gpu"):
@@ -112,12 +113,12 @@ def test_ports_are_this_machines_unless_a_file_with_credentials_opens_them() -> 
                 assert settings(service).has_authentication
                 assert settings(service).tls_cert
                 assert not settings(service).is_insecure
-            elif behind_envoy and name == "envoy":
+            elif on_top == (named("secured"),) and name == "envoy":
                 assert ports == ["50051:50051"]
                 assert "envoy.tls.yaml" in str(service["command"])
             else:
                 assert all(port.startswith("127.0.0.1:") for port in ports), name
-            if behind_envoy and name in ("ferrule-a", "ferrule-b"):
+            if on_top == (named("secured"),) and name in ("ferrule-a", "ferrule-b"):
                 assert settings(service).token_file
                 assert not settings(service).is_insecure
             assert bool(ports) == ("outside" in service["networks"]) == (name not in ("ferrule-a", "ferrule-b"))
@@ -152,7 +153,7 @@ def test_files_on_top_let_in_whom_they_say() -> None:
     both = project(named("secured"), named("mtls"), ADMINS="")["services"]["ferrule"]
     assert settings(both).token_file
     assert settings(both).tls_client_ca
-    assert both["volumes"].count("./secrets:/run/ferrule:ro") == 1
+    assert both["volumes"].count("./secrets:/run/ferrule:ro,z") == 1
 
 
 def test_a_server_outlives_what_is_asked_of_it(plain: dict[str, Any]) -> None:
@@ -207,8 +208,9 @@ def test_what_is_made_once_is_kept(plain: dict[str, Any]) -> None:
 def test_each_server_has_a_journal_of_its_own() -> None:
     """In a volume, below a folder that the image gives to the server's user and to nobody else."""
     assert "--owner=10001 --group=10001 --mode=0700 /data " in (ROOT / "deploy" / "Dockerfile").read_text()
-    whole, volumes = project(named("durable")), set()
+    whole, volumes = project(DURABLE="/data/journal"), set()
     for name in SERVERS:
+        assert settings(project()["services"][name]).durable is None
         service = whole["services"][name]
         assert settings(service).durable == Path("/data/journal")
         (volume,) = {entry.split(":")[0] for entry in service["volumes"] if entry.split(":")[1] == "/data"}
@@ -225,7 +227,7 @@ def test_the_gpu_is_reserved(plain: dict[str, Any]) -> None:
     assert device == {"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}
     assert settings(plain["ferrule-gpu"]).device == "cuda"
     assert settings(plain["ferrule-gpu"]).kv_memory_bytes is None, "the pool takes what the memory of the GPU leaves"
-    assert plain["ferrule-gpu"]["build"]["args"]["EXTRAS"] == "server,cli,otel,cuda"
+    assert plain["ferrule-gpu"]["build"]["args"]["DEVICE"] == "cuda"
 
 
 def test_a_model_of_yours_is_served_from_your_folder() -> None:
@@ -247,6 +249,7 @@ def test_a_model_of_yours_is_served_from_your_folder() -> None:
         (("gpu",), ("ferrule-gpu",), ["ferrule-gpu"]),
         (("scale",), ("envoy",), ["ferrule-a", "ferrule-b", "envoy"]),
         (("observe",), ("ferrule", "grafana"), ["ferrule", "prometheus", "grafana"]),
+        (("openai",), ("openai",), ["ferrule", "openai"]),
         (("scale", "observe"), ("envoy", "grafana"), ["ferrule-a", "ferrule-b", "envoy", "prometheus", "grafana"]),
     ],
 )
@@ -260,31 +263,31 @@ def test_profiles_start_what_the_documents_say(
     assert len(ports) == len(set(ports))
 
 
-def test_files_that_are_mounted_exist(plain: dict[str, Any]) -> None:
-    """Docker would make an empty folder in the place of one that does not."""
-    for service in plain.values():
-        for entry in service.get("volumes", []):
-            source = entry.split(":")[0]
-            assert not source.startswith("./") or (ROOT / source).exists(), source
-
-
-def test_names_and_volumes_are_declared() -> None:
-    """A service names networks and volumes that the file has."""
-    whole = project()
-    for name, service in whole["services"].items():
-        assert set(service["networks"]) <= set(whole["networks"]), name
-        for entry in service.get("volumes", []):
-            source = entry.split(":")[0]
-            assert source.startswith(("./", "/")) or source in whole["volumes"], entry
+def test_the_gateway_is_what_the_example_takes(plain: dict[str, Any]) -> None:
+    """Its file is mounted, the options are its own, and it calls the server and listens where the ports are."""
+    gateway = plain["openai"]
+    (mounted,) = gateway["volumes"]
+    source, place, _ = mounted.split(":")
+    program, path = gateway["entrypoint"]
+    assert program == "python"
+    assert (ROOT / source / Path(path).relative_to(place)).read_text() == Path(openai_gateway.__file__).read_text()
+    options = openai_gateway.parser().parse_args(gateway["command"])
+    assert options.target == f"ferrule:{settings(plain['ferrule']).listen.port}"
+    (port,) = gateway["ports"]
+    assert port.startswith("127.0.0.1:8000:")
+    assert options.listen == f"0.0.0.0:{port.split(':')[2]}"
+    assert gateway["build"]["target"] == "gateway"
+    assert f":{port.split(':')[2]}/healthz" in gateway["healthcheck"]["test"][-1]
 
 
 def test_the_image_is_made_of_wheels() -> None:
     """Ours is built first; nothing else is compiled, and the last stage installs nothing."""
     stages = (ROOT / "deploy" / "Dockerfile").read_text().split("\nFROM ")
-    assert len(stages) == 3
-    assert "--only-binary=:all: -c constraints.txt" in stages[1]
-    assert not re.search(r"pip|apt|gcc|build-essential", stages[2])
-    assert "\nUSER 10001:10001\n" in stages[2]
-    sources = set(re.findall(r"^COPY (?!--from)(.*) \S+$", stages[1], re.MULTILINE))
+    installs = re.findall(r"install -q(.*)", "".join(stages))
+    assert installs == [" --only-binary=:all: -c constraints.txt \\"] * 3
+    assert not re.search(r"pip|apt|gcc|build-essential", stages[-1])
+    assert "\nUSER 10001:10001\n" in stages[-1]
+    sources = set(re.findall(r"^COPY (?!--from)(.*) \S+$", "".join(stages), re.MULTILINE))
     kept = set(re.findall(r"^!(\S+)$", (ROOT / "deploy" / "Dockerfile.dockerignore").read_text(), re.MULTILINE))
+    kept.remove("deploy")  # all of it but one file is left out again
     assert {word for line in sources for word in line.split()} == kept

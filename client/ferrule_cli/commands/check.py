@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import subprocess
 import sys
 
-from ferrule_cli.common import misuse
+from ferrule_cli.common import need_server
 from ferrule_cli.waiting import Waiting
 
 EXAMPLES = """\
@@ -30,8 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Let the server's package print what is asked for, and return its exit code."""
-    if importlib.util.find_spec("ferrule_server") is None or importlib.util.find_spec("torch") is None:
-        raise misuse("the server is not installed: install the server extra of ferrule", "SERVER_MISSING")
+    need_server()
     values = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if isinstance(value, str)}
     flags = [f"{flag}={value}" for flag, value in values.items()] + ["--json"] * args.json
     command = [sys.executable, "-m", "ferrule_server.model_check", *flags]

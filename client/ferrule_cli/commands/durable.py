@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import subprocess
 import sys
 
-from ferrule_cli.common import misuse
+from ferrule_cli.common import need_server
 
 __all__ = ["EXAMPLES", "add_options", "run"]
 
@@ -29,8 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Let the server's package print what is asked for, and return its exit code."""
-    if importlib.util.find_spec("ferrule_server") is None:
-        raise misuse("the server is not installed: install the server extra of ferrule", "SERVER_MISSING")
+    need_server()
     flags = ["--json"] * args.json
     command = [sys.executable, "-m", "ferrule_server.durability", args.action, args.directory, *flags]
     return subprocess.run(command, check=False).returncode  # noqa: S603 - our own program, no shell

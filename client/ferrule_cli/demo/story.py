@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ferrule_cli.common import add_numbers, ending_in_order, number, print_json
+from ferrule_cli.common import add_numbers, ending_in_order, need_server, number, print_json
 from ferrule_cli.demo.server import ServerProcess
 from ferrule_cli.demo.view import PlainView, PoolRow, RichView, View
 from ferrule_client.items import Append
@@ -81,6 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tell the story on a server of our own and return 0 if all went well and no block leaked, else 1."""
+    need_server()
     view: View = PlainView(sys.stderr if args.json else sys.stdout)
     if not args.json and sys.stdout.isatty():
         view = RichView()

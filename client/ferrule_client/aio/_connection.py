@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -62,6 +62,7 @@ class Connection:
 
     Attributes:
         durability: The level of new sequences; None: the server's default.
+        on_retry: Called with what an attempt failed with, before each wait for the next attempt.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Connection:
         self.timeout = None if timeout == math.inf else timeout
         self._retry = retry
         self.is_closed = False
+        self.on_retry: Callable[[FerruleError], object] | None = None
         self._model_info: ModelInfo | None = None
         self._capabilities: Capabilities | None = None
         self.handle_limit = HandleLimit()
@@ -154,11 +156,14 @@ class Connection:
         if is_dead and time.monotonic() < self._unreachable.get(error.metadata["instance"], 0.0):
             raise error
         try:
-            await self.sleep(attempts.pause_s(error))
+            pause_s = attempts.pause_s(error)
         except InstanceUnreachableError as dead:
             if attempts.has_tried_all:  # else this call had no time: that says nothing to those that have
                 self._unreachable[dead.instance] = time.monotonic() + _GONE_S
             raise
+        if self.on_retry is not None:
+            self.on_retry(error)
+        await self.sleep(pause_s)
 
     async def sleep(self, seconds: float) -> None:
         """Wait before another attempt."""

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("ferrule"):
             raise
-        return _misuse(f"the module {error.name!r} is missing: install ferrule[server]", is_json=args.json)
+        return _misuse(f"the module {error.name!r} is missing: install ferrule-server", is_json=args.json)
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -8,14 +8,12 @@ import time
 import pytest
 
 from ferrule_server.api.web.assembly import SharedRender
+from tests.api.loops import on_a_loop
 
 
-def test_a_rendering_is_never_older_than_the_question() -> None:
+@on_a_loop
+async def test_a_rendering_is_never_older_than_the_question() -> None:
     """What was counted before the question is in the answer, one after another and many at once."""
-    asyncio.run(_a_rendering_is_never_older_than_the_question())
-
-
-async def _a_rendering_is_never_older_than_the_question() -> None:
     counter = 0
 
     async def count_and_read(index: int) -> bool:
@@ -34,12 +32,9 @@ async def _a_rendering_is_never_older_than_the_question() -> None:
     assert all(await asyncio.gather(*map(count_and_read, range(200))))
 
 
-def test_many_who_ask_at_once_cost_two_renderings() -> None:
+@on_a_loop
+async def test_many_who_ask_at_once_cost_two_renderings() -> None:
     """The one that runs already, which is too old for them, and one for all of them."""
-    asyncio.run(_many_who_ask_at_once_cost_two_renderings())
-
-
-async def _many_who_ask_at_once_cost_two_renderings() -> None:
     begun = 0
     others: list[asyncio.Task[int]] = []
 
@@ -55,12 +50,9 @@ async def _many_who_ask_at_once_cost_two_renderings() -> None:
     assert set(await asyncio.gather(*others)) == {2}
 
 
-def test_rendering_takes_a_tenth_of_the_time_at_most() -> None:
+@on_a_loop
+async def test_rendering_takes_a_tenth_of_the_time_at_most() -> None:
     """Who asks without a pause waits between two renderings."""
-    asyncio.run(_rendering_takes_a_tenth_of_the_time_at_most())
-
-
-async def _rendering_takes_a_tenth_of_the_time_at_most() -> None:
     render = SharedRender(lambda: time.sleep(0.01))
     began = time.monotonic()
     for _ in range(4):
@@ -68,12 +60,9 @@ async def _rendering_takes_a_tenth_of_the_time_at_most() -> None:
     assert time.monotonic() - began > 3 * 0.09
 
 
-def test_one_who_goes_away_takes_the_rendering_from_nobody() -> None:
+@on_a_loop
+async def test_one_who_goes_away_takes_the_rendering_from_nobody() -> None:
     """The others that wait for the same one still get it."""
-    asyncio.run(_one_who_goes_away_takes_the_rendering_from_nobody())
-
-
-async def _one_who_goes_away_takes_the_rendering_from_nobody() -> None:
     render = SharedRender(lambda: "yes")
     first, second = asyncio.create_task(render.get()), asyncio.create_task(render.get())
     await asyncio.sleep(0)
@@ -81,12 +70,9 @@ async def _one_who_goes_away_takes_the_rendering_from_nobody() -> None:
     assert await second == "yes"
 
 
-def test_a_rendering_that_fails_fails_alone() -> None:
+@on_a_loop
+async def test_a_rendering_that_fails_fails_alone() -> None:
     """All who shared it are told; the next one is tried again."""
-    asyncio.run(_a_rendering_that_fails_fails_alone())
-
-
-async def _a_rendering_that_fails_fails_alone() -> None:
     outcomes = iter([ValueError("no"), None])
 
     def read() -> str:

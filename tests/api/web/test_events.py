@@ -14,6 +14,7 @@ from ferrule.v1 import admin_pb2
 from ferrule_server.api.web.events import Events, TooManyWatchers
 from ferrule_server.api.web.listener import WebListener
 from tests.api.harness import RunningServer
+from tests.api.loops import on_a_loop
 from tests.api.web.plain_http import get
 from tests.api.web.serving import messages, serving_web
 
@@ -77,12 +78,9 @@ def test_a_server_that_has_ended_is_told_as_a_problem(running: tuple[RunningServ
         stream.close()
 
 
-def test_nothing_is_made_while_nobody_watches() -> None:
+@on_a_loop
+async def test_nothing_is_made_while_nobody_watches() -> None:
     """The first who comes gets a message at once, one who comes soon after shares it."""
-    asyncio.run(_watch_in_turn())
-
-
-async def _watch_in_turn() -> None:
     made: list[float] = []
 
     async def make() -> bytes:
@@ -107,12 +105,9 @@ async def _watch_in_turn() -> None:
     running.cancel()
 
 
-def test_who_falls_behind_gets_the_newest_message() -> None:
+@on_a_loop
+async def test_who_falls_behind_gets_the_newest_message() -> None:
     """Nothing is queued for a slow reader, and closing ends what it watches."""
-    asyncio.run(_fall_behind())
-
-
-async def _fall_behind() -> None:
     numbers = iter(range(1000))
 
     async def make() -> bytes:

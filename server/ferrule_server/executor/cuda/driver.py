@@ -316,7 +316,7 @@ def _import_driver() -> _Driver:
     try:
         from cuda.bindings import driver
     except ImportError as error:
-        raise NoDevice(f"the package cuda-bindings is missing ({error}); pip install 'ferrule[cuda]'") from error
+        raise NoDevice(f"the package cuda-bindings is missing ({error}); pip install 'ferrule-server[cuda]'") from error
     return driver
 
 

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from benchmarks.load.records import percentile
+from ferrule_cli.load.records import percentile
+
+__all__ = ["Watch", "watching"]
 
 _TICK_S = 0.01
 _MOST_CPU = 0.8
-"""One Python process has one core, and beyond this share of it requests wait for the generator."""
+"""A Python process has one core; beyond this share of it requests wait for the generator."""
 _MOST_LAG_MS = 20.0
 
 
@@ -23,7 +25,7 @@ class Watch:
 
     Attributes:
         cpu_share: Processor seconds per second, of all its threads.
-        lag_p99_ms: How much later than asked its loop wakes up; that much of a latency may be the generator's.
+        lag_p99_ms: How late its loop wakes up; that much of a latency may be the generator's.
     """
 
     cpu_share: float = 0.0
@@ -31,7 +33,7 @@ class Watch:
 
     @property
     def limit(self) -> str:
-        """Why the figures may be the generator's, or those of a busy machine; empty: they are the server's."""
+        """Why the figures may be those of the generator or of a busy machine; empty: they are the server's."""
         reasons = []
         if self.cpu_share > _MOST_CPU:
             reasons.append(f"its processor time, {self.cpu_share:.0%} of a core")

@@ -1,0 +1,135 @@
+"""OpenAI's form of requests, replies and errors, for the gateway beside this file."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ferrule import FerruleError, HandleNotFoundError, errors, sample
+from ferrule.types import AsyncBranch
+
+Json = dict[str, Any]
+FINISH = {"max_tokens": "length", "context_full": "length"}  # the others are "stop"
+SAMPLING = {"temperature", "top_p", "frequency_penalty", "presence_penalty", "logprobs", "top_logprobs"}
+SERVED = SAMPLING | {"model", "messages", "max_tokens", "max_completion_tokens", "n", "stop", "seed", "logit_bias"}
+SERVED |= {"stream", "stream_options", "user"}
+LOST = (HandleNotFoundError, errors.HandleStaleError, errors.InstanceUnreachableError, errors.WrongInstanceError)
+STATUSES: dict[type[FerruleError], int] = {errors.ResourceExhaustedError: 429, errors.DeadlineExceededError: 504}
+STATUSES |= dict.fromkeys((errors.InvalidRequestError, errors.OutOfRangeError, errors.UnsupportedError), 400)
+STATUSES |= dict.fromkeys((errors.UnavailableError, *LOST), 503)
+
+
+async def refuse(_: Request | None, error: Exception) -> JSONResponse:
+    """Return what an exception means to the client, in OpenAI's form."""
+    if isinstance(error, FerruleError):
+        status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
+        text, code, param = error.message, error.reason.lower(), error.metadata.get("field")
+    else:
+        assert isinstance(error, HTTPException)
+        status, text, param = error.status_code, error.detail, None
+        code = {401: "invalid_api_key", 404: "model_not_found"}.get(status, "invalid_request")
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
+    body = {"message": text, "type": "server_error" if status >= 500 else kind, "code": code, "param": param}
+    wait_s = math.ceil(getattr(error, "retry_after_s", None) or 1)
+    return JSONResponse({"error": body}, status, {"Retry-After": f"{wait_s}"} if status in (429, 503) else None)
+
+
+def digests(messages: list[Json]) -> list[bytes]:
+    """Return the SHA-256 of each beginning of a conversation: canonical JSON, a line for each message."""
+    running, found = hashlib.sha256(), list[bytes]()
+    for message in messages:
+        running.update(json.dumps(message, sort_keys=True, separators=(",", ":")).encode() + b"\n")
+        found.append(running.digest())
+    return found
+
+
+def plain(message: Json) -> Json:
+    """Return a message in its one form: without nulls, and with its content as a text."""
+    text = "".join(part if isinstance(part, str) else part["text"] for part in message.get("content") or "")
+    role = "system" if message["role"] == "developer" else message["role"]
+    return {key: value for key, value in message.items() if value is not None} | {"role": role, "content": text}
+
+
+class Turn:
+    """A request: its messages and the arguments of ``generate``, checked."""
+
+    def __init__(self, body: Json, key: bytes) -> None:
+        json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair raises ValueError
+        body = {name: value for name, value in body.items() if value is not None}
+        if wrong := sorted(body.keys() - SERVED):
+            raise ValueError(f"{wrong[0]} is not supported")
+        if wrong := sorted({"model", "messages"} - body.keys()):
+            raise ValueError(f"{wrong[0]} is missing")
+        self.key, self.model, self.messages = key, body["model"], [plain(message) for message in body["messages"]]
+        self.stop = [body["stop"]] if isinstance(body.get("stop"), str) else list(body.get("stop", []))
+        self.is_seeded, self.is_stream = "seed" in body, bool(body.get("stream"))
+        self.has_usage = bool(body.get("stream_options", {}).get("include_usage"))
+        self.sampling: Json = {name: body[name] for name in SAMPLING & body.keys()}
+        self.sampling["logit_bias"] = {int(token): bias for token, bias in body.get("logit_bias", {}).items()}
+        self.sampling["seed"] = body["seed"] % 2**64 if self.is_seeded else None
+        self.n, self.max_tokens = body.get("n", 1), body.get("max_completion_tokens", body.get("max_tokens"))
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError("max_tokens must be at least 1")
+        if not all(isinstance(text, str) for text in self.stop):
+            raise ValueError("stop must be a text or a list of texts")
+
+    @property
+    def has_logprobs(self) -> bool:
+        """True: log-probabilities were asked for."""
+        return bool(self.sampling.get("logprobs"))
+
+    def settings(self, num_prompt: int) -> Json:
+        """Return the arguments of ``generate`` after so many tokens; penalties count those that are drawn."""
+        policy = sample(**self.sampling, penalty_start=num_prompt)
+        return {"max_tokens": self.max_tokens, "n": self.n, "stop": self.stop, "text": True, "policy": policy}
+
+    def shown(self, branch: AsyncBranch) -> str:
+        """Return a branch's text before its first stop; while it goes on, without what may become a stop."""
+        text, goes_on = branch.text, branch.finish_reason is None
+        ends = [text.find(stop) for stop in self.stop if stop in text]
+        sizes = [size for stop in self.stop for size in range(1, len(stop)) if goes_on and text.endswith(stop[:size])]
+        return text[: min(ends, default=len(text) - max(sizes, default=0))]
+
+
+def choice(index: int, rows: list[Json], finish: str | None) -> Json:
+    """Return a choice without its text."""
+    return {"index": index, "logprobs": {"content": rows} if rows else None, "finish_reason": finish}
+
+
+async def events(turn: Turn, facts: Json, usage: Json, choices: AsyncIterator[tuple[str, Json]]) -> AsyncIterator[str]:
+    """Yield a completion as server-sent events; an error ends it as the last one."""
+    begun = set[int]()
+    try:
+        async for text, one in choices:
+            delta = {"content": text} if one["index"] in begun else {"role": "assistant", "content": text}
+            begun.add(one["index"])
+            yield f"data: {json.dumps({**facts, 'choices': [{**one, 'delta': delta}]})}\n\n"
+        if turn.has_usage:
+            yield f"data: {json.dumps({**facts, 'choices': [], 'usage': usage})}\n\n"
+        yield "data: [DONE]\n\n"
+    except FerruleError as error:
+        yield f"data: {bytes((await refuse(None, error)).body).decode()}\n\n"
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Return what the work returns; if the client hangs up first, cancel it."""
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.create_task(work), asyncio.create_task(hang_up())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks[0].result() if tasks[0].done() else Response(status_code=499)
+    finally:
+        for task in tasks:
+            task.cancel()

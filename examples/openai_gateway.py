@@ -1,0 +1,246 @@
+"""An OpenAI-compatible gateway: each turn of a chat forks the KV of the turn before, and only its new tokens are run.
+
+For each answer it keeps a handle, by the API key and the digest of the messages up to the answer. The next turn forks
+it and appends what the chat template writes after the answer, which is never tokenised again: the model sees it as it
+was drawn. If the handle is lost, or the template rewrites what came before, the whole conversation is prefilled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from openai_form import FINISH, LOST, Json, Turn, choice, digests, events, refuse, until_gone
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ferrule import AsyncClient, FerruleError, Handle, errors
+from ferrule.types import AsyncBranch, AsyncCache, AsyncGeneration, Token
+
+MARK = f"answer-{secrets.token_hex(8)}"  # stands for an answer while the chat template is rendered
+FULL = {"KV_BLOCKS_EXHAUSTED", "QUOTA_HANDLES", "QUOTA_KV_TOKENS"}  # refusals that end when something is released
+
+
+class Gateway:
+    """Handles of answers, least recently used first, each with the end of its answer if that is not in its KV."""
+
+    def __init__(self, client: AsyncClient, keys: set[bytes], max_kept: int, ttl_s: float) -> None:
+        self.client, self.keys, self.max_kept, self.ttl_s = client, keys, max_kept, ttl_s
+        self.kept: OrderedDict[tuple[bytes, bytes], tuple[Handle, str]] = OrderedDict()
+        self.counts = Counter(turns=0, prompt_tokens=0, cached_tokens=0)
+        self.texts: dict[int, str] = {}
+        self.releases: set[asyncio.Future[Any]] = set()
+
+    def release(self, *gone: AsyncCache | Handle) -> None:
+        """Release sequences, which no cancellation stops; if it fails, their leases end them."""
+        if gone:
+            self.releases.add(task := asyncio.gather(self.client.release(gone), return_exceptions=True))
+            task.add_done_callback(self.releases.discard)
+
+    def shrink(self, most: int) -> None:
+        """Release what was used least recently, down to so many."""
+        self.release(*(self.kept.popitem(last=False)[1][0] for _ in range(len(self.kept) - most)))
+
+    async def answer(self, turn: Turn) -> AsyncIterator[tuple[str, Json]]:
+        """Yield the usage when the first token is there, then texts of choices; an answer is kept before its end."""
+        generation, num_prompt, num_cached = await self._open(turn)
+        branches = generation.branches
+        sent, rows = [0] * len(branches), [list[Json]() for _ in branches]
+        try:
+            token = await generation.advance()
+            num_cached = num_cached or generation.cached_tokens
+            usage: Json = {"prompt_tokens": num_prompt, "prompt_tokens_details": {"cached_tokens": num_cached}}
+            self.counts.update(turns=1, prompt_tokens=num_prompt, cached_tokens=num_cached)
+            yield "", usage
+            while token is not None:
+                branch, index = branches[token.index], token.index
+                if turn.has_logprobs:
+                    rows[index].append(await self._row(token))
+                text = turn.shown(branch)
+                if turn.is_stream and len(text) > sent[index] and branch.finish_reason is None:
+                    ready, rows[index] = (rows[index], []) if text == branch.text else ([], rows[index])
+                    yield text[sent[index] :], choice(index, ready, None)
+                    sent[index] = len(text)
+                token = await generation.advance()
+            for index, branch in enumerate(branches):
+                if branch.error is not None:
+                    raise branch.error
+                text = turn.shown(branch)
+                ready = rows[index][: len(rows[index]) - await self._keep(turn, branch, text)]
+                yield text[sent[index] :], choice(index, ready, FINISH.get(str(branch.finish_reason), "stop"))
+            usage["completion_tokens"] = sum(len(branch.tokens) for branch in branches)
+            usage["total_tokens"] = num_prompt + usage["completion_tokens"]
+        except errors.ResourceExhaustedError as error:  # what is released helps the client's next try
+            if error.reason in FULL:
+                self.shrink(len(self.kept) // 2)
+            raise
+        finally:
+            caches = [branch.cache for branch in branches if branch.has_cache]
+            self.release(*(cache for cache in caches if not cache.is_released))
+
+    async def _open(self, turn: Turn) -> tuple[AsyncGeneration, int, int]:
+        """Return a generation after the longest known beginning of a conversation, and its tokens in all and cached."""
+        for place, digest in reversed(list(enumerate(digests(turn.messages)))):
+            name = turn.key, digest
+            if name not in self.kept:
+                continue
+            handle, rest = self.kept[name]
+            self.kept.move_to_end(name)
+            if (new := await self._after(turn.messages, place, rest)) is None:
+                continue
+            parent = self.client.adopt(handle, keep_alive=False)
+            try:
+                cache = await parent.fork(ttl=self.ttl_s)
+                num_prompt = handle.length + len(new)
+                return cache.generate(tokens=new, **turn.settings(num_prompt)), num_prompt, handle.length
+            except LOST:
+                self.kept.pop(name, None)
+            finally:
+                parent.detach()
+        ids = (await self.client.apply_chat_template(turn.messages)).token_ids
+        shares = len(self.keys) < 2  # the prefix cache does not tell the users of a gateway apart
+        reuses = shares and not turn.is_seeded  # cached KV may be rounded otherwise
+        options: Json = {"ttl": self.ttl_s, "keep": True, "reuse_prefix": reuses, "publish_prefix": shares}
+        return self.client.generate(ids, **turn.settings(len(ids)), **options), len(ids), 0
+
+    async def _after(self, messages: list[Json], place: int, rest: str) -> list[int] | None:
+        """Return the tokens that follow a kept answer; None: the template rewrites what comes before it."""
+        marked = [*messages[:place], {**messages[place], "content": MARK}, *messages[place + 1 :]]
+        before = await self.client.apply_chat_template(messages[:place], add_generation_prompt=False)
+        head, _, tail = (await self.client.apply_chat_template(marked)).text.partition(MARK)
+        if not tail or MARK in tail or not head.startswith(before.text):
+            return None
+        # The messages were checked for the text of special tokens, the answer was not: its rest is not parsed.
+        return [*await self.client.tokenize(rest, parse_special_tokens=False), *await self.client.tokenize(tail)]
+
+    async def _keep(self, turn: Turn, branch: AsyncBranch, text: str) -> int:
+        """Keep the handle of an answer and return how many of the tokens that were drawn are not part of it."""
+        cache, tokens, num, rest = branch.cache, branch.tokens, len(branch.tokens), ""
+        if branch.finish_reason not in FINISH:  # the last token has ended the answer and is not part of it
+            num -= 1
+            while not text.startswith(head := await self.client.detokenize(tokens[:num], skip_special_tokens=True)):
+                num -= 1
+            rest = text[len(head) :]
+        name = turn.key, digests([*turn.messages, {"role": "assistant", "content": text}])[-1]
+        with contextlib.suppress(FerruleError):  # an answer that is not kept is prefilled
+            if num == len(tokens):
+                await cache.append(())  # the pending token
+            elif num < len(tokens) - 1:
+                await cache.truncate(cache.length + num - len(tokens) + 1)
+            if name in self.kept:  # the same answer once more; the older handle may be lost by now
+                self.release(self.kept.pop(name)[0])
+            self.kept[name] = cache.detach(), rest
+            self.shrink(self.max_kept)
+        return len(tokens) - num - bool(rest)
+
+    async def _row(self, token: Token) -> Json:
+        """Return the log-probabilities of a token; bytes are null where the text is a part of a character."""
+        pairs = [(int(token), token.logprob), *((one.token, one.logprob) for one in token.top_logprobs)]
+        for number in {number for number, _ in pairs} - self.texts.keys():
+            self.texts[number] = await self.client.detokenize([number])
+        rows: list[Json] = [{"token": self.texts[number], "logprob": logprob} for number, logprob in pairs]
+        for row in rows:
+            row["bytes"] = None if "\ufffd" in row["token"] else list(row["token"].encode())
+        return {**rows[0], "top_logprobs": rows[1:]}
+
+
+def admitted(request: Request) -> tuple[Gateway, bytes]:
+    """Return the gateway, and the hash of the key of a request."""
+    gateway: Gateway = request.app.state.gateway
+    key = hashlib.sha256(request.headers.get("Authorization", "").removeprefix("Bearer ").encode()).digest()
+    if gateway.keys and key not in gateway.keys:
+        raise HTTPException(401, "an API key is required: Authorization: Bearer KEY")
+    return gateway, key
+
+
+async def complete(request: Request) -> Response:
+    """Answer a conversation."""
+    gateway, key = admitted(request)
+    try:
+        turn = Turn(await request.json(), key)
+        gateway.client.generate(0, **turn.settings(0))  # raises what is wrong with them; nothing is sent
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise HTTPException(400, f"malformed request: {error}") from None
+    model = (await gateway.client.model_info()).model_id
+    if turn.model != model:
+        raise HTTPException(404, f"the model {turn.model!r} is not served; {model!r} is")
+    return await until_gone(request, respond(gateway, turn))
+
+
+async def respond(gateway: Gateway, turn: Turn) -> Response:
+    """Return the answer, or for a stream its beginning."""
+    choices = gateway.answer(turn)
+    _, usage = await anext(choices)
+    facts = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": turn.model}
+    if turn.is_stream:
+        facts["object"] = "chat.completion.chunk"
+        return StreamingResponse(events(turn, facts, usage, choices), media_type="text/event-stream")
+    whole = [{**one, "message": {"role": "assistant", "content": text}} async for text, one in choices]
+    return JSONResponse({**facts, "object": "chat.completion", "choices": whole, "usage": usage})
+
+
+async def models(request: Request) -> Response:
+    """List the one model."""
+    info = await admitted(request)[0].client.model_info()
+    one = {"id": info.model_id, "object": "model", "created": 0, "owned_by": "ferrule"}
+    return JSONResponse({"object": "list", "data": [one]})
+
+
+async def health(request: Request) -> Response:
+    """Report whether the server is ready, and what the gateway has counted."""
+    gateway: Gateway = request.app.state.gateway
+    status = await gateway.client.status(timeout=5)
+    facts = {"state": status.state, "conversations": len(gateway.kept), **gateway.counts}
+    return JSONResponse(facts, 200 if status.is_ready else 503)
+
+
+def build(args: argparse.Namespace) -> Starlette:
+    """Return the application."""
+    token = args.token_file.read_text().strip() if args.token_file else None
+    found = args.api_keys.read_bytes().split() if args.api_keys else []
+    if args.api_keys and not found:
+        raise SystemExit(f"{args.api_keys} holds no key")
+    keys = {hashlib.sha256(key).digest() for key in found}
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with AsyncClient(args.target, token=token) as client:
+            app.state.gateway = Gateway(client, keys, args.max_conversations, args.ttl)
+            yield
+            app.state.gateway.shrink(0)
+            await asyncio.gather(*app.state.gateway.releases)
+
+    routes = [Route("/v1/chat/completions", complete, methods=["POST"]), Route("/v1/models", models)]
+    routes.append(Route("/healthz", health))
+    handlers = {HTTPException: refuse, FerruleError: refuse}
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan, max_body_size=4 << 20)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--target", default="127.0.0.1:50051", help="the server of Ferrule")
+    options.add_argument("--listen", default="127.0.0.1:8000", help="where to serve HTTP")
+    options.add_argument("--token-file", type=Path, help="file with the bearer token for the server")
+    options.add_argument("--api-keys", type=Path, help="file with an API key per line; without it, any or none will do")
+    options.add_argument("--max-conversations", type=int, default=256, help="most answers whose KV is kept")
+    options.add_argument("--ttl", type=float, default=600.0, help="seconds that one is kept after its last use")
+    return options
+
+
+if __name__ == "__main__":
+    args = parser().parse_args()
+    host, _, port = args.listen.rpartition(":")
+    uvicorn.run(build(args), host=host, port=int(port), timeout_graceful_shutdown=5)

@@ -1,0 +1,662 @@
+"""The gateway by the official client: turns run their new tokens only, and everything else is as OpenAI has it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2
+import openai
+import pytest
+import uvicorn
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai_form import SERVED, digests, refuse
+from openai_gateway import Gateway, build, parser
+
+from ferrule import Client, FerruleError, errors, greedy
+from ferrule.errors import BlocksExhaustedError
+from ferrule.types import ChatPrompt
+from ferrule_server.text.chat_template import ChatTemplate, Conversation
+from ferrule_server.text.tokenizer_config import TokenizerConfig
+from tests.tools import tool
+
+ROOT = Path(__file__).resolve().parents[2]
+START: list[Any] = [{"role": "system", "content": "You write Python."}, {"role": "user", "content": "def area(w, h):"}]
+FIXED: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 12}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A gateway that runs: its address, what is inside it, and a client of the server below."""
+
+    url: str
+    gateway: Gateway
+    server: Client
+
+    def client(self, key: str = "key-1") -> openai.OpenAI:
+        """Return a client that tries once."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def ask(self, messages: list[Any], key: str = "key-1", **settings: Any) -> ChatCompletion:
+        """Return a completion."""
+        with self.client(key) as client:
+            reply = client.chat.completions.create(messages=messages, **(FIXED | settings))
+        assert isinstance(reply, ChatCompletion)
+        return reply
+
+    @contextmanager
+    def stream(self, messages: list[Any], **settings: Any) -> Iterator[Iterator[ChatCompletionChunk]]:
+        """Yield the chunks of a completion."""
+        with self.client() as client:
+            chunks = client.chat.completions.create(messages=messages, stream=True, **(FIXED | settings))
+            assert isinstance(chunks, openai.Stream)
+            with chunks:
+                yield chunks
+
+    def num_prefilled(self) -> int:
+        """Return the server's own count of tokens that were appended by prefills."""
+        return self.server.status().num_prefill_tokens
+
+    def held(self, messages: list[Any]) -> str:
+        """Return the text that is kept for a conversation up to an answer: in the KV, and after it."""
+        (found,) = [one for name, one in self.gateway.kept.items() if name[1] == digest(messages)]
+        handle, rest = found
+        cache = self.server.adopt(handle, keep_alive=False)
+        try:
+            return self.server.detokenize(cache.info(token_ids=True).token_ids) + rest
+        finally:
+            cache.detach()
+
+
+def digest(messages: list[Any]) -> bytes:
+    """Return the name of a conversation."""
+    return digests(messages)[-1]
+
+
+def said(reply: ChatCompletion, index: int = 0) -> dict[str, str]:
+    """Return an answer as the next turn sends it."""
+    content = reply.choices[index].message.content
+    assert content is not None
+    return {"role": "assistant", "content": content}
+
+
+def cached(reply: ChatCompletion) -> int:
+    """Return how many tokens of the prompt were not run."""
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.cached_tokens is not None
+    return reply.usage.prompt_tokens_details.cached_tokens
+
+
+def num_prompt(reply: ChatCompletion) -> int:
+    """Return the tokens of the prompt."""
+    assert reply.usage is not None
+    return reply.usage.prompt_tokens
+
+
+@contextmanager
+def serving(target: str, *options: str, leaves_nothing: bool = True) -> Iterator[Served]:
+    """Run a gateway on a thread of its own; it leaves no sequence behind."""
+    app = build(parser().parse_args(["--target", target, *options]))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    wait(lambda: server.started or not thread.is_alive())
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        with Client(target, timeout=30) as client:
+            num_before = len(list(client.list_caches()))
+            yield Served(f"http://127.0.0.1:{port}", app.state.gateway, client)
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+            if leaves_nothing:
+                assert len(list(client.list_caches())) == num_before
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def wait(holds: Callable[[], bool], timeout_s: float = 20) -> None:
+    """Return when the condition holds."""
+    end = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def served(shipped_target: str) -> Iterator[Served]:
+    """A gateway that lets any key in."""
+    with serving(shipped_target) as served:
+        yield served
+
+
+@pytest.mark.parametrize("settings", [{}, {"stop": ["\n"], "max_tokens": 40}], ids=["length", "stop"])
+def test_ten_turns_prefill_their_new_tokens_only(served: Served, settings: dict[str, Any]) -> None:
+    """By the server's own counter: what the template writes between two answers, and not one token more."""
+    messages: list[Any] = [{"role": "user", "content": f"def area(w, h):  # {settings}"}]
+    rows = []
+    for turn in range(10):
+        before = served.num_prefilled()
+        reply = served.ask(messages, **settings)
+        num_run = served.num_prefilled() - before
+        rows.append((turn, num_prompt(reply), cached(reply), num_run))
+        assert num_run == num_prompt(reply) - cached(reply)
+        if turn:
+            new = served.server.tokenize(f"\nUser: {messages[-1]['content']}\nAssistant:")
+            assert num_run <= len(new)
+            assert cached(reply) >= rows[-2][1]
+        question = {"role": "user", "content": f"and now for turn {turn}, a class"}
+        messages += [said(reply), question]
+    print("turn, prompt, cached, prefilled", *rows, sep="\n")
+    assert num_prompt(reply) > 300
+
+
+def test_a_stream_says_what_a_reply_says(served: Served) -> None:
+    """The text, the log-probabilities, the ends and the usage; and a turn goes on from either."""
+    settings: dict[str, Any] = {"n": 3, "seed": 5, "temperature": 0.9, "logprobs": True, "top_logprobs": 2}
+    settings |= {"stop": ["e", "\n"]}
+    whole = served.ask(START, **settings)
+    texts, ends, rows = [""] * 3, [""] * 3, [list[Any](), list[Any](), list[Any]()]
+    roles, usage = [], None
+    with served.stream(START, stream_options={"include_usage": True}, **settings) as stream:
+        for chunk in stream:
+            usage = chunk.usage or usage
+            for part in chunk.choices:
+                texts[part.index] += part.delta.content or ""
+                roles += [part.index] if part.delta.role else []
+                ends[part.index] = part.finish_reason or ends[part.index]
+                rows[part.index] += (part.logprobs and part.logprobs.content) or []
+    assert sorted(roles) == [0, 1, 2]
+    for choice in whole.choices:
+        assert (texts[choice.index], ends[choice.index]) == (choice.message.content, choice.finish_reason)
+        kept = (choice.logprobs and choice.logprobs.content) or []
+        assert [row.token for row in rows[choice.index]] == [row.token for row in kept]
+        assert "".join(row.token for row in kept).startswith(texts[choice.index])
+    assert usage is not None
+    assert whole.usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+def test_each_of_several_answers_can_be_gone_on_with(served: Served) -> None:
+    """Choice i draws with the seed plus i, and has its own KV."""
+    reply = served.ask(START, n=3, seed=11, temperature=1)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in reply.choices}) > 1
+    for index in range(3):
+        alone = served.ask(START, seed=11 + index, temperature=1)
+        assert said(alone) == said(reply, index)
+        assert served.held([*START, said(reply, index)]).endswith(said(reply, index)["content"])
+        messages = [*START, said(reply, index), {"role": "user", "content": "Go on"}]
+        after = served.ask(messages, n=2, seed=3, temperature=1)
+        assert cached(after) == num_prompt(reply) + 12
+        for place in range(2):
+            assert served.held([*messages, said(after, place)]).endswith(
+                f"Go on\nAssistant:{said(after, place)['content']}"
+            )
+
+
+def test_a_seed_fixes_an_answer_and_another_one_changes_it(served: Served) -> None:
+    """Also a negative one."""
+    answers = [said(served.ask(START, seed=seed, temperature=1.2))["content"] for seed in (7, 7, -1, -1)]
+    assert answers[0] == answers[1] != answers[2] == answers[3]
+
+
+def test_log_probabilities_are_the_models(served: Served) -> None:
+    """Of each token, most likely first, with the bytes of its text."""
+    reply = served.ask(START, logprobs=True, top_logprobs=3)
+    assert reply.choices[0].logprobs is not None
+    rows = reply.choices[0].logprobs.content
+    assert rows is not None
+    ids = served.server.apply_chat_template(START).token_ids
+    with served.server.prefill(ids) as cache:
+        drawn = list(cache.generate(12, policy=greedy(logprobs=True)))
+    assert [row.logprob for row in rows] == pytest.approx([token.logprob for token in drawn], abs=0.2)
+    assert "".join(row.token for row in rows) == said(reply)["content"]
+    for row in rows:
+        assert row.bytes == list(row.token.encode())
+        assert len(row.top_logprobs) == 3
+        assert row.top_logprobs[0].token == row.token
+        assert sorted((one.logprob for one in row.top_logprobs), reverse=True) == [
+            one.logprob for one in row.top_logprobs
+        ]
+
+
+def test_penalties_count_what_was_drawn(served: Served) -> None:
+    """Not the tokens of the prompt, in the first turn and after it."""
+    messages = [{"role": "user", "content": "x = 1\n" * 8}]
+    for _ in range(2):
+        reply = served.ask(messages, frequency_penalty=2, presence_penalty=1)
+        (found,) = [
+            handle for name, (handle, _) in served.gateway.kept.items() if name[1] == digest([*messages, said(reply)])
+        ]
+        cache = served.server.adopt(found, keep_alive=False)
+        prompt = list(cache.info(token_ids=True).token_ids)[:-12]
+        cache.detach()
+        assert len(prompt) == num_prompt(reply)
+        with served.server.prefill(prompt) as fresh:
+            policy = greedy(frequency_penalty=2, presence_penalty=1, penalty_start=len(prompt))
+            assert fresh.generate(12, policy=policy, text=True).read().text == said(reply)["content"]
+        messages += [said(reply), {"role": "user", "content": "x = 1"}]
+
+
+def test_a_stop_across_tokens_ends_the_text_before_it(served: Served) -> None:
+    """Also in the middle of a token, whose beginning is a part of the answer: the next turn has it."""
+    whole = served.ask(START, logprobs=True, max_tokens=24)
+    assert whole.choices[0].logprobs is not None
+    tokens = [row.token for row in whole.choices[0].logprobs.content or []]
+    text, num_cut = said(whole)["content"], 0
+    for place in range(2, len(tokens) - 1):
+        stop = tokens[place][-1] + tokens[place + 1][0]
+        if len(tokens[place]) < 2 or text.find(stop) != len("".join(tokens[: place + 1])) - 1:
+            continue
+        reply = served.ask(START, stop=[stop, "never"], max_tokens=24)
+        assert reply.choices[0].finish_reason == "stop"
+        assert said(reply)["content"] == text[: text.find(stop)]
+        assert stop not in said(reply)["content"]
+        assert served.held([*START, said(reply)]).endswith(f"Assistant:{said(reply)['content']}")
+        before = served.num_prefilled()
+        after = served.ask([*START, said(reply), {"role": "user", "content": "Go on"}])
+        assert served.num_prefilled() - before == num_prompt(after) - cached(after)
+        assert cached(after) == num_prompt(whole) + place
+        num_cut += 1
+    assert num_cut > 2
+
+
+def test_ends_are_named(served: Served) -> None:
+    """A full answer, the model's own end, and the end of the context."""
+    assert served.ask(START).choices[0].finish_reason == "length"
+    (end,) = served.server.model_info().eos_token_ids
+    ended = served.ask(START, logit_bias={str(end): 100})
+    assert (ended.choices[0].finish_reason, said(ended)["content"]) == ("stop", "")
+    again = served.ask([*START, said(ended), {"role": "user", "content": "Go on"}])
+    assert cached(again) == num_prompt(ended)
+    long = [{"role": "user", "content": "x = 1\n" * 490}]
+    full = served.ask(long, max_tokens=2000)
+    assert full.choices[0].finish_reason == "length"
+    assert full.usage is not None
+    assert full.usage.total_tokens in (2048, 2049)
+
+
+def test_an_edited_history_goes_on_from_what_is_equal(served: Served) -> None:
+    """Another last question forks the same answer; an edited answer is prefilled, after the answer before it."""
+    messages: list[Any] = [*START]
+    first = served.ask(messages)
+    messages += [said(first), {"role": "user", "content": "And a class?"}]
+    second = served.ask(messages)
+    edited = [*messages[:-1], {"role": "user", "content": "And a test?"}]
+    other = served.ask(edited)
+    assert cached(other) == cached(second) == num_prompt(first) + 12
+    text = served.held([*edited, said(other)])
+    assert "And a test?" in text
+    assert "And a class?" not in text
+    changed = [*messages, {"role": "assistant", "content": "No, thanks."}, {"role": "user", "content": "Why?"}]
+    before = served.num_prefilled()
+    third = served.ask(changed)
+    assert cached(third) == num_prompt(first) + 12
+    assert served.num_prefilled() - before == num_prompt(third) - cached(third)
+    assert "And a class?\nAssistant: No, thanks.\nUser: Why?\nAssistant:" in served.held([*changed, said(third)])
+
+
+def test_a_lost_handle_is_prefilled_again(served: Served) -> None:
+    """Released by somebody else, as after a lease or a restart: the answer comes all the same."""
+    first = served.ask(START)
+    served.server.release([handle for handle, _ in served.gateway.kept.values()])
+    messages = [*START, said(first), {"role": "user", "content": "And a class?"}]
+    before = served.num_prefilled()
+    second = served.ask(messages)
+    assert num_prompt(second) == len(served.server.apply_chat_template(messages).token_ids)
+    assert served.num_prefilled() - before == num_prompt(second) - cached(second)
+    assert said(second)["content"] in served.held([*messages, said(second)])
+    third = served.ask([*messages, said(second), {"role": "user", "content": "Go on"}])
+    assert cached(third) == num_prompt(second) + 12
+
+
+def test_an_answer_whose_lease_ends_is_prefilled_again(shipped_target: str) -> None:
+    """Nothing renews it between turns, so what is not used frees its memory."""
+    with serving(shipped_target, "--ttl", "5") as served:
+        num_others = len(list(served.server.list_caches()))
+        first = served.ask(START)
+        assert min(one.lease.ttl_s for one in served.server.list_caches()) == 5
+        assert len(list(served.server.list_caches())) == num_others + 1
+        wait(lambda: len(list(served.server.list_caches())) <= num_others)
+        before = served.num_prefilled()
+        second = served.ask([*START, said(first), {"role": "user", "content": "And a class?"}])
+        assert served.num_prefilled() - before == num_prompt(second) - cached(second)
+        assert said(second)["content"]
+
+
+def started(folder: Path) -> subprocess.Popen[str]:
+    """Return a server of the test's own that is ready, at a socket in the folder."""
+    command = [sys.executable, "-m", "ferrule_cli.app", "serve", "--listen", f"unix:{folder}/own.sock"]
+    with (folder / "log").open("a") as log:
+        process = subprocess.Popen(
+            [*command, "--kv-memory=4MiB", "--drain-grace=0s"], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("ready"), (folder / "log").read_text()
+    return process
+
+
+def test_a_killed_server_ends_a_stream_with_an_error_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    """The handles of the first one are lost, so the next turn prefills its conversation."""
+    with started(tmp_path) as first, serving(f"unix:{tmp_path}/own.sock", leaves_nothing=False) as served:
+        answer = served.ask(START)
+        (end,) = served.server.model_info().eos_token_ids
+        settings = {"max_tokens": 1900, "logit_bias": {str(end): -100}}
+        with served.stream(START, **settings) as stream:
+            assert next(stream).choices[0].delta.role == "assistant"
+            first.kill()
+            first.wait()
+            assert httpx2.get(f"{served.url}/healthz", timeout=30).status_code == 503
+            with started(tmp_path) as second:
+                with pytest.raises(openai.APIError) as raised:
+                    list(stream)
+                assert isinstance(raised.value.body, dict)
+                assert raised.value.body["type"] == "server_error"
+                messages = [*START, said(answer), {"role": "user", "content": "And a class?"}]
+                reply = served.ask(messages)
+                assert cached(reply) == 0
+                assert served.num_prefilled() == num_prompt(reply)
+                assert cached(served.ask([*messages, said(reply), {"role": "user", "content": "Go on"}])) > 12
+                second.terminate()
+
+
+def test_turns_at_the_same_time_do_not_meet(served: Served) -> None:
+    """Each forks the answer that they have in common, and its KV holds its own question alone."""
+    first = served.ask(START)
+    questions = [f"And number {number}?" for number in range(4)]
+    asked: list[Any] = [[*START, said(first), {"role": "user", "content": question}] for question in questions]
+
+    async def ask_all() -> list[ChatCompletion]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="key-1", max_retries=0) as client:
+            return await asyncio.gather(*(client.chat.completions.create(messages=one, **FIXED) for one in asked))
+
+    before = served.num_prefilled()
+    replies = asyncio.run(ask_all())
+    assert served.num_prefilled() - before == sum(num_prompt(reply) - cached(reply) for reply in replies)
+    for messages, question, reply in zip(asked, questions, replies, strict=True):
+        assert cached(reply) == num_prompt(first) + 12
+        text = served.held([*messages, said(reply)])
+        assert [one for one in questions if one in text] == [question]
+
+
+def test_a_key_sees_its_own_conversations_only(shipped_target: str, tmp_path: Path) -> None:
+    """With keys not even the prefix cache is shared; without a known key nothing is answered."""
+    keys = tmp_path / "keys"
+    keys.write_text("key-1\nkey-2\n")
+    with serving(shipped_target, "--api-keys", str(keys)) as served:
+        first = served.ask(START)
+        messages = [*START, said(first), {"role": "user", "content": "And a class?" * 20}]
+        assert cached(served.ask(messages, "key-2")) == 0
+        assert cached(served.ask(messages, "key-1")) == num_prompt(first) + 12
+        assert cached(served.ask(START, "key-2")) == 0
+        for key in ("key-3", ""):
+            with pytest.raises(openai.AuthenticationError) as raised, served.client(key or "-") as client:
+                client.models.list()
+            assert raised.value.code == "invalid_api_key"
+        assert httpx2.post(f"{served.url}/v1/chat/completions", json={}).status_code == 401
+        assert httpx2.get(f"{served.url}/healthz").json()["state"] == "ready"
+
+
+def test_a_file_without_a_key_lets_nobody_in(tmp_path: Path) -> None:
+    """It ends the start: an empty file is a mistake."""
+    keys = tmp_path / "keys"
+    keys.write_text("\n")
+    with pytest.raises(SystemExit, match="holds no key"):
+        build(parser().parse_args(["--api-keys", str(keys)]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "change"),
+    [
+        (openai.NotFoundError, "model_not_found", {"model": "gpt-x"}),
+        (openai.BadRequestError, "invalid_request", {"n": 0}),
+        (openai.BadRequestError, "invalid_request", {"max_tokens": 0}),
+        (openai.BadRequestError, "invalid_request", {"temperature": "hot"}),
+        (openai.BadRequestError, "invalid_request", {"stop": [1]}),
+        (openai.BadRequestError, "invalid_request", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+        (openai.BadRequestError, "invalid_request", {"messages": [{"content": "no role"}]}),
+        (openai.BadRequestError, "invalid_request", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+        (openai.BadRequestError, "invalid_field", {"messages": []}),
+        (openai.BadRequestError, "invalid_field", {"messages": [{"role": "user", "content": "<|endoftext|>"}]}),
+        (openai.BadRequestError, "invalid_field", {"n": 1000}),
+        (openai.BadRequestError, "context_exceeded", {"messages": [{"role": "user", "content": "x = 1\n" * 2000}]}),
+    ],
+)
+def test_refusals_are_typed(served: Served, kind: type[openai.APIStatusError], code: str, change: Any) -> None:
+    """As the official client knows them; also before a stream begins."""
+    for stream in (False, True):
+        with pytest.raises(kind) as raised, served.client() as client:
+            client.chat.completions.create(**({"messages": START} | FIXED | change | {"stream": stream}))
+        assert raised.value.code == code
+        assert raised.value.type == "invalid_request_error"
+        assert len(raised.value.message) > 10
+
+
+def test_what_is_no_request_is_refused(served: Served) -> None:
+    """Neither JSON, nor text in UTF-8, nor anything too large."""
+    post = f"{served.url}/v1/chat/completions"
+    half = json.dumps(FIXED | {"messages": [{"role": "user", "content": "\ud800"}]})
+    bodies = [b"no json", b"[]", b"\xff", half.encode(), b"[" * 200_000, b"x" * (5 << 20)]
+    replies = [httpx2.post(post, content=body) for body in bodies]
+    assert [reply.status_code for reply in replies] == [400, 400, 400, 400, 400, 413]
+    assert all(reply.json()["error"]["type"] == "invalid_request_error" for reply in replies[:-1])
+    assert httpx2.get(post).status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "wait"),
+    [
+        (errors.QuotaExceededError, 429, "1"),
+        (errors.BlocksExhaustedError, 429, "1"),
+        (errors.UnavailableError, 503, "1"),
+        (errors.StartingError, 503, "1"),
+        (errors.HandleNotFoundError, 503, "1"),
+        (errors.DeadlineExceededError, 504, None),
+        (errors.ContextExceededError, 400, None),
+        (errors.UnsupportedError, 400, None),
+        (errors.InternalError, 500, None),
+        (errors.AuthError, 500, None),
+    ],
+)
+def test_errors_of_the_server_have_a_status(error: type[FerruleError], status: int, wait: str | None) -> None:
+    """And those that pass say when to try again."""
+    reply = asyncio.run(refuse(None, error(grpc.StatusCode.UNKNOWN, "A_REASON", "text", {"field": "input"})))
+    assert (reply.status_code, reply.headers.get("Retry-After")) == (status, wait)
+    body = json.loads(bytes(reply.body))["error"]
+    assert (body["message"], body["code"], body["param"]) == ("text", "a_reason", "input")
+    assert (body["type"] == "server_error") == (status >= 500)
+
+
+def test_a_full_pool_is_told_and_room_is_made(served: Served) -> None:
+    """Half of what is kept is released, so that the next try can succeed."""
+    served.ask(START)
+    served.ask([*START, {"role": "user", "content": "More"}])
+    num_kept, others = len(served.gateway.kept), []
+    try:
+        for size in (1024, 256, 64, 16):
+            try:
+                while True:
+                    others.append(served.server.prefill([1, 2, 3], reserve_length=size, reuse_prefix=False))
+            except BlocksExhaustedError:
+                continue
+        with pytest.raises(openai.RateLimitError) as raised:
+            served.ask([{"role": "user", "content": "x = 1\n" * 60}])
+        assert raised.value.response.headers["Retry-After"] == "1"
+        assert raised.value.code == "kv_blocks_exhausted"
+        assert len(served.gateway.kept) == num_kept // 2
+    finally:
+        served.server.release(others)
+    assert served.ask([{"role": "user", "content": "x = 1\n" * 60}]).choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_hangs_up_ends_the_generation(served: Served, *, is_stream: bool) -> None:
+    """Its fork is released, and the answer that it goes on from is as before."""
+    first = served.ask(START)
+    messages = [*START, said(first), {"role": "user", "content": f"Go on {is_stream}"}]
+    (end,) = served.server.model_info().eos_token_ids
+    body = FIXED | {"messages": messages, "stream": is_stream, "max_tokens": 1900, "logit_bias": {str(end): -100}}
+    wait(lambda: not served.gateway.releases)
+    num_live, num_drawn = len(list(served.server.list_caches())), served.server.status().num_decode_tokens
+    with httpx2.Client(timeout=httpx2.Timeout(10, read=0.3 if not is_stream else 10)) as client:
+        if is_stream:
+            with client.stream("POST", f"{served.url}/v1/chat/completions", json=body) as reply:
+                lines = reply.iter_lines()  # kept: its end would hang up
+                assert next(lines).startswith("data: {")
+                assert len(list(served.server.list_caches())) == num_live + 1
+        else:
+            with pytest.raises(httpx2.ReadTimeout):
+                client.post(f"{served.url}/v1/chat/completions", json=body)
+    wait(lambda: len(list(served.server.list_caches())) == num_live)
+    assert served.server.status().num_decode_tokens - num_drawn < 1800
+    assert cached(served.ask(messages)) == num_prompt(first) + 12
+
+
+def test_only_so_many_answers_are_kept(shipped_target: str) -> None:
+    """The least recently used goes first; its conversation is prefilled."""
+    with serving(shipped_target, "--max-conversations", "2", "--ttl", "30") as served:
+        num_others = len(list(served.server.list_caches()))
+        replies = {text: served.ask([{"role": "user", "content": text}]) for text in ("one", "two")}
+        asked = {
+            text: [{"role": "user", "content": text}, said(reply), {"role": "user", "content": "Go on"}]
+            for text, reply in replies.items()
+        }
+        assert cached(served.ask(asked["one"])) > 12  # so "two" is the least recently used
+        wait(lambda: len(list(served.server.list_caches())) == num_others + 2)
+        before = served.num_prefilled()
+        two = served.ask(asked["two"])
+        assert num_prompt(two) == len(served.server.apply_chat_template(asked["two"]).token_ids)
+        assert served.num_prefilled() - before == num_prompt(two) - cached(two)
+
+
+def test_the_model_and_the_state_are_told(served: Served) -> None:
+    """With the tokens of prompts, and how many of these were not run."""
+    with served.client() as client:
+        assert [model.id for model in client.models.list()] == ["demo"]
+    facts = httpx2.get(f"{served.url}/healthz").json()
+    reply = served.ask(START)
+    after = httpx2.get(f"{served.url}/healthz").json()
+    assert after["turns"] == facts["turns"] + 1
+    assert after["prompt_tokens"] - facts["prompt_tokens"] == num_prompt(reply)
+    assert after["cached_tokens"] - facts["cached_tokens"] == cached(reply)
+
+
+def test_content_may_come_in_parts(served: Served) -> None:
+    """Parts, nulls, the role ``developer`` and the client's own objects mean what their plain form means."""
+    parts: list[Any] = [
+        {"role": "developer", "content": [{"type": "text", "text": "You write "}, {"type": "text", "text": "Python."}]},
+        {"role": "user", "content": "def area(w, h):", "name": None},
+    ]
+    reply = served.ask(parts)
+    assert said(reply) == said(served.ask(START))
+    after = served.ask([*START, reply.choices[0].message, {"role": "user", "content": "Go on"}])
+    assert cached(after) == num_prompt(reply) + 12
+
+
+class Templated:
+    """Renders by a template and encodes a text as its characters; has the calls that the gateway makes for that."""
+
+    def __init__(self, template: str) -> None:
+        specials = {"bos_token": "<s>", "eos_token": "</s>"}
+        self._template = ChatTemplate(TokenizerConfig(specials, {"default": template}))
+
+    async def apply_chat_template(self, messages: list[Any], *, add_generation_prompt: bool = True) -> ChatPrompt:
+        """Return the text of a conversation."""
+        text = self._template.render(Conversation(messages, add_generation_prompt=add_generation_prompt))
+        return ChatPrompt(text, tuple(map(ord, text)))
+
+    async def tokenize(self, text: str, *, parse_special_tokens: bool = True) -> list[int]:
+        """Return the code points, negative where special tokens are not parsed."""
+        return [ord(one) if parse_special_tokens else -ord(one) for one in text]
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        ("chatml", "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"),
+        ("gemma", "<end_of_turn>\n<start_of_turn>user\nAnd?<end_of_turn>\n<start_of_turn>model\n"),
+        ("llama", "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nAnd?<|eot_id|><|start_header_id|>assistant"),
+        ("mistral", "</s>[INST] And?[/INST]"),
+        ("qwen", "<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_templates_of_families_go_on_after_an_answer(name: str, after: str) -> None:
+    """By what they write after it; one that moves the system message to the newest question is prefilled whole."""
+    template = (ROOT / "tests" / "text" / "templates" / f"{name}.jinja").read_text("utf-8")
+    client: Any = Templated(template)  # Any: it has the two calls alone
+    gateway = Gateway(client, set(), 1, 60)
+    for system in ("", "Be brief.") if name != "gemma" else ("",):  # this one takes no system message
+        messages = [{"role": "system", "content": system}] if system else []
+        for question, answer in (("One", "1"), ("Two", "2"), ("And?", "")):
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        found = asyncio.run(gateway._after(messages[:-1], len(messages) - 3, "</s>"))
+        assert (found is None) == (name == "mistral" and system != "")
+        if found is not None:
+            assert found[:4] == [-ord(one) for one in "</s>"]
+            assert "".join(map(chr, found[4:])).startswith(after)
+
+
+def test_the_commands_of_the_page_work(shipped_target: str) -> None:
+    """As they stand, but for what installs, the server, and the port."""
+    page = (ROOT / "docs" / "clients.md").read_text("utf-8")
+    blocks = dict(re.findall(r"^```sh (\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    install, serve, curl = (line.partition("  #")[0] for line in blocks["openai"].splitlines())
+    assert install == "pip install '.[examples]'"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, *serve.split()[1:], "--target", shipped_target, "--listen", address]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        try:
+            wait(lambda: can_connect(address) or process.poll() is not None)
+            tool("curl")
+            line = curl.replace("127.0.0.1:8000", address)
+            run = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, timeout=60)
+            reply = ChatCompletion.model_validate_json(run.stdout)
+            assert reply.usage is not None
+            assert reply.usage.completion_tokens == 16
+        finally:
+            process.terminate()
+
+
+def can_connect(address: str) -> bool:
+    """Tell whether somebody listens there."""
+    host, _, port = address.partition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+def test_the_options_are_those_of_the_page() -> None:
+    """With their defaults; so are the parameters that are served."""
+    page = (ROOT / "docs" / "clients.md").read_text("utf-8")
+    section = page[page.index("## The OpenAI API") : page.index("## What every client does")]
+    rows = dict(re.findall(r"^\| `(--[a-z-]+)` \| `?([^`|]+?)`? \|", section, re.MULTILINE))
+    options = {action.option_strings[0]: action.default for action in parser()._actions if action.dest != "help"}
+    assert rows == {
+        name: "none" if value is None else f"{value:g}" if isinstance(value, (int, float)) else value
+        for name, value in options.items()
+    }
+    served = section[section.index("Served are") : section.index("is ignored")]
+    named = set(re.findall(r"`(\w+)`", served)) | {"frequency_penalty", "presence_penalty", "model"}
+    assert named == SERVED
+
+
+def test_the_gateway_is_short() -> None:
+    """At most 250 lines."""
+    assert (ROOT / "examples" / "openai_gateway.py").read_text().count("\n") <= 250

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codeop
 import contextlib
 import io
 import os
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -21,7 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
 BIN = Path(sys.executable).parent
 ADDRESS = "127.0.0.1:50051"
-SETUP = ("git clone REPOSITORY ferrule && cd ferrule", "make demo", ". .venv/bin/activate")
+SETUP = (
+    "git clone REPOSITORY ferrule && cd ferrule",
+    "make demo",
+    ". .venv/bin/activate",
+    "cd ferrule && . .venv/bin/activate",
+)
 """What has happened before a test runs."""
 
 
@@ -45,6 +52,18 @@ def blocks() -> list[Block]:
     page = PAGE.read_text("utf-8")
     found = re.finditer(r"^```(\w.*)\n((?:(?!```).*\n)*)```$", page, re.MULTILINE)
     return [Block(one[1], one[2], page.count("\n", 0, one.start()) + 1) for one in found]
+
+
+def statements(text: str, first_line: int) -> Iterator[CodeType]:
+    """Yield the statements of a text as Python reads them on a terminal, where an empty line ends a block."""
+    compiler, lines, start = codeop.CommandCompiler(), list[str](), first_line
+    for number, line in enumerate([*text.splitlines(), ""], first_line + 1):
+        lines.append(line)
+        statement = compiler("\n".join(lines), f"{PAGE}:{start}", "single")
+        if statement is not None:
+            yield statement
+            lines, start = [], number
+    assert not lines, f"line {start}: the block is not complete"
 
 
 @dataclass(slots=True)
@@ -73,7 +92,10 @@ class Reader:
             out = io.StringIO()
             code = block.code.replace(ADDRESS, self.target)
             with contextlib.redirect_stdout(out):
-                exec(compile("\n" * block.line + code, PAGE, "exec", dont_inherit=True), self.names)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(sys, "displayhook", lambda _: None)  # the page leaves out what calls return
+                    for statement in statements(code, block.line):
+                        exec(statement, self.names)
             return out.getvalue()
         return "".join(self._type(line) for line in block.code.splitlines() if line not in SETUP)
 
@@ -82,7 +104,7 @@ class Reader:
         if line.startswith("ferrule serve") and line.endswith(" &"):
             self._serve(line.removesuffix(" &").replace("127.0.0.1:9464", "127.0.0.1:0"))
             return ""
-        if line in ("kill %1", "kill -9 %1"):
+        if line in ("kill $!", "kill -9 $!"):
             self._kill(is_hard="-9" in line)
             return ""
         done = subprocess.run(

@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code if code != _EXIT_FAULT else _exit_now(code)
     except (ConfigError, ModelError) as error:
         return _say(as_given(str(error), given, os.environ))
+    except KeyboardInterrupt:  # before or after the loop, which has a handler of its own
+        return _EXIT_INTERRUPTED
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("ferrule"):
             raise
@@ -102,6 +104,8 @@ def _say(message: str) -> int:
 
 async def _serve(config: ServerConfig) -> int:
     """Bind the addresses, load the model, serve until a signal or a fault, and return the exit code."""
+    stopping = _stop_signal()  # before the imports, which take a second
+
     from ferrule_server.api.limits import ApiLimits
     from ferrule_server.api.rpc.state import ServerState
     from ferrule_server.api.security.auth import access_of
@@ -125,7 +129,6 @@ async def _serve(config: ServerConfig) -> int:
         addresses = {"listen": server.bind(config.listen, tls)}
         if metrics_address is not None:
             addresses["metrics_listen"] = metrics_address
-        stopping = _stop_signal()
         await server.start()
         _LOG.info("listening address=%s instance=%s epoch=%s", addresses["listen"].target, state.instance, state.epoch)
         try:
@@ -294,7 +297,7 @@ def _durability(config: ServerConfig, state: ServerState, executor: Executor) ->
     from ferrule_server.engine.durable.opening import open_durability
 
     info = executor.info
-    begun = time.monotonic()
+    begun, is_there = time.monotonic(), config.durable.exists()
     wanted = Wanted(state.instance, info.model.fingerprint, info.model.dtype, info.block_size)
     with _progress(state) as show:
         durability = open_durability(
@@ -302,7 +305,8 @@ def _durability(config: ServerConfig, state: ServerState, executor: Executor) ->
         )
     sequences = durability.state.sequences
     _LOG.info(
-        "journal read path=%s durable_sequences=%d tokens=%d epoch=%s seconds=%.2f",
+        "journal %s path=%s durable_sequences=%d tokens=%d epoch=%s seconds=%.2f",
+        "read" if is_there else "created",
         config.durable,
         len(sequences),
         sum(len(sequence.token_ids) for sequence in sequences.values()),

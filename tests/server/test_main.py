@@ -444,6 +444,26 @@ def test_while_it_loads_the_status_tells_the_stage_and_a_signal_ends_it(
     assert not socket_path.exists()
 
 
+@pytest.mark.parametrize("place", ["parse_config", "_failpoints"])
+def test_ctrl_c_while_it_starts_is_no_traceback(place: str) -> None:
+    """Before the loop runs, and during the imports before the address is bound."""
+    code = f"""
+import os, signal, sys
+from ferrule_server import __main__ as server
+call = server.{place}
+def interrupted(*arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    return call(*arguments)
+server.{place} = interrupted
+sys.exit(server.main(["--executor", "paged-reference", "--listen", "127.0.0.1:0"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=_environment(), check=False
+    )
+    assert done.returncode == 130, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_ctrl_c_while_it_loads_leaves_the_terminal_as_it_was(tmp_path: Path, slow_torch: dict[str, str]) -> None:
     """The bar is wiped, the cursor is back and stands at the start of a line."""
     socket_path = tmp_path / "f.sock"

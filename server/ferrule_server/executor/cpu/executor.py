@@ -117,7 +117,7 @@ def prepare(
     """
 
     def on_kernel(num_done: int, num_kernels: int) -> None:
-        on_progress(f"compiling kernels, {num_done} of {num_kernels} (the first start only)", num_done / num_kernels)
+        on_progress(f"kernels, {num_done} of {num_kernels} (compiled at the first start)", num_done / num_kernels)
 
     head_dims = {kind.head_dim for kind in config.layers}
     kernels = compile_kernels(plan, usable_cache(kernel_cache), on_kernel, head_dims)

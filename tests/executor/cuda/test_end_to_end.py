@@ -207,7 +207,8 @@ def test_kernels_that_fail_in_the_midst_of_a_generate_are_not_noticed(
     executor, gpu = simulated()
     with engine_over(executor) as harness:
         gpu.fail(call, GpuError("refused on purpose"), nth=nth)
-        assert start(harness, generate(None, *PROMPT, output=GREEDY_OUTPUT, max_tokens=9)).branch().tokens == expected
+        tokens = start(harness, generate(None, *PROMPT, output=GREEDY_OUTPUT, max_tokens=6)).branch().tokens
+        assert tokens == expected[:6]
         # What cannot be captured is launched, which needs no reason.
         expected_state = ("numba-cuda", "") if call == "capture" else ("torch", "refused on purpose")
         assert (executor.state.name, executor.state.fallback_reason) == expected_state

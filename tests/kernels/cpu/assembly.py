@@ -22,7 +22,7 @@ KERNELS: dict[str, tuple[Any, int]] = {"linear": (linear, 8), "attend": (attend,
 def main() -> None:
     """Compile each kernel that the command line names, and print its assembly."""
     instructions: Instructions = next(each for each in get_args(Instructions) if each == sys.argv[1])
-    plan = Plan(instructions, is_emulated=False, is_bfloat16=True, head_dim=128)
+    plan = Plan(instructions, is_emulated=False, is_bfloat16=True, head_dim=32)
     for name in sys.argv[2:]:
         kernel, num_arguments = KERNELS[name]
         plan_of_kernel = plan if name == "attend" else replace(plan, head_dim=0)

@@ -169,8 +169,8 @@ def test_deterministic_rows_have_the_same_bits_however_they_run() -> None:
 # ---- with the engine ------------------------------------------------------------------------------------------------
 
 PROMPT = tuple(TOKENS[:18])
-SLOW = [("replay", 1), ("replay", 2), ("upload", 1), ("upload", 7), ("download", 4), ("wait", 1), ("wait", 6)]
-SLOW += [("allocate", 3), ("run attention", 4), ("record", 9), ("prepare", 5), ("load", 4)]
+SLOW = [("replay", 1), ("replay", 2), ("upload", 1), ("upload", 3), ("download", 4), ("wait", 1), ("wait", 6)]
+SLOW += [("allocate", 3), ("run attention", 4), ("record", 6), ("prepare", 5), ("load", 4)]
 
 
 def engine_over(executor: object) -> Harness:

@@ -12,11 +12,26 @@ from typing import Any, get_args
 from numba import cfunc, types
 
 from ferrule_server.kernels.cpu.attention import attend
+from ferrule_server.kernels.cpu.dot import LINES_OF_TILES, dot_group
+from ferrule_server.kernels.cpu.kernel import kernel
 from ferrule_server.kernels.cpu.linear import linear
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, PlanType
 from ferrule_server.kernels.cpu.step import work
 
-KERNELS: dict[str, tuple[Any, int]] = {"linear": (linear, 8), "attend": (attend, 8), "work": (work, 4)}
+
+@kernel
+def product(plan: Plan, weight: int, num_tiles: int, num_rows: int, rows: int, row_bytes: int, out: int, size: int) -> int:
+    """Add the product of rows and a group of weights to sums."""
+    dot_group(plan, weight, num_tiles, num_rows, rows, row_bytes, 0, out, size, weight, LINES_OF_TILES)
+    return 0
+
+
+KERNELS: dict[str, tuple[Any, int]] = {
+    "product": (product, 7),
+    "linear": (linear, 8),
+    "attend": (attend, 8),
+    "work": (work, 4),
+}
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from safetensors.torch import save_file
 
 from benchmarks.make_random_model import write_model
 from ferrule_server.executor.cpu.crowding import ThreadCount
-from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor, prepare
+from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor, Prepared, prepare
 from ferrule_server.executor.cpu.support import plan_for
+from ferrule_server.executor.cpu.weights import Packer
 from ferrule_server.executor.cpu.workers import Workers
+from ferrule_server.kernels.cpu.compiled import Kernels, compile_kernels, usable_cache
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import target_features
 from ferrule_server.model.config import ModelConfig
@@ -121,6 +124,22 @@ def plan_of(
     return replace(plan, is_emulated=is_emulated)
 
 
+KV_BYTES = 12 << 20
+"""Room for all sequences of a test."""
+
+
+@cache
+def kernels_of(plan: Plan, head_dims: frozenset[int]) -> Kernels:
+    """Return the kernels of a plan, loaded once in a process."""
+    return compile_kernels(plan, usable_cache(None), lambda _done, _total: None, head_dims)
+
+
+def prepared_of(config: ModelConfig, plan: Plan) -> Prepared:
+    """Return what there is before weights are read."""
+    kernels = kernels_of(plan, frozenset(kind.head_dim for kind in config.layers))
+    return Prepared(kernels, Packer(config, plan, kernels.pack))
+
+
 @contextmanager
 def running(folder: Path, *arguments: Any, **options: Any) -> Iterator[NumbaCpuExecutor]:
     """Open an executor as :func:`opened` does, and close it afterwards."""
@@ -149,11 +168,11 @@ def opened(
     """
     config = read_config(folder)
     plan = plan_of(config, dtype, kernels[0], weights, is_emulated=kernels[1], has_int8_inputs=has_int8_inputs)
-    prepared = prepare(config, plan, kernel_cache)
+    prepared = prepared_of(config, plan) if kernel_cache is None else prepare(config, plan, kernel_cache)
     model = load_model(folder, dtype=dtype, encoding=prepared.encoding)
     assert model.weights is not None
     change(model.weights)
-    settings: dict[str, Any] = {"kv_memory_bytes": 48 << 20, "max_context": 1024, "max_step_rows": 512} | options
+    settings: dict[str, Any] = {"kv_memory_bytes": KV_BYTES, "max_context": 1024, "max_step_rows": 512} | options
     return NumbaCpuExecutor(model, CpuOptions(plan, "a test", num_threads, **settings), prepared)
 
 

@@ -20,7 +20,9 @@ from ferrule_server.kernels.cpu.step import work
 
 
 @kernel
-def product(plan: Plan, weight: int, num_tiles: int, num_rows: int, rows: int, row_bytes: int, out: int, size: int) -> int:
+def product(
+    plan: Plan, weight: int, num_tiles: int, num_rows: int, rows: int, row_bytes: int, out: int, size: int
+) -> int:
     """Add the product of rows and a group of weights to sums."""
     dot_group(plan, weight, num_tiles, num_rows, rows, row_bytes, 0, out, size, weight, LINES_OF_TILES)
     return 0

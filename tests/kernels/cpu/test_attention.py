@@ -17,14 +17,13 @@ from ferrule_server.executor.base import StepBatch
 from ferrule_server.executor.cpu.records import StepMemory
 from ferrule_server.executor.cpu.tasks import TaskPlanner
 from ferrule_server.kernels import reference
-from ferrule_server.kernels.cpu.compiled import compile_kernels, usable_cache
 from ferrule_server.kernels.cpu.linear import ATTEND
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import LAYER, MODEL
 from ferrule_server.kernels.cpu.sync import SyncBlock, reset
 from ferrule_server.model.config import ModelConfig
 from tests.configs import uniform_config
-from tests.executor.cpu.models import HAS_AVX512_BF16, KERNEL_SETS
+from tests.executor.cpu.models import HAS_AVX512_BF16, KERNEL_SETS, kernels_of
 
 LAYERS, BLOCK = 2, 16
 FAST = KERNEL_SETS[1] if HAS_AVX512_BF16 else KERNEL_SETS[0]
@@ -42,7 +41,7 @@ def _reset(sync):  # type: ignore[no-untyped-def]
 @cache
 def stages_of(plan: Plan) -> list[Callable[..., int]]:
     """Return ``attend`` and ``merge`` as a server calls them; their machine code is shared with other tests."""
-    kernels = compile_kernels(plan, usable_cache(None), lambda _done, _total: None)
+    kernels = kernels_of(plan, frozenset())
     return [_STAGE(address) for address in kernels.attention[plan.head_dim]]
 
 

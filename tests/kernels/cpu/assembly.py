@@ -20,7 +20,7 @@ from ferrule_server.kernels.cpu.step import work
 
 
 @kernel
-def product(
+def product(  # noqa: PLR0917
     plan: Plan, weight: int, num_tiles: int, num_rows: int, rows: int, row_bytes: int, out: int, size: int
 ) -> int:
     """Add the product of rows and a group of weights to sums."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -62,27 +62,9 @@ def write_tiny(folder: Path) -> Path:
     return folder
 
 
-def write_qwen2(folder: Path) -> Path:
-    """Write a model of the same sizes whose projections of queries, keys and values alone have biases."""
-    others = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_bias": None, "mlp_bias": None}
-    return write_awkward(folder, AWKWARD | others)
-
-
-def write_mistral(folder: Path) -> Path:
-    """Write a model of the same sizes without biases."""
-    others = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
-    return write_awkward(folder, AWKWARD | others | {"attention_bias": None, "mlp_bias": None})
-
-
-def _has_bias(config: Mapping[str, Any], name: str) -> bool:
-    """Return whether a linear of a layer has a bias."""
-    if config["model_type"] == "qwen2":
-        return name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    return bool(config["attention_bias" if name.startswith("self_attn") else "mlp_bias"])
-
-
-def write_awkward(folder: Path, config: Mapping[str, Any] = AWKWARD) -> Path:
-    """Write a random model of a configuration, by default that of :data:`AWKWARD`."""
+def write_awkward(folder: Path) -> Path:
+    """Write a random model of the configuration :data:`AWKWARD`."""
+    config = AWKWARD
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     query, kv = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     linears = {
@@ -96,9 +78,7 @@ def write_awkward(folder: Path, config: Mapping[str, Any] = AWKWARD) -> Path:
         layer = f"model.layers.{index}"
         tensors |= {f"{layer}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
         for name, shape in linears.items():
-            tensors[f"{layer}.{name}.weight"] = shape
-            if _has_bias(config, name):
-                tensors[f"{layer}.{name}.bias"] = shape[:1]
+            tensors |= {f"{layer}.{name}.weight": shape, f"{layer}.{name}.bias": shape[:1]}
     generator = torch.Generator().manual_seed(5)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

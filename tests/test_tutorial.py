@@ -91,11 +91,10 @@ class Reader:
         if block.kind == "python":
             out = io.StringIO()
             code = block.code.replace(ADDRESS, self.target)
-            with contextlib.redirect_stdout(out):
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(sys, "displayhook", lambda _: None)  # the page leaves out what calls return
-                    for statement in statements(code, block.line):
-                        exec(statement, self.names)
+            with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(sys, "displayhook", lambda _: None)  # the page leaves out what calls return
+                for statement in statements(code, block.line):
+                    exec(statement, self.names)
             return out.getvalue()
         return "".join(self._type(line) for line in block.code.splitlines() if line not in SETUP)
 

@@ -201,7 +201,7 @@ class EpochChanged(HandleUnknown):
 
     REASON = "EPOCH_CHANGED"
     TEXT = (
-        "handle {handle_id} is of an earlier run of this server, of one with another --durable directory, or of another "
+        "handle {handle_id} is of an earlier run of this server, of one with another --durable, or of another "
         "server with the same --instance; prefill again"
     )
 

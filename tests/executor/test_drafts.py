@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import pytest
@@ -195,6 +196,7 @@ def test_draft_that_its_own_distribution_excludes_is_judged_by_the_target() -> N
         assert accept_probability(distribution, DraftSpec(5, draft_distribution)) == 0
 
 
+@cache
 def next_row(token_id: int) -> np.ndarray:
     """Return the logits after a token, of a model that looks at one token."""
     return np.random.default_rng(token_id).standard_normal(4).astype(np.float32)

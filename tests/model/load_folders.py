@@ -1,7 +1,7 @@
 """Loads model folders one by one, each in a process of its own with little memory and little time; for a test.
 
-``python -m tests.model.load_folders FOLDER...`` prints a line of JSON for each: what came of it and what it took. The
-first should be sound: it is loaded twice, so that the others find compiled kernels.
+``python -m tests.model.load_folders FOLDER...`` prints a line of JSON for each: what came of it and what it took. They
+run in torch, so that a process does not load kernels before it reads the weights.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
+from ferrule_server.executor import torch  # noqa: F401  (imported once for all of them)
 from ferrule_server.loading import create_executor
-from ferrule_server.model import weights  # noqa: F401  (imports torch once for all of them)
+from ferrule_server.model import weights  # noqa: F401
 from ferrule_server.text import chat_template, tokenizer  # noqa: F401
 
 MAX_SECONDS = 12
-COMPILE_SECONDS = 300
 MAX_MORE_BYTES = 1536 << 20
 
 
@@ -32,7 +32,8 @@ def _mapped_bytes() -> int:
 def _outcome(model: str) -> dict[str, object]:
     begin = time.monotonic()
     try:
-        create_executor(ServerConfig(model=model, kv_memory_bytes=1 << 20, num_threads=1), lambda *_: None)
+        config = ServerConfig(model=model, executor="torch", kv_memory_bytes=1 << 20, num_threads=1)
+        create_executor(config, lambda *_: None)
     except (ConfigError, ModelError) as error:
         name, message = type(error).__name__, str(error)
     except BaseException as error:  # noqa: BLE001  (whatever comes is the result)
@@ -43,13 +44,13 @@ def _outcome(model: str) -> dict[str, object]:
     return {"outcome": name, "message": message, "seconds": time.monotonic() - begin, "peak_bytes": peak}
 
 
-def _loaded_apart(model: str, seconds: float = MAX_SECONDS) -> dict[str, object]:
+def _loaded_apart(model: str) -> dict[str, object]:
     """Return what comes of a folder; a process that takes too long is killed by its own timer."""
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
         limit = _mapped_bytes() + MAX_MORE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        signal.setitimer(signal.ITIMER_REAL, seconds)
+        signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
         os.write(writing, json.dumps(_outcome(model)).encode())
         os._exit(0)
     os.close(writing)
@@ -63,6 +64,5 @@ def _loaded_apart(model: str, seconds: float = MAX_SECONDS) -> dict[str, object]
 
 
 if __name__ == "__main__":
-    _loaded_apart(sys.argv[1], COMPILE_SECONDS)  # what is compiled for all of them, once
     for argument in sys.argv[1:]:
         sys.stdout.write(json.dumps(_loaded_apart(argument)) + "\n")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +49,25 @@ def run(memory: Memory, launches: Sequence[Launch], *, seed: int = 0) -> None:
         SimulationError: A kernel did something wrong.
     """
     grids: list[Grid] = []
-    for index, launch in enumerate(launches):
-        grids.append(_begin(memory, launch, seed * 1009 + index))
-        if index:
-            grids[index - 1].run_to_end()
-    if grids:
-        grids[-1].run_to_end()
+    with _without_collector():
+        for index, launch in enumerate(launches):
+            grids.append(_begin(memory, launch, seed * 1009 + index))
+            if index:
+                grids[index - 1].run_to_end()
+        if grids:
+            grids[-1].run_to_end()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the garbage collector away: it would look at every access of a launch again and again, and free nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _begin(memory: Memory, launch: Launch, seed: int) -> Grid:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from safetensors.torch import save_file
 
 from benchmarks.make_random_model import write_model
 from ferrule_server.executor.cpu.crowding import ThreadCount
-from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor, prepare
+from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor, Prepared, prepare
 from ferrule_server.executor.cpu.support import plan_for
+from ferrule_server.executor.cpu.weights import Packer
 from ferrule_server.executor.cpu.workers import Workers
+from ferrule_server.kernels.cpu.compiled import Kernels, compile_kernels, usable_cache
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import target_features
 from ferrule_server.model.config import ModelConfig
@@ -59,27 +62,9 @@ def write_tiny(folder: Path) -> Path:
     return folder
 
 
-def write_qwen2(folder: Path) -> Path:
-    """Write a model of the same sizes whose projections of queries, keys and values alone have biases."""
-    others = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "attention_bias": None, "mlp_bias": None}
-    return write_awkward(folder, AWKWARD | others)
-
-
-def write_mistral(folder: Path) -> Path:
-    """Write a model of the same sizes without biases."""
-    others = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
-    return write_awkward(folder, AWKWARD | others | {"attention_bias": None, "mlp_bias": None})
-
-
-def _has_bias(config: Mapping[str, Any], name: str) -> bool:
-    """Return whether a linear of a layer has a bias."""
-    if config["model_type"] == "qwen2":
-        return name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    return bool(config["attention_bias" if name.startswith("self_attn") else "mlp_bias"])
-
-
-def write_awkward(folder: Path, config: Mapping[str, Any] = AWKWARD) -> Path:
-    """Write a random model of a configuration, by default that of :data:`AWKWARD`."""
+def write_awkward(folder: Path) -> Path:
+    """Write a random model of the configuration :data:`AWKWARD`."""
+    config = AWKWARD
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     query, kv = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
     linears = {
@@ -93,9 +78,7 @@ def write_awkward(folder: Path, config: Mapping[str, Any] = AWKWARD) -> Path:
         layer = f"model.layers.{index}"
         tensors |= {f"{layer}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
         for name, shape in linears.items():
-            tensors[f"{layer}.{name}.weight"] = shape
-            if _has_bias(config, name):
-                tensors[f"{layer}.{name}.bias"] = shape[:1]
+            tensors |= {f"{layer}.{name}.weight": shape, f"{layer}.{name}.bias": shape[:1]}
     generator = torch.Generator().manual_seed(5)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -119,6 +102,22 @@ def plan_of(
     """Return how kernels of a model are compiled in a test."""
     plan = plan_for(config, instructions, dtype, weights, has_int8_inputs=has_int8_inputs)
     return replace(plan, is_emulated=is_emulated)
+
+
+KV_BYTES = 12 << 20
+"""Room for all sequences of a test."""
+
+
+@cache
+def kernels_of(plan: Plan, head_dims: frozenset[int]) -> Kernels:
+    """Return the kernels of a plan, loaded once in a process."""
+    return compile_kernels(plan, usable_cache(None), lambda _done, _total: None, head_dims)
+
+
+def prepared_of(config: ModelConfig, plan: Plan) -> Prepared:
+    """Return what there is before weights are read."""
+    kernels = kernels_of(plan, frozenset(kind.head_dim for kind in config.layers))
+    return Prepared(kernels, Packer(config, plan, kernels.pack))
 
 
 @contextmanager
@@ -149,11 +148,11 @@ def opened(
     """
     config = read_config(folder)
     plan = plan_of(config, dtype, kernels[0], weights, is_emulated=kernels[1], has_int8_inputs=has_int8_inputs)
-    prepared = prepare(config, plan, kernel_cache)
+    prepared = prepared_of(config, plan) if kernel_cache is None else prepare(config, plan, kernel_cache)
     model = load_model(folder, dtype=dtype, encoding=prepared.encoding)
     assert model.weights is not None
     change(model.weights)
-    settings: dict[str, Any] = {"kv_memory_bytes": 48 << 20, "max_context": 1024, "max_step_rows": 512} | options
+    settings: dict[str, Any] = {"kv_memory_bytes": KV_BYTES, "max_context": 1024, "max_step_rows": 512} | options
     return NumbaCpuExecutor(model, CpuOptions(plan, "a test", num_threads, **settings), prepared)
 
 

@@ -15,22 +15,22 @@ from ferrule_server.text.tokenizer import Tokenizer
 from tests.executor.cpu.models import (
     DEMO,
     KERNEL_SETS,
+    KV_BYTES,
     kernel_set_name,
     running,
     write_awkward,
-    write_mistral,
-    write_qwen2,
     write_tiny,
 )
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
-TEXT = Path(__file__).read_text()
+TEXT = (Path(__file__).parents[3] / "LICENSE").read_text()
+"""It never changes: another text has other positions at which two tokens are nearly as likely."""
 
 
 def torch_executor(folder: Path, dtype: DTypeName, *, is_plain: bool = False) -> TorchExecutor:
     """Return the oracle."""
     model = load_model(folder, dtype=dtype)
-    return TorchExecutor(model, kv_memory_bytes=48 << 20, max_context=1024, is_plain=is_plain)
+    return TorchExecutor(model, kv_memory_bytes=KV_BYTES, max_context=1024, is_plain=is_plain)
 
 
 def all_logits(executor: Executor, *prompts: list[int]) -> Float32Array:
@@ -41,7 +41,7 @@ def all_logits(executor: Executor, *prompts: list[int]) -> Float32Array:
     return np.concatenate((stepper.logits(*chunks), stepper.logits(*(Piece(seq, [7]) for seq in seqs))))
 
 
-@pytest.mark.parametrize("write", [write_tiny, write_awkward, write_qwen2, write_mistral])
+@pytest.mark.parametrize("write", [write_tiny, write_awkward])
 def test_float32_logits_equal_plain_torch(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     """Only the order of sums differs: 1e-4 of logits with a standard deviation near 1."""
     folder = write(tmp_path / "model")

@@ -14,7 +14,7 @@ from ferrule_server.executor.cpu.weights import unpack_model
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cpu.plan import Instructions, WeightKind
 from ferrule_server.model.tensors import ModelWeights
-from tests.executor.cpu.models import DEMO, QUANTISED_SETS, lose_a_thread, running, write_awkward, write_tiny
+from tests.executor.cpu.models import DEMO, KV_BYTES, QUANTISED_SETS, lose_a_thread, running, write_awkward, write_tiny
 from tests.executor.cpu.test_against_torch import TEXT, all_logits
 from tests.executor.cpu.test_weights import load_packed
 from tests.model.stepping import Piece, PooledSequence, Stepper
@@ -26,7 +26,7 @@ def oracle_of(folder: Path, kind: WeightKind) -> TorchExecutor:
     """Return plain torch with a float32 model whose weights are what the quantised ones stand for."""
     plan, prepared, model = load_packed(folder, "float32", kind)
     model.weights = unpack_model(model.config, plan, prepared.packer.finish(model.take_weights()))
-    return TorchExecutor(model, kv_memory_bytes=48 << 20, max_context=1024, is_plain=True)
+    return TorchExecutor(model, kv_memory_bytes=KV_BYTES, max_context=1024, is_plain=True)
 
 
 def oracle_logits(folder: Path, kind: WeightKind) -> Float32Array:

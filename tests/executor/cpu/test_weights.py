@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.cpu.executor import Prepared, prepare
+from ferrule_server.executor.cpu.executor import Prepared
 from ferrule_server.executor.cpu.weights import unpack_model
 from ferrule_server.kernels.cpu.plan import Plan, WeightKind
 from ferrule_server.kernels.quantise import quantise_rows
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.tensors import LayerWeights, ModelWeights
 from ferrule_server.model.weights import DTypeName, LoadedModel, load_model
-from tests.executor.cpu.models import QUANTISED_SETS, plan_of, write_awkward, write_tiny
+from tests.executor.cpu.models import QUANTISED_SETS, plan_of, prepared_of, write_awkward, write_tiny
 
 MATRICES = ("qkv", "attention_out", "gate_up", "down")
 
@@ -27,7 +27,7 @@ def load_packed(folder: Path, dtype: DTypeName, kind: WeightKind = "float") -> t
     config = read_config(folder)
     instructions, is_emulated = QUANTISED_SETS[0 if kind == "float" or dtype == "float32" else -1]
     plan = plan_of(config, dtype, instructions, kind, is_emulated=is_emulated)
-    prepared = prepare(config, plan)
+    prepared = prepared_of(config, plan)
     return plan, prepared, load_model(folder, dtype=dtype, encoding=prepared.encoding)
 
 

@@ -18,7 +18,7 @@ from ferrule_server.executor.cpu.cores import count_cores, usable_cores
 from ferrule_server.executor.cpu.workers import _NICENESS, StepAborted, Workers
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.weights import load_model
-from tests.executor.cpu.models import lose_a_thread, running, write_tiny
+from tests.executor.cpu.models import KV_BYTES, lose_a_thread, running, write_tiny
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 
@@ -32,7 +32,7 @@ def test_a_failed_thread_ends_the_step_and_torch_takes_over(folder: Path, caplog
     """The step ends within a second with KvLost; afterwards torch runs with the same weights over an empty pool."""
     caplog.set_level(logging.CRITICAL)
     model = load_model(folder, dtype="bfloat16")
-    oracle = TorchExecutor(model, kv_memory_bytes=48 << 20, max_context=1024)
+    oracle = TorchExecutor(model, kv_memory_bytes=KV_BYTES, max_context=1024)
     expected = Stepper(oracle).logits(Piece(PooledSequence(), list(range(30)), num_outputs=30))
     with running(folder) as executor:
         stepper = Stepper(executor)

@@ -31,9 +31,11 @@ SAMPLED = OutputSpec(
 )
 
 
-def simulated(kind: str = "qwen3", *, is_deterministic: bool = False) -> tuple[FallbackExecutor, FakeGpu]:
+def simulated(
+    kind: str = "qwen3", *, is_deterministic: bool = False, num_sms: int = 2
+) -> tuple[FallbackExecutor, FakeGpu]:
     """Return an executor whose kernels are there and run in the simulator."""
-    gpu = FakeGpu(simulate=True)
+    gpu = FakeGpu(simulate=True, num_sms=num_sms)
     inner = tiny_executor(kind, num_layers=1)
     cubins = cubins_of(inner, is_deterministic=is_deterministic)
     executor = executor_over(gpu, inner, Kernels(Path("bundle"), cubins), is_deterministic=is_deterministic)
@@ -169,8 +171,8 @@ def test_deterministic_rows_have_the_same_bits_however_they_run() -> None:
 # ---- with the engine ------------------------------------------------------------------------------------------------
 
 PROMPT = tuple(TOKENS[:18])
-SLOW = [("replay", 1), ("replay", 2), ("upload", 1), ("upload", 7), ("download", 4), ("wait", 1), ("wait", 6)]
-SLOW += [("allocate", 3), ("run attention", 4), ("record", 9), ("prepare", 5), ("load", 4)]
+SLOW = [("replay", 1), ("replay", 2), ("upload", 1), ("upload", 3), ("download", 4), ("wait", 1), ("wait", 6)]
+SLOW += [("allocate", 3), ("run attention", 4), ("record", 6), ("prepare", 5), ("load", 4)]
 
 
 def engine_over(executor: object) -> Harness:
@@ -187,7 +189,7 @@ def expected() -> list[int]:
 
 def test_a_generate_runs_ahead_on_the_kernels(expected: list[int]) -> None:
     """Its tokens are those of torch; steps are queued before the tokens they begin with are known."""
-    executor, gpu = simulated()
+    executor, gpu = simulated(num_sms=1)
     with gpu.watched(), engine_over(executor) as harness:
         assert start(harness, generate(None, *PROMPT, output=GREEDY_OUTPUT, max_tokens=9)).branch().tokens == expected
         assert harness.engine.counters.queued_steps > 4
@@ -204,10 +206,11 @@ def test_kernels_that_fail_in_the_midst_of_a_generate_are_not_noticed(
     expected: list[int], call: str, nth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Torch goes on with the steps in flight; one warning, and a reason."""
-    executor, gpu = simulated()
+    executor, gpu = simulated(num_sms=1)
     with engine_over(executor) as harness:
         gpu.fail(call, GpuError("refused on purpose"), nth=nth)
-        assert start(harness, generate(None, *PROMPT, output=GREEDY_OUTPUT, max_tokens=9)).branch().tokens == expected
+        tokens = start(harness, generate(None, *PROMPT, output=GREEDY_OUTPUT, max_tokens=6)).branch().tokens
+        assert tokens == expected[:6]
         # What cannot be captured is launched, which needs no reason.
         expected_state = ("numba-cuda", "") if call == "capture" else ("torch", "refused on purpose")
         assert (executor.state.name, executor.state.fallback_reason) == expected_state
@@ -219,7 +222,7 @@ def test_kernels_that_fail_in_the_midst_of_a_generate_are_not_noticed(
 @pytest.mark.parametrize(("call", "nth"), [("run attention", 2), pytest.param("replay", 2, marks=pytest.mark.slow)])
 def test_a_lost_device_loses_every_handle(call: str, nth: int) -> None:
     """What runs ends with HANDLE_LOST, and the engine says once that it has failed."""
-    executor, gpu = simulated()
+    executor, gpu = simulated(num_sms=1)
     with engine_over(executor) as harness:
         gpu.fail(call, GpuLost("an illegal memory access was encountered"), nth=nth)
         branch = start(harness, generate(None, *PROMPT, output=GREEDY_OUTPUT, max_tokens=9)).branch()

@@ -14,7 +14,7 @@ from tests.executor.cuda.toy_runner import cubins_of, executor_over
 
 def test_a_warm_up_is_answered_once_the_graphs_of_its_sizes_are_there() -> None:
     """Asked before the kernels are loaded, it waits for them; asked again it finds nothing to do."""
-    gpu, inner = FakeGpu(simulate=True), tiny_executor(num_layers=1)
+    gpu, inner = FakeGpu(simulate=True, num_sms=1), tiny_executor(num_layers=1)
     executor = executor_over(gpu, inner, Kernels(Path("bundle"), cubins_of(inner)))
     with Harness(executor, max_step_rows=24) as harness:  # type: ignore[arg-type]
         warming = harness.submit(WarmupJob("admin", (1, 2)))

@@ -31,18 +31,19 @@ def _assembly(cpu: str, features: str, instructions: str, *kernels: str) -> dict
 
 
 def _blocks(assembly: str, instruction: str) -> list[str]:
-    """Return the parts between labels that hold an instruction: of a product, the bodies of its loops."""
-    return [block for block in re.split(r"^\.LBB\w+:.*\n", assembly, flags=re.MULTILINE) if instruction in block]
+    """Return the parts between labels and jumps that hold an instruction: of a product, the bodies of its loops."""
+    parts = re.split(r"^(?:\.LBB\w+:|\tj\w+\t).*\n", assembly, flags=re.MULTILINE)
+    return [part for part in parts if instruction in part]
 
 
 def test_amx() -> None:
     """Every product is one of tiles, whose sums stay where they are; threads configure the tiles once in a step."""
-    code = _assembly("sapphirerapids", AMX, "amx-bf16", "linear", "work")
-    blocks = _blocks(code["linear"], "tdpbf16ps")
+    code = _assembly("sapphirerapids", AMX, "amx-bf16", "product", "work")
+    blocks = _blocks(code["product"], "tdpbf16ps")
     assert [block.count("tdpbf16ps") for block in blocks] == [4] * 3  # up to 16 rows, and both halves of up to 32
     assert [block.count("tileloadd") for block in sorted(blocks, key=len)] == [4, 4, 5]
     assert not any("tilestored" in block for block in blocks)
-    assert "vdpbf16ps" not in code["linear"]
+    assert "vdpbf16ps" not in code["product"]
     assert code["work"].count("ldtilecfg") == code["work"].count("tilerelease") == 1
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ferrule_server.kernels import reference
-from ferrule_server.kernels.cuda import argmax
 from ferrule_server.kernels.cuda.head import head, partial_bytes, shared_bytes, spec, specs
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, SHARED_LIMITS
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
@@ -70,7 +69,7 @@ def _expected(case: Case, data: Data) -> Tensor:
 
 
 def _numpy(tensor: Tensor) -> Any:
-    return tensor.contiguous().view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return tensor.contiguous().view(torch.uint16).numpy()
 
 
 def _place(case: Case, data: Data) -> Memory:
@@ -182,29 +181,6 @@ def test_head_needs_all_of_its_synchronisation(m: int, ring: int) -> None:
 
     found = [mutation.name for mutation in check_mutants(head, case.constants, simulate)]
     assert (found.count("fence"), found.count("barrier"), found.count("grid_wait")) == (2, 4, 1)
-
-
-def test_greedy_decoding_feeds_the_argmax_of_the_logits_of_the_head() -> None:
-    """Head with logits, then argmax over them, in one chain: the same tokens."""
-    case = Case(m=2, size=264, vocab_size=131)
-    torch.manual_seed(1)
-    data = Data(torch.randn(2, 264).bfloat16(), torch.rand(264).bfloat16(), torch.randn(131, 264).bfloat16())
-    memory = _place(case, data)
-    memory.empty("again", 2, np.int32)
-    memory.empty("slices", (2, 2), np.uint64)
-    memory.put("tickets", np.zeros(2, np.uint32), mutable=True)
-    names = ("logits", "again", "slices", "tickets")
-    second = Launch(
-        argmax.argmax,
-        dict(argmax.spec(WARPS=1, SLICE=128).constants),
-        (*map(memory.address, names), 2, 131),
-        grid=3,
-        num_threads=32,
-        shared_bytes=argmax.shared_bytes(WARPS=1),
-    )
-    run(memory, [_launch(case, memory), second], seed=2)
-    assert memory.get("again").tolist() == memory.get("tokens").tolist()
-    assert memory.get("tokens").tolist() == memory.get("logits").argmax(1).tolist()
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -q -m "$(MARKERS)"
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
 
-demo: $(VENV)/.demo ## start the shipped model, stream text, fork, roll back, release
+demo: $(VENV)/.demo-$(TORCH) ## start the shipped model, stream text, fork, roll back, release
 	@$(BIN)/ferrule demo
 
 test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
@@ -108,24 +108,24 @@ clean:            ## remove caches and build output, keep the environment
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find protos server client tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamps say what the environment holds: `.demo` the client and a server on a CPU, `.ok` also what the tests need.
+# The stamps say what the environment holds: `.demo-cpu` the client and a server on a CPU, `.ok` also what the tests need.
 # TORCH=cuda takes the PyTorch that pip finds (on Linux: with CUDA), TORCH_INDEX=ADDRESS an index of yours.
-TORCH ?= cpu
+TORCH ?= $(if $(wildcard $(VENV)/.demo-cuda),cuda,cpu)
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PROJECTS := pyproject.toml server/pyproject.toml
 
-$(VENV)/.demo: $(PROJECTS) constraints.txt deploy/install_torch.py
+$(VENV)/.demo-$(TORCH): $(PROJECTS) constraints.txt deploy/install_torch.py
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "error: '$(PY)' is not Python 3.11 or newer; name one that is: make PY=python3.11" >&2; exit 1; }
-	@echo "== installing the client and the server into $(VENV): downloads 310 MB, 190 of them PyTorch"
-	@$(PY) -m venv $(VENV) || { echo "error: no venv module; on Debian: apt install python3-venv" >&2; exit 1; }
+	@echo "== installing the client and the server into $(VENV): downloads $(if $(filter cpu,$(TORCH)),310 MB,2.8 GB)"
+	@$(PY) -m venv $(VENV) || { echo "error: cannot make $(VENV); on Debian it needs the package python3-venv" >&2; exit 1; }
 	@$(BIN)/python deploy/install_torch.py --build $(TORCH) --index "$(TORCH_INDEX)"
 	@$(PIP) -e '.[cli]' -e server
 	@echo "== installed: $$(du -sh $(VENV) | cut -f1)"
-	@touch $@
+	@rm -f $(VENV)/.demo-*; touch $@
 
-$(VENV)/.ok: $(VENV)/.demo
+$(VENV)/.ok: $(VENV)/.demo-$(TORCH)
 	@echo "== installing what the tests need into $(VENV)"
 	@$(PIP) -q -e '.[cli,dev]' -e 'server[otel,kernels]'
 	@touch $@

@@ -4,9 +4,9 @@
     python deploy/install_torch.py --build cuda        the wheel that pip finds; on Linux that of PyPI brings CUDA
     python deploy/install_torch.py --index ADDRESS     from an index of your own, which is asked for PyTorch alone
 
-For a CPU, what pip finds is taken if it needs no CUDA: on a Mac, or where a wheel for processors lies in one of pip's
-own places (``PIP_FIND_LINKS``, ``pip.conf``). Otherwise uv installs it, which knows the address of PyTorch's wheels for
-processors. The version is that of constraints.txt.
+For a CPU on Linux, a wheel that needs no CUDA is taken from pip's local places (``PIP_FIND_LINKS``, ``find-links`` of
+``pip.conf``). If there is none, uv installs it: uv knows the address of PyTorch's wheels for processors. Elsewhere pip
+finds wheels without CUDA. The version is that of constraints.txt; what PyTorch requires comes from pip's own index.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints.txt"
-_INSTALLED = "import importlib.metadata as m; print(m.version('torch').partition('+')[0], end='')"
+_INSTALLED = "import importlib.metadata as m, json; print(json.dumps([m.version('torch'), m.requires('torch')]))"
 _OF_CUDA = ("nvidia-", "cuda-", "triton")
 
 
@@ -33,15 +33,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", default=sys.executable, help="the interpreter to install for")
     options = parser.parse_args(arguments)
     version = pinned_version(CONSTRAINTS.read_text(encoding="utf-8"))
-    if installed_version(options.python) == version:
-        return 0
-    pip = [sys.executable, "-m", "pip", "--python", options.python, "--disable-pip-version-check"]
+    if sys.platform != "linux" or is_installed(options.python, version, options.build):
+        return 0  # elsewhere there is one build, which the server requires anyway
+    pip = [sys.executable, "-m", "pip", "--python", options.python, "--disable-pip-version-check", "install"]
     wanted = ["-c", str(CONSTRAINTS), f"torch=={version}"]
+    alone = ["--force-reinstall", "--no-deps", *wanted]
     if options.index:
-        return subprocess.call([*pip, "install", "--index-url", options.index, *wanted])
-    if options.build == "cuda" or not needs_cuda(found_by_pip(pip, wanted)):
-        return subprocess.call([*pip, "install", *wanted])
-    return install_by_uv(options.python, wanted)
+        code = subprocess.call([*pip, "--index-url", options.index, *alone])
+    elif options.build == "cuda":
+        code = subprocess.call([*pip, *alone])
+    elif needs_cuda(found_locally(pip, wanted)):
+        code = install_by_uv(options.python, wanted)
+    else:
+        code = subprocess.call([*pip, "--no-index", *alone])
+    return code or subprocess.call([*pip, *wanted])
 
 
 def pinned_version(constraints: str) -> str:
@@ -50,18 +55,22 @@ def pinned_version(constraints: str) -> str:
     return line.removeprefix("torch==")
 
 
-def installed_version(python: str) -> str:
-    """Return the version that an interpreter has, without its build; empty where it has none."""
-    return subprocess.run([python, "-c", _INSTALLED], capture_output=True, text=True, check=False).stdout
+def is_installed(python: str, version: str, build: str) -> bool:
+    """Return whether an interpreter has the version in the build that is wanted."""
+    done = subprocess.run([python, "-c", _INSTALLED], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return False
+    found, requirements = json.loads(done.stdout)
+    return str(found).partition("+")[0] == version and needs_cuda(requirements) == (build == "cuda")
 
 
-def found_by_pip(pip: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Return the requirements of the wheel that pip would install, from its metadata; nothing on a Mac."""
-    if sys.platform != "linux":
-        return []
-    command = [*pip, "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", *wanted]
-    report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
-    found: list[str] = report["install"][0]["metadata"].get("requires_dist", [])
+def found_locally(pip: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """Return the requirements of the wheel that pip finds without an index; one of CUDA's where it finds none."""
+    command = [*pip, "--dry-run", "--no-index", "--ignore-installed", "--no-deps", "--quiet", "--report", "-", *wanted]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return ["nvidia-cuda-runtime"]
+    found: list[str] = json.loads(done.stdout)["install"][0]["metadata"].get("requires_dist", [])
     return found
 
 
@@ -71,15 +80,13 @@ def needs_cuda(requirements: Sequence[str]) -> bool:
 
 
 def install_by_uv(python: str, wanted: Sequence[str]) -> int:
-    """Install the wheel for processors with a uv that is installed for this alone; returns its exit code."""
+    """Install the wheel for processors, and only it, with a uv that stays nowhere; returns its exit code."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--target", folder, "uv"],
-            check=True,
-        )
-        uv = Path(folder, "bin", "uv")
-        command = [str(uv), "pip", "install", "--python", python, "--torch-backend", "cpu", *wanted]
-        return subprocess.call(command, env=os.environ | {"PYTHONPATH": folder})
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--target", folder, "uv"]
+        if code := subprocess.call(pip):
+            return code
+        uv = [str(Path(folder, "bin", "uv")), "pip", "install", "--python", python, "--torch-backend", "cpu"]
+        return subprocess.call([*uv, "--reinstall", "--no-deps", *wanted], env=os.environ | {"PYTHONPATH": folder})
 
 
 if __name__ == "__main__":

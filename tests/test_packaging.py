@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from deploy import install_torch
 from tests.tools import tool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,6 +74,7 @@ def test_version_is_the_same_everywhere() -> None:
     assert server["version"] == importlib.import_module("ferrule_server").__version__ == version
     assert {importlib.metadata.version(name) for name in PACKAGES} == {version}
     assert f"ferrule[cli]=={version}" in server["dependencies"]
+    assert (ROOT / "server" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
 def test_base_dependencies_are_the_clients() -> None:
@@ -82,12 +85,17 @@ def test_base_dependencies_are_the_clients() -> None:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Build both wheels from the working tree, without a network; returns their paths by distribution."""
+    """Build both wheels from source distributions of the working tree; returns their paths by distribution."""
     pytest.importorskip("hatchling", reason="the build backend is not installed beside the tests")
     folder = tmp_path_factory.mktemp("wheels")
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t"]
     for project in (ROOT, ROOT / "server"):
-        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-        subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=60)
+        subprocess.run([*build, "sdist"], cwd=project, check=True, capture_output=True, timeout=60)
+    for path in folder.glob("*.tar.gz"):
+        with tarfile.open(path) as archive:
+            archive.extractall(folder, filter="data")  # refuses links that lead outside, as pip does
+        source = folder / path.name.removesuffix(".tar.gz")
+        subprocess.run([*build, "wheel"], cwd=source, check=True, capture_output=True, timeout=60)
     return {path.name.partition("-")[0].replace("_", "-"): path for path in folder.glob("*.whl")}
 
 
@@ -189,6 +197,37 @@ def test_demo_runs_from_the_wheels(server: Path) -> None:
     done = run(server, "demo", "--executor", "torch")
     assert done.returncode == 0, done.stderr
     assert "blocks leaked                0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "local", "places"),
+    [
+        ([], ["filelock", "sympy"], ["--no-index", "its requirements"]),
+        ([], ["nvidia-cublas; platform_system == 'Linux'"], ["uv", "its requirements"]),
+        (["--index", "http://127.0.0.1:1"], [], ["--index-url", "its requirements"]),
+        (["--build", "cuda"], [], ["pip", "its requirements"]),
+    ],
+)
+def test_pytorch_comes_without_cuda(
+    options: list[str], local: list[str], places: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a local wheel that needs none, else by uv; an index is asked for PyTorch alone."""
+    calls: list[str] = []
+
+    def call(command: list[str], **_: object) -> int:
+        if "--target" not in command:  # that installs uv
+            assert ("--no-deps" in command) == (not calls), command
+            named = [word for word in ("--no-index", "--index-url") if word in command]
+            way = "uv" if command[0].endswith("uv") else [*named, "pip"][0]
+            calls.append(way if not calls else "its requirements")
+        return 0
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(install_torch, "is_installed", lambda *_: False)
+    monkeypatch.setattr(install_torch, "found_locally", lambda *_: local)
+    monkeypatch.setattr(subprocess, "call", call)
+    assert install_torch.main(options) == 0
+    assert calls == places
 
 
 @pytest.mark.slow

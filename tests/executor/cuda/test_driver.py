@@ -209,7 +209,7 @@ def test_missing_package_is_the_same_error(monkeypatch: pytest.MonkeyPatch) -> N
         return real_import(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(NoDevice, match=r"pip install 'ferrule\[cuda\]'"):
+    with pytest.raises(NoDevice, match=r"pip install 'ferrule-server\[cuda\]'"):
         Device.open()
 
 

@@ -188,7 +188,7 @@ def _checked(path: Path, key: str, value: object) -> object:
 
 def wait_for_model(client: Client, args: argparse.Namespace) -> None:
     """Return when the server has loaded its model; meanwhile say on a terminal how far it is."""
-    with Waiting(f"an answer of {args.target}") as waiting:
+    with Waiting(f"an answer from {args.target}") as waiting:
 
         def show(status: Status | None) -> None:
             if status is not None:

@@ -35,7 +35,8 @@ def run(args: argparse.Namespace) -> int:
         with Waiting("the list of handles"):
             caches = list(client.list_caches())
         free, total = client.status().free_blocks, client.capabilities().total_blocks
-    rows, caption = list(map(_row, caches)), f"{len(caches)} live handles, {free} of {total} blocks free"
+    rows = list(map(_row, caches))
+    caption = f"{len(rows)} live handle{'s' * (len(rows) != 1)}, {free} of {total} blocks free"
     if args.json:
         print_json({"caches": [_as_dict(cache) for cache in caches], "free_blocks": free, "total_blocks": total})
     elif sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     is_serving: bool | None = None
     facts: dict[str, object] = {}
     try:
-        with connect(args) as client, Waiting(f"an answer of {args.target}"):
+        with connect(args) as client, Waiting(f"an answer from {args.target}"):
             is_serving = client.admin.health()
             text = "serving" if is_serving else "not serving"
             if not args.probe:

@@ -354,7 +354,7 @@ def test_without_the_extra_the_flag_says_what_to_install(monkeypatch: pytest.Mon
         patch.delitem(sys.modules, "ferrule_server.api.telemetry.tracing")
         for name in [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]:
             patch.setitem(sys.modules, name, None)
-        with pytest.raises(ConfigError, match=r"install ferrule\[otel\]"):
+        with pytest.raises(ConfigError, match=r"install ferrule-server\[otel\]"):
             __main__._tracer(config)
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "-1")
     with pytest.raises(ConfigError, match="OTEL_"):

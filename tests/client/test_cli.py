@@ -76,7 +76,7 @@ def test_caches_lists_live_handles(capsys: pytest.CaptureFixture[str], client: C
         assert run("caches") == 0
         table = capsys.readouterr().out
         assert cache.handle.handle_id in table
-        assert "1 live handles" in table
+        assert "1 live handle," in table
         assert table.isascii()
         assert all(line == line.rstrip() and line for line in table.splitlines())
         assert table.split("\n")[1].split()[:4] == [cache.handle.handle_id, "40", "3", "0"]

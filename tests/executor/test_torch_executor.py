@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.make_random_model import write_model
-from ferrule_server.errors import ConfigError, ModelError
+from ferrule_server.errors import ConfigError
 from ferrule_server.executor import block_pool
 from ferrule_server.executor import torch as torch_executor
 from ferrule_server.executor.base import Executor, OutputSpec, Shaping
@@ -254,10 +254,3 @@ def test_settings_out_of_range_are_refused(model: LoadedModel, settings: dict[st
     with pytest.raises(ConfigError, match=named):
         TorchExecutor(model, **{**good, **settings})
     TorchExecutor(model, **good).close()
-
-
-def test_a_model_runs_in_one_executor(model: LoadedModel) -> None:
-    """The weights were moved; a second executor says so."""
-    TorchExecutor(model, kv_memory_bytes=1 << 20, max_context=256).close()
-    with pytest.raises(ModelError, match="taken already"):
-        TorchExecutor(model, kv_memory_bytes=1 << 20, max_context=256)

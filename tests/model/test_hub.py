@@ -293,7 +293,11 @@ def _write(name: str, content: object) -> Spoil:
 
 
 def _lack(pattern: str) -> Spoil:
-    return lambda it: [path.unlink() for path in it.hub.repositories[NAME].glob(pattern)]
+    def spoil(it: Place) -> None:
+        for path in it.hub.repositories[NAME].glob(pattern):
+            path.unlink()
+
+    return spoil
 
 
 def _no_space(_: int) -> None:

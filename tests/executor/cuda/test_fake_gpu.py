@@ -155,7 +155,13 @@ def _replays_closed(bench: Bench) -> None:
 
 
 def _launches(operation: Callable[[Bench], object]) -> Callable[[Bench], object]:
-    return lambda bench: bench.gpu.launch([lambda: operation(bench) and None])
+    def launch(bench: Bench) -> None:
+        def work() -> None:
+            operation(bench)
+
+        bench.gpu.launch([work])
+
+    return launch
 
 
 def _uploads(change: Callable[[Tensor], Tensor]) -> Callable[[Bench], object]:

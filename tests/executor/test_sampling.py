@@ -168,6 +168,12 @@ def test_top_p_ranks_a_flat_and_a_peaked_large_vocabulary_like_a_full_sort() -> 
         assert kept(row, SampleSpec(top_p=0.9)) == sorted(order[:count].tolist())
 
 
+def test_min_p_of_one_keeps_the_equals_of_the_largest() -> None:
+    """Only tokens as likely as the likeliest stay."""
+    assert kept(as_row([2, 1, 2, 0]), SampleSpec(min_p=1.0)) == [0, 2]
+    assert kept(as_row([2, 1, 2, 0]), SampleSpec(min_p=0.3)) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-6])
 def test_tiny_temperatures_draw_the_largest_logit(temperature: float) -> None:
     """No overflow, no NaN: the distribution narrows to the largest logits."""

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.make_random_model import write_model
-from ferrule_server.errors import ConfigError, ModelError
+from ferrule_server.errors import ConfigError
 from ferrule_server.executor import block_pool
 from ferrule_server.executor import torch as torch_executor
-from ferrule_server.executor.base import Executor, OutputSpec, SampleSpec, Shaping
+from ferrule_server.executor.base import Executor, OutputSpec, Shaping
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.weights import DTypeName, LoadedModel, load_model
 from tests.model.stepping import Piece, PooledSequence, Stepper
@@ -185,20 +185,6 @@ def test_kv_moved_to_other_blocks_decodes_the_same(executor: TorchExecutor) -> N
     np.testing.assert_allclose(logits[0], logits[1], rtol=1e-5, atol=1e-6)
 
 
-def test_rows_get_what_their_specs_ask(executor: TorchExecutor) -> None:
-    """Positions are those of the predicted tokens; greedy, sampled and full rows share a step."""
-    stepper = Stepper(executor)
-    specs = [OutputSpec(greedy=True), OutputSpec(full_logits=True), OutputSpec(sample=SampleSpec(seed=3))]
-    rows = stepper.run(*(Piece(PooledSequence(), TOKENS[: 5 + n], spec=spec) for n, spec in enumerate(specs)))
-    assert [row.position for row in rows] == [5, 6, 7]
-    assert rows[0].token is not None
-    assert rows[0].logits is None
-    assert rows[1].logits is not None
-    assert rows[1].logits.shape == (1024,)
-    assert rows[1].logits.dtype == np.float32
-    assert rows[2].token is not None
-
-
 def test_output_head_runs_in_tiles_of_rows(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows are asked for, few of them have logits at a time; what they return is the same."""
     stepper, seen = Stepper(executor), []
@@ -268,10 +254,3 @@ def test_settings_out_of_range_are_refused(model: LoadedModel, settings: dict[st
     with pytest.raises(ConfigError, match=named):
         TorchExecutor(model, **{**good, **settings})
     TorchExecutor(model, **good).close()
-
-
-def test_a_model_runs_in_one_executor(model: LoadedModel) -> None:
-    """The weights were moved; a second executor says so."""
-    TorchExecutor(model, kv_memory_bytes=1 << 20, max_context=256).close()
-    with pytest.raises(ModelError, match="taken already"):
-        TorchExecutor(model, kv_memory_bytes=1 << 20, max_context=256)

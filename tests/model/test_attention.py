@@ -82,20 +82,6 @@ def test_grouped_attention_equals_the_plain_one(
     assert torch.equal(pools[0].view(torch.uint8), pools[1].view(torch.uint8))
 
 
-def test_rows_without_a_slot_are_not_written() -> None:
-    """Of a batch where some rows are queries, only the others' slots change."""
-    torch.manual_seed(6)
-    step, num_blocks = make_step([(20, 1), (40, 1), (5, 1)], np.random.default_rng(7))
-    step.slot_mapping[1] = -1
-    pool = make_pool(step, (num_blocks, 1, 2, 2, BLOCK_SIZE, 8), torch.float32)
-    pools = (pool, pool.clone())
-    query, (key, value) = torch.randn(3, 4, 8), torch.randn(2, 3, 2, 8)
-    plain = PlainAttention(pools[0], step).attend(0, query, key, value)
-    grouped = GroupedAttention(pools[1], step, 4).attend(0, query, key, value)
-    torch.testing.assert_close(grouped, plain, rtol=1e-5, atol=1e-5)
-    assert torch.equal(pools[0].view(torch.uint8), pools[1].view(torch.uint8))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("rule", _RULES, ids=str)

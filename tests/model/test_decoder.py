@@ -161,19 +161,6 @@ def test_a_sequence_of_garbage_does_not_reach_its_neighbours(qwen3: Example, new
     assert_close(rows[0].logits, qwen3.logits([*PROMPT, 4])[-1])
 
 
-def test_lengths_far_apart_are_decoded_in_one_step(qwen3: Example, new_executor: NewExecutor) -> None:
-    """Sequences of 1 to 300 tokens in one decode step each see exactly their own past."""
-    stepper = Stepper(new_executor(qwen3.folder))
-    rng = np.random.default_rng(1)
-    histories = [[int(t) for t in rng.integers(0, 97, length)] for length in (1, 16, 40, 47, 150, 300)]
-    seqs = [PooledSequence() for _ in histories]
-    for seq, history in zip(seqs, histories, strict=True):
-        stepper.run(Piece(seq, history))
-    logits = stepper.logits(*(Piece(seq, [8]) for seq in seqs))
-    for row, history in zip(logits, histories, strict=True):
-        assert_close(row, qwen3.logits([*history, 8])[-1])
-
-
 def test_a_step_without_output_rows_still_writes(qwen3: Example, new_executor: NewExecutor) -> None:
     """A prefill chunk that wants no output fills the pool for the next one."""
     stepper, seq = Stepper(new_executor(qwen3.folder)), PooledSequence()

@@ -10,7 +10,8 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,22 @@ def _session() -> Iterator[None]:
     """One HTTP client for all; making one takes a while."""
     yield
     huggingface_hub.close_session()
+
+
+@dataclass
+class Place:
+    """What a test may spoil."""
+
+    hub: Hub
+    cache: Path
+    patch: pytest.MonkeyPatch
+
+    def file(self, name: str) -> Path:
+        """Return a file of the repository."""
+        return self.hub.repositories[NAME] / name
+
+
+Spoil = Callable[[Place], object]
 
 
 def fetch(name: str = NAME, revision: str | None = None, **settings: Any) -> Path:
@@ -271,72 +288,83 @@ def test_the_token_stays_with_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch)
     assert len(without) == 2
 
 
-def _write(hub: Hub, name: str, content: object) -> None:
-    (hub.repositories[NAME] / name).write_text(json.dumps(content))
+def _write(name: str, content: object) -> Spoil:
+    return lambda it: it.file(name).write_text(json.dumps(content))
 
 
-def test_a_model_that_cannot_run_costs_no_weights(hub: Hub) -> None:
-    """Its configuration says so, and it comes first."""
-    _write(hub, "config.json", {**CONFIG, "architectures": ["GPT2LMHeadModel"]})
-    with pytest.raises(
-        ModelError, match=r"architectures is .'GPT2LMHeadModel'., a dense decoder of a family that is not supported"
-    ):
-        fetch()
-    assert set(hub.files_got()) == {"config.json", "generation_config.json"}
+def _lack(pattern: str) -> Spoil:
+    def spoil(it: Place) -> None:
+        for path in it.hub.repositories[NAME].glob(pattern):
+            path.unlink()
+
+    return spoil
 
 
-@pytest.mark.parametrize(
-    ("without", "message"),
-    [
-        ("*safetensors*", r"the repository has no safetensors, only pytorch_model.bin, which is not read"),
-        ("config.json", r"the repository has no config.json"),
-        (SHARDS[1], rf"index.json names {SHARDS[1]}, which the repository lacks"),
-    ],
-)
-def test_a_repository_without_a_model_is_refused(hub: Hub, without: str, message: str) -> None:
-    """Before anything large is fetched."""
-    for path in hub.repositories[NAME].glob(without):
-        path.unlink()
-    with pytest.raises(ModelError, match=message):
-        fetch()
-    assert hub.sent_bytes == 0
+def _no_space(_: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_an_unknown_repository_is_said_to_be_one(hub: Hub) -> None:
-    """Whether it is private cannot be told from outside, so both are named."""
-    with pytest.raises(
-        ModelError, match=r"--model no/body: no such folder, and http.* has no such repository, or it is"
-    ):
-        fetch("no/body")
+REFUSED: dict[str, tuple[Spoil, str]] = {
+    "a family that is not supported": (
+        _write("config.json", {**CONFIG, "architectures": ["GPT2LMHeadModel"]}),
+        r"architectures is .'GPT2LMHeadModel'., a dense decoder of a family that is not supported",
+    ),
+    "pickles alone": (_lack("*safetensors*"), r"has no safetensors, only pytorch_model.bin, which is not read"),
+    "no configuration": (_lack("config.json"), r"the repository has no config.json"),
+    "a shard too few": (_lack(SHARDS[1]), rf"index.json names {SHARDS[1]}, which the repository lacks"),
+    "a text of absurd size": (
+        lambda it: (
+            it.patch.setattr(hub_module, "_MOST_TEXT_BYTES", 1 << 16),
+            it.file("tokenizer.json").write_bytes(b" " * (1 << 17)),
+        ),
+        r"tokenizer.json has 0.1 MiB; is it a model\?",
+    ),
+    "no token": (
+        lambda it: setattr(it.hub, "faults", Faults(is_gated=True)),
+        rf"gated: accept its terms at http://\S+/{NAME} and set HF_TOKEN",
+    ),
+    "another token": (
+        lambda it: it.patch.setenv("HF_TOKEN", "hf_other"),
+        "does not accept the token in HF_TOKEN",
+    ),
+    "no token at all": (
+        lambda it: it.patch.setenv("HF_TOKEN", "hf_other\x0bx"),
+        "HF_TOKEN holds characters that no token",
+    ),
+    "a small disk": (
+        lambda it: it.patch.setattr(hub_module, "free_bytes", lambda _: 1 << 18),
+        r"1.5 MiB have to be fetched and .* has room for 0.2 MiB; .* HF_HOME",
+    ),
+    "a file for a cache": (lambda it: it.cache.write_text(""), rf"--model {NAME}: .* cannot be written"),
+}
 
 
-def test_a_gated_repository_needs_a_token(hub: Hub) -> None:
-    """The message says where to accept the terms."""
-    hub.faults = Faults(is_gated=True)
-    with pytest.raises(ModelError, match=rf"gated: accept its terms at {hub.endpoint}/{NAME} and set HF_TOKEN"):
-        fetch()
-
-
-@pytest.mark.parametrize(
-    ("token", "message"),
-    [
-        ("hf_other", "does not accept the token in HF_TOKEN"),
-        ("hf_other\x0bx", "HF_TOKEN holds characters that no token"),
-    ],
-)
-def test_a_wrong_token_is_said_to_be_wrong(token: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the token is not in the message."""
-    monkeypatch.setenv("HF_TOKEN", token)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_served_costs_no_weights(
+    case: str, hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says what is wrong, and never the token."""
+    spoil, message = REFUSED[case]
+    spoil(Place(hub, cache, monkeypatch))
     with pytest.raises(ModelError, match=message) as caught:
         fetch()
     assert "hf_other" not in str(caught.value)
+    assert hub.sent_bytes == 0
 
 
-def test_an_unknown_revision_is_named() -> None:
-    """Also when the model itself is there."""
-    fetch()
+def test_what_is_not_on_the_hub_is_named() -> None:
+    """Whether a repository is private cannot be told from outside, so both are named; a revision is by itself."""
+    with pytest.raises(ModelError, match=r"--model no/body: no such folder, and http.* has no such repository, or"):
+        fetch("no/body")
     with pytest.raises(ModelError, match="--revision v9: tiny/model has no such branch, tag or commit"):
         fetch(revision="v9")
+
+
+def test_a_disk_that_fills_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others write there too."""
+    monkeypatch.setattr(os, "fsync", _no_space)
+    with pytest.raises(ModelError, match=rf"--model {NAME}: .*cache cannot be written: .*No space left on device"):
+        fetch()
 
 
 def test_no_network_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,14 +398,6 @@ def test_half_a_model_is_no_model(hub: Hub) -> None:
     assert (model / SHARDS[1]).stat().st_size == SHARD_BYTES
 
 
-def test_a_disk_that_is_too_small_is_seen_before(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sizes are in the message, and what to do."""
-    monkeypatch.setattr(hub_module, "free_bytes", lambda _: 1 << 18)
-    with pytest.raises(ModelError, match=r"1.5 MiB have to be fetched and .* has room for 0.2 MiB; .* HF_HOME"):
-        fetch()
-    assert hub.sent_bytes == 0
-
-
 def test_a_file_that_is_too_large_for_http_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the command that fetches it into the same cache; then it is served."""
     monkeypatch.setattr(hub_module, "_MOST_BYTES", SHARD_BYTES - 1)
@@ -401,25 +421,6 @@ def test_the_commands_of_the_page_do_what_it_says(hub: Hub) -> None:
         assert download(parse_config(given, {}), lambda *_: None).name == hub.commit(NAME)
 
 
-def test_a_disk_that_fills_up_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others write there too; what has come is kept."""
-
-    def no_space(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(ModelError, match=rf"--model {NAME}: .*cache cannot be written: .*No space left on device"):
-        fetch()
-
-
-def test_a_text_of_absurd_size_is_not_fetched(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only weights are large."""
-    monkeypatch.setattr(hub_module, "_MOST_TEXT_BYTES", 1 << 16)
-    (hub.repositories[NAME] / "tokenizer.json").write_bytes(b" " * (1 << 17))
-    with pytest.raises(ModelError, match=r"tokenizer.json has 0.1 MiB; is it a model\?"):
-        fetch()
-
-
 def test_weights_that_somebody_else_fetched_alone_get_their_tokenizer(hub: Hub, cache: Path) -> None:
     """Also for a commit, which is not asked about otherwise."""
     only = ["*.safetensors", "*.index.json", "config.json"]
@@ -437,13 +438,6 @@ def test_the_log_has_no_addresses_of_files(hub: Hub, caplog: pytest.LogCaptureFi
     assert "http" not in caplog.text
 
 
-def test_a_cache_that_cannot_be_written_is_named(cache: Path) -> None:
-    """Such as a file where the folder should be."""
-    cache.write_text("")
-    with pytest.raises(ModelError, match=rf"--model {NAME}: {cache} cannot be written"):
-        fetch()
-
-
 @pytest.mark.parametrize("text", ["<html>sign in to the wireless network</html>", "[1]", '{"id": "x"}', "{}"])
 def test_what_is_no_hub_is_not_believed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever answers at that address."""
@@ -455,7 +449,7 @@ def test_what_is_no_hub_is_not_believed(text: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("path", ["../../outside.safetensors", "/etc/outside.safetensors", "a/../../x.safetensors"])
 def test_files_stay_in_the_cache(path: str, hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub that lies about names writes nowhere else."""
-    _write(hub, "model.safetensors.index.json", {"weight_map": {"a": path}})
+    _write("model.safetensors.index.json", {"weight_map": {"a": path}})(Place(hub, cache, monkeypatch))
     with pytest.raises(ModelError, match="which the repository lacks"):
         fetch()
     assert not list(cache.parent.glob("**/outside*"))

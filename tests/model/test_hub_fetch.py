@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -42,7 +41,7 @@ def cache(tmp_path: Path) -> HubCache:
     return HubCache(tmp_path, "org/name")
 
 
-@pytest.fixture(params=["none", "of one host", errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+@pytest.fixture(params=["none", "of one host", errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO])
 def broken_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Locks that do nothing, as if each fetch were on a host of its own, or that fail."""
     hosts = threading.local()
@@ -177,29 +176,41 @@ def test_what_lies_on_the_disk_is_checked(cache: HubCache) -> None:
     assert published(cache) == CONTENT
 
 
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO])
-def test_a_disk_without_locks_can_be_written(cache: HubCache, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock that fails says nothing about the disk."""
-
-    def flock(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    fetch(cache, sending())
-    assert published(cache) == CONTENT
+HERE = f".{hub_cache._host()}.00"
 
 
-def _leave(cache: HubCache, host: str, age_s: float, content: bytes = CONTENT[:2000]) -> Path:
-    """Leave a partial file as a fetch that ended did."""
-    part = cache.folder / "blobs" / f"{FILE.etag}.{host}.00.ferrule.incomplete"
+@pytest.mark.parametrize(
+    ("host", "age_s", "content", "has_locks", "asked"),
+    [
+        pytest.param(HERE, 0, CONTENT[:2000], True, [2000], id="of this host: the lock says that its fetch has ended"),
+        pytest.param(HERE, 10, CONTENT[:2000], False, [0], id="of this host, without locks"),
+        pytest.param(HERE, 0, bytes(3000), True, [3000, 0], id="wrong bytes are fetched again"),
+        pytest.param(".elsewhere.00", 1000, CONTENT[:2000], True, [2000], id="of another host, old"),
+        pytest.param(".elsewhere.00", 10, CONTENT[:2000], True, [0], id="of another host, which may go on"),
+        pytest.param("", 1000, CONTENT[:2000], True, [2000], id="of an earlier version, without a host"),
+    ],
+)
+def test_what_was_left_is_continued_once_nobody_writes_it(
+    *,
+    cache: HubCache,
+    host: str,
+    age_s: float,
+    content: bytes,
+    has_locks: bool,
+    asked: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A partial file that is continued is gone afterwards; one that is not keeps its bytes."""
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "flock", flock)
+    part = cache.folder / "blobs" / f"{FILE.etag}{host}.ferrule.incomplete"
     part.parent.mkdir(parents=True, exist_ok=True)
     part.write_bytes(content)
     os.utime(part, (time.time() - age_s, time.time() - age_s))
-    return part
-
-
-def _asked(cache: HubCache) -> list[int]:
-    """Fetch; return the offsets that were asked for."""
     offsets: list[int] = []
     inner = sending()
 
@@ -211,65 +222,10 @@ def _asked(cache: HubCache) -> list[int]:
 
     counted: list[int] = []
     fetch(cache, get, counted.append)
+    assert offsets == asked
     assert sum(counted) == len(CONTENT)
     assert published(cache) == CONTENT
-    return offsets
-
-
-def test_what_this_host_left_is_continued_at_once(cache: HubCache) -> None:
-    """The lock says that its fetch has ended."""
-    _leave(cache, hub_cache._host(), 0)
-    assert _asked(cache) == [2000]
-    assert cache.parts(FILE.etag) == []
-
-
-def test_what_another_host_left_is_continued_once_it_is_old(cache: HubCache) -> None:
-    """Until then its fetch may go on, and keeps its file."""
-    _leave(cache, "elsewhere", 1000)
-    assert _asked(cache) == [2000]
-    assert cache.parts(FILE.etag) == []
-
-
-def test_what_another_host_is_writing_is_left_alone(cache: HubCache) -> None:
-    """Its bytes are not taken, and its file is still there afterwards."""
-    part = _leave(cache, "elsewhere", 10)
-    assert _asked(cache) == [0]
-    assert part.read_bytes() == CONTENT[:2000]
-
-
-def test_without_locks_what_this_host_left_is_no_exception(cache: HubCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing says that its fetch has ended."""
-
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    _leave(cache, hub_cache._host(), 10)
-    assert _asked(cache) == [0]
-
-
-def test_bytes_of_an_earlier_version_are_used_when_they_are_old(cache: HubCache) -> None:
-    """Their name had no host in it."""
-    part = _leave(cache, "x", 1000)
-    part.rename(part.with_name(f"{FILE.etag}.ferrule.incomplete"))
-    assert _asked(cache) == [2000]
-
-
-def test_wrong_bytes_that_were_left_are_fetched_again(cache: HubCache) -> None:
-    """In the same fetch."""
-    _leave(cache, hub_cache._host(), 0, bytes(3000))
-    offsets: list[int] = []
-    inner = sending()
-
-    @contextmanager
-    def get(offset: int) -> Iterator[Response]:
-        offsets.append(offset)
-        with inner(offset) as answer:
-            yield answer
-
-    fetch(cache, get)
-    assert offsets == [3000, 0]
-    assert published(cache) == CONTENT
+    assert [left.read_bytes() for left in cache.parts(FILE.etag)] == ([] if asked[0] else [content])
 
 
 def test_a_writer_whose_file_was_taken_over_begins_again(cache: HubCache) -> None:

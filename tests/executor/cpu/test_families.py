@@ -19,7 +19,7 @@ from ferrule_server.kernels.cpu.plan import WeightKind
 from ferrule_server.model.config import ClampedSwiglu, LayerKind, ModelConfig, PerLayerInput
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.tensors import LayerWeights, ModelWeights
-from ferrule_server.model.weights import load_model
+from ferrule_server.model.weights import DTypeName, load_model
 from tests.configs import uniform_config
 from tests.executor.cpu.models import QUANTISED_SETS, running
 from tests.executor.cpu.test_against_torch import torch_executor
@@ -154,11 +154,13 @@ def test_the_same_bits_in_chunks_of_any_size(family: Family) -> None:
             np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", CASES)
-def test_unpacked_weights_are_those_that_were_packed(folder_of: Folder, name: str) -> None:
-    """Torch can take over after a fault."""
+def test_unpacked_weights_are_those_that_were_packed(folder_of: Folder, name: str, dtype: DTypeName) -> None:
+    """Torch can take over after a fault: every tensor is back, bit for bit, and a tied head is the embedding."""
     folder = folder_of(name)
-    expected, found = load_model(folder, dtype="bfloat16").take_weights(), unpacked(folder, "bfloat16")
+    expected, found = load_model(folder, dtype=dtype).take_weights(), unpacked(folder, dtype)
+    assert (found.head is found.embedding) == (expected.head is expected.embedding)
     pairs: list[tuple[Any, Any]] = [
         (getattr(found, field.name), getattr(expected, field.name))
         for field in fields(ModelWeights)

@@ -194,8 +194,8 @@ class FakeGpu:
         """Return the tensor at an address, as a stand-in needs it."""
         return self.memory.at(int(address), shape, dtype)
 
-    def fail(self, call: str, error: GpuError, *, nth: int = 1, times: int = 1) -> None:
-        """Let a call fail from its nth time on, counted from now.
+    def fail(self, call: str, error: GpuError, *, nth: int = 1) -> None:
+        """Let a call fail once, its nth time from now.
 
         Args:
             call: ``allocate``, ``adopt``, ``load``, ``prepare``, ``upload``, ``download``, ``record``, ``launch``,
@@ -205,9 +205,8 @@ class FakeGpu:
                 gets it. After a :class:`GpuLost` every call raises it.
             error: What it raises.
             nth: 1 for the next.
-            times: In a row.
         """
-        self._faults.plan(call, error, nth, times)
+        self._faults.plan(call, error, nth)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -24,7 +24,6 @@ class _Fault:
     call: str
     error: GpuError
     num_before: int
-    num_times: int
 
 
 @dataclass(slots=True)
@@ -38,9 +37,9 @@ class Faults:
     lost: GpuLost | None = None
     _planned: list[_Fault] = field(default_factory=list)
 
-    def plan(self, call: str, error: GpuError, nth: int, times: int) -> None:
-        """Let a call fail from its nth time on, so many times."""
-        self._planned.append(_Fault(call, error, nth - 1, times))
+    def plan(self, call: str, error: GpuError, nth: int) -> None:
+        """Let a call fail its nth time."""
+        self._planned.append(_Fault(call, error, nth - 1))
 
     def check(self, *calls: str) -> None:
         """Count calls; raise where one is to fail."""
@@ -52,9 +51,7 @@ class Faults:
                 self._raise(fault)
 
     def _raise(self, fault: _Fault) -> None:
-        fault.num_times -= 1
-        if not fault.num_times:
-            self._planned.remove(fault)
+        self._planned.remove(fault)
         if isinstance(fault.error, GpuLost):
             self.lost = fault.error
         raise fault.error

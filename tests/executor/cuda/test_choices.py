@@ -263,14 +263,6 @@ def test_every_kernel_is_one_that_is_built_for_the_model(name: str) -> None:
     assert dict(specs.gather.constants)["K"] == Limits(max_blocks=1).largest_k
 
 
-@pytest.mark.parametrize(("kind", "num"), [(OutputKind.SAMPLE, 2), (OutputKind.SCORE, 3), (OutputKind.TOP, 4)])
-def test_few_launches_follow_the_logits(kind: OutputKind, num: int) -> None:
-    """Two that choose a token, whatever shapes or filters it, one that scores, one that collects the largest."""
-    gpu = FakeGpu()
-    buffers = DecodeBuffers(gpu, SHAPE, LIMITS, 2)
-    assert len(choice_operations(KernelSet(gpu, dict.fromkeys(SMALL.all, CUBIN)), buffers, 4, kind, SMALL)) == num
-
-
 DRAWN = SampleSpec()
 
 

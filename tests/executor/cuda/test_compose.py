@@ -21,7 +21,6 @@ from ferrule_server.executor.cuda.gpu import Gpu, GpuError
 from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed
 from ferrule_server.executor.cuda.memory_plan import format_plan
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
-from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.catalog import merged
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
@@ -98,14 +97,9 @@ def no_gpu(device: str) -> Gpu:
     raise GpuError(f"no kernels for {device}")
 
 
-def prepared(config: ModelConfig, **changes: Any) -> Preparation:
-    """Return what is begun on a GPU that does nothing."""
-    return prepare(config, options(**changes), open_gpu=opening(FakeGpu()))
-
-
-def finished(preparation: Preparation, model: LoadedModel) -> FallbackExecutor:
-    """Return the executor."""
-    return preparation.finish(model)
+def prepared(config: ModelConfig, *, open_gpu: Callable[[str], Gpu] | None = None, **changes: Any) -> Preparation:
+    """Return what is begun, on a GPU that does nothing unless another is opened."""
+    return prepare(config, options(**changes), open_gpu=open_gpu or opening(FakeGpu()))
 
 
 @pytest.mark.usefixtures("_whole")
@@ -140,7 +134,7 @@ def test_without_a_bundle_torch_serves_and_says_what_to_do(
     config: ModelConfig, model: LoadedModel, bundles: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One warning, and the same reason in the state; nothing is compiled."""
-    executor = finished(prepared(config), model)
+    executor = prepared(config).finish(model)
     reason = executor.state.fallback_reason
     assert reason == (
         f"no kernels for compute capability 9.0 in {bundles}, which has nothing; install the ferrule-kernels of this "
@@ -195,31 +189,46 @@ def test_without_a_size_the_pool_gets_what_the_fraction_leaves(config: ModelConf
     assert 0 <= 2 * GIB - used < 1 << 20
 
 
-def test_too_little_memory_is_one_error(config: ModelConfig) -> None:
-    """It names the setting."""
-    with pytest.raises(ConfigError, match="--kv-memory"):
-        prepared(config, kv_memory_bytes=8 * GIB)
-    with pytest.raises(ConfigError, match="--gpu-memory-fraction"):
-        prepared(config, kv_memory_bytes=None, memory_fraction=0.05)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_memory_bytes": 8 * GIB}, "--kv-memory"),
+        ({"kv_memory_bytes": None, "memory_fraction": 0.05}, "--gpu-memory-fraction"),
+        ({"is_deterministic": True, "dtype": torch.float32}, "--deterministic needs the kernels of a GPU: .*bfloat16"),
+        (
+            {"is_deterministic": True, "open_gpu": no_gpu},
+            "--deterministic needs the kernels of a GPU: .*no kernels for",
+        ),
+        ({"kernel_bundle": Path("missing.bundle")}, r"--kernel-bundle: .*missing\.bundle"),
+        ({"kernel_bundle": Path(__file__)}, r"--kernel-bundle: .*test_compose\.py"),
+    ],
+)
+def test_a_start_that_cannot_keep_its_settings_ends(config: ModelConfig, changes: dict[str, Any], message: str) -> None:
+    """One error names the setting. Torch cannot keep the promise of bits; a bundle that is named must be used."""
+    with pytest.raises(ConfigError, match=message):
+        prepared(config, **changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"reason": "they are switched off"}, "they are switched off"),
+        ({"reason": "they are switched off", "open_gpu": no_gpu}, "they are switched off"),
         ({"dtype": torch.float32}, "bfloat16"),
+        ({"open_gpu": no_gpu}, "no kernels for cpu"),
     ],
 )
 def test_kernels_that_may_not_run_leave_it_to_torch_with_the_reason(
     config: ModelConfig, model: LoadedModel, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], reason: str
 ) -> None:
-    """One warning; no buffers are planned."""
+    """One warning; no buffers are planned. What the operator has set is told before what the machine lacks."""
     preparation = prepared(config, **changes)
-    executor = finished(preparation, model)
+    executor = preparation.finish(model)
     assert preparation.kernels is None
     assert (preparation.plan.buffers, preparation.plan.graphs) == (0, 0)
     assert executor.state.name == executor.info.name == "torch"
     assert reason in executor.state.fallback_reason
+    assert executor.state.memory == preparation.plan
     assert [reason in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [True]
     executor.close()
 
@@ -231,25 +240,10 @@ def test_torch_that_was_asked_for_is_no_fallback(
     for open_gpu in (opening(FakeGpu()), no_gpu):
         preparation = prepare(config, options(wants_kernels=False), open_gpu=open_gpu)
         assert (preparation.reason, preparation.kernels, preparation.plan.buffers) == ("", None, 0)
-    executor = finished(preparation, model)
+    executor = preparation.finish(model)
     assert (executor.state.name, executor.state.fallback_reason) == ("torch", "")
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     executor.close()
-
-
-def test_a_gpu_that_only_torch_can_use_serves_in_torch(config: ModelConfig, model: LoadedModel) -> None:
-    """The package of the driver is missing, for example."""
-    preparation = prepare(config, options(), open_gpu=no_gpu)
-    executor = finished(preparation, model)
-    assert executor.state.fallback_reason == "no kernels for cpu"
-    assert executor.state.memory == preparation.plan
-    executor.close()
-
-
-def test_the_first_reason_is_told(config: ModelConfig) -> None:
-    """What the operator has set before what the machine lacks."""
-    preparation = prepare(config, options(reason="they are switched off"), open_gpu=no_gpu)
-    assert preparation.reason == "they are switched off"
 
 
 def test_the_gpu_is_opened_by_the_name_that_torch_has(config: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,24 +276,6 @@ def test_products_are_summed_in_float32(config: ModelConfig) -> None:
     assert not matmul.allow_fp16_reduced_precision_reduction
 
 
-def test_weights_are_there_before_they_are_moved(
-    config: ModelConfig, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever made them on the GPU did it in another stream, which ours does not wait for."""
-    done: list[object] = []
-
-    def executor(*_: object, **__: object) -> None:
-        done.append("executor")
-        raise torch.OutOfMemoryError("enough")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
-    monkeypatch.setattr(compose, "TorchExecutor", executor)
-    preparation = prepare(config, options(device="cuda:1"), open_gpu=opening(FakeGpu()))
-    with pytest.raises(ConfigError, match="enough"):
-        preparation.finish(model)
-    assert done == ["cuda:1", "executor"]
-
-
 @pytest.mark.usefixtures("_whole")
 @pytest.mark.parametrize(("setting", "trigger"), [("auto", "late"), ("on", "early"), ("off", "off")])
 def test_the_runner_gets_what_was_planned(
@@ -323,7 +299,7 @@ def test_the_runner_gets_what_was_planned(
     gpu = FakeGpu()
     settings = options(max_context=100, has_graphs=False, early_launch=setting)
     preparation = prepare(config, settings, open_gpu=opening(gpu))
-    executor = finished(preparation, model)
+    executor = preparation.finish(model)
     assert f"event=early_launch mode={trigger} " in caplog.text
     executor._has_decoded = True
     assert not executor.tend()
@@ -351,33 +327,6 @@ def test_a_kernel_that_takes_more_shared_memory_than_there_is_leaves_every_step_
     assert prepare(wide, options(is_deterministic=True), open_gpu=small).kernels is not None
 
 
-@pytest.mark.parametrize(
-    ("changes", "open_gpu", "reason"),
-    [
-        ({"dtype": torch.float32}, opening(FakeGpu()), "bfloat16"),
-        ({}, no_gpu, "no kernels for cpu"),
-    ],
-)
-def test_determinism_without_kernels_ends_the_start(
-    config: ModelConfig, changes: dict[str, Any], open_gpu: Callable[[str], Gpu], reason: str
-) -> None:
-    """The promise is about their bits; torch cannot keep it."""
-    with pytest.raises(ConfigError, match=f"--deterministic needs the kernels of a GPU: .*{reason}"):
-        prepare(config, options(is_deterministic=True, **changes), open_gpu=open_gpu)
-
-
-@pytest.mark.parametrize("content", [None, b"no zip"])
-def test_a_bundle_that_is_none_is_a_setting_to_change(
-    config: ModelConfig, tmp_path: Path, content: bytes | None
-) -> None:
-    """A bundle that is named must be used."""
-    path = tmp_path / "kernels.bundle"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"--kernel-bundle: .*kernels\.bundle"):
-        prepared(config, kernel_bundle=path)
-
-
 def test_a_bundle_for_another_gpu_is_refused(config: ModelConfig, specs: list[KernelSpec], tmp_path: Path) -> None:
     """Another place is not looked at; the right one is used."""
     path = write(tmp_path / "kernels.bundle", specs, architecture="sm_80")
@@ -386,25 +335,12 @@ def test_a_bundle_for_another_gpu_is_refused(config: ModelConfig, specs: list[Ke
     assert prepared(config, kernel_bundle=write(path, specs)).kernels is not None
 
 
-def test_memory_that_somebody_else_took_meanwhile_is_no_fault(
-    config: ModelConfig, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the plan and the pool."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(compose, "TorchExecutor", refuse)
-    with pytest.raises(ConfigError, match="somebody else: CUDA out of memory"):
-        prepared(config).finish(model)
-
-
 @pytest.mark.usefixtures("_whole")
-def test_the_test_of_early_launch_has_the_gpu_to_itself(
+def test_what_has_the_gpu_to_itself_has_ended_before_the_pool_is_allocated(
     config: ModelConfig, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has ended before weights and pool are allocated."""
-    done: list[str] = []
+    """The test of early launch, and whoever made weights in another stream; memory that others took is no fault."""
+    done: list[object] = []
 
     def decide(*_: object) -> str:
         done.append("decided")
@@ -412,13 +348,16 @@ def test_the_test_of_early_launch_has_the_gpu_to_itself(
 
     def allocate(*_: object, **__: object) -> None:
         done.append("allocated")
-        raise torch.OutOfMemoryError("enough")
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(EarlyLaunch, "decide", decide)
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
     monkeypatch.setattr(compose, "TorchExecutor", allocate)
-    with pytest.raises(ConfigError, match="enough"):
-        finished(prepared(config), model)
-    assert done == ["decided", "allocated"]
+    preparation = prepared(config, device="cuda:1")
+    with pytest.raises(ConfigError, match="somebody else: CUDA out of memory"):
+        preparation.finish(model)
+    assert sorted(map(str, done[:-1])) == ["cuda:1", "decided"]
+    assert done[-1] == "allocated"
 
 
 @pytest.mark.usefixtures("_whole")

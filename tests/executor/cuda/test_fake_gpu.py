@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,10 +25,6 @@ def twice(x: Address, y: Address, size: I32, *, FACTOR: float) -> None:  # noqa:
     i = thread_id()
     if i < size:
         store_f32(y + 4 * i, FACTOR * load_f32(x + 4 * i))
-
-
-def strided(x: Address, x_stride: Address, *, FACTOR: float) -> None:  # noqa: N803
-    """Take a number of bytes that needs 64 bits."""
 
 
 SPEC = KernelSpec(twice, (("FACTOR", 2.0),), num_threads=32, shared_bytes=0)
@@ -95,44 +90,6 @@ def test_what_torch_does_inside_current_comes_after_the_stream(bench: Bench) -> 
     assert bench.gpu.num_waiting == 1
 
 
-def test_staging_that_changes_before_its_copy_is_an_error(bench: Bench) -> None:
-    """A GPU would read some of the new bytes, sometimes; afterwards it may change."""
-    bench.upload(1.0)
-    bench.gpu.record().wait()
-    bench.upload(2.0)
-    bench.staging[0] += 1
-    with pytest.raises(AssertionError, match="staging"):
-        bench.gpu.synchronize()
-
-
-def test_a_download_is_of_no_use_before_it_has_run_and_left_alone_until_then(bench: Bench) -> None:
-    """Its target holds nonsense; who writes there loses either the writing or the download."""
-    bench.upload(1.0)
-    target = bench.gpu.allocate_pinned("results", 4 * SIZE)
-    bench.gpu.download(target, bench.x.view(torch.uint8))
-    assert (target == UNREAD).all()
-    bench.gpu.synchronize()
-    assert (target.view(torch.float32) == 1).all()
-    bench.gpu.download(target[:4], bench.x.view(torch.uint8)[:4])
-    target[0] = 0
-    with pytest.raises(AssertionError, match="staging"):
-        bench.gpu.synchronize()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(lambda staging: staging[1:], id="sizes differ"),
-        pytest.param(lambda staging: staging.view(torch.float32), id="not bytes"),
-        pytest.param(lambda staging: staging.clone(), id="not pinned"),
-    ],
-)
-def test_copies_are_between_bytes_of_one_size_and_pinned(bench: Bench, change: Callable[[Tensor], Tensor]) -> None:
-    """The driver copies what it is told to, or waits."""
-    with pytest.raises(AssertionError):
-        bench.gpu.upload(bench.x.view(torch.uint8), change(bench.staging))
-
-
 def test_a_graph_does_what_was_captured_with_what_the_buffers_hold_then(bench: Bench) -> None:
     """Capturing runs nothing; arguments are those of the capture, contents those of the replay."""
     addend = [1.0]
@@ -156,95 +113,92 @@ def test_a_graph_does_what_was_captured_with_what_the_buffers_hold_then(bench: B
     assert bench.gpu.calls("replay")[0].kernels == ("twice", "torch")
 
 
-def test_only_what_was_launched_is_captured(bench: Bench) -> None:
-    """A first launch may load or allocate, which a capture cannot."""
-    bench.gpu.launch([bench.double])
-    with pytest.raises(AssertionError, match="never launched"):
-        bench.gpu.capture([bench.double, bench.increment])
-    bench.gpu.launch([bench.increment])
-    assert bench.gpu.capture([bench.double, bench.increment]) in bench.gpu.graphs
+def _touches_staging(bench: Bench) -> None:
+    bench.upload(2.0)
+    bench.staging[0] += 1
+    bench.gpu.synchronize()
 
 
-def test_a_closed_graph_gives_its_memory_back_and_is_not_replayed(bench: Bench) -> None:
-    """Closing twice is closing once."""
+def _touches_results(bench: Bench) -> None:
+    target = bench.gpu.allocate_pinned("results", 4 * SIZE)
+    bench.gpu.download(target, bench.x.view(torch.uint8))
+    assert (target == UNREAD).all()
+    target[0] = 0
+    bench.gpu.synchronize()
+
+
+def _writes_weights(bench: Bench) -> None:
+    weights = torch.ones(SIZE)
+    bench.gpu.adopt("weights", weights, is_mutable=False)
+    bench.gpu.launch([bench.prepare(weights, bench.y)])
+    bench.gpu.synchronize()
+    assert (bench.y == 2).all()
+    bench.gpu.launch([bench.prepare(bench.y, weights)])
+    bench.gpu.synchronize()
+
+
+def _adopts(bench: Bench, begin: int, *, is_mutable: bool) -> None:
+    weights = torch.ones(64)
+    for name in ("embedding", "head"):  # tied weights have two names
+        bench.gpu.adopt(name, weights, is_mutable=False)
+    assert bench.gpu.memory.name(weights[3:5]) == "embedding"
+    bench.gpu.adopt("other", weights[begin:], is_mutable=is_mutable)
+
+
+def _replays_closed(bench: Bench) -> None:
     bench.gpu.launch([bench.double])
-    before = bench.gpu.free_bytes()
-    graph = bench.gpu.capture([bench.double])
-    assert before - bench.gpu.free_bytes() == 1 << 20
+    graph, before = bench.gpu.capture([bench.double]), bench.gpu.free_bytes()
     graph.close()
     graph.close()
-    assert bench.gpu.free_bytes() == before
-    with pytest.raises(AssertionError, match="closed"):
-        bench.gpu.replay(graph)
+    assert bench.gpu.free_bytes() - before == 1 << 20
+    bench.gpu.replay(graph)
 
 
-def _allocates(bench: Bench) -> None:
-    bench.z.copy_(bench.y + 1)
+def _launches(operation: Callable[[Bench], object]) -> Callable[[Bench], object]:
+    def launch(bench: Bench) -> None:
+        def work() -> None:
+            operation(bench)
+
+        bench.gpu.launch([work])
+
+    return launch
 
 
-def _waits(bench: Bench) -> None:
-    bench.z.fill_(float(bench.y.sum()))
+def _uploads(change: Callable[[Tensor], Tensor]) -> Callable[[Bench], object]:
+    return lambda bench: bench.gpu.upload(bench.x.view(torch.uint8), change(bench.staging))
 
 
-def _reads(bench: Bench) -> None:
-    bench.z[0] = bench.y[1].item()
+def _prepares(address: int, grid: int) -> Callable[[Bench], object]:
+    return lambda bench: bench.gpu.load(SPEC, CUBIN).prepare([address, 0, 1], grid=grid)
 
 
-def _calls(bench: Bench) -> None:
-    bench.gpu.record()
+MISUSE: dict[str, tuple[Callable[[Bench], object], type[Exception], str]] = {
+    "staging changes before its copy": (_touches_staging, AssertionError, "staging"),
+    "a download's target before it has run": (_touches_results, AssertionError, "staging"),
+    "copies of other sizes": (_uploads(lambda staging: staging[1:]), AssertionError, "bytes into"),
+    "copies of no bytes": (_uploads(lambda staging: staging.view(torch.float32)), AssertionError, "Size"),
+    "copies of memory that is not pinned": (_uploads(Tensor.clone), AssertionError, "only pinned memory"),
+    "a capture of what was never launched": (lambda it: it.gpu.capture([it.double]), AssertionError, "never launched"),
+    "a replay of a closed graph": (_replays_closed, AssertionError, "closed"),
+    "an operation allocates": (_launches(lambda it: it.z.copy_(it.y + 1)), AssertionError, "allocates or waits"),
+    "an operation waits": (_launches(lambda it: it.z.fill_(float(it.y.sum()))), AssertionError, "allocates or waits"),
+    "an operation reads": (_launches(lambda it: it.y[1].item()), AssertionError, "allocates or waits"),
+    "an operation calls": (_launches(lambda it: it.gpu.record()), AssertionError, "in an operation of a launch"),
+    "a kernel writes weights": (_writes_weights, ReadOnly, "weights"),
+    "weights that are mutable": (lambda it: _adopts(it, 0, is_mutable=True), AssertionError, "overlaps embedding"),
+    "weights in part": (lambda it: _adopts(it, 16, is_mutable=False), AssertionError, "overlaps embedding"),
+    "an unknown tensor": (lambda it: it.gpu.address(torch.zeros(4)), AssertionError, "neither allocated nor adopted"),
+    "an unknown address": (_prepares(0x1000, 1), AssertionError, "x = 0x1000"),
+    "more than one wave": (_prepares(0, 3), ValueError, "one wave is 2"),
+}
 
 
-@pytest.mark.parametrize("function", [_allocates, _waits, _reads, _calls])
-def test_an_operation_neither_allocates_nor_waits_nor_calls_the_gpu(
-    bench: Bench, function: Callable[[Bench], None]
-) -> None:
-    """None of that can be captured."""
-    with pytest.raises(AssertionError, match=r"allocates or waits|in an operation of a launch"):
-        bench.gpu.launch([lambda: function(bench)])
-    bench.gpu.launch([bench.increment])
-
-
-def test_an_operation_may_make_views_and_write_in_place(bench: Bench) -> None:
-    """Views, copies, out= and in-place functions are what there is."""
-
-    def operation() -> None:
-        torch.mm(bench.y.view(2, 4), bench.x.view(2, 4).t(), out=bench.z[:4].view(2, 2)).add_(1.0)
-        bench.z[4:].copy_(bench.y[:4])
-
-    bench.upload(1.0)
-    bench.gpu.launch([bench.double, operation])
-    bench.gpu.synchronize()
-    assert bench.z.tolist() == [9.0] * 4 + [2.0] * 4
-
-
-def test_calls_fail_when_they_are_told_to(bench: Bench) -> None:
-    """The nth from now, so many times, and only that call."""
-    bench.gpu.fail("upload", GpuError("full"), nth=2, times=2)
-    bench.upload(1.0)
-    bench.gpu.synchronize()
-    for _ in range(2):
-        with pytest.raises(GpuError, match="full"):
-            bench.upload(2.0)
-    bench.gpu.synchronize()
-    bench.upload(3.0)
-    bench.gpu.synchronize()
-    assert (bench.x == 3).all()
-
-
-@pytest.mark.parametrize("call", ["launch", "launch twice", "launch torch", "capture", "capture twice", "record"])
-def test_a_failed_call_leaves_the_rest_in_order(bench: Bench, call: str) -> None:
-    """What came before it still runs, and the next may succeed."""
-    operations: list[Operation] = [bench.double, bench.increment]
-    bench.gpu.launch(operations)
-    bench.gpu.fail(call, GpuError("refused"))
-    bench.upload(1.0)
-    with pytest.raises(GpuError, match="refused"):  # noqa: PT012  (whichever of them it is)
-        bench.gpu.launch(operations)
-        bench.gpu.capture(operations)
-        bench.gpu.record()
-    bench.gpu.launch(operations)
-    bench.gpu.synchronize()
-    assert (bench.z == 3).all()
+@pytest.mark.parametrize("case", MISUSE)
+def test_what_a_gpu_would_punish_later_is_an_error(bench: Bench, case: str) -> None:
+    """At once, or when the stream comes to it."""
+    misuse, error, message = MISUSE[case]
+    with pytest.raises(error, match=message):
+        misuse(bench)
 
 
 def test_a_fault_on_the_device_shows_at_the_next_wait_and_stays(bench: Bench) -> None:
@@ -259,19 +213,6 @@ def test_a_fault_on_the_device_shows_at_the_next_wait_and_stays(bench: Bench) ->
             call()
     assert bench.z.sum() == 0
     assert bench.gpu.num_waiting == 0
-
-
-def test_loading_preparing_and_allocating_fail_by_name(bench: Bench) -> None:
-    """A kernel that does not load, memory that is not there."""
-    gpu = bench.gpu
-    for call in ("load twice", "prepare twice"):
-        gpu.fail(call, GpuError(call))
-        with pytest.raises(GpuError, match=call):
-            bench.prepare(bench.x, bench.y)
-    gpu.fail("allocate more", GpuError("no"))
-    gpu.allocate("other", (1,), torch.int32)
-    with pytest.raises(GpuError, match="no"):
-        gpu.allocate("more", (1,), torch.int32)
 
 
 def test_memory_is_bounded() -> None:
@@ -303,75 +244,12 @@ def test_kernels_see_views_at_their_place_and_torch_sees_what_kernels_write(benc
     assert pool[32_004 + SIZE] == 32_004 + SIZE
 
 
-def test_memory_adopted_as_immutable_is_not_written(bench: Bench) -> None:
-    """Kernels may read weights before the kernel in front has ended: nobody writes them."""
-    weights = torch.ones(SIZE)
-    bench.gpu.adopt("weights", weights, is_mutable=False)
-    bench.gpu.launch([bench.prepare(weights, bench.y)])
-    bench.gpu.synchronize()
-    assert (bench.y == 2).all()
-    bench.gpu.launch([bench.prepare(bench.y, weights)])
-    with pytest.raises(ReadOnly, match="weights"):
-        bench.gpu.synchronize()
-
-
-def test_a_tensor_is_adopted_twice_and_others_must_not_overlap(bench: Bench) -> None:
-    """Tied weights have two names; anything else of that kind is a mistake."""
-    weights = torch.ones(64)
-    bench.gpu.adopt("embedding", weights, is_mutable=False)
-    bench.gpu.adopt("head", weights, is_mutable=False)
-    for other, is_mutable in ((weights, True), (weights[16:], False)):
-        with pytest.raises(AssertionError, match="overlaps embedding"):
-            bench.gpu.adopt("other", other, is_mutable=is_mutable)
-    assert bench.gpu.memory.name(weights[3:5]) == "embedding"
-
-
-def test_addresses_are_of_known_memory_only(bench: Bench) -> None:
-    """An unknown tensor has none, a kernel takes no other, and 0 stands for none."""
-    with pytest.raises(AssertionError, match="neither allocated nor adopted"):
-        bench.gpu.address(torch.zeros(4))
-    kernel = bench.gpu.load(SPEC, CUBIN)
-    with pytest.raises(AssertionError, match="x = 0x1000"):
-        kernel.prepare([0x1000, 0, 1], grid=1)
-    with pytest.raises(ValueError, match="one wave is 2"):
-        kernel.prepare([0, 0, 1], grid=3)
-    bench.gpu.load(replace(SPEC, kernel=strided), CUBIN).prepare([0, 0x1000], grid=1)
-
-
 def test_a_part_of_a_tensor_is_aligned_as_it_would_be_on_a_gpu(bench: Bench) -> None:
     """What begins 16 bytes behind a whole tensor is no better aligned than that."""
     joint = torch.zeros(64)
     bench.gpu.adopt("part", joint[4:], is_mutable=False)
     assert bench.gpu.address(joint[4:]) % 256 == 16
     assert bench.gpu.address(bench.x) % 256 == 0
-
-
-def test_stand_ins_act_for_kernels_in_their_place() -> None:
-    """Without the simulator, too: so a runner's logic is tested with any vocabulary."""
-    seen: list[float] = []
-    gpu = FakeGpu(stand_ins={"twice": lambda values: seen.append(gpu.at(values["x"], (1,), torch.float32).item())})
-    bench = Bench(gpu)
-    bench.upload(4.0)
-    gpu.launch([bench.double])
-    bench.gpu.record().wait()
-    bench.upload(5.0)
-    gpu.launch([bench.double])
-    gpu.synchronize()
-    assert seen == [4.0, 5.0]
-    gpu.stand_ins.clear()
-    gpu.launch([bench.double])
-    gpu.synchronize()
-    assert bench.y.sum() == 0
-
-
-def test_a_stand_in_finds_what_the_kernels_before_it_wrote(bench: Bench) -> None:
-    """In the midst of a chain, too."""
-    other = bench.gpu.load(replace(SPEC, kernel=strided), CUBIN).prepare([bench.gpu.address(bench.y), 0], grid=1)
-    bench.gpu.stand_ins["strided"] = lambda values: bench.z.copy_(bench.gpu.at(values["x"], (SIZE,), torch.float32))
-    bench.upload(2.0)
-    bench.gpu.launch([bench.double, other])
-    bench.gpu.synchronize()
-    assert (bench.z == 4).all()
 
 
 def test_kernels_that_start_early_run_as_one_chain(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,14 +225,6 @@ def test_what_cannot_be_prepared_is_an_error_of_the_gpu(gpu: FakeGpu) -> None:
     assert store.num_wanted == 0
 
 
-def test_without_graphs_every_step_is_launched_and_nothing_waits(gpu: FakeGpu, counting: Counting) -> None:
-    """Switched off from the start."""
-    store = GraphStore(gpu, counting, memory_bytes=2 * GRAPH_BYTES, is_enabled=False)
-    assert store.is_settled(ONE)
-    assert [store.put(ONE), store.put(ONE)] == [False, False]
-    assert (store.num_wanted, store.capture_next(), store.captured) == (0, False, ())
-
-
 def test_closing_gives_every_graph_back(store: GraphStore, gpu: FakeGpu) -> None:
     """Also where one refuses; afterwards nothing is captured or wanted."""
     for key in (ONE, TWO):

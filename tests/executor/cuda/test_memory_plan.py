@@ -16,11 +16,10 @@ from ferrule_server.executor.base import MemoryPlan
 from ferrule_server.executor.block_pool import bytes_per_block
 from ferrule_server.executor.cuda import linears
 from ferrule_server.executor.cuda.buckets import bucket_sizes
-from ferrule_server.executor.cuda.buffers import DecodeBuffers, Limits, decode_buffer_bytes
+from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.choices import OutputKind
 from ferrule_server.executor.cuda.gpu import Operation
 from ferrule_server.executor.cuda.graphs import NODE_BYTES, GraphKey
-from ferrule_server.executor.cuda.kernel_choice import shape_of
 from ferrule_server.executor.cuda.memory_plan import format_plan, num_launches, plan_memory, weights_bytes
 from ferrule_server.executor.cuda.runner import CudaDecodeRunner, create_runner
 from ferrule_server.model.config import ClampedSwiglu, ModelConfig
@@ -115,15 +114,6 @@ def test_a_pool_of_layers_with_other_heads_takes_the_sum_of_all() -> None:
 def test_what_a_plain_model_lacks_takes_work_space(config: ModelConfig) -> None:
     """Torch makes masks, copies scores to cap them or to add sinks, and clamps each half of a product."""
     assert plan(config, limits=None).workspace > plan(TINY, limits=None).workspace
-
-
-def test_buffers_take_what_is_allocated() -> None:
-    """And the table of rotations besides."""
-    limits, gpu = Limits(64, max_rows=8, max_entries=16), FakeGpu()
-    DecodeBuffers(gpu, shape_of(TINY), limits, 3)
-    planned = plan(TINY, limits=limits, num_ctas=3, max_context=1000).buffers
-    assert planned == decode_buffer_bytes(shape_of(TINY), limits, 3) + 1000 * 64 * 4
-    assert planned >= sum(call.num_bytes for call in gpu.calls("allocate"))
 
 
 @given(

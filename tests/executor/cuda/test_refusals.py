@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.executor.base import DeviceLost, OutputSpec, SampleSpec, StepBatch
+from ferrule_server.executor.base import OutputSpec, SampleSpec, StepBatch
 from ferrule_server.executor.cuda.compose import Kernels
-from ferrule_server.executor.cuda.gpu import GpuError, GpuLost
+from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from tests.executor.cuda.fake_gpu import FakeGpu
 from tests.executor.cuda.tiny_model import tiny_executor
@@ -118,25 +118,6 @@ def test_graphs_may_be_switched_off() -> None:
     assert not executor.tend()
     assert executor.can_submit(ONE)
     assert (gpu.calls("capture"), executor.state.preparation, executor.state.fallback_reason) == ([], "", "")
-
-
-def test_a_lost_device_is_not_a_refusal() -> None:
-    """Whatever kernel was launched when it showed."""
-    gpu = FakeGpu()
-    executor = opened(gpu)
-    gpu.fail("launch draw", GpuLost("gone"))
-    with pytest.raises(DeviceLost, match="gone"):
-        executor.run(SAMPLED)
-
-
-def test_a_refusal_that_is_the_first_sign_of_a_lost_device_loses_it() -> None:
-    """The stream is synchronised before anything runs another way."""
-    gpu = FakeGpu()
-    executor = opened(gpu)
-    gpu.fail("launch draw", GpuError("refused on purpose"))
-    gpu.fail("synchronize", GpuLost("gone"))
-    with pytest.raises(DeviceLost, match="gone"):
-        executor.run(SAMPLED)
 
 
 def test_a_mixed_step_says_of_each_row_how_it_was_computed() -> None:

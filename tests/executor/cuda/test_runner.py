@@ -16,7 +16,6 @@ import torch
 from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec, Shaping, StepResult, TokenMask
 from ferrule_server.executor.cuda.choice_inputs import DrawMemo, fill_choices
 from ferrule_server.executor.cuda.choices import OutputKind, divide
-from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.cuda.graphs import NODE_BYTES, GraphKey
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
 from tests.executor.cuda.toy_runner import GREEDY, Toy, next_tokens, rows_of
@@ -88,15 +87,6 @@ def test_what_decides_a_graph() -> None:
         GraphKey(4, OutputKind.GREEDY, keeps_rows=True),
     }
     assert toy.runner.state.captured_batch_sizes == (4,)
-
-
-def test_a_step_without_outputs_has_no_head() -> None:
-    """Only its KV is wanted."""
-    toy = Toy()
-    assert toy.runner.run(rows_of([1, 2], [4, 5], counts=[2], outputs=[])).rows == []
-    assert "head" not in toy.gpu.calls("launch")[-1].kernels
-    toy.runner.run(rows_of([1, 2], [4, 5], counts=[2], outputs=[1]))
-    assert "head" in toy.gpu.calls("launch")[-1].kernels
 
 
 def test_sampling_takes_a_second_span_each_way_and_its_kernels() -> None:
@@ -307,30 +297,3 @@ def test_nothing_is_allocated_once_it_is_made() -> None:
     assert len(toy.gpu.graphs) == 3
     toy.runner.close()
     assert toy.gpu.graphs == []
-
-
-@pytest.mark.parametrize(
-    "call", ["upload", "launch", "launch attention", "download", "wait", "run gemv", "prepare gemv"]
-)
-def test_what_the_gpu_refuses_is_told(call: str) -> None:
-    """Whoever runs the step decides what to do."""
-    toy = Toy()
-    toy.gpu.fail(call, GpuError("no"))
-    with pytest.raises(GpuError, match="no"):
-        toy.runner.run(rows_of([5], [3]))
-
-
-def test_a_replay_that_is_refused_is_told() -> None:
-    """Likewise."""
-    toy = Toy()
-    toy.settle(rows_of([5], [3]))
-    toy.gpu.fail("replay", GpuError("no"))
-    with pytest.raises(GpuError, match="no"):
-        toy.runner.submit(rows_of([5], [3]))
-
-
-def test_a_kernel_that_was_not_built_is_an_error_of_the_gpu() -> None:
-    """Its name is said."""
-    toy = Toy(cubins={})
-    with pytest.raises(GpuError, match="was not built"):
-        toy.runner.run(rows_of([5], [3]))

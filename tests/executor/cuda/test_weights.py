@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from ferrule_server.executor.cuda.weights import adopt_weights
-from ferrule_server.kernels import reference
-from ferrule_server.model.rope import inverse_frequencies
 from tests.executor.cuda.fake_gpu import FakeGpu
 from tests.executor.cuda.tiny_model import KINDS, tiny_config, tiny_model
 
@@ -29,14 +26,6 @@ def test_every_weight_is_adopted_once(kind: str) -> None:
     assert weights.layers[1].down is plain.layers[1].down
     assert (weights.head is weights.embedding) == model.config.is_tied
     assert gpu.address(weights.head)
-
-
-def test_rotations_are_those_of_the_decoder() -> None:
-    """Every bit of the cosines and sines that torch would compute for a step."""
-    config = tiny_config()
-    weights = adopt_weights(FakeGpu(), tiny_model().take_weights(), config, 200)
-    cos, sin = reference.rope_angles(torch.arange(200), inverse_frequencies(config.layers[0].rope, config.head_dim))
-    assert torch.equal(weights.rope, torch.cat((cos, sin), dim=1))
 
 
 def test_weights_must_be_contiguous() -> None:

@@ -243,6 +243,13 @@ class World:
         return self.executor.read_blocks(np.arange(self.torch.info.num_blocks, dtype=np.int32)).tobytes()
 
 
+def started(**options: Any) -> World:
+    """Return a world whose sequences are in the pool and whose runner is made."""
+    world = World(**options)
+    world.start()
+    return world
+
+
 class _Untold:
     """The stand-in of torch without its count."""
 

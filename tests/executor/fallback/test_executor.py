@@ -20,7 +20,7 @@ from ferrule_server.executor.base import (
 )
 from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.fallback.executor import FallbackExecutor
-from tests.executor.fallback.reference_world import GREEDY, MAX_ROWS, PLAN, Torch, World, tokens_of
+from tests.executor.fallback.reference_world import GREEDY, MAX_ROWS, PLAN, Torch, World, started, tokens_of
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 # ---- where steps run ------------------------------------------------------------------------------------------------
@@ -89,8 +89,7 @@ def test_an_empty_step_runs_nothing() -> None:
 
 def test_the_state_tells_of_graphs() -> None:
     """Those that are wanted, those that exist, and what they take."""
-    world = World()
-    world.start()
+    world = started()
     assert world.executor.state.preparation == "capturing graphs, 1 left"
     assert not world.executor.tend()
     state = world.executor.state
@@ -110,9 +109,7 @@ def test_info_names_what_is_to_run() -> None:
 
 def test_two_steps_are_in_flight() -> None:
     """The second takes tokens of the first before anybody has read them; both are what one after the other gives."""
-    world, plain = World(), World()
-    for each in (world, plain):
-        each.start()
+    world, plain = started(), started()
     first, second = world.decode(4, 5), world.fed(1, 0)
     assert world.executor.can_submit(first)
     pending = [world.executor.submit(first)]
@@ -143,9 +140,7 @@ def test_only_whole_decode_steps_are_submitted() -> None:
 
 def test_tokens_are_fed_back_after_they_were_read() -> None:
     """From the host then: another step may have run on the device meanwhile."""
-    world, plain = World(), World()
-    for each in (world, plain):
-        each.start()
+    world, plain = started(), started()
     first = world.executor.submit(world.decode(4, 5)).result()
     fed = world.fed(0, 1)
     world.executor.run(world.stepper.batch(Piece(PooledSequence(), [9], spec=GREEDY)))
@@ -157,9 +152,7 @@ def test_tokens_are_fed_back_after_they_were_read() -> None:
 
 def test_a_row_may_be_fed_and_its_neighbour_not() -> None:
     """-1 leaves the token that is given."""
-    world, plain = World(), World()
-    for each in (world, plain):
-        each.start()
+    world, plain = started(), started()
     first = world.executor.submit(world.decode(4, 5))
     mixed = replace(world.decode(6, 0), feedback=np.array([-1, 0], np.int32))
     world.gpu.fail("submit", GpuError("no"))
@@ -171,8 +164,7 @@ def test_a_row_may_be_fed_and_its_neighbour_not() -> None:
 
 def test_feedback_needs_a_step_before() -> None:
     """Else nobody knows the tokens; nothing is run."""
-    world = World()
-    world.start()
+    world = started()
     with pytest.raises(ValueError, match="there was none"):
         world.executor.submit(world.fed(0))
     assert tokens_of(world.executor.submit(world.decode(3)).result()) != []
@@ -180,8 +172,7 @@ def test_feedback_needs_a_step_before() -> None:
 
 def test_results_may_be_asked_for_late() -> None:
     """Whoever asks for the second makes both known; the first is there still."""
-    world = World()
-    world.start()
+    world = started()
     first, second = world.executor.submit(world.decode(4)), world.executor.submit(world.fed(0))
     late = second.result()
     assert len(late.rows) == len(first.result().rows) == 1
@@ -189,8 +180,7 @@ def test_results_may_be_asked_for_late() -> None:
 
 def test_nothing_is_prepared_while_a_step_is_pending() -> None:
     """A capture may stand beside nothing."""
-    world = World()
-    world.start()
+    world = started()
     step = world.executor.submit(world.decode(4))
     assert not world.executor.tend()
     sizes = [world.executor.state.captured_batch_sizes]
@@ -203,9 +193,7 @@ def test_nothing_is_prepared_while_a_step_is_pending() -> None:
 @pytest.mark.parametrize("call", ["copy_blocks", "copy_slots", "read_blocks", "write_blocks", "run"])
 def test_whatever_comes_behind_a_pending_step_finds_it_done(call: str) -> None:
     """Also where it fails then: it has been run again before anything is copied."""
-    world, plain = World(), World()
-    for each in (world, plain):
-        each.start()
+    world, plain = started(), started()
     batch = world.decode(4)
     step = world.executor.submit(batch)
     world.gpu.fail("result", GpuError("late"))
@@ -245,9 +233,7 @@ def test_a_failure_anywhere_changes_no_row_and_no_slot(
     actions: list[str], call: str, nth: int, error: type[Exception]
 ) -> None:
     """Steps one after the other on one executor are the definition; the other one pipelines, and its kernels fail."""
-    worlds = World(), World()
-    for world in worlds:
-        world.start()
+    worlds = started(), started()
     worlds[0].gpu.fail(call, error("no"), nth)
     got = _play(worlds[0], actions, is_pipelined=True)
     assert got == _play(worlds[1], actions, is_pipelined=False)

@@ -23,6 +23,7 @@ from tests.executor.fallback.reference_world import (
     Torch,
     World,
     device_of,
+    started,
     tokens_of,
 )
 from tests.model.stepping import Piece, PooledSequence, Stepper
@@ -45,9 +46,7 @@ def test_failed_steps_are_run_again_in_torch(
     call: str, nth: int, error: Exception, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whichever of two in flight fails: rows and pool are as if nothing had happened, and it is said once."""
-    world, plain = World(), World()
-    for each in (world, plain):
-        each.start()
+    world, plain = started(), started()
     world.gpu.fail(call, error, nth)
     first = world.executor.submit(world.decode(4, 5))
     second = world.executor.submit(world.fed(1, 0))
@@ -69,9 +68,7 @@ def test_failed_steps_are_run_again_in_torch(
 
 def test_a_step_submitted_after_the_kernels_failed_runs_in_torch() -> None:
     """It is done at once, fed back tokens included."""
-    world, plain = World(), World()
-    for each in (world, plain):
-        each.start()
+    world, plain = started(), started()
     first, second = world.decode(4), world.fed(0)
     world.gpu.fail("result", GpuError("no"))
     pending = world.executor.submit(first)
@@ -103,8 +100,7 @@ def test_a_failed_part_of_a_step_is_run_again_alone(error: Exception, reason: st
 @pytest.mark.parametrize(("error", "reason"), ERRORS)
 def test_a_failed_capture_leaves_everything_to_torch(error: Exception, reason: str) -> None:
     """The gap does not fail, and nothing more is to be done in the next."""
-    world = World()
-    world.start()
+    world = started()
     world.gpu.fail("capture", error)
     assert not world.executor.tend()
     state = world.executor.state
@@ -157,8 +153,7 @@ def test_torch_alone_is_no_fallback(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_step_that_torch_cannot_run_either_fails_for_whoever_asks() -> None:
     """Both in flight, since the second needs the first; the executor goes on."""
-    world = World()
-    world.start()
+    world = started()
     first = world.executor.submit(world.decode(4))
     world.torch.error = torch.OutOfMemoryError("CUDA out of memory")
     world.gpu.fail("submit", GpuError("no"))
@@ -173,8 +168,7 @@ def test_a_step_that_torch_cannot_run_either_fails_for_whoever_asks() -> None:
 @pytest.mark.parametrize("is_submitted", [True, False])
 def test_a_step_that_torch_refuses_too_is_to_blame_itself(is_submitted: bool) -> None:
     """What is wrong with it is no reason to give the kernels up; whoever wanted it is told, and nothing is pending."""
-    world = World()
-    world.start()
+    world = started()
     before = world.executor.submit(world.decode(4))
     world.gpu.fail("submit", IndexError("a token beyond the vocabulary"))
     batch = world.fed(0)
@@ -200,8 +194,7 @@ def test_a_step_beyond_the_limits_of_the_kernels_runs_in_torch() -> None:
 
 def test_memory_that_is_short_beside_the_kernels_costs_one_step_only() -> None:
     """Torch selects from their logits; what is not there now may be there in a moment."""
-    world = World()
-    world.start()
+    world = started()
     world.gpu.fail("submit", torch.OutOfMemoryError("CUDA out of memory"))
     assert len(world.executor.run(world.decode(3)).rows) == 1
     assert world.executor.runner is world.made()
@@ -209,9 +202,7 @@ def test_memory_that_is_short_beside_the_kernels_costs_one_step_only() -> None:
 
 def test_asking_whether_a_step_fits_never_fails() -> None:
     """The kernels are given up with what is in flight, and the answer is no."""
-    world, plain = World(), World()
-    for each in (world, plain):
-        each.start()
+    world, plain = started(), started()
     pending = world.executor.submit(world.decode(4))
     world.gpu.fail("can_submit", KeyError("kind"))
     assert not world.executor.can_submit(world.fed(0))
@@ -228,8 +219,7 @@ def test_asking_whether_a_step_fits_never_fails() -> None:
 def test_a_runner_that_does_not_close_is_let_go(error: Exception) -> None:
     """While it is given up, and at the end of the server."""
     for call in ("capture", "close"):
-        world = World()
-        world.start()
+        world = started()
         world.gpu.fail("close", error)
         if call == "capture":
             world.gpu.fail("capture", GpuError("no"))
@@ -278,8 +268,7 @@ def test_the_state_is_whole_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("call", ["submit", "result", "current", "capture", "synchronize"])
 def test_a_lost_device_is_lost_for_every_later_call(call: str) -> None:
     """Whoever notices it first: nothing is run again, because nothing in the pool can be trusted."""
-    world = World()
-    world.start()
+    world = started()
     batches = len(world.torch.batches)
     pending = world.executor.submit(world.decode(4))
     world.gpu.fail(call, GpuLost("an illegal memory access\nadvice"))
@@ -338,8 +327,7 @@ def test_a_library_that_fails_is_asked_behind() -> None:
 @pytest.mark.parametrize("call", ["submit", "run", "result", "capture", "can_submit"])
 def test_an_error_of_any_kind_may_be_the_first_sign(call: str) -> None:
     """The stream is asked before anything is run again."""
-    world = World()
-    world.start()
+    world = started()
     batches = len(world.torch.batches)
     pending = world.executor.submit(world.decode(4)) if call == "result" else None
     world.gpu.fail("submit" if call == "run" else call, RuntimeError("boom"))
@@ -358,8 +346,7 @@ def test_an_error_of_any_kind_may_be_the_first_sign(call: str) -> None:
 
 def test_memory_that_is_short_in_torch_is_an_error_of_its_step() -> None:
     """Neither the device nor the kernels are to blame."""
-    world = World()
-    world.start()
+    world = started()
     world.torch.error = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(torch.OutOfMemoryError):
         world.stepper.run(Piece(PooledSequence(), range(3, 30)))
@@ -372,8 +359,7 @@ def test_memory_that_is_short_in_torch_is_an_error_of_its_step() -> None:
 
 def test_deterministic_mode_has_no_other_way() -> None:
     """Torch runs nothing, and what fails on the kernels ends the device."""
-    world = World(is_deterministic=True)
-    world.start()
+    world = started(is_deterministic=True)
     assert world.torch.batches == []
     world.gpu.fail("submit", GpuError("no"))
     with pytest.raises(DeviceLost, match="no"):
@@ -383,8 +369,7 @@ def test_deterministic_mode_has_no_other_way() -> None:
 @pytest.mark.parametrize("call", ["submit", "run", "result", "can_submit"])
 def test_a_bug_in_deterministic_mode_is_an_error_of_its_step(call: str) -> None:
     """Nobody else may run it, so it is told to whoever asked; everything else goes on with the same bits."""
-    world = World(is_deterministic=True)
-    world.start()
+    world = started(is_deterministic=True)
     world.gpu.fail("submit" if call == "run" else call, KeyError("boom"))
     if call == "can_submit":
         assert not world.executor.can_submit(world.decode(4))
@@ -398,8 +383,7 @@ def test_a_bug_in_deterministic_mode_is_an_error_of_its_step(call: str) -> None:
 @pytest.mark.parametrize("error", [GpuError("no"), KeyError("no")], ids=["refused", "bug"])
 def test_a_failed_capture_in_deterministic_mode_is_a_lost_device(error: Exception) -> None:
     """The stream may still be capturing."""
-    world = World(is_deterministic=True)
-    world.start()
+    world = started(is_deterministic=True)
     world.gpu.fail("capture", error)
     with pytest.raises(DeviceLost, match="no"):
         world.executor.tend()
@@ -425,8 +409,7 @@ def test_deterministic_mode_does_not_begin_without_kernels(why: str) -> None:
 
 def test_closing_gives_everything_back() -> None:
     """The runner once the stream is idle; a pending step is let go."""
-    world = World()
-    world.start()
+    world = started()
     world.executor.submit(world.decode(4))
     world.executor.close()
     assert (world.made().is_closed, world.torch.is_closed, world.gpu.is_closed) == (True, True, True)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ferrule_server.kernels import reference
-from ferrule_server.kernels.cuda.embed import embed, spec, specs
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
+from ferrule_server.kernels.cuda.embed import embed, spec
 from ferrule_server.kernels.cuda.specialise import Specialised
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.replay import replay
@@ -124,8 +123,3 @@ def test_needs_its_wait() -> None:
 
     found = check_mutants(embed, dict(spec(X=2, WARPS=1).constants), simulate)
     assert [mutation.name for mutation in found] == ["grid_wait"]
-
-
-def test_one_kernel_serves_all_models() -> None:
-    """Sizes are runtime values."""
-    assert len({one.name for shape in MODEL_SHAPES.values() for one in specs(shape)}) == 1

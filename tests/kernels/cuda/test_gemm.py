@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,24 +156,26 @@ def test_epilogue_equals_the_reference_on_exact_sums(epilogue: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tiles", "num_rows", "size", "split"),
+    ("tokens", "tiles", "num_rows", "size", "options"),
     [
-        (1, 1, 16, 8, WHOLE),
-        (8, 1, 70, 264, WHOLE),
-        (9, 2, 16, 256, (128, 1)),
-        (17, 4, 100, 648, WHOLE),
-        (26, 4, 64, 904, (256, 2)),
-        (40, 8, 70, 400, WHOLE),
-        (64, 8, 20, 904, (128, 3)),
+        (1, 1, 16, 8, {}),
+        (8, 1, 70, 264, {}),
+        (9, 2, 16, 256, {"split": (128, 1)}),
+        (17, 4, 100, 648, {}),
+        (26, 4, 64, 904, {"split": (256, 2)}),
+        (40, 8, 70, 400, {}),
+        (64, 8, 20, 904, {"split": (128, 3)}),
+        pytest.param(3, 1, 16, 72, {"num_ctas": 3}, id="a CTA without work"),
+        pytest.param(3, 1, 16, 72, {"offset": 48}, id="operands at a multiple of 16 bytes"),
     ],
 )
 def test_sizes_equal_the_reference_on_exact_sums(
-    tokens: int, tiles: int, num_rows: int, size: int, split: tuple[int, int]
+    tokens: int, tiles: int, num_rows: int, size: int, options: dict[str, Any]
 ) -> None:
     """Sizes that cross the borders of groups, tiles and parts."""
     constants = constants_of(tiles=tiles)
     case = whole_numbers(tokens, num_rows, size)
-    assert (simulate(case, constants, split=split, seeds=AGAIN[:2]) == expected(case, constants)).all()
+    assert (simulate(case, constants, seeds=AGAIN[:2], **options) == expected(case, constants)).all()
 
 
 @pytest.mark.parametrize("stages", [2, 3, 6])
@@ -227,18 +230,6 @@ def test_small_linears_are_not_split_further_than_they_go() -> None:
     for size in (8, 128):
         assert gemm.split(LinearShape(64, size, "store", False, size)) == (128, 0)
     assert gemm.split(LinearShape(64, 136, "store", False, 136))[1] <= 1
-
-
-def test_more_ctas_than_items_change_nothing() -> None:
-    """A CTA without work waits for the grid and leaves."""
-    case = whole_numbers(3, 16, 72)
-    assert (simulate(case, constants_of(), num_ctas=3) == expected(case, constants_of())).all()
-
-
-def test_operands_may_begin_at_any_multiple_of_16_bytes() -> None:
-    """No address is assumed to be more aligned than that."""
-    case = whole_numbers(3, 16, 72)
-    assert (simulate(case, constants_of(), offset=48) == expected(case, constants_of())).all()
 
 
 @pytest.mark.parametrize(

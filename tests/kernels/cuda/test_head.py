@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ferrule_server.kernels import reference
-from ferrule_server.kernels.cuda.head import head, partial_bytes, shared_bytes, spec, specs
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, SHARED_LIMITS
+from ferrule_server.kernels.cuda.head import head, partial_bytes, shared_bytes, spec
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.mutation import check_mutants
 from tests.kernels.cuda.replay import replay
@@ -200,15 +198,3 @@ def test_sweep() -> None:
             found = torch.from_numpy(memory.get("logits"))
             torch.testing.assert_close(found, _expected(case, data), rtol=2**-7, atol=2**-4)
             assert memory.get("tokens").tolist() == found.argmax(1).tolist()
-
-
-def test_scratch_of_a_launch() -> None:
-    """A key per CTA and vector."""
-    assert partial_bytes(8, M=2) == 128
-
-
-def test_a_model_has_two_heads() -> None:
-    """For one and two rows."""
-    for shape, limit in product(MODEL_SHAPES.values(), SHARED_LIMITS):
-        names = [one.name for one in specs(shape, [limit])]
-        assert len(names) == len(set(names)) == 2

@@ -10,8 +10,7 @@ import pytest
 
 from ferrule_server.executor.base import OutputSpec
 from ferrule_server.executor.sampling.selection import select_rows
-from ferrule_server.kernels.cuda.log_sum_exp import RECORD_BYTES, log_sum_exp, shared_bytes, specs
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
+from ferrule_server.kernels.cuda.log_sum_exp import RECORD_BYTES, log_sum_exp, shared_bytes
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.logit_cases import SLICE, THREADS, VOCABULARIES, WARPS, Rows, awkward_rows, num_slices
 from tests.kernels.cuda.mutation import check_mutants
@@ -128,9 +127,3 @@ def test_log_sum_exp_needs_all_of_its_synchronisation() -> None:
         check(memory, rows, order, requests)
 
     check_mutants(log_sum_exp, CONSTANTS, simulate)
-
-
-def test_specs_hold_the_slices_of_the_vocabulary() -> None:
-    """Shared memory has room for each slice's figures."""
-    (spec,) = specs(MODEL_SHAPES["Llama-3.2-1B"])
-    assert spec.shared_bytes == shared_bytes(16)

@@ -39,9 +39,7 @@ from ferrule_server.kernels.cuda.sample import (
     passed_by,
     philox,
     shape_and_select,
-    specs,
 )
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
 from tests.kernels.cuda.logit_cases import (
     SELECT_CONSTANTS,
@@ -422,8 +420,3 @@ def test_the_select_needs_all_of_its_synchronisation() -> None:
         assert check(memory, np.stack([*rows, shaped]), specs, [*order[:-1], len(rows)], positions) == 0
 
     check_mutants(shape_and_select, SELECT_CONSTANTS, simulate)
-
-
-def test_specs_are_the_chain() -> None:
-    """One launch finds what each row keeps, one draws."""
-    assert [spec.kernel for spec in specs(MODEL_SHAPES["Qwen3-8B"])] == [shape_and_select, draw]

@@ -12,9 +12,8 @@ from ferrule_server.executor.cuda.choice_inputs import pack_draw
 from ferrule_server.executor.sampling.ranking import ranked_largest
 from ferrule_server.kernels.cuda.logit_rows import num_slices as checked_num_slices
 from ferrule_server.kernels.cuda.sample import RECORD
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
 from ferrule_server.kernels.cuda.specialise import Constant, Specialised
-from ferrule_server.kernels.cuda.top_k import gather_top_k, shared_bytes, specs
+from ferrule_server.kernels.cuda.top_k import gather_top_k, shared_bytes
 from tests.kernels.cuda.logit_cases import (
     SELECT_CONSTANTS,
     SLICE,
@@ -129,12 +128,6 @@ def test_top_k_needs_all_of_its_synchronisation() -> None:
         check(memory, rows, ks, order)
 
     check_mutants(gather_top_k, CONSTANTS, simulate)
-
-
-def test_specs_have_room_for_the_largest() -> None:
-    """All that a row may ask for."""
-    (spec,) = specs(MODEL_SHAPES["Qwen3-0.6B"])
-    assert (spec.kernel, spec.shared_bytes) == (gather_top_k, shared_bytes(1024))
 
 
 def test_a_vocabulary_beyond_the_last_cta_is_refused() -> None:

@@ -43,8 +43,9 @@ from tools.kernels.machine_code import RULES, Made, check, take_apart
 Kernel = Callable[..., None]
 
 
-def _spec(kernel: Kernel, **promises: object) -> KernelSpec:
-    plain = KernelSpec(kernel, (), num_threads=128, shared_bytes=16, min_vector_loads=0)
+def _spec(kernel: Kernel, HOW: str = "", **promises: object) -> KernelSpec:  # noqa: N803
+    constants = (("HOW", HOW),) if HOW else ()
+    plain = KernelSpec(kernel, constants, num_threads=128, shared_bytes=16, min_vector_loads=0)
     return replace(plain, **promises)  # type: ignore[arg-type]
 
 
@@ -141,64 +142,37 @@ def doubles(out: Address, value: I32) -> None:
     store_f32(out + thread_id() * 4, load_f32(out + thread_id() * 4) * value)
 
 
-def never_waits() -> None:
-    """Leave out the wait."""
-    grid_launch_dependents()
-    barrier()
-
-
-def may_not_wait(out: Address, num_rows: I32) -> None:
-    """Leave out the wait where there is no work."""
-    grid_launch_dependents()
-    if cta_id() < num_rows:
-        grid_wait()
-        store_u32(out + cta_id() * 4, 1)
-
-
-def waits_twice(out: Address) -> None:
-    """Wait again."""
-    grid_launch_dependents()
-    grid_wait()
-    store_u32(out + thread_id() * 4, 1)
-    grid_wait()
-
-
-def releases_nobody(out: Address) -> None:
-    """Leave the next kernel to the end of this one."""
-    grid_wait()
-    store_u32(out + thread_id() * 4, 1)
-
-
-def stores_above(out: Address) -> None:
-    """Store before the wait."""
-    grid_launch_dependents()
-    store_u32(out + thread_id() * 4, 1)
-    grid_wait()
-
-
-def adds_above(out: Address) -> None:
-    """Add to a counter before the wait, on one of two paths."""
-    grid_launch_dependents()
-    if thread_id() == 0:
+def wrong(x: Address, out: Address, num_rows: I32, *, HOW: str) -> None:  # noqa: N803
+    """Do one thing around the wait that is wrong."""
+    i = thread_id()
+    if HOW == "loads above":
+        chunk = load_v4(x + i * 16)
+    if HOW == "copies above":
+        copy_async_16_or_zeros(i32(0), x, 16)
+    if HOW != "releases nobody":
+        grid_launch_dependents()
+    if HOW == "stores above":
+        store_u32(out + i * 4, 1)
+    if HOW == "adds above" and i == 0:
         atomic_increment_wrapping(out, 7)
-    grid_wait()
-
-
-def loads_above(x: Address, out: Address) -> None:
-    """Load an activation before the wait."""
-    chunk = load_v4(x + thread_id() * 16)
-    grid_launch_dependents()
-    grid_wait()
-    store_v4(out + thread_id() * 16, chunk)
-
-
-def copies_above(x: Address, out: Address) -> None:
-    """Copy an activation to shared memory before the wait."""
-    copy_async_16_or_zeros(i32(0), x, 16)
-    grid_launch_dependents()
-    grid_wait()
-    copy_async_wait(0)
-    store_u32(out + thread_id() * 4, shared_load_u32(0))
+    if HOW == "never waits":
+        barrier()
+    elif HOW == "may not wait":
+        if cta_id() < num_rows:
+            grid_wait()
+            store_u32(out + cta_id() * 4, 1)
+    else:
+        grid_wait()
+    if HOW == "releases nobody":
+        store_u32(out + i * 4, 1)
+    if HOW == "waits twice":
+        store_u32(out + i * 4, 1)
+        grid_wait()
+    if HOW == "loads above":
+        store_v4(out + i * 16, chunk)
+    if HOW == "copies above":
+        copy_async_wait(0)
+        store_u32(out + i * 4, shared_load_u32(0))
 
 
 def wraps_a_copied_row(weights: Address, row: I32, size: I32) -> None:
@@ -208,100 +182,46 @@ def wraps_a_copied_row(weights: Address, row: I32, size: I32) -> None:
     grid_wait()
 
 
-def no_fence_before(out: Address, ticket: Address) -> None:
-    """Take a ticket without a fence before it."""
+def ticket(out: Address, counter: Address, *, HOW: str) -> None:  # noqa: N803
+    """Take a ticket, and read what other CTAs wrote, with one thing that is wrong."""
     grid_launch_dependents()
     grid_wait()
     store_f32(out + (cta_id() * 128 + thread_id()) * 4, 1.0)
     barrier()
     if thread_id() == 0:
-        before = atomic_increment_wrapping(ticket, i32(num_ctas() - 1))
-        fence()
+        if HOW != "no fence before":
+            fence()
+        before = atomic_increment_wrapping(counter, i32(num_ctas() - 1))
+        if HOW != "no fence behind":
+            fence()
         shared_store_u32(0, before)
     barrier()
     if shared_load_u32(0) == i32(num_ctas() - 1):
-        store_f32(out, load_relaxed_f32(out + thread_id() * 4))
+        if HOW == "reads weakly":
+            store_f32(out, load_f32(out + thread_id() * 4))
+        elif HOW == "reads both ways":
+            first = load_relaxed_f32(out + thread_id() * 4)
+            store_f32(out, first + load_f32(out + (128 + thread_id()) * 4))
+        else:
+            store_f32(out, load_relaxed_f32(out + thread_id() * 4))
 
 
-def no_fence_behind(out: Address, ticket: Address) -> None:
-    """Take a ticket without a fence behind it."""
+def strides(pool: Address, slots: Address, out: Address, block_stride: Address, *, HOW: str) -> None:  # noqa: N803
+    """Multiply block and stride in too few bits, or the slot without its mask."""
     grid_launch_dependents()
     grid_wait()
-    store_f32(out + (cta_id() * 128 + thread_id()) * 4, 1.0)
-    barrier()
-    if thread_id() == 0:
-        fence()
-        before = atomic_increment_wrapping(ticket, i32(num_ctas() - 1))
-        shared_store_u32(0, before)
-    barrier()
-    if shared_load_u32(0) == i32(num_ctas() - 1):
-        store_f32(out, load_relaxed_f32(out + thread_id() * 4))
-
-
-def reads_weakly(out: Address, ticket: Address) -> None:
-    """Read what other CTAs wrote by weak loads."""
-    grid_launch_dependents()
-    grid_wait()
-    store_f32(out + (cta_id() * 128 + thread_id()) * 4, 1.0)
-    barrier()
-    if thread_id() == 0:
-        fence()
-        before = atomic_increment_wrapping(ticket, i32(num_ctas() - 1))
-        fence()
-        shared_store_u32(0, before)
-    barrier()
-    if shared_load_u32(0) == i32(num_ctas() - 1):
-        store_f32(out, load_f32(out + thread_id() * 4))
-
-
-def reads_both_ways(out: Address, ticket: Address) -> None:
-    """Read one part of what other CTAs wrote by strong loads and another by weak ones."""
-    grid_launch_dependents()
-    grid_wait()
-    store_f32(out + (cta_id() * 128 + thread_id()) * 4, 1.0)
-    barrier()
-    if thread_id() == 0:
-        fence()
-        before = atomic_increment_wrapping(ticket, i32(num_ctas() - 1))
-        fence()
-        shared_store_u32(0, before)
-    barrier()
-    if shared_load_u32(0) == i32(num_ctas() - 1):
-        first = load_relaxed_f32(out + thread_id() * 4)
-        store_f32(out, first + load_f32(out + (128 + thread_id()) * 4))
-
-
-def wraps(pool: Address, tables: Address, out: Address, block_stride: Address) -> None:
-    """Multiply block and stride in 32 bits, then widen."""
-    grid_launch_dependents()
-    grid_wait()
-    block = load_i32(tables + cta_id() * 4)
-    store_v4(out + thread_id() * 16, load_v4(pool + u32(block * block_stride) + i32(thread_id() * 16)))
-
-
-def cuts_the_stride(pool: Address, tables: Address, out: Address, block_stride: Address) -> None:
-    """Multiply in 64 bits, but with a stride of 32."""
-    grid_launch_dependents()
-    grid_wait()
-    block = load_i32(tables + cta_id() * 4)
-    store_v4(out + thread_id() * 16, load_v4(pool + block * u32(block_stride)))
-
-
-def scales_first(pool: Address, tables: Address, out: Address, block_stride: Address) -> None:
-    """Scale the block id in 32 bits before it meets the stride."""
-    grid_launch_dependents()
-    grid_wait()
-    block = load_i32(tables + cta_id() * 4)
-    store_v4(out + thread_id() * 16, load_v4(pool + u32(block * 36) * block_stride))
-
-
-def scales_a_part(pool: Address, slots: Address, out: Address, block_stride: Address) -> None:
-    """Use a slot without its mask for the place inside a block."""
-    grid_launch_dependents()
-    grid_wait()
-    slot = load_i32(slots + cta_id() * 4)
-    place = i32(slot * 2048 + thread_id() * 16)
-    store_v4(out + thread_id() * 16, load_v4(pool + (slot >> 4) * block_stride + place))
+    block = load_i32(slots + cta_id() * 4)
+    place = i32(thread_id() * 16)
+    if HOW == "wraps":
+        offset = u32(block * block_stride)
+    elif HOW == "cuts the stride":
+        offset = block * u32(block_stride)
+    elif HOW == "scales first":
+        offset = u32(block * 36) * block_stride
+    else:
+        offset = (block >> 4) * block_stride
+        place = i32(block * 2048 + thread_id() * 16)
+    store_v4(out + thread_id() * 16, load_v4(pool + offset + place))
 
 
 def forgets_the_stride(pool: Address, slots: Address, out: Address) -> None:
@@ -324,29 +244,29 @@ BROKEN: list[tuple[KernelSpec, str, str]] = [
     (_spec(spills, num_threads=1024), "local memory", "bytes spilled"),
     (_spec(doubles), "float64", "F64"),
     (_spec(_waits, min_vector_loads=1), "vector loads", "0 loads of 16 bytes, 1 are promised"),
-    (_spec(never_waits), "wait", "ends without having waited"),
-    (_spec(may_not_wait), "wait", "ends without having waited"),
-    (_spec(waits_twice), "wait", "may wait again"),
-    (_spec(releases_nobody), "wait", "no PREEXIT"),
-    (_spec(stores_above), "above the wait", "stores above the wait"),
-    (_spec(adds_above), "above the wait", "stores above the wait"),
-    (_spec(loads_above), "above the wait", "loads what others may write"),
-    (_spec(copies_above), "above the wait", "loads what others may write"),
+    (_spec(wrong, HOW="never waits"), "wait", "ends without having waited"),
+    (_spec(wrong, HOW="may not wait"), "wait", "ends without having waited"),
+    (_spec(wrong, HOW="waits twice"), "wait", "may wait again"),
+    (_spec(wrong, HOW="releases nobody"), "wait", "no PREEXIT"),
+    (_spec(wrong, HOW="stores above"), "above the wait", "stores above the wait"),
+    (_spec(wrong, HOW="adds above"), "above the wait", "stores above the wait"),
+    (_spec(wrong, HOW="loads above"), "above the wait", "loads what others may write"),
+    (_spec(wrong, HOW="copies above"), "above the wait", "loads what others may write"),
     (_spec(_waits, prefetches=True), "above the wait", "0 loads above the wait, prefetches is True"),
     (_spec(_waits, has_ticket=True), "ticket", "0 tickets, has_ticket is True"),
-    (_spec(reads_weakly), "ticket", "1 tickets, has_ticket is False"),
-    (_spec(no_fence_before, has_ticket=True), "ticket", "no fence before the ticket"),
-    (_spec(no_fence_behind, has_ticket=True), "ticket", "no fence between the ticket and"),
-    (_spec(reads_weakly, has_ticket=True), "ticket", "nothing is read strongly"),
-    (_spec(reads_both_ways, has_ticket=True), "ticket", "out is read weakly here: ld.global.f32"),
+    (_spec(ticket, HOW="reads weakly"), "ticket", "1 tickets, has_ticket is False"),
+    (_spec(ticket, HOW="no fence before", has_ticket=True), "ticket", "no fence before the ticket"),
+    (_spec(ticket, HOW="no fence behind", has_ticket=True), "ticket", "no fence between the ticket and"),
+    (_spec(ticket, HOW="reads weakly", has_ticket=True), "ticket", "nothing is read strongly"),
+    (_spec(ticket, HOW="reads both ways", has_ticket=True), "ticket", "out is read weakly here: ld.global.f32"),
     (_spec(_waits, num_threads=96 + 16), "resources", "112 threads are not whole warps"),
     (_spec(_waits, num_threads=1024, ctas_per_sm=2), "resources", "2 CTAs of 1024 threads"),
     (_spec(_waits, shared_bytes=114 * 1024), "resources", "1 CTAs of 128 threads"),
-    (_spec(wraps), "addressing", "no 64-bit product with block_stride"),
-    (_spec(wraps), "addressing", "block_stride is cut to 32 bits"),
-    (_spec(cuts_the_stride), "addressing", "block_stride is cut to 32 bits"),
-    (_spec(scales_first), "addressing", "scaled in 32 bits before it meets block_stride"),
-    (_spec(scales_a_part), "addressing", "scaled in 32 bits in an address of the pool"),
+    (_spec(strides, HOW="wraps"), "addressing", "no 64-bit product with block_stride"),
+    (_spec(strides, HOW="wraps"), "addressing", "block_stride is cut to 32 bits"),
+    (_spec(strides, HOW="cuts the stride"), "addressing", "block_stride is cut to 32 bits"),
+    (_spec(strides, HOW="scales first"), "addressing", "scaled in 32 bits before it meets block_stride"),
+    (_spec(strides, HOW="scales a part"), "addressing", "scaled in 32 bits in an address of the pool"),
     (_spec(forgets_the_stride), "addressing", "no 64-bit product with block_stride"),
     (_spec(wraps_a_row, prefetches=True), "addressing", "a 32-bit product of two runtime values"),
     (_spec(wraps_a_copied_row, prefetches=True), "addressing", "a 32-bit product of two runtime values"),
@@ -356,12 +276,12 @@ BROKEN: list[tuple[KernelSpec, str, str]] = [
 @pytest.fixture(scope="module")
 def made() -> Callable[[KernelSpec], Made]:
     """Return a compiler that remembers, nvdisasm takes a third of a second."""
-    known: dict[Kernel, Made] = {}
+    known: dict[str, Made] = {}
 
     def make_once(spec: KernelSpec) -> Made:
-        if spec.kernel not in known:
-            known[spec.kernel] = _made(compile_spec(spec, "sm_90a"))
-        made = known[spec.kernel]
+        if spec.name not in known:
+            known[spec.name] = _made(compile_spec(spec, "sm_90a"))
+        made = known[spec.name]
         return replace(made, compiled=replace(made.compiled, spec=spec))
 
     return make_once
@@ -396,8 +316,8 @@ def test_what_no_intrinsic_can_say_is_reported(good_ptx: str, old: str, new: str
 
 def test_adding_floats_is_reported() -> None:
     """Their sum would depend on who arrives first."""
-    ptx = write_ptx(_spec(adds_above)).replace("global.inc.u32", "global.add.f32")
-    found = _made(assemble(_spec(adds_above), ptx, "sm_80")).breaches()
+    ptx = write_ptx(_spec(wrong, HOW="adds above")).replace("global.inc.u32", "global.add.f32")
+    found = _made(assemble(_spec(wrong, HOW="adds above"), ptx, "sm_80")).breaches()
     assert any("order of arrival" in reported for reported in found["atomics"])
 
 

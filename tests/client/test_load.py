@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -109,6 +110,22 @@ def test_arrivals_are_a_poisson_process_with_a_seed() -> None:
     assert 4700 < len(times) < 5300
     assert 0.9 < math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) / mean < 1.1
     assert times == list(arrival_times(100.0, 50.0, "a")) != list(arrival_times(100.0, 50.0, "b"))
+
+
+def test_prompts_do_not_depend_on_the_gaps_before_them() -> None:
+    """With one seed, long prompts come after short gaps as often as after long ones: else queues would be too short."""
+    times = list(arrival_times(100.0, 50.0, "seed"))
+    gaps = [after - before for before, after in itertools.pairwise([0.0, *times])]
+    ranks = [rank_of(values) for values in (gaps, list(itertools.islice(prompt_lengths(16, 4096, "seed"), len(gaps))))]
+    assert abs(statistics.correlation(*ranks)) < 0.05
+
+
+def rank_of(values: list[float] | list[int]) -> list[float]:
+    """Return the rank of each value among all."""
+    ranks = [0.0] * len(values)
+    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        ranks[place] = float(rank)
+    return ranks
 
 
 # ---- the closed loop, and both --------------------------------------------------------------------------------------

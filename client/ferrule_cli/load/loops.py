@@ -163,13 +163,13 @@ class Run:
 
 def prompt_lengths(shortest: int, longest: int, seed: str) -> Iterator[int]:
     """Yield lengths spread evenly over the logarithm: as many from 16 to 32 as from 512 to 1024."""
-    draw = random.Random(seed)  # noqa: S311 - no secret
+    draw = random.Random(f"{seed}-lengths")  # noqa: S311 - no secret
     while True:
         yield min(longest, int(shortest * ((longest + 1) / shortest) ** draw.random()))
 
 
 def arrival_times(rate: float, duration_s: float, seed: str) -> Iterator[float]:
     """Yield when requests begin, in seconds from the start: a Poisson process of ``rate`` per second."""
-    draw, at = random.Random(seed), 0.0  # noqa: S311 - no secret
+    draw, at = random.Random(f"{seed}-arrivals"), 0.0  # noqa: S311 - no secret
     while (at := at + draw.expovariate(rate)) < duration_s:
         yield at

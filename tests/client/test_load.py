@@ -243,3 +243,20 @@ def test_a_generator_that_is_the_limit_says_so() -> None:
     assert "ms late" in asyncio.run(run()).limit
     assert Watch(0.3, 1.0).limit == ""
     assert Watch(0.95, 1.0).limit == "its processor time, 95% of a core"
+
+
+def test_a_stall_of_the_generator_counts_for_every_tick_that_it_missed() -> None:
+    """One second among 100 ticks is not one late tick of 100; it is seen also if the load ends with it."""
+
+    async def run(num_after: int) -> Watch:
+        async with watching() as watch:
+            await asyncio.sleep(0.02)
+            time.sleep(1.0)
+            for _ in range(num_after):
+                await asyncio.sleep(0.011)
+        return watch
+
+    for num_after in (150, 0):
+        watch = asyncio.run(run(num_after))
+        assert watch.lag_p99_ms > 900
+        assert "ms late" in watch.limit

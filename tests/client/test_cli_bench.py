@@ -247,7 +247,7 @@ def test_the_table_of_a_load_fits_80_columns() -> None:
     notes = (
         "failed: 1 QUEUE_FULL; succeeded: 1",
         "tried again: 2 QUEUE_FULL",
-        "1 requests had no end yet",
+        "1 request had not finished",
         "90% of a core",
     )
     for part, line in zip((*notes, "interrupted", "3 handles could not be released"), lines[5:], strict=True):

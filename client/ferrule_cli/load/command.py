@@ -94,7 +94,7 @@ class Result:
         """Raise CommandError if no request succeeded, unless a signal ended the load."""
         if self.signal is None and not any(level.figures.num_ok for level in self.levels):
             errors = sum((Counter(level.figures.errors) for level in self.levels), Counter[str]())
-            reasons = counts(errors) or "none had its end in that time, raise --seconds or --patience"
+            reasons = counts(errors) or "none finished in time, raise --seconds or --patience"
             raise common.CommandError(f"no request succeeded: {reasons}", "NOTHING_MEASURED")
 
 

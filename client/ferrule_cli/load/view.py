@@ -48,7 +48,8 @@ def _notes(level: Level) -> Iterator[str]:
     if level.retries:
         yield f"tried again: {counts(level.retries)}"
     if figures.num_unfinished:
-        yield f"{figures.num_unfinished} requests had no end yet, so the latencies are too good"
+        requests = "request" if figures.num_unfinished == 1 else "requests"
+        yield f"{figures.num_unfinished} {requests} had not finished, so the latencies are underestimated"
     if level.watch.limit:
         yield f"the generator was the limit: {level.watch.limit}"
 

@@ -83,6 +83,7 @@ def test_the_table_fits_80_columns() -> None:
         (("--concurrency", "1,x"), "'x' is not a number"),
         (("--rate", "1", "--prompt-tokens", "9-5"), "'9-5' is not a number of tokens or a range such as 16-1024"),
         (("--rate", "1", "--new-tokens", "9999"), "exceed the context of the model, 512: lower"),
+        (("--rate", "2,5000", "--seconds", "300"), "5000 requests per second for 302 s are more than 1000000: lower --rate"),
         (("--target", "127.0.0.1:1"), "TARGET and --target are the same"),
         (("--weights", "int8"), "--weights is for a server of our own"),
     ],

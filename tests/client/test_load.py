@@ -102,6 +102,24 @@ def test_an_open_loop_has_no_more_under_way_than_it_may() -> None:
     assert figures.num_unfinished == len(run.records) - 9
 
 
+def test_an_open_loop_keeps_no_task_for_what_waits() -> None:
+    """Thousands that wait for a place are records in a queue; they begin in their order, and their wait counts."""
+    num_tasks: list[int] = []
+
+    async def work(number: int, record: Record) -> None:
+        num_tasks.append(len(asyncio.all_tasks()))
+        await asyncio.sleep(1.0 if number < 3 else 1e-4)
+        record.note(0, asyncio.get_running_loop().time())
+
+    run = run_of(lambda _: 0.0, Bounds(0.0, 1.0), work)
+    figures = figures_of(run, run.open(10_000.0, "seed", max_in_flight=3))
+    assert figures.num_ok == len(run.records) > 9000
+    assert max(num_tasks) <= 3 + 2  # the workers, the arrivals, and what waits for the end
+    assert [record.sent_s for record in run.records] == sorted(record.sent_s for record in run.records)
+    assert 400 < figures.first_token_ms.p50 < 900
+    assert figures.late_ms.p99 > 900
+
+
 def test_arrivals_are_a_poisson_process_with_a_seed() -> None:
     """As many as the rate says, at times that are the same for the same seed; the gaps vary as much as their mean."""
     times = list(arrival_times(100.0, 50.0, "a"))

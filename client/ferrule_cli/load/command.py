@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
@@ -13,7 +14,7 @@ from typing import Any
 from ferrule_cli import common
 from ferrule_cli.load.interrupts import run_interruptible
 from ferrule_cli.load.loops import Bounds, Refused, Run, prompt_lengths
-from ferrule_cli.load.options import MODES, MOST_IN_FLIGHT, NEW, OPTIONS, PROMPT
+from ferrule_cli.load.options import MODES, MOST_IN_FLIGHT, MOST_REQUESTS, NEW, OPTIONS, PROMPT
 from ferrule_cli.load.records import Record, Summary, rounded, summarize
 from ferrule_cli.load.requests import Requests, Shape
 from ferrule_cli.load.watch import Watch, watching
@@ -117,7 +118,8 @@ def measure(args: argparse.Namespace, info: ModelInfo, connect: Callable[[int], 
         connect: Makes a client that tries calls again so many times; called in an event loop.
 
     Raises:
-        CommandError: The prompts and new tokens exceed the context of the model, or the load a connection.
+        CommandError: The prompts and new tokens exceed the context of the model, or the load exceeds a connection or
+            the number of requests that a level may have.
         FerruleError: The first request failed for another reason than that something was full.
     """
     given = {name: getattr(args, name) for name in OPTIONS}
@@ -135,6 +137,7 @@ def measure(args: argparse.Namespace, info: ModelInfo, connect: Callable[[int], 
     if max(wanted := [*(args.concurrency or []), numbers.get("max_in_flight", 1)]) > most:
         raise common.misuse(f"--mode {shape.mode} is for at most {most} at a time, not {max(wanted)}", "USED_WRONGLY")
     bounds = Bounds(numbers["warm_up"], args.seconds or 10.0, numbers.get("requests"), numbers["patience"])
+    _check_number(args.rate or [], bounds)
     levels: list[Level] = []
 
     async def run() -> int:
@@ -152,6 +155,15 @@ def measure(args: argparse.Namespace, info: ModelInfo, connect: Callable[[int], 
 
     num_left, came = run_interruptible(run)
     return Result(shape, (low, high), levels, came, num_left)
+
+
+def _check_number(rates: list[float], bounds: Bounds) -> None:
+    """Raise CommandError if an open loop would make so many requests that their records fill the memory."""
+    for rate in rates:
+        num = rate * bounds.warm_up_s + min(rate * bounds.duration_s, bounds.max_requests or math.inf)
+        if num > MOST_REQUESTS:
+            text = f"{rate:g} requests per second for {bounds.warm_up_s + bounds.duration_s:g} s are more than"
+            raise common.misuse(f"{text} {MOST_REQUESTS}: lower --rate, --seconds or --requests", "USED_WRONGLY")
 
 
 async def _probe(requests: Requests, prompt_length: int) -> None:

@@ -9,6 +9,7 @@ from rich.table import Column, Table
 
 from ferrule_cli.load.command import Level, Result, counts
 from ferrule_cli.load.records import Quantiles
+from ferrule_cli.load.requests import LEASE_S
 
 __all__ = ["draw"]
 
@@ -37,7 +38,7 @@ def draw(console: Console, result: Result, model: str) -> None:
         until = "the figures are those of the time until then" if result.levels else "nothing was measured yet"
         console.print(f"interrupted: {until}", highlight=False)
     if result.num_unreleased:
-        text = f"{result.num_unreleased} handles could not be released: their leases end in 15 s"
+        text = f"{result.num_unreleased} handles could not be released: their leases end in {LEASE_S:.0f} s"
         console.print(text, highlight=False)
 
 

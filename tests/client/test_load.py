@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
+import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Coroutine
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ferrule_cli.load import interrupts
 from ferrule_cli.load.loops import Bounds, Refused, Run, Work, arrival_times, prompt_lengths
 from ferrule_cli.load.records import OK, Record, Summary, percentile, quantiles_ms, summarize
 from ferrule_cli.load.watch import Watch, watching
@@ -278,3 +282,38 @@ def test_a_stall_of_the_generator_counts_for_every_tick_that_it_missed() -> None
         watch = asyncio.run(run(num_after))
         assert watch.lag_p99_ms > 900
         assert "ms late" in watch.limit
+
+
+# ---- interrupts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_clean_up_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some time after the first signal, as by a second one, with all tasks; what the work has is its result."""
+    monkeypatch.setattr(interrupts, "MOST_S", 0.3)
+    monkeypatch.setattr(interrupts, "_SLOW_S", 0.1)
+    steps: list[str] = []
+
+    async def user() -> None:
+        for _ in range(4):  # its request, and three steps of its clean-up
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(4)
+        steps.append("user ended")
+
+    async def work() -> str:
+        users = [asyncio.create_task(user()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+        with contextlib.suppress(asyncio.CancelledError):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                for one in users:
+                    one.cancel()
+                await asyncio.gather(*users, return_exceptions=True)
+        return "figures"
+
+    begin_s = time.monotonic()
+    assert interrupts.run_interruptible(work, lambda: steps.append("slow")) == ("figures", signal.SIGINT)
+    assert steps[0] == "slow"
+    assert steps[1:] == ["user ended"] * 2
+    assert time.monotonic() - begin_s < 3

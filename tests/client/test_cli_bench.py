@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,10 @@ def test_the_table_fits_80_columns() -> None:
         (("--concurrency", "1,x"), "'x' is not a number"),
         (("--rate", "1", "--prompt-tokens", "9-5"), "'9-5' is not a number of tokens or a range such as 16-1024"),
         (("--rate", "1", "--new-tokens", "9999"), "exceed the context of the model, 512: lower"),
+        (
+            ("--rate", "2,5000", "--seconds", "300"),
+            "5000 requests per second for 302 s are more than 1000000: lower --rate",
+        ),
         (("--target", "127.0.0.1:1"), "TARGET and --target are the same"),
         (("--weights", "int8"), "--weights is for a server of our own"),
     ],
@@ -233,6 +238,53 @@ def test_ctrl_c_shows_what_was_measured_and_releases_all(mode: str, target: str)
         assert client.status().live_sequences == 0
 
 
+@pytest.fixture
+def frozen_when_asked(tmp_path: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Address of a real server, and what makes it stand still for good."""
+    address = f"unix:{tmp_path}/ferrule.sock"
+    command = [sys.executable, "-m", "ferrule_server", "--executor", "paged-reference", "--listen", address]
+    with subprocess.Popen(
+        [*command, "--kv-memory", "1MiB"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline().startswith("ready")
+            yield address, lambda: server.send_signal(signal.SIGSTOP)
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize(("mode", "number"), [("generate", signal.SIGINT), ("stream", signal.SIGTERM)])
+def test_a_second_signal_does_not_wait_for_a_frozen_server(
+    mode: str, number: signal.Signals, frozen_when_asked: tuple[str, Callable[[], None]]
+) -> None:
+    """After a second the command says what it waits for; the second signal ends it at once, with its figures."""
+    target, freeze = frozen_when_asked
+    command = [sys.executable, "-m", "ferrule_cli", "bench", target, "--concurrency", "3", "--fork", "2", "--json"]
+    command += ["--mode", mode, "--seconds", "60", "--warm-up", "0", "--new-tokens", "100", "--prompt-tokens", "20"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with Client(target) as client:
+            while process.poll() is None and client.status().live_sequences < 6:
+                time.sleep(0.01)
+        time.sleep(0.7)
+        freeze()
+        process.send_signal(number)
+        first_s = time.monotonic()
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line == "releasing handles, at most 20 s; Ctrl-C again leaves them to their leases (15 s)\n"
+        assert 0.9 < time.monotonic() - first_s < 4
+        process.send_signal(number)
+        second_s = time.monotonic()
+        out, said = process.communicate(timeout=30)
+        assert time.monotonic() - second_s < 3
+    assert (process.returncode, said) == (128 + number, "")
+    facts = json.loads(out)
+    assert facts["interrupted"]
+    assert facts["num_unreleased"] > 0
+    assert facts["levels"][0]["tokens_per_s"] > 0
+
+
 def test_the_table_of_a_load_fits_80_columns() -> None:
     """With many digits in every figure; what is to be known of the figures stands below."""
     records = [Record(16, 0.0, 0.0, {0: [99.0, 110.0]}, OK), Record(16, 0.0), Record(16, 0.0, 0.0, {}, "QUEUE_FULL")]
@@ -247,7 +299,7 @@ def test_the_table_of_a_load_fits_80_columns() -> None:
     notes = (
         "failed: 1 QUEUE_FULL; succeeded: 1",
         "tried again: 2 QUEUE_FULL",
-        "1 requests had no end yet",
+        "1 request had not finished",
         "90% of a core",
     )
     for part, line in zip((*notes, "interrupted", "3 handles could not be released"), lines[5:], strict=True):

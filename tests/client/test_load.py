@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import math
+import os
+import signal
+import statistics
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
+from ferrule_cli.load import interrupts
 from ferrule_cli.load.loops import Bounds, Refused, Run, Work, arrival_times, prompt_lengths
 from ferrule_cli.load.records import OK, Record, Summary, percentile, quantiles_ms, summarize
 from ferrule_cli.load.watch import Watch, watching
@@ -101,6 +106,24 @@ def test_an_open_loop_has_no_more_under_way_than_it_may() -> None:
     assert figures.num_unfinished == len(run.records) - 9
 
 
+def test_an_open_loop_keeps_no_task_for_what_waits() -> None:
+    """Thousands that wait for a place are records in a queue; they begin in their order, and their wait counts."""
+    num_tasks: list[int] = []
+
+    async def work(number: int, record: Record) -> None:
+        num_tasks.append(len(asyncio.all_tasks()))
+        await asyncio.sleep(1.0 if number < 3 else 1e-4)
+        record.note(0, asyncio.get_running_loop().time())
+
+    run = run_of(lambda _: 0.0, Bounds(0.0, 1.0), work)
+    figures = figures_of(run, run.open(10_000.0, "seed", max_in_flight=3))
+    assert figures.num_ok == len(run.records) > 9000
+    assert max(num_tasks) <= 3 + 2  # the workers, the arrivals, and what waits for the end
+    assert [record.sent_s for record in run.records] == sorted(record.sent_s for record in run.records)
+    assert 400 < figures.first_token_ms.p50 < 900
+    assert figures.late_ms.p99 > 900
+
+
 def test_arrivals_are_a_poisson_process_with_a_seed() -> None:
     """As many as the rate says, at times that are the same for the same seed; the gaps vary as much as their mean."""
     times = list(arrival_times(100.0, 50.0, "a"))
@@ -109,6 +132,22 @@ def test_arrivals_are_a_poisson_process_with_a_seed() -> None:
     assert 4700 < len(times) < 5300
     assert 0.9 < math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) / mean < 1.1
     assert times == list(arrival_times(100.0, 50.0, "a")) != list(arrival_times(100.0, 50.0, "b"))
+
+
+def test_prompts_do_not_depend_on_the_gaps_before_them() -> None:
+    """With one seed, long prompts come after short gaps as often as after long ones: else queues would be too short."""
+    times = list(arrival_times(100.0, 50.0, "seed"))
+    gaps = [after - before for before, after in itertools.pairwise([0.0, *times])]
+    ranks = [rank_of(values) for values in (gaps, list(itertools.islice(prompt_lengths(16, 4096, "seed"), len(gaps))))]
+    assert abs(statistics.correlation(*ranks)) < 0.05
+
+
+def rank_of(values: list[float] | list[int]) -> list[float]:
+    """Return the rank of each value among all."""
+    ranks = [0.0] * len(values)
+    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        ranks[place] = float(rank)
+    return ranks
 
 
 # ---- the closed loop, and both --------------------------------------------------------------------------------------
@@ -226,3 +265,55 @@ def test_a_generator_that_is_the_limit_says_so() -> None:
     assert "ms late" in asyncio.run(run()).limit
     assert Watch(0.3, 1.0).limit == ""
     assert Watch(0.95, 1.0).limit == "its processor time, 95% of a core"
+
+
+def test_a_stall_of_the_generator_counts_for_every_tick_that_it_missed() -> None:
+    """One second among 100 ticks is not one late tick of 100; it is seen also if the load ends with it."""
+
+    async def run(num_after: int) -> Watch:
+        async with watching() as watch:
+            await asyncio.sleep(0.02)
+            time.sleep(1.0)
+            for _ in range(num_after):
+                await asyncio.sleep(0.011)
+        return watch
+
+    for num_after in (150, 0):
+        watch = asyncio.run(run(num_after))
+        assert watch.lag_p99_ms > 900
+        assert "ms late" in watch.limit
+
+
+# ---- interrupts -----------------------------------------------------------------------------------------------------
+
+
+def test_a_clean_up_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some time after the first signal, as by a second one, with all tasks; what the work has is its result."""
+    monkeypatch.setattr(interrupts, "MOST_S", 0.3)
+    monkeypatch.setattr(interrupts, "_SLOW_S", 0.1)
+    steps: list[str] = []
+
+    async def user() -> None:
+        for _ in range(4):  # its request, and three steps of its clean-up
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(4)
+        steps.append("user ended")
+
+    async def work() -> str:
+        users = [asyncio.create_task(user()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+        with contextlib.suppress(asyncio.CancelledError):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                for one in users:
+                    one.cancel()
+                await asyncio.gather(*users, return_exceptions=True)
+        return "figures"
+
+    begin_s = time.monotonic()
+    assert interrupts.run_interruptible(work, lambda: steps.append("slow")) == ("figures", signal.SIGINT)
+    assert steps[0] == "slow"
+    assert steps[1:] == ["user ended"] * 2
+    assert time.monotonic() - begin_s < 3

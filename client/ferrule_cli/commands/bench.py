@@ -45,7 +45,8 @@ sequences the limit is arithmetic, and the share falls.
 
 In a closed loop each user sends its next request when it has the last answer, so a slow server is asked less often. An
 open loop does not wait: its latencies count from the moment at which a request was due, and show what callers wait.
-Ctrl-C ends a load, shows what was measured and releases all handles. The token is taken from $FERRULE_TOKEN.
+Ctrl-C ends a load, shows what was measured and releases all handles; a second one leaves them to their leases. The
+token is taken from $FERRULE_TOKEN.
 """
 
 _LOAD_S = 900.0

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ferrule_cli import common
-from ferrule_cli.load.interrupts import run_interruptible
+from ferrule_cli.load.interrupts import MOST_S, run_interruptible
 from ferrule_cli.load.loops import Bounds, Refused, Run, prompt_lengths
-from ferrule_cli.load.options import MODES, MOST_IN_FLIGHT, NEW, OPTIONS, PROMPT
+from ferrule_cli.load.options import MODES, MOST_IN_FLIGHT, MOST_REQUESTS, NEW, OPTIONS, PROMPT
 from ferrule_cli.load.records import Record, Summary, rounded, summarize
-from ferrule_cli.load.requests import Requests, Shape
+from ferrule_cli.load.requests import LEASE_S, Requests, Shape
 from ferrule_cli.load.watch import Watch, watching
 from ferrule_cli.waiting import Waiting
 from ferrule_client.aio.client import AsyncClient
@@ -94,7 +96,7 @@ class Result:
         """Raise CommandError if no request succeeded, unless a signal ended the load."""
         if self.signal is None and not any(level.figures.num_ok for level in self.levels):
             errors = sum((Counter(level.figures.errors) for level in self.levels), Counter[str]())
-            reasons = counts(errors) or "none had its end in that time, raise --seconds or --patience"
+            reasons = counts(errors) or "none finished in time, raise --seconds or --patience"
             raise common.CommandError(f"no request succeeded: {reasons}", "NOTHING_MEASURED")
 
 
@@ -117,7 +119,8 @@ def measure(args: argparse.Namespace, info: ModelInfo, connect: Callable[[int], 
         connect: Makes a client that tries calls again so many times; called in an event loop.
 
     Raises:
-        CommandError: The prompts and new tokens exceed the context of the model, or the load a connection.
+        CommandError: The prompts and new tokens exceed the context of the model, or the load exceeds a connection or
+            the number of requests that a level may have.
         FerruleError: The first request failed for another reason than that something was full.
     """
     given = {name: getattr(args, name) for name in OPTIONS}
@@ -135,23 +138,42 @@ def measure(args: argparse.Namespace, info: ModelInfo, connect: Callable[[int], 
     if max(wanted := [*(args.concurrency or []), numbers.get("max_in_flight", 1)]) > most:
         raise common.misuse(f"--mode {shape.mode} is for at most {most} at a time, not {max(wanted)}", "USED_WRONGLY")
     bounds = Bounds(numbers["warm_up"], args.seconds or 10.0, numbers.get("requests"), numbers["patience"])
-    levels: list[Level] = []
+    _check_number(args.rate or [], bounds)
+    waiting, levels = Waiting("the first request"), list[Level]()
 
     async def run() -> int:
-        async with connect(numbers["retries"]) as client:
-            requests = Requests(client, shape)
-            with Waiting("the first request") as waiting:
-                await _probe(requests, high)
-                plan = _Plan(requests, (low, high), bounds, numbers.get("max_in_flight", most), waiting)
-                try:
+        requests: Requests | None = None
+        try:
+            async with connect(numbers["retries"]) as client:
+                requests = Requests(client, shape)
+                with waiting:
+                    await _probe(requests, high)
+                    plan = _Plan(requests, (low, high), bounds, numbers.get("max_in_flight", most), waiting)
                     await plan.measure(args.concurrency or [], args.rate or [], levels)
-                except asyncio.CancelledError:  # by a signal: the figures so far are the result
-                    if (task := asyncio.current_task()) is not None:
-                        task.uncancel()
-                return await requests.close()
+                    return await requests.close()
+        except asyncio.CancelledError:  # by a signal while handles were released: the rest is left to the leases
+            if requests is None or not levels:
+                raise
+            return len(requests.left)
 
-    num_left, came = run_interruptible(run)
+    num_left, came = run_interruptible(run, lambda: _tell_what_takes_long(waiting))
     return Result(shape, (low, high), levels, came, num_left)
+
+
+def _tell_what_takes_long(waiting: Waiting) -> None:
+    """Say on standard error what a load that was interrupted waits for."""
+    waiting.end()
+    text = f"releasing handles, at most {MOST_S:.0f} s; Ctrl-C again leaves them to their leases ({LEASE_S:.0f} s)"
+    print(text, file=sys.stderr, flush=True)
+
+
+def _check_number(rates: list[float], bounds: Bounds) -> None:
+    """Raise CommandError if an open loop would make so many requests that their records fill the memory."""
+    for rate in rates:
+        num = rate * bounds.warm_up_s + min(rate * bounds.duration_s, bounds.max_requests or math.inf)
+        if num > MOST_REQUESTS:
+            text = f"{rate:g} requests per second for {bounds.warm_up_s + bounds.duration_s:g} s are more than"
+            raise common.misuse(f"{text} {MOST_REQUESTS}: lower --rate, --seconds or --requests", "USED_WRONGLY")
 
 
 async def _probe(requests: Requests, prompt_length: int) -> None:
@@ -180,13 +202,16 @@ class _Plan:
     async def measure(self, concurrency: list[float], rates: list[float], levels: list[Level]) -> None:
         """Append the closed loops to ``levels``, then the open ones.
 
-        Raises:
-            CancelledError: It was cancelled; the last level has what was measured until then.
+        If this is cancelled, which a signal does, the last level has what was measured until then.
         """
-        for load in concurrency:
-            await self._level("closed", load, levels)
-        for load in rates:
-            await self._level("open", load, levels)
+        try:
+            for load in concurrency:
+                await self._level("closed", load, levels)
+            for load in rates:
+                await self._level("open", load, levels)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
 
     async def _level(self, loop: str, load: float, levels: list[Level]) -> None:
         seed = f"{self.requests.shape.seed}-{loop}-{load:g}"

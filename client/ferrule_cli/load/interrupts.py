@@ -10,17 +10,26 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-__all__ = ["run_interruptible"]
+__all__ = ["MOST_S", "run_interruptible"]
 
+MOST_S = 20.0
+"""Seconds from the first signal to the end, at most."""
+_SLOW_S = 1.0
 _T = TypeVar("_T")
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
-def run_interruptible(work: Callable[[], Coroutine[Any, Any, _T]]) -> tuple[_T, int | None]:
+def run_interruptible(
+    work: Callable[[], Coroutine[Any, Any, _T]], on_slow: Callable[[], object]
+) -> tuple[_T, int | None]:
     """Run a coroutine in a loop of its own; return its result, and the signal that came meanwhile if one did.
 
-    The first signal cancels the coroutine, which returns what it has. Further ones change nothing, so that it can
-    release what it holds.
+    The first signal cancels the coroutine, which returns what it has after it released what it holds. The second
+    signal, or ``MOST_S`` after the first, cancels that too: the coroutine and all tasks end at once.
+
+    Args:
+        work: Makes the coroutine.
+        on_slow: Called if the coroutine has not ended a second after the first signal.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came, and the coroutine returned nothing.
@@ -37,6 +46,10 @@ def run_interruptible(work: Callable[[], Coroutine[Any, Any, _T]]) -> tuple[_T, 
             came.append(number)
             if len(came) == 1:
                 task.cancel()
+                loop.call_later(_SLOW_S, on_slow)
+                loop.call_later(MOST_S, _abandon, task)
+            elif len(came) == 2:
+                _abandon(task)
 
         for number in _SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -52,6 +65,15 @@ def run_interruptible(work: Callable[[], Coroutine[Any, Any, _T]]) -> tuple[_T, 
             sys.exit(128 + came[0])
         raise KeyboardInterrupt from None
     return result, came[0] if came else None
+
+
+def _abandon(main: asyncio.Task[Any]) -> None:
+    """Cancel all tasks, and again whatever they await in their clean-up, until ``main`` has ended; it is the last."""
+    if not main.done():
+        loop = main.get_loop()
+        for task in asyncio.all_tasks(loop) - {main} or {main}:
+            task.cancel()
+        loop.call_soon(_abandon, main)
 
 
 @contextmanager

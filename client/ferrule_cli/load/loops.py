@@ -93,7 +93,7 @@ class Run:
         self._begin()
         span_s = self.bounds.warm_up_s + self.bounds.duration_s
         times = arrival_times(rate, span_s, seed)
-        await self._finish([asyncio.create_task(self._arrive(times, asyncio.Semaphore(max_in_flight)))])
+        await self._finish([asyncio.create_task(self._arrive(times, max_in_flight))])
 
     def _begin(self) -> None:
         self.begin_s = asyncio.get_running_loop().time() + self.bounds.warm_up_s
@@ -113,21 +113,27 @@ class Run:
         while (record := self._scheduled(loop.time())) is not None:
             await asyncio.sleep(await self._attempt(len(self.records) - 1, record))
 
-    async def _arrive(self, times: Iterator[float], places: asyncio.Semaphore) -> None:
+    async def _arrive(self, times: Iterator[float], num_workers: int) -> None:
+        """Queue requests when they are due, for workers that make them. What waits is a record, not a task."""
         loop, start_s = asyncio.get_running_loop(), self.begin_s - self.bounds.warm_up_s
+        due = asyncio.Queue[tuple[int, Record] | None]()  # None: a worker may go
 
-        async def take_place(number: int, record: Record) -> None:
-            async with places:
-                await self._attempt(number, record)
+        async def work_off() -> None:
+            while (request := await due.get()) is not None:
+                await self._attempt(*request)
 
         async with asyncio.TaskGroup() as group:
+            for _ in range(num_workers):
+                group.create_task(work_off())
             for at in times:
                 if (record := self._scheduled(start_s + at)) is None:
                     break
                 await asyncio.sleep(record.intended_s - loop.time())
-                group.create_task(take_place(len(self.records) - 1, record))
+                due.put_nowait((len(self.records) - 1, record))
             else:
                 await asyncio.sleep(self.end_s - loop.time())  # the time without arrivals is measured too
+            for _ in range(num_workers):
+                due.put_nowait(None)
 
     async def _attempt(self, number: int, record: Record) -> float:
         """Make a request; return how many seconds the user should pause."""
@@ -163,13 +169,13 @@ class Run:
 
 def prompt_lengths(shortest: int, longest: int, seed: str) -> Iterator[int]:
     """Yield lengths spread evenly over the logarithm: as many from 16 to 32 as from 512 to 1024."""
-    draw = random.Random(seed)  # noqa: S311 - no secret
+    draw = random.Random(f"{seed}-lengths")  # noqa: S311 - no secret
     while True:
         yield min(longest, int(shortest * ((longest + 1) / shortest) ** draw.random()))
 
 
 def arrival_times(rate: float, duration_s: float, seed: str) -> Iterator[float]:
     """Yield when requests begin, in seconds from the start: a Poisson process of ``rate`` per second."""
-    draw, at = random.Random(seed), 0.0  # noqa: S311 - no secret
+    draw, at = random.Random(f"{seed}-arrivals"), 0.0  # noqa: S311 - no secret
     while (at := at + draw.expovariate(rate)) < duration_s:
         yield at

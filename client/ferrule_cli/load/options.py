@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from ferrule_cli import common
 
-__all__ = ["MODES", "MOST_IN_FLIGHT", "NEW", "OPTIONS", "PROMPT", "Mode", "add_options", "is_wanted"]
+__all__ = ["MODES", "MOST_IN_FLIGHT", "MOST_REQUESTS", "NEW", "OPTIONS", "PROMPT", "Mode", "add_options", "is_wanted"]
 
 Mode = Literal["generate", "stream"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -18,7 +18,8 @@ MOST_IN_FLIGHT: dict[Mode, int] = {"generate": 250, "stream": 125}
 """A connection carries 256 calls at a time; further ones would wait in the client, and the figures would be its own.
 A request that streams may have two calls: its stream, and the release of its handles."""
 _MOST = max(MOST_IN_FLIGHT.values())
-_MOST_REQUESTS = 1_000_000
+MOST_REQUESTS = 1_000_000
+"""Most requests of a level: the record of each is kept to its end."""
 PROMPT, NEW = 128, 32
 OPTIONS = (
     "requests",
@@ -42,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--concurrency", type=_numbers(int, 1, _MOST), metavar="N,...", help=about)
     about = "open loop: so many requests per second, at random times, such as 2,4.5"
     load.add_argument("--rate", type=_numbers(float, 0.01, 10_000), metavar="R,...", help=about)
-    load.add_argument("--requests", type=common.number(int, 1, _MOST_REQUESTS), metavar="N", help="most requests each")
+    load.add_argument("--requests", type=common.number(int, 1, MOST_REQUESTS), metavar="N", help="most requests each")
     about = "the server's loop (generate, the default), or a frame for each token (stream)"
     load.add_argument("--mode", choices=MODES, help=about)
     about = f"tokens of a prompt, or a range: lengths spread over its logarithm ({PROMPT})"

@@ -22,11 +22,11 @@ from ferrule_client.items import Append
 from ferrule_client.policy import greedy
 from ferrule_client.types import Handle
 
-__all__ = ["Requests", "Shape"]
+__all__ = ["LEASE_S", "Requests", "Shape"]
 
 _log = logging.getLogger(__name__)
 
-_TTL_S = 15.0
+LEASE_S = 15.0
 """A sequence whose handle was lost lives so long; the leases of the others are renewed."""
 _CREATION_S = 2.0
 _RELEASE_S = 5.0
@@ -112,7 +112,7 @@ class Requests:
             self.shape.new_tokens,
             policy=greedy(),
             ignore_eos=True,
-            ttl=_TTL_S,
+            ttl=LEASE_S,
             reuse_prefix=False,
             publish_prefix=False,
             keep=True,
@@ -176,7 +176,7 @@ class Requests:
     async def _prefill(self, prompt: list[int], record: Record, caches: list[AsyncCache]) -> None:
         """Run a prompt, which draws the first token, and append its cache to ``caches``."""
         wanted = greedy()
-        cache = await self.client.prefill(prompt, policy=wanted, ttl=_TTL_S, reuse_prefix=False, publish_prefix=False)
+        cache = await self.client.prefill(prompt, policy=wanted, ttl=LEASE_S, reuse_prefix=False, publish_prefix=False)
         caches.append(cache)
         _note(record, 0)
 

@@ -9,6 +9,7 @@ from rich.table import Column, Table
 
 from ferrule_cli.load.command import Level, Result, counts
 from ferrule_cli.load.records import Quantiles
+from ferrule_cli.load.requests import LEASE_S
 
 __all__ = ["draw"]
 
@@ -37,7 +38,7 @@ def draw(console: Console, result: Result, model: str) -> None:
         until = "the figures are those of the time until then" if result.levels else "nothing was measured yet"
         console.print(f"interrupted: {until}", highlight=False)
     if result.num_unreleased:
-        text = f"{result.num_unreleased} handles could not be released: their leases end in 15 s"
+        text = f"{result.num_unreleased} handles could not be released: their leases end in {LEASE_S:.0f} s"
         console.print(text, highlight=False)
 
 
@@ -48,7 +49,8 @@ def _notes(level: Level) -> Iterator[str]:
     if level.retries:
         yield f"tried again: {counts(level.retries)}"
     if figures.num_unfinished:
-        yield f"{figures.num_unfinished} requests had no end yet, so the latencies are too good"
+        requests = "request" if figures.num_unfinished == 1 else "requests"
+        yield f"{figures.num_unfinished} {requests} had not finished, so the latencies are underestimated"
     if level.watch.limit:
         yield f"the generator was the limit: {level.watch.limit}"
 

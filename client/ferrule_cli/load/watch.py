@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ferrule_cli.load.records import percentile
 
@@ -42,24 +43,43 @@ class Watch:
         return " and ".join(reasons)
 
 
+@dataclass(slots=True)
+class _Ticks:
+    """Ticks of the loop and how late each was.
+
+    A loop that stands still misses many ticks. Each of them counts, as late as it would have been: otherwise a stall of
+    a second would be one sample among hundreds, which no percentile shows (coordinated omission).
+    """
+
+    due_s: float
+    lags_s: list[float] = field(default_factory=list)
+
+    def note(self) -> None:
+        """Note the tick that is due now, and those that were missed since."""
+        late_s = time.monotonic() - self.due_s
+        self.lags_s += (late_s - missed * _TICK_S for missed in range(max(1, math.ceil(late_s / _TICK_S))))
+        self.due_s += late_s + _TICK_S
+
+    async def run(self) -> None:
+        """Tick until this is cancelled."""
+        while True:
+            await asyncio.sleep(self.due_s - time.monotonic())
+            self.note()
+
+
 @asynccontextmanager
 async def watching() -> AsyncIterator[Watch]:
     """Give a watch that is filled in when the body ends."""
-    watch, lags = Watch(), list[float]()
-    ticking = asyncio.create_task(_tick(lags))
+    watch, ticks = Watch(), _Ticks(time.monotonic() + _TICK_S)
+    ticking = asyncio.create_task(ticks.run())
     wall_s, cpu_s = time.monotonic(), time.process_time()
     try:
         yield watch
     finally:
         watch.cpu_share = (time.process_time() - cpu_s) / max(1e-9, time.monotonic() - wall_s)
-        watch.lag_p99_ms = 1e3 * percentile(sorted(lags), 0.99) if lags else 0.0
+        if time.monotonic() > ticks.due_s:
+            ticks.note()
+        watch.lag_p99_ms = 1e3 * percentile(sorted(ticks.lags_s), 0.99) if ticks.lags_s else 0.0
         ticking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await ticking
-
-
-async def _tick(lags: list[float]) -> None:
-    while True:
-        asked_s = time.monotonic() + _TICK_S
-        await asyncio.sleep(_TICK_S)
-        lags.append(time.monotonic() - asked_s)

@@ -15,11 +15,10 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import uvicorn
-from openai_form import FINISH, LOST, Json, Turn, choice, digests, events, refuse, until_gone
+from openai_form import FINISH, LOST, Json, Turn, choice, digests, events, parser, refuse, until_gone
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -30,6 +29,7 @@ from ferrule import AsyncClient, FerruleError, Handle, errors
 from ferrule.types import AsyncBranch, AsyncCache, AsyncGeneration, Token
 
 MARK = f"answer-{secrets.token_hex(8)}"  # stands for an answer while the chat template is rendered
+DRAW_TTL_S = 15.0  # lease of an answer until it is kept: what a client leaves in flight ends soon
 FULL = {"KV_BLOCKS_EXHAUSTED", "QUOTA_HANDLES", "QUOTA_KV_TOKENS"}  # refusals that end when something is released
 
 
@@ -102,7 +102,7 @@ class Gateway:
                 continue
             parent = self.client.adopt(handle, keep_alive=False)
             try:
-                cache = await parent.fork(ttl=self.ttl_s)
+                cache = await parent.fork(ttl=DRAW_TTL_S)
                 num_prompt = handle.length + len(new)
                 return cache.generate(tokens=new, **turn.settings(num_prompt)), num_prompt, handle.length
             except LOST:
@@ -112,7 +112,7 @@ class Gateway:
         ids = (await self.client.apply_chat_template(turn.messages)).token_ids
         shares = len(self.keys) < 2  # the prefix cache does not tell the users of a gateway apart
         reuses = shares and not turn.is_seeded  # cached KV may be rounded otherwise
-        options: Json = {"ttl": self.ttl_s, "keep": True, "reuse_prefix": reuses, "publish_prefix": shares}
+        options: Json = {"ttl": DRAW_TTL_S, "keep": True, "reuse_prefix": reuses, "publish_prefix": shares}
         return self.client.generate(ids, **turn.settings(len(ids)), **options), len(ids), 0
 
     async def _after(self, messages: list[Json], place: int, rest: str) -> list[int] | None:
@@ -139,6 +139,9 @@ class Gateway:
                 await cache.append(())  # the pending token
             elif num < len(tokens) - 1:
                 await cache.truncate(cache.length + num - len(tokens) + 1)
+            (lease,) = await self.client.keep_alive([cache], ttl=self.ttl_s)
+            if isinstance(lease, FerruleError):
+                raise lease
             if name in self.kept:  # the same answer once more; the older handle may be lost by now
                 self.release(self.kept.pop(name)[0])
             self.kept[name] = cache.detach(), rest
@@ -226,18 +229,6 @@ def build(args: argparse.Namespace) -> Starlette:
     routes.append(Route("/healthz", health))
     handlers = {HTTPException: refuse, FerruleError: refuse}
     return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan, max_body_size=4 << 20)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--target", default="127.0.0.1:50051", help="the server of Ferrule")
-    options.add_argument("--listen", default="127.0.0.1:8000", help="where to serve HTTP")
-    options.add_argument("--token-file", type=Path, help="file with the bearer token for the server")
-    options.add_argument("--api-keys", type=Path, help="file with an API key per line; without it, any or none will do")
-    options.add_argument("--max-conversations", type=int, default=256, help="most answers whose KV is kept")
-    options.add_argument("--ttl", type=float, default=600.0, help="seconds that one is kept after its last use")
-    return options
 
 
 if __name__ == "__main__":

@@ -22,18 +22,19 @@ import openai
 import pytest
 import uvicorn
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai_form import SERVED, digests, refuse
-from openai_gateway import Gateway, build, parser
+from openai_form import SERVED, digests, parser, refuse
+from openai_gateway import Gateway, build
 
 from ferrule import Client, FerruleError, errors, greedy
 from ferrule.errors import BlocksExhaustedError
-from ferrule.types import ChatPrompt
+from ferrule.types import AsyncCache, ChatPrompt
 from ferrule_server.text.chat_template import ChatTemplate, Conversation
 from ferrule_server.text.tokenizer_config import TokenizerConfig
 from tests.tools import tool
 
 ROOT = Path(__file__).resolve().parents[2]
 START: list[Any] = [{"role": "system", "content": "You write Python."}, {"role": "user", "content": "def area(w, h):"}]
+KEY = {"Authorization": "Bearer key-1"}
 FIXED: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 12}
 
 
@@ -516,15 +517,57 @@ def test_a_client_that_hangs_up_ends_the_generation(served: Served, *, is_stream
     num_live, num_drawn = len(list(served.server.list_caches())), served.server.status().num_decode_tokens
     with httpx2.Client(timeout=httpx2.Timeout(10, read=0.3 if not is_stream else 10)) as client:
         if is_stream:
-            with client.stream("POST", f"{served.url}/v1/chat/completions", json=body) as reply:
+            with client.stream("POST", f"{served.url}/v1/chat/completions", json=body, headers=KEY) as reply:
                 lines = reply.iter_lines()  # kept: its end would hang up
                 assert next(lines).startswith("data: {")
                 assert len(list(served.server.list_caches())) == num_live + 1
         else:
             with pytest.raises(httpx2.ReadTimeout):
-                client.post(f"{served.url}/v1/chat/completions", json=body)
+                client.post(f"{served.url}/v1/chat/completions", json=body, headers=KEY)
     wait(lambda: len(list(served.server.list_caches())) == num_live)
     assert served.server.status().num_decode_tokens - num_drawn < 1800
+    assert cached(served.ask(messages)) == num_prompt(first) + 12
+
+
+def test_an_answer_that_is_being_drawn_has_a_short_lease(served: Served) -> None:
+    """In a first turn and in a fork; only an answer that is kept gets the lease of ``--ttl``."""
+    (end,) = served.server.model_info().eos_token_ids
+    settings = {"max_tokens": 600, "logit_bias": {str(end): -100}}
+    messages: list[Any] = [{"role": "user", "content": "a lease"}]
+    for question in ("Go on", ""):
+        wait(lambda: not served.gateway.releases)
+        before = {one.handle_id for one in served.server.list_caches()}
+        with served.stream(messages, **settings) as stream:
+            text = next(stream).choices[0].delta.content or ""
+            (ttl_s,) = [one.lease.ttl_s for one in served.server.list_caches() if one.handle_id not in before]
+            assert ttl_s == 15
+            text += "".join(part.delta.content or "" for chunk in stream for part in chunk.choices)
+        (ttl_s,) = [one.lease.ttl_s for one in served.server.list_caches() if one.handle_id not in before]
+        assert ttl_s == 600
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
+
+
+def test_a_fork_whose_reply_nobody_takes_ends_soon(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client hangs up while the fork is in flight, so the gateway has no handle to release."""
+    monkeypatch.setattr("openai_gateway.DRAW_TTL_S", 5.0)
+    first = served.ask(START)
+    messages = [*START, said(first), {"role": "user", "content": "Go on and on"}]
+    fork, num_forked = AsyncCache.fork, 0
+
+    async def fork_and_wait(cache: AsyncCache, **settings: Any) -> None:
+        nonlocal num_forked
+        (await fork(cache, **settings)).detach()
+        num_forked += 1
+        await asyncio.sleep(60)
+
+    wait(lambda: not served.gateway.releases)
+    num_live = len(list(served.server.list_caches()))
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCache, "fork", fork_and_wait)
+        with httpx2.Client(timeout=httpx2.Timeout(10, read=1)) as client, pytest.raises(httpx2.ReadTimeout):
+            client.post(f"{served.url}/v1/chat/completions", json=FIXED | {"messages": messages}, headers=KEY)
+    assert num_forked == 1
+    wait(lambda: len(list(served.server.list_caches())) == num_live)
     assert cached(served.ask(messages)) == num_prompt(first) + 12
 
 

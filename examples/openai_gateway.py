@@ -94,9 +94,9 @@ class Gateway:
         """Return a generation after the longest known beginning of a conversation, and its tokens in all and cached."""
         for place, digest in reversed(list(enumerate(digests(turn.messages)))):
             name = turn.key, digest
-            if name not in self.kept:
+            if (found := self.kept.get(name)) is None:
                 continue
-            handle, rest = self.kept[name]
+            handle, rest = found
             self.kept.move_to_end(name)
             if (new := await self._after(turn.messages, place, rest)) is None:
                 continue
@@ -105,8 +105,9 @@ class Gateway:
                 cache = await parent.fork(ttl=DRAW_TTL_S)
                 num_prompt = handle.length + len(new)
                 return cache.generate(tokens=new, **turn.settings(num_prompt)), num_prompt, handle.length
-            except LOST:
-                self.kept.pop(name, None)
+            except LOST as error:  # an instance that is not reached may be back at the next turn
+                if self.kept.get(name) is found and not isinstance(error, errors.InstanceUnreachableError):
+                    self.release(self.kept.pop(name)[0])
             finally:
                 parent.detach()
         ids = (await self.client.apply_chat_template(turn.messages)).token_ids

@@ -327,6 +327,46 @@ def test_a_lost_handle_is_prefilled_again(served: Served) -> None:
     assert cached(third) == num_prompt(second) + 12
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_kept"), [(errors.HandleNotFoundError, False), (errors.InstanceUnreachableError, True)]
+)
+def test_an_answer_is_forgotten_only_if_it_is_lost(
+    served: Served, monkeypatch: pytest.MonkeyPatch, kind: type[FerruleError], *, is_kept: bool
+) -> None:
+    """The instance of an unreachable one may be back at the next turn; meanwhile the conversation is prefilled."""
+    first = served.ask(START)
+    messages = [*START, said(first), {"role": "user", "content": f"And {kind.__name__}?"}]
+
+    async def fail(_cache: AsyncCache, **_settings: Any) -> None:
+        raise kind(grpc.StatusCode.UNAVAILABLE, "A_REASON", "text", {})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCache, "fork", fail)
+        assert num_prompt(served.ask(messages)) == len(served.server.apply_chat_template(messages).token_ids)
+    again = [*messages[:-1], {"role": "user", "content": "And then?"}]
+    assert (cached(served.ask(again)) == num_prompt(first) + 12) == is_kept
+
+
+def test_a_newer_handle_of_the_same_answer_is_not_forgotten(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first turn is asked again while the second one forks: its new handle stays, whatever befell the old one."""
+    first = served.ask(START)
+    messages = [*START, said(first), {"role": "user", "content": "And once more?"}]
+    fork, replies = AsyncCache.fork, list[ChatCompletion]()
+
+    async def fork_late(cache: AsyncCache, **settings: Any) -> AsyncCache:
+        if not replies:
+            replies.append(await asyncio.to_thread(served.ask, START))
+            await asyncio.gather(*served.gateway.releases)
+        return await fork(cache, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCache, "fork", fork_late)
+        served.ask(messages)
+    assert said(replies[0]) == said(first)
+    again = [*messages[:-1], {"role": "user", "content": "And then?"}]
+    assert cached(served.ask(again)) == num_prompt(first) + 12
+
+
 def test_an_answer_whose_lease_ends_is_prefilled_again(shipped_target: str) -> None:
     """Nothing renews it between turns, so what is not used frees its memory."""
     with serving(shipped_target, "--ttl", "5") as served:

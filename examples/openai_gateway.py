@@ -117,11 +117,16 @@ class Gateway:
         return self.client.generate(ids, **turn.settings(len(ids)), **options), len(ids), 0
 
     async def _after(self, messages: list[Json], place: int, rest: str) -> list[int] | None:
-        """Return the tokens that follow a kept answer; None: the template rewrites what comes before it."""
+        """Return the tokens that follow a kept answer; None: the template rewrites it, or what comes before it."""
+        answer = messages[place]["content"]
         marked = [*messages[:place], {**messages[place], "content": MARK}, *messages[place + 1 :]]
         before = await self.client.apply_chat_template(messages[:place], add_generation_prompt=False)
         head, _, tail = (await self.client.apply_chat_template(marked)).text.partition(MARK)
         if not tail or MARK in tail or not head.startswith(before.text):
+            return None
+        # Only the text is used, so the text of a special token in the answer does no harm. Templates may trim answers.
+        whole = (await self.client.apply_chat_template(messages, allow_special_tokens=True)).text
+        if whole not in (head + answer + tail, head + answer.strip() + tail):
             return None
         # The messages were checked for the text of special tokens, the answer was not: its rest is not parsed.
         return [*await self.client.tokenize(rest, parse_special_tokens=False), *await self.client.tokenize(tail)]

@@ -659,8 +659,10 @@ class Templated:
         specials = {"bos_token": "<s>", "eos_token": "</s>"}
         self._template = ChatTemplate(TokenizerConfig(specials, {"default": template}))
 
-    async def apply_chat_template(self, messages: list[Any], *, add_generation_prompt: bool = True) -> ChatPrompt:
-        """Return the text of a conversation."""
+    async def apply_chat_template(
+        self, messages: list[Any], *, add_generation_prompt: bool = True, allow_special_tokens: bool = False
+    ) -> ChatPrompt:
+        """Return the text of a conversation; without special tokens nothing is refused."""
         text = self._template.render(Conversation(messages, add_generation_prompt=add_generation_prompt))
         return ChatPrompt(text, tuple(map(ord, text)))
 
@@ -693,6 +695,26 @@ def test_templates_of_families_go_on_after_an_answer(name: str, after: str) -> N
         if found is not None:
             assert found[:4] == [-ord(one) for one in "</s>"]
             assert "".join(map(chr, found[4:])).startswith(after)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "goes_on"),
+    [
+        ("qwen", "<think>\nHm.\n</think>\n\n1", False),
+        ("qwen", "1 </think>", False),
+        ("qwen", " 1\n", True),
+        ("chatml", "<think>\nHm.\n</think>\n\n1", True),
+        ("gemma", " 1\n", True),  # its template trims answers
+        ("llama", " 1\n", True),
+    ],
+)
+def test_an_answer_that_the_template_rewrites_is_prefilled(name: str, answer: str, *, goes_on: bool) -> None:
+    """Qwen's removes what an earlier answer thought; white space at the ends does not count."""
+    template = (ROOT / "tests" / "text" / "templates" / f"{name}.jinja").read_text("utf-8")
+    client: Any = Templated(template)  # Any: it has the two calls alone
+    messages = [{"role": "user", "content": "One"}, {"role": "assistant", "content": answer}]
+    messages.append({"role": "user", "content": "And?"})
+    assert (asyncio.run(Gateway(client, set(), 1, 60)._after(messages, 1, "")) is not None) == goes_on
 
 
 def test_the_commands_of_the_page_work(shipped_target: str) -> None:

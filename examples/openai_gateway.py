@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
-from openai_form import FINISH, LOST, Json, Turn, choice, digests, events, parser, refuse, until_gone
+from openai_form import FINISH, LOST, Json, Turn, body_of, choice, digests, events, parser, refuse, until_gone
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -178,7 +178,7 @@ async def complete(request: Request) -> Response:
     """Answer a conversation."""
     gateway, key = admitted(request)
     try:
-        turn = Turn(await request.json(), key)
+        turn = Turn(await body_of(request), key)
         gateway.client.generate(0, **turn.settings(0))  # raises what is wrong with them; nothing is sent
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise HTTPException(400, f"malformed request: {error}") from None
@@ -233,8 +233,8 @@ def build(args: argparse.Namespace) -> Starlette:
 
     routes = [Route("/v1/chat/completions", complete, methods=["POST"]), Route("/v1/models", models)]
     routes.append(Route("/healthz", health))
-    handlers = {HTTPException: refuse, FerruleError: refuse}
-    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan, max_body_size=4 << 20)
+    handlers = dict.fromkeys((HTTPException, FerruleError, Exception), refuse)
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
 
 
 if __name__ == "__main__":

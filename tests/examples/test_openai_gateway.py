@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import socket
 import subprocess
@@ -351,9 +352,10 @@ def test_a_newer_handle_of_the_same_answer_is_not_forgotten(served: Served, monk
     """The first turn is asked again while the second one forks: its new handle stays, whatever befell the old one."""
     first = served.ask(START)
     messages = [*START, said(first), {"role": "user", "content": "And once more?"}]
-    fork, replies = AsyncCache.fork, list[ChatCompletion]()
+    fork: Any = AsyncCache.fork  # Any: it is overloaded
+    replies: list[ChatCompletion] = []
 
-    async def fork_late(cache: AsyncCache, **settings: Any) -> AsyncCache:
+    async def fork_late(cache: AsyncCache, **settings: Any) -> Any:
         if not replies:
             replies.append(await asyncio.to_thread(served.ask, START))
             await asyncio.gather(*served.gateway.releases)
@@ -495,9 +497,66 @@ def test_what_is_no_request_is_refused(served: Served) -> None:
     half = json.dumps(FIXED | {"messages": [{"role": "user", "content": "\ud800"}]})
     bodies = [b"no json", b"[]", b"\xff", half.encode(), b"[" * 200_000, b"x" * (5 << 20)]
     replies = [httpx2.post(post, content=body) for body in bodies]
-    assert [reply.status_code for reply in replies] == [400, 400, 400, 400, 400, 413]
-    assert all(reply.json()["error"]["type"] == "invalid_request_error" for reply in replies[:-1])
-    assert httpx2.get(post).status_code == 405
+    replies.append(httpx2.post(post, content=iter([b" " * (1 << 20)] * 5)))  # without Content-Length
+    replies.append(httpx2.get(post))
+    assert [reply.status_code for reply in replies] == [400, 400, 400, 400, 400, 413, 413, 405]
+    assert all(reply.json()["error"]["type"] == "invalid_request_error" for reply in replies)
+
+
+def test_malformed_parameters_are_refused(served: Served) -> None:
+    """Whatever has another type or is out of all bounds: the client is told which parameter, and nothing fails."""
+    changes: list[tuple[str, Any]] = [(name, 2**31) for name in ("max_tokens", "max_completion_tokens", "top_logprobs")]
+    changes += [("n", 2**31), ("n", True), ("max_tokens", 10**30), ("max_tokens", 1.5), ("max_tokens", "5")]
+    changes += [(name, 10**400) for name in ("temperature", "top_p", "frequency_penalty", "presence_penalty")]
+    changes += [("temperature", float("nan")), ("frequency_penalty", 1e300), ("presence_penalty", float("-inf"))]
+    biases: list[Any] = [[], {"5": 1e300}, {"5": "1"}, {"-1": 1}, {str(2**32): 1}, {"x": 1}]
+    messages: list[Any] = ["text", {}, [5], [None], ["text"], [[]]]
+    roles: list[Any] = [5, None, [], {}]
+    changes += [("logit_bias", one) for one in biases]
+    changes += [("seed", 1.5), ("seed", "%d"), ("stop", 5), ("stop", [""]), ("stop", {"a": 1}), ("stop", [[1]])]
+    changes += [("stream", "yes"), ("stream_options", []), ("logprobs", 3), ("model", ["demo"]), ("model", 5)]
+    changes += [("messages", one) for one in messages]
+    changes += [("role", [{"role": one, "content": "x"}]) for one in roles]
+    contents: list[Any] = [5, True, {"text": 1}, {"text": "x"}, ["x"], [5], [{"type": "text"}]]
+    contents += [[{"type": "text", "text": 1}], [{"text": "x"}], [{"type": "image_url", "image_url": {"url": "x"}}]]
+    changes += [("content", [{"role": "user", "content": one}]) for one in contents]
+    for name, value in changes:
+        place = "messages" if name in ("role", "content") else name
+        body = FIXED | {"messages": START} | {place: value}
+        reply = httpx2.post(f"{served.url}/v1/chat/completions", content=json.dumps(body))
+        assert reply.status_code == 400, (name, value, reply.text)
+        error = reply.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_request")
+        assert name in error["message"], (name, value, error)
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
+def test_a_mistake_of_the_gateway_is_logged_and_not_shown(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_stream: bool
+) -> None:
+    """The client gets an error of the server in OpenAI's form, also in the middle of a stream."""
+
+    async def fail(*_: object) -> int:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(Gateway, "_keep", fail)
+    log = logging.getLogger("uvicorn.error")
+    log.addHandler(caplog.handler)
+    try:
+        body = FIXED | {"messages": START, "stream": is_stream}
+        if is_stream:
+            with pytest.raises(openai.APIError) as raised, served.stream(START) as stream:
+                list(stream)
+            error: Any = raised.value.body
+        else:
+            reply = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+            assert reply.status_code == 500
+            error = reply.json()["error"]
+        assert (error["type"], error["code"], error["param"]) == ("server_error", "internal_error", None)
+        assert "secret" not in str(error)
+        wait(lambda: "RuntimeError: a secret" in caplog.text)
+    finally:
+        log.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize(

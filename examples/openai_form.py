@@ -1,14 +1,12 @@
-"""OpenAI's form of requests, replies and errors, and the options, for the gateway beside this file."""
+"""OpenAI's form of requests, replies and errors, for the gateway beside this file."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import json
 import math
 from collections.abc import AsyncIterator, Coroutine
-from pathlib import Path
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -187,15 +185,3 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, Response]) -> R
     finally:
         for task in tasks:
             task.cancel()
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the gateway's options."""
-    options = argparse.ArgumentParser(description="Serve OpenAI's chat completions from a server of Ferrule.")
-    options.add_argument("--target", default="127.0.0.1:50051", help="the server of Ferrule")
-    options.add_argument("--listen", default="127.0.0.1:8000", help="where to serve HTTP")
-    options.add_argument("--token-file", type=Path, help="file with the bearer token for the server")
-    options.add_argument("--api-keys", type=Path, help="file with an API key per line; without it, any or none will do")
-    options.add_argument("--max-conversations", type=int, default=256, help="most answers whose KV is kept")
-    options.add_argument("--ttl", type=float, default=600.0, help="seconds that one is kept after its last use")
-    return options

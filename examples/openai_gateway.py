@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import uvicorn
-from openai_form import FINISH, LOST, Json, Turn, body_of, choice, digests, events, parser, refuse, until_gone
+from openai_form import FINISH, LOST, Json, Turn, body_of, choice, digests, events, refuse, until_gone
+from openai_options import connection, parser
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -217,7 +218,7 @@ async def health(request: Request) -> Response:
 
 def build(args: argparse.Namespace) -> Starlette:
     """Return the application."""
-    token = args.token_file.read_text().strip() if args.token_file else None
+    settings = connection(args)
     found = args.api_keys.read_bytes().split() if args.api_keys else []
     if args.api_keys and not found:
         raise SystemExit(f"{args.api_keys} holds no key")
@@ -225,7 +226,7 @@ def build(args: argparse.Namespace) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with AsyncClient(args.target, token=token) as client:
+        async with AsyncClient(args.target, **settings) as client:
             app.state.gateway = Gateway(client, keys, args.max_conversations, args.ttl)
             yield
             app.state.gateway.shrink(0)

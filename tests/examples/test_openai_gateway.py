@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import re
@@ -23,14 +24,16 @@ import openai
 import pytest
 import uvicorn
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai_form import SERVED, digests, parser, refuse
+from openai_form import SERVED, digests, refuse
 from openai_gateway import Gateway, build
+from openai_options import connection, parser
 
 from ferrule import Client, FerruleError, errors, greedy
 from ferrule.errors import BlocksExhaustedError
 from ferrule.types import AsyncCache, ChatPrompt
 from ferrule_server.text.chat_template import ChatTemplate, Conversation
 from ferrule_server.text.tokenizer_config import TokenizerConfig
+from tests.api.certificates import Authority
 from tests.tools import tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,14 +114,15 @@ def num_prompt(reply: ChatCompletion) -> int:
 @contextmanager
 def serving(target: str, *options: str, leaves_nothing: bool = True) -> Iterator[Served]:
     """Run a gateway on a thread of its own; it leaves no sequence behind."""
-    app = build(parser().parse_args(["--target", target, *options]))
+    args = parser().parse_args(["--target", target, *options])
+    app = build(args)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
     wait(lambda: server.started or not thread.is_alive())
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        with Client(target, timeout=30) as client:
+        with Client(target, timeout=30, **connection(args)) as client:
             num_before = len(list(client.list_caches()))
             yield Served(f"http://127.0.0.1:{port}", app.state.gateway, client)
             server.should_exit = True
@@ -383,13 +387,12 @@ def test_an_answer_whose_lease_ends_is_prefilled_again(shipped_target: str) -> N
         assert said(second)["content"]
 
 
-def started(folder: Path) -> subprocess.Popen[str]:
-    """Return a server of the test's own that is ready, at a socket in the folder."""
-    command = [sys.executable, "-m", "ferrule_cli.app", "serve", "--listen", f"unix:{folder}/own.sock"]
+def started(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """Return a server of the test's own that is ready, at a socket in the folder if the options name no place."""
+    command = [sys.executable, "-m", "ferrule_cli.app", "serve", f"--listen=unix:{folder}/own.sock", "--kv-memory=4MiB"]
     with (folder / "log").open("a") as log:
-        process = subprocess.Popen(
-            [*command, "--kv-memory=4MiB", "--drain-grace=0s"], stdout=subprocess.PIPE, stderr=log, text=True
-        )
+        command += ["--drain-grace=0s", *options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("ready"), (folder / "log").read_text()
     return process
@@ -462,6 +465,64 @@ def test_a_file_without_a_key_lets_nobody_in(tmp_path: Path) -> None:
     keys.write_text("\n")
     with pytest.raises(SystemExit, match="holds no key"):
         build(parser().parse_args(["--api-keys", str(keys)]))
+
+
+def test_a_server_with_tls_and_tokens_is_reached(tmp_path: Path) -> None:
+    """By the authority of its certificate; another one is not trusted, and nothing is sent there."""
+    authority, token = Authority(), "x" * 40
+    identity = authority.server()
+    files = {
+        "cert.pem": identity.cert,
+        "key.pem": identity.key,
+        "ca.pem": authority.cert,
+        "token": f"{token}\n".encode(),
+    }
+    files |= {"tokens": f"{hashlib.sha256(token.encode()).hexdigest()} alice\n".encode(), "wrong.pem": Authority().cert}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / name).chmod(0o600)
+    options = [f"--tls-cert={tmp_path}/cert.pem", f"--tls-key={tmp_path}/key.pem", f"--token-file={tmp_path}/tokens"]
+    target = free_address()
+    with started(tmp_path, f"--listen={target}", *options) as process:
+        try:
+            given = [f"--token-file={tmp_path}/token", f"--tls-ca={tmp_path}/ca.pem"]
+            with serving(target, *given) as served:
+                first = served.ask(START)
+                after = served.ask([*START, said(first), {"role": "user", "content": "Go on"}])
+                assert cached(after) == num_prompt(first) + 12
+            args = parser().parse_args([f"--target={target}", given[0], f"--tls-ca={tmp_path}/wrong.pem"])
+            other = Client(target, timeout=5, max_retries=0, **connection(args))
+            with other, pytest.raises(errors.UnavailableError):
+                other.status()
+        finally:
+            process.terminate()
+
+
+@pytest.mark.parametrize(
+    ("target", "is_refused"),
+    [
+        ("ferrule.example:50051", True),
+        ("127.0.0.1.example:50051", True),
+        ("10.0.0.5:50051", True),
+        ("[2001:db8::1]:50051", True),
+        ("dns:///ferrule.example:50051", True),
+        ("localhost:50051", False),
+        ("127.0.0.2:50051", False),
+        ("[::1]:50051", False),
+        ("unix:/run/ferrule.sock", False),
+    ],
+)
+def test_a_token_leaves_this_machine_by_tls_alone(tmp_path: Path, target: str, *, is_refused: bool) -> None:
+    """Anything else ends the start."""
+    (tmp_path / "token").write_text("secret-token\n")
+    (tmp_path / "ca.pem").write_bytes(Authority().cert)
+    options = [f"--target={target}", f"--token-file={tmp_path}/token"]
+    if is_refused:
+        with pytest.raises(SystemExit, match=re.escape(f"{target} in plain text; name its authority with --tls-ca")):
+            build(parser().parse_args(options))
+    else:
+        assert build(parser().parse_args(options))
+    assert build(parser().parse_args([*options, f"--tls-ca={tmp_path}/ca.pem"]))
 
 
 @pytest.mark.parametrize(
@@ -782,9 +843,7 @@ def test_the_commands_of_the_page_work(shipped_target: str) -> None:
     blocks = dict(re.findall(r"^```sh (\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
     install, serve, curl = (line.partition("  #")[0] for line in blocks["openai"].splitlines())
     assert install == "pip install '.[examples]'"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     command = [sys.executable, *serve.split()[1:], "--target", shipped_target, "--listen", address]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
         try:
@@ -797,6 +856,13 @@ def test_the_commands_of_the_page_work(shipped_target: str) -> None:
             assert reply.usage.completion_tokens == 16
         finally:
             process.terminate()
+
+
+def free_address() -> str:
+    """Return an address on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def can_connect(address: str) -> bool:

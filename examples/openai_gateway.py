@@ -101,7 +101,7 @@ class Gateway:
             self.kept.move_to_end(name)
             if (new := await self._after(turn.messages, place, rest)) is None:
                 continue
-            parent = self.client.adopt(handle, keep_alive=False)
+            parent = self.client.adopt(handle)  # its forks are kept alive too
             try:
                 cache = await parent.fork(ttl=DRAW_TTL_S)
                 num_prompt = handle.length + len(new)

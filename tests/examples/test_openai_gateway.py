@@ -731,6 +731,25 @@ def test_a_fork_whose_reply_nobody_takes_ends_soon(served: Served, monkeypatch: 
     assert cached(served.ask(messages)) == num_prompt(first) + 12
 
 
+def test_an_answer_that_takes_longer_than_its_lease_is_kept(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client renews the leases of both branches of a fork while they are live."""
+    monkeypatch.setattr("openai_gateway.DRAW_TTL_S", 5.0)
+    keep = Gateway._keep
+
+    async def keep_late(*arguments: Any) -> int:
+        await asyncio.sleep(3.5)
+        return await keep(*arguments)
+
+    first = served.ask(START)
+    messages = [*START, said(first), {"role": "user", "content": "Take your time"}]
+    with monkeypatch.context() as patch:
+        patch.setattr(Gateway, "_keep", keep_late)
+        second = served.ask(messages, n=2, temperature=1, seed=1)
+    for index in range(2):
+        third = served.ask([*messages, said(second, index), {"role": "user", "content": "Go on"}])
+        assert cached(third) == num_prompt(second) + 12
+
+
 def test_only_so_many_answers_are_kept(shipped_target: str) -> None:
     """The least recently used goes first; its conversation is prefilled."""
     with serving(shipped_target, "--max-conversations", "2", "--ttl", "30") as served:

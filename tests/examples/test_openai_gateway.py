@@ -689,22 +689,25 @@ def test_a_client_that_hangs_up_ends_the_generation(served: Served, *, is_stream
     assert cached(served.ask(messages)) == num_prompt(first) + 12
 
 
-def test_an_answer_that_is_being_drawn_has_a_short_lease(served: Served) -> None:
+def test_an_answer_that_is_being_drawn_has_a_short_lease(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a first turn and in a fork; only an answer that is kept gets the lease of ``--ttl``."""
-    (end,) = served.server.model_info().eos_token_ids
-    settings = {"max_tokens": 600, "logit_bias": {str(end): -100}}
+    keep, before, seen = Gateway._keep, set[str](), list[float]()
+
+    def look() -> None:
+        seen.extend(one.lease.ttl_s for one in served.server.list_caches() if one.handle_id not in before)
+
+    async def look_and_keep(*arguments: Any) -> int:
+        await asyncio.to_thread(look)
+        return await keep(*arguments)
+
+    monkeypatch.setattr(Gateway, "_keep", look_and_keep)
     messages: list[Any] = [{"role": "user", "content": "a lease"}]
-    for question in ("Go on", ""):
+    for _ in range(2):
         wait(lambda: not served.gateway.releases)
-        before = {one.handle_id for one in served.server.list_caches()}
-        with served.stream(messages, **settings) as stream:
-            text = next(stream).choices[0].delta.content or ""
-            (ttl_s,) = [one.lease.ttl_s for one in served.server.list_caches() if one.handle_id not in before]
-            assert ttl_s == 15
-            text += "".join(part.delta.content or "" for chunk in stream for part in chunk.choices)
-        (ttl_s,) = [one.lease.ttl_s for one in served.server.list_caches() if one.handle_id not in before]
-        assert ttl_s == 600
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": question}]
+        before.update(one.handle_id for one in served.server.list_caches())
+        messages += [said(served.ask(messages)), {"role": "user", "content": "Go on"}]
+        look()
+    assert seen == [15, 600, 15, 600]
 
 
 def test_a_fork_whose_reply_nobody_takes_ends_soon(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

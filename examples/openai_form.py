@@ -18,9 +18,21 @@ from ferrule.types import AsyncBranch
 
 Json = dict[str, Any]
 FINISH = {"max_tokens": "length", "context_full": "length"}  # the others are "stop"
+TYPES: dict[str, tuple[type, ...]] = {"a text": (str,), "a list": (list,), "a text or a list of texts": (str, list)}
+TYPES |= {"a whole number": (int,), "a number": (int, float), "true or false": (bool,), "an object": (dict,)}
+KINDS = {"model": "a text", "messages": "a list", "stop": "a text or a list of texts", "seed": "a whole number"}
+KINDS |= dict.fromkeys(("max_tokens", "max_completion_tokens", "n", "top_logprobs"), "a whole number")
+KINDS |= dict.fromkeys(("temperature", "top_p", "frequency_penalty", "presence_penalty"), "a number")
+KINDS |= {
+    "logprobs": "true or false",
+    "stream": "true or false",
+    "stream_options": "an object",
+    "logit_bias": "an object",
+}
 SAMPLING = {"temperature", "top_p", "frequency_penalty", "presence_penalty", "logprobs", "top_logprobs"}
-SERVED = SAMPLING | {"model", "messages", "max_tokens", "max_completion_tokens", "n", "stop", "seed", "logit_bias"}
-SERVED |= {"stream", "stream_options", "user"}
+SERVED = {*KINDS, "user"}
+BOUND = 2**31  # of every number but the seed
+MAX_BODY_BYTES = 4 << 20
 LOST = (HandleNotFoundError, errors.HandleStaleError, errors.InstanceUnreachableError, errors.WrongInstanceError)
 STATUSES: dict[type[FerruleError], int] = {errors.ResourceExhaustedError: 429, errors.DeadlineExceededError: 504}
 STATUSES |= dict.fromkeys((errors.InvalidRequestError, errors.OutOfRangeError, errors.UnsupportedError), 400)
@@ -32,8 +44,9 @@ async def refuse(_: Request | None, error: Exception) -> JSONResponse:
     if isinstance(error, FerruleError):
         status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
         text, code, param = error.message, error.reason.lower(), error.metadata.get("field")
+    elif not isinstance(error, HTTPException):
+        status, text, code, param = 500, "the gateway failed; its log says why", "internal_error", None
     else:
-        assert isinstance(error, HTTPException)
         status, text, param = error.status_code, error.detail, None
         code = {401: "invalid_api_key", 404: "model_not_found"}.get(status, "invalid_request")
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
@@ -51,11 +64,47 @@ def digests(messages: list[Json]) -> list[bytes]:
     return found
 
 
-def plain(message: Json) -> Json:
-    """Return a message in its one form: without nulls, and with its content as a text."""
-    text = "".join(part if isinstance(part, str) else part["text"] for part in message.get("content") or "")
+async def body_of(request: Request) -> Any:
+    """Return the JSON of a request. Raises 413 if it is too large, and ValueError if it is no JSON."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"a request may have {MAX_BODY_BYTES} bytes")
+    return json.loads(bytes(body))
+
+
+def check(body: Json) -> None:
+    """Raise ValueError for a parameter of another type or beyond ``BOUND``; the client checks the rest."""
+    biases = body.get("logit_bias", {})
+    for name, value in body.items():
+        if name in KINDS and type(value) not in TYPES[KINDS[name]]:
+            raise ValueError(f"{name} must be {KINDS[name]}")
+        if name != "seed" and isinstance(value, (int, float)) and not abs(value) < BOUND:  # nor NaN
+            raise ValueError(f"{name} must be a finite number below {BOUND}")
+    for token, bias in biases.items():
+        if not (token.isdecimal() and len(token) <= 10 and int(token) < BOUND):
+            raise ValueError(f"logit_bias must be by token ids, not {token[:20]!r}")
+        if type(bias) not in TYPES["a number"] or not abs(bias) < BOUND:
+            raise ValueError(f"logit_bias of token {token} must be a finite number below {BOUND}")
+
+
+def plain(message: Any) -> Json:
+    """Return a message in its one form: without nulls, and with its content as a text. Raises ValueError for others."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError("messages must be objects, each with a text as role")
+    content = message.get("content")
+    parts = [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content
+    if not isinstance(parts, list) or not all(is_text(part) for part in parts):
+        raise ValueError("the content of a message must be a text or a list of parts of type text")
     role = "system" if message["role"] == "developer" else message["role"]
-    return {key: value for key, value in message.items() if value is not None} | {"role": role, "content": text}
+    kept = {key: value for key, value in message.items() if value is not None}
+    return kept | {"role": role, "content": "".join(part["text"] for part in parts)}
+
+
+def is_text(part: Any) -> bool:
+    """Return whether a part of a message's content is text."""
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 class Turn:
@@ -68,6 +117,7 @@ class Turn:
             raise ValueError(f"{wrong[0]} is not supported")
         if wrong := sorted({"model", "messages"} - body.keys()):
             raise ValueError(f"{wrong[0]} is missing")
+        check(body)
         self.key, self.model, self.messages = key, body["model"], [plain(message) for message in body["messages"]]
         self.stop = [body["stop"]] if isinstance(body.get("stop"), str) else list(body.get("stop", []))
         self.is_seeded, self.is_stream = "seed" in body, bool(body.get("stream"))
@@ -115,8 +165,10 @@ async def events(turn: Turn, facts: Json, usage: Json, choices: AsyncIterator[tu
         if turn.has_usage:
             yield f"data: {json.dumps({**facts, 'choices': [], 'usage': usage})}\n\n"
         yield "data: [DONE]\n\n"
-    except FerruleError as error:
+    except Exception as error:
         yield f"data: {bytes((await refuse(None, error)).body).decode()}\n\n"
+        if not isinstance(error, FerruleError):
+            raise  # it is logged
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

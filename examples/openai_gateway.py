@@ -15,11 +15,11 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import uvicorn
-from openai_form import FINISH, LOST, Json, Turn, choice, digests, events, refuse, until_gone
+from openai_form import FINISH, LOST, Json, Turn, body_of, choice, digests, events, refuse, until_gone
+from openai_options import connection, parser
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -30,6 +30,7 @@ from ferrule import AsyncClient, FerruleError, Handle, errors
 from ferrule.types import AsyncBranch, AsyncCache, AsyncGeneration, Token
 
 MARK = f"answer-{secrets.token_hex(8)}"  # stands for an answer while the chat template is rendered
+DRAW_TTL_S = 15.0  # lease of an answer until it is kept: what a client leaves in flight ends soon
 FULL = {"KV_BLOCKS_EXHAUSTED", "QUOTA_HANDLES", "QUOTA_KV_TOKENS"}  # refusals that end when something is released
 
 
@@ -94,33 +95,39 @@ class Gateway:
         """Return a generation after the longest known beginning of a conversation, and its tokens in all and cached."""
         for place, digest in reversed(list(enumerate(digests(turn.messages)))):
             name = turn.key, digest
-            if name not in self.kept:
+            if (found := self.kept.get(name)) is None:
                 continue
-            handle, rest = self.kept[name]
+            handle, rest = found
             self.kept.move_to_end(name)
             if (new := await self._after(turn.messages, place, rest)) is None:
                 continue
-            parent = self.client.adopt(handle, keep_alive=False)
+            parent = self.client.adopt(handle)  # its forks are kept alive too
             try:
-                cache = await parent.fork(ttl=self.ttl_s)
+                cache = await parent.fork(ttl=DRAW_TTL_S)
                 num_prompt = handle.length + len(new)
                 return cache.generate(tokens=new, **turn.settings(num_prompt)), num_prompt, handle.length
-            except LOST:
-                self.kept.pop(name, None)
+            except LOST as error:  # an instance that is not reached may be back at the next turn
+                if self.kept.get(name) is found and not isinstance(error, errors.InstanceUnreachableError):
+                    self.release(self.kept.pop(name)[0])
             finally:
                 parent.detach()
         ids = (await self.client.apply_chat_template(turn.messages)).token_ids
         shares = len(self.keys) < 2  # the prefix cache does not tell the users of a gateway apart
         reuses = shares and not turn.is_seeded  # cached KV may be rounded otherwise
-        options: Json = {"ttl": self.ttl_s, "keep": True, "reuse_prefix": reuses, "publish_prefix": shares}
+        options: Json = {"ttl": DRAW_TTL_S, "keep": True, "reuse_prefix": reuses, "publish_prefix": shares}
         return self.client.generate(ids, **turn.settings(len(ids)), **options), len(ids), 0
 
     async def _after(self, messages: list[Json], place: int, rest: str) -> list[int] | None:
-        """Return the tokens that follow a kept answer; None: the template rewrites what comes before it."""
+        """Return the tokens that follow a kept answer; None: the template rewrites it, or what comes before it."""
+        answer = messages[place]["content"]
         marked = [*messages[:place], {**messages[place], "content": MARK}, *messages[place + 1 :]]
         before = await self.client.apply_chat_template(messages[:place], add_generation_prompt=False)
         head, _, tail = (await self.client.apply_chat_template(marked)).text.partition(MARK)
         if not tail or MARK in tail or not head.startswith(before.text):
+            return None
+        # Only the text is used, so the text of a special token in the answer does no harm. Templates may trim answers.
+        whole = (await self.client.apply_chat_template(messages, allow_special_tokens=True)).text
+        if whole not in (head + answer + tail, head + answer.strip() + tail):
             return None
         # The messages were checked for the text of special tokens, the answer was not: its rest is not parsed.
         return [*await self.client.tokenize(rest, parse_special_tokens=False), *await self.client.tokenize(tail)]
@@ -139,6 +146,9 @@ class Gateway:
                 await cache.append(())  # the pending token
             elif num < len(tokens) - 1:
                 await cache.truncate(cache.length + num - len(tokens) + 1)
+            (lease,) = await self.client.keep_alive([cache], ttl=self.ttl_s)
+            if isinstance(lease, FerruleError):
+                raise lease
             if name in self.kept:  # the same answer once more; the older handle may be lost by now
                 self.release(self.kept.pop(name)[0])
             self.kept[name] = cache.detach(), rest
@@ -169,7 +179,7 @@ async def complete(request: Request) -> Response:
     """Answer a conversation."""
     gateway, key = admitted(request)
     try:
-        turn = Turn(await request.json(), key)
+        turn = Turn(await body_of(request), key)
         gateway.client.generate(0, **turn.settings(0))  # raises what is wrong with them; nothing is sent
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise HTTPException(400, f"malformed request: {error}") from None
@@ -208,7 +218,7 @@ async def health(request: Request) -> Response:
 
 def build(args: argparse.Namespace) -> Starlette:
     """Return the application."""
-    token = args.token_file.read_text().strip() if args.token_file else None
+    settings = connection(args)
     found = args.api_keys.read_bytes().split() if args.api_keys else []
     if args.api_keys and not found:
         raise SystemExit(f"{args.api_keys} holds no key")
@@ -216,7 +226,7 @@ def build(args: argparse.Namespace) -> Starlette:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with AsyncClient(args.target, token=token) as client:
+        async with AsyncClient(args.target, **settings) as client:
             app.state.gateway = Gateway(client, keys, args.max_conversations, args.ttl)
             yield
             app.state.gateway.shrink(0)
@@ -224,20 +234,8 @@ def build(args: argparse.Namespace) -> Starlette:
 
     routes = [Route("/v1/chat/completions", complete, methods=["POST"]), Route("/v1/models", models)]
     routes.append(Route("/healthz", health))
-    handlers = {HTTPException: refuse, FerruleError: refuse}
-    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan, max_body_size=4 << 20)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--target", default="127.0.0.1:50051", help="the server of Ferrule")
-    options.add_argument("--listen", default="127.0.0.1:8000", help="where to serve HTTP")
-    options.add_argument("--token-file", type=Path, help="file with the bearer token for the server")
-    options.add_argument("--api-keys", type=Path, help="file with an API key per line; without it, any or none will do")
-    options.add_argument("--max-conversations", type=int, default=256, help="most answers whose KV is kept")
-    options.add_argument("--ttl", type=float, default=600.0, help="seconds that one is kept after its last use")
-    return options
+    handlers = dict.fromkeys((HTTPException, FerruleError, Exception), refuse)
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import logging
 import re
 import socket
 import subprocess
@@ -23,17 +25,20 @@ import pytest
 import uvicorn
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai_form import SERVED, digests, refuse
-from openai_gateway import Gateway, build, parser
+from openai_gateway import Gateway, build
+from openai_options import connection, parser
 
 from ferrule import Client, FerruleError, errors, greedy
 from ferrule.errors import BlocksExhaustedError
-from ferrule.types import ChatPrompt
+from ferrule.types import AsyncCache, ChatPrompt
 from ferrule_server.text.chat_template import ChatTemplate, Conversation
 from ferrule_server.text.tokenizer_config import TokenizerConfig
+from tests.api.certificates import Authority
 from tests.tools import tool
 
 ROOT = Path(__file__).resolve().parents[2]
 START: list[Any] = [{"role": "system", "content": "You write Python."}, {"role": "user", "content": "def area(w, h):"}]
+KEY = {"Authorization": "Bearer key-1"}
 FIXED: dict[str, Any] = {"model": "demo", "temperature": 0, "max_tokens": 12}
 
 
@@ -109,14 +114,15 @@ def num_prompt(reply: ChatCompletion) -> int:
 @contextmanager
 def serving(target: str, *options: str, leaves_nothing: bool = True) -> Iterator[Served]:
     """Run a gateway on a thread of its own; it leaves no sequence behind."""
-    app = build(parser().parse_args(["--target", target, *options]))
+    args = parser().parse_args(["--target", target, *options])
+    app = build(args)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
     wait(lambda: server.started or not thread.is_alive())
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        with Client(target, timeout=30) as client:
+        with Client(target, timeout=30, **connection(args)) as client:
             num_before = len(list(client.list_caches()))
             yield Served(f"http://127.0.0.1:{port}", app.state.gateway, client)
             server.should_exit = True
@@ -326,6 +332,47 @@ def test_a_lost_handle_is_prefilled_again(served: Served) -> None:
     assert cached(third) == num_prompt(second) + 12
 
 
+@pytest.mark.parametrize(
+    ("kind", "is_kept"), [(errors.HandleNotFoundError, False), (errors.InstanceUnreachableError, True)]
+)
+def test_an_answer_is_forgotten_only_if_it_is_lost(
+    served: Served, monkeypatch: pytest.MonkeyPatch, kind: type[FerruleError], *, is_kept: bool
+) -> None:
+    """The instance of an unreachable one may be back at the next turn; meanwhile the conversation is prefilled."""
+    first = served.ask(START)
+    messages = [*START, said(first), {"role": "user", "content": f"And {kind.__name__}?"}]
+
+    async def fail(_cache: AsyncCache, **_settings: Any) -> None:
+        raise kind(grpc.StatusCode.UNAVAILABLE, "A_REASON", "text", {})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCache, "fork", fail)
+        assert num_prompt(served.ask(messages)) == len(served.server.apply_chat_template(messages).token_ids)
+    again = [*messages[:-1], {"role": "user", "content": "And then?"}]
+    assert (cached(served.ask(again)) == num_prompt(first) + 12) == is_kept
+
+
+def test_a_newer_handle_of_the_same_answer_is_not_forgotten(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first turn is asked again while the second one forks: its new handle stays, whatever befell the old one."""
+    first = served.ask(START)
+    messages = [*START, said(first), {"role": "user", "content": "And once more?"}]
+    fork: Any = AsyncCache.fork  # Any: it is overloaded
+    replies: list[ChatCompletion] = []
+
+    async def fork_late(cache: AsyncCache, **settings: Any) -> Any:
+        if not replies:
+            replies.append(await asyncio.to_thread(served.ask, START))
+            await asyncio.gather(*served.gateway.releases)
+        return await fork(cache, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCache, "fork", fork_late)
+        served.ask(messages)
+    assert said(replies[0]) == said(first)
+    again = [*messages[:-1], {"role": "user", "content": "And then?"}]
+    assert cached(served.ask(again)) == num_prompt(first) + 12
+
+
 def test_an_answer_whose_lease_ends_is_prefilled_again(shipped_target: str) -> None:
     """Nothing renews it between turns, so what is not used frees its memory."""
     with serving(shipped_target, "--ttl", "5") as served:
@@ -340,13 +387,12 @@ def test_an_answer_whose_lease_ends_is_prefilled_again(shipped_target: str) -> N
         assert said(second)["content"]
 
 
-def started(folder: Path) -> subprocess.Popen[str]:
-    """Return a server of the test's own that is ready, at a socket in the folder."""
-    command = [sys.executable, "-m", "ferrule_cli.app", "serve", "--listen", f"unix:{folder}/own.sock"]
+def started(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """Return a server of the test's own that is ready, at a socket in the folder if the options name no place."""
+    command = [sys.executable, "-m", "ferrule_cli.app", "serve", f"--listen=unix:{folder}/own.sock", "--kv-memory=4MiB"]
     with (folder / "log").open("a") as log:
-        process = subprocess.Popen(
-            [*command, "--kv-memory=4MiB", "--drain-grace=0s"], stdout=subprocess.PIPE, stderr=log, text=True
-        )
+        command += ["--drain-grace=0s", *options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("ready"), (folder / "log").read_text()
     return process
@@ -421,6 +467,64 @@ def test_a_file_without_a_key_lets_nobody_in(tmp_path: Path) -> None:
         build(parser().parse_args(["--api-keys", str(keys)]))
 
 
+def test_a_server_with_tls_and_tokens_is_reached(tmp_path: Path) -> None:
+    """By the authority of its certificate; another one is not trusted, and nothing is sent there."""
+    authority, token = Authority(), "x" * 40
+    identity = authority.server()
+    files = {
+        "cert.pem": identity.cert,
+        "key.pem": identity.key,
+        "ca.pem": authority.cert,
+        "token": f"{token}\n".encode(),
+    }
+    files |= {"tokens": f"{hashlib.sha256(token.encode()).hexdigest()} alice\n".encode(), "wrong.pem": Authority().cert}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / name).chmod(0o600)
+    options = [f"--tls-cert={tmp_path}/cert.pem", f"--tls-key={tmp_path}/key.pem", f"--token-file={tmp_path}/tokens"]
+    target = free_address()
+    with started(tmp_path, f"--listen={target}", *options) as process:
+        try:
+            given = [f"--token-file={tmp_path}/token", f"--tls-ca={tmp_path}/ca.pem"]
+            with serving(target, *given) as served:
+                first = served.ask(START)
+                after = served.ask([*START, said(first), {"role": "user", "content": "Go on"}])
+                assert cached(after) == num_prompt(first) + 12
+            args = parser().parse_args([f"--target={target}", given[0], f"--tls-ca={tmp_path}/wrong.pem"])
+            other = Client(target, timeout=5, max_retries=0, **connection(args))
+            with other, pytest.raises(errors.UnavailableError):
+                other.status()
+        finally:
+            process.terminate()
+
+
+@pytest.mark.parametrize(
+    ("target", "is_refused"),
+    [
+        ("ferrule.example:50051", True),
+        ("127.0.0.1.example:50051", True),
+        ("10.0.0.5:50051", True),
+        ("[2001:db8::1]:50051", True),
+        ("dns:///ferrule.example:50051", True),
+        ("localhost:50051", False),
+        ("127.0.0.2:50051", False),
+        ("[::1]:50051", False),
+        ("unix:/run/ferrule.sock", False),
+    ],
+)
+def test_a_token_leaves_this_machine_by_tls_alone(tmp_path: Path, target: str, *, is_refused: bool) -> None:
+    """Anything else ends the start."""
+    (tmp_path / "token").write_text("secret-token\n")
+    (tmp_path / "ca.pem").write_bytes(Authority().cert)
+    options = [f"--target={target}", f"--token-file={tmp_path}/token"]
+    if is_refused:
+        with pytest.raises(SystemExit, match=re.escape(f"{target} in plain text; name its authority with --tls-ca")):
+            build(parser().parse_args(options))
+    else:
+        assert build(parser().parse_args(options))
+    assert build(parser().parse_args([*options, f"--tls-ca={tmp_path}/ca.pem"]))
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "change"),
     [
@@ -454,9 +558,66 @@ def test_what_is_no_request_is_refused(served: Served) -> None:
     half = json.dumps(FIXED | {"messages": [{"role": "user", "content": "\ud800"}]})
     bodies = [b"no json", b"[]", b"\xff", half.encode(), b"[" * 200_000, b"x" * (5 << 20)]
     replies = [httpx2.post(post, content=body) for body in bodies]
-    assert [reply.status_code for reply in replies] == [400, 400, 400, 400, 400, 413]
-    assert all(reply.json()["error"]["type"] == "invalid_request_error" for reply in replies[:-1])
-    assert httpx2.get(post).status_code == 405
+    replies.append(httpx2.post(post, content=iter([b" " * (1 << 20)] * 5)))  # without Content-Length
+    replies.append(httpx2.get(post))
+    assert [reply.status_code for reply in replies] == [400, 400, 400, 400, 400, 413, 413, 405]
+    assert all(reply.json()["error"]["type"] == "invalid_request_error" for reply in replies)
+
+
+def test_malformed_parameters_are_refused(served: Served) -> None:
+    """Whatever has another type or is out of all bounds: the client is told which parameter, and nothing fails."""
+    changes: list[tuple[str, Any]] = [(name, 2**31) for name in ("max_tokens", "max_completion_tokens", "top_logprobs")]
+    changes += [("n", 2**31), ("n", True), ("max_tokens", 10**30), ("max_tokens", 1.5), ("max_tokens", "5")]
+    changes += [(name, 10**400) for name in ("temperature", "top_p", "frequency_penalty", "presence_penalty")]
+    changes += [("temperature", float("nan")), ("frequency_penalty", 1e300), ("presence_penalty", float("-inf"))]
+    biases: list[Any] = [[], {"5": 1e300}, {"5": "1"}, {"-1": 1}, {str(2**32): 1}, {"x": 1}]
+    messages: list[Any] = ["text", {}, [5], [None], ["text"], [[]]]
+    roles: list[Any] = [5, None, [], {}]
+    changes += [("logit_bias", one) for one in biases]
+    changes += [("seed", 1.5), ("seed", "%d"), ("stop", 5), ("stop", [""]), ("stop", {"a": 1}), ("stop", [[1]])]
+    changes += [("stream", "yes"), ("stream_options", []), ("logprobs", 3), ("model", ["demo"]), ("model", 5)]
+    changes += [("messages", one) for one in messages]
+    changes += [("role", [{"role": one, "content": "x"}]) for one in roles]
+    contents: list[Any] = [5, True, {"text": 1}, {"text": "x"}, ["x"], [5], [{"type": "text"}]]
+    contents += [[{"type": "text", "text": 1}], [{"text": "x"}], [{"type": "image_url", "image_url": {"url": "x"}}]]
+    changes += [("content", [{"role": "user", "content": one}]) for one in contents]
+    for name, value in changes:
+        place = "messages" if name in ("role", "content") else name
+        body = FIXED | {"messages": START} | {place: value}
+        reply = httpx2.post(f"{served.url}/v1/chat/completions", content=json.dumps(body))
+        assert reply.status_code == 400, (name, value, reply.text)
+        error = reply.json()["error"]
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_request")
+        assert name in error["message"], (name, value, error)
+
+
+@pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
+def test_a_mistake_of_the_gateway_is_logged_and_not_shown(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_stream: bool
+) -> None:
+    """The client gets an error of the server in OpenAI's form, also in the middle of a stream."""
+
+    async def fail(*_: object) -> int:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(Gateway, "_keep", fail)
+    log = logging.getLogger("uvicorn.error")
+    log.addHandler(caplog.handler)
+    try:
+        body = FIXED | {"messages": START, "stream": is_stream}
+        if is_stream:
+            with pytest.raises(openai.APIError) as raised, served.stream(START) as stream:
+                list(stream)
+            error: Any = raised.value.body
+        else:
+            reply = httpx2.post(f"{served.url}/v1/chat/completions", json=body)
+            assert reply.status_code == 500
+            error = reply.json()["error"]
+        assert (error["type"], error["code"], error["param"]) == ("server_error", "internal_error", None)
+        assert "secret" not in str(error)
+        wait(lambda: "RuntimeError: a secret" in caplog.text)
+    finally:
+        log.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize(
@@ -516,16 +677,80 @@ def test_a_client_that_hangs_up_ends_the_generation(served: Served, *, is_stream
     num_live, num_drawn = len(list(served.server.list_caches())), served.server.status().num_decode_tokens
     with httpx2.Client(timeout=httpx2.Timeout(10, read=0.3 if not is_stream else 10)) as client:
         if is_stream:
-            with client.stream("POST", f"{served.url}/v1/chat/completions", json=body) as reply:
+            with client.stream("POST", f"{served.url}/v1/chat/completions", json=body, headers=KEY) as reply:
                 lines = reply.iter_lines()  # kept: its end would hang up
                 assert next(lines).startswith("data: {")
                 assert len(list(served.server.list_caches())) == num_live + 1
         else:
             with pytest.raises(httpx2.ReadTimeout):
-                client.post(f"{served.url}/v1/chat/completions", json=body)
+                client.post(f"{served.url}/v1/chat/completions", json=body, headers=KEY)
     wait(lambda: len(list(served.server.list_caches())) == num_live)
     assert served.server.status().num_decode_tokens - num_drawn < 1800
     assert cached(served.ask(messages)) == num_prompt(first) + 12
+
+
+def test_an_answer_that_is_being_drawn_has_a_short_lease(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a first turn and in a fork; only an answer that is kept gets the lease of ``--ttl``."""
+    keep, before, seen = Gateway._keep, set[str](), list[float]()
+
+    def look() -> None:
+        seen.extend(one.lease.ttl_s for one in served.server.list_caches() if one.handle_id not in before)
+
+    async def look_and_keep(*arguments: Any) -> int:
+        await asyncio.to_thread(look)
+        return await keep(*arguments)
+
+    monkeypatch.setattr(Gateway, "_keep", look_and_keep)
+    messages: list[Any] = [{"role": "user", "content": "a lease"}]
+    for _ in range(2):
+        wait(lambda: not served.gateway.releases)
+        before.update(one.handle_id for one in served.server.list_caches())
+        messages += [said(served.ask(messages)), {"role": "user", "content": "Go on"}]
+        look()
+    assert seen == [15, 600, 15, 600]
+
+
+def test_a_fork_whose_reply_nobody_takes_ends_soon(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client hangs up while the fork is in flight, so the gateway has no handle to release."""
+    monkeypatch.setattr("openai_gateway.DRAW_TTL_S", 5.0)
+    first = served.ask(START)
+    messages = [*START, said(first), {"role": "user", "content": "Go on and on"}]
+    fork, num_forked = AsyncCache.fork, 0
+
+    async def fork_and_wait(cache: AsyncCache, **settings: Any) -> None:
+        nonlocal num_forked
+        (await fork(cache, **settings)).detach()
+        num_forked += 1
+        await asyncio.sleep(60)
+
+    wait(lambda: not served.gateway.releases)
+    num_live = len(list(served.server.list_caches()))
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCache, "fork", fork_and_wait)
+        with httpx2.Client(timeout=httpx2.Timeout(10, read=1)) as client, pytest.raises(httpx2.ReadTimeout):
+            client.post(f"{served.url}/v1/chat/completions", json=FIXED | {"messages": messages}, headers=KEY)
+    assert num_forked == 1
+    wait(lambda: len(list(served.server.list_caches())) == num_live)
+    assert cached(served.ask(messages)) == num_prompt(first) + 12
+
+
+def test_an_answer_that_takes_longer_than_its_lease_is_kept(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client renews the leases of both branches of a fork while they are live."""
+    monkeypatch.setattr("openai_gateway.DRAW_TTL_S", 5.0)
+    keep = Gateway._keep
+
+    async def keep_late(*arguments: Any) -> int:
+        await asyncio.sleep(3.5)
+        return await keep(*arguments)
+
+    first = served.ask(START)
+    messages = [*START, said(first), {"role": "user", "content": "Take your time"}]
+    with monkeypatch.context() as patch:
+        patch.setattr(Gateway, "_keep", keep_late)
+        second = served.ask(messages, n=2, temperature=1, seed=1)
+    for index in range(2):
+        third = served.ask([*messages, said(second, index), {"role": "user", "content": "Go on"}])
+        assert cached(third) == num_prompt(second) + 12
 
 
 def test_only_so_many_answers_are_kept(shipped_target: str) -> None:
@@ -576,8 +801,10 @@ class Templated:
         specials = {"bos_token": "<s>", "eos_token": "</s>"}
         self._template = ChatTemplate(TokenizerConfig(specials, {"default": template}))
 
-    async def apply_chat_template(self, messages: list[Any], *, add_generation_prompt: bool = True) -> ChatPrompt:
-        """Return the text of a conversation."""
+    async def apply_chat_template(
+        self, messages: list[Any], *, add_generation_prompt: bool = True, allow_special_tokens: bool = False
+    ) -> ChatPrompt:
+        """Return the text of a conversation; without special tokens nothing is refused."""
         text = self._template.render(Conversation(messages, add_generation_prompt=add_generation_prompt))
         return ChatPrompt(text, tuple(map(ord, text)))
 
@@ -612,15 +839,33 @@ def test_templates_of_families_go_on_after_an_answer(name: str, after: str) -> N
             assert "".join(map(chr, found[4:])).startswith(after)
 
 
+@pytest.mark.parametrize(
+    ("name", "answer", "goes_on"),
+    [
+        ("qwen", "<think>\nHm.\n</think>\n\n1", False),
+        ("qwen", "1 </think>", False),
+        ("qwen", " 1\n", True),
+        ("chatml", "<think>\nHm.\n</think>\n\n1", True),
+        ("gemma", " 1\n", True),  # its template trims answers
+        ("llama", " 1\n", True),
+    ],
+)
+def test_an_answer_that_the_template_rewrites_is_prefilled(name: str, answer: str, *, goes_on: bool) -> None:
+    """Qwen's removes what an earlier answer thought; white space at the ends does not count."""
+    template = (ROOT / "tests" / "text" / "templates" / f"{name}.jinja").read_text("utf-8")
+    client: Any = Templated(template)  # Any: it has the two calls alone
+    messages = [{"role": "user", "content": "One"}, {"role": "assistant", "content": answer}]
+    messages.append({"role": "user", "content": "And?"})
+    assert (asyncio.run(Gateway(client, set(), 1, 60)._after(messages, 1, "")) is not None) == goes_on
+
+
 def test_the_commands_of_the_page_work(shipped_target: str) -> None:
     """As they stand, but for what installs, the server, and the port."""
     page = (ROOT / "docs" / "clients.md").read_text("utf-8")
     blocks = dict(re.findall(r"^```sh (\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
     install, serve, curl = (line.partition("  #")[0] for line in blocks["openai"].splitlines())
     assert install == "pip install '.[examples]'"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = free_address()
     command = [sys.executable, *serve.split()[1:], "--target", shipped_target, "--listen", address]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
         try:
@@ -633,6 +878,13 @@ def test_the_commands_of_the_page_work(shipped_target: str) -> None:
             assert reply.usage.completion_tokens == 16
         finally:
             process.terminate()
+
+
+def free_address() -> str:
+    """Return an address on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def can_connect(address: str) -> bool:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import openai_gateway
+import openai_options
 import pytest
 
 from ferrule_server.arguments import parse_config, unknown_variables
@@ -271,7 +272,7 @@ def test_the_gateway_is_what_the_example_takes(plain: dict[str, Any]) -> None:
     program, path = gateway["entrypoint"]
     assert program == "python"
     assert (ROOT / source / Path(path).relative_to(place)).read_text() == Path(openai_gateway.__file__).read_text()
-    options = openai_gateway.parser().parse_args(gateway["command"])
+    options = openai_options.parser().parse_args(gateway["command"])
     assert options.target == f"ferrule:{settings(plain['ferrule']).listen.port}"
     (port,) = gateway["ports"]
     assert port.startswith("127.0.0.1:8000:")

@@ -35,7 +35,7 @@ class Maker:
 
     Args:
         target: Where to connect to.
-        name: Begins its request ids; empty sends none.
+        name: Begins its request ids.
         seed: Of what it asks.
 
     Attributes:
@@ -142,7 +142,7 @@ class Maker:
 
     def _new_id(self) -> str:
         self._number += 1
-        return f"{self.name}-{self._number}" if self.name else ""
+        return f"{self.name}-{self._number}"
 
 
 def _prompt(chance: random.Random) -> tuple[int, ...]:
@@ -166,13 +166,11 @@ class Made:
         return self.alive - self.answered
 
 
-def make_through_cuts(num_makers: int, num_rounds: int, *, has_ids: bool, seed: int) -> Made:
+def make_through_cuts(num_makers: int, num_rounds: int, *, seed: int) -> Made:
     """Let clients make sequences through the proxy and count them on the server."""
     with RunningServer(PagedReferenceExecutor(kv_memory_bytes=64 << 20)) as server:
         with CuttingProxy(server.address.port, seed=seed, mean_bytes=900) as proxy:
-            makers = [
-                Maker(proxy.target, f"maker{number}" if has_ids else "", seed + number) for number in range(num_makers)
-            ]
+            makers = [Maker(proxy.target, f"maker{number}", seed + number) for number in range(num_makers)]
             threads = [threading.Thread(target=maker.run, args=(num_rounds,)) for maker in makers]
             for thread in threads:
                 thread.start()
@@ -201,7 +199,7 @@ def check(made: Made) -> None:
 
 def test_a_few_cuts_make_no_orphan() -> None:
     """The campaign below in small, on every run."""
-    made = make_through_cuts(2, 8, has_ids=True, seed=3)
+    made = make_through_cuts(2, 8, seed=3)
     check(made)
     assert made.cuts >= 5
 
@@ -211,18 +209,8 @@ def test_a_few_cuts_make_no_orphan() -> None:
 def test_a_thousand_cuts_make_no_orphan() -> None:
     """Prefills, forks, branches, batches, loops: alive is asked for, and every handle holds what its maker sent."""
     seed = seed_of_run()
-    made = make_through_cuts(8, 40, has_ids=True, seed=seed)
+    made = make_through_cuts(8, 40, seed=seed)
     report("creations", clients="raw", seed=seed, orphans=made.orphans, **vars(made))
     check(made)
     assert made.cuts >= MIN_CUTS
     assert made.replayed >= MIN_CUTS // 20
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_same_cuts_without_request_ids_make_orphans() -> None:
-    """The ablation: what the ids save the pool from."""
-    seed = seed_of_run()
-    made = make_through_cuts(8, 40, has_ids=False, seed=seed)
-    report("ablation: no request_id", clients="raw", seed=seed, orphans=made.orphans, **vars(made))
-    assert made.orphans > 0

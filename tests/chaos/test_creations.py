@@ -8,13 +8,11 @@ whatever was not answered.
 from __future__ import annotations
 
 import random
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import grpc
 import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, types_pb2
@@ -22,11 +20,11 @@ from ferrule_server.executor.reference import PagedReferenceExecutor
 from tests.api.harness import GREEDY, RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
-from tests.chaos.raw_clients import LASTING, Breaks, open_channel
+from tests.chaos.raw_clients import LASTING, Breaks, call_until_answered, open_channel
+from tests.chaos.side_by_side import run_side_by_side
 
 MIN_CUTS = 1000
 MADE_PER_ROUND = 11
-_ATTEMPT_S = 1.0
 
 
 @dataclass
@@ -47,21 +45,17 @@ class Maker:
     seed: int
     breaks: Breaks = field(default_factory=Breaks)
     made: list[tuple[types_pb2.KvCacheHandle, tuple[int, ...]]] = field(default_factory=list)
-    failure: BaseException | None = None
     _number: int = 0
 
-    def run(self, num_rounds: int) -> None:
+    def run(self, num_rounds: int, breaks: Breaks) -> None:
         """Make sequences in every way there is, so many times."""
-        chance = random.Random(self.seed)
-        try:
-            with open_channel(self.target) as channel:
-                stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-                for _ in range(num_rounds):
-                    self._make(stub, _prompt(chance), chance)
-                    self._make_in_batches(stub, chance)
-                    self._make_by_loop(stub, _prompt(chance))
-        except BaseException as failure:  # noqa: BLE001 - raised again where the test sees it
-            self.failure = failure
+        chance, self.breaks = random.Random(self.seed), breaks
+        with open_channel(self.target) as channel:
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            for _ in range(num_rounds):
+                self._make(stub, _prompt(chance), chance)
+                self._make_in_batches(stub, chance)
+                self._make_by_loop(stub, _prompt(chance))
 
     def _make(
         self, stub: executor_pb2_grpc.ModelExecutorServiceStub, prompt: tuple[int, ...], chance: random.Random
@@ -131,14 +125,7 @@ class Maker:
         self.made += [(handles[index], (*prompt, *tokens[:-1])) for index, tokens in drawn.items()]
 
     def _call(self, method: Callable[..., Any], request: object) -> Any:  # of the stubs
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                return method(request, timeout=_ATTEMPT_S)
-            except grpc.RpcError as error:
-                self.breaks.note(error)
-                if time.monotonic() > deadline:
-                    raise
+        return call_until_answered(method, request, self.breaks)
 
     def _new_id(self) -> str:
         self._number += 1
@@ -171,14 +158,7 @@ def make_through_cuts(num_makers: int, num_rounds: int, *, seed: int) -> Made:
     with RunningServer(PagedReferenceExecutor(kv_memory_bytes=64 << 20)) as server:
         with CuttingProxy(server.address.port, seed=seed, mean_bytes=900) as proxy:
             makers = [Maker(proxy.target, f"maker{number}", seed + number) for number in range(num_makers)]
-            threads = [threading.Thread(target=maker.run, args=(num_rounds,)) for maker in makers]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        for maker in makers:
-            if maker.failure is not None:
-                raise maker.failure
+            run_side_by_side([partial(maker.run, num_rounds) for maker in makers])
         answered = [one for maker in makers for one in maker.made]
         held = [tuple(server.info(handle, include_token_ids=True).token_ids) for handle, _ in answered]
         return Made(

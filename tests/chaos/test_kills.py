@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -38,6 +37,7 @@ from tests.chaos.raw_clients import (
     StreamAppender,
     UnaryAppender,
     VerifySession,
+    call_until_answered,
     open_channel,
     run_session,
 )
@@ -101,15 +101,8 @@ class Killer:
             self.is_over.set()
 
 
-def call(method: Callable[..., Any], request: Any, breaks: Breaks) -> Any:  # of the stub
-    """Send a request until it is answered."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            return method(request, timeout=3.0)
-        except grpc.RpcError as error:
-            breaks.note(error)
-            assert time.monotonic() < deadline, "no server lived long enough"
+call = partial(call_until_answered, attempt_s=3.0, patience_s=_PATIENCE_S)
+"""Send a request until a server answers it."""
 
 
 def _drive(channel: grpc.Channel) -> grpc.Channel:

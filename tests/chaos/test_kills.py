@@ -263,7 +263,7 @@ def _run_clients(
         work.append(partial(append_until, kind, target, sessions, killer))
     work += [partial(maker.run, target, killer) for maker in makers]
     work += [partial(generate_until, target, f"loop{number}", killer, loops) for number in range(2)]
-    total = run_side_by_side([_with_patience(each) for each in work])
+    total = run_side_by_side(work, KillBreaks)
     sessions = list(itertools.chain(*groups))
     _check_held(server, sessions, makers)
     starts = sorted(killer.starts_s)
@@ -282,17 +282,6 @@ def _run_clients(
         "ready_again_s_median": round(starts[len(starts) // 2], 2),
     }
     return sessions, loops, figures
-
-
-def _with_patience(work: Callable[[Breaks], None]) -> Callable[[Breaks], None]:
-    def run(breaks: Breaks) -> None:
-        met = KillBreaks()
-        try:
-            work(met)
-        finally:
-            breaks.add(met)
-
-    return run
 
 
 def _check_held(server: ServerProcess, sessions: Sequence[Session], makers: Sequence[Maker]) -> None:

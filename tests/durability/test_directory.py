@@ -28,9 +28,8 @@ from ferrule_server.durability.files import OwnedElsewhere
 from ferrule_server.durability.frames import Previous, SegmentHeader, scan
 from ferrule_server.errors import ConfigError
 from tests.durability.fault_files import Call, FaultFiles, everything, nothing, torn_at
+from tests.durability.journals import PATH, WANTED
 
-WANTED = Wanted("east-1", b"\x01\x02", "float32", 16)
-PATH = Path("/journal")
 SIZE = 4096
 
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import errno
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from random import Random
 
 import pytest
 
 from ferrule_server.durability import writer as writers
 from ferrule_server.durability.directory import DurableDirectory, JournalDamaged, OwnerReplaced, segment_path
-from ferrule_server.durability.files import OsFiles
 from ferrule_server.durability.frames import MAX_PAYLOAD_BYTES, Tail, scan
 from ferrule_server.durability.writer import JournalWriter
 from tests.durability.fault_files import Call, FaultFiles, Survival, everything, nothing, some_sectors, torn_at
@@ -174,25 +168,6 @@ def test_crash_at_any_call_keeps_what_was_reported(seed: int) -> None:
 def test_crash_at_any_call_keeps_what_was_reported_at_length(seed: int) -> None:
     """More of the same."""
     assert check_crashes(seed) > 300
-
-
-def test_every_flipped_bit_of_what_was_reported_is_found(files: FaultFiles, client: Client) -> None:
-    """In headers and records of all segments, the last frame included; none is cut as if it had been torn."""
-    for number in range(4):
-        client.write(record(number, 100))
-    client.writer.start_segment()
-    client.write(record(4))
-    disk = files.crash()
-    for number, end in ((1, read_end(disk, 1)), (2, read_end(disk, 2))):
-        path = segment_path(PATH, number)
-        data = disk.read_bytes(path)
-        for bit in range(8 * end):
-            at = bit // 8
-            disk.damage(path, at, bytes([data[at] ^ 1 << bit % 8]))
-            with pytest.raises(JournalDamaged):
-                read_journal(disk)
-            disk.damage(path, at, data[at : at + 1])
-    assert read_journal(disk).numbers == [0, 1, 2, 3, 4]
 
 
 def read_end(files: FaultFiles, number: int) -> int:
@@ -488,46 +463,3 @@ def test_close_waits_for_groups_but_not_for_a_dead_disk(files: FaultFiles, clien
     client.writer.close(20)
     assert client.reported == 1
     assert not client.writer._thread.is_alive()
-
-
-# ---- real files -----------------------------------------------------------------------------------------------------
-
-WRITER = """
-import sys, pathlib, time
-from ferrule_server.durability.directory import DurableDirectory
-from ferrule_server.durability.writer import JournalWriter
-from tests.durability.journals import WANTED, read_journal, record
-path = pathlib.Path(sys.argv[1])
-directory = DurableDirectory.open(path, WANTED)
-journal = read_journal(directory.files, path)
-first = len(journal.numbers)
-def report(group):
-    print(first + group, flush=True)
-writer = JournalWriter(directory, last_frame=journal.last_frame, segment_bytes=8192, on_synced=report, on_failed=print)
-print(first, flush=True)
-number = first
-while True:
-    writer.append(record(number, 12 + number % 700))
-    writer.close_group()
-    number += 1
-    while number - first - writer.synced > 20:
-        time.sleep(0.0002)
-"""
-
-
-def test_killed_process_leaves_what_it_reported(tmp_path: Path) -> None:
-    """Three lives on real files, each killed in the middle of its writes."""
-    num_reported = 0
-    for _ in range(3):
-        command = [sys.executable, "-c", WRITER, str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
-            assert process.stdout is not None
-            lines = [process.stdout.readline() for _ in range(30)]
-            process.send_signal(signal.SIGKILL)
-            lines += [line for line in process.stdout if line.endswith("\n")]
-        assert int(lines[0]) >= num_reported
-        num_reported = int(lines[-1])
-        journal = read_journal(OsFiles(), tmp_path)
-        assert len(journal.numbers) >= num_reported
-        assert journal.numbers == list(range(len(journal.numbers)))
-    assert num_reported > 60

@@ -132,7 +132,9 @@ def test_an_administrator_is_named_by_the_settings(mutual: RunningServer, author
         ("", []),
         ("alice", ["urn:a:b", "spiffe://c/d"]),
         ("ops\0.evil.example", []),
+        ("ops\0x", []),
         (["ops", "mallory"], []),
+        (["mallory", "ops"], []),
         ("ops", ["spiffe://td/a\0b"]),
     ],
 )

@@ -4,7 +4,7 @@ Every connection gets a random number of bytes to live for, counted over both di
 it runs out is withheld, forwarded in part (so that a frame is torn), or forwarded whole and given a moment to be acted
 on; then both sides are closed. What is drawn depends on the seed and the number of the connection alone.
 
-It can also freeze (nothing is forwarded any more, nobody is told: a partition) and delay.
+It can also freeze (nothing is forwarded any more, nobody is told: a partition).
 """
 
 from __future__ import annotations
@@ -57,18 +57,16 @@ class CuttingProxy:
         port: Of the server; may be changed while it runs (``port`` is where new connections go).
         seed: Of all that is drawn.
         mean_bytes: Mean number of bytes, both directions together, after which a connection is cut. None: never.
-        latency_s: How long each chunk of bytes is held back.
 
     Attributes:
         cuts: How many, by (direction, place, kind), such as ("up", "middle", "rst").
         num_connections: Connections taken.
     """
 
-    def __init__(self, port: int, *, seed: int = 0, mean_bytes: float | None = None, latency_s: float = 0.0) -> None:
+    def __init__(self, port: int, *, seed: int = 0, mean_bytes: float | None = None) -> None:
         self.port = port
         self.seed = seed
         self.mean_bytes = mean_bytes
-        self.latency_s = latency_s
         self.cuts: Counter[tuple[str, str, str]] = Counter()
         self.num_connections = 0
         self._links: set[Link] = set()
@@ -164,8 +162,6 @@ class CuttingProxy:
         """Forward one direction until it ends or the connection is cut."""
         with contextlib.suppress(OSError):
             while (data := await reader.read(_CHUNK_BYTES)) and not link.is_cut:
-                if self.latency_s:
-                    await asyncio.sleep(self.latency_s)
                 await self._flowing.wait()
                 at = link.cut_at(len(data))
                 if at is not None:

@@ -12,8 +12,8 @@ _TIMEOUT_S = 60.0
 _NUM_RETRIES = 1000
 
 
-class LibraryStreamAppender:
-    """The library's stream, below its caches: one frame for all inputs.
+class LibraryAppender:
+    """A client of the library.
 
     Args:
         target: Where to connect to.
@@ -22,8 +22,19 @@ class LibraryStreamAppender:
 
     def __init__(self, target: str, breaks: Breaks) -> None:
         self._client = Client(target, timeout=_TIMEOUT_S, max_retries=_NUM_RETRIES)
-        self._stream = self._client.stream()
         self._breaks = breaks
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+
+class LibraryStreamAppender(LibraryAppender):
+    """The library's stream, below its caches: one frame for all inputs."""
+
+    def __init__(self, target: str, breaks: Breaks) -> None:
+        super().__init__(target, breaks)
+        self._stream = self._client.stream()
 
     def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""
@@ -40,20 +51,11 @@ class LibraryStreamAppender:
     def close(self) -> None:
         """Close the connection."""
         self._stream.close()
-        self._client.close()
+        super().close()
 
 
-class LibraryUnaryAppender:
-    """The library's unary calls, below its caches: one Decode or ForwardVerify for each input.
-
-    Args:
-        target: Where to connect to.
-        breaks: Counts replays; breaks are not seen out here.
-    """
-
-    def __init__(self, target: str, breaks: Breaks) -> None:
-        self._client = Client(target, timeout=_TIMEOUT_S, max_retries=_NUM_RETRIES)
-        self._breaks = breaks
+class LibraryUnaryAppender(LibraryAppender):
+    """The library's unary calls, below its caches: one Decode or ForwardVerify for each input."""
 
     def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""
@@ -70,7 +72,3 @@ class LibraryUnaryAppender:
             output = connection.unary(connection.executor.ForwardVerify, verify, timeout=_TIMEOUT_S).output
         self._breaks.replayed += output.replayed
         return output
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._client.close()

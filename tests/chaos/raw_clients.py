@@ -99,12 +99,34 @@ class Appender(Protocol):
         ...
 
 
-class UnaryAppender:
-    """One Decode or ForwardVerify for each input, again until it is answered.
+def call_until_answered(
+    method: Callable[..., Any],
+    request: object,
+    breaks: Breaks,
+    *,
+    attempt_s: float = _ATTEMPT_S,
+    patience_s: float = _APPEND_S,
+) -> Any:  # of the stub
+    """Send a request, word for word, until it is answered."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return method(request, timeout=attempt_s)
+        except grpc.RpcError as error:
+            breaks.note(error)
+            if time.monotonic() > deadline:
+                raise
+
+
+class StubClient:
+    """A client of stubs with a connection of its own.
 
     Args:
         target: Where to connect to.
         breaks: Counts what broke.
+
+    Attributes:
+        patience_s: How long one request may be repeated.
     """
 
     patience_s = _APPEND_S
@@ -113,6 +135,14 @@ class UnaryAppender:
         self._channel = open_channel(target)
         self._stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
         self._breaks = breaks
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+
+class UnaryAppender(StubClient):
+    """One Decode or ForwardVerify for each input, again until it is answered."""
 
     def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""
@@ -125,19 +155,8 @@ class UnaryAppender:
             return self._call(self._stub.Decode, executor_pb2.DecodeRequest(input=one)).output  # type: ignore[no-any-return]
         return self._call(self._stub.ForwardVerify, executor_pb2.ForwardVerifyRequest(input=one)).output  # type: ignore[no-any-return]
 
-    def _call(self, method: Callable[..., Any], request: Any) -> Any:  # of the stub
-        deadline = time.monotonic() + self.patience_s
-        while True:
-            try:
-                return method(request, timeout=_ATTEMPT_S)
-            except grpc.RpcError as error:
-                self._breaks.note(error)
-                if time.monotonic() > deadline:
-                    raise
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._channel.close()
+    def _call(self, method: Callable[..., Any], request: object) -> Any:  # of the stub
+        return call_until_answered(method, request, self._breaks, patience_s=self.patience_s)
 
 
 class BatchAppender(UnaryAppender):
@@ -176,21 +195,10 @@ def unified_item(one: Input) -> executor_pb2.UnifiedBatchItem:
     )
 
 
-class StreamAppender:
-    """One frame for all inputs; a new stream after each break or _STREAM_S, with those that are not answered yet.
+class StreamAppender(StubClient):
+    """One frame for all inputs; a new stream after each break or _STREAM_S, with those that are not answered yet."""
 
-    Args:
-        target: Where to connect to.
-        breaks: Counts what broke.
-    """
-
-    patience_s = _APPEND_S
-
-    def __init__(self, target: str, breaks: Breaks) -> None:
-        self._channel = open_channel(target)
-        self._stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
-        self._breaks = breaks
-        self._frames: queue.SimpleQueue[executor_pb2.StreamDecodeRequest | None] | None = None
+    _frames: queue.SimpleQueue[executor_pb2.StreamDecodeRequest | None] | None = None
 
     def append(self, inputs: Sequence[Input]) -> Sequence[Output]:
         """Return the outputs in the order of the inputs."""
@@ -236,7 +244,7 @@ class StreamAppender:
     def close(self) -> None:
         """Close the connection."""
         self._end_stream()
-        self._channel.close()
+        super().close()
 
 
 class UnifiedStreamAppender(StreamAppender):

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from ferrule.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+from ferrule.v1 import executor_pb2, types_pb2
 from tests.chaos.model_policies import Policy, Tokens
-from tests.chaos.raw_clients import LASTING, Breaks, open_channel
+from tests.chaos.raw_clients import LASTING, StubClient
 
 _ATTEMPT_S = 5.0
 _LOOP_S = 120.0
@@ -78,20 +78,10 @@ class LoopSession:
         return [[*self.prompt, *branch.tokens[:-1]] for branch in self.branches]
 
 
-class LoopClient:
-    """Runs sessions one after the other.
-
-    Args:
-        target: Where to connect to.
-        breaks: Counts what broke.
-    """
+class LoopClient(StubClient):
+    """Runs sessions one after the other."""
 
     patience_s = _LOOP_S
-
-    def __init__(self, target: str, breaks: Breaks) -> None:
-        self._channel = open_channel(target)
-        self._stub = executor_pb2_grpc.ModelExecutorServiceStub(self._channel)
-        self._breaks = breaks
 
     def run(self, session: LoopSession) -> None:
         """Have every branch drawn to its end."""
@@ -121,7 +111,3 @@ class LoopClient:
                     branch.is_over = output.finish_reason == executor_pb2.FINISH_REASON_MAX_TOKENS
         except grpc.RpcError as error:
             self._breaks.note(error)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._channel.close()

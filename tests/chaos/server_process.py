@@ -12,10 +12,9 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-import grpc
 import psutil
 
-from ferrule.v1 import executor_pb2, executor_pb2_grpc, info_pb2, types_pb2
+from ferrule.v1 import executor_pb2, executor_pb2_grpc, info_pb2
 from tests.chaos.raw_clients import open_channel
 
 _START_S = 60.0
@@ -114,6 +113,3 @@ def wait_for(what: str, holds: object, timeout_s: float, poll_s: float = 0.05) -
         assert waited < timeout_s, f"{what}: not within {timeout_s} s"
         time.sleep(poll_s)
     return time.monotonic() - started
-
-
-__all__ = ["ServerProcess", "grpc", "types_pb2", "wait_for"]

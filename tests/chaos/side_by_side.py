@@ -11,9 +11,9 @@ Work = Callable[[Breaks], None]
 """What one client does from beginning to end; it notes what broke."""
 
 
-def run_side_by_side(clients: Sequence[Work]) -> Breaks:
+def run_side_by_side(clients: Sequence[Work], kind: type[Breaks] = Breaks) -> Breaks:
     """Run all to their end and return what broke, added up; the first failure of any is raised then."""
-    met = [Breaks() for _ in clients]
+    met = [kind() for _ in clients]
     failures: list[BaseException] = []
 
     def run(work: Work, breaks: Breaks) -> None:

@@ -8,13 +8,11 @@ whatever was not answered.
 from __future__ import annotations
 
 import random
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import grpc
 import pytest
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, types_pb2
@@ -22,11 +20,11 @@ from ferrule_server.executor.reference import PagedReferenceExecutor
 from tests.api.harness import GREEDY, RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
-from tests.chaos.raw_clients import LASTING, Breaks, open_channel
+from tests.chaos.raw_clients import LASTING, Breaks, call_until_answered, open_channel
+from tests.chaos.side_by_side import run_side_by_side
 
 MIN_CUTS = 1000
 MADE_PER_ROUND = 11
-_ATTEMPT_S = 1.0
 
 
 @dataclass
@@ -35,7 +33,7 @@ class Maker:
 
     Args:
         target: Where to connect to.
-        name: Begins its request ids; empty sends none.
+        name: Begins its request ids.
         seed: Of what it asks.
 
     Attributes:
@@ -47,21 +45,17 @@ class Maker:
     seed: int
     breaks: Breaks = field(default_factory=Breaks)
     made: list[tuple[types_pb2.KvCacheHandle, tuple[int, ...]]] = field(default_factory=list)
-    failure: BaseException | None = None
     _number: int = 0
 
-    def run(self, num_rounds: int) -> None:
+    def run(self, num_rounds: int, breaks: Breaks) -> None:
         """Make sequences in every way there is, so many times."""
-        chance = random.Random(self.seed)
-        try:
-            with open_channel(self.target) as channel:
-                stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
-                for _ in range(num_rounds):
-                    self._make(stub, _prompt(chance), chance)
-                    self._make_in_batches(stub, chance)
-                    self._make_by_loop(stub, _prompt(chance))
-        except BaseException as failure:  # noqa: BLE001 - raised again where the test sees it
-            self.failure = failure
+        chance, self.breaks = random.Random(self.seed), breaks
+        with open_channel(self.target) as channel:
+            stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+            for _ in range(num_rounds):
+                self._make(stub, _prompt(chance), chance)
+                self._make_in_batches(stub, chance)
+                self._make_by_loop(stub, _prompt(chance))
 
     def _make(
         self, stub: executor_pb2_grpc.ModelExecutorServiceStub, prompt: tuple[int, ...], chance: random.Random
@@ -131,18 +125,11 @@ class Maker:
         self.made += [(handles[index], (*prompt, *tokens[:-1])) for index, tokens in drawn.items()]
 
     def _call(self, method: Callable[..., Any], request: object) -> Any:  # of the stubs
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                return method(request, timeout=_ATTEMPT_S)
-            except grpc.RpcError as error:
-                self.breaks.note(error)
-                if time.monotonic() > deadline:
-                    raise
+        return call_until_answered(method, request, self.breaks)
 
     def _new_id(self) -> str:
         self._number += 1
-        return f"{self.name}-{self._number}" if self.name else ""
+        return f"{self.name}-{self._number}"
 
 
 def _prompt(chance: random.Random) -> tuple[int, ...]:
@@ -166,21 +153,12 @@ class Made:
         return self.alive - self.answered
 
 
-def make_through_cuts(num_makers: int, num_rounds: int, *, has_ids: bool, seed: int) -> Made:
+def make_through_cuts(num_makers: int, num_rounds: int, *, seed: int) -> Made:
     """Let clients make sequences through the proxy and count them on the server."""
     with RunningServer(PagedReferenceExecutor(kv_memory_bytes=64 << 20)) as server:
         with CuttingProxy(server.address.port, seed=seed, mean_bytes=900) as proxy:
-            makers = [
-                Maker(proxy.target, f"maker{number}" if has_ids else "", seed + number) for number in range(num_makers)
-            ]
-            threads = [threading.Thread(target=maker.run, args=(num_rounds,)) for maker in makers]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        for maker in makers:
-            if maker.failure is not None:
-                raise maker.failure
+            makers = [Maker(proxy.target, f"maker{number}", seed + number) for number in range(num_makers)]
+            run_side_by_side([partial(maker.run, num_rounds) for maker in makers])
         answered = [one for maker in makers for one in maker.made]
         held = [tuple(server.info(handle, include_token_ids=True).token_ids) for handle, _ in answered]
         return Made(
@@ -201,7 +179,7 @@ def check(made: Made) -> None:
 
 def test_a_few_cuts_make_no_orphan() -> None:
     """The campaign below in small, on every run."""
-    made = make_through_cuts(2, 8, has_ids=True, seed=3)
+    made = make_through_cuts(2, 8, seed=3)
     check(made)
     assert made.cuts >= 5
 
@@ -211,18 +189,8 @@ def test_a_few_cuts_make_no_orphan() -> None:
 def test_a_thousand_cuts_make_no_orphan() -> None:
     """Prefills, forks, branches, batches, loops: alive is asked for, and every handle holds what its maker sent."""
     seed = seed_of_run()
-    made = make_through_cuts(8, 40, has_ids=True, seed=seed)
+    made = make_through_cuts(8, 40, seed=seed)
     report("creations", clients="raw", seed=seed, orphans=made.orphans, **vars(made))
     check(made)
     assert made.cuts >= MIN_CUTS
     assert made.replayed >= MIN_CUTS // 20
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_same_cuts_without_request_ids_make_orphans() -> None:
-    """The ablation: what the ids save the pool from."""
-    seed = seed_of_run()
-    made = make_through_cuts(8, 40, has_ids=False, seed=seed)
-    report("ablation: no request_id", clients="raw", seed=seed, orphans=made.orphans, **vars(made))
-    assert made.orphans > 0

@@ -12,7 +12,6 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,8 +20,6 @@ import pytest
 from ferrule.v1 import policy_pb2
 from ferrule_server.executor.base import Executor
 from ferrule_server.executor.reference import PagedReferenceExecutor
-from ferrule_server.kv import append_rule
-from ferrule_server.kv.append_rule import Verdict
 from tests.api.harness import RunningServer
 from tests.chaos.cutting_proxy import CuttingProxy
 from tests.chaos.figures import report, seed_of_run
@@ -240,20 +237,6 @@ def release(server: RunningServer, clients: Sequence[Sequence[Sequence[Session]]
     server.release(*(session.handle for _, session in each(clients)))
 
 
-@contextmanager
-def replay_check_off() -> Iterator[None]:
-    """Make servers append at the tip whatever the handle's length says, as without the check."""
-    judge = append_rule.judge
-
-    def careless(*arguments: object, **named: object) -> Verdict:
-        verdict = judge(*arguments, **named)  # type: ignore[arg-type]
-        return Verdict.APPEND if verdict is Verdict.REPLAY else verdict
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(append_rule, "judge", careless)
-        yield
-
-
 def shipped() -> Executor:
     """Return the model that ships."""
     pytest.importorskip("torch")
@@ -276,15 +259,6 @@ def test_a_few_cuts_double_and_lose_nothing(kind: str) -> None:
     outcome.check()
     assert outcome.cuts >= 5
     assert ("verify" in kind) == (outcome.drafts_held > 0)
-
-
-def test_without_the_replay_check_a_few_cuts_double_tokens() -> None:
-    """The comparison can fail: it sees what the check prevents."""
-    with RunningServer(reference()) as server, replay_check_off():
-        outcome = run_disturbed(server, Shape(num_clients=2, num_rounds=1, width=2, length=30), ["unary"], seed=1)
-    assert outcome.doubled > 0
-    with pytest.raises(AssertionError):
-        outcome.check()
 
 
 def figures_of(outcome: Outcome) -> dict[str, object]:
@@ -314,19 +288,6 @@ def test_a_thousand_cuts_double_and_lose_nothing(kind: str) -> None:
     assert outcome.sent >= NUM_APPENDS
     assert outcome.cuts >= MIN_CUTS
     assert outcome.replayed >= NUM_APPENDS // 200, "hardly a reply was lost: the cuts fell beside the appends"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_same_cuts_without_the_replay_check_double_tokens() -> None:
-    """The ablation: the run of above must fail, and says how many tokens the check saves from being doubled."""
-    seed = seed_of_run()
-    shape = campaign_shape(width=1)
-    with RunningServer(reference()) as server, replay_check_off():
-        outcome = run_disturbed(server, shape, ["unary"], seed)
-    report("ablation: replay check off", executor="paged-reference", clients="unary", seed=seed, **figures_of(outcome))
-    assert outcome.doubled > 0
-    assert outcome.different
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -38,6 +37,7 @@ from tests.chaos.raw_clients import (
     StreamAppender,
     UnaryAppender,
     VerifySession,
+    call_until_answered,
     open_channel,
     run_session,
 )
@@ -101,15 +101,8 @@ class Killer:
             self.is_over.set()
 
 
-def call(method: Callable[..., Any], request: Any, breaks: Breaks) -> Any:  # of the stub
-    """Send a request until it is answered."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            return method(request, timeout=3.0)
-        except grpc.RpcError as error:
-            breaks.note(error)
-            assert time.monotonic() < deadline, "no server lived long enough"
+call = partial(call_until_answered, attempt_s=3.0, patience_s=_PATIENCE_S)
+"""Send a request until a server answers it."""
 
 
 def _drive(channel: grpc.Channel) -> grpc.Channel:
@@ -270,7 +263,7 @@ def _run_clients(
         work.append(partial(append_until, kind, target, sessions, killer))
     work += [partial(maker.run, target, killer) for maker in makers]
     work += [partial(generate_until, target, f"loop{number}", killer, loops) for number in range(2)]
-    total = run_side_by_side([_with_patience(each) for each in work])
+    total = run_side_by_side(work, KillBreaks)
     sessions = list(itertools.chain(*groups))
     _check_held(server, sessions, makers)
     starts = sorted(killer.starts_s)
@@ -289,17 +282,6 @@ def _run_clients(
         "ready_again_s_median": round(starts[len(starts) // 2], 2),
     }
     return sessions, loops, figures
-
-
-def _with_patience(work: Callable[[Breaks], None]) -> Callable[[Breaks], None]:
-    def run(breaks: Breaks) -> None:
-        met = KillBreaks()
-        try:
-            work(met)
-        finally:
-            breaks.add(met)
-
-    return run
 
 
 def _check_held(server: ServerProcess, sessions: Sequence[Session], makers: Sequence[Maker]) -> None:

@@ -1,9 +1,9 @@
-"""The pending rules while connections break: every kind of append of the library, sync and asyncio, each there once.
+"""The pending rules while connections break: every append and creation of the library, sync and asyncio, each once.
 
 Sessions draw a random mix of steps, confirmations, texts after a pending token, replacements, redraws, frames,
-verifies, loops, loops left early and forks, with seeds, so that the same session without cuts must end in the same
-tokens. At the end the server's tokens are compared with the client's, and its count of tokens with those that were
-sent.
+verifies, loops, loops left early, forks, branches and truncates, with seeds, so that the same session without cuts
+must end in the same tokens. At the end the server's tokens are compared with the client's, and its count of tokens
+with those that were sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ NUM_APPENDS = int(os.environ.get("FERRULE_CHAOS_APPENDS", "10400"))
 MAX_LENGTH = 400
 NUM_RETRIES = 1000
 
-KINDS = ("step", "confirm", "text", "drop", "send", "redraw", "frame", "verify", "loop", "leave", "fork")
+MAKING = ("fork", "branch", "loops")
+KINDS = ("step", "confirm", "text", "drop", "send", "redraw", "frame", "verify", "loop", "leave", "truncate", *MAKING)
 
 
 class Session:
@@ -114,11 +115,26 @@ async def act(session: Session, cache: Any, stream: Any) -> Any:  # of either cl
         for _ in range(session.num_drawn()):
             await settled(next(loop) if hasattr(loop, "__next__") else anext(loop))
         Session.num_within += cache.handle.length > cache.length
+    elif kind == "truncate":
+        await settled(cache.truncate(cache.length - 1))
+        await settled(cache.append(session.tokens(token), policy=policy))
     else:
-        branch = await settled(cache.fork())
+        born = await branched(kind, session, cache, stream)
         await settled(cache.release())
-        cache = branch
+        cache = born
     return cache
+
+
+async def branched(kind: str, session: Session, cache: Any, stream: Any) -> Any:
+    """Return a sequence made of a cache, by a fork, by two places of a frame, or by a loop of two branches."""
+    if kind == "fork":
+        return await settled(cache.fork())
+    if kind == "branch":
+        first = session.tokens(cache.last.token)
+        texts = [first, [(first[0] + 1) % 256, cache.last.token]]
+        return (await settled(stream.branch([cache, cache], texts, policy=session.policy())))[1]
+    loop = await settled(cache.generate(3, n=2, policy=session.policy(), ignore_eos=True).read())
+    return loop.caches[1]
 
 
 async def play(client: Any, number: int, num_actions: int) -> tuple[list[list[int]], Counter[str]]:

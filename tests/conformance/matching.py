@@ -13,26 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-CODES = (
-    "OK",
-    "CANCELLED",
-    "UNKNOWN",
-    "INVALID_ARGUMENT",
-    "DEADLINE_EXCEEDED",
-    "NOT_FOUND",
-    "ALREADY_EXISTS",
-    "PERMISSION_DENIED",
-    "RESOURCE_EXHAUSTED",
-    "FAILED_PRECONDITION",
-    "ABORTED",
-    "OUT_OF_RANGE",
-    "UNIMPLEMENTED",
-    "INTERNAL",
-    "UNAVAILABLE",
-    "DATA_LOSS",
-    "UNAUTHENTICATED",
-)
-"""Names of gRPC's status codes, by number."""
+from google.rpc import code_pb2
 
 Json = Any
 """Whatever JSON and YAML can hold."""
@@ -174,7 +155,7 @@ def _float32(wanted: Mapping[str, Json], actual: Json, path: str) -> Iterator[st
 def _status(wanted: Mapping[str, Json], actual: Json, path: str) -> Iterator[str]:
     """Compare a google.rpc.Status: `code` by name, `reason`, `metadata`, and kinds of further `details`."""
     status = {} if actual is _MISSING else actual
-    code = CODES[int(status.get("code", 0))]
+    code = code_pb2.Code.Name(status.get("code", 0))
     yield from _holds(code == wanted["code"], f"{path} ended with {code}, expected {wanted['code']}: {_short(status)}")
     details = {str(one.get("@type", "")).rpartition(".")[2]: one for one in status.get("details", [])}
     infos = [one for one in status.get("details", []) if str(one.get("@type")).endswith("google.rpc.ErrorInfo")]

@@ -33,10 +33,10 @@ class Journal(NamedTuple):
     segments: list[int]
 
 
-def read_journal(files: Files, path: Path = PATH) -> Journal:
+def read_journal(files: Files) -> Journal:
     """Read the newest segment that has a header, and those before it."""
     scans = {
-        number: scan(files.read_bytes(segment_path(path, number)), number) for number in list_segments(path, files)
+        number: scan(files.read_bytes(segment_path(PATH, number)), number) for number in list_segments(PATH, files)
     }
     for number, found in scans.items():
         check(number, found)
@@ -48,7 +48,7 @@ def read_journal(files: Files, path: Path = PATH) -> Journal:
     numbers, segments = [], [last]
     numbers += numbers_in(scans[last])
     while (previous := header_of(scans[segments[0]]).previous) is not None and previous.segment in scans:
-        found = scan(files.read_bytes(segment_path(path, previous.segment)), previous.segment, valid_bytes=previous[1])
+        found = scan(files.read_bytes(segment_path(PATH, previous.segment)), previous.segment, valid_bytes=previous[1])
         check(previous.segment, found)
         scans[previous.segment] = found
         numbers[:0] = numbers_in(found)

@@ -28,9 +28,8 @@ from ferrule_server.durability.files import OwnedElsewhere
 from ferrule_server.durability.frames import Previous, SegmentHeader, scan
 from ferrule_server.errors import ConfigError
 from tests.durability.fault_files import Call, FaultFiles, everything, nothing, torn_at
+from tests.durability.journals import PATH, WANTED
 
-WANTED = Wanted("east-1", b"\x01\x02", "float32", 16)
-PATH = Path("/journal")
 SIZE = 4096
 
 
@@ -115,8 +114,9 @@ def test_segments_without_identity_are_refused() -> None:
         open_one(files)
 
 
-def check_crashes(files: FaultFiles) -> None:
-    """Assert that a crash at any call of a start leaves the old identity or the new one, as is fit for that moment."""
+def test_crash_at_any_call_keeps_an_identity() -> None:
+    """Also if the rename is lost; a generation under which a segment was written is never used again."""
+    files = FaultFiles()
     first = open_one(files)
     first.close()
     disks: list[FaultFiles] = []
@@ -134,34 +134,6 @@ def check_crashes(files: FaultFiles) -> None:
         again = open_one(disk).identity
         assert again.epoch == first.identity.epoch
         assert again.generation in ({2, 3} if index < num_before else {3})
-
-
-class FilesThatForgetNames(FaultFiles):
-    """Names are never synced."""
-
-    def sync_directory(self, path: Path) -> None:
-        """Do it for the first start alone."""
-        if not any(call.name == "rename" for call in self.calls[:-1]):
-            super().sync_directory(path)
-
-
-class FilesThatForgetContent(FaultFiles):
-    """Files are never synced."""
-
-    def sync(self, fd: int) -> None:
-        """Do nothing."""
-
-
-def test_crash_at_any_call_keeps_an_identity() -> None:
-    """Also if the rename is lost; a generation under which a segment was written is never used again."""
-    check_crashes(FaultFiles())
-
-
-@pytest.mark.parametrize("files", [FilesThatForgetNames, FilesThatForgetContent])
-def test_both_syncs_of_the_identity_are_needed(files: type[FaultFiles]) -> None:
-    """Without that of the name the rename is lost, and without that of the file its content."""
-    with pytest.raises((AssertionError, ConfigError)):
-        check_crashes(files())
 
 
 @pytest.mark.parametrize("call", ["lock", "open_new", "write", "sync", "rename", "sync_directory"])

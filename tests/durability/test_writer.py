@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import errno
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from random import Random
 
 import pytest
 
 from ferrule_server.durability import writer as writers
 from ferrule_server.durability.directory import DurableDirectory, JournalDamaged, OwnerReplaced, segment_path
-from ferrule_server.durability.files import OsFiles
 from ferrule_server.durability.frames import MAX_PAYLOAD_BYTES, Tail, scan
-from ferrule_server.durability.writer import JournalWriter, LastFrame
+from ferrule_server.durability.writer import JournalWriter
 from tests.durability.fault_files import Call, FaultFiles, Survival, everything, nothing, some_sectors, torn_at
 from tests.durability.journals import PATH, WANTED, read_journal, record
 
@@ -34,12 +28,12 @@ class Client:
         failures: The errors that were reported.
     """
 
-    def __init__(self, files: FaultFiles, kind: type[JournalWriter] = JournalWriter) -> None:
+    def __init__(self, files: FaultFiles) -> None:
         self.reported = 0
         self.failures: list[OSError] = []
         self.directory = DurableDirectory.open(PATH, WANTED, files)
         self._changed = threading.Condition()
-        self.writer = kind(
+        self.writer = JournalWriter(
             self.directory,
             last_frame=read_journal(files).last_frame,
             segment_bytes=SEGMENT_BYTES,
@@ -120,7 +114,7 @@ def survivals(random: Random) -> list[Survival]:
     return [nothing, everything, *tears, *(some_sectors(random, share) for share in (0.2, 0.5, 0.5, 0.8))]
 
 
-def check_crashes(kind: type[JournalWriter], seed: int) -> int:
+def check_crashes(seed: int) -> int:
     """Assert for a crash before each call, in each way: all that was reported is there, in order, and nothing else.
 
     Returns:
@@ -128,7 +122,7 @@ def check_crashes(kind: type[JournalWriter], seed: int) -> int:
     """
     random = Random(seed)
     files = FaultFiles()
-    client = Client(files, kind)
+    client = Client(files)
     disks: list[tuple[int, FaultFiles]] = []
     num_records: dict[int, int] = {0: 0}
 
@@ -166,69 +160,14 @@ def check_disk(disk: FaultFiles, num_reported: int, num_written: int) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_crash_at_any_call_keeps_what_was_reported(seed: int) -> None:
     """Whatever else is on the disk, torn or whole; and the next server goes on from there."""
-    assert check_crashes(JournalWriter, seed) > 300
+    assert check_crashes(seed) > 300
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_crash_at_any_call_keeps_what_was_reported_at_length(seed: int) -> None:
     """More of the same."""
-    assert check_crashes(JournalWriter, seed) > 300
-
-
-class ReportsTooEarly(JournalWriter):
-    """Reports groups before they are on the disk."""
-
-    def _write_run(self, groups: list[writers._Group]) -> None:
-        super()._report(groups[-1].number)
-        super()._write_run(groups)
-
-    def _report(self, group: int) -> None:
-        """It is reported already."""
-
-
-class NeverSyncs(JournalWriter):
-    """Writes and leaves the rest to the kernel."""
-
-    def _sync(self, fd: int) -> None:
-        """Do nothing."""
-
-
-class WritesAhead(JournalWriter):
-    """Syncs every second frame only, after the next one was written."""
-
-    num_frames = 0
-
-    def _sync(self, fd: int) -> None:
-        self.num_frames += 1
-        if self.num_frames % 2 == 0:
-            super()._sync(fd)
-
-
-@pytest.mark.parametrize("kind", [ReportsTooEarly, NeverSyncs, WritesAhead])
-def test_each_rule_of_writing_is_needed(kind: type[JournalWriter]) -> None:
-    """Without it, there is a crash after which something that was reported is lost, or damage where there is none."""
-    with pytest.raises((AssertionError, JournalDamaged)):
-        check_crashes(kind, 0)
-
-
-def test_every_flipped_bit_of_what_was_reported_is_found(files: FaultFiles, client: Client) -> None:
-    """In headers and records of all segments, the last frame included; none is cut as if it had been torn."""
-    for number in range(4):
-        client.write(record(number, 100))
-    client.writer.start_segment()
-    client.write(record(4))
-    disk = files.crash()
-    for number, end in ((1, read_end(disk, 1)), (2, read_end(disk, 2))):
-        path = segment_path(PATH, number)
-        data = disk.read_bytes(path)
-        for bit in range(8 * end):
-            at = bit // 8
-            disk.damage(path, at, bytes([data[at] ^ 1 << bit % 8]))
-            with pytest.raises(JournalDamaged):
-                read_journal(disk)
-            disk.damage(path, at, data[at : at + 1])
-    assert read_journal(disk).numbers == [0, 1, 2, 3, 4]
+    assert check_crashes(seed) > 300
 
 
 def read_end(files: FaultFiles, number: int) -> int:
@@ -279,53 +218,17 @@ def test_poisoned_segment_is_never_written_again(
     assert files.writes_to(segment_path(PATH, 1)) == num_writes
 
 
-class SyncsAgain(JournalWriter):
-    """Repeats a sync that has failed."""
-
-    def _sync(self, fd: int) -> None:
-        try:
-            super()._sync(fd)
-        except OSError:
-            super()._sync(fd)
-
-
-class KeepsItsSegment(JournalWriter):
-    """Goes on in the segment in which a write has failed."""
-
-    def restart(self) -> int:
-        """Accept groups again."""
-        self.is_failed = False
-        return self.close_group()
-
-
-def check_failing_sync(kind: type[JournalWriter]) -> None:
-    """Assert that what is reported after a failure is on the disk, whatever became of the frame that has failed."""
-    files = FaultFiles()
-    client = Client(files, kind)
+def test_failing_sync_loses_nothing_that_was_reported(files: FaultFiles, client: Client) -> None:
+    """What is reported after a failure is on the disk, whatever became of the frame that has failed."""
     client.write(record(0))
     files.fail("sync", errno.EIO)
-    group = client.give(record(1, 1500))
-    while client.writer.synced < group and not client.failures:
-        time.sleep(0.001)
-    if not client.failures:
-        assert read_journal(files.crash()).numbers == [0, 1]
+    client.give(record(1, 1500))
+    client.wait_failure()
     client.wait(client.writer.restart())
     client.write(record(2, 700))
-    client.close()
+    client.writer.close(20)
     for disk in (files.crash(), files.kill()):
         assert read_journal(disk).numbers == [0, 2]
-
-
-def test_failing_sync_loses_nothing_that_was_reported() -> None:
-    """Neither before nor after it."""
-    check_failing_sync(JournalWriter)
-
-
-@pytest.mark.parametrize("kind", [SyncsAgain, KeepsItsSegment])
-def test_each_rule_of_failures_is_needed(kind: type[JournalWriter]) -> None:
-    """A repeated sync succeeds without the pages that the first one lost, and the old frame shows behind a new one."""
-    with pytest.raises((AssertionError, JournalDamaged)):
-        check_failing_sync(kind)
 
 
 @pytest.mark.parametrize("call", ["open_new", "write", "sync", "sync_directory"])
@@ -427,38 +330,16 @@ def test_late_frames_of_a_replaced_owner_do_not_count(files: FaultFiles, client:
 # ---- starts ---------------------------------------------------------------------------------------------------------
 
 
-class TrustsWhatItRead(JournalWriter):
-    """Does not write the last frame again."""
-
-    def _first_segment(self, last_frame: LastFrame | None) -> writers._Segment:
-        self._directory.confirm = lambda *where: None  # type: ignore[method-assign]
-        return super()._first_segment(last_frame)
-
-
-def check_last_frame(kind: type[JournalWriter]) -> None:
-    """Assert that a frame that a start has read from memory only is on the disk before anything follows it."""
-    files = FaultFiles()
-    client = Client(files)
+def test_last_frame_is_confirmed_by_a_start(files: FaultFiles, client: Client) -> None:
+    """The sync of the process that died may have failed, and the kernel has forgotten that."""
     client.write(record(0))
     files.fail("sync", errno.EIO)
     client.give(record(1))
     client.wait_failure()
     killed = files.kill()
     assert read_journal(killed).numbers == [0, 1]
-    Client(killed, kind).close()
+    Client(killed).close()
     assert read_journal(killed.crash()).numbers == [0, 1]
-    client.close()
-
-
-def test_last_frame_is_confirmed_by_a_start() -> None:
-    """The sync of the process that died may have failed, and the kernel has forgotten that."""
-    check_last_frame(JournalWriter)
-
-
-def test_confirmation_of_the_last_frame_is_needed() -> None:
-    """A sync alone would not write pages that the kernel takes for clean."""
-    with pytest.raises((AssertionError, JournalDamaged)):
-        check_last_frame(TrustsWhatItRead)
 
 
 @pytest.mark.parametrize("call", ["open_new", "write", "sync", "sync_directory"])
@@ -582,46 +463,3 @@ def test_close_waits_for_groups_but_not_for_a_dead_disk(files: FaultFiles, clien
     client.writer.close(20)
     assert client.reported == 1
     assert not client.writer._thread.is_alive()
-
-
-# ---- real files -----------------------------------------------------------------------------------------------------
-
-WRITER = """
-import sys, pathlib, time
-from ferrule_server.durability.directory import DurableDirectory
-from ferrule_server.durability.writer import JournalWriter
-from tests.durability.journals import WANTED, read_journal, record
-path = pathlib.Path(sys.argv[1])
-directory = DurableDirectory.open(path, WANTED)
-journal = read_journal(directory.files, path)
-first = len(journal.numbers)
-def report(group):
-    print(first + group, flush=True)
-writer = JournalWriter(directory, last_frame=journal.last_frame, segment_bytes=8192, on_synced=report, on_failed=print)
-print(first, flush=True)
-number = first
-while True:
-    writer.append(record(number, 12 + number % 700))
-    writer.close_group()
-    number += 1
-    while number - first - writer.synced > 20:
-        time.sleep(0.0002)
-"""
-
-
-def test_killed_process_leaves_what_it_reported(tmp_path: Path) -> None:
-    """Three lives on real files, each killed in the middle of its writes."""
-    num_reported = 0
-    for _ in range(3):
-        command = [sys.executable, "-c", WRITER, str(tmp_path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as process:
-            assert process.stdout is not None
-            lines = [process.stdout.readline() for _ in range(30)]
-            process.send_signal(signal.SIGKILL)
-            lines += [line for line in process.stdout if line.endswith("\n")]
-        assert int(lines[0]) >= num_reported
-        num_reported = int(lines[-1])
-        journal = read_journal(OsFiles(), tmp_path)
-        assert len(journal.numbers) >= num_reported
-        assert journal.numbers == list(range(len(journal.numbers)))
-    assert num_reported > 60

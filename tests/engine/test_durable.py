@@ -217,12 +217,13 @@ def test_truncates_and_their_answers_survive(servers: Servers) -> None:
 
 
 def test_forks_of_a_cold_sequence_are_cold_and_share_the_trunk(servers: Servers) -> None:
-    """The common blocks are computed once, whichever branch is used first."""
+    """The common blocks are computed once, whichever branch is used first; without a request_id they survive too."""
     server = servers.start()
     prompt = [*range(1, 17)]
     trunk = server.submit(durable(*prompt)).result().handle
     server = servers.crash()
     forked = server.answer(ForkResult, ForkJob("me", trunk, 16, 3))
+    server = servers.crash()
     assert info(server, forked.handles[0]).tokens_to_recompute == 16
     for handle in forked.handles:
         assert decode(server, handle, 3)[1] == plain(prompt, 3)

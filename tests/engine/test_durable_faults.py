@@ -15,11 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.durability.writer import JournalWriter
 from ferrule_server.engine import engine as engine_module
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.durable import journal as journal_module
-from ferrule_server.engine.durable.confirmations import Confirmations
 from ferrule_server.engine.jobs import (
     AppendResult,
     CacheInfo,
@@ -31,7 +29,7 @@ from ferrule_server.engine.jobs import (
     TruncateJob,
     TruncateResult,
 )
-from ferrule_server.errors import ConfigError, DurabilityLost, FerruleError, HandleUnknown
+from ferrule_server.errors import DurabilityLost, HandleUnknown
 from ferrule_server.kv.handle import Handle
 from tests.durability.fault_files import FaultFiles, everything, nothing, some_sectors
 from tests.engine.harness import Harness, append, wait_until
@@ -365,30 +363,3 @@ def test_nothing_false_is_answered_in_a_long_campaign() -> None:
         for index, count in enumerate((client.num_requests, client.num_crashes, client.num_failures)):
             total[index] += count
     print(f"\n{total[0]} requests, {total[1]} crashes, {total[2]} answers DURABILITY_LOST, 0 false")
-
-
-def _no_sync(writer: JournalWriter, fd: int) -> None:
-    """Confirm without the disk."""
-
-
-def _no_barrier(confirmations: Confirmations, finished: object) -> tuple[int, object]:
-    """Answer before the disk has it."""
-    return 0, finished
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "replacement"),
-    [(JournalWriter, "_sync", _no_sync), (Confirmations, "_awaited", _no_barrier)],
-    ids=["no fdatasync", "reply before the sync"],
-)
-def test_the_random_client_notices_a_journal_that_cheats(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, replacement: object
-) -> None:
-    """Without the sync, or without the wait for it, confirmed state is lost and the client finds out."""
-    monkeypatch.setattr(owner, name, replacement)
-    for seed in range(40):
-        try:
-            Client(random.Random(seed)).run(60)
-        except (Wrong, FerruleError, ConfigError):
-            return
-    pytest.fail("nothing was noticed")

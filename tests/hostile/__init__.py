@@ -5,7 +5,6 @@ Run them with ``make test-hostile`` or ``python -m tests.hostile``; README.md ex
     __main__.py    command line: choose attacks, run them, print a summary table
     registry.py    the list of all attacks
     verdicts.py    what an attack returns, and how it is printed
-    before.py      figures of the attack of 2026-11-22 on the server as it was then
     servers.py     servers under attack, their tokens, their memory and their logs
     bodies.py      serialised requests, by the limits that the server publishes
     flooder.py     attacker: a process that sends such requests over many connections
@@ -13,10 +12,6 @@ Run them with ``make test-hostile`` or ``python -m tests.hostile``; README.md ex
     fairness.py    decode latency of other principals while one principal floods the server
     stranger.py    attacker without credentials: HTTP/2 written by hand
     strangers.py   memory and health checks of a server that strangers attack
-    identities.py  certificates with hostile names
     memory.py      text queue and token masks: time and memory
-    folders.py     hostile model folders
-    templates.py   hostile chat templates
-    promises.py    request ids that come again, and what counters disclose
-    lines.py       log lines left by clients that are killed; slow HTTP heads
+    lines.py       log lines left by clients that are killed
 """

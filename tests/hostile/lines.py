@@ -1,16 +1,12 @@
-"""What abusive clients leave in the log, and what they keep from the monitoring."""
+"""What abusive clients leave in the log."""
 
 from __future__ import annotations
 
 import random
 import re
-import socket
 import subprocess
 import sys
-import threading
 import time
-import urllib.error
-import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,10 +22,6 @@ from tests.hostile.verdicts import Attack, Campaign, Outcome
 
 MARKED_TOKEN = 886_886
 """An id that no vocabulary here has; it must not appear in a log."""
-MAX_REFUSED_SHARE = 0.1
-_NUM_SLOW = 90
-_SLOW_S = 12.0
-_SCRAPE_EVERY_S = 0.2
 _CHURN_FATE = "kill"
 _NUM_AT_ONCE = 4
 _BUSY = Body("/ferrule.v1.ModelExecutorService/KeepAlive", b"\n\0" * ((8 << 20) - 1024))
@@ -110,87 +102,6 @@ def _churn(server: ServerProcess, seed: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 
-class SlowHeads:
-    """HTTP clients that send their heads byte by byte and come again when they are cut off."""
-
-    def __init__(self, port: int, count: int) -> None:
-        self._port = port
-        self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._crawl, daemon=True) for _ in range(count)]
-
-    def __enter__(self) -> SlowHeads:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join(5.0)
-
-    def _crawl(self) -> None:
-        while not self._is_over.is_set():
-            try:
-                self._dawdle()
-            except OSError:
-                self._is_over.wait(0.05)
-
-    def _dawdle(self) -> None:
-        with socket.create_connection(("127.0.0.1", self._port), timeout=5) as connection:
-            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ")
-            while not self._is_over.wait(0.5):
-                connection.sendall(b"x")
-
-
-def run_slow_heads(campaign: Campaign) -> Outcome:
-    """Scrape the metrics while 90 clients send slow heads, and renew them."""
-    seconds = 6.0 if campaign.is_quick else _SLOW_S
-    arguments = ("--executor=paged-reference", "--kv-memory=64MiB", "--metrics-listen=127.0.0.1:0")
-    with serving(campaign, "slow_heads", base=arguments) as server:
-        port = _metrics_port(server)
-        assert _scrape(port) == "200"
-        with SlowHeads(port, _NUM_SLOW):
-            time.sleep(1.0)
-            answers = _scrapes(port, seconds)
-        time.sleep(0.5)
-    num_failed = sum(answer != "200" for answer in answers)
-    counts = {answer: answers.count(answer) for answer in sorted(set(answers))}
-    summary = f"{num_failed} of {len(answers)} scrapes failed"
-    return Outcome(summary, counts, "at most 10 % fail", num_failed <= MAX_REFUSED_SHARE * len(answers))
-
-
-def _scrapes(port: int, seconds: float) -> list[str]:
-    answers, ends_at = [], time.monotonic() + seconds
-    while time.monotonic() < ends_at:
-        answers.append(_scrape(port))
-        time.sleep(_SCRAPE_EVERY_S)
-    return answers
-
-
-def _scrape(port: int) -> str:
-    """Return the HTTP status of a scrape, or what broke it."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as reply:
-            reply.read()
-            return str(reply.status)
-    except urllib.error.HTTPError as error:
-        return str(error.code)
-    except OSError as error:
-        return type(error).__name__
-
-
-def _metrics_port(server: ServerProcess) -> int:
-    """Return the port of the metrics, the only other one that the server listens on."""
-    ports = {
-        each.laddr.port
-        for each in server.watched.net_connections("tcp")
-        if each.status == "LISTEN" and each.laddr.port != server.port
-    }
-    assert len(ports) == 1, f"ports besides gRPC's: {ports}"
-    return int(ports.pop())
-
-
 ATTACKS = [
     Attack("killed_clients", "clients that die leave no ERROR and no content in the log", run_killed_clients),
-    Attack("slow_heads", "slow HTTP clients do not blind the monitoring", run_slow_heads),
 ]

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.hostile import fairness, folders, identities, lines, memory, promises, strangers, templates
+from tests.hostile import fairness, lines, memory, strangers
 from tests.hostile.verdicts import Attack
 
 ATTACKS: Final[tuple[Attack, ...]] = (
-    *identities.ATTACKS,
     *strangers.ATTACKS,
     *fairness.ATTACKS,
     *memory.ATTACKS,
-    *folders.ATTACKS,
-    *templates.ATTACKS,
-    *promises.ATTACKS,
     *lines.ATTACKS,
 )
 

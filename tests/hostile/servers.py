@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-import grpc
 import psutil
 
-from ferrule.v1 import executor_pb2, executor_pb2_grpc, info_pb2, policy_pb2, types_pb2
+from ferrule.v1 import executor_pb2, info_pb2, policy_pb2, types_pb2
 from tests.chaos.server_process import ServerProcess
 from tests.hostile.verdicts import Campaign
 
@@ -71,16 +70,6 @@ def prefill(
     message.cache.ttl.FromSeconds(3600)
     request = executor_pb2.PrefillRequest(input=message)
     return server.stub.Prefill(request, metadata=bearer(principal), timeout=timeout_s).output.kv_cache
-
-
-def new_channel(target: str) -> grpc.Channel:
-    """Return a channel with a connection of its own."""
-    return grpc.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)])
-
-
-def stub_of(channel: grpc.Channel) -> executor_pb2_grpc.ModelExecutorServiceStub:
-    """Return the stub of a channel."""
-    return executor_pb2_grpc.ModelExecutorServiceStub(channel)
 
 
 class MemoryWatch:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.hostile.before import BEFORE
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -85,7 +83,6 @@ class Verdict:
         line = {
             "attack": self.attack.name,
             "promise": self.attack.promise,
-            "before": BEFORE.get(self.attack.name),
             "summary": self.outcome.summary,
             "figures": self.outcome.figures,
             "bar": self.outcome.bar,
@@ -110,9 +107,8 @@ def carry_out(attack: Attack, campaign: Campaign) -> Verdict:
 
 def table(verdicts: Sequence[Verdict]) -> str:
     """Return the summary of a run as a Markdown table."""
-    lines = ["| attack | before | figure | bar | verdict |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| attack | figure | bar | verdict |", "| --- | --- | --- | --- |"]
     for each in verdicts:
-        before = BEFORE.get(each.attack.name) or ""
-        cells = (each.attack.name, before, each.outcome.summary, each.outcome.bar, each.word)
+        cells = (each.attack.name, each.outcome.summary, each.outcome.bar, each.word)
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from tests.api.hostile import http2
 from tests.chaos.raw_clients import open_channel
 from tools.compose.envoy import EnvoyProcess, free_ports
 
@@ -82,10 +82,10 @@ class Unfinished:
     """
 
     def __init__(self, port: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port))
+        self._peer = http2.Peer("127.0.0.1", port)
+        self._peer.socket.settimeout(None)
         self._window, self._is_open = 65535, True
         self._changed = threading.Condition()
-        self._socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0))
         threading.Thread(target=self._read, daemon=True).start()
         time.sleep(0.2)  # until the settings are there: they make the windows of calls larger
 
@@ -94,49 +94,35 @@ class Unfinished:
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            self._peer.socket.shutdown(socket.SHUT_RDWR)
+        self._peer.socket.close()
 
     def begin(self, stream: int, size: int) -> bool:
         """Begin one call and send so much of it; False: the proxy takes no more."""
-        names = {":method": "POST", ":scheme": "http", ":path": PREFILL, ":authority": "x"}
-        headers = {**names, "te": "trailers", "content-type": "application/grpc"}
-        block = b"".join(
-            b"\0" + bytes([len(key)]) + key.encode() + bytes([len(value)]) + value.encode()
-            for key, value in headers.items()
+        self._peer.send(
+            http2.frame(http2.HEADERS, http2.END_HEADERS, stream, http2.call_headers(PREFILL)),
+            http2.frame(http2.DATA, 0, stream, http2.grpc_message(b"", 10 << 20)),
         )
-        try:
-            self._socket.sendall(frame(1, 4, stream, block))
-            self._socket.sendall(frame(0, 0, stream, b"\0" + struct.pack(">I", 10 << 20)))
-            for _ in range(size // 16384):
-                with self._changed:
-                    if not self._changed.wait_for(lambda: self._window >= 16384 or not self._is_open, 2):
-                        return False
-                    self._window -= 16384
-                self._socket.sendall(frame(0, 0, stream, bytes(16384)))
-        except OSError:
-            return False
+        for _ in range(size // 16384):
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._window >= 16384 or not self._is_open, 2):
+                    return False
+                self._window -= 16384
+            self._peer.send(http2.frame(http2.DATA, 0, stream, bytes(16384)))
         return self._is_open
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError), self._socket.makefile("rb") as stream:
-            while len(head := stream.read(9)) == 9:
-                kind, flags, owner = head[3], head[4], int.from_bytes(head[5:9])
-                payload = stream.read(int.from_bytes(head[:3]))
-                if kind in (4, 6) and not flags:  # settings and pings want an answer
-                    self._socket.sendall(frame(kind, 1, 0, payload if kind == 6 else b""))
-                elif kind == 8 and owner == 0:
+        with contextlib.suppress(OSError):
+            for kind, flags, owner, payload in self._peer.frames():
+                if kind in (http2.SETTINGS, http2.PING) and not flags:  # they require an answer
+                    self._peer.send(http2.frame(kind, http2.ACK, 0, payload if kind == http2.PING else b""))
+                elif kind == http2.WINDOW_UPDATE and owner == 0:
                     with self._changed:
                         self._window += int.from_bytes(payload)
                         self._changed.notify()
         with self._changed:
             self._is_open = False
             self._changed.notify()
-
-
-def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """Return a frame of HTTP/2."""
-    return len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + payload
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ferrule_server.executor.cuda.driver import Device, Function
-from ferrule_server.executor.cuda.gpu import Event, Gpu, GpuError, GpuInfo, Graph, Operation
+from ferrule_server.executor.cuda.gpu import Event, GpuError, GpuInfo, Graph, Operation
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, parameters
 from tests.executor.cuda.fake_memory import FakeMemory
 from tests.executor.cuda.fake_stream import Copy, FakeLaunch, FakeStream, Faults, Mark, Replay, StandIn, TorchWork, Work
@@ -355,8 +355,3 @@ class FakeGpu:
 
 def _kernels(operations: Sequence[Operation]) -> tuple[str, ...]:
     return tuple(operation.kernel if isinstance(operation, FakeLaunch) else "torch" for operation in operations)
-
-
-def _as_gpu(gpu: FakeGpu) -> Gpu:
-    """Say to the type checker that the double has all of the interface."""
-    return gpu

@@ -15,28 +15,9 @@ from typing import IO, Any
 
 from google.protobuf import json_format
 from google.protobuf.any_pb2 import Any as AnyMessage
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 BUF, *SCHEMAS = sys.argv[1:]
-CODES = (
-    "ok",
-    "canceled",
-    "unknown",
-    "invalid_argument",
-    "deadline_exceeded",
-    "not_found",
-    "already_exists",
-    "permission_denied",
-    "resource_exhausted",
-    "failed_precondition",
-    "aborted",
-    "out_of_range",
-    "unimplemented",
-    "internal",
-    "unavailable",
-    "data_loss",
-    "unauthenticated",
-)
 OWN_LIMIT = "is larger than configured max 4194304"
 DEADLINE_S = 20.0
 PATIENCE_S = 3.0
@@ -65,7 +46,8 @@ def end_of(code: int, words: str) -> str:
         raise RuntimeError(words) from bad
     if OWN_LIMIT in error.get("message", ""):
         return "unable\tbuf curl takes no reply beyond 4 MiB"
-    status = status_pb2.Status(code=CODES.index(error["code"]), message=error.get("message", ""))
+    name = error["code"].upper().replace("CANCELED", "CANCELLED")
+    status = status_pb2.Status(code=code_pb2.Code.Value(name), message=error.get("message", ""))
     for detail in error.get("details", []):
         value = base64.b64decode(detail["value"] + "=" * (-len(detail["value"]) % 4))
         status.details.append(AnyMessage(type_url=f"type.googleapis.com/{detail['type']}", value=value))

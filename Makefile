@@ -6,6 +6,9 @@ VENV ?= .venv
 PY ?= python3
 JOBS ?= 2
 BIN := $(VENV)/bin
+# TORCH=cuda takes the PyTorch that pip finds (on Linux: with CUDA), TORCH_INDEX=ADDRESS an index of yours.
+TORCH ?= $(if $(wildcard $(VENV)/.demo-cuda),cuda,cpu)
+TORCH_INDEX ?=
 
 # Tests that only compute share the cores one by one. All others start servers: a file of theirs runs in one process.
 COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model tests/text tests/training
@@ -109,9 +112,6 @@ clean:            ## remove caches and build output, keep the environment
 	@find protos server client tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps say what the environment holds: `.demo-cpu` the client and a server on a CPU, `.ok` also what the tests need.
-# TORCH=cuda takes the PyTorch that pip finds (on Linux: with CUDA), TORCH_INDEX=ADDRESS an index of yours.
-TORCH ?= $(if $(wildcard $(VENV)/.demo-cuda),cuda,cpu)
-TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PROJECTS := pyproject.toml server/pyproject.toml
 

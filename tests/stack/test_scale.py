@@ -243,8 +243,8 @@ def test_handles_of_a_killed_owner_are_typed_errors_and_others_go_on(stack: OwnF
     again = make_on(client, A, recover=True)
     loop = make_on(client, A, recover=True)
     with loop.fork() as copy:
-        undisturbed = list(copy.generate(40, policy=sample(temperature=0.9, seed=3)))
-    said = loop.generate(40, policy=sample(temperature=0.9, seed=3))
+        undisturbed = list(copy.generate(400, policy=sample(temperature=0.9, seed=3)))
+    said = loop.generate(400, policy=sample(temperature=0.9, seed=3))
     begun = [next(said) for _ in range(3)]
     stack.servers[A].kill()
     started = time.monotonic()

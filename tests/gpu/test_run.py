@@ -23,6 +23,7 @@ from tools.kernels.build import write_bundle
 RUN = Path(run.__file__)
 
 
+@pytest.mark.slow  # make test-kernels
 def test_dry_run_passes_up_to_the_driver(tmp_path: Path) -> None:
     """Buffers on the CPU, kernels compiled, arguments packed; the report says that nothing was executed."""
     command = [sys.executable, str(RUN), "--dry-run", "--output", str(tmp_path), "--verbose"]
@@ -141,6 +142,7 @@ def test_what_a_bundle_lacks_is_said(
     assert report["results"]["bundle"][0]["in_bundle"] == 1
 
 
+@pytest.mark.slow  # make test-kernels
 def test_bundle_is_built_without_control_characters(tmp_path: Path) -> None:
     """Into a pipe, and what pytest writes meanwhile is announced; one kernel, and those of its tests."""
     options = ["--ops", "embed", "--build-bundle", str(tmp_path / "kernels")]

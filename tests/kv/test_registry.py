@@ -135,7 +135,7 @@ def test_whoever_lets_thousands_expire_changes_nobody_elses_answers(
 def test_a_tombstone_that_is_over_goes_before_those_that_count(
     store: SequenceStore, put: Put, advance: Advance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has most of them."""
+    """The one with the most of them."""
     monkeypatch.setattr(registry, "MAX_TOMBSTONES", 2)
     put([1], principal="bob")
     advance(60.0)

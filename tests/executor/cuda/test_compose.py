@@ -339,7 +339,7 @@ def test_a_bundle_for_another_gpu_is_refused(config: ModelConfig, specs: list[Ke
 def test_what_has_the_gpu_to_itself_has_ended_before_the_pool_is_allocated(
     config: ModelConfig, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test of early launch, and whoever made weights in another stream; memory that others took is no fault."""
+    """The test of early launch, and another stream that made weights; memory that others took is no fault."""
     done: list[object] = []
 
     def decide(*_: object) -> str:

@@ -111,7 +111,8 @@ class Run:
     async def _use(self) -> None:
         loop = asyncio.get_running_loop()
         while (record := self._scheduled(loop.time())) is not None:
-            await asyncio.sleep(await self._attempt(len(self.records) - 1, record))
+            pause_s = await self._attempt(len(self.records) - 1, record)
+            await asyncio.sleep(min(pause_s, self.end_s - loop.time()))
 
     async def _arrive(self, times: Iterator[float], num_workers: int) -> None:
         """Queue requests when they are due, for workers that make them. What waits is a record, not a task."""

@@ -76,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["serve"]:
             _serve(arguments[1:])
+        if not arguments:
+            build_parser().print_help()
+            return 2
         args = build_parser().parse_args(arguments)
         code: int = args.run(args)
         sys.stdout.flush()

@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from ferrule import Client
+from ferrule_cli.app import build_parser
 from tests.client.command_line import run
 from tests.client.fake_server import Failure, FakeServer
 
@@ -320,7 +321,6 @@ def test_ended_generate_releases_its_cache(target: str, client: Client, number: 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", ""),
         ("polish", ""),
         ("halth", "did you mean health?"),
         ("caches x", "'x'"),
@@ -351,6 +351,13 @@ def test_wrong_use_is_exit_code_2(arguments: str, said: str, capsys: pytest.Capt
     assert said in captured.err
     assert captured.err.endswith(("(USED_WRONGLY)\n", "(TARGET_INVALID)\n"))
     assert captured.err.count("\n") == 1
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """It lists the commands and the first steps; a script learns that it has done nothing."""
+    assert run() == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == (build_parser().format_help(), "")
 
 
 def test_wrong_environment_is_wrong_use(monkeypatch: pytest.MonkeyPatch) -> None:

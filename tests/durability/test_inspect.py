@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,7 @@ def test_a_table_is_shown_without_json(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 0
     for part in ("east-1", "alice", "[b]ob", "nothing is damaged"):
         assert part in text
+    assert re.search(r"principal +. +num_sequences +. +num_tokens +. +num_creations +. +num_tombstones", text)
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

@@ -36,6 +36,8 @@ _COMMANDS: Final = {"inspect": "show what a journal contains", "verify": "read e
 _COUNTS: Final = ("num_sequences", "num_tokens", "num_creations", "num_tombstones", "num_masks")
 _PATIENCE_S: Final = 1.0
 """A reading that takes longer shows a bar."""
+_WIDTH_OF_A_PIPE: Final = 1000
+"""No table is wider, so none is cut where nobody has said how wide the lines may be."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -167,7 +169,8 @@ def _show(facts: dict[str, Any]) -> None:
     """Print the facts as tables."""
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False)
+    width = None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE
+    console = Console(highlight=False, markup=False, width=width)
     console.print(_table("identity", ("name", "value"), facts["identity"].items()))
     columns = ("number", "role", "size_bytes", "used_bytes", "num_frames", "num_records", "tail")
     console.print(_table("segments", columns, [[each[name] for name in columns] for each in facts["segments"]]))

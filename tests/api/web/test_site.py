@@ -119,8 +119,14 @@ def test_the_page_needs_nothing_but_what_is_served() -> None:
     assert seen == {path for path in site._files if path != "/ui"}
 
 
+def test_a_slash_behind_the_address_of_the_page_does_no_harm() -> None:
+    """The page names its files from beside ``/ui``, so a browser is sent there."""
+    answer = _answer(_site(), "/ui/")
+    assert (answer.status, answer.headers["Location"]) == (302, "../ui")
+
+
 def test_sources_of_the_server_are_not_served() -> None:
     """The table has the page's files and no others."""
     site = _site()
-    for path in ("/ui/", "/ui/site.py", "/ui/__init__.py", "/ui/index.html", "/ui//main.js", "/main.js"):
+    for path in ("/ui/site.py", "/ui/__init__.py", "/ui/index.html", "/ui//main.js", "/main.js"):
         assert _answer(site, path).status == 404

@@ -106,6 +106,8 @@ class Site:
             if request.headers.get("sec-fetch-site", "none") not in _FETCHED:
                 return refusal(403, "another site's page may not watch")
             return Answer(200, EVENT_STREAM, headers={"X-Accel-Buffering": "no"}, is_stream=True)
+        if self.events is not None and request.path == "/ui/":
+            return Answer(302, headers={"Location": "../ui"})
         found = self._files.get(request.path)
         if found is None:
             return refusal(404, "not found; there is /metrics and /ui" if self.events is not None else _NO_PAGE)

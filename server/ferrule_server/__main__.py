@@ -504,7 +504,8 @@ def _bar() -> Iterator[OnProgress]:
     columns = (TextColumn("{task.description:<22}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("loading", total=1.0)
-        yield lambda stage, share: progress.update(task, description=stage, completed=share)
+        with log_format.written_by(lambda text: progress.console.out(text, end="", highlight=False)):
+            yield lambda stage, share: progress.update(task, description=stage, completed=share)
 
 
 if __name__ == "__main__":

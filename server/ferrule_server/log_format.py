@@ -13,6 +13,8 @@ wrong.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime as dt
 import functools
 import json
@@ -21,7 +23,7 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Final
 
@@ -78,6 +80,30 @@ def set_up(level: str, log_format: str) -> None:
         threading.excepthook = _log_uncaught_of_thread
         sys.unraisablehook = _log_unraisable
         logging.raiseExceptions = False  # a line that cannot be written would become a traceback
+
+
+@contextlib.contextmanager
+def written_by(write: Callable[[str], object]) -> Iterator[None]:
+    """Have ``write`` write the log, for as long as something else is drawn where the log goes."""
+    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
+    streams = [handler.stream for handler in handlers]
+    try:
+        for handler in handlers:
+            handler.setStream(_Written(write))
+        yield
+    finally:
+        for handler, stream in zip(handlers, streams, strict=True):
+            handler.setStream(stream)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Written:
+    """What a handler of the log needs of a file."""
+
+    write: Callable[[str], object]
+
+    def flush(self) -> None:
+        """Nothing is held back."""
 
 
 def tell_hang_ups_quietly() -> None:

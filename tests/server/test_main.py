@@ -478,6 +478,26 @@ def test_ctrl_c_while_it_loads_leaves_the_terminal_as_it_was(tmp_path: Path, slo
     assert shown[shown.rindex("importing torch") :].endswith("\x1b[2K")
 
 
+def test_the_log_does_not_run_into_the_bar() -> None:
+    """While a server loads, a line of the log begins where the bar was wiped, and is not broken at 80 cells."""
+    code = f"""\
+import logging, time
+from ferrule_server import __main__ as server, log_format
+log_format.set_up("info", "text")
+with server._bar() as show:
+    show("reading", 0.5)
+    time.sleep(0.3)
+    logging.info("{"long " * 20}")
+    time.sleep(0.3)
+logging.info("afterwards")
+"""
+    with Terminal([sys.executable, "-c", code], _environment() | {"TERM": "xterm"}) as terminal:
+        assert terminal.end() == 0
+    assert "reading" in terminal.seen
+    assert re.search(rf"\x1b\[2K[0-9-]+ [0-9:,]+ INFO root {'long ' * 20}\r\n", terminal.seen)
+    assert terminal.seen.endswith("INFO root afterwards\r\n")
+
+
 def test_a_port_in_use_ends_with_2_and_one_sentence() -> None:
     """Before anything is loaded, and the first server goes on."""
     with _running(*REFERENCE, "--listen", "127.0.0.1:0") as (process, values):

@@ -179,8 +179,8 @@ def _tracer(config: ServerConfig) -> Tracer | None:
     try:
         from ferrule_server.api.telemetry.tracing import Tracer
     except ModuleNotFoundError as error:
-        advice = "install ferrule-server[otel]"
-        raise ConfigError(f"--otlp-endpoint: the module {error.name!r} is missing: {advice}") from None
+        text = f"--otlp-endpoint: the module {error.name!r} is missing: install ferrule-server[otel]"
+        raise ConfigError(text) from None
     try:
         tracer = Tracer(config.otlp_endpoint, config.instance)
     except Exception as error:
@@ -264,16 +264,13 @@ def _make_engine(
         debug_top_tokens=config.logs_top_tokens,
     )
 
-    def on_failure() -> None:
-        loop.call_soon_threadsafe(fail)
-
     try:
         return Engine(
             executor,
             store,
             settings,
             loop.call_soon_threadsafe,
-            on_failure,
+            partial(loop.call_soon_threadsafe, fail),
             later=loop.call_later,
             limits_of=state.limits_of,
             shares=state.shares,
@@ -303,16 +300,10 @@ def _durability(config: ServerConfig, state: ServerState, executor: Executor) ->
         durability = open_durability(
             config.durable, wanted, on_progress=lambda part: show("reading the journal", _LOADED + (1 - _LOADED) * part)
         )
-    sequences = durability.state.sequences
-    _LOG.info(
-        "journal %s path=%s durable_sequences=%d tokens=%d epoch=%s seconds=%.2f",
-        "read" if is_there else "created",
-        config.durable,
-        len(sequences),
-        sum(len(sequence.token_ids) for sequence in sequences.values()),
-        durability.epoch,
-        time.monotonic() - begun,
-    )
+    lengths = [len(sequence.token_ids) for sequence in durability.state.sequences.values()]
+    what = "journal %s path=%s durable_sequences=%d tokens=%d epoch=%s seconds=%.2f"
+    values = ("read" if is_there else "created", config.durable, len(lengths), sum(lengths), durability.epoch)
+    _LOG.info(what, *values, time.monotonic() - begun)
     return durability
 
 

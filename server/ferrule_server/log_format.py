@@ -14,7 +14,6 @@ wrong.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime as dt
 import functools
 import json
@@ -24,8 +23,8 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
-from typing import Final
+from types import SimpleNamespace, TracebackType
+from typing import Any, Final
 
 TEXT: Final = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
@@ -85,25 +84,12 @@ def set_up(level: str, log_format: str) -> None:
 @contextlib.contextmanager
 def written_by(write: Callable[[str], object]) -> Iterator[None]:
     """Have ``write`` write the log, for as long as something else is drawn where the log goes."""
-    handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
-    streams = [handler.stream for handler in handlers]
-    try:
-        for handler in handlers:
-            handler.setStream(_Written(write))
+    file: Any = SimpleNamespace(write=write, flush=lambda: None)
+    with contextlib.ExitStack() as stack:
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, logging.StreamHandler):
+                stack.callback(handler.setStream, handler.setStream(file))
         yield
-    finally:
-        for handler, stream in zip(handlers, streams, strict=True):
-            handler.setStream(stream)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Written:
-    """What a handler of the log needs of a file."""
-
-    write: Callable[[str], object]
-
-    def flush(self) -> None:
-        """Nothing is held back."""
 
 
 def tell_hang_ups_quietly() -> None:

@@ -127,7 +127,7 @@ class Engine:
         store: SequenceStore,
         settings: EngineSettings,
         post: Callable[[Callable[[], None]], object],
-        on_failure: Callable[[], None] = lambda: None,
+        on_failure: Callable[[], object] = lambda: None,
         *,
         later: Later | None = None,
         limits_of: LimitsOf = unlimited,

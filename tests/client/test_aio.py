@@ -500,3 +500,22 @@ import ferrule.admin, ferrule.errors, ferrule.types
 assert not {"torch", "numba", "ferrule_server", "rich"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], timeout=30, check=True)
+
+
+def test_an_encrypted_channel_is_freed_before_the_process_ends() -> None:
+    """Else gRPC would wait for it, 2 s. Functions that are to run at exit run in the reverse order."""
+    code = """\
+import asyncio, atexit, gc, weakref
+channels = []
+atexit.register(lambda: print("freed:", [channel() is None for channel in channels]))
+from ferrule import AsyncClient
+async def main():
+    async with AsyncClient("127.0.0.1:1", tls=True) as client:
+        channels.append(weakref.ref(client._connection.wire.channel))
+        client.itself = client, client.stream()  # a cycle, and an object with __del__
+gc.disable()
+asyncio.run(main())
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "freed: [True]\n", done.stderr

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 import time
 import tracemalloc
 from unittest import mock
 
 import pytest
 from google.protobuf.message import DecodeError, Message
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, tokenizer_pb2, types_pb2
@@ -36,10 +37,16 @@ def parsed(kind: type[Message], data: bytes) -> Message:
     return message
 
 
+BIASED = executor_pb2.GenerateRequest(
+    logits_policy=policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(logit_bias={3: 0.5}))
+)
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.sampled_from(TYPES).flatmap(lambda kind: st.tuples(st.just(kind), messages(kind.DESCRIPTOR))), st.integers(0, 40)
 )
+@example((executor_pb2.GenerateRequest, BIASED), 0)  # an entry of a map that is larger than a piece
 def test_slices_give_the_same_message(drawn: tuple[type[Message], Message], piece_bytes: int) -> None:
     """However small they are; NaN compares by its bytes."""
     kind, message = drawn
@@ -50,6 +57,14 @@ def test_slices_give_the_same_message(drawn: tuple[type[Message], Message], piec
         return
     with mock.patch.object(parsing, "PIECE_BYTES", piece_bytes):
         assert serialized(parsed(kind, data)) == expected
+
+
+def test_a_huge_entry_of_a_map_is_parsed_as_it_is() -> None:
+    """Only a client that means harm sends one: the last key and value within it count."""
+    entry = b"\x08\x03" * PIECE_BYTES + b"\x15" + struct.pack("<f", 0.5)
+    sample = b"\x52" + _length(len(entry)) + entry
+    data = b"\x1a" + _length(len(sample)) + sample
+    assert parsed(policy_pb2.LogitsReturnPolicy, data) == BIASED.logits_policy
 
 
 @settings(max_examples=300, deadline=None)

@@ -89,10 +89,13 @@ def _unknown_field(descriptor: Any) -> FeatureUnsupported:
 
 
 async def _merge(message: Message, data: bytes, turns: Turns) -> None:
-    """Add an encoding to a message, in pieces that end between two fields; a large field is a piece of its own."""
+    """Add an encoding to a message, in pieces that end between two fields; a large message in it is cut as well.
+
+    An entry of a map is not cut, since it has no message to be added to. It is only large if it repeats its fields.
+    """
     begin = 0
     for field, start, inner, end in _top_fields(message.DESCRIPTOR, data):
-        is_large = field is not None and end - inner > PIECE_BYTES
+        is_large = field is not None and end - inner > PIECE_BYTES and not field.message_type.GetOptions().map_entry
         if is_large or end - begin > PIECE_BYTES:
             message.MergeFromString(data[begin:start])
             begin = start

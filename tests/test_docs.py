@@ -180,3 +180,15 @@ def test_counters_of_the_page_exist() -> None:
     counters = {field.name for field in dataclasses.fields(CacheMetrics)}
     assert named <= counters | {field.name for field in dataclasses.fields(Status)}
     assert counters - named == {"tombstones"}
+
+
+def test_the_picture_of_other_engines_has_the_rates_of_the_table() -> None:
+    """Each of our bars: the rows of the picture are those of the table, in its order."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    picture = (ROOT / "docs" / "images" / "peers.svg").read_text()
+    bars = re.findall(r">Ferrule (bf16|int8|int4)</text>\n<rect.*\n<text[^>]*>([\d.]+)<", picture)
+    table = page[page.index("## Beside other engines") : page.index("* The others are")]
+    rows = [re.findall(r"\| ([\d.]+) \(", row) for row in re.findall(r"^\| (?:\d+ seq|prefill).*", table, re.MULTILINE)]
+    drawn = [tuple(rate for _, rate in bars[place : place + 3]) for place in range(0, len(bars), 3)]
+    assert [bits for bits, _ in bars] == ["bf16", "int8", "int4"] * len(rows)
+    assert drawn == [(row[0], row[1], row[-1]) for row in rows]

@@ -55,10 +55,10 @@ _COMMANDS = {
     "demo": (story, "show what Ferrule does, in a few seconds"),
     "models": (models, "list the families that load, and the models in the cache of the hub"),
     "check": (check, "say whether a model loads, in how much memory, and what runs it"),
-    "generate": (generate, "go on from a prompt"),
+    "generate": (generate, "continue a prompt"),
     "chat": (chat, "talk to a model"),
     "bench": (bench, "measure how fast a model runs, or what a load does to a server"),
-    "health": (health, "tell whether the server serves"),
+    "health": (health, "report whether the server serves"),
     "caches": (caches, "list the live handles"),
     "metrics": (metrics, "show the counters of a server"),
     "top": (top, "watch a server while it works"),
@@ -105,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ferrule {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    commands.add_parser("serve", help="run a server (its own --help tells more)", add_help=False)
+    commands.add_parser("serve", help="run a server; its flags: ferrule serve --help", add_help=False)
     for name, (module, help_text) in _COMMANDS.items():
         command = commands.add_parser(
             name,
@@ -140,7 +140,7 @@ def _line_of(error: CommandError | FerruleError, *, is_json: bool) -> str:
 def _for_users(error: FerruleError) -> str:
     """Return the message of an error, with the advice in words of the command line."""
     if error.reason == "TOKEN_MISSING":
-        return "the server wants a token: set FERRULE_TOKEN"
+        return "the server requires a token: set FERRULE_TOKEN"
     if error.reason == "PERMISSION_DENIED":  # our servers have reasons of their own
         return f"the proxy refuses it ({error.message}): say --instance NAME, one that it knows"
     if error.reason != "CONNECTION_FAILED" or "target" not in error.metadata or "advice" in error.metadata:

@@ -169,7 +169,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(terminal: Callable[..., Termina
 def test_text_of_a_special_token_is_refused_and_the_chat_goes_on(terminal: Callable[..., Terminal]) -> None:
     """The message says which token and what to do: reword the text, or take back what is in the conversation."""
     chat = terminal("--max-tokens", "3", "--temperature", "0", "--system", "Be brief.")
-    at = chat.read_until("> ", chat.read_until("demo at "))
+    at = chat.read_until("> ", chat.read_until("seen no conversation", chat.read_until("demo at ")))
     chat.type("What is <|endoftext|>?\n")
     at = chat.read_until("not sent: the text contains the special token <|endoftext|>", at)
     at = chat.read_until("reword it\r\n> ", at)

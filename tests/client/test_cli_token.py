@@ -158,7 +158,7 @@ def test_health_needs_no_token(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert run("health", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"serving": True, "reason": "TOKEN_MISSING"}
     assert run("caches") == 1
-    assert capsys.readouterr().err == "error: the server wants a token: set FERRULE_TOKEN (TOKEN_MISSING)\n"
+    assert capsys.readouterr().err == "error: the server requires a token: set FERRULE_TOKEN (TOKEN_MISSING)\n"
     assert run("health", "--instance", "x") == 0
     assert capsys.readouterr().out.startswith("serving; which instance it is, and more, is told with a token only")
     monkeypatch.setenv("FERRULE_TOKEN", "wrong")

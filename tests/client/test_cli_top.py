@@ -198,7 +198,7 @@ def test_a_server_that_is_away_leaves_its_picture() -> None:
     assert "generated 42" in text()
     screen._take(look(3.0, epoch="e2"))
     assert "trying again" not in text()
-    assert "started anew while we looked: 1" in text()
+    assert "restarted while we looked: 1" in text()
 
 
 def test_the_first_look_must_succeed() -> None:

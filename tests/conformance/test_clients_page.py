@@ -171,7 +171,7 @@ def test_the_path_of_a_newcomer_leads_there(tmp_path: Path) -> None:
 
 def test_every_reason_has_an_answer() -> None:
     """Each reason of the contract stands once in the table of what to do, with its code."""
-    table = PAGE[PAGE.index("## What an error wants") : PAGE.index("## Proving")]
+    table = PAGE[PAGE.index("## What to do about an error") : PAGE.index("## Proving")]
     advice = {
         reason: code
         for reasons, code in re.findall(r"^\| (`.*?) \| ([A-Z_]+) \|", table, re.MULTILINE)

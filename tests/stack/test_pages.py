@@ -117,7 +117,7 @@ def test_the_sizes_of_the_page_add_up() -> None:
     """The formula, its table, and its example."""
     rows = re.findall(r"^\| ([^|]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) KiB \|", PAGE, re.MULTILINE)
     per_token = {name: int(kib) for name, *_, kib in rows}
-    assert set(per_token) == {"the one that ships", "Qwen3-0.6B", "Qwen3-8B"}
+    assert set(per_token) == {"the bundled model", "Qwen3-0.6B", "Qwen3-8B"}
     for name, layers, heads, size, kib in rows:
         assert 2 * int(layers) * int(heads) * int(size) * 2 == int(kib) * 1024, name
     config = json.loads((ROOT / "server" / "ferrule_server" / "demo_model" / "config.json").read_text())

@@ -20,13 +20,13 @@ examples:
   ferrule admin drain --grace 60                    no new prompts; live handles for a minute
   ferrule admin shutdown                            drain, then end the process
 
-A drained server stays so: it takes prompts again only after it was started anew.
+A drained server takes no prompts until it is restarted.
 On a server with credentials the token must have the admin role.
 """
 
 _ACTIONS = {
     "warmup": "run steps of real shapes before the first request",
-    "drain": "take no new prompts; live handles are served, and nothing takes it back but a new start of the server",
+    "drain": "take no new prompts; live handles are served, and only a restart of the server ends this",
     "shutdown": "drain, then end the process",
 }
 

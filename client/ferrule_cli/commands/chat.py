@@ -88,7 +88,9 @@ class _Dialogue:
         if self._is_live:
             self._note(f"{model_id} at {target}; /help lists the commands")
         if model_id == _BUNDLED and (self._is_live or sys.stderr.isatty()):
-            self._note("this model has seen no conversation and goes on as Python code; serve another with --model")
+            self._note(
+                "this model has seen no conversation and writes Python code; try ferrule serve --model Qwen/Qwen3-0.6B"
+            )
 
     def take(self, line: str) -> bool:
         """Do what a line says; False: it says to leave."""

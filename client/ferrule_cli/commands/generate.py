@@ -42,7 +42,7 @@ examples:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to go on from (default: standard input)")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the text to continue (default: standard input)")
     common.add_numbers(parser, ("--max-tokens", common.number(int, 1), 64, "N", "most tokens to draw (64)"))
     rounding = "because KV from the prefix cache differs by rounding and can change the text"
     common.add_sampling_options(parser, about_seed=f"; with one the prompt is run whole, {rounding}")

@@ -18,8 +18,8 @@ examples:
   ferrule token alice --append tokens > alice.token   add the line to a file, keep the token in another
   ferrule token ops --admin --quota handles=8 --quota kv_tokens=100000
 
-The server keeps the token's SHA-256 only, so a token that is lost cannot be found again: make a new one, and take the
-old line away. A running server reads its file again by itself.
+The server keeps the token's SHA-256 only, so a lost token cannot be recovered: make a new one, and remove the old line.
+A running server reads its file again automatically.
 """
 
 _PREFIX = "ferrule_"  # lets scanners for leaked secrets know what they have found

@@ -21,7 +21,7 @@ __all__ = ["EXAMPLES", "Figures", "add_options", "run"]
 
 EXAMPLES = """\
 examples:
-  ferrule demo                                      with the small model that ships
+  ferrule demo                                      with the small bundled model
   ferrule demo --model /path/to/Qwen3-0.6B          with a model of yours
   ferrule demo --executor paged-reference           without any weights, on token ids
   ferrule demo --json                               figures for scripts; the story goes to standard error
@@ -73,7 +73,7 @@ class Figures:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument("--model", metavar="FOLDER", help="a model folder, or demo: the one that ships (default)")
+    parser.add_argument("--model", metavar="FOLDER", help="a model folder, or demo: the bundled model (default)")
     parser.add_argument("--executor", metavar="NAME", help="executor of the server: auto, torch or paged-reference")
     add_numbers(parser, ("--max-tokens", number(int, 16, 512), 48, "N", "tokens of each continuation (48)"))
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")

@@ -197,7 +197,7 @@ def _notes(figures: Figures) -> list[str]:
     if look.status.fallback_reason:
         notes.append(f"fallback: {look.status.fallback_reason}")
     if figures.restarts:
-        notes.append(f"the server was started anew while we looked: {figures.restarts}")
+        notes.append(f"the server was restarted while we looked: {figures.restarts}")
     return notes
 
 

@@ -37,5 +37,5 @@ class Parser(argparse.ArgumentParser):
 
 
 def _meant(given: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(given, list(known), 1)
+    near = difflib.get_close_matches(given, list(known), 1, 0.75)
     return f", did you mean {near[0]}?" if near else ""

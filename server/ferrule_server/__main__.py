@@ -55,12 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log_format.set_up("info", "json")  # what is wrong with the settings is a line of JSON too
     try:
         config = parse_config(given, os.environ)
-        if (text := settings_text(given, os.environ)) is not None:
-            sys.stdout.write(text)
-            return 0
         _set_up_process(config)
         if unknown := unknown_variables(os.environ):
             _LOG.warning("unknown FERRULE_* variables are ignored variables=%s", ", ".join(unknown))
+        if (text := settings_text(given, os.environ)) is not None:
+            sys.stdout.write(text)
+            return 0
         if config.is_download_only:
             return _download(config)
         code = asyncio.run(_serve(config))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 
@@ -170,8 +173,12 @@ def test_a_server_starts_by_its_file(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-def test_printing_settings_is_all_that_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 0, the settings on standard output; unusable ones are an error as ever."""
-    assert server.main([*_file(tmp_path, "model = 'none'"), "--print-config"]) == 0
-    assert capsys.readouterr().out.startswith('model = "none"  # ')
-    assert server.main(["--tls-cert", "c", "--print-config"]) == 2
+def test_printing_settings_is_all_that_is_done(tmp_path: Path) -> None:
+    """Exit code 0, the settings on standard output, misspelt ones on standard error; unusable ones are an error."""
+    command = [sys.executable, "-m", "ferrule_server", "--print-config"]
+    environment = os.environ | {"FERRULE_KV_MEMROY": "1GiB"}
+    run = partial(subprocess.run, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    done = run([*command, *_file(tmp_path, "model = 'none'")])
+    assert (done.returncode, done.stdout[:18]) == (0, 'model = "none"  # ')
+    assert "unknown FERRULE_* variables are ignored variables=FERRULE_KV_MEMROY" in done.stderr
+    assert run([*command, "--tls-cert", "c"]).returncode == 2

@@ -6,12 +6,13 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ferrule import FerruleError, HandleNotFoundError, errors, sample
 from ferrule.types import AsyncBranch
@@ -32,6 +33,7 @@ KINDS |= {
 SAMPLING = {"temperature", "top_p", "frequency_penalty", "presence_penalty", "logprobs", "top_logprobs"}
 SERVED = {*KINDS, "user"}
 BOUND = 2**31  # of every number but the seed
+MAX_CHOICES = 128  # as at OpenAI; the client makes an object for each before the server is asked
 MAX_BODY_BYTES = 4 << 20
 LOST = (HandleNotFoundError, errors.HandleStaleError, errors.InstanceUnreachableError, errors.WrongInstanceError)
 STATUSES: dict[type[FerruleError], int] = {errors.ResourceExhaustedError: 429, errors.DeadlineExceededError: 504}
@@ -48,7 +50,8 @@ async def refuse(_: Request | None, error: Exception) -> JSONResponse:
         status, text, code, param = 500, "the gateway failed; its log says why", "internal_error", None
     else:
         status, text, param = error.status_code, error.detail, None
-        code = {401: "invalid_api_key", 404: "model_not_found"}.get(status, "invalid_request")
+        code = {401: "invalid_api_key"}.get(status, "invalid_request")
+        code = "model_not_found" if isinstance(error, UnknownModel) else code
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     body = {"message": text, "type": "server_error" if status >= 500 else kind, "code": code, "param": param}
     wait_s = math.ceil(getattr(error, "retry_after_s", None) or 1)
@@ -107,6 +110,10 @@ def is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
+class UnknownModel(HTTPException):
+    """A request names another model than the one that is served."""
+
+
 class Turn:
     """A request: its messages and the arguments of ``generate``, checked."""
 
@@ -128,8 +135,15 @@ class Turn:
         self.n, self.max_tokens = body.get("n", 1), body.get("max_completion_tokens", body.get("max_tokens"))
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError("max_tokens must be at least 1")
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise ValueError(f"n must be from 1 to {MAX_CHOICES}")
         if not all(isinstance(text, str) for text in self.stop):
             raise ValueError("stop must be a text or a list of texts")
+
+    def check_model(self, served: str) -> None:
+        """Raise UnknownModel if another model is served."""
+        if self.model != served:
+            raise UnknownModel(404, f"the model {self.model!r} is not served; {served!r} is")
 
     @property
     def has_logprobs(self) -> bool:
@@ -154,7 +168,9 @@ def choice(index: int, rows: list[Json], finish: str | None) -> Json:
     return {"index": index, "logprobs": {"content": rows} if rows else None, "finish_reason": finish}
 
 
-async def events(turn: Turn, facts: Json, usage: Json, choices: AsyncIterator[tuple[str, Json]]) -> AsyncIterator[str]:
+async def events(
+    turn: Turn, facts: Json, usage: Json, choices: AsyncIterator[tuple[str, Json]]
+) -> AsyncGenerator[str, None]:
     """Yield a completion as server-sent events; an error ends it as the last one."""
     begun = set[int]()
     try:
@@ -169,6 +185,22 @@ async def events(turn: Turn, facts: Json, usage: Json, choices: AsyncIterator[tu
         yield f"data: {bytes((await refuse(None, error)).body).decode()}\n\n"
         if not isinstance(error, FerruleError):
             raise  # it is logged
+
+
+class Events(StreamingResponse):
+    """A completion as server-sent events; its choices end with it, also if a client hangs up that did not read."""
+
+    def __init__(self, turn: Turn, facts: Json, usage: Json, choices: AsyncGenerator[tuple[str, Json], None]) -> None:
+        self._sources = events(turn, facts, usage, choices), choices
+        super().__init__(self._sources[0], media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events, then close what they come from."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            for source in self._sources:
+                await source.aclose()
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

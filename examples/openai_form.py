@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import ipaddress
 import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
@@ -56,6 +58,21 @@ async def refuse(_: Request | None, error: Exception) -> JSONResponse:
     body = {"message": text, "type": "server_error" if status >= 500 else kind, "code": code, "param": param}
     wait_s = math.ceil(getattr(error, "retry_after_s", None) or 1)
     return JSONResponse({"error": body}, status, {"Retry-After": f"{wait_s}"} if status in (429, 503) else None)
+
+
+def is_foreign(request: Request) -> bool:
+    """Return whether a page of another site may have sent a request, by its name, which can lead to this machine too.
+
+    A browser reaches addresses that only this machine reaches. Without keys, any page could use the model. Browsers say
+    where a POST comes from; programs do not, and may use any name.
+    """
+    host = request.headers.get("host", "")
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        name = ""
+    is_renamed = "." in name and "origin" in request.headers
+    return is_renamed or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
 
 
 def digests(messages: list[Json]) -> list[bytes]:

@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import uvicorn
-from openai_form import FINISH, LOST, Events, Json, Turn, body_of, choice, digests, refuse, until_gone
+from openai_form import FINISH, LOST, Events, Json, Turn, body_of, choice, digests, is_foreign, refuse, until_gone
 from openai_options import api_keys, connection, parser
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -178,6 +178,8 @@ def admitted(request: Request) -> tuple[Gateway, bytes]:
     key = hashlib.sha256(request.headers.get("Authorization", "").removeprefix("Bearer ").encode()).digest()
     if gateway.keys and key not in gateway.keys:
         raise HTTPException(401, "an API key is required: Authorization: Bearer KEY")
+    if not gateway.keys and is_foreign(request):
+        raise HTTPException(403, "web pages of other sites are served by API key alone")
     return gateway, key
 
 

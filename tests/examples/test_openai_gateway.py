@@ -609,6 +609,25 @@ def test_what_is_no_request_is_refused(served: Served) -> None:
     assert all(reply.json()["error"]["type"] == "invalid_request_error" for reply in replies)
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        # a name that leads to this machine since the page was loaded
+        ({"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Content-Type": "text/plain"}, 403),  # a browser asks nobody beforehand
+        ({"Host": "gateway.example:8000"}, 200),  # a program
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
+        ({"Host": "openai:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+    ],
+)
+def test_pages_of_other_sites_are_not_served_without_keys(served: Served, headers: dict[str, str], status: int) -> None:
+    """A browser on this machine reaches the gateway whatever page it shows."""
+    reply = httpx2.post(f"{served.url}/v1/chat/completions", json=FIXED | {"messages": START}, headers=headers)
+    assert reply.status_code == status
+    assert httpx2.get(f"{served.url}/v1/models", headers=headers).status_code == status
+
+
 def test_malformed_parameters_are_refused(served: Served) -> None:
     """Whatever has another type or is out of all bounds: the client is told which parameter, and nothing fails."""
     changes: list[tuple[str, Any]] = [(name, 2**31) for name in ("max_tokens", "max_completion_tokens", "top_logprobs")]

@@ -84,7 +84,8 @@ class Gateway:
             usage["completion_tokens"] = sum(len(branch.tokens) for branch in branches)
             usage["total_tokens"] = num_prompt + usage["completion_tokens"]
         except errors.ResourceExhaustedError as error:  # what is released helps the client's next try
-            if error.reason in FULL:
+            can_fit = int(error.metadata.get("needed", 0)) <= int(error.metadata.get("limit", 0))
+            if error.reason in FULL and can_fit:
                 self.shrink(len(self.kept) // 2)
             raise
         finally:

@@ -734,13 +734,17 @@ def test_room_is_made_if_a_fork_is_refused(served: Served, monkeypatch: pytest.M
     """Else a quota of handles that the kept ones use up refuses each turn until their leases end."""
     messages = [*START, said(served.ask(START)), {"role": "user", "content": "And a quota?"}]
     served.ask([*START, {"role": "user", "content": "Another"}])
-    num_kept = len(served.gateway.kept)
+    num_kept, facts = len(served.gateway.kept), {"limit": "8", "needed": "9"}
 
     async def fail(_cache: AsyncCache, **_settings: Any) -> None:
-        raise errors.QuotaExceededError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_HANDLES", "text", {})
+        raise errors.QuotaExceededError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_HANDLES", "text", facts)
 
     with monkeypatch.context() as patch:
         patch.setattr(AsyncCache, "fork", fail)
+        with pytest.raises(openai.RateLimitError):
+            served.ask(messages)
+        assert len(served.gateway.kept) == num_kept, "nothing that is released lets it fit"
+        facts["needed"] = "1"
         with pytest.raises(openai.RateLimitError):
             served.ask(messages)
     assert len(served.gateway.kept) == num_kept // 2

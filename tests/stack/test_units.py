@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 UNIT = (ROOT / "deploy" / "ferrule.service").read_text("utf-8")
 MANIFEST = (ROOT / "deploy" / "kubernetes.yaml").read_text("utf-8")
 DOCUMENTS = list(yaml.safe_load_all(MANIFEST))
-SERVICE, STATEFUL_SET, PROXY_SERVICE, PROXY = DOCUMENTS
+SERVICE, STATEFUL_SET, BUDGET, PROXY_SERVICE, PROXY = DOCUMENTS
 OF_OTHERS = {"HOME", "FERRULE_KERNEL_CACHE"}
 
 
@@ -86,6 +86,12 @@ def test_pods_are_contained(owner: dict[str, Any]) -> None:
         assert one["securityContext"]["readOnlyRootFilesystem"] is True
         assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert one["resources"]["limits"]["memory"]
+
+
+def test_nodes_are_emptied_one_server_at_a_time() -> None:
+    """The budget is that of the servers."""
+    assert BUDGET["spec"]["maxUnavailable"] == 1
+    assert BUDGET["spec"]["selector"] == STATEFUL_SET["spec"]["selector"]
 
 
 def test_pods_take_more_connections_than_strangers_may_have() -> None:

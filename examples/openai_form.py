@@ -37,6 +37,7 @@ SERVED = {*KINDS, "user"}
 BOUND = 2**31  # of every number but the seed
 MAX_CHOICES = 128  # as at OpenAI; the client makes an object for each before the server is asked
 MAX_BODY_BYTES = 4 << 20
+MAX_ENTRIES = 4096  # of a list or an object, as at the server: to look at more of them would hold up others
 LOST = (HandleNotFoundError, errors.HandleStaleError, errors.InstanceUnreachableError, errors.WrongInstanceError)
 STATUSES: dict[type[FerruleError], int] = {errors.ResourceExhaustedError: 429, errors.DeadlineExceededError: 504}
 STATUSES |= dict.fromkeys((errors.InvalidRequestError, errors.OutOfRangeError, errors.UnsupportedError), 400)
@@ -95,11 +96,13 @@ async def body_of(request: Request) -> Any:
 
 
 def check(body: Json) -> None:
-    """Raise ValueError for a parameter of another type or beyond ``BOUND``; the client checks the rest."""
+    """Raise ValueError for a parameter of another type or out of all bounds; the client checks the rest."""
     biases = body.get("logit_bias", {})
     for name, value in body.items():
         if name in KINDS and type(value) not in TYPES[KINDS[name]]:
             raise ValueError(f"{name} must be {KINDS[name]}")
+        if isinstance(value, (list, dict)) and len(value) > MAX_ENTRIES:
+            raise ValueError(f"{name} may have {MAX_ENTRIES} entries, not {len(value)}")
         if name != "seed" and isinstance(value, (int, float)) and not abs(value) < BOUND:  # nor NaN
             raise ValueError(f"{name} must be a finite number below {BOUND}")
     for token, bias in biases.items():

@@ -634,7 +634,16 @@ def test_malformed_parameters_are_refused(served: Served) -> None:
     changes += [("n", 2**31), ("n", True), ("max_tokens", 10**30), ("max_tokens", 1.5), ("max_tokens", "5")]
     changes += [(name, 10**400) for name in ("temperature", "top_p", "frequency_penalty", "presence_penalty")]
     changes += [("temperature", float("nan")), ("frequency_penalty", 1e300), ("presence_penalty", float("-inf"))]
-    biases: list[Any] = [[], {"5": 1e300}, {"5": "1"}, {"-1": 1}, {str(2**32): 1}, {"x": 1}]
+    changes += [("messages", [START[0]] * 4097), ("stop", ["x"] * 4097)]
+    biases: list[Any] = [
+        {str(token): 1 for token in range(4097)},
+        [],
+        {"5": 1e300},
+        {"5": "1"},
+        {"-1": 1},
+        {str(2**32): 1},
+        {"x": 1},
+    ]
     messages: list[Any] = ["text", {}, [5], [None], ["text"], [[]]]
     roles: list[Any] = [5, None, [], {}]
     changes += [("logit_bias", one) for one in biases]

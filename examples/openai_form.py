@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import ipaddress
 import json
+import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ferrule import FerruleError, HandleNotFoundError, errors, sample
 from ferrule.types import AsyncBranch
 
+_LOG = logging.getLogger("uvicorn.error")
 Json = dict[str, Any]
 FINISH = {"max_tokens": "length", "context_full": "length"}  # the others are "stop"
 TYPES: dict[str, tuple[type, ...]] = {"a text": (str,), "a list": (list,), "a text or a list of texts": (str, list)}
@@ -37,6 +39,7 @@ SERVED = {*KINDS, "user"}
 BOUND = 2**31  # of every number but the seed
 MAX_CHOICES = 128  # as at OpenAI; the client makes an object for each before the server is asked
 MAX_BODY_BYTES = 4 << 20
+STALL_S = 60.0
 MAX_ENTRIES = 4096  # of a list or an object, as at the server: to look at more of them would hold up others
 LOST = (HandleNotFoundError, errors.HandleStaleError, errors.InstanceUnreachableError, errors.WrongInstanceError)
 STATUSES: dict[type[FerruleError], int] = {errors.ResourceExhaustedError: 429, errors.DeadlineExceededError: 504}
@@ -215,9 +218,16 @@ class Events(StreamingResponse):
         super().__init__(self._sources[0], media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events, then close what they come from."""
+        """Send the events, then close what they come from. A client that takes none for ``STALL_S`` is cut off."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(STALL_S):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            _LOG.warning("stream cut off: its client has not read for %g s", STALL_S)
         finally:
             for source in self._sources:
                 await source.aclose()

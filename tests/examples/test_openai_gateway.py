@@ -760,8 +760,10 @@ def test_room_is_made_if_a_fork_is_refused(served: Served, monkeypatch: pytest.M
     assert cached(served.ask(messages)) > 12
 
 
-def test_a_stream_ends_with_a_client_that_did_not_read() -> None:
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_a_stream_ends_with_a_client_that_did_not_read(monkeypatch: pytest.MonkeyPatch, *, hangs_up: bool) -> None:
     """At once: until the sources are closed, their sequences are held and their leases renewed."""
+    monkeypatch.setattr("openai_form.STALL_S", 60.0 if hangs_up else 0.1)
     has_ended = False
 
     class Fake:
@@ -786,10 +788,11 @@ def test_a_stream_ends_with_a_client_that_did_not_read() -> None:
                 await asyncio.Event().wait()
 
         async def receive() -> dict[str, str]:
-            await is_stuck.wait()
+            await (is_stuck if hangs_up else asyncio.Event()).wait()
             return {"type": "http.disconnect"}
 
-        await reply({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+        async with asyncio.timeout(10):
+            await reply({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
         assert has_ended
 
     gc.disable()

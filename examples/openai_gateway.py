@@ -42,6 +42,7 @@ class Gateway:
         self.kept: OrderedDict[tuple[bytes, bytes], tuple[Handle, str]] = OrderedDict()
         self.counts = Counter(turns=0, prompt_tokens=0, cached_tokens=0)
         self.texts: dict[int, str] = {}
+        self.before: list[int] = []
         self.releases: set[asyncio.Future[Any]] = set()
 
     def release(self, *gone: AsyncCache | Handle) -> None:
@@ -158,9 +159,8 @@ class Gateway:
 
     async def _text(self, tokens: list[int], **options: bool) -> str:
         """Return the text of tokens after others: many tokenizers drop a space at the beginning of a text."""
-        before = await self.client.tokenize("a")
-        whole = await self.client.detokenize([*before, *tokens], **options)
-        return whole.removeprefix(await self.client.detokenize(before))
+        self.before = self.before or await self.client.tokenize("a")
+        return (await self.client.detokenize([*self.before, *tokens], **options)).removeprefix("a")
 
     async def _row(self, token: Token) -> Json:
         """Return the log-probabilities of a token; bytes are null where the text is a part of a character."""

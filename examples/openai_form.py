@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import ipaddress
 import json
+import logging
 import math
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
 
 from ferrule import FerruleError, HandleNotFoundError, errors, sample
 from ferrule.types import AsyncBranch
 
+_LOG = logging.getLogger("uvicorn.error")
 Json = dict[str, Any]
 FINISH = {"max_tokens": "length", "context_full": "length"}  # the others are "stop"
 TYPES: dict[str, tuple[type, ...]] = {"a text": (str,), "a list": (list,), "a text or a list of texts": (str, list)}
@@ -32,7 +37,10 @@ KINDS |= {
 SAMPLING = {"temperature", "top_p", "frequency_penalty", "presence_penalty", "logprobs", "top_logprobs"}
 SERVED = {*KINDS, "user"}
 BOUND = 2**31  # of every number but the seed
+MAX_CHOICES = 128  # as at OpenAI; the client makes an object for each before the server is asked
 MAX_BODY_BYTES = 4 << 20
+STALL_S = 60.0
+MAX_ENTRIES = 4096  # of a list or an object, as at the server: to look at more of them would hold up others
 LOST = (HandleNotFoundError, errors.HandleStaleError, errors.InstanceUnreachableError, errors.WrongInstanceError)
 STATUSES: dict[type[FerruleError], int] = {errors.ResourceExhaustedError: 429, errors.DeadlineExceededError: 504}
 STATUSES |= dict.fromkeys((errors.InvalidRequestError, errors.OutOfRangeError, errors.UnsupportedError), 400)
@@ -48,11 +56,27 @@ async def refuse(_: Request | None, error: Exception) -> JSONResponse:
         status, text, code, param = 500, "the gateway failed; its log says why", "internal_error", None
     else:
         status, text, param = error.status_code, error.detail, None
-        code = {401: "invalid_api_key", 404: "model_not_found"}.get(status, "invalid_request")
+        code = {401: "invalid_api_key"}.get(status, "invalid_request")
+        code = "model_not_found" if isinstance(error, UnknownModel) else code
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     body = {"message": text, "type": "server_error" if status >= 500 else kind, "code": code, "param": param}
     wait_s = math.ceil(getattr(error, "retry_after_s", None) or 1)
     return JSONResponse({"error": body}, status, {"Retry-After": f"{wait_s}"} if status in (429, 503) else None)
+
+
+def is_foreign(request: Request) -> bool:
+    """Return whether a page of another site may have sent a request, by its name, which can lead to this machine too.
+
+    A browser reaches addresses that only this machine reaches. Without keys, any page could use the model. Browsers say
+    where a POST comes from; programs do not, and may use any name.
+    """
+    host = request.headers.get("host", "")
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(name)
+        name = ""
+    is_renamed = "." in name and "origin" in request.headers
+    return is_renamed or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
 
 
 def digests(messages: list[Json]) -> list[bytes]:
@@ -75,11 +99,13 @@ async def body_of(request: Request) -> Any:
 
 
 def check(body: Json) -> None:
-    """Raise ValueError for a parameter of another type or beyond ``BOUND``; the client checks the rest."""
+    """Raise ValueError for a parameter of another type or out of all bounds; the client checks the rest."""
     biases = body.get("logit_bias", {})
     for name, value in body.items():
         if name in KINDS and type(value) not in TYPES[KINDS[name]]:
             raise ValueError(f"{name} must be {KINDS[name]}")
+        if isinstance(value, (list, dict)) and len(value) > MAX_ENTRIES:
+            raise ValueError(f"{name} may have {MAX_ENTRIES} entries, not {len(value)}")
         if name != "seed" and isinstance(value, (int, float)) and not abs(value) < BOUND:  # nor NaN
             raise ValueError(f"{name} must be a finite number below {BOUND}")
     for token, bias in biases.items():
@@ -107,6 +133,10 @@ def is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
+class UnknownModel(HTTPException):
+    """A request names another model than the one that is served."""
+
+
 class Turn:
     """A request: its messages and the arguments of ``generate``, checked."""
 
@@ -128,8 +158,15 @@ class Turn:
         self.n, self.max_tokens = body.get("n", 1), body.get("max_completion_tokens", body.get("max_tokens"))
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError("max_tokens must be at least 1")
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise ValueError(f"n must be from 1 to {MAX_CHOICES}")
         if not all(isinstance(text, str) for text in self.stop):
             raise ValueError("stop must be a text or a list of texts")
+
+    def check_model(self, served: str) -> None:
+        """Raise UnknownModel if another model is served."""
+        if self.model != served:
+            raise UnknownModel(404, f"the model {self.model!r} is not served; {served!r} is")
 
     @property
     def has_logprobs(self) -> bool:
@@ -154,7 +191,9 @@ def choice(index: int, rows: list[Json], finish: str | None) -> Json:
     return {"index": index, "logprobs": {"content": rows} if rows else None, "finish_reason": finish}
 
 
-async def events(turn: Turn, facts: Json, usage: Json, choices: AsyncIterator[tuple[str, Json]]) -> AsyncIterator[str]:
+async def events(
+    turn: Turn, facts: Json, usage: Json, choices: AsyncIterator[tuple[str, Json]]
+) -> AsyncGenerator[str, None]:
     """Yield a completion as server-sent events; an error ends it as the last one."""
     begun = set[int]()
     try:
@@ -169,6 +208,29 @@ async def events(turn: Turn, facts: Json, usage: Json, choices: AsyncIterator[tu
         yield f"data: {bytes((await refuse(None, error)).body).decode()}\n\n"
         if not isinstance(error, FerruleError):
             raise  # it is logged
+
+
+class Events(StreamingResponse):
+    """A completion as server-sent events; its choices end with it, also if a client hangs up that did not read."""
+
+    def __init__(self, turn: Turn, facts: Json, usage: Json, choices: AsyncGenerator[tuple[str, Json], None]) -> None:
+        self._sources = events(turn, facts, usage, choices), choices
+        super().__init__(self._sources[0], media_type="text/event-stream")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events, then close what they come from. A client that takes none for ``STALL_S`` is cut off."""
+
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(STALL_S):
+                await send(message)
+
+        try:
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            _LOG.warning("stream cut off: its client has not read for %g s", STALL_S)
+        finally:
+            for source in self._sources:
+                await source.aclose()
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, Response]) -> Response:

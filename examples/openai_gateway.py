@@ -14,16 +14,16 @@ import hashlib
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import uvicorn
-from openai_form import FINISH, LOST, Json, Turn, body_of, choice, digests, events, refuse, until_gone
-from openai_options import connection, parser
+from openai_form import FINISH, LOST, Events, Json, Turn, body_of, choice, digests, is_foreign, refuse, until_gone
+from openai_options import api_keys, connection, parser
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ferrule import AsyncClient, FerruleError, Handle, errors
@@ -42,6 +42,7 @@ class Gateway:
         self.kept: OrderedDict[tuple[bytes, bytes], tuple[Handle, str]] = OrderedDict()
         self.counts = Counter(turns=0, prompt_tokens=0, cached_tokens=0)
         self.texts: dict[int, str] = {}
+        self.before: list[int] = []
         self.releases: set[asyncio.Future[Any]] = set()
 
     def release(self, *gone: AsyncCache | Handle) -> None:
@@ -54,12 +55,12 @@ class Gateway:
         """Release what was used least recently, down to so many."""
         self.release(*(self.kept.popitem(last=False)[1][0] for _ in range(len(self.kept) - most)))
 
-    async def answer(self, turn: Turn) -> AsyncIterator[tuple[str, Json]]:
+    async def answer(self, turn: Turn) -> AsyncGenerator[tuple[str, Json], None]:
         """Yield the usage when the first token is there, then texts of choices; an answer is kept before its end."""
-        generation, num_prompt, num_cached = await self._open(turn)
-        branches = generation.branches
-        sent, rows = [0] * len(branches), [list[Json]() for _ in branches]
+        branches, sent, rows = list[AsyncBranch](), [0] * turn.n, [list[Json]() for _ in range(turn.n)]
         try:
+            generation, num_prompt, num_cached = await self._open(turn)
+            branches = generation.branches
             token = await generation.advance()
             num_cached = num_cached or generation.cached_tokens
             usage: Json = {"prompt_tokens": num_prompt, "prompt_tokens_details": {"cached_tokens": num_cached}}
@@ -84,7 +85,8 @@ class Gateway:
             usage["completion_tokens"] = sum(len(branch.tokens) for branch in branches)
             usage["total_tokens"] = num_prompt + usage["completion_tokens"]
         except errors.ResourceExhaustedError as error:  # what is released helps the client's next try
-            if error.reason in FULL:
+            can_fit = int(error.metadata.get("needed", 0)) <= int(error.metadata.get("limit", 0))
+            if error.reason in FULL and can_fit:
                 self.shrink(len(self.kept) // 2)
             raise
         finally:
@@ -137,7 +139,7 @@ class Gateway:
         cache, tokens, num, rest = branch.cache, branch.tokens, len(branch.tokens), ""
         if branch.finish_reason not in FINISH:  # the last token has ended the answer and is not part of it
             num -= 1
-            while not text.startswith(head := await self.client.detokenize(tokens[:num], skip_special_tokens=True)):
+            while not text.startswith(head := await self._text(tokens[:num], skip_special_tokens=True)):
                 num -= 1
             rest = text[len(head) :]
         name = turn.key, digests([*turn.messages, {"role": "assistant", "content": text}])[-1]
@@ -155,11 +157,16 @@ class Gateway:
             self.shrink(self.max_kept)
         return len(tokens) - num - bool(rest)
 
+    async def _text(self, tokens: list[int], **options: bool) -> str:
+        """Return the text of tokens after others: many tokenizers drop a space at the beginning of a text."""
+        self.before = self.before or await self.client.tokenize("a")
+        return (await self.client.detokenize([*self.before, *tokens], **options)).removeprefix("a")
+
     async def _row(self, token: Token) -> Json:
         """Return the log-probabilities of a token; bytes are null where the text is a part of a character."""
         pairs = [(int(token), token.logprob), *((one.token, one.logprob) for one in token.top_logprobs)]
         for number in {number for number, _ in pairs} - self.texts.keys():
-            self.texts[number] = await self.client.detokenize([number])
+            self.texts[number] = await self._text([number])
         rows: list[Json] = [{"token": self.texts[number], "logprob": logprob} for number, logprob in pairs]
         for row in rows:
             row["bytes"] = None if "\ufffd" in row["token"] else list(row["token"].encode())
@@ -172,6 +179,8 @@ def admitted(request: Request) -> tuple[Gateway, bytes]:
     key = hashlib.sha256(request.headers.get("Authorization", "").removeprefix("Bearer ").encode()).digest()
     if gateway.keys and key not in gateway.keys:
         raise HTTPException(401, "an API key is required: Authorization: Bearer KEY")
+    if not gateway.keys and is_foreign(request):
+        raise HTTPException(403, "web pages of other sites are served by API key alone")
     return gateway, key
 
 
@@ -183,9 +192,7 @@ async def complete(request: Request) -> Response:
         gateway.client.generate(0, **turn.settings(0))  # raises what is wrong with them; nothing is sent
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise HTTPException(400, f"malformed request: {error}") from None
-    model = (await gateway.client.model_info()).model_id
-    if turn.model != model:
-        raise HTTPException(404, f"the model {turn.model!r} is not served; {model!r} is")
+    turn.check_model((await gateway.client.model_info()).model_id)
     return await until_gone(request, respond(gateway, turn))
 
 
@@ -196,7 +203,7 @@ async def respond(gateway: Gateway, turn: Turn) -> Response:
     facts = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": turn.model}
     if turn.is_stream:
         facts["object"] = "chat.completion.chunk"
-        return StreamingResponse(events(turn, facts, usage, choices), media_type="text/event-stream")
+        return Events(turn, facts, usage, choices)
     whole = [{**one, "message": {"role": "assistant", "content": text}} async for text, one in choices]
     return JSONResponse({**facts, "object": "chat.completion", "choices": whole, "usage": usage})
 
@@ -218,11 +225,7 @@ async def health(request: Request) -> Response:
 
 def build(args: argparse.Namespace) -> Starlette:
     """Return the application."""
-    settings = connection(args)
-    found = args.api_keys.read_bytes().split() if args.api_keys else []
-    if args.api_keys and not found:
-        raise SystemExit(f"{args.api_keys} holds no key")
-    keys = {hashlib.sha256(key).digest() for key in found}
+    settings, keys = connection(args), {hashlib.sha256(key.encode()).digest() for key in api_keys(args)}
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -240,5 +243,4 @@ def build(args: argparse.Namespace) -> Starlette:
 
 if __name__ == "__main__":
     args = parser().parse_args()
-    host, _, port = args.listen.rpartition(":")
-    uvicorn.run(build(args), host=host, port=int(port), timeout_graceful_shutdown=5)
+    uvicorn.run(build(args), host=args.listen[0], port=args.listen[1], timeout_graceful_shutdown=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import logging
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,9 @@ import openai
 import pytest
 import uvicorn
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai_form import SERVED, digests, refuse
-from openai_gateway import Gateway, build
-from openai_options import connection, parser
+from openai_form import SERVED, Turn, digests, refuse
+from openai_gateway import Gateway, build, respond
+from openai_options import api_keys, connection, parser
 
 from ferrule import Client, FerruleError, errors, greedy
 from ferrule.errors import BlocksExhaustedError
@@ -467,6 +468,48 @@ def test_a_file_without_a_key_lets_nobody_in(tmp_path: Path) -> None:
         build(parser().parse_args(["--api-keys", str(keys)]))
 
 
+def test_comments_in_the_file_are_no_keys(tmp_path: Path) -> None:
+    """Neither their words, nor those of a line that has more than its key."""
+    keys = tmp_path / "keys"
+    keys.write_text("# the key of alice\nkey-1\n\n  # and of bob\nkey-2\n")
+    args = parser().parse_args(["--api-keys", str(keys)])
+    assert api_keys(args) == {"key-1", "key-2"}
+    for text, complaint in (("key-1\nalice key-2\n", "line 2"), ("# nobody\n", "holds no key")):
+        keys.write_text(text)
+        with pytest.raises(SystemExit, match=complaint) as raised:
+            build(args)
+        assert "key-2" not in str(raised.value)
+
+
+@pytest.mark.parametrize("place", ["0.0.0.0:8000", "[::]:8000", "10.0.0.5:8000", "gateway.example:80"])
+def test_other_machines_are_served_by_key_alone(tmp_path: Path, place: str) -> None:
+    """Unless the operator says that the network is safe: the gateway may have a token for a server that has keys."""
+    keys = tmp_path / "keys"
+    keys.write_text("key-1\n")
+    with pytest.raises(SystemExit, match="--insecure if the network is safe"):
+        build(parser().parse_args(["--listen", place]))
+    for options in (["--api-keys", str(keys)], ["--insecure"]):
+        assert build(parser().parse_args(["--listen", place, *options]))
+
+
+def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything starts, with what is wrong; brackets are not part of an address."""
+    for options in (
+        ["--listen", "8000"],
+        ["--listen", ":8000"],
+        ["--listen", "localhost"],
+        ["--listen", "[::1]:70000"],
+    ):
+        with pytest.raises(SystemExit):
+            parser().parse_args(options)
+        assert "is not HOST:PORT" in capsys.readouterr().err
+    for options in (["--max-conversations", "-1"], ["--max-conversations", "0"], ["--ttl", "0"], ["--ttl", "nan"]):
+        with pytest.raises(SystemExit):
+            parser().parse_args(options)
+        assert "is not a whole number of at least 1" in capsys.readouterr().err
+    assert parser().parse_args(["--listen", "[::1]:8000"]).listen == ("::1", 8000)
+
+
 def test_a_server_with_tls_and_tokens_is_reached(tmp_path: Path) -> None:
     """By the authority of its certificate; another one is not trusted, and nothing is sent there."""
     authority, token = Authority(), "x" * 40
@@ -530,6 +573,8 @@ def test_a_token_leaves_this_machine_by_tls_alone(tmp_path: Path, target: str, *
     [
         (openai.NotFoundError, "model_not_found", {"model": "gpt-x"}),
         (openai.BadRequestError, "invalid_request", {"n": 0}),
+        (openai.BadRequestError, "invalid_request", {"n": 129}),
+        (openai.BadRequestError, "invalid_request", {"n": 100_000}),
         (openai.BadRequestError, "invalid_request", {"max_tokens": 0}),
         (openai.BadRequestError, "invalid_request", {"temperature": "hot"}),
         (openai.BadRequestError, "invalid_request", {"stop": [1]}),
@@ -538,7 +583,6 @@ def test_a_token_leaves_this_machine_by_tls_alone(tmp_path: Path, target: str, *
         (openai.BadRequestError, "invalid_request", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
         (openai.BadRequestError, "invalid_field", {"messages": []}),
         (openai.BadRequestError, "invalid_field", {"messages": [{"role": "user", "content": "<|endoftext|>"}]}),
-        (openai.BadRequestError, "invalid_field", {"n": 1000}),
         (openai.BadRequestError, "context_exceeded", {"messages": [{"role": "user", "content": "x = 1\n" * 2000}]}),
     ],
 )
@@ -559,9 +603,29 @@ def test_what_is_no_request_is_refused(served: Served) -> None:
     bodies = [b"no json", b"[]", b"\xff", half.encode(), b"[" * 200_000, b"x" * (5 << 20)]
     replies = [httpx2.post(post, content=body) for body in bodies]
     replies.append(httpx2.post(post, content=iter([b" " * (1 << 20)] * 5)))  # without Content-Length
-    replies.append(httpx2.get(post))
-    assert [reply.status_code for reply in replies] == [400, 400, 400, 400, 400, 413, 413, 405]
+    replies += [httpx2.get(post), httpx2.post(f"{served.url}/v1/completions", json={})]
+    assert [reply.status_code for reply in replies] == [400, 400, 400, 400, 400, 413, 413, 405, 404]
+    assert {reply.json()["error"]["code"] for reply in replies} == {"invalid_request"}
     assert all(reply.json()["error"]["type"] == "invalid_request_error" for reply in replies)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        # a name that leads to this machine since the page was loaded
+        ({"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Content-Type": "text/plain"}, 403),  # a browser asks nobody beforehand
+        ({"Host": "gateway.example:8000"}, 200),  # a program
+        ({"Host": "localhost:8000", "Origin": "http://localhost:8000"}, 200),
+        ({"Host": "openai:8000"}, 200),
+        ({"Host": "[::1]:8000"}, 200),
+    ],
+)
+def test_pages_of_other_sites_are_not_served_without_keys(served: Served, headers: dict[str, str], status: int) -> None:
+    """A browser on this machine reaches the gateway whatever page it shows."""
+    reply = httpx2.post(f"{served.url}/v1/chat/completions", json=FIXED | {"messages": START}, headers=headers)
+    assert reply.status_code == status
+    assert httpx2.get(f"{served.url}/v1/models", headers=headers).status_code == status
 
 
 def test_malformed_parameters_are_refused(served: Served) -> None:
@@ -570,7 +634,16 @@ def test_malformed_parameters_are_refused(served: Served) -> None:
     changes += [("n", 2**31), ("n", True), ("max_tokens", 10**30), ("max_tokens", 1.5), ("max_tokens", "5")]
     changes += [(name, 10**400) for name in ("temperature", "top_p", "frequency_penalty", "presence_penalty")]
     changes += [("temperature", float("nan")), ("frequency_penalty", 1e300), ("presence_penalty", float("-inf"))]
-    biases: list[Any] = [[], {"5": 1e300}, {"5": "1"}, {"-1": 1}, {str(2**32): 1}, {"x": 1}]
+    changes += [("messages", [START[0]] * 4097), ("stop", ["x"] * 4097)]
+    biases: list[Any] = [
+        {str(token): 1 for token in range(4097)},
+        [],
+        {"5": 1e300},
+        {"5": "1"},
+        {"-1": 1},
+        {str(2**32): 1},
+        {"x": 1},
+    ]
     messages: list[Any] = ["text", {}, [5], [None], ["text"], [[]]]
     roles: list[Any] = [5, None, [], {}]
     changes += [("logit_bias", one) for one in biases]
@@ -664,6 +737,69 @@ def test_a_full_pool_is_told_and_room_is_made(served: Served) -> None:
     finally:
         served.server.release(others)
     assert served.ask([{"role": "user", "content": "x = 1\n" * 60}]).choices[0].finish_reason == "length"
+
+
+def test_room_is_made_if_a_fork_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a quota of handles that the kept ones use up refuses each turn until their leases end."""
+    messages = [*START, said(served.ask(START)), {"role": "user", "content": "And a quota?"}]
+    served.ask([*START, {"role": "user", "content": "Another"}])
+    num_kept, facts = len(served.gateway.kept), {"limit": "8", "needed": "9"}
+
+    async def fail(_cache: AsyncCache, **_settings: Any) -> None:
+        raise errors.QuotaExceededError(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_HANDLES", "text", facts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCache, "fork", fail)
+        with pytest.raises(openai.RateLimitError):
+            served.ask(messages)
+        assert len(served.gateway.kept) == num_kept, "nothing that is released lets it fit"
+        facts["needed"] = "1"
+        with pytest.raises(openai.RateLimitError):
+            served.ask(messages)
+    assert len(served.gateway.kept) == num_kept // 2
+    assert cached(served.ask(messages)) > 12
+
+
+@pytest.mark.parametrize("hangs_up", [True, False])
+def test_a_stream_ends_with_a_client_that_did_not_read(monkeypatch: pytest.MonkeyPatch, *, hangs_up: bool) -> None:
+    """At once: until the sources are closed, their sequences are held and their leases renewed."""
+    monkeypatch.setattr("openai_form.STALL_S", 60.0 if hangs_up else 0.1)
+    has_ended = False
+
+    class Fake:
+        async def answer(self, _turn: Turn) -> AsyncIterator[tuple[str, Any]]:
+            nonlocal has_ended
+            try:
+                yield "", {}
+                while True:
+                    yield "text", {"index": 0}
+            finally:
+                has_ended = True
+
+    async def serve() -> None:
+        turn = Turn(FIXED | {"messages": START, "stream": True}, b"")
+        gateway: Any = Fake()  # Any: it has what is called
+        reply = await respond(gateway, turn)
+        is_stuck = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if message.get("body"):
+                is_stuck.set()
+                await asyncio.Event().wait()
+
+        async def receive() -> dict[str, str]:
+            await (is_stuck if hangs_up else asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+
+        async with asyncio.timeout(10):
+            await reply({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+        assert has_ended
+
+    gc.disable()
+    try:
+        asyncio.run(serve())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
@@ -859,6 +995,53 @@ def test_an_answer_that_the_template_rewrites_is_prefilled(name: str, answer: st
     assert (asyncio.run(Gateway(client, set(), 1, 60)._after(messages, 1, "")) is not None) == goes_on
 
 
+def test_an_answer_is_kept_where_a_text_loses_its_first_space() -> None:
+    """Decoders of many tokenizers drop it, but not in the middle of a conversation: no token is encoded again."""
+    words = {1: "a", 2: " One", 3: " two", 4: "</s>"}
+    asked: list[tuple[int, ...]] = []
+
+    class Client:
+        async def tokenize(self, text: str, **_: bool) -> list[int]:
+            assert text == "a"
+            return [1]
+
+        async def detokenize(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
+            asked.append(tuple(tokens))
+            shown = [words[token] for token in tokens if not (skip_special_tokens and token == 4)]
+            return "".join(shown).removeprefix(" ")
+
+        async def keep_alive(self, caches: list[Any], **_: float) -> list[None]:
+            return [None for _ in caches]
+
+    class Cache:
+        length = 12
+
+        def detach(self) -> Any:
+            return "handle"
+
+    class Branch:
+        cache, tokens, finish_reason = Cache(), [2, 3, 4], "eos"
+
+    client: Any = Client()  # Any: these have what is called
+    branch: Any = Branch()
+    gateway = Gateway(client, set(), 1, 60)
+    turn = Turn({"model": "demo", "messages": START}, b"")
+    assert asyncio.run(gateway._keep(turn, branch, " One two")) == 1
+    ((handle, rest),) = gateway.kept.values()
+    assert (str(handle), rest) == ("handle", "")
+    assert (1, 2, 3) in asked
+    token: Any = Drawn(3)
+    row = asyncio.run(gateway._row(token))
+    assert (row["token"], row["bytes"]) == (" two", list(b" two"))
+
+
+class Drawn(int):
+    """A token with its log-probability."""
+
+    logprob = -1.0
+    top_logprobs = ()
+
+
 def test_the_commands_of_the_page_work(shipped_target: str) -> None:
     """As they stand, but for what installs, the server, and the port."""
     page = (ROOT / "docs" / "clients.md").read_text("utf-8")
@@ -901,7 +1084,7 @@ def test_the_options_are_those_of_the_page() -> None:
     rows = dict(re.findall(r"^\| `(--[a-z-]+)` \| `?([^`|]+?)`? \|", section, re.MULTILINE))
     options = {action.option_strings[0]: action.default for action in parser()._actions if action.dest != "help"}
     assert rows == {
-        name: "none" if value is None else f"{value:g}" if isinstance(value, (int, float)) else value
+        name: {None: "none", False: "off"}.get(value) or (f"{value:g}" if isinstance(value, int) else value)
         for name, value in options.items()
     }
     served = section[section.index("Served are") : section.index("is ignored")]

@@ -276,7 +276,8 @@ def test_the_gateway_is_what_the_example_takes(plain: dict[str, Any]) -> None:
     assert options.target == f"ferrule:{settings(plain['ferrule']).listen.port}"
     (port,) = gateway["ports"]
     assert port.startswith("127.0.0.1:8000:")
-    assert options.listen == f"0.0.0.0:{port.split(':')[2]}"
+    assert options.listen == ("0.0.0.0", int(port.split(":")[2]))
+    assert openai_options.api_keys(options) == set()
     assert gateway["build"]["target"] == "gateway"
     assert f":{port.split(':')[2]}/healthz" in gateway["healthcheck"]["test"][-1]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,25 @@ def test_envoy_trusts_the_servers_that_it_should(tmp_path: Path) -> None:
             envoy.wait_for_healthy({running.port})
             with Client(envoy.target, token=TOKEN) as client:
                 assert principal_of(client) == "alice"
+
+
+def test_a_handshake_that_does_not_come_ends_the_connection(tmp_path: Path) -> None:
+    """Strangers share 10 000 connections, so one that does not even speak TLS is closed soon."""
+    authority = Authority()
+    identity = authority.server()
+    for name, content in (("cert.pem", identity.cert), ("key.pem", identity.key)):
+        (tmp_path / name).write_bytes(content)
+    deploy = ROOT / "deploy"
+    secret = (deploy / "envoy.secret.yaml").read_text("utf-8").replace("/run/envoy", str(tmp_path))
+    (tmp_path / "envoy.secret.yaml").write_text(secret)
+    lines = CONFIG.read_text("utf-8").splitlines(keepends=True)
+    (place,) = [number for number, line in enumerate(lines, 1) if "# TLS for clients" in line]
+    lines.insert(place, (deploy / "envoy.tls.yaml").read_text("utf-8").replace("/etc/envoy", str(tmp_path)))
+    path = tmp_path / "tls.yaml"
+    path.write_text("node: {id: envoy, cluster: ferrule}\n" + "".join(lines))
+    ports = dict(zip(("ferrule-a", "ferrule-b"), free_ports(2), strict=True))
+    with EnvoyProcess(tmp_path, ports, path) as envoy, socket.create_connection(("127.0.0.1", envoy.port)) as silent:
+        start = time.monotonic()
+        silent.settimeout(20)
+        assert silent.recv(1) == b""
+        assert time.monotonic() - start < 15

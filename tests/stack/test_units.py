@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 UNIT = (ROOT / "deploy" / "ferrule.service").read_text("utf-8")
 MANIFEST = (ROOT / "deploy" / "kubernetes.yaml").read_text("utf-8")
 DOCUMENTS = list(yaml.safe_load_all(MANIFEST))
-SERVICE, STATEFUL_SET, PROXY_SERVICE, PROXY = DOCUMENTS
+SERVICE, STATEFUL_SET, BUDGET, PROXY_SERVICE, PROXY = DOCUMENTS
 OF_OTHERS = {"HOME", "FERRULE_KERNEL_CACHE"}
 
 
@@ -65,6 +65,39 @@ def test_a_drain_has_its_time() -> None:
     assert stop is not None
     assert int(stop[1]) >= 40
     assert pod()["terminationGracePeriodSeconds"] >= 40
+
+
+def test_the_user_of_the_unit_can_own_tokens_and_keys() -> None:
+    """A dynamic user owns no file of /etc, so it could read only what everybody can."""
+    assert re.search(r"^User=ferrule$", UNIT, re.MULTILINE)
+    assert "DynamicUser" not in UNIT
+    assert re.search(r"^#   useradd --system .* ferrule$", UNIT, re.MULTILINE)
+
+
+@pytest.mark.parametrize("owner", [STATEFUL_SET, PROXY], ids=["ferrule", "envoy"])
+def test_pods_are_contained(owner: dict[str, Any]) -> None:
+    """As the standard `restricted` for pods has it, with bounded memory."""
+    spec = owner["spec"]["template"]["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for one in spec["containers"]:
+        assert one["securityContext"]["allowPrivilegeEscalation"] is False
+        assert one["securityContext"]["readOnlyRootFilesystem"] is True
+        assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert one["resources"]["limits"]["memory"]
+
+
+def test_nodes_are_emptied_one_server_at_a_time() -> None:
+    """The budget is that of the servers."""
+    assert BUDGET["spec"]["maxUnavailable"] == 1
+    assert BUDGET["spec"]["selector"] == STATEFUL_SET["spec"]["selector"]
+
+
+def test_pods_take_more_connections_than_strangers_may_have() -> None:
+    """Envoy has several to each server, and probes and direct clients come besides."""
+    config = parse_config([], pod_variables() | {"FERRULE_TOKEN_FILE": "/dev/null"})
+    assert config.connection_limit == 128
 
 
 def test_ports_and_labels_agree() -> None:

@@ -61,7 +61,7 @@ test-stack: $(VENV)/.ok ## the files of the stack without Docker: real Envoy, pr
 	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q tests/stack tests/api/web tests/api/test_exposition.py
 
 test-install: $(VENV)/.ok ## install both wheels from an index into fresh environments; resolve them for macOS and arm64 (2 minutes)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check uv
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt uv
 	@PATH="$(abspath $(BIN)):$$PATH" FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -v -m slow tests/test_packaging.py
 
 test-docker: $(VENV)/.ok ## build the images and run the compose stack in Docker: health, hardening, restarts, TLS (6 minutes)

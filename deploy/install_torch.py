@@ -82,8 +82,8 @@ def needs_cuda(requirements: Sequence[str]) -> bool:
 def install_by_uv(python: str, wanted: Sequence[str]) -> int:
     """Install the wheel for processors, and only it, with a uv that stays nowhere; returns its exit code."""
     with tempfile.TemporaryDirectory() as folder:
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--target", folder, "uv"]
-        if code := subprocess.call(pip):
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", str(CONSTRAINTS)]
+        if code := subprocess.call([*pip, "--target", folder, "uv"]):
             return code
         uv = [str(Path(folder, "bin", "uv")), "pip", "install", "--python", python, "--torch-backend", "cpu"]
         return subprocess.call([*uv, "--reinstall", "--no-deps", *wanted], env=os.environ | {"PYTHONPATH": folder})

@@ -1087,7 +1087,7 @@ def test_the_options_are_those_of_the_page() -> None:
         name: {None: "none", False: "off"}.get(value) or (f"{value:g}" if isinstance(value, int) else value)
         for name, value in options.items()
     }
-    served = section[section.index("Served are") : section.index("is ignored")]
+    served = section[section.index("It serves") : section.index("is ignored")]
     named = set(re.findall(r"`(\w+)`", served)) | {"frequency_penalty", "presence_penalty", "model"}
     assert named == SERVED
 

@@ -46,7 +46,7 @@ from tests.chaos.server_process import ServerProcess
 from tests.chaos.side_by_side import run_side_by_side
 
 REFERENCE = ("--executor", "paged-reference", "--kv-memory", "32MiB", "--log-level", "warning")
-BUNDLED = ("--model", "demo", "--kv-memory", "64MiB", "--log-level", "warning")
+BUNDLED = ("--model", "demo", "--kv-memory", "128MiB", "--log-level", "warning")
 _PATIENCE_S = 300.0
 _PASSING = ("STARTING", "RESTORING", "DURABILITY_LOST", "REQUEST_TIMEOUT")
 

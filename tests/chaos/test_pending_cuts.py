@@ -130,8 +130,9 @@ async def branched(kind: str, session: Session, cache: Any, stream: Any) -> Any:
     if kind == "fork":
         return await settled(cache.fork())
     if kind == "branch":
-        first = session.tokens(cache.last.token)
-        texts = [first, [(first[0] + 1) % 256, cache.last.token]]
+        first, pending = session.tokens(cache.last.token), cache.last.token
+        other = next(token for token in (first[0] + 1, first[0] + 2) if token % 256 != pending) % 256
+        texts = [first, [other, pending]]
         return (await settled(stream.branch([cache, cache], texts, policy=session.policy())))[1]
     loop = await settled(cache.generate(3, n=2, policy=session.policy(), ignore_eos=True).read())
     return loop.caches[1]

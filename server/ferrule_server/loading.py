@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -319,7 +320,8 @@ def _allocating(config: ServerConfig) -> Iterator[int]:
     try:
         yield num_bytes
     except (MemoryError, OSError) as error:
-        text = f"--kv-memory: this machine has no {num_bytes / (1 << 30):.1f} GiB for the KV pool; ask for less"
+        wished, owned = num_bytes / (1 << 30), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+        text = f"--kv-memory: {wished:.1f} GiB cannot be allocated; this machine has {owned:.1f} GiB for pool and model"
         raise ConfigError(text) from error
 
 

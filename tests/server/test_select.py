@@ -418,10 +418,10 @@ def test_a_context_beyond_the_models_is_refused_before_its_weights_are_read(tmp_
     assert stages == []
 
 
-def test_a_pool_beyond_the_memory_names_its_flag() -> None:
-    """A refused allocation is a setting to change, no fault."""
+def test_a_pool_beyond_the_memory_names_its_flag_and_the_memory() -> None:
+    """A refused allocation is a setting to change, so its message says how much memory there is."""
     config = ServerConfig(model=None, executor="paged-reference", kv_memory_bytes=1 << 49)
-    with pytest.raises(ConfigError, match=r"--kv-memory: this machine has no 524288\.0 GiB"):
+    with pytest.raises(ConfigError, match=r"--kv-memory: 524288\.0 GiB .* has \d+\.\d GiB"):
         create_executor(config, _ignore)
 
 

@@ -7,7 +7,6 @@ import io
 import re
 import subprocess
 import sys
-from argparse import SUPPRESS
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,11 +16,12 @@ import pytest
 from ferrule import Client
 from ferrule.v1 import admin_pb2, executor_pb2, tokenizer_pb2
 from ferrule_client._status import error_from_call
-from ferrule_server.arguments import build_parser
+from tools.docs_site import parsers
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+OPERATING = ("operations", "security", "durability", "models", "observing", "scaling", "executor")
 SERVICES = [
     executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"],
     tokenizer_pb2.DESCRIPTOR.services_by_name["TokenizerService"],
@@ -73,9 +73,8 @@ def _is_served(replies: Iterator[object]) -> bool:
     return True
 
 
-def test_flags_are_those_of_the_server() -> None:
-    """The table of all flags has those of ``ferrule serve --help``."""
-    flags = {flag for action in build_parser()._actions for flag in action.option_strings if action.help != SUPPRESS}
-    page = (ROOT / "docs" / "operations.md").read_text()
-    rows = re.findall(r"^\| `(--[a-z-]+)", page, re.MULTILINE)
-    assert set(rows) == flags - {"-h", "--help", "--version"}
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}.md" for name in OPERATING)])
+def test_flags_of_a_page_are_those_of_a_command(page: str) -> None:
+    """A code span that begins with a flag has one that ``ferrule serve`` or another command knows."""
+    known = {flag for parser in parsers() for action in parser._actions for flag in action.option_strings}
+    assert set(re.findall(r"`(--[a-z-]+[a-z])\b", (ROOT / page).read_text())) <= known

@@ -48,7 +48,7 @@ def test_the_navigation_lists_every_page_once() -> None:
     listed = list(_pages(config["nav"]))
     below = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert len(listed) == len(set(listed))
-    assert set(listed) == below | set(docs_site.OUTSIDE) | set(docs_site.REFERENCE)
+    assert set(listed) == below | {*docs_site.OUTSIDE, *docs_site.REFERENCE, docs_site.COMMANDS}
     assert not below & set(docs_site.OUTSIDE)
 
 
@@ -92,4 +92,6 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     reference = (tmp_path / "reference" / "ferrule.html").read_text("utf-8")
+    commands = (tmp_path / docs_site.COMMANDS.replace(".md", ".html")).read_text("utf-8")
+    assert {"--kv-memory", "--max-tokens", "--grace"} <= set(re.findall(r"--[a-z-]+", commands))
     assert set(re.findall(r'<h2 id="ferrule\.(\w+)"', reference)) == set(ferrule.__all__)

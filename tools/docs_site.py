@@ -7,18 +7,20 @@ its ``repo_url``, and else its text with the path. A link to a file that is not 
 
 from __future__ import annotations
 
+import argparse
 import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
 
-__all__ = ["OUTSIDE", "REFERENCE", "TOP", "on_files", "on_page_content", "on_page_markdown"]
+__all__ = ["COMMANDS", "OUTSIDE", "REFERENCE", "TOP", "on_files", "on_page_content", "on_page_markdown", "parsers"]
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {
@@ -39,6 +41,9 @@ REFERENCE = {
     "reference/admin.md": "ferrule.admin",
 }
 """Pages made of docstrings, and their modules."""
+COMMANDS = "reference/commands.md"
+"""The page made of the texts of ``--help``."""
+_COLUMNS = "100"
 TOP = (
     *("Client", "Cache", "Branches", "Stream", "Chat", "Handle", "Policy", "greedy", "sample", "logits"),
     *("AsyncClient", "FerruleError", "HandleNotFoundError"),
@@ -59,7 +64,35 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, place, content=(ROOT / source).read_text("utf-8")))
     for place, module in REFERENCE.items():
         files.append(File.generated(config, place, content=_reference(module)))
+    files.append(File.generated(config, COMMANDS, content=_commands()))
     return files
+
+
+def _commands() -> str:
+    """Return a page with the help of each command."""
+    with mock.patch.dict("os.environ", COLUMNS=_COLUMNS):
+        texts = [(parser.prog, parser.format_help()) for parser in parsers()]
+    return "# Command line\n" + "".join(f"\n## `{name}`\n\n```text\n{text.strip()}\n```\n" for name, text in texts)
+
+
+def parsers() -> Iterator[argparse.ArgumentParser]:
+    """Yield the parser of ``ferrule``, of the server, and of each other command."""
+    from ferrule_cli.app import build_parser
+    from ferrule_server.arguments import build_parser as build_server_parser
+
+    first, *others = _with_commands(build_parser())
+    yield first
+    yield build_server_parser()
+    yield from (parser for parser in others if parser.prog != "ferrule serve")
+
+
+def _with_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """Yield a parser and those of its commands, and of theirs."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _with_commands(command)
 
 
 def _reference(module: str) -> str:
@@ -81,7 +114,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return the text of a page with links that work on the site."""
     place = page.file.src_uri
-    if place in REFERENCE:
+    if place in REFERENCE or place == COMMANDS:
         return markdown
     source = OUTSIDE.get(place, f"docs/{place}")
     markdown = markdown.replace("<details>", '<details markdown="1">')

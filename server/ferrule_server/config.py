@@ -143,7 +143,7 @@ class ServerConfig:
     max_ttl_s: float = _LIMITS.setting("--max-ttl", TIME.within(f"{MIN_TTL_S:g}s", _MAX_TTL), "1h")
     """longest lease that a client can request, such as 90s, 30m or 1h"""
     max_step_rows: int = _LIMITS.setting("--max-step-rows", COUNT.within("2", "65536"), "512")
-    """most tokens in one step; longer prompts are run in chunks"""
+    """most tokens in one step, and in one UnifiedDecode; longer prompts are run in chunks"""
     max_step_time_s: float | None = _LIMITS.optional("--max-step-time", TIME, "twice a decode step")
     """longest step that prompts may cause while other sequences decode, such as 20ms; a batch that a client scheduled
     (UnifiedDecode) may cause a longer one, up to --max-step-rows, and then others go first"""
@@ -152,7 +152,7 @@ class ServerConfig:
         COUNT.within("1", "65536"),
         f"{CONNECTIONS_OF_STRANGERS} with a token file on an address that others can reach, else {DEFAULT_CONNECTIONS}",
     )
-    """most connections; each can use about 4 MiB before it has authenticated"""
+    """most connections, further ones are closed; each can use about 4 MiB before it has authenticated"""
     max_waiting_jobs: int = _LIMITS.setting("--max-waiting-jobs", POSITIVE, "4096")
     """most requests that wait or run, of all principals together; more are refused with QUEUE_FULL"""
     has_prefix_cache: bool = _LIMITS.setting("--prefix-cache", ON_OR_OFF, "on")

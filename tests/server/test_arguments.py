@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -253,15 +252,3 @@ def test_help_shows_units_variables_and_exit_codes() -> None:
     ):
         assert word in text
     assert all(texts_of(ServerConfig).values())
-
-
-def test_the_page_has_the_defaults_of_the_settings() -> None:
-    """The table of ``docs/operations.md``; what a long default says besides the value may be left out."""
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-    cells = dict(re.findall(r"^\| `(--[a-z-]+)(?:[^|]|\\\|)*\| `?(.*?)`? \|", page, re.MULTILINE))
-    texts = texts_of(ServerConfig)
-    for setting in settings_of(ServerConfig):
-        if setting.group:
-            default = setting.default or ("none" if setting.kind.metavar else "off")
-            cell = cells[setting.flag]
-            assert default.startswith(cell) or f"(default: {cell})" in texts[setting.name], setting.flag

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from typing import Any
 
@@ -42,11 +41,8 @@ def test_every_alert_is_seen_to_fire() -> None:
 
 
 def test_every_alert_says_what_to_do() -> None:
-    """It names the server, has a severity, and a line in docs/operations.md."""
-    page = (ROOT / "docs" / "operations.md").read_text()
-    listed = re.findall(r"^\| `(Ferrule\w+)` \| (page|ticket) \|", page, re.MULTILINE)
-    assert dict(listed) == {rule["alert"]: rule["labels"]["severity"] for rule in RULES}
-    assert len(listed) == len(RULES)
+    """It names the server, and says how urgent it is."""
     for rule in RULES:
-        assert set(rule["annotations"]) == {"summary", "description"}
+        assert rule["labels"]["severity"] in {"page", "ticket"}, rule["alert"]
+        assert set(rule["annotations"]) == {"summary", "description", "action"}, rule["alert"]
         assert "$labels.instance" in rule["annotations"]["summary"] or rule["alert"] == "FerruleNoServer"

@@ -40,8 +40,6 @@ ONLY_PARSED: Final = (
     r"ferrule demo",  # tests/client/test_demo.py
     r"(printf .*\| )?ferrule chat -",  # tests/client/test_cli_chat.py
     r"python -m tools\.kernels\.build",  # tests/kernels/cuda/toolchain/test_build.py
-    r"python protos/generate_stubs\.py",  # tests/test_protos.py
-    r"cd protos && buf ",  # tests/test_protos.py
 )
 """What is only parsed here, for want of a GPU, a network or time, with the file that runs it."""
 SAYS: Final = {
@@ -191,11 +189,6 @@ def _bundles(story: Story, command: Command) -> None:
     build._parse(shlex.split(command.program)[3:])
 
 
-def _contract(story: Story, command: Command) -> None:
-    """It is run elsewhere."""
-    assert _is_only_parsed(command)
-
-
 def _buf(story: Story, command: Command) -> None:
     """A function of the shell, then calls by it; a handle is the one that the page told to put in."""
     if command.text.startswith("call() {"):
@@ -235,7 +228,6 @@ RULES: Final = (
     Rule(r"make ", _make),
     Rule(r"python benchmarks/bench_", _benchmark),
     Rule(r"python -m tools\.kernels\.build", _bundles),
-    Rule(r"python protos/generate_stubs\.py|cd protos && buf ", _contract),
     Rule(r"call(\(\)| )", _buf),
     Rule(r"curl ", _curl),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import os
 import re
 import subprocess
 import sys
@@ -19,15 +18,12 @@ import pytest
 from ferrule import Client, Policy
 from ferrule.admin import CacheMetrics
 from ferrule.types import Status
-from tests.conformance.languages import Missing, need, node_modules
-from tests.conformance.test_languages import absent
 
 ROOT = Path(__file__).resolve().parents[1]
 ADDRESS = "127.0.0.1:50051"
 README = (ROOT / "README.md").read_text()
 HANDLES = (ROOT / "docs" / "handles.md").read_text()
 OBSERVING = (ROOT / "docs" / "observing.md").read_text()
-CONTRACT = (ROOT / "protos" / "README.md").read_text()
 EXAMPLES = sorted(set((ROOT / "examples" / "python").glob("*.py")) - {ROOT / "examples" / "python" / "raw_stubs.py"})
 
 
@@ -140,36 +136,12 @@ def test_the_pieces_of_handles_run_one_after_another(shipped_target: str) -> Non
     assert _num_caches(shipped_target) == 0
 
 
-def test_the_contract_runs_with_the_stubs_alone(shipped_target: str) -> None:
-    """Prefill, stream decode, release."""
-    (piece,) = _blocks(CONTRACT, "python raw-stubs")
-    assert len(_run(piece, shipped_target, {}).strip()) > 3
-    assert _num_caches(shipped_target) == 0
-
-
 def test_contributing_names_every_target_once() -> None:
     """Those that ``make help`` lists, but for itself."""
     listed = re.findall(r"^\| `make ([a-z-]+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert len(listed) == len(set(listed))
     assert {*listed, "help"} == targets
-
-
-def test_the_contract_runs_in_node(shipped_target: str, tmp_path: Path) -> None:
-    """As it stands: a prefill and a release."""
-    try:
-        node, packages = need("node"), node_modules()
-    except Missing as missing:
-        absent(missing)
-    (piece,) = _blocks(CONTRACT, "js node")
-    script = tmp_path / "piece.js"
-    script.write_text(piece.replace(ADDRESS, shipped_target))
-    environment = os.environ | {"NODE_PATH": str(packages)}
-    run = subprocess.run(
-        [node, str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert re.fullmatch(r"\[ \d+ \] \d+\n", run.stdout), run.stderr
-    assert _num_caches(shipped_target) == 0
 
 
 def test_counters_of_the_page_exist() -> None:

@@ -1,9 +1,8 @@
-"""The test vectors of protos/README.md are what the executor draws, in numpy and in torch."""
+"""The test vectors of the contract (protos/test_vectors.json) are what the executor draws, in numpy and in torch."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,7 @@ from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
 from ferrule_server.executor.sampling.distributions import sampling_distribution
 from ferrule_server.executor.sampling.philox import Purpose, uniform
 
-_CONTRACT = (Path(__file__).parents[2] / "protos" / "README.md").read_text("utf-8")
-_BLOCK = re.search(r"^```json philox-vectors\n(.*?)^```$", _CONTRACT, re.MULTILINE | re.DOTALL)
-assert _BLOCK is not None
-VECTORS: dict[str, Any] = json.loads(_BLOCK[1])
+VECTORS: dict[str, Any] = json.loads((Path(__file__).parents[2] / "protos" / "test_vectors.json").read_text("utf-8"))
 LOGITS = np.array(VECTORS["logits"], np.float32)
 
 

@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = {
     "index.md": "README.md",
     "contract.md": "protos/README.md",
+    "examples.md": "examples/README.md",
     "contributing.md": "CONTRIBUTING.md",
     "kernels.md": "tools/kernels/README.md",
     "cuda_runner.md": "server/ferrule_server/executor/cuda/README.md",

@@ -1,4 +1,4 @@
-"""docs/clients.md and the README's path for other languages: their commands run, their tables are whole."""
+"""examples/README.md and the README's path for other languages: their commands run; the table of errors is whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from tests.conformance.languages import (
 from tests.conformance.servers import TOKENS, Servers
 from tests.conformance.test_languages import absent
 
-PAGE = (ROOT / "docs" / "clients.md").read_text("utf-8")
+PAGE = (ROOT / "examples" / "README.md").read_text("utf-8")
+CLIENTS = (ROOT / "docs" / "clients.md").read_text("utf-8")
 README = (ROOT / "README.md").read_text("utf-8")
 CONTRACT = (ROOT / "protos" / "README.md").read_text("utf-8")
 INSTALLS = ("sudo apt", "npm install", "pip install", "go install", "go mod tidy", "make demo")
@@ -171,7 +172,7 @@ def test_the_path_of_a_newcomer_leads_there(tmp_path: Path) -> None:
 
 def test_every_reason_has_an_answer() -> None:
     """Each reason of the contract stands once in the table of what to do, with its code."""
-    table = PAGE[PAGE.index("## What to do about an error") : PAGE.index("## Proving")]
+    table = CLIENTS[CLIENTS.index("## What to do about an error") : CLIENTS.index("## Proving")]
     advice = {
         reason: code
         for reasons, code in re.findall(r"^\| (`.*?) \| ([A-Z_]+) \|", table, re.MULTILINE)

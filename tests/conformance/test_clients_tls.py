@@ -1,4 +1,4 @@
-"""docs/clients.md: the pieces on tokens and TLS take the place they say, and what goes wrong looks as it is said."""
+"""examples/README.md: the pieces on tokens and TLS take the place they say, and what goes wrong looks as it is said."""
 
 from __future__ import annotations
 

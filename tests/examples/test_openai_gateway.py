@@ -1044,7 +1044,7 @@ class Drawn(int):
 
 def test_the_commands_of_the_page_work(shipped_target: str) -> None:
     """As they stand, but for what installs, the server, and the port."""
-    page = (ROOT / "docs" / "clients.md").read_text("utf-8")
+    page = (ROOT / "examples" / "README.md").read_text("utf-8")
     blocks = dict(re.findall(r"^```sh (\w+)\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
     install, serve, curl = (line.partition("  #")[0] for line in blocks["openai"].splitlines())
     assert install == "pip install '.[examples]'"
@@ -1079,8 +1079,8 @@ def can_connect(address: str) -> bool:
 
 def test_the_options_are_those_of_the_page() -> None:
     """With their defaults; so are the parameters that are served."""
-    page = (ROOT / "docs" / "clients.md").read_text("utf-8")
-    section = page[page.index("## The OpenAI API") : page.index("## What every client does")]
+    page = (ROOT / "examples" / "README.md").read_text("utf-8")
+    section = page[page.index("## The OpenAI gateway") : page.index("### How it saves prefill")]
     rows = dict(re.findall(r"^\| `(--[a-z-]+)` \| `?([^`|]+?)`? \|", section, re.MULTILINE))
     options = {action.option_strings[0]: action.default for action in parser()._actions if action.dest != "help"}
     assert rows == {

@@ -28,6 +28,7 @@ OUTSIDE = {
     "contract.md": "protos/README.md",
     "examples.md": "examples/README.md",
     "contributing.md": "CONTRIBUTING.md",
+    "families.md": "server/ferrule_server/model/families/README.md",
     "kernels.md": "tools/kernels/README.md",
     "cuda_runner.md": "server/ferrule_server/executor/cuda/README.md",
     "changelog.md": "CHANGELOG.md",

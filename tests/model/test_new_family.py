@@ -1,4 +1,4 @@
-"""The tutorial of docs/models.md: its file is a family that computes what it says."""
+"""The README of the families: its file is a family that computes what it says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from ferrule_server.errors import ModelError
 from ferrule_server.executor.torch import TorchExecutor
-from ferrule_server.model import config_reader, tensors
+from ferrule_server.model import config_reader, families, tensors
 from ferrule_server.model.families import FAMILIES
 from ferrule_server.model.families.family import Family
 from ferrule_server.model_check import catalogue
@@ -24,7 +24,7 @@ from tests.model.conftest import Example, randomise
 from tests.model.stepping import Piece, PooledSequence, Stepper
 from tests.model.test_decoder import PROMPT, assert_close
 
-PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
+PAGE = (Path(families.__file__).parent / "README.md").read_text("utf-8")
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 60, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512,
@@ -38,7 +38,7 @@ def family(monkeypatch: pytest.MonkeyPatch) -> Family:
     """The family of the page, which is added to the list as the page says."""
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     module = ModuleType("ferrule_server.model.families.loud")
-    exec(compile(code, "docs/models.md", "exec", dont_inherit=True), module.__dict__)
+    exec(compile(code, "README.md", "exec", dont_inherit=True), module.__dict__)
     (name,) = module.__all__
     made: Family = getattr(module, name)
     for importer in (config_reader, tensors, catalogue):

@@ -21,7 +21,7 @@ smollm3.py     SmolLM3
 starcoder2.py  StarCoder2
 
 To add a family, write its file, add it to :data:`FAMILIES`, and add a case to ``tests/model/conftest.py``, which
-compares the decoder with transformers; docs/models.md goes through it. If the family computes something new, add a
+compares the decoder with transformers; README.md goes through it. If the family computes something new, add a
 field to ``ModelConfig``: ``tensors.py`` says where its tensors go, and ``decoder.py`` runs them. Kernels refuse fields
 that they do not know.
 """

@@ -36,7 +36,7 @@ from tests.tools import tool
 
 DOCS = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 _ROW = re.compile(
-    r"^\| `((?:ferrule|process)_\w+)(?:\{([\w,]+)\})?` \| (gauge|counter|histogram) \| (.+) \|$", re.MULTILINE
+    r"^\* `((?:ferrule|process)_\w+)(?:\{([\w,]+)\})?` \((gauge|counter|histogram)\): (.+)$", re.MULTILINE
 )
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 
@@ -50,7 +50,7 @@ class Described(NamedTuple):
 
 
 def documented() -> set[Described]:
-    """Every metric in the tables of docs/metrics.md."""
+    """Every metric in the lists of docs/metrics.md."""
     rows = _ROW.findall(DOCS)
     assert len(rows) == len({name for name, *_ in rows}), "a metric is listed twice"
     return {Described(name, kind, frozenset(re.findall(r"\w+", labels))) for name, labels, kind, _ in rows}

@@ -147,7 +147,7 @@ def test_contributing_names_every_target_once() -> None:
 def test_counters_of_the_page_exist() -> None:
     """Every name in the list of counters is a field of what ``ferrule metrics`` prints, and hardly one is missing."""
     section = OBSERVING[OBSERVING.index("## Counters") : OBSERVING.index("## What is logged")]
-    items = re.findall(r"^\* (`.*?): ", section, re.MULTILINE | re.DOTALL)
+    items = re.findall(r"^\* (`.*?):\s", section, re.MULTILINE | re.DOTALL)
     named = {name for item in items for name in re.findall(r"`(\w+)`", item)}
     counters = {field.name for field in dataclasses.fields(CacheMetrics)}
     assert named <= counters | {field.name for field in dataclasses.fields(Status)}

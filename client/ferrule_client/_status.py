@@ -116,7 +116,7 @@ _WHY_NOT = (
 
 _ADDRESS = re.compile(r"ipv[46]:(\S+):\s")
 
-# A server that refuses a TLS handshake tells gRPC nothing but that it hung up.
+# If a server refuses a TLS handshake, gRPC only learns that it hung up.
 _TLS_ADVICE = {
     "its certificate is not trusted": (
         "no authority that was named (root_certificates of TlsConfig, --tls-ca, FERRULE_TLS_CA) has signed it, or "
@@ -127,8 +127,8 @@ _TLS_ADVICE = {
     ),
     "it does not speak TLS": "connect without tls",
     "TLS handshake failed": "compare both sides' certificates",
-    "nothing to connect with": "the certificates or the key given to TLS are no PEM, or do not belong together",
-    "it hung up": "it may want TLS, or a client certificate that is valid and of an authority it trusts",
+    "nothing to connect with": "the certificates or the key given to TLS are not PEM, or do not belong together",
+    "it hung up": "it may require TLS, or a client certificate that is valid, not expired, of an authority it trusts",
 }
 
 

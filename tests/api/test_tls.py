@@ -291,7 +291,7 @@ def test_a_client_is_told_what_a_failed_handshake_may_mean(mutual: RunningServer
         TlsConfig(authority.cert),
         TlsConfig(authority.cert, stranger.key, stranger.cert),
     ):
-        assert "it hung up; it may want TLS, or a client certificate that is valid" in _told(mutual, tls)
+        assert "it hung up; it may require TLS, or a client certificate that is valid" in _told(mutual, tls)
     assert "its certificate is not trusted; no authority that was named (root_certificates" in _told(
         mutual, TlsConfig(Authority("x").cert)
     )

@@ -531,7 +531,7 @@ def test_a_socket_path_in_use_is_refused_and_a_stale_one_replaced(tmp_path: Path
     [
         (("--listen", "127.0.0.1:0", "--token-file", "/nowhere/tokens"), "--token-file /nowhere/tokens: No such file"),
         (("--listen", "127.0.0.1:0", "--tls-cert", "/c", "--tls-key", "/k"), "--tls-key /k: No such file"),
-        (("--kv-memory", "512TiB", "--listen", "127.0.0.1:0", *QUIET), "no 524288.0 GiB"),
+        (("--kv-memory", "512TiB", "--listen", "127.0.0.1:0", *QUIET), "524288.0 GiB cannot be allocated"),
         (("--model", "/nowhere/at/all", "--listen", "127.0.0.1:0", *QUIET), "no such folder"),
         ((*REFERENCE[:2], "--kv-memory", "64KiB", "--listen", "unix:/nowhere/f.sock", *QUIET), "No such file"),
     ],

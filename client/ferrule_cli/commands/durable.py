@@ -15,7 +15,19 @@ examples:
   ferrule durable inspect /var/lib/ferrule/journal  segments, records and live sequences
   ferrule durable verify /backup/journal            reads every frame; exit code 1 if one is damaged
 
-Both only read. They also work on a copy, and beside a server that runs.
+Both only read. They also work on a copy, and beside a server that runs. Exit codes: 0 the journal was read, by `verify`
+without damage; 1 `verify` found damage; 2 the directory is not a journal, or has another format version.
+
+role of a segment:
+  base        begins with the snapshot from which the state is read
+  read        follows the base, and is read after it
+  superseded  precedes the base, and is not needed; the server would have deleted it next
+  unused      has no header, or no later segment refers to it; it is ignored
+
+tail, after the last valid frame of a segment:
+  clean       there are only zeros, or the next segment says that this one ends before what is there
+  torn        there is a frame that was never confirmed; it is ignored
+  damaged     there is a frame that was confirmed, or something that no crash leaves
 """
 
 

@@ -16,12 +16,12 @@ gives the executor no other work, so the pool is as it would be in a run of its 
 
 A dropped row does no harm. The one slot that it writes lies beyond the tip of its sequence, in a block that no other
 sequence has and that the prefix cache does not know (see :meth:`Reservations.foresee`). A fork, truncate or release
-meanwhile, or another owner of the block, acts on the device later and writes to a slot before it is read. It can cost one
-cached block of the prefix cache.
+meanwhile, or another owner of the block, acts on the device later and writes to a slot before it is read. It can cost
+one cached block of the prefix cache.
 
-Only steps that consist of Generates are followed by a guess, and only if no other append waits, no penalty needs a token
-that is not known yet, and the reader has room. So a new append waits
-for at most one step more than without a guess, and a client that decodes step by step not even that (``_QUIET_STEPS``).
+Only steps that consist of Generates are followed by a guess, and only if no other append waits, no penalty needs a
+token that is not known yet, and the reader has room. So a new append waits for at most one step more than without a
+guess, and a client that decodes step by step not even that (``_QUIET_STEPS``).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,9 +34,16 @@ def servers_below(folder: str) -> list[str]:
     return [line.decode() for line in lines if b"ferrule_server" in line and folder.encode() in line]
 
 
-def test_demo_tells_the_whole_story_in_plain_text(tmp_path: Path) -> None:
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """An empty folder for temporary files, whose path leaves room for that of a socket."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_demo_tells_the_whole_story_in_plain_text(place: Path) -> None:
     """No terminal: plain lines, no control codes, every part, nothing left behind, whatever a server would ask for."""
-    environment = os.environ | {"TMPDIR": str(tmp_path), "FERRULE_TOKEN_FILE": "/nowhere"}
+    environment = os.environ | {"TMPDIR": str(place), "FERRULE_TOKEN_FILE": "/nowhere"}
     done = subprocess.run([*COMMAND, *PAGED], capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
@@ -47,13 +55,18 @@ def test_demo_tells_the_whole_story_in_plain_text(tmp_path: Path) -> None:
     assert "branch 3 forgets 7 tokens" in done.stdout
     assert "pool      all 8191 blocks free" in done.stdout
     assert "ended with exit code 0" in done.stdout
-    assert list(tmp_path.iterdir()) == []
-    assert servers_below(str(tmp_path)) == []
+    assert list(place.iterdir()) == []
+    assert servers_below(str(place)) == []
 
 
-def test_demo_prints_figures_for_scripts() -> None:
-    """JSON alone on standard output; the story goes to standard error."""
-    done = subprocess.run([*COMMAND, *PAGED, "--json"], capture_output=True, text=True, timeout=60, check=False)
+def test_demo_prints_figures_for_scripts(tmp_path: Path) -> None:
+    """JSON alone on standard output, the story on standard error; also if a socket in TMPDIR has too long a path."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    environment = os.environ | {"TMPDIR": str(long)}
+    done = subprocess.run(
+        [*COMMAND, *PAGED, "--json"], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
     figures = json.loads(done.stdout)
     assert (figures["leaked_blocks"], figures["server_exit_code"]) == (0, 0)
     assert figures["peak_blocks"] == 12
@@ -112,9 +125,9 @@ def test_failing_server_shows_its_last_words() -> None:
 @pytest.mark.parametrize(
     ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
 )
-def test_interrupted_demo_ends_its_server(tmp_path: Path, number: signal.Signals, exit_code: int) -> None:
+def test_interrupted_demo_ends_its_server(place: Path, number: signal.Signals, exit_code: int) -> None:
     """Ctrl-C, SIGTERM, a closed terminal and even SIGKILL take the server and its folder along."""
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    environment = os.environ | {"TMPDIR": str(place)}
     command = [*COMMAND, "--executor", "paged-reference", "--max-tokens", "400"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
@@ -124,14 +137,14 @@ def test_interrupted_demo_ends_its_server(tmp_path: Path, number: signal.Signals
         process.send_signal(number)
         assert process.wait(20) == exit_code
     if number is signal.SIGKILL:
-        wait_for(lambda: not servers_below(str(tmp_path)) and not list(tmp_path.iterdir()))
-    assert servers_below(str(tmp_path)) == []
-    assert list(tmp_path.iterdir()) == []
+        wait_for(lambda: not servers_below(str(place)) and not list(place.iterdir()))
+    assert servers_below(str(place)) == []
+    assert list(place.iterdir()) == []
 
 
-def test_closed_terminal_ends_the_demo(tmp_path: Path) -> None:
+def test_closed_terminal_ends_the_demo(place: Path) -> None:
     """The terminal goes away under the panels: nothing stays behind."""
-    environment = os.environ | {"TMPDIR": str(tmp_path), "TERM": "xterm-256color"}
+    environment = os.environ | {"TMPDIR": str(place), "TERM": "xterm-256color"}
     leader, follower = pty.openpty()
     command = [*COMMAND, "--executor", "paged-reference", "--max-tokens", "400"]
     own = ["setsid", "--ctty", *command]  # the terminal is its own, so that its end sends SIGHUP
@@ -142,8 +155,8 @@ def test_closed_terminal_ends_the_demo(tmp_path: Path) -> None:
             seen += os.read(leader, 4096)
         os.close(leader)
         assert process.wait(20) != 0
-    assert servers_below(str(tmp_path)) == []
-    assert list(tmp_path.iterdir()) == []
+    assert servers_below(str(place)) == []
+    assert list(place.iterdir()) == []
 
 
 def test_demo_draws_in_colour_on_a_terminal() -> None:

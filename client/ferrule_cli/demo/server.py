@@ -19,6 +19,7 @@ from ferrule_client.types import Status
 __all__ = ["ServerProcess"]
 
 _STOP_S = 15.0  # more than the guardian itself waits
+_MAX_PLACE_BYTES = 68  # the path of a socket has at most 103 bytes on macOS, 107 on Linux; the rest is ours
 _ACCESS = (
     "FERRULE_CONFIG",
     "FERRULE_TOKEN_FILE",
@@ -38,7 +39,7 @@ class ServerProcess:
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="ferrule-demo-")
+        self._folder = tempfile.TemporaryDirectory(prefix="ferrule-demo-", dir=_place())
         self._log_path = Path(self._folder.name) / "server.log"
         self.target = f"unix:{self._folder.name}/ferrule.sock"
         command = [sys.executable, "-I", "-S", guardian.__file__, self._folder.name]
@@ -80,3 +81,8 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+
+def _place() -> str | None:
+    """Return where to make the folder; None: in the usual place, unless a socket there would have too long a path."""
+    return None if len(os.fsencode(tempfile.gettempdir())) <= _MAX_PLACE_BYTES else "/tmp"  # noqa: S108

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from ferrule_cli.app import build_parser
-from ferrule_server.arguments import build_parser as build_server_parser
+from tools.docs_site import parsers
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGES: Final = tuple(
@@ -91,9 +88,7 @@ def in_sentences(page: str) -> list[Command]:
 
 def in_help() -> list[Command]:
     """Return the examples at the end of every ``--help``."""
-    helps = {"ferrule serve --help": build_server_parser().epilog}
-    for name, parser in _parsers("ferrule", build_parser()):
-        helps[f"{name} --help"] = parser.epilog
+    helps = {f"{parser.prog} --help": parser.epilog for parser in parsers()}
     lines = [(page, *numbered) for page, text in helps.items() for numbered in enumerate((text or "").splitlines(), 1)]
     examples = re.compile(r"  ((?:\S+ )*(?:\| )?ferrule .*?)(?: {2,}.*)?$")
     return [
@@ -101,13 +96,3 @@ def in_help() -> list[Command]:
         for page, number, line in lines
         if (found := examples.match(line)) is not None
     ]
-
-
-def _parsers(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Give a parser and those of its commands, without ``serve``, which the server has its own for."""
-    yield name, parser
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for inner, below in action.choices.items():
-                if inner != "serve":
-                    yield from _parsers(f"{name} {inner}", below)

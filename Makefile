@@ -128,6 +128,7 @@ $(VENV)/.demo-$(TORCH): $(PROJECTS) constraints.txt deploy/install_torch.py
 $(VENV)/.ok: $(VENV)/.demo-$(TORCH)
 	@echo "== installing what the tests need into $(VENV)"
 	@$(PIP) -q -e '.[cli,dev]' -e 'server[otel,kernels]'
+	@$(PIP) -q --no-deps --upgrade --target $(VENV)/generator grpcio-tools
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.ok

@@ -1,7 +1,8 @@
 """Regenerates the Python stubs of `ferrule.v1` beside their protos, or checks that they are up to date.
 
-The generator's version is pinned (pyproject.toml, extra `dev`): the stubs refuse to load under an older grpcio and
-protobuf than it, so it is the floor of every user. protoc gives no types for services; those are written here.
+The stubs refuse to load under an older grpcio and protobuf than those of the generator, grpcio-tools 1.81.1, so that it
+decides whether users of protobuf 6.33 can load them. It does not run beside protobuf 7, which the tests use: the
+Makefile installs it into a folder of its own. protoc gives no types for services; those are written here.
 
     python protos/generate_stubs.py            writes the stubs
     python protos/generate_stubs.py --check    exits 1 with the names of the stubs that differ from a fresh run
@@ -10,6 +11,8 @@ protobuf than it, so it is the floor of every user. protoc gives no types for se
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +26,8 @@ from google.protobuf.descriptor_pb2 import (
 
 PROTOS = Path(__file__).resolve().parent
 PACKAGE = Path("ferrule", "v1")
+GENERATOR = Path(sys.prefix, "generator")
+"""Where the Makefile installs grpcio-tools."""
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 
 # One servicer type serves grpc and grpc.aio: a method may be a function or a coroutine, its context is either one.
@@ -71,11 +76,9 @@ def run_protoc(*arguments: str) -> None:
     Raises:
         RuntimeError: protoc refused the files; its own words went to stderr.
     """
-    from grpc_tools import protoc  # type: ignore[import-untyped]
-
-    bundled = Path(protoc.__file__).parent / "_proto"
-    includes = [f"-I{PROTOS}", f"-I{PROTOS / 'third_party'}", f"-I{bundled}"]
-    code = protoc.main(["protoc", *includes, *arguments])
+    includes = [f"-I{folder}" for folder in (PROTOS, PROTOS / "third_party")]
+    command = [sys.executable, "-m", "grpc_tools.protoc", *includes, *arguments]
+    code = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(GENERATOR)}, check=False).returncode
     if code != 0:
         raise RuntimeError(f"protoc ended with code {code}")
 

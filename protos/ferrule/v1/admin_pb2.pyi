@@ -167,7 +167,7 @@ class SequenceView(_message.Message):
     principal: str
     num_pending: int
     is_appending: bool
-    def __init__(self, summary: _Optional[_Union[_cache_pb2.CacheSummary, _Mapping]] = ..., parent_handle_id: _Optional[str] = ..., principal: _Optional[str] = ..., num_pending: _Optional[int] = ..., is_appending: bool = ...) -> None: ...
+    def __init__(self, summary: _Optional[_Union[_cache_pb2.CacheSummary, _Mapping]] = ..., parent_handle_id: _Optional[str] = ..., principal: _Optional[str] = ..., num_pending: _Optional[int] = ..., is_appending: _Optional[bool] = ...) -> None: ...
 
 class PrincipalView(_message.Message):
     __slots__ = ("principal", "live_sequences", "kv_tokens", "queued_jobs", "queued_rows", "num_appends", "num_tokens", "queue_ns", "run_ns")

@@ -5,7 +5,7 @@ import warnings
 
 from ferrule.v1 import admin_pb2 as ferrule_dot_v1_dot_admin__pb2
 
-GRPC_GENERATED_VERSION = '1.75.1'
+GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in ferrule/v1/admin_pb2_grpc.py depends on'
+        + ' but the generated code in ferrule/v1/admin_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class AdminServiceStub(object):
+class AdminServiceStub:
     """Runs the server's life, and shows it. Every call needs the admin role: else PERMISSION_DENIED / ROLE_REQUIRED.
     """
 
@@ -57,7 +57,7 @@ class AdminServiceStub(object):
                 _registered_method=True)
 
 
-class AdminServiceServicer(object):
+class AdminServiceServicer:
     """Runs the server's life, and shows it. Every call needs the admin role: else PERMISSION_DENIED / ROLE_REQUIRED.
     """
 
@@ -126,7 +126,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class AdminService(object):
+class AdminService:
     """Runs the server's life, and shows it. Every call needs the admin role: else PERMISSION_DENIED / ROLE_REQUIRED.
     """
 

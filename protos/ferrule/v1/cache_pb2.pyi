@@ -34,7 +34,7 @@ class ForkCacheResponse(_message.Message):
     kv_caches: _containers.RepeatedCompositeFieldContainer[_types_pb2.KvCacheHandle]
     ttl: _duration_pb2.Duration
     replayed: bool
-    def __init__(self, kv_caches: _Optional[_Iterable[_Union[_types_pb2.KvCacheHandle, _Mapping]]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., replayed: bool = ...) -> None: ...
+    def __init__(self, kv_caches: _Optional[_Iterable[_Union[_types_pb2.KvCacheHandle, _Mapping]]] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., replayed: _Optional[bool] = ...) -> None: ...
 
 class TruncateKvRequest(_message.Message):
     __slots__ = ("kv_cache", "new_length")
@@ -118,7 +118,7 @@ class ReleaseResult(_message.Message):
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     handle_id: str
     released: bool
-    def __init__(self, handle_id: _Optional[str] = ..., released: bool = ...) -> None: ...
+    def __init__(self, handle_id: _Optional[str] = ..., released: _Optional[bool] = ...) -> None: ...
 
 class KeepAliveRequest(_message.Message):
     __slots__ = ("kv_caches", "ttl")
@@ -158,7 +158,7 @@ class GetCacheInfoRequest(_message.Message):
     kv_cache: _types_pb2.KvCacheHandle
     include_token_ids: bool
     include_blocks: bool
-    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., include_token_ids: bool = ..., include_blocks: bool = ...) -> None: ...
+    def __init__(self, kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., include_token_ids: _Optional[bool] = ..., include_blocks: _Optional[bool] = ...) -> None: ...
 
 class GetCacheInfoResponse(_message.Message):
     __slots__ = ("info",)

@@ -90,7 +90,7 @@ class CacheOptions(_message.Message):
     reserve_length: int
     drop_outside_window: bool
     durability: _types_pb2.Durability
-    def __init__(self, ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., skip_prefix_reuse: bool = ..., skip_prefix_publish: bool = ..., reserve_length: _Optional[int] = ..., drop_outside_window: bool = ..., durability: _Optional[_Union[_types_pb2.Durability, str]] = ...) -> None: ...
+    def __init__(self, ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., skip_prefix_reuse: _Optional[bool] = ..., skip_prefix_publish: _Optional[bool] = ..., reserve_length: _Optional[int] = ..., drop_outside_window: _Optional[bool] = ..., durability: _Optional[_Union[_types_pb2.Durability, str]] = ...) -> None: ...
 
 class PrefillOutput(_message.Message):
     __slots__ = ("request_id", "kv_cache", "outputs", "timing", "replayed", "recomputed", "cached_tokens", "ttl")
@@ -110,7 +110,7 @@ class PrefillOutput(_message.Message):
     recomputed: bool
     cached_tokens: int
     ttl: _duration_pb2.Duration
-    def __init__(self, request_id: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., replayed: bool = ..., recomputed: bool = ..., cached_tokens: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., replayed: _Optional[bool] = ..., recomputed: _Optional[bool] = ..., cached_tokens: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class DecodeInput(_message.Message):
     __slots__ = ("request_id", "input_ids", "kv_cache", "logits_policy", "on_stale")
@@ -140,7 +140,7 @@ class DecodeOutput(_message.Message):
     timing: _types_pb2.Timing
     replayed: bool
     recomputed: bool
-    def __init__(self, request_id: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., replayed: bool = ..., recomputed: bool = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., replayed: _Optional[bool] = ..., recomputed: _Optional[bool] = ...) -> None: ...
 
 class UnifiedBatchItem(_message.Message):
     __slots__ = ("request_id", "q_tokens", "kv_cache", "pos_offset", "is_final_chunk", "logits_policy", "on_stale", "logits_positions", "cache")
@@ -162,7 +162,7 @@ class UnifiedBatchItem(_message.Message):
     on_stale: _types_pb2.StalePolicy
     logits_positions: _types_pb2.LogitsPositions
     cache: CacheOptions
-    def __init__(self, request_id: _Optional[str] = ..., q_tokens: _Optional[_Iterable[int]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., pos_offset: _Optional[int] = ..., is_final_chunk: bool = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ..., on_stale: _Optional[_Union[_types_pb2.StalePolicy, str]] = ..., logits_positions: _Optional[_Union[_types_pb2.LogitsPositions, str]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., q_tokens: _Optional[_Iterable[int]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., pos_offset: _Optional[int] = ..., is_final_chunk: _Optional[bool] = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ..., on_stale: _Optional[_Union[_types_pb2.StalePolicy, str]] = ..., logits_positions: _Optional[_Union[_types_pb2.LogitsPositions, str]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ...) -> None: ...
 
 class UnifiedBatch(_message.Message):
     __slots__ = ("items",)
@@ -194,7 +194,7 @@ class VerifyInput(_message.Message):
     draft_probs: DraftProbs
     token_masks: _containers.RepeatedCompositeFieldContainer[_policy_pb2.TokenMask]
     return_row_handles: bool
-    def __init__(self, request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ..., on_stale: _Optional[_Union[_types_pb2.StalePolicy, str]] = ..., draft_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceRule, str]] = ..., draft_probs: _Optional[_Union[DraftProbs, _Mapping]] = ..., token_masks: _Optional[_Iterable[_Union[_policy_pb2.TokenMask, _Mapping]]] = ..., return_row_handles: bool = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ..., on_stale: _Optional[_Union[_types_pb2.StalePolicy, str]] = ..., draft_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., acceptance: _Optional[_Union[AcceptanceRule, str]] = ..., draft_probs: _Optional[_Union[DraftProbs, _Mapping]] = ..., token_masks: _Optional[_Iterable[_Union[_policy_pb2.TokenMask, _Mapping]]] = ..., return_row_handles: _Optional[bool] = ...) -> None: ...
 
 class DraftProbs(_message.Message):
     __slots__ = ("dense", "sparse")
@@ -236,7 +236,7 @@ class VerifyOutput(_message.Message):
     accepted_indices: _containers.RepeatedScalarFieldContainer[int]
     next_token: int
     row_handles: _containers.RepeatedCompositeFieldContainer[_types_pb2.KvCacheHandle]
-    def __init__(self, request_id: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., replayed: bool = ..., recomputed: bool = ..., accepted_count: _Optional[int] = ..., accepted_indices: _Optional[_Iterable[int]] = ..., next_token: _Optional[int] = ..., row_handles: _Optional[_Iterable[_Union[_types_pb2.KvCacheHandle, _Mapping]]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., replayed: _Optional[bool] = ..., recomputed: _Optional[bool] = ..., accepted_count: _Optional[int] = ..., accepted_indices: _Optional[_Iterable[int]] = ..., next_token: _Optional[int] = ..., row_handles: _Optional[_Iterable[_Union[_types_pb2.KvCacheHandle, _Mapping]]] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()
@@ -432,7 +432,7 @@ class ForwardResponse(_message.Message):
     timing: _types_pb2.Timing
     is_last: bool
     pooled_hidden_state: _types_pb2.Tensor
-    def __init__(self, request_id: _Optional[str] = ..., first_position: _Optional[int] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., is_last: bool = ..., pooled_hidden_state: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., first_position: _Optional[int] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., is_last: _Optional[bool] = ..., pooled_hidden_state: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "input_ids", "kv_cache", "logits_policy", "on_stale", "cache", "max_tokens", "n", "stop_token_ids", "stop_sequences", "stop_strings", "ignore_eos", "return_text", "skip_special_tokens")
@@ -464,7 +464,7 @@ class GenerateRequest(_message.Message):
     ignore_eos: bool
     return_text: bool
     skip_special_tokens: bool
-    def __init__(self, request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ..., on_stale: _Optional[_Union[_types_pb2.StalePolicy, str]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_sequences: _Optional[_Iterable[_Union[_policy_pb2.TokenIdList, _Mapping]]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., ignore_eos: bool = ..., return_text: bool = ..., skip_special_tokens: bool = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ..., on_stale: _Optional[_Union[_types_pb2.StalePolicy, str]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_sequences: _Optional[_Iterable[_Union[_policy_pb2.TokenIdList, _Mapping]]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., return_text: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "outputs", "timing")
@@ -494,4 +494,4 @@ class GenerateOutput(_message.Message):
     cached_tokens: int
     text: str
     replayed: bool
-    def __init__(self, index: _Optional[int] = ..., resume_from: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., text: _Optional[str] = ..., replayed: bool = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., resume_from: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., text: _Optional[str] = ..., replayed: _Optional[bool] = ...) -> None: ...

@@ -6,7 +6,7 @@ import warnings
 from ferrule.v1 import cache_pb2 as ferrule_dot_v1_dot_cache__pb2
 from ferrule.v1 import executor_pb2 as ferrule_dot_v1_dot_executor__pb2
 
-GRPC_GENERATED_VERSION = '1.75.1'
+GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -19,14 +19,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in ferrule/v1/executor_pb2_grpc.py depends on'
+        + ' but the generated code in ferrule/v1/executor_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class ModelExecutorServiceStub(object):
+class ModelExecutorServiceStub:
     """Runs a decoder-only language model over KV caches that the client holds handles to.
 
     Errors: every error is a google.rpc.Status with one ErrorInfo{reason, domain "ferrule"}; the table of codes and
@@ -157,7 +157,7 @@ class ModelExecutorServiceStub(object):
                 _registered_method=True)
 
 
-class ModelExecutorServiceServicer(object):
+class ModelExecutorServiceServicer:
     """Runs a decoder-only language model over KV caches that the client holds handles to.
 
     Errors: every error is a google.rpc.Status with one ErrorInfo{reason, domain "ferrule"}; the table of codes and
@@ -487,7 +487,7 @@ def add_ModelExecutorServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class ModelExecutorService(object):
+class ModelExecutorService:
     """Runs a decoder-only language model over KV caches that the client holds handles to.
 
     Errors: every error is a google.rpc.Status with one ErrorInfo{reason, domain "ferrule"}; the table of codes and

@@ -196,7 +196,7 @@ class CallerInfo(_message.Message):
     principal: str
     is_admin: bool
     quotas: QuotaLimits
-    def __init__(self, principal: _Optional[str] = ..., is_admin: bool = ..., quotas: _Optional[_Union[QuotaLimits, _Mapping]] = ...) -> None: ...
+    def __init__(self, principal: _Optional[str] = ..., is_admin: _Optional[bool] = ..., quotas: _Optional[_Union[QuotaLimits, _Mapping]] = ...) -> None: ...
 
 class QuotaLimits(_message.Message):
     __slots__ = ("handles", "kv_tokens", "queued_rows", "prefill_tokens_per_second", "retained_bytes", "mask_bytes", "calls_per_second", "request_bytes_per_second", "text_bytes_per_second")
@@ -299,7 +299,7 @@ class ExecutorStatus(_message.Message):
     num_generates: int
     active_streams: int
     debug: _containers.ScalarMap[str, str]
-    def __init__(self, state: _Optional[_Union[ExecutorState, str]] = ..., is_ready: bool = ..., load_progress: _Optional[float] = ..., load_stage: _Optional[str] = ..., executor: _Optional[str] = ..., fallback_reason: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[str] = ..., server_version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., live_sequences: _Optional[int] = ..., queue_depth: _Optional[int] = ..., free_blocks: _Optional[int] = ..., current_batch_size: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_decodes: _Optional[int] = ..., num_verifies: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_errors: _Optional[int] = ..., avg_prefill_ns: _Optional[int] = ..., avg_decode_ns: _Optional[int] = ..., memory: _Optional[_Union[MemoryUsage, _Mapping]] = ..., last_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_generates: _Optional[int] = ..., active_streams: _Optional[int] = ..., debug: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, state: _Optional[_Union[ExecutorState, str]] = ..., is_ready: _Optional[bool] = ..., load_progress: _Optional[float] = ..., load_stage: _Optional[str] = ..., executor: _Optional[str] = ..., fallback_reason: _Optional[str] = ..., instance: _Optional[str] = ..., epoch: _Optional[str] = ..., server_version: _Optional[str] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., live_sequences: _Optional[int] = ..., queue_depth: _Optional[int] = ..., free_blocks: _Optional[int] = ..., current_batch_size: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefills: _Optional[int] = ..., num_decodes: _Optional[int] = ..., num_verifies: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_errors: _Optional[int] = ..., avg_prefill_ns: _Optional[int] = ..., avg_decode_ns: _Optional[int] = ..., memory: _Optional[_Union[MemoryUsage, _Mapping]] = ..., last_step_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_generates: _Optional[int] = ..., active_streams: _Optional[int] = ..., debug: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class MemoryUsage(_message.Message):
     __slots__ = ("host_resident_bytes", "host_peak_bytes", "device_allocated_bytes", "device_peak_bytes", "device_total_bytes")

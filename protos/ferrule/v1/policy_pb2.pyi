@@ -27,7 +27,7 @@ class LogitsReturnPolicy(_message.Message):
     target_logprobs: bool
     entropy: bool
     hidden_state: bool
-    def __init__(self, full_logits: _Optional[_Union[FullLogits, _Mapping]] = ..., greedy_argmax: _Optional[_Union[GreedyArgmax, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., logprobs: bool = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., target_logprobs: bool = ..., entropy: bool = ..., hidden_state: bool = ...) -> None: ...
+    def __init__(self, full_logits: _Optional[_Union[FullLogits, _Mapping]] = ..., greedy_argmax: _Optional[_Union[GreedyArgmax, _Mapping]] = ..., sample: _Optional[_Union[Sample, _Mapping]] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Iterable[int]] = ..., target_logprobs: _Optional[bool] = ..., entropy: _Optional[bool] = ..., hidden_state: _Optional[bool] = ...) -> None: ...
 
 class FullLogits(_message.Message):
     __slots__ = ("dtype",)

@@ -14,7 +14,7 @@ class TokenizeRequest(_message.Message):
     text: str
     add_special_tokens: bool
     parse_special_tokens: bool
-    def __init__(self, text: _Optional[str] = ..., add_special_tokens: bool = ..., parse_special_tokens: bool = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., add_special_tokens: _Optional[bool] = ..., parse_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
     __slots__ = ("token_ids",)
@@ -28,7 +28,7 @@ class DetokenizeRequest(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     skip_special_tokens: bool
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., skip_special_tokens: bool = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., skip_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class DetokenizeResponse(_message.Message):
     __slots__ = ("text", "ends_mid_character")
@@ -36,7 +36,7 @@ class DetokenizeResponse(_message.Message):
     ENDS_MID_CHARACTER_FIELD_NUMBER: _ClassVar[int]
     text: str
     ends_mid_character: bool
-    def __init__(self, text: _Optional[str] = ..., ends_mid_character: bool = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., ends_mid_character: _Optional[bool] = ...) -> None: ...
 
 class ApplyChatTemplateRequest(_message.Message):
     __slots__ = ("messages", "tools_json", "skip_generation_prompt", "variables_json", "allow_special_tokens")
@@ -50,7 +50,7 @@ class ApplyChatTemplateRequest(_message.Message):
     skip_generation_prompt: bool
     variables_json: str
     allow_special_tokens: bool
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., skip_generation_prompt: bool = ..., variables_json: _Optional[str] = ..., allow_special_tokens: bool = ...) -> None: ...
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., skip_generation_prompt: _Optional[bool] = ..., variables_json: _Optional[str] = ..., allow_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "extra_json")

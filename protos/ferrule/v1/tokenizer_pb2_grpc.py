@@ -5,7 +5,7 @@ import warnings
 
 from ferrule.v1 import tokenizer_pb2 as ferrule_dot_v1_dot_tokenizer__pb2
 
-GRPC_GENERATED_VERSION = '1.75.1'
+GRPC_GENERATED_VERSION = '1.81.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + f' but the generated code in ferrule/v1/tokenizer_pb2_grpc.py depends on'
+        + ' but the generated code in ferrule/v1/tokenizer_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class TokenizerServiceStub(object):
+class TokenizerServiceStub:
     """Turns text into token ids and back. Stateless; every call is idempotent.
     Without a tokenizer (FEATURE_TOKENIZER) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
     Long requests wait in a bounded queue, in which principals take turns. If the queue is full, a call is refused with
@@ -56,7 +56,7 @@ class TokenizerServiceStub(object):
                 _registered_method=True)
 
 
-class TokenizerServiceServicer(object):
+class TokenizerServiceServicer:
     """Turns text into token ids and back. Stateless; every call is idempotent.
     Without a tokenizer (FEATURE_TOKENIZER) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
     Long requests wait in a bounded queue, in which principals take turns. If the queue is full, a call is refused with
@@ -115,7 +115,7 @@ def add_TokenizerServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class TokenizerService(object):
+class TokenizerService:
     """Turns text into token ids and back. Stateless; every call is idempotent.
     Without a tokenizer (FEATURE_TOKENIZER) every call answers UNIMPLEMENTED / FEATURE_UNSUPPORTED.
     Long requests wait in a bounded queue, in which principals take turns. If the queue is full, a call is refused with

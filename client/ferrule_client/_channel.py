@@ -16,6 +16,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # What we may send is the server's to decide; what we take is bounded, as a guard against nonsense.
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", _MAX_REPLY_BYTES),
+    # Tokens and floats do not shrink, and a compressed message may hide a huge one: neither sent nor accepted.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
     # Notice a dead peer while calls are open. Servers refuse pings more often than every 10 s.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),

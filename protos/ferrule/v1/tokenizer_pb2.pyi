@@ -39,18 +39,20 @@ class DetokenizeResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ..., ends_mid_character: _Optional[bool] = ...) -> None: ...
 
 class ApplyChatTemplateRequest(_message.Message):
-    __slots__ = ("messages", "tools_json", "skip_generation_prompt", "variables_json", "allow_special_tokens")
+    __slots__ = ("messages", "tools_json", "skip_generation_prompt", "variables_json", "allow_special_tokens", "special_tokens_as_text")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     SKIP_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_JSON_FIELD_NUMBER: _ClassVar[int]
     ALLOW_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKENS_AS_TEXT_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     tools_json: str
     skip_generation_prompt: bool
     variables_json: str
     allow_special_tokens: bool
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., skip_generation_prompt: _Optional[bool] = ..., variables_json: _Optional[str] = ..., allow_special_tokens: _Optional[bool] = ...) -> None: ...
+    special_tokens_as_text: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., skip_generation_prompt: _Optional[bool] = ..., variables_json: _Optional[str] = ..., allow_special_tokens: _Optional[bool] = ..., special_tokens_as_text: _Optional[bool] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "extra_json")

@@ -82,8 +82,8 @@ class TokenizerServiceServicer:
     def ApplyChatTemplate(self, request, context):
         """Renders a conversation by the model's chat template and turns it into token ids. Without a template:
         UNIMPLEMENTED / FEATURE_UNSUPPORTED. INVALID_ARGUMENT / INVALID_FIELD: a template error, a conversation with more
-        than `max_text_bytes` of the capabilities, or one that contains the text of a special token (see
-        `allow_special_tokens`).
+        than `max_text_bytes` of the capabilities, or one that contains the text of a control token (see
+        `allow_special_tokens` and `special_tokens_as_text`).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

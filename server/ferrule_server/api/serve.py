@@ -63,6 +63,9 @@ def server_options(limits: ApiLimits) -> list[tuple[str, int]]:
     10 s rather than in minutes. ping_timeout is another limit on the same answer, 60 s unless set. A client may ping
     every 10 s, also on an idle connection; one that pings more often gets ENHANCE_YOUR_CALM and is disconnected.
 
+    compression_enabled_algorithms_bitset: compressed messages are refused, because the limit on the size of a message
+    must hold before it is inflated.
+
     bdp_probe and lookahead_bytes: these keep what a stream may send before a call reads it small; otherwise gRPC lets
     it grow with the bandwidth. While a message is read its stream may send all of it, so a large message takes one
     round trip longer. Clients queue calls beyond max_concurrent_streams.
@@ -75,6 +78,7 @@ def server_options(limits: ApiLimits) -> list[tuple[str, int]]:
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
         ("grpc.server.max_pending_requests", 512),
         ("grpc.server.max_pending_requests_hard_limit", 1024),
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
         ("grpc.keepalive_time_ms", 5_000),

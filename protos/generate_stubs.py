@@ -78,7 +78,7 @@ def run_protoc(*arguments: str) -> None:
     """
     includes = [f"-I{folder}" for folder in (PROTOS, PROTOS / "third_party")]
     command = [sys.executable, "-m", "grpc_tools.protoc", *includes, *arguments]
-    code = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(GENERATOR)}, check=False).returncode
+    code = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(GENERATOR)}, check=False).returncode  # noqa: S603
     if code != 0:
         raise RuntimeError(f"protoc ended with code {code}")
 

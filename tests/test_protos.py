@@ -95,7 +95,7 @@ def test_protos_stay_readable_for_old_compilers(generator: ModuleType) -> None:
 
 
 def test_stub_floors_are_the_declared_floors() -> None:
-    """The stubs load with the lowest versions that pip installs; their generator is as old as the oldest health stubs."""
+    """The stubs load with the lowest versions that pip installs; so does the oldest health stub."""
     protobuf_floors = {
         ".".join(re.findall(r"\d+", match))
         for path in (PROTOS / "ferrule/v1").glob("*_pb2.py")

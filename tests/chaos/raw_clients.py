@@ -2,9 +2,7 @@
 
 They know one rule: an append whose reply did not come is sent again, word for word.
 
-Every attempt has a short deadline of its own, because of gRPC itself: where connections are cut all the time, one call
-in a few thousand of grpcio 1.75.1 stays queued on a channel that has no connection and makes none, until its deadline
-(seen with an echo server of gRPC's own, no code of ours in it; no experiment, retry or backoff setting changes it).
+Every attempt has a short deadline of its own: a call that gRPC forgets shows up as DEADLINE_EXCEEDED among the breaks.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class OpenCall(Generic[_Reply]):
     async def _within(self, timeout: float | None, *, reads: bool) -> object:
         self._is_waiting = True
         try:
-            with OwnCancellation(), self._wire.nudged():
+            with OwnCancellation():
                 async with asyncio.timeout(timeout) as self._limit:
                     await self._write()
                     return await self._call.read() if reads else None

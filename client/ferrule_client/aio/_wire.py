@@ -18,14 +18,12 @@ import grpc.aio
 from ferrule.v1 import admin_pb2_grpc, executor_pb2_grpc, tokenizer_pb2_grpc
 from ferrule_client._channel import (
     CHANNEL_OPTIONS,
-    HEALTH_CHECK,
     Extra,
     Labels,
     Metadata,
     secrets_of,
     warn_of_plain_token,
 )
-from ferrule_client._nudge import FIRST_NUDGE_S, LONGEST_NUDGE_S, NUDGE_TIMEOUT_S
 from ferrule_client.errors import CallCancelledError
 from ferrule_client.types import TlsConfig
 
@@ -58,8 +56,6 @@ class Wire:
             raise RuntimeError("AsyncClient needs a running event loop: make it in a coroutine") from None
         self._labels = Labels(token, extra)
         self.channel = _open_channel(target, tls, has_token=bool(token))
-        self._probe: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(HEALTH_CHECK)
-        self._looks: set[asyncio.Task[None]] = set()
         self.streams: weakref.WeakSet[Cancellable] = weakref.WeakSet()
         self.executor = executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
@@ -74,7 +70,7 @@ class Wire:
     ) -> _Reply | None:
         """Run one call once, in at most so many seconds, and return the reply; cancelling the task cancels it."""
         metadata = self.metadata(instance)
-        with OwnCancellation(), self.nudged():
+        with OwnCancellation():
             return await method(request, timeout=timeout, metadata=metadata)
 
     def metadata(self, instance: str) -> Metadata:
@@ -86,20 +82,6 @@ class Wire:
         if not is_running(self._loop):
             raise RuntimeError("this client belongs to another event loop; make one in each")
         return self._labels.of(instance)
-
-    def nudged(self) -> _Nudging:
-        """Return what touches the channel at growing intervals while a call on it waits."""
-        return _Nudging(self._loop, self._touch)
-
-    def _touch(self) -> None:
-        look = self._loop.create_task(self._look(), name="ferrule-nudge")
-        self._looks.add(look)
-        look.add_done_callback(self._looks.discard)
-
-    async def _look(self) -> None:
-        """Send something over the channel; what comes of it, the calls on it hear by themselves."""
-        with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError):
-            await self._probe(b"", timeout=NUDGE_TIMEOUT_S)
 
     def on_loop(self, callback: Callable[[], object]) -> None:
         """Run a callback on the loop: now, if the caller stands on it, else soon; never, if it is closed."""
@@ -115,34 +97,9 @@ class Wire:
 
     async def close(self) -> None:
         """Close the channel; calls under way are cancelled. Closing twice changes nothing."""
-        for look in list(self._looks):
-            look.cancel()
-            await asyncio.wait([look])
         for stream in list(self.streams):
             stream.cancel()
         await self.channel.close()
-
-
-class _Nudging:
-    """Within it a call waits, and its channel is touched now and then; why, says the sync client's ``Nudger``."""
-
-    __slots__ = ("_loop", "_pause_s", "_timer", "_touch")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, touch: Callable[[], None]) -> None:
-        self._loop = loop
-        self._touch = touch
-        self._pause_s = FIRST_NUDGE_S
-
-    def __enter__(self) -> None:
-        self._timer = self._loop.call_later(self._pause_s, self._go_on)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._timer.cancel()
-
-    def _go_on(self) -> None:
-        self._touch()
-        self._timer = self._loop.call_later(self._pause_s, self._go_on)
-        self._pause_s = min(2 * self._pause_s, LONGEST_NUDGE_S)
 
 
 class OwnCancellation:

@@ -40,7 +40,6 @@ class OpenCall(Generic[_Reply]):
     fly; the threads that need them then hang, the one that closes the channel too).
 
     Args:
-        wire: Where to open it.
         open_call: Opens it; called in the thread.
         instance: The one it is for; empty: any.
         requests: Frames to send, and None at the end. None: none are sent, and the call ends by itself.
@@ -50,14 +49,13 @@ class OpenCall(Generic[_Reply]):
     """
 
     def __init__(
-        self, wire: Wire, open_call: Callable[[], Reader[_Reply]], instance: str, requests: _Requests | None = None
+        self, open_call: Callable[[], Reader[_Reply]], instance: str, requests: _Requests | None = None
     ) -> None:
         self.instance = instance
         self.is_closed = False
         self._requests = requests
         self._replies: SimpleQueue[_Reply | grpc.RpcError | None] = SimpleQueue()
         self._room = threading.Semaphore(_WINDOW)
-        self._nudger = wire.nudger
         self._is_waiting = False
         opened: _Opened[_Reply] = SimpleQueue()
         # The thread holds the queues and the call, not this object, so that forgetting the call ends it.
@@ -93,8 +91,7 @@ class OpenCall(Generic[_Reply]):
         """
         self._is_waiting = True
         try:
-            with self._nudger:
-                reply = self._replies.get(timeout=timeout)
+            reply = self._replies.get(timeout=timeout)
         except Empty:
             raise too_late(timeout) from None
         self._room.release()
@@ -142,7 +139,7 @@ def open_frames(wire: Wire, instance: str) -> OpenCall[executor_pb2.StreamDecode
     """Open one StreamDecode at an instance (empty: any), without a deadline of its own."""
     requests: _Requests = SimpleQueue()
     metadata = wire.labels.of(instance)
-    return OpenCall(wire, functools.partial(wire.open_stream, _drain(requests), metadata), instance, requests)
+    return OpenCall(functools.partial(wire.open_stream, _drain(requests), metadata), instance, requests)
 
 
 def open_replies(
@@ -151,7 +148,7 @@ def open_replies(
     """Open one call that answers with a stream of replies, without a deadline of its own."""
     metadata = wire.labels.of(instance)
     open_call: Callable[[], Any] = functools.partial(method, request, metadata=metadata)  # Any: a Reader
-    return OpenCall(wire, open_call, instance)
+    return OpenCall(open_call, instance)
 
 
 def _drain(requests: _Requests) -> Iterator[executor_pb2.StreamDecodeRequest]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Iterator
 from typing import Protocol, TypeVar
@@ -20,7 +19,6 @@ from ferrule_client._channel import (
     secrets_of,
     warn_of_plain_token,
 )
-from ferrule_client._nudge import NUDGE_TIMEOUT_S, Nudger
 from ferrule_client.types import TlsConfig
 
 _Request = TypeVar("_Request")
@@ -50,7 +48,6 @@ class Wire:
         self.labels = Labels(token, extra)
         self.channel = _open_channel(target, tls, has_token=bool(token))
         self._probe: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self.channel.unary_unary(HEALTH_CHECK)
-        self.nudger = Nudger(functools.partial(_look, self._probe))
         self.executor = executor_pb2_grpc.ModelExecutorServiceStub(self.channel)
         self.tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(self.channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)
@@ -66,9 +63,7 @@ class Wire:
 
         None: gRPC said OK and had no message, for a call cut off by its deadline just as it ended.
         """
-        metadata = self.labels.of(instance)
-        with self.nudger:
-            return method(request, timeout=timeout, metadata=metadata)
+        return method(request, timeout=timeout, metadata=self.labels.of(instance))
 
     def open_stream(
         self, requests: Iterator[executor_pb2.StreamDecodeRequest], metadata: Metadata
@@ -91,14 +86,7 @@ class Wire:
 
     def close(self) -> None:
         """Close the channel; calls under way are cancelled. Closing twice changes nothing."""
-        self.nudger.close()
         self.channel.close()
-
-
-def _look(probe: grpc.UnaryUnaryMultiCallable[bytes, bytes]) -> None:
-    """Send something over a channel; what comes of it, the calls on it hear by themselves."""
-    with contextlib.suppress(grpc.RpcError, ValueError):
-        probe(b"", timeout=NUDGE_TIMEOUT_S)
 
 
 def _open_channel(target: str, tls: bool | TlsConfig | None, *, has_token: bool) -> grpc.Channel:

@@ -111,7 +111,7 @@ _WHY_NOT = (
     ("ssl", "TLS handshake failed"),
     ("socket closed", "it hung up"),
     ("connection reset", "it hung up"),
-    ("empty address list", "nothing to connect with"),
+    ("create security handshaker", "unusable TLS settings"),
 )
 
 _ADDRESS = re.compile(r"ipv[46]:(\S+):\s")
@@ -127,7 +127,7 @@ _TLS_ADVICE = {
     ),
     "it does not speak TLS": "connect without tls",
     "TLS handshake failed": "compare both sides' certificates",
-    "nothing to connect with": "the certificates or the key given to TLS are not PEM, or do not belong together",
+    "unusable TLS settings": "the certificates or the key given to TLS are not PEM, or do not belong together",
     "it hung up": "it may require TLS, or a client certificate that is valid, not expired, of an authority it trusts",
 }
 

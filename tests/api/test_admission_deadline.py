@@ -88,8 +88,8 @@ def _a_part(raw: RawClient, stream: int, message: bytes) -> None:
 
 
 def _the_head(raw: RawClient, stream: int, message: bytes) -> None:
-    """Send the head of a message of 8 MiB."""
-    raw.send(stream, struct.pack(">BI", 0, 8 << 20) + b"x", is_last=False)
+    """Send the head of a message of 2 MiB, half of what is accepted."""
+    raw.send(stream, struct.pack(">BI", 0, 2 << 20) + b"x", is_last=False)
 
 
 def _a_long_head(raw: RawClient, stream: int, message: bytes) -> None:

@@ -215,6 +215,16 @@ def test_a_watcher_that_goes_away_takes_nobodys_news_with_it() -> None:
         assert second.next() == Health.NOT_SERVING
 
 
+def test_a_list_has_the_status_of_every_service() -> None:
+    """That of the server too, before it is ready and after."""
+    with RunningServer(is_loaded=False) as server:
+        stub = health_pb2_grpc.HealthStub(server.channel)
+        for status in (Health.NOT_SERVING, Health.SERVING):
+            statuses = stub.List(health_pb2.HealthListRequest()).statuses
+            assert {name: one.status for name, one in statuses.items()} == dict.fromkeys(("", *SERVICES), status)
+            server.run(server.make_ready())
+
+
 def test_an_unknown_service_is_told_as_the_health_protocol_says() -> None:
     """NOT_FOUND to Check, SERVICE_UNKNOWN to Watch."""
     with RunningServer() as server:

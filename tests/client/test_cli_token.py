@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -239,9 +240,11 @@ def test_a_refusal_names_the_address_where_the_target_has_several() -> None:
 
 
 def test_certificates_that_grpc_cannot_use_are_said_to_be_that() -> None:
-    """A key that is not the certificate's, or authorities that are no PEM: gRPC then has no address to connect to."""
+    """A key that is not the certificate's, or authorities that are no PEM: gRPC then cannot begin a handshake."""
     tls = TlsConfig(root_certificates=b"no PEM")
-    with Client("127.0.0.1:1", tls=tls, timeout=5) as client, pytest.raises(UnavailableError) as caught:
-        client.status()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        target = f"127.0.0.1:{listener.getsockname()[1]}"
+        with Client(target, tls=tls, timeout=5) as client, pytest.raises(UnavailableError) as caught:
+            client.status()
     assert caught.value.reason == "CONNECTION_FAILED"
     assert "certificates" in str(caught.value)

@@ -1,6 +1,6 @@
 """grpc.health.v1.Health: NOT_SERVING, SERVING and NOT_SERVING again, as the phase of the server changes.
 
-It replaces the servicer of grpcio-health-checking 1.75: there, the first watcher of a service that disconnects ends the
+It replaces the servicer of grpcio-health-checking: there, the first watcher of a service that disconnects ends the
 updates of the others, and a watcher that reads nothing delays every change of status.
 """
 
@@ -58,6 +58,15 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
             shown = request.service[:_MAX_SHOWN_CHARS]
             end_with(PlainStatus(grpc.StatusCode.NOT_FOUND, f"no service {shown!r} here"))
         return _Status(status=self._status)
+
+    async def List(  # noqa: N802  (the protocol's name)
+        self,
+        request: health_pb2.HealthListRequest,  # noqa: ARG002  (empty)
+        context: Context,  # noqa: ARG002  (every method has it)
+    ) -> health_pb2.HealthListResponse:
+        """Return the status of the server and of every service."""
+        statuses = {service: _Status(status=self._status) for service in self._services}
+        return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:  # noqa: N802
         """Send the status of one service, now and whenever it changes; SERVICE_UNKNOWN for an unknown name."""

@@ -56,6 +56,7 @@ def test_a_server_that_runs_is_measured_and_left_as_it_was(
         assert client.status().live_sequences == 0
 
 
+@pytest.mark.timeout(400)  # compiles the kernels of int8 where nobody has yet
 def test_a_server_of_its_own_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
     """With the model that ships; the table names every figure."""
     quantised = ("--weights", "int8", *(("--activations", "int8") if HAS_VNNI else ()))

@@ -1,8 +1,8 @@
 """Random lives of durable sequences that lose their KV again and again, and are computed again in pieces.
 
-The pool is simulated by what each slot holds: the principal and all tokens up to that slot. Whatever happens, a sequence
-reads its own KV back, a new prompt finds only what was published, and after a loss of everything equal blocks of one
-principal are there once.
+The pool is simulated by what each slot holds: the principal and all tokens up to that slot. Whatever happens, a
+sequence reads its own KV back, a new prompt finds only what was published, and after a loss of everything equal blocks
+of one principal are there once.
 
 ``FERRULE_HYPOTHESIS=long`` runs it for minutes on random seeds.
 """

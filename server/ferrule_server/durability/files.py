@@ -140,7 +140,9 @@ class OsFiles:
         with os.fdopen(_open_regular(path, os.O_RDONLY), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_FILE_BYTES:
-                raise OSError(errno.EFBIG, f"{size} bytes are more than any file of a journal has: restore a backup", str(path))
+                raise OSError(
+                    errno.EFBIG, f"{size} bytes are more than any file of a journal has: restore a backup", str(path)
+                )
             return file.read(size)
 
     def is_at(self, fd: int, path: Path) -> bool:

@@ -233,12 +233,12 @@ class JournalWriter:
     def discard(self) -> None:
         """End a start that has failed: delete the segments that this writer has created, and give up the directory.
 
-        Exception: if the disk has the whole state after all, and older segments may be gone, they stay.
+        They stay if the disk does not answer, or has the whole state after all, so that older segments may be gone.
         """
         self._base = 0  # a disk that answers late deletes no older segment from now on
         self.close(_DISCARD_S)
         with contextlib.suppress(OSError):
-            if not self._is_complete:
+            if not self._is_complete and not self._thread.is_alive():
                 self._directory.name_newest(self._newest_before)
                 for number in reversed(self._directory.segments()):
                     if number >= self._first:

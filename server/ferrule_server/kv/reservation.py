@@ -187,7 +187,7 @@ class Reservations:
     def reserve_cold(self, sequence: Sequence) -> Reservation:
         """Hold the blocks of a cold sequence, those reserved for it included, to compute its tokens again.
 
-        Full blocks that the prefix cache knows are shared, as for a new sequence with this prompt, and private ones too.
+        Full blocks that the prefix cache knows are shared, as for a new sequence with this prompt; private ones too.
         """
         require_idle(sequence)
         principal, length = sequence.principal, sequence.length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -56,6 +57,20 @@ KINDS: dict[str, Callable[[Path], object]] = {
     "huge and sparse": sparse,
     "empty": Path.touch,
 }
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a journal, to be copied."""
+    return journal_of(tmp_path_factory.mktemp("kinds") / "journal")
+
+
+@pytest.fixture
+def path(tmp_path: Path, written: Path) -> Path:
+    """Return a journal of its own for each test."""
+    return Path(shutil.copytree(written, tmp_path / "journal"))
+
+
 FILES = ("identity.json", "newest", "lock", "identity.json.new")
 
 
@@ -63,10 +78,9 @@ FILES = ("identity.json", "newest", "lock", "identity.json.new")
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_file_of_another_kind_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
+    path: Path, capsys: pytest.CaptureFixture[str], name: str, kind: str
 ) -> None:
     """At the start, which reads and writes it, and for the commands, which only read."""
-    path = journal_of(tmp_path / "journal")
     file = newest_of(path) if name == "newest" else path / name
     file.unlink(missing_ok=True)
     KINDS[kind](file)
@@ -82,18 +96,17 @@ def test_a_file_of_another_kind_is_an_error(
         name == "identity.json.new" and kind != "directory"
     )
     if may_start:
-        open_durability(path, WANTED).journal._writer.close()
+        open_durability(path, WANTED, segment_bytes=4096).journal._writer.close()
     else:
         with pytest.raises(ConfigError):
             open_durability(path, WANTED)
-    if (tmp_path / "outside").exists():
-        assert (tmp_path / "outside").read_bytes() == b"outside"
+    if (outside := path.parent / "outside").exists():
+        assert outside.read_bytes() == b"outside"
 
 
 @pytest.mark.parametrize("name", ["identity.json", "newest"])
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_file_that_cannot_be_read_is_an_error(path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Root reads everything, so the system is asked to refuse."""
-    path = journal_of(tmp_path / "journal")
     file = newest_of(path) if name == "newest" else path / name
     whole = os.open
 
@@ -108,9 +121,8 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pyt
         open_durability(path, WANTED)
 
 
-def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
+def test_a_huge_file_is_not_read(path: Path) -> None:
     """The command works in little memory, and says what is wrong in one line."""
-    path = journal_of(tmp_path / "journal")
     newest = newest_of(path)
     os.truncate(newest, 200 << 30)
     limited = (

@@ -200,7 +200,7 @@ BUDGET: dict[str, int] = {
     "api/telemetry": 560,  # the metrics of the journal
     "api/texts": 230,
     "api/web": 505,
-    "durability": 1920,
+    "durability": 2000,  # the newest segment stands in the identity, files by kind and size, a directory that vanishes
     "engine": 1086,  # durable sequences, and what they report
     "engine/appends": 1375,  # cold sequences, restored records and creations, what outlives a device fault
     "engine/bridge": 430,
@@ -216,7 +216,7 @@ BUDGET: dict[str, int] = {
     "kernels": 145,  # the definitions of chunks, sinks and the clamped SwiGLU
     "kernels/cpu": 2945,  # the second embedding, norms of values, heads of several widths
     "kernels/cuda": 3520,
-    "kv": 1580,  # cold and durable sequences; windows.py
+    "kv": 1600,  # cold sequences share what is not published; windows.py
     "model": 1720,  # attention in chunks, attention sinks and the clamped SwiGLU
     "model/families": 1055,
     "model/hub": 610,

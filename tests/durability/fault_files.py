@@ -140,6 +140,12 @@ class FaultFiles:
         for content in (inode.content, inode.durable):
             _put(content, Write(offset, data))
 
+    def lose(self, path: Path) -> None:
+        """Lose a name, or all names in a directory, on the disk and for the process."""
+        for names in (self._names, self._durable_names):
+            for name in [each for each in names if path in (each, each.parent)]:
+                del names[name]
+
     def writes_to(self, path: Path) -> int:
         """Return how often a file was written to."""
         return self.calls.count(Call("write", path.name))
@@ -231,6 +237,10 @@ class FaultFiles:
     def read_bytes(self, path: Path) -> bytes:
         """Return what is in the page cache."""
         return bytes(self._inode(path).content)
+
+    def is_at(self, fd: int, path: Path) -> bool:
+        """Return whether an open file still has that name."""
+        return self._names.get(path) is self._at(fd)[1]
 
     def size(self, path: Path) -> int:
         """Return the size of a file, 0 if there is none."""

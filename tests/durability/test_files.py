@@ -26,7 +26,7 @@ def test_write_that_the_system_cuts_short_is_continued(tmp_path: Path, monkeypat
 def test_full_disk_is_an_error() -> None:
     """As of any other call."""
     files = OsFiles()
-    fd = files.open_existing(Path("/dev/full"))
+    fd = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         files.write(fd, b"records", 0)
     files.close(fd)

@@ -710,7 +710,7 @@ class KvMachine(RuleBasedStateMachine):
         for block, known in self.model.cache.known.items():
             kv = self.model.kv_of(known.principal, known.prefix)
             assert self.model.kv[block].tolist() == kv[-self.pool.block_size :]
-            assert entries[block].key == (known.principal, lineage_of(known.prefix))
+            assert entries[block].key == (known.principal, False, lineage_of(known.prefix))
         assert entries.keys() == self.model.cache.known.keys()
         assert self.model.cache.is_on or not entries
 

@@ -1,12 +1,18 @@
 """The directory of a journal: one owner, an identity that never changes, and segments.
 
     lock                           locked by the owner for as long as it lives
-    identity.json                  what the journal belongs to, and how often a server was started on it
+    identity.json                  what the journal belongs to, how often a server was started on it, its newest segment
     00000000000000000007.segment   frames (frames.py), preallocated
 
 An owner may lose its lock without noticing, if the directory is on a shared file system. So each start increments the
 generation, and an owner reads it again before it creates a segment: one that was replaced writes to its last segment
 at most, and the header of the new owner's first segment says how much of that one counts.
+
+A segment is named in the identity when it is on the disk with its header, and before anything else is written to it::
+
+    segment 8 created, synced      identity names 8, synced      frames in 8
+                             ^ a crash here leaves 8 unnamed: it was never used
+                                                           ^ from here on 8 must be there: without it the end is lost
 """
 
 from __future__ import annotations
@@ -85,6 +91,7 @@ class Identity:
         block_size: As in :class:`Wanted`.
         seed_key: 16 bytes from which seeds of Generate are derived, made with the directory; secret.
         generation: How often a server was started on the directory.
+        newest_segment: The newest segment in use; 0: none, or an earlier version wrote the identity.
     """
 
     instance: str
@@ -94,6 +101,7 @@ class Identity:
     block_size: int
     seed_key: bytes = dataclasses.field(repr=False)
     generation: int
+    newest_segment: int = 0
 
     @classmethod
     def create(cls, wanted: Wanted) -> Identity:
@@ -132,7 +140,7 @@ class Identity:
 
     def _check(self) -> None:
         texts = (self.instance, self.epoch, self.dtype)
-        numbers = (self.block_size, self.generation)
+        numbers = (self.block_size, self.generation, self.newest_segment)
         if not all(type(text) is str for text in texts) or not all(type(it) is int and it >= 0 for it in numbers):
             raise ValueError("it has values of other types")
         if not _EPOCH.fullmatch(self.epoch) or len(self.seed_key) != _KEY_BYTES:
@@ -154,7 +162,7 @@ def _text(value: object) -> str:
 class DurableDirectory:
     """A directory that this process owns.
 
-    Invariant: until :meth:`close`, the lock is held, and ``identity`` is what the disk had when it was opened.
+    Invariant: until :meth:`close`, the lock is held, and ``identity`` is what was last written to the disk.
 
     Attributes:
         path: The directory.
@@ -169,6 +177,7 @@ class DurableDirectory:
         self.identity = identity
         self.digests = ""
         self._lock = lock
+        self._is_closed = False
 
     @classmethod
     def open(cls, path: Path, wanted: Wanted, files: Files | None = None) -> DurableDirectory:
@@ -193,23 +202,27 @@ class DurableDirectory:
             raise
 
     def still_owner(self) -> bool:
-        """Whether no other server was started on the directory since."""
+        """Whether the directory is there and not closed, and no other server was started on it since."""
+        if self._is_closed:
+            return False
         try:
             return read_identity(self.path, self.files).generation == self.identity.generation
         except (OSError, ConfigError):
             return False
 
     def size_bytes(self) -> int:
-        """Return the size of all segments, preallocated room included; from any thread."""
-        sizes = (self.files.size(segment_path(self.path, number)) for number in self.segments())
-        return sum(sizes)
+        """Return the size of all segments, preallocated room included, 0 if they are gone; from any thread."""
+        try:
+            return sum(self.files.size(segment_path(self.path, number)) for number in self.segments())
+        except FileNotFoundError:
+            return 0
 
     def segments(self) -> list[int]:
         """Return the numbers of all segments, ascending."""
         return list_segments(self.path, self.files)
 
     def create_segment(self, number: int, size: int, previous: Previous | None) -> tuple[int, int]:
-        """Create a segment with its header, on the disk when this returns.
+        """Create a segment with its header, on the disk and named in the identity when this returns.
 
         Args:
             number: A number that no segment has.
@@ -223,8 +236,7 @@ class DurableDirectory:
             OwnerReplaced: This process is not the owner any more.
             OSError: The segment could not be created, and nothing in it will be used.
         """
-        if not self.still_owner():
-            raise OwnerReplaced(errno.EPERM, "another server has taken the directory", str(self.path))
+        self._check_owner()
         header = SegmentHeader(number, self.identity.epoch, self.identity.generation, previous, self.digests)
         frame = encode_frame(header.encode(), number, 0)
         path = segment_path(self.path, number)
@@ -234,12 +246,35 @@ class DurableDirectory:
             self.files.write(fd, frame, 0)
             self.files.sync(fd)
             self.files.sync_directory(self.path)
+            self.name_newest(number)
         except OSError:
             self.files.close(fd)
-            with contextlib.suppress(OSError):
-                self.files.unlink(path)
+            with contextlib.suppress(OSError, ConfigError):
+                if read_identity(self.path, self.files).newest_segment != number:
+                    self.files.unlink(path)
             raise
         return fd, len(frame)
+
+    def name_newest(self, number: int) -> None:
+        """Write into the identity which segment is the newest; on the disk when this returns.
+
+        Raises:
+            OwnerReplaced: This process is not the owner any more.
+            OSError: It is not known whether the identity names this segment or the one before.
+        """
+        identity = dataclasses.replace(self.identity, newest_segment=number)
+        _write_new(self.path, identity.encode(), self.files)
+        self._check_owner()
+        _put_in_place(self.path, self.files)
+        self.identity = identity
+
+    def holds(self, fd: int, number: int) -> bool:
+        """Return whether an open segment is still in the directory."""
+        return self.files.is_at(fd, segment_path(self.path, number))
+
+    def _check_owner(self) -> None:
+        if not self.still_owner():
+            raise OwnerReplaced(errno.EPERM, "the directory is gone, or another server has taken it", str(self.path))
 
     def confirm(self, number: int, start: int, end: int) -> None:
         """Write part of a segment again as it is read, and sync it.
@@ -263,6 +298,7 @@ class DurableDirectory:
 
     def close(self) -> None:
         """Give up the lock."""
+        self._is_closed = True
         self.files.close(self._lock)
 
 
@@ -311,12 +347,13 @@ def _begin_generation(path: Path, wanted: Wanted, files: Files) -> Identity:
     if difference := identity.difference(wanted):
         raise ConfigError(f"{path} has {difference}: start the server with these, or use another directory")
     identity = dataclasses.replace(identity, generation=identity.generation + 1)
-    _replace(path, identity.encode(), files)
+    _write_new(path, identity.encode(), files)
+    _put_in_place(path, files)
     return identity
 
 
-def _replace(directory: Path, content: bytes, files: Files) -> None:
-    """Write ``identity.json`` so that a crash leaves the old content or the new one."""
+def _write_new(directory: Path, content: bytes, files: Files) -> None:
+    """Write another ``identity.json`` beside the old one."""
     new = directory / "identity.json.new"
     with contextlib.suppress(FileNotFoundError):
         files.unlink(new)
@@ -330,5 +367,9 @@ def _replace(directory: Path, content: bytes, files: Files) -> None:
         raise
     finally:
         files.close(fd)
-    files.rename(new, directory / "identity.json")
+
+
+def _put_in_place(directory: Path, files: Files) -> None:
+    """Replace ``identity.json`` so that a crash leaves the old content or the new one."""
+    files.rename(directory / "identity.json.new", directory / "identity.json")
     files.sync_directory(directory)

@@ -6,9 +6,11 @@ Tests replace them by files in memory that lose, tear and refuse writes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
+import stat
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -16,7 +18,8 @@ from ferrule_server.errors import ConfigError
 
 _CHUNK_BYTES: Final = 1 << 20
 _OWNER_BYTES: Final = 256
-_NEW: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+MAX_FILE_BYTES: Final = (16 << 20) + 1024
+"""No file of a journal is larger: a segment has room for its header and one frame of any length."""
 
 
 class OwnedElsewhere(ConfigError):
@@ -55,7 +58,10 @@ class Files(Protocol):
         """Close a descriptor, which ends its lock."""
 
     def read_bytes(self, path: Path) -> bytes:
-        """Return the whole content of a file."""
+        """Return the whole content of a regular file of at most MAX_FILE_BYTES; others are errors."""
+
+    def is_at(self, fd: int, path: Path) -> bool:
+        """Return whether an open file still has that name."""
 
     def size(self, path: Path) -> int:
         """Return the size of a file in bytes, 0 if there is none."""
@@ -87,7 +93,7 @@ class OsFiles:
 
     def lock(self, path: Path) -> int:
         """Lock a file with ``flock`` and write process and host into it."""
-        fd = os.open(path, _NEW, 0o600)
+        fd = _open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, 0)
@@ -103,11 +109,11 @@ class OsFiles:
 
     def open_new(self, path: Path) -> int:
         """Create a file with mode 0600, which must not exist, and return its descriptor."""
-        return os.open(path, _NEW | os.O_EXCL, 0o600)
+        return _open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def open_existing(self, path: Path) -> int:
         """Open a file to write to it, and return its descriptor."""
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        return _open_regular(path, os.O_RDWR)
 
     def preallocate(self, fd: int, size: int) -> None:
         """Write zeros, since a hole or an unwritten extent would cost a change of metadata with each sync."""
@@ -130,8 +136,21 @@ class OsFiles:
         os.close(fd)
 
     def read_bytes(self, path: Path) -> bytes:
-        """Return the whole content of a file."""
-        return path.read_bytes()
+        """Return the content of a file, as far as it was when it was opened."""
+        with os.fdopen(_open_regular(path, os.O_RDONLY), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_FILE_BYTES:
+                raise OSError(
+                    errno.EFBIG, f"{size} bytes are more than any file of a journal has: restore a backup", str(path)
+                )
+            return file.read(size)
+
+    def is_at(self, fd: int, path: Path) -> bool:
+        """Return whether an open file still has that name."""
+        try:
+            return os.path.samestat(os.fstat(fd), path.lstat())
+        except FileNotFoundError:
+            return False
 
     def size(self, path: Path) -> int:
         """Return the size of a file in bytes, 0 if there is none."""
@@ -159,3 +178,17 @@ class OsFiles:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _open_regular(path: Path, flags: int) -> int:
+    """Open a file, without following a link or waiting for the other end of a FIFO."""
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+    else:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+    raise OSError(errno.EINVAL, "not a regular file: move it away, and restore the file from a backup", str(path))

@@ -12,6 +12,7 @@ Nothing is changed, and no lock is needed: a segment that grows meanwhile is rea
 from __future__ import annotations
 
 import base64
+import errno
 import gc
 import hashlib
 from collections.abc import Callable, Iterator
@@ -144,6 +145,7 @@ def survey(path: Path, files: Files, on_progress: OnProgress | None = None) -> J
 
     Raises:
         ConfigError, FileNotFoundError: The directory has no readable identity, or a segment was deleted meanwhile.
+        OSError: A file cannot be read, is not a regular one, or is too large.
     """
     journal = Journal(read_identity(path, files))
     with _without_collections():
@@ -192,8 +194,24 @@ class _Survey:
         self._on_progress = on_progress
 
     def run(self) -> None:
-        """Find the segments, and read from the last complete snapshot; without one, all of them."""
-        parts = self._find()
+        """Find the segments, read from the last complete snapshot, and check that the newest one is there."""
+        self._read_all(self._find())
+        if self._journal.damage is None:
+            self._check_newest()
+
+    def _check_newest(self) -> None:
+        """Check that the segment that the identity names as the newest has its header."""
+        number = self._journal.identity.newest_segment
+        report = next((each for each in self._journal.segments if each.number == number), None)
+        if not number or (report is not None and report.num_frames):
+            return
+        if read_identity(self._path, self._files).newest_segment != number:
+            raise FileNotFoundError(errno.ENOENT, "deleted meanwhile", str(segment_path(self._path, number)))
+        what = "is missing" if report is None else "has lost its header"
+        self._journal.damage = Damage(number, 0, f"the newest segment, named in identity.json, {what}")
+
+    def _read_all(self, parts: list[_Part]) -> None:
+        """Read from the last complete snapshot; without one, all segments."""
         bases = [index for index, part in enumerate(parts) if part.is_snapshot and index]
         for base in [*reversed(bases), 0]:
             self._replay(parts, base)

@@ -34,6 +34,7 @@ LARGEST_FRAME_BYTES: Final = 8 << 20
 """The limit of a frame with several records; a record is never split."""
 _HEADER_ROOM_BYTES: Final = 512
 _DISCARD_S: Final = 5.0
+_CHECK_S: Final = 0.5
 SYNC_BOUNDS_S: Final = (100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 
 
@@ -156,9 +157,11 @@ class JournalWriter:
         self._open: list[bytes] = []
         self._begins_segment = False
         self._queue: deque[_Group] = deque()
-        self._is_closing = False
+        self._is_closing = self._is_complete = False
+        self._check_at = 0.0
         self._changed = threading.Condition()
-        self._next_number = max(directory.segments(), default=0) + 1
+        self._newest_before = directory.identity.newest_segment
+        self._next_number = max(*directory.segments(), self._newest_before, 0) + 1
         self._segment = self._first_segment(last_frame)
         self._first = self._base = self._segment.number
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -228,19 +231,26 @@ class JournalWriter:
         self._thread.join(timeout_s)
 
     def discard(self) -> None:
-        """End a start that has failed: delete the segments that this writer has created, and give up the directory."""
+        """End a start that has failed: delete the segments that this writer has created, and give up the directory.
+
+        They stay if the disk does not answer, or has the whole state after all, so that older segments may be gone.
+        """
+        self._base = 0  # a disk that answers late deletes no older segment from now on
         self.close(_DISCARD_S)
         with contextlib.suppress(OSError):
-            for number in reversed(self._directory.segments()):
-                if number >= self._first:
-                    self._directory.delete_segment(number)
+            if not self._is_complete and not self._thread.is_alive():
+                self._directory.name_newest(self._newest_before)
+                for number in reversed(self._directory.segments()):
+                    if number >= self._first:
+                        self._directory.delete_segment(number)
         self._directory.close()
 
     # ---- journal thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while groups := self._take():
+        while (groups := self._take()) is not None:
             try:
+                self._check_segment(groups)
                 for run in _runs(groups):
                     self._write_run(run)
             except OSError as error:
@@ -250,13 +260,26 @@ class JournalWriter:
                 self._fail(OSError(errno.EIO, f"{type(error).__name__} in the journal"))
         self._segment.close()
 
-    def _take(self) -> list[_Group]:
-        """Wait for groups and return all that are queued, or none when the writer is closed."""
+    def _take(self) -> list[_Group] | None:
+        """Wait for groups, but not long, and return all that are queued; None when the writer is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._is_closing)
+            self._changed.wait_for(lambda: self._queue or self._is_closing, _CHECK_S)
             groups = list(self._queue)
             self._queue.clear()
-            return groups
+            return groups if groups or not self._is_closing else None
+
+    def _check_segment(self, groups: list[_Group]) -> None:
+        """Check now and then that the segment still has its name: what is written to a deleted one is lost.
+
+        Raises:
+            FileNotFoundError: It has not.
+        """
+        segment, now = self._segment, time.monotonic()
+        if now < self._check_at or self.is_failed or (groups and groups[0].begins_segment):
+            return
+        self._check_at = now + _CHECK_S
+        if not self._directory.holds(segment.fd, segment.number):
+            raise FileNotFoundError(errno.ENOENT, "the segment is not in its directory any more")
 
     def _write_run(self, groups: list[_Group]) -> None:
         """Write groups that can share frames, and report those that are on the disk."""
@@ -275,6 +298,7 @@ class JournalWriter:
 
     def _delete_before_base(self) -> None:
         """Delete the segments that are not read any more, the oldest first; one that cannot be deleted stays."""
+        self._is_complete = True
         try:
             for number in self._directory.segments():
                 if number < self._base:
@@ -339,7 +363,8 @@ def _runs(groups: Iterable[_Group]) -> Iterator[list[_Group]]:
             yield run
             run = []
         run.append(group)
-    yield run
+    if run:
+        yield run
 
 
 def _payloads(groups: Iterable[_Group]) -> Iterator[tuple[bytes, int | None]]:

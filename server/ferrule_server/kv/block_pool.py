@@ -19,15 +19,16 @@ class BlockPool:
     Empty blocks are handed out first, then cached blocks in the order in which they became free.
 
     Invariant: num_empty + num_cached + num_used == num_blocks - 1; the null block is none of these; a block is free
-    exactly when its refcount is 0, and then it is listed once: as cached exactly when it is kept; num_shared blocks
-    have a refcount above 1.
+    exactly when its refcount is 0, and then it is listed once: as cached exactly when it is kept; a watched block has
+    an owner; num_shared blocks have a refcount above 1.
 
     Args:
         num_blocks: Blocks in the pool, the null block included; at least 2.
         block_size: Slots per block, a power of two.
 
     Attributes:
-        on_evict: Called with each cached block that is handed out; from then on it is not kept.
+        on_evict: Called with each cached block that is handed out, and each watched one that loses its last owner; from
+            then on it is neither.
         num_shared: Blocks with two owners or more.
         num_evictions: Cached blocks handed out since start.
         num_exhausted: Requests refused since start because too few blocks were free.
@@ -52,6 +53,7 @@ class BlockPool:
         # In the order in which they became free. (Taking the first item again and again is slow with a plain dict.)
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._kept: set[int] = set()
+        self._watched: set[int] = set()
 
     @property
     def capacity(self) -> int:
@@ -175,19 +177,20 @@ class BlockPool:
                 self._put_back(block_id)
         return self.num_free - num_free_before
 
-    def keep(self, block_id: int) -> None:
-        """Keep the contents of an owned block when it becomes free.
+    def keep(self, block_id: int, *, outlives_owners: bool = True) -> None:
+        """Keep the contents of an owned block when it becomes free, or watch it until then.
 
         Raises:
             RuntimeError: The block is free (a bug in the caller).
         """
         if not self._refcounts[block_id]:
             raise RuntimeError(f"block {block_id} is free and cannot be kept")
-        self._kept.add(block_id)
+        (self._kept if outlives_owners else self._watched).add(block_id)
 
     def forget(self, block_id: int) -> None:
         """Undo :meth:`keep`; a cached block becomes empty."""
         self._kept.discard(block_id)
+        self._watched.discard(block_id)
         if block_id in self._cached:
             del self._cached[block_id]
             self._is_cached[block_id] = 0
@@ -231,6 +234,7 @@ class BlockPool:
             count = self._refcounts[block_id]
             assert (count == 0) == (block_id in free), f"block {block_id} has {count} owners, free={block_id in free}"
         assert self._kept & free == set(self._cached), "a free block is not listed as what it is"
+        assert not self._watched & (free | self._kept), "a watched block is free, or also kept"
         marked = {block_id for block_id, mark in enumerate(self._is_cached) if mark}
         assert marked == set(self._cached), "a block is marked as cached and is not, or the other way round"
         num_shared = sum(count > 1 for count in self._refcounts)
@@ -246,6 +250,9 @@ class BlockPool:
             self._is_cached[block_id] = 1
         else:
             self._empty.append(block_id)
+            if block_id in self._watched:
+                self._watched.remove(block_id)
+                self.on_evict(block_id)
 
     def _evict(self) -> int:
         """Take the block that was cached first."""

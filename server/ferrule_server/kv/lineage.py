@@ -18,6 +18,7 @@ import sys
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import takewhile
 
 CHUNK_TOKENS = 16
 """Tokens per link. Part of the contract between servers; it never changes."""
@@ -92,10 +93,14 @@ class LineageChain:
         return lineage
 
     def num_common(self, other: LineageChain) -> int:
-        """Return how many of the first tokens are those of ``other`` too, in full chunks."""
+        """Return how many of the first tokens are those of ``other`` too."""
         links, others = self._links, other._links
         chunks = range(1, min(len(links), len(others)))
-        return CHUNK_TOKENS * bisect_left(chunks, True, key=lambda index: links[index] != others[index])
+        start = CHUNK_TOKENS * bisect_left(chunks, True, key=lambda index: links[index] != others[index])
+        pairs = zip(
+            self.token_ids[start : start + CHUNK_TOKENS], other.token_ids[start : start + CHUNK_TOKENS], strict=False
+        )
+        return start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def truncate(self, length: int) -> None:
         """Keep the first ``length`` tokens.

@@ -8,19 +8,24 @@ The KV of a block depends on its tokens and on all tokens before them, so the ke
 which depends on all of these. It is not feasible to choose tokens with a given lineage, yet the block's own tokens and
 the lineage before them are compared as well. A principal never finds the blocks of another one: the speed of a prompt
 would reveal what the other has sent.
+
+Cold sequences, which lost their KV by a restart or a fault, also share blocks that are *private*: each registers what
+it computes again, even if its blocks are not published, and only other cold sequences find that. So forks share again
+what they shared before. A private block that loses its last owner is empty.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from ferrule_server.kv.block_pool import NULL_BLOCK, BlockPool
 from ferrule_server.kv.lineage import LineageChain
 from ferrule_server.kv.sequence import Sequence
 
-_Key = tuple[str, bytes]
+_Key = tuple[str, bool, bytes]
 
 
 @dataclass(slots=True)
@@ -28,7 +33,7 @@ class _Entry:
     """The contents of a registered block.
 
     Attributes:
-        key: The principal, and the lineage at the block's end.
+        key: The principal, whether the block is private, and the lineage at its end.
         parent: The lineage at its start.
         token_ids: Its own tokens.
         previous: The block before it in the tables of its owners; NULL_BLOCK: it is the first. Without meaning while
@@ -45,7 +50,8 @@ class PrefixCache:
     """Finds full blocks by the tokens that they hold and that come before them.
 
     Invariant: a registered block holds the KV of ``token_ids`` after the tokens that have the lineage ``parent``,
-    computed for the principal of its key; the pool keeps exactly the registered blocks; each key names one block.
+    computed for the principal of its key; the pool keeps exactly the registered blocks, and watches the private ones;
+    each key names one block.
     All owners of a block have the same block before it in their tables, or have given that one back.
 
     Because of the last sentence, a block with an owner is found only after the same block that precedes it there. Two
@@ -55,7 +61,7 @@ class PrefixCache:
 
     Args:
         pool: The blocks; it calls back when it evicts a cached one.
-        is_on: False: nothing is ever registered or found.
+        is_on: False: no block is registered but private ones.
 
     Attributes:
         registered: The registered blocks, a view that is read for each token decoded.
@@ -69,38 +75,51 @@ class PrefixCache:
         self.registered: Container[int] = self._entries
         pool.on_evict = self._unlist
 
-    def register(self, sequence: Sequence, start: int) -> None:
-        """Register the full blocks of the sequence from number ``start`` on.
+    def register(self, sequence: Sequence, table: SequenceOf[int], blocks: range, *, was_cold: bool = False) -> None:
+        """Register full blocks of the sequence.
 
         If a block with the same tokens is registered already, it stays if it has an owner. If not, the newer block
         replaces it, since that one will be needed for longer.
+
+        Args:
+            sequence: The sequence; unless its blocks are published, nothing is registered, or all as private.
+            table: Its block table.
+            blocks: Which blocks of the table.
+            was_cold: They have been computed again.
         """
-        if not self.is_on:  # a sequence of an earlier run, whose cache was on
+        is_private = not (sequence.is_published and self.is_on)
+        if is_private and not was_cold:
             return
-        chain, table, size = sequence.chain, sequence.block_ids, self._pool.block_size
-        parent = chain.at(start * size)
-        for index in range(start, len(chain) // size):
+        chain, size = sequence.chain, self._pool.block_size
+        parent = chain.at(blocks.start * size)
+        for index in blocks:
             stop = (index + 1) * size
             lineage = chain.at(stop)
-            entry = _Entry((sequence.principal, lineage), parent, chain.token_ids[stop - size : stop], NULL_BLOCK)
+            key = (sequence.principal, is_private, lineage)
+            entry = _Entry(key, parent, chain.token_ids[stop - size : stop], NULL_BLOCK)
             if index:
                 entry.previous = table[index - 1]
             self._list(table[index], entry)
             parent = lineage
 
-    def find(self, principal: str, chain: LineageChain) -> list[int]:
-        """Return the registered blocks that hold the first tokens of the chain; change nothing."""
+    def find(self, principal: str, chain: LineageChain, *, is_cold: bool = False) -> list[int]:
+        """Return the registered blocks that hold the first tokens of the chain; change nothing.
+
+        Args:
+            principal: The owner of the chain.
+            chain: The tokens.
+            is_cold: They are those of a cold sequence, which finds private blocks too.
+        """
         found: list[int] = []
         size, parent, previous = self._pool.block_size, chain.at(0), NULL_BLOCK
         for stop in range(size, len(chain) + 1, size):
             lineage = chain.at(stop)
-            block_id = self._blocks.get((principal, lineage))
-            if block_id is None:
-                break
-            entry = self._entries[block_id]
-            if entry.parent != parent or entry.token_ids != chain.token_ids[stop - size : stop]:
-                break
-            if entry.previous != previous and self._pool.refcount(block_id):
+            held = parent, chain.token_ids[stop - size : stop], previous
+            for is_private in (False, True)[: 1 + is_cold]:
+                block_id = self._blocks.get((principal, is_private, lineage))
+                if block_id is not None and self._holds(block_id, *held):
+                    break
+            else:
                 break
             found.append(block_id)
             parent, previous = lineage, block_id
@@ -126,11 +145,13 @@ class PrefixCache:
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless the invariant of the class holds in the tables of these sequences."""
-        assert self.is_on or not self._entries, "something is registered in a cache that is off"
+        private = {block_id for block_id, entry in self._entries.items() if entry.key[1]}
+        assert self.is_on or private == set(self._entries), "something is registered in a cache that is off"
         keys = {entry.key: block_id for block_id, entry in self._entries.items()}
         assert keys == self._blocks, "blocks and keys do not name each other"
         owned = {block_id for block_id in self._entries if self._pool.refcount(block_id)}
         assert {*owned, *self._pool.cached_ids()} == set(self._entries), "other blocks are kept than are registered"
+        assert private <= owned, "a private block without owner is registered"
         for sequence in sequences:
             self._check_table(sequence)
             assert not owned.intersection(sequence.spare_ids), f"a spare of {sequence.handle_id} is registered"
@@ -151,7 +172,7 @@ class PrefixCache:
             assert entry.key[0] == sequence.principal, f"a block of {name} is registered for another principal"
             assert entry.parent == chain.at(start), f"block {index} of {name} is registered after other tokens"
             assert entry.token_ids[: stop - start] == chain.token_ids[start:stop], f"block {index} of {name} has others"
-            assert stop < start + size or entry.key[1] == chain.at(stop), f"block {index} of {name} has another key"
+            assert stop < start + size or entry.key[2] == chain.at(stop), f"block {index} of {name} has another key"
             previous = sequence.block_ids[index - 1] if index else NULL_BLOCK
             is_known = index == 0 or previous != NULL_BLOCK
             assert not is_known or entry.previous == previous, f"block {index} of {name} is registered after another"
@@ -165,7 +186,13 @@ class PrefixCache:
             self.withdraw(other)
         self._entries[block_id] = entry
         self._blocks[entry.key] = block_id
-        self._pool.keep(block_id)
+        self._pool.keep(block_id, outlives_owners=not entry.key[1])
+
+    def _holds(self, block_id: int, parent: bytes, token_ids: array[int], previous: int) -> bool:
+        """Return whether a registered block holds these tokens after ``parent``, and may follow ``previous``."""
+        entry = self._entries[block_id]
+        may_follow = entry.previous == previous or not self._pool.refcount(block_id)
+        return may_follow and entry.parent == parent and entry.token_ids == token_ids
 
     def _unlist(self, block_id: int) -> None:
         """Forget the contents of the block."""

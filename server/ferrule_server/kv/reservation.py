@@ -37,7 +37,8 @@ class Reservation:
         is_live: Neither committed nor aborted.
         reserved_length: Of the sequence to be created; ``held_ids`` beyond the table become its spares.
         num_cached: How many of the tokens to be written the first blocks of the table hold already: these blocks came
-            from the prefix cache and must not be written. Whole blocks; may be all of the tokens.
+            from the prefix cache, or were computed and are in it, and must not be written. Whole blocks; may be all of
+            the tokens.
         is_published: Whether the full blocks of the sequence to be created are registered in the prefix cache.
         is_durable: Whether the sequence to be created survives the process.
         is_warming: Nothing is appended: the tokens that a cold sequence has are written again.
@@ -186,12 +187,12 @@ class Reservations:
     def reserve_cold(self, sequence: Sequence) -> Reservation:
         """Hold the blocks of a cold sequence, those reserved for it included, to compute its tokens again.
 
-        Full blocks that the prefix cache knows are shared, as for a new sequence with this prompt.
+        Full blocks that the prefix cache knows are shared, as for a new sequence with this prompt; private ones too.
         """
         require_idle(sequence)
         principal, length = sequence.principal, sequence.length
         self._check_need(0, length, sequence.reserved_length)
-        found_ids = self.cache.find(principal, sequence.chain) if self.cache.is_on else []
+        found_ids = self.cache.find(principal, sequence.chain, is_cold=True)
         num_blocks = self.pool.num_blocks_for(max(length, sequence.reserved_length))
         held_ids = self._hold(principal, found_ids, num_blocks, num_sequences=0)
         table = held_ids[: self.pool.num_blocks_for(length)]
@@ -202,9 +203,16 @@ class Reservations:
 
     def num_cached(self, sequence: Sequence) -> int:
         """Return how many of its first tokens a cold sequence would find in the prefix cache now."""
-        return (
-            len(self.cache.find(sequence.principal, sequence.chain)) * self.pool.block_size if self.cache.is_on else 0
-        )
+        return len(self.cache.find(sequence.principal, sequence.chain, is_cold=True)) * self.pool.block_size
+
+    def note_computed(self, reservation: Reservation, num_tokens: int) -> None:
+        """Let other cold sequences find the full blocks among the first tokens of one that is being computed."""
+        size, sequence = self.pool.block_size, reservation.sequence
+        blocks = range(reservation.num_cached // size, num_tokens // size)
+        if blocks and reservation.is_live:
+            assert sequence is not None, "only a sequence that exists is cold"
+            self.cache.register(sequence, reservation.block_ids, blocks, was_cold=True)
+            reservation.num_cached = blocks.stop * size
 
     def reserve_append(self, sequence: Sequence, num_tokens: int) -> Reservation:
         """Hold the blocks for more tokens at the tip: first spares of the sequence, then free blocks of the pool."""

@@ -71,7 +71,7 @@ class SequenceStore:
         clock: Monotonic seconds.
         new_secret: Returns 16 unguessable bytes.
         limits_of: The quotas of a principal, read whenever it asks for more.
-        has_prefix_cache: False: no block is registered or found.
+        has_prefix_cache: False: no block is registered or found but by cold sequences.
         durable_epoch: The epoch in the cache_ids of durable sequences; None: there are none.
 
     Attributes:
@@ -199,8 +199,8 @@ class SequenceStore:
         self.reservations.close(reservation)
         size = self.pool.block_size
         if reservation.start % size + num_tokens >= size:
-            if sequence.is_published:
-                self._cache.register(sequence, (reservation.start + reservation.num_cached) // size)
+            blocks = range((reservation.start + reservation.num_cached) // size, sequence.length // size)
+            self._cache.register(sequence, sequence.block_ids, blocks)
             if sequence.window:
                 self._give_back(sequence, reservation.start)
         if reservation.copies:
@@ -429,12 +429,11 @@ class SequenceStore:
         if sequence.is_released:
             self.reservations.abort(reservation)
             raise HandleUnknown(sequence.handle_id)
+        self.reservations.note_computed(reservation, sequence.length)
         table = reservation.block_ids
         sequence.block_ids, sequence.spare_ids = table, tuple(reservation.held_ids[len(table) :])
         sequence.is_cold = False
         self.reservations.close(reservation)
-        if sequence.is_published:
-            self._cache.register(sequence, reservation.num_cached // self.pool.block_size)
         self.renew(sequence)
         return sequence
 

@@ -9,7 +9,8 @@ needed the KV is the first one to wait behind it::
 So it shares steps with other prefills, in the order of use, fairly between principals, and at their pace.
 
 Forks of one trunk are often used at the same time. Then one of them computes the trunk, and the others are answered
-with RESTORING until the prefix cache has it. Otherwise each would compute it, and would hold blocks of its own for it.
+with RESTORING until they find its blocks. Otherwise each would compute it, and would hold blocks of its own for it. It
+does not matter whether these blocks are published: see ``kv/prefix_cache.py``.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ class Cold:
 
         Raises:
             ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; the sequence stays cold.
-            Restoring: Most of it is computed for another sequence now.
+            Restoring: Blocks that it will share are computed for another sequence now.
         """
-        for run in running:
-            if run.is_warming and run.job.principal == sequence.principal and self._is_mostly_done_by(run, sequence):
-                raise Restoring(sequence.handle_id, sequence.length, self._estimate_s(run.remaining))
+        num_cached = self.store.reservations.num_cached(sequence)
+        if num_left := max((self._num_left(run, sequence, num_cached) for run in running), default=0):
+            raise Restoring(sequence.handle_id, sequence.length, self._estimate_s(num_left))
         reservation = self.store.reservations.reserve_cold(sequence)
         token_ids = tuple(sequence.token_ids)
         job = AppendJob(sequence.principal, token_ids, None, _NOTHING, is_internal=True, keeps_record=False)
@@ -93,15 +94,14 @@ class Cold:
         self.counters.restored_tokens += run.remaining
         return run
 
-    def _is_mostly_done_by(self, run: RunningAppend, sequence: Sequence) -> bool:
-        """Return whether ``run`` will soon have computed most of what the prefix cache lacks of the sequence."""
+    def _num_left(self, run: RunningAppend, sequence: Sequence, num_cached: int) -> int:
+        """Return how many tokens ``run`` has to compute until its blocks hold all that the sequence can share."""
+        if not run.is_warming or run.job.principal != sequence.principal:
+            return 0
         assert run.sequence is not None
-        if not run.sequence.is_published:
-            return False
-        num_cached = self.store.reservations.num_cached(sequence)
-        num_missing = sequence.length - num_cached
-        num_shared = run.sequence.chain.num_common(sequence.chain)
-        return 2 * (num_shared - num_cached) >= num_missing and run.remaining <= 2 * num_missing
+        num_common = run.sequence.chain.num_common(sequence.chain)
+        num_shared = num_common - num_common % self.store.pool.block_size
+        return max(0, num_shared - run.cursor) if num_shared > num_cached else 0
 
     def check_price(self, run: RunningAppend) -> None:
         """Return if a job may wait for the computation.

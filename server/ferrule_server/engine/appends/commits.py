@@ -71,6 +71,11 @@ class Commits:
                 self.journal.note_state(sequence)
             raise
 
+    def note_computed(self, run: RunningAppend) -> None:
+        """Let other cold sequences share what is computed already of a cold one."""
+        assert run.reservation is not None, "a cold sequence is computed in reserved blocks"
+        self.store.reservations.note_computed(run.reservation, run.cursor)
+
     def _settle(self, run: RunningAppend, sequence: Sequence) -> AppendResult:
         """Record the committed append, and return its answer."""
         job, handle = run.job, sequence.handle_at(run.length_after)

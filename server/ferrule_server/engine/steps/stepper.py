@@ -216,6 +216,8 @@ class Stepper:
             run.step_rows = outcome.num_rows
             if run.cursor == len(run.token_ids):
                 awaited.add(self._complete(run))
+            elif run.is_warming:
+                self._commits.note_computed(run)
         awaited.discard("")
         self._gather.open(awaited, outcome.elapsed_ns * 1e-9, time.monotonic())
 

@@ -1,0 +1,374 @@
+"""The newest segment is named in the identity: its loss is an error, and no crash or failure looks like a loss."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import errno
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from ferrule_server.durability import writer as writers
+from ferrule_server.durability.directory import (
+    DurableDirectory,
+    Identity,
+    JournalDamaged,
+    Wanted,
+    list_segments,
+    read_identity,
+    segment_path,
+)
+from ferrule_server.durability.files import OsFiles
+from ferrule_server.durability.inspect import main
+from ferrule_server.durability.reader import read_directory, survey
+from ferrule_server.durability.records import Tag
+from ferrule_server.durability.writer import JournalWriter
+from ferrule_server.engine.durable.opening import open_durability
+from tests.durability.fault_files import Call, FaultFiles, everything, nothing, torn_at
+from tests.durability.journal_model import JournalModel
+from tests.durability.journals import PATH, WANTED
+from tests.durability.stored import IDENTITY, StoredFiles, store_parts
+
+RECORDED = json.loads((Path(__file__).parent / "version1.json").read_text())
+"""A directory as version 0.1 left it after kill -9, and what its sequences were; see test_a_directory_of_... below."""
+
+
+FAILING = ["", "sync_directory", "rename", "sync", "write", "open_new"]
+
+
+class Server:
+    """Writes the groups of a model to a journal as a server does.
+
+    Attributes:
+        failures: Of the journal. synced: the newest group on the disk.
+    """
+
+    def __init__(self, files: FaultFiles, model: JournalModel) -> None:
+        self.failures: list[OSError] = []
+        self.synced = 0
+        self._changed = threading.Condition()
+        self._model = model
+        self.directory = DurableDirectory.open(PATH, WANTED, files)
+        self.writer = JournalWriter(
+            self.directory,
+            last_frame=read_directory(PATH, files).last_frame,
+            segment_bytes=3000,
+            on_synced=self._note,
+            on_failed=self._fail,
+        )
+
+    def _note(self, group: int) -> None:
+        with self._changed:
+            self.synced = group
+            self._changed.notify_all()
+
+    def _fail(self, error: OSError) -> None:
+        with self._changed:
+            self.failures.append(error)
+            self._changed.notify_all()
+
+    def write(self, groups: list[bytes]) -> bool:
+        """Write groups and wait; False: the journal has failed."""
+        number, before = 0, len(self.failures)
+        for group in filter(None, groups):
+            if group[0] == Tag.SNAPSHOT_BEGIN:
+                self.writer.start_segment()
+            self.writer.append(group)
+            number = self.writer.close_group(ends_snapshot=group[-1] == Tag.SNAPSHOT_END)
+        self._wait(number, before)
+        return len(self.failures) == before
+
+    def recover(self) -> None:
+        """Write everything again after a failure, until that succeeds."""
+        while True:
+            self._model.restart()
+            self._model.finish_snapshot()
+            before = len(self.failures)
+            self._wait(self.writer.restart(), before)
+            if len(self.failures) == before and self.write(self._model.groups[-2:]):
+                return
+
+    def _wait(self, group: int, num_failures: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.synced >= group or len(self.failures) > num_failures, 20)
+
+    def close(self) -> None:
+        """End it."""
+        self.writer.close(20)
+        self.directory.close()
+
+
+def disks_of(seed: int, failing: str, num_groups: int) -> list[FaultFiles]:
+    """Let two servers write, while calls of a method fail, and return the disks after a crash before each call."""
+    random, files, disks = Random(seed), FaultFiles(), []
+    model = JournalModel(random)
+
+    def crash(_: Call) -> None:
+        survival = random.choice([nothing, everything, torn_at(random.randrange(600))])
+        disks.append(random.choice([files.kill(), files.crash(survival, keeps_names=random.random() < 0.5)]))
+
+    files.before_call = crash
+    for _ in range(2):
+        server, written = Server(files, model), len(model.groups) - 1
+        for _ in range(num_groups):
+            model.add_group()
+            if failing:
+                files.fail(failing, random.choice([errno.EIO, errno.ENOSPC]), after=random.randrange(6))
+            if not server.write(model.groups[written:]):
+                server.recover()
+            written = len(model.groups)
+        server.close()
+        files._failures.clear()
+        model.restart()
+    return disks
+
+
+@pytest.mark.parametrize("failing", FAILING)
+def test_no_crash_looks_like_a_loss(failing: str) -> None:
+    """At any call, also while the disk fails: a journal is read; and without its newest segment it never is."""
+    check_disks(disks_of(1, failing, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("failing", FAILING)
+@pytest.mark.parametrize("seed", range(10, 40))
+def test_no_crash_looks_like_a_loss_at_length(seed: int, failing: str) -> None:
+    """More of the same."""
+    check_disks(disks_of(seed, failing, 10))
+
+
+def check_disks(disks: list[FaultFiles]) -> None:
+    """Assert that each disk can be read, and not without the newest segment."""
+    num_named = 0
+    for disk in disks:
+        try:
+            newest = read_identity(PATH, disk).newest_segment
+        except FileNotFoundError:
+            assert not list_segments(PATH, disk)
+            continue
+        read_directory(PATH, disk)
+        if newest:
+            num_named += 1
+            disk.lose(segment_path(PATH, newest))
+            with pytest.raises(JournalDamaged):
+                read_directory(PATH, disk)
+    assert num_named > len(disks) / 2
+
+
+# ---- what a loss looks like, and what does not ----------------------------------------------------------------------
+
+
+def journal_of(path: Path, *, seed: int = 3, num_groups: int = 12) -> Path:
+    """Write a journal of some segments as a server does that is then killed."""
+    model = JournalModel(Random(seed))
+    for _ in range(num_groups):
+        model.add_group()
+    directory = DurableDirectory.open(path, WANTED)
+    writer = JournalWriter(directory, segment_bytes=1500, on_synced=lambda _: None, on_failed=lambda _: None)
+    for group in filter(None, model.groups):
+        if group[0] == Tag.SNAPSHOT_BEGIN:
+            writer.start_segment()
+        writer.append(group)
+        writer.close_group()
+    writer.close()
+    directory.close()
+    return path
+
+
+def newest_of(path: Path) -> Path:
+    """Return the path of the newest segment."""
+    return segment_path(path, list_segments(path, OsFiles())[-1])
+
+
+LOSSES: dict[str, Callable[[Path], object]] = {
+    "deleted": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "below its header": lambda path: os.truncate(path, 20),
+    "zeros": lambda path: path.write_bytes(bytes(1500)),
+    "header torn": lambda path: path.write_bytes(path.read_bytes()[:50] + bytes(1000)),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_lost_newest_segment_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: str) -> None:
+    """The start fails and says which segment, and `verify` exits with 1; before, both found an older or empty state."""
+    newest = newest_of(journal_of(tmp_path / "journal"))
+    assert main(["verify", str(newest.parent)]) == 0
+    LOSSES[loss](newest)
+    with pytest.raises(JournalDamaged, match=f"segment {int(newest.stem)}, offset 0: .*newest.*restore a backup"):
+        open_durability(newest.parent, WANTED)
+    capsys.readouterr()
+    assert main(["verify", "--json", str(newest.parent)]) == 1
+    (damage,) = json.loads(capsys.readouterr().out)["damaged"]
+    assert (damage["segment"], damage["offset"]) == (int(newest.stem), 0)
+
+
+def test_an_only_segment_that_is_lost_is_no_empty_journal(tmp_path: Path) -> None:
+    """A server would begin with nothing, and would answer every handle as unknown."""
+    newest_of(journal_of(tmp_path / "journal", num_groups=0)).unlink()
+    for other in tmp_path.glob("journal/*.segment"):
+        other.unlink()
+    with pytest.raises(JournalDamaged, match="is missing"):
+        open_durability(tmp_path / "journal", WANTED)
+
+
+def test_a_segment_deleted_beside_a_running_server_is_no_loss() -> None:
+    """The identity is read first, and another segment may be the newest when the segments are."""
+    files = StoredFiles(
+        store_parts([JournalModel(Random(1)).groups]), dataclasses.replace(IDENTITY, newest_segment=7).encode()
+    )
+    identities = iter(
+        [files.contents[PATH / "identity.json"], dataclasses.replace(IDENTITY, newest_segment=9).encode()]
+    )
+    read = files.read_bytes
+    files.read_bytes = lambda path: next(identities) if path.name == "identity.json" else read(path)  # type: ignore[method-assign]
+    with pytest.raises(FileNotFoundError):
+        survey(PATH, files)
+
+
+# ---- a start that fails ---------------------------------------------------------------------------------------------
+
+
+def start_again(files: FaultFiles) -> JournalWriter:
+    """Return the writer of a second server."""
+    server = Server(files, JournalModel(Random(1)))
+    server.write(JournalModel(Random(1)).groups)
+    server.close()
+    return Server(files, JournalModel(Random(1))).writer
+
+
+@pytest.mark.parametrize("failing", ["rename", "sync_directory", "unlink", "write"])
+def test_a_start_that_fails_names_the_segment_before(failing: str) -> None:
+    """Those that it has created are deleted, or stay and are ignored: the next start reads the journal before."""
+    files = FaultFiles()
+    writer = start_again(files)
+    files.fail(failing, errno.EIO)
+    writer.discard()
+    for disk in (files.kill(), files.crash(nothing), files.crash(everything, keeps_names=True)):
+        journal = read_directory(PATH, disk)
+        assert journal.state.num_snapshots == 1
+
+
+def test_a_start_that_fails_while_the_disk_is_late_keeps_what_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot of the failed start may come to the disk after all: then nothing deletes it, or what it replaces."""
+    files = FaultFiles()
+    writer = start_again(files)
+    monkeypatch.setattr(writers, "_DISCARD_S", 0.05)
+    files.is_flowing.clear()
+    writer.append(JournalModel(Random(1)).groups[0])
+    writer.close_group(ends_snapshot=True)
+    writer.discard()
+    files.is_flowing.set()
+    writer._thread.join(10)
+    assert read_directory(PATH, files.kill()).state.num_snapshots == 1
+
+
+# ---- a directory that is lost while the server runs -----------------------------------------------------------------
+
+
+@pytest.fixture
+def running() -> Iterator[tuple[FaultFiles, Server]]:
+    """Yield a server, and its disk."""
+    files = FaultFiles()
+    server = Server(files, JournalModel(Random(2)))
+    server.write(JournalModel(Random(2)).groups)
+    yield files, server
+    server.close()
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.parametrize("gone", ["directory", "segment", "renamed"])
+def test_a_segment_that_vanishes_is_a_failure(
+    running: tuple[FaultFiles, Server], monkeypatch: pytest.MonkeyPatch, gone: str, is_busy: bool
+) -> None:
+    """Within a second, whether or not anything is written; what it would have confirmed would be lost."""
+    files, server = running
+    monkeypatch.setattr(writers, "_CHECK_S", 0.05)
+    path = segment_path(PATH, server.directory.identity.newest_segment)
+    if gone == "renamed":
+        files.rename(path, PATH / "elsewhere")
+    else:
+        files.lose(PATH if gone == "directory" else path)
+    with server._changed:
+        while not server.failures:
+            if is_busy:
+                server.writer.append(b"record")
+                server.writer.close_group()
+            server._changed.wait(0.005)
+    assert "not in its directory" in str(server.failures[0])
+
+
+def test_a_journal_goes_on_when_its_directory_is_back(
+    running: tuple[FaultFiles, Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after any failure: with everything in a new segment."""
+    files, server = running
+    monkeypatch.setattr(writers, "_CHECK_S", 0.05)
+    lost = {path: files._names.pop(path) for path in list(files._names)}
+    with server._changed:
+        assert server._changed.wait_for(lambda: server.failures, 10)
+    server.writer.restart()
+    with server._changed:
+        assert server._changed.wait_for(lambda: len(server.failures) == 2, 10)
+    files._names |= lost
+    server._model.restart()
+    server.recover()
+    assert read_directory(PATH, files.kill()).state.num_snapshots == 1
+
+
+# ---- folders of earlier versions ------------------------------------------------------------------------------------
+
+
+def recorded(path: Path) -> Path:
+    """Write the directory that an earlier version has left."""
+    path.mkdir()
+    (path / "identity.json").write_text(json.dumps(RECORDED["identity"]))
+    for name, content in RECORDED["segments"].items():
+        (path / name).write_bytes(base64.b64decode(content))
+    return path
+
+
+def test_a_directory_of_version_1_is_read_and_continued(tmp_path: Path) -> None:
+    """Whoever raises VERSION keeps a reader of the one before; the identity names no segment at first."""
+    path = recorded(tmp_path / "journal")
+    values = RECORDED["identity"]
+    wanted = Wanted("test", bytes.fromhex(values["fingerprint"]), values["dtype"], values["block_size"])
+    for _ in range(2):
+        journal = read_directory(path, OsFiles())
+        found = [
+            {
+                "no": each.no,
+                "principal": each.principal,
+                "token_ids": list(each.token_ids),
+                "ttl_s": each.ttl_s,
+                "is_published": each.is_published,
+                "reserved_length": each.reserved_length,
+                "handle_id": journal.handle_id(each.secret),
+            }
+            for each in journal.state.sequences.values()
+        ]
+        assert found == RECORDED["sequences"]
+        assert [(name, len(each.members)) for (_, name), each in journal.state.creations.items()] == [
+            ("b", 2),
+            ("a", 1),
+        ]
+        assert list(journal.state.masks.values()) == [b"\xff\x01\x00\x00"]
+        assert main(["verify", str(path)]) == 0
+        open_durability(path, wanted).journal._writer.close()
+        newest = read_identity(path, OsFiles()).newest_segment
+        assert newest == list_segments(path, OsFiles())[-1]
+        (path / "lock").unlink()  # the lock is held by this process
+
+
+def test_an_identity_that_names_no_segment_is_that_of_an_earlier_version() -> None:
+    """It has no such field."""
+    values = json.loads(IDENTITY.encode())
+    del values["newest_segment"]
+    assert Identity.decode(json.dumps(values).encode()) == IDENTITY

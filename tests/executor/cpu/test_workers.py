@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from ferrule_server.executor.base import DeviceLost, KvLost
 from ferrule_server.executor.cpu.cores import count_cores, usable_cores
 from ferrule_server.executor.cpu.workers import _NICENESS, StepAborted, Workers
 from ferrule_server.executor.torch import TorchExecutor
+from ferrule_server.kernels.cpu.sync import SyncBlock
 from ferrule_server.model.weights import load_model
 from tests.executor.cpu.models import KV_BYTES, lose_a_thread, running, write_tiny
 from tests.model.stepping import Piece, PooledSequence, Stepper
@@ -66,8 +68,6 @@ def test_torch_never_takes_over_where_bits_are_promised(folder: Path, caplog: py
 def test_a_thread_that_fails_during_a_step_ends_it_within_a_second(caplog: pytest.LogCaptureFixture) -> None:
     """The caller waits at a barrier of the kernels, and leaves it."""
     caplog.set_level(logging.CRITICAL)
-    from ferrule_server.kernels.cpu.sync import SyncBlock
-
     waits: list[float] = []
 
     def run(sync: int, thread: int) -> int:
@@ -85,7 +85,63 @@ def test_a_thread_that_fails_during_a_step_ends_it_within_a_second(caplog: pytes
         workers.run_step()
     assert waits
     assert waits[0] < 1
-    with pytest.raises(StepAborted, match="has ended"):
+    with pytest.raises(StepAborted, match="earlier step has ended"):
+        workers.run_step()
+    workers.close()
+
+
+def test_a_block_that_was_aborted_says_so_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread that has aborted the step may live for a while; the next step is refused all the same, and not begun."""
+    caplog.set_level(logging.CRITICAL)
+    abort, num_begun, may_end = SyncBlock.abort, [0], threading.Event()
+
+    def abort_and_linger(block: SyncBlock, num_threads: int) -> None:
+        abort(block, num_threads)
+        if threading.current_thread() is not threading.main_thread():
+            may_end.wait(10)
+
+    def run(sync: int, thread: int) -> int:
+        if thread:
+            raise SystemExit
+        num_begun[0] += 1
+        while not SyncBlock.is_aborted_at(sync):
+            time.sleep(0.001)
+        return 0
+
+    monkeypatch.setattr(SyncBlock, "abort", abort_and_linger)
+    workers = Workers(run, 2, 1)
+    with pytest.raises(StepAborted):
+        workers.run_step()
+    begun_before = num_begun[0]
+    assert workers._threads[0].is_alive()
+    for _ in range(3):
+        with pytest.raises(StepAborted, match="earlier step has ended"):
+            workers.run_step()
+    assert num_begun[0] == begun_before
+    may_end.set()
+    workers.close()
+
+
+def test_a_caller_that_leaves_a_step_ends_it_for_all() -> None:
+    """The other threads would wait at a barrier of that step for good, or take part in the next one."""
+    left = queue.SimpleQueue[bool]()
+
+    def run(sync: int, thread: int) -> int:
+        if not thread:
+            raise KeyboardInterrupt
+        give_up = time.monotonic() + 5
+        while not SyncBlock.is_aborted_at(sync) and time.monotonic() < give_up:
+            time.sleep(0.001)
+        left.put(SyncBlock.is_aborted_at(sync))
+        return 0
+
+    workers = Workers(run, 2, 1)
+    with pytest.raises(KeyboardInterrupt):
+        workers.run_step()
+    assert left.get(timeout=10)
+    with pytest.raises(StepAborted, match="earlier step has ended"):
         workers.run_step()
     workers.close()
 

@@ -188,7 +188,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1797,  # --config and --print-config; unusable settings are lines of a JSON log too; Ctrl-C at any time
+    ".": 1800,  # --config and --print-config; unusable settings are lines of a JSON log too; Ctrl-C at any time
     "api": 365,
     "api/receiving": 655,
     "api/requests": 960,
@@ -200,7 +200,7 @@ BUDGET: dict[str, int] = {
     "api/telemetry": 560,  # the metrics of the journal
     "api/texts": 230,
     "api/web": 505,
-    "durability": 1920,
+    "durability": 1937,  # what can be refused before the model is loaded
     "engine": 1086,  # durable sequences, and what they report
     "engine/appends": 1375,  # cold sequences, restored records and creations, what outlives a device fault
     "engine/bridge": 430,

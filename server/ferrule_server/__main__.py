@@ -112,7 +112,10 @@ async def _serve(config: ServerConfig) -> int:
     from ferrule_server.api.security.tls import tls_of
     from ferrule_server.api.serve import ApiServer
     from ferrule_server.api.telemetry.call_log import watch_calls
+    from ferrule_server.durability.directory import check_directory
 
+    if config.durable is not None:
+        check_directory(config.durable, config.instance)  # before anything is loaded; the lock is taken afterwards
     limits = ApiLimits(max_connections=config.connection_limit, max_ttl_s=config.max_ttl_s)
     failpoints = _failpoints(config)
     tls, access = tls_of(config), access_of(config)

@@ -21,6 +21,7 @@ from ferrule_server.durability.directory import (
     JournalDamaged,
     OwnerReplaced,
     Wanted,
+    check_directory,
     read_identity,
     segment_path,
 )
@@ -333,3 +334,51 @@ def test_real_directory_that_cannot_be_made_is_a_config_error(tmp_path: Path) ->
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file/journal cannot be used"):
         DurableDirectory.open(tmp_path / "file" / "journal", WANTED)
+
+
+# ---- before anything is loaded --------------------------------------------------------------------------------------
+
+
+def test_a_usable_directory_passes_and_is_not_changed(tmp_path: Path) -> None:
+    """One that is new, one that is missing, one of an earlier start, and one whose owner is still ending."""
+    check_directory(tmp_path, "east-1")
+    check_directory(tmp_path / "new" / "journal", "east-1")
+    assert list(tmp_path.iterdir()) == []
+    journal = tmp_path / "journal"
+    directory = DurableDirectory.open(journal, WANTED)
+    before = {path.name: path.read_bytes() for path in journal.iterdir()}
+    check_directory(journal, WANTED.instance)
+    directory.close()
+    check_directory(journal, WANTED.instance)
+    assert {path.name: path.read_bytes() for path in journal.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["file", "file/journal", "file/a/b"])
+def test_a_file_is_no_directory(name: str, tmp_path: Path) -> None:
+    """Nor is anything below it."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"{name} cannot be used for durable handles: .*not a directory"):
+        check_directory(tmp_path / name, "east-1")
+
+
+@pytest.mark.parametrize("name", ["", "journal", "a/b"])
+def test_a_directory_that_cannot_be_written_to_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder that refuses is named. Tests may run as root, whom only the system's answer stops."""
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path or not mode & os.W_OK)
+    with pytest.raises(ConfigError, match=f"cannot be written to: '{tmp_path}'"):
+        check_directory(tmp_path / name, "east-1")
+
+
+def test_an_identity_that_cannot_be_used_is_refused_early(tmp_path: Path) -> None:
+    """Another instance, another format, and segments without an identity."""
+    DurableDirectory.open(tmp_path, WANTED).close()
+    with pytest.raises(ConfigError, match=r"instance east-1 \(not west-1\): start the server with these"):
+        check_directory(tmp_path, "west-1")
+    (tmp_path / "identity.json").write_text('{"format": 2}')
+    with pytest.raises(ConfigError, match=r"identity\.json cannot be read: the format is not 1"):
+        check_directory(tmp_path, "east-1")
+    (tmp_path / "identity.json").rename(segment_path(tmp_path, 1))
+    with pytest.raises(ConfigError, match=r"has segments and no identity\.json"):
+        check_directory(tmp_path, "east-1")

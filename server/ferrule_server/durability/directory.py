@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import errno
 import json
+import os
 import re
 import secrets
 from dataclasses import dataclass
@@ -302,6 +303,32 @@ class DurableDirectory:
         self.files.close(self._lock)
 
 
+def check_directory(path: Path, instance: str) -> None:
+    """Refuse early what :meth:`DurableDirectory.open` would refuse later. Nothing is changed and nothing is locked.
+
+    The lock is left out because its owner may be a server that is still ending. What is known only with the weights,
+    such as the model's fingerprint, is left out too.
+
+    Args:
+        path: The directory; it need not exist.
+        instance: The name of the server to its clients.
+
+    Raises:
+        ConfigError: It is not a directory, it cannot be written to, or it belongs to another server.
+    """
+    existing = next(it for it in (path, *path.parents) if os.path.exists(it))  # noqa: PTH110  (Path.exists may raise)
+    try:
+        if not existing.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(existing))
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "it cannot be written to", str(existing))
+        identity = None if existing != path else _read_or_none(path, OsFiles())
+    except OSError as error:
+        raise ConfigError(cannot_write(path, error)) from error
+    if identity is not None:
+        _check_identity(path, identity, Wanted(instance, identity.fingerprint, identity.dtype, identity.block_size))
+
+
 def cannot_write(path: Path, error: OSError) -> str:
     """Return the message of a start that cannot write its journal."""
     if error.errno == errno.ENOSPC:
@@ -338,18 +365,27 @@ def read_identity(directory: Path, files: Files) -> Identity:
 
 def _begin_generation(path: Path, wanted: Wanted, files: Files) -> Identity:
     """Check the identity of a locked directory, or make one, and write it with the next generation."""
-    try:
-        identity = read_identity(path, files)
-    except FileNotFoundError:
-        if list_segments(path, files):
-            raise ConfigError(f"{path} has segments and no identity.json: restore the file from a backup") from None
-        identity = Identity.create(wanted)
-    if difference := identity.difference(wanted):
-        raise ConfigError(f"{path} has {difference}: start the server with these, or use another directory")
+    identity = _read_or_none(path, files) or Identity.create(wanted)
+    _check_identity(path, identity, wanted)
     identity = dataclasses.replace(identity, generation=identity.generation + 1)
     _write_new(path, identity.encode(), files)
     _put_in_place(path, files)
     return identity
+
+
+def _read_or_none(path: Path, files: Files) -> Identity | None:
+    """Return the identity of a directory; None: it is new."""
+    try:
+        return read_identity(path, files)
+    except FileNotFoundError:
+        if list_segments(path, files):
+            raise ConfigError(f"{path} has segments and no identity.json: restore the file from a backup") from None
+        return None
+
+
+def _check_identity(path: Path, identity: Identity, wanted: Wanted) -> None:
+    if difference := identity.difference(wanted):
+        raise ConfigError(f"{path} has {difference}: start the server with these, or use another directory")
 
 
 def _write_new(directory: Path, content: bytes, files: Files) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest.mock import Mock
@@ -14,9 +15,9 @@ import numpy as np
 import pytest
 
 from ferrule_server.executor.base import DeviceLost, KvLost
-from ferrule_server.executor.cpu.cores import count_cores, usable_cores
 from ferrule_server.executor.cpu.workers import _NICENESS, StepAborted, Workers
 from ferrule_server.executor.torch import TorchExecutor
+from ferrule_server.kernels.cpu.sync import SyncBlock
 from ferrule_server.model.weights import load_model
 from tests.executor.cpu.models import KV_BYTES, lose_a_thread, running, write_tiny
 from tests.model.stepping import Piece, PooledSequence, Stepper
@@ -66,8 +67,6 @@ def test_torch_never_takes_over_where_bits_are_promised(folder: Path, caplog: py
 def test_a_thread_that_fails_during_a_step_ends_it_within_a_second(caplog: pytest.LogCaptureFixture) -> None:
     """The caller waits at a barrier of the kernels, and leaves it."""
     caplog.set_level(logging.CRITICAL)
-    from ferrule_server.kernels.cpu.sync import SyncBlock
-
     waits: list[float] = []
 
     def run(sync: int, thread: int) -> int:
@@ -85,7 +84,63 @@ def test_a_thread_that_fails_during_a_step_ends_it_within_a_second(caplog: pytes
         workers.run_step()
     assert waits
     assert waits[0] < 1
-    with pytest.raises(StepAborted, match="has ended"):
+    with pytest.raises(StepAborted, match="earlier step has ended"):
+        workers.run_step()
+    workers.close()
+
+
+def test_a_block_that_was_aborted_says_so_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread that has aborted the step may live for a while; the next step is refused all the same, and not begun."""
+    caplog.set_level(logging.CRITICAL)
+    abort, num_begun, may_end = SyncBlock.abort, [0], threading.Event()
+
+    def abort_and_linger(block: SyncBlock, num_threads: int) -> None:
+        abort(block, num_threads)
+        if threading.current_thread() is not threading.main_thread():
+            may_end.wait(10)
+
+    def run(sync: int, thread: int) -> int:
+        if thread:
+            raise SystemExit
+        num_begun[0] += 1
+        while not SyncBlock.is_aborted_at(sync):
+            time.sleep(0.001)
+        return 0
+
+    monkeypatch.setattr(SyncBlock, "abort", abort_and_linger)
+    workers = Workers(run, 2, 1)
+    with pytest.raises(StepAborted):
+        workers.run_step()
+    begun_before = num_begun[0]
+    assert workers._threads[0].is_alive()
+    for _ in range(3):
+        with pytest.raises(StepAborted, match="earlier step has ended"):
+            workers.run_step()
+    assert num_begun[0] == begun_before
+    may_end.set()
+    workers.close()
+
+
+def test_a_caller_that_leaves_a_step_ends_it_for_all() -> None:
+    """The other threads would wait at a barrier of that step for good, or take part in the next one."""
+    left = queue.SimpleQueue[bool]()
+
+    def run(sync: int, thread: int) -> int:
+        if not thread:
+            raise KeyboardInterrupt
+        give_up = time.monotonic() + 5
+        while not SyncBlock.is_aborted_at(sync) and time.monotonic() < give_up:
+            time.sleep(0.001)
+        left.put(SyncBlock.is_aborted_at(sync))
+        return 0
+
+    workers = Workers(run, 2, 1)
+    with pytest.raises(KeyboardInterrupt):
+        workers.run_step()
+    assert left.get(timeout=10)
+    with pytest.raises(StepAborted, match="earlier step has ended"):
         workers.run_step()
     workers.close()
 
@@ -96,24 +151,6 @@ def test_closing_ends_the_threads(folder: Path) -> None:
         threads = executor._workers._threads
         assert all(thread.is_alive() for thread in threads)
     assert not any(thread.is_alive() for thread in threads)
-
-
-def test_threads_are_the_physical_cores_that_may_be_used(tmp_path: Path) -> None:
-    """Two processors of one core count once; a quota of 1.5 processors pays for two threads; at least one."""
-    for number, siblings in enumerate(("0,4", "1", "2", "3", "0,4")):
-        topology = tmp_path / f"cpu{number}" / "topology"
-        topology.mkdir(parents=True)
-        (topology / "thread_siblings_list").write_text(siblings)
-    quota = tmp_path / "cpu.max"
-    assert count_cores({0, 1, 2, 4}, tmp_path, quota) == 3
-    quota.write_text("max 100000\n")
-    assert count_cores({0, 1, 2, 4}, tmp_path, quota) == 3
-    quota.write_text("150000 100000\n")
-    assert count_cores({0, 1, 2, 4}, tmp_path, quota) == 2
-    quota.write_text("20000 100000\n")
-    assert count_cores({0, 1, 2, 4}, tmp_path, quota) == 1
-    assert count_cores({7, 8}, tmp_path / "nowhere", tmp_path / "nothing") == 2
-    assert usable_cores() >= 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no niceness of their own")

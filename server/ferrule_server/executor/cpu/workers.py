@@ -52,19 +52,26 @@ class Workers:
     def run_step(self) -> float:
         """Run the step that the records describe; return for which share of it threads waited long for another.
 
+        The sync block knows whether it was aborted. The threads do not: one that has aborted it is alive for a while.
+
         Raises:
             StepAborted: A thread has ended.
         """
-        for thread in self._threads:
-            if not thread.is_alive():
-                raise StepAborted(f"thread {thread.name} has ended")
-        if not self._run(self._sync.address, 0):
+        if SyncBlock.is_aborted_at(self._sync.address):
+            raise StepAborted("a thread of an earlier step has ended")
+        is_complete = 0
+        try:
+            is_complete = self._run(self._sync.address, 0)
+        finally:
+            if not is_complete:  # an exception too: the others wait for this thread in the middle of a step
+                self._abort()
+        if not is_complete:
             raise StepAborted("a thread ended during the step")
         return self._sync.take_waited_share()
 
     def close(self) -> None:
         """End the threads; none of them runs afterwards."""
-        self._sync.abort(len(self._threads) + 1)
+        self._abort()
         for thread in self._threads:
             thread.join()
 
@@ -75,7 +82,10 @@ class Workers:
         except BaseException:  # noqa: BLE001 - the other threads must not wait for this one, whatever ended it
             _log.exception("event=step_thread_failed thread=%d", number)
         finally:
-            self._sync.abort(len(self._threads) + 1)
+            self._abort()
+
+    def _abort(self) -> None:
+        self._sync.abort(len(self._threads) + 1)
 
 
 def _be_nice() -> None:

@@ -125,8 +125,6 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     import torch
 
     from ferrule_server.model.weights import load_model
-    from ferrule_server.text.chat_template import ChatTemplate
-    from ferrule_server.text.tokenizer import Tokenizer
 
     def on_bytes(done_bytes: int, total_bytes: int) -> None:
         on_progress("reading weights", 2 * _IMPORT_SHARE + _WEIGHTS_SHARE * done_bytes / max(1, total_bytes))
@@ -134,8 +132,7 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     device = device_of(config)
     choice = None if device.index is not None else cpu_choice(config, model_config)
     dtype = dtype_of(config, device, choice)
-    tokenizer = Tokenizer.load(folder)
-    chat_template = None if tokenizer is None else ChatTemplate.load(folder)
+    tokenizer, chat_template = load_texts(folder)
     with _preparing(config, model_config, device, dtype) as preparation:
         prepared = _prepare_processor(config, model_config, choice, on_progress)
         encoding = None if prepared is None else prepared.encoding
@@ -150,6 +147,19 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
         else:
             executor = preparation.finish(model, lambda stage: on_progress(stage, 0.05 + _WEIGHTS_SHARE))
     return LoadedExecutor(executor, tokenizer, chat_template, commit)
+
+
+def load_texts(folder: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """Return the tokenizer of a model folder and its chat templates; None for what it does not have.
+
+    Raises:
+        ModelError: One of their files is not usable.
+    """
+    from ferrule_server.text.chat_template import ChatTemplate
+    from ferrule_server.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(folder)
+    return tokenizer, None if tokenizer is None else ChatTemplate.load(folder)
 
 
 def _log_left_out(model_config: ModelConfig) -> None:
@@ -390,7 +400,7 @@ def _demo_folder() -> Path:
             "--model demo: this installation lacks the files of the bundled model; install ferrule again, "
             "name a folder with --model, or run --executor paged-reference, which needs none"
         )
-    return _DEMO_FOLDER
+    return (_DEMO_FOLDER / "model.safetensors").resolve().parent  # some installers make links of all files
 
 
 def network_of(config: ServerConfig, folder: Path) -> ModelConfig:

@@ -67,7 +67,7 @@ class Tokenizer:
         """
         path = folder / "tokenizer.json"
         try:
-            text = read_text(path, MAX_TOKENIZER_BYTES)
+            text = read_text(folder, path.name, MAX_TOKENIZER_BYTES)
         except FileMissing:
             return None
         except ModelError as error:

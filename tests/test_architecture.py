@@ -188,7 +188,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1797,  # --config and --print-config; unusable settings are lines of a JSON log too; Ctrl-C at any time
+    ".": 1822,  # model_files.py resolves links; loading.py loads texts for ferrule check too
     "api": 365,
     "api/receiving": 655,
     "api/requests": 960,
@@ -205,7 +205,7 @@ BUDGET: dict[str, int] = {
     "engine/appends": 1375,  # cold sequences, restored records and creations, what outlives a device fault
     "engine/bridge": 430,
     "engine/durable": 690,  # rewinds have a record of their own
-    "engine/generation": 670,
+    "engine/generation": 675,  # a tokenizer that fails ends its branch
     "engine/metrics": 285,  # the figures of the journal
     "engine/steps": 1010,
     "executor": 555,  # a window in the paged reference, so that tests of the protocol can drop blocks
@@ -221,7 +221,7 @@ BUDGET: dict[str, int] = {
     "model/families": 1055,
     "model/hub": 610,
     "model_check": 620,
-    "text": 730,
+    "text": 830,  # growth.py
     "training": 665,
 }
 """Code lines of each package of the server, its subpackages counted for themselves (``python -m tools.code_lines``)."""

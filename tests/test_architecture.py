@@ -205,7 +205,7 @@ BUDGET: dict[str, int] = {
     "engine/appends": 1375,  # cold sequences, restored records and creations, what outlives a device fault
     "engine/bridge": 430,
     "engine/durable": 690,  # rewinds have a record of their own
-    "engine/generation": 675,  # a tokenizer that fails ends its branch
+    "engine/generation": 670,
     "engine/metrics": 285,  # the figures of the journal
     "engine/steps": 1010,
     "executor": 555,  # a window in the paged reference, so that tests of the protocol can drop blocks

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ferrule_server.engine.appends.creations import FORK, loop_of, part_of
-from ferrule_server.engine.faults import fault
 from ferrule_server.engine.generation.drivers import Drivers, DriverSink, Why, seeded
 from ferrule_server.engine.generation.stops import StopCheck
 from ferrule_server.engine.jobs import (
@@ -206,20 +205,13 @@ class Generation:
         branch.drawn_ns = 0 if result.replayed else self._timings.record_token(branch.drawn_ns)
         if branch.on_stale is not StalePolicy.FAIL and _is_at_tip(job, result):
             branch.on_stale, branch.request_id = StalePolicy.FAIL, ""
-        finish, error = self._after(branch, row.token)
+        finish = branch.stops.after(row.token)
         if finish is not None:
-            self._finish(branch, finish, error)
+            self._finish(branch, finish)
         if job is self._first:
             self._settle(result)
         if self._fork is None and finish is None:
             self._append(branch)
-
-    def _after(self, branch: _Branch, token_id: int) -> tuple[Finish | None, FerruleError | None]:
-        """Return why a branch ends with a token, if it does; a tokenizer that fails ends its own branch only."""
-        try:
-            return branch.stops.after(token_id), None
-        except Exception:  # noqa: BLE001  (fault logs it)
-            return Finish.ERROR, fault("stop rules failed")
 
     def _settle(self, result: AppendResult) -> None:
         """Keep what the first frame reports of the committed prompt, and fork the other branches."""

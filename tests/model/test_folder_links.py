@@ -152,7 +152,7 @@ def test_no_file_leads_out_of_its_folder(
     """A server, ``ferrule check`` and a name of the hub refuse the model, and say which file leads where."""
     folder = _model(layout, tmp_path, file)
     kind(folder / file, outside)
-    names = [folder] if layout == "folder" else [folder, NAME]
+    names: list[Path | str] = [folder] if layout == "folder" else [folder, NAME]
     for reason in [way(name) for way in (_served, _checked) for name in names]:
         assert reason
         assert SECRET not in reason

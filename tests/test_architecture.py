@@ -193,7 +193,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1919,  # host.py: control groups of both versions, nested, for threads and memory; a plan before weights are read
+    ".": 1945,  # host.py: control groups, nested; a plan before weights are read; links of model files
     "api": 365,
     "api/receiving": 655,
     "api/requests": 960,
@@ -226,7 +226,7 @@ BUDGET: dict[str, int] = {
     "model/families": 1055,
     "model/hub": 610,
     "model_check": 575,
-    "text": 730,
+    "text": 830,  # growth.py
     "training": 665,
 }
 """Code lines of each package of the server, its subpackages counted for themselves (``python -m tools.code_lines``)."""

@@ -169,8 +169,6 @@ def _load(config: ServerConfig, on_progress: OnProgress, host: Host) -> LoadedEx
     import torch
 
     from ferrule_server.model.weights import load_model
-    from ferrule_server.text.chat_template import ChatTemplate
-    from ferrule_server.text.tokenizer import Tokenizer
 
     def on_bytes(done_bytes: int, total_bytes: int) -> None:
         on_progress("reading weights", 2 * _IMPORT_SHARE + _WEIGHTS_SHARE * done_bytes / max(1, total_bytes))
@@ -179,8 +177,7 @@ def _load(config: ServerConfig, on_progress: OnProgress, host: Host) -> LoadedEx
     choice = None if device.index is not None else cpu_choice(config, model_config)
     dtype = dtype_of(config, device, choice)
     config = _for_host(config, model_config, device, choice, host=host)
-    tokenizer = Tokenizer.load(folder)
-    chat_template = None if tokenizer is None else ChatTemplate.load(folder)
+    tokenizer, chat_template = load_texts(folder)
     with _preparing(config, model_config, device, dtype) as preparation:
         prepared = _prepare_processor(config, model_config, choice, on_progress)
         encoding = None if prepared is None else prepared.encoding
@@ -198,6 +195,19 @@ def _load(config: ServerConfig, on_progress: OnProgress, host: Host) -> LoadedEx
         else:
             executor = preparation.finish(model, lambda stage: on_progress(stage, 0.05 + _WEIGHTS_SHARE))
     return LoadedExecutor(executor, tokenizer, chat_template, commit)
+
+
+def load_texts(folder: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """Return the tokenizer of a model folder and its chat templates; None for what it does not have.
+
+    Raises:
+        ModelError: One of their files is not usable.
+    """
+    from ferrule_server.text.chat_template import ChatTemplate
+    from ferrule_server.text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(folder)
+    return tokenizer, None if tokenizer is None else ChatTemplate.load(folder)
 
 
 def _log_left_out(model_config: ModelConfig) -> None:
@@ -435,7 +445,7 @@ def _demo_folder() -> Path:
             "--model demo: this installation lacks the files of the bundled model; install ferrule again, "
             "name a folder with --model, or run --executor paged-reference, which needs none"
         )
-    return _DEMO_FOLDER
+    return (_DEMO_FOLDER / "model.safetensors").resolve().parent  # some installers make links of all files
 
 
 def network_of(config: ServerConfig, folder: Path) -> ModelConfig:

@@ -1,7 +1,9 @@
 """Read the files of a model folder, which strangers write, within bounds on size, time and memory.
 
-Every file of a folder is read through this module. Only regular files are opened, because a pipe or a device may block,
-or may never end. The number of bytes is limited. JSON that Python cannot hold (nesting, digits) is refused.
+Every file of a folder is read through this module. It must be in that folder after all links are resolved, or among
+the blobs of the same repository in the cache of the hub: chat templates and tokenizers are shown to clients, and a link
+could show them any file of this machine. Only regular files are opened, because a pipe or a device may block, or may
+never end. The number of bytes is limited. JSON that Python cannot hold (nesting, digits) is refused.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections import Counter
 from io import FileIO
@@ -22,7 +25,7 @@ MAX_CONFIG_BYTES: Final = 4 << 20
 """Largest ``config.json`` and ``generation_config.json``; the usual ones have a few KiB."""
 MAX_TOKENIZER_CONFIG_BYTES: Final = 16 << 20
 """Largest ``tokenizer_config.json``; one that lists every added token has about 1 MiB."""
-MAX_TOKENIZER_BYTES: Final = 128 << 20
+MAX_TOKENIZER_BYTES: Final = 64 << 20
 """Largest ``tokenizer.json``; vocabularies of 256 000 tokens take about 35 MiB."""
 MAX_TEMPLATE_BYTES: Final = 4 << 20
 """Largest chat template."""
@@ -33,6 +36,8 @@ _MAX_SHOWN: Final = 80
 _MAX_NAME: Final = 200
 _MAX_LISTED: Final = 50
 _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
+_FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
+_SNAPSHOT: Final = re.compile(r".*/models--[^/]+/snapshots", re.DOTALL)
 
 
 class FileMissing(ModelError):
@@ -53,19 +58,25 @@ def is_file(path: Path) -> bool:
     return os.path.isfile(path)  # noqa: PTH113  (as above)
 
 
-def open_file(path: Path) -> FileIO:
-    """Open a regular file for reading, without a buffer.
+def open_file(folder: Path, name: str) -> FileIO:
+    """Open a regular file of a model folder for reading, without a buffer.
 
     Nothing else is opened: opening a pipe blocks until there is a writer, and opening some devices has effects. The
     kind is checked again after the file is open, in case the file was replaced in between.
 
+    Args:
+        folder: The model folder, which may itself be a link.
+        name: The file, relative to the folder.
+
     Raises:
         FileMissing: There is no such file.
-        ModelError: It is not a regular file, or it cannot be opened.
+        ModelError: It leads out of the folder, is not a regular file, or cannot be opened.
     """
+    path = folder / name
     try:
-        _check_regular(path, path.stat())
-        file = FileIO(path, opener=_open_without_waiting)
+        place, real = _resolve(folder, path)
+        _check_regular(path, real.lstat())
+        file = FileIO(real, opener=lambda *_: _open_below(place, real))
     except (OSError, ValueError) as error:
         kind = FileMissing if isinstance(error, OSError) and error.errno in _ABSENT else ModelError
         raise kind(f"{name_of(path)} cannot be read: {_short(error)}") from error
@@ -90,14 +101,15 @@ def read_up_to(file: FileIO, max_bytes: int) -> bytes:
     return b"".join(pieces)
 
 
-def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """Return the content of a regular file.
+def read_bytes(folder: Path, name: str, max_bytes: int) -> bytes:
+    """Return the content of a regular file of a model folder.
 
     Raises:
         FileMissing: There is no such file.
-        ModelError: It is not a regular file, cannot be read, or has more than ``max_bytes``.
+        ModelError: :func:`open_file` refuses it, it cannot be read, or it has more than ``max_bytes``.
     """
-    with open_file(path) as file:
+    path = folder / name
+    with open_file(folder, name) as file:
         try:
             num_bytes = os.fstat(file.fileno()).st_size
             content = b"" if num_bytes > max_bytes else read_up_to(file, max_bytes + 1)
@@ -108,24 +120,25 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def read_text(path: Path, max_bytes: int) -> str:
-    """Return the content of a regular file that holds UTF-8.
+def read_text(folder: Path, name: str, max_bytes: int) -> str:
+    """Return the content of a regular file of a model folder that holds UTF-8.
 
     Raises:
         FileMissing: There is no such file.
         ModelError: It cannot be read, has more than ``max_bytes``, or is not UTF-8.
     """
     try:
-        return read_bytes(path, max_bytes).decode("utf-8")
+        return read_bytes(folder, name, max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ModelError(f"{name_of(path)} cannot be read: it is not UTF-8 ({error.reason})") from error
+        raise ModelError(f"{name_of(folder / name)} cannot be read: it is not UTF-8 ({error.reason})") from error
 
 
-def read_object(path: Path, max_bytes: int, *, has_unique_keys: bool = False) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
+def read_object(folder: Path, name: str, max_bytes: int, *, has_unique_keys: bool = False) -> dict[str, Any]:
+    """Return the JSON object that a file of a model folder holds.
 
     Args:
-        path: The file.
+        folder: The model folder.
+        name: The file, relative to the folder.
         max_bytes: The most bytes that are read.
         has_unique_keys: Refuse an object that has a key twice; Python would silently keep the last one.
 
@@ -133,7 +146,7 @@ def read_object(path: Path, max_bytes: int, *, has_unique_keys: bool = False) ->
         FileMissing: There is no such file.
         ModelError: It cannot be read, or it does not hold a JSON object.
     """
-    return parse_object(read_bytes(path, max_bytes), path, has_unique_keys=has_unique_keys)
+    return parse_object(read_bytes(folder, name, max_bytes), folder / name, has_unique_keys=has_unique_keys)
 
 
 def parse_object(content: bytes, path: Path, *, has_unique_keys: bool = False) -> dict[str, Any]:
@@ -182,8 +195,34 @@ def _check_regular(path: Path, status: os.stat_result) -> None:
         raise ModelError(f"{name_of(path)} cannot be read: it is not a regular file")
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
+def _resolve(folder: Path, path: Path) -> tuple[Path, Path]:
+    """Return the real path of a file, after the real path of the place that may hold it.
+
+    Raises:
+        ModelError: The file is in neither place that may.
+        OSError: There is no such file.
+    """
+    place, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path, strict=True))
+    if not real.is_relative_to(place) and _SNAPSHOT.fullmatch(str(place.parent)):
+        place = place.parents[1] / "blobs"
+    if not real.is_relative_to(place):
+        raise ModelError(
+            f"{name_of(path)} cannot be read: it leads to {name_of(real)}, outside the model folder; copy or hard-link"
+            " the file into the folder, or name its own folder with --model"
+        )
+    return place, real
+
+
+def _open_below(place: Path, real: Path) -> int:
+    """Open a file without following a link, in case a part of its real path was replaced by one in the meantime."""
+    descriptor = os.open(place, _FLAGS)
+    for part in real.relative_to(place).parts:
+        above = descriptor
+        try:
+            descriptor = os.open(part, _FLAGS, dir_fd=above)
+        finally:
+            os.close(above)
+    return descriptor
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -427,3 +427,42 @@ def test_what_is_too_large_is_refused_while_the_threads_are_busy() -> None:
         tokenizer.gate.set()
         for each in busy:
             each.result()
+
+
+def _panicking() -> Tokenizer:
+    """Return the tokenizer that ships, with expressions that give up over many ``a``, in both directions."""
+    described = json.loads((DEMO_FOLDER / "tokenizer.json").read_text())
+    replace = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}
+    decoder = {"type": "Sequence", "decoders": [described["decoder"], {"type": "Fuse"}, replace]}
+    split = {"type": "Split", "pattern": {"Regex": "(c+)+$"}, "behavior": "Isolated", "invert": False}
+    before = {"type": "Sequence", "pretokenizers": [split, described["pre_tokenizer"]]}
+    return Tokenizer(json.dumps({**described, "pre_tokenizer": before, "decoder": decoder}))
+
+
+def test_a_panic_of_the_library_ends_its_own_call_only() -> None:
+    """On the event loop, where short texts are done, and on a thread; the same server goes on to answer."""
+    with RunningServer(tokenizer=_panicking()) as server:
+        token_ids = _encode(server, "a" * 40 + "!")
+        for _ in range(2):
+            for call in (
+                lambda: _decode(server, token_ids),
+                lambda: _decode(server, _encode(server, "x" * 2000) + token_ids),
+                lambda: _encode(server, "c" * 40 + "!"),
+                lambda: _encode(server, "x" * 2000 + "c" * 40 + "!"),
+            ):
+                with refused() as refusals:
+                    call()
+                assert refusals[0].code is grpc.StatusCode.INTERNAL
+                assert refusals[0].reason == "ENGINE_FAULT"
+        assert _decode(server, _encode(server, "def f")).text == "def f"
+
+
+def test_a_text_that_the_tokenizer_multiplies_is_refused() -> None:
+    """By a typed error that says how much it takes."""
+    described = json.loads((DEMO_FOLDER / "tokenizer.json").read_text())
+    described["normalizer"] = {"type": "Replace", "pattern": {"String": "q"}, "content": "q" * 4000}
+    with RunningServer(tokenizer=Tokenizer(json.dumps(described))) as server:
+        with refused() as refusals:
+            _encode(server, "q" * 8000)
+        assert (refusals[0].reason, refusals[0].fields) == ("INVALID_FIELD", ("text",))
+        assert len(_encode(server, "q")) > 1

@@ -99,6 +99,16 @@ def _many_shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {n: n for n in names}}))
 
 
+def _tokenizer(**parts: object) -> Spoil:
+    """Change parts of the tokenizer."""
+
+    def spoil(folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **parts}))
+
+    return spoil
+
+
 def _tensors(num: int) -> str:
     offsets = '"shape": [0], "data_offsets": [0, 0]'
     return "{" + ", ".join(f'"t{i}": {{"dtype": "F32", {offsets}}}' for i in range(num)) + "}"
@@ -168,6 +178,14 @@ TABLE: dict[str, Spoil] = {
     "tokenizer of a bad unigram": _text(
         "tokenizer.json", json.dumps({"model": {"type": "Unigram", "vocab": [], "unk_id": 7}})
     ),
+    "tokenizer that multiplies": _tokenizer(
+        normalizer={"type": "Sequence", "normalizers": [
+            {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 64}] * 6}
+    ),
+    "tokenizer of a bad expression": _tokenizer(
+        pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
+    ),
+    "tokenizer of many lists": _text("tokenizer.json", '{"model": [' + "[]," * (15 << 20) + "[]]}"),
     "too many templates": _text(
         "tokenizer_config.json",
         json.dumps({"chat_template": [{"name": f"t{i}", "template": "x"} for i in range(10_000)]}),

@@ -1,6 +1,7 @@
 """The tokenizer of a model folder, with tiny vocabularies trained on the spot."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,34 @@ def test_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be loaded"):
         Tokenizer.load(tmp_path)
+
+
+def _backtracking(section: str) -> Tokenizer:
+    """Return a tokenizer with an expression that takes exponential time over many ``a`` in one of its parts."""
+    described = json.loads(byte_level().to_str())
+    replace = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}
+    for token in described["added_tokens"]:
+        token["normalized"] = True
+    if section == "decoder":
+        decoder = {"type": "Sequence", "decoders": [described["decoder"], {"type": "Fuse"}, replace]}
+        return Tokenizer(json.dumps({**described, "decoder": decoder}))
+    return Tokenizer(json.dumps({**described, "normalizer": replace}))
+
+
+@pytest.mark.parametrize("call", ["encode", "find", "decode", "text_of"])
+def test_a_panic_of_the_library_is_an_ordinary_error(call: str) -> None:
+    """Its expressions give up after some ten million steps by a panic, which no ``except Exception`` would catch."""
+    text = "a" * 40 + "!"
+    tokenizer = _backtracking("decoder" if call in ("decode", "text_of") else "normalizer")
+    token_ids = Tokenizer(byte_level().to_str()).encode(text)
+    calls: dict[str, Callable[[], object]] = {
+        "encode": lambda: tokenizer.encode(text),
+        "find": lambda: tokenizer.find_special_token(text),
+        "decode": lambda: tokenizer.decode(token_ids),
+        "text_of": lambda: tokenizer.text_of(token_ids),
+    }
+    with pytest.raises(RuntimeError, match="panicked") as raised:
+        calls[call]()
+    assert "aaa" not in str(raised.value)
+    assert raised.value.__suppress_context__
+    assert tokenizer.decode(tokenizer.encode("bc")) == "bc"

@@ -79,29 +79,29 @@ def list_tensors(folder: Path) -> tuple[dict[str, StoredTensor], set[str], list[
     if os.path.exists(folder / _SINGLE_FILE):  # noqa: PTH110  (Path.exists raises for a folder that may not be read)
         return _merge(folder, [_SINGLE_FILE], None)
     try:
-        weight_map = _read_index(folder / _INDEX_FILE)
+        weight_map = _read_index(folder)
     except _BadFile as problem:
         return {}, set(), [str(problem)]
     return _merge(folder, sorted(set(weight_map.values())), weight_map)
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(folder: Path) -> dict[str, str]:
     try:
-        content = read_object(path, MAX_HEADER_BYTES, has_unique_keys=True)
+        content = read_object(folder, _INDEX_FILE, MAX_HEADER_BYTES, has_unique_keys=True)
     except FileMissing:
         raise _BadFile(f"neither {_SINGLE_FILE} nor {_INDEX_FILE} is there; only safetensors are read") from None
     except ModelError as error:
         raise _BadFile(str(error)) from error
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _BadFile(f"{path.name} has no weight_map")
+        raise _BadFile(f"{_INDEX_FILE} has no weight_map")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise _BadFile(
-                f"{path.name}: tensor {name_of(name)} is mapped to {shown(file)}, which is not a plain file name"
+                f"{_INDEX_FILE}: tensor {name_of(name)} is mapped to {shown(file)}, which is not a plain file name"
             )
     if len(set(weight_map.values())) > _MAX_SHARDS:
-        raise _BadFile(f"{path.name} names more than {_MAX_SHARDS} files, the limit")
+        raise _BadFile(f"{_INDEX_FILE} names more than {_MAX_SHARDS} files, the limit")
     return weight_map
 
 
@@ -157,7 +157,7 @@ def _read_header(path: Path, spare_bytes: int) -> tuple[list[StoredTensor], int]
     """Return the tensors of a file, and the size of its header, which is at most ``spare_bytes``."""
     name = name_of(path.name)
     try:
-        with open_file(path) as file:
+        with open_file(path.parent, path.name) as file:
             file_bytes = os.fstat(file.fileno()).st_size
             header_bytes = int.from_bytes(read_up_to(file, 8), "little")
             if file_bytes < 8 or not 2 <= header_bytes <= file_bytes - 8:

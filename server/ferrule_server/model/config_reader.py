@@ -37,11 +37,11 @@ def read_config(folder: Path) -> ModelConfig:
         ModelError: A file is missing or broken, or this server cannot run the model exactly.
     """
     try:
-        raw = read_object(folder / "config.json", MAX_CONFIG_BYTES)
+        raw = read_object(folder, "config.json", MAX_CONFIG_BYTES)
     except FileMissing as error:
         raise _no_config(folder) from error
     try:
-        generation = read_object(folder / "generation_config.json", MAX_CONFIG_BYTES)
+        generation = read_object(folder, "generation_config.json", MAX_CONFIG_BYTES)
     except FileMissing:
         generation = {}
     return parse_config(raw, generation)

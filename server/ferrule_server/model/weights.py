@@ -313,7 +313,7 @@ class _ChunkReader:
 
     def chunks(self) -> Iterator[memoryview]:
         """Yield the stored bytes as buffers; each is valid until the next one is requested."""
-        with open_file(self._entry.path) as file:
+        with open_file(self._entry.path.parent, self._entry.path.name) as file:
             file.seek(self._entry.offset)
             for begin in range(0, self._entry.num_bytes, _CHUNK_BYTES):
                 end = min(begin + _CHUNK_BYTES, self._entry.num_bytes)

@@ -11,7 +11,7 @@ from ferrule_server.config import DEMO_MODEL, ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor.host_plan import HostPlan
 from ferrule_server.executor.sizes import TORCH_DTYPES, kv_bytes, num_parameters, tensor_names
-from ferrule_server.loading import as_folder, find_model, network_of
+from ferrule_server.loading import as_folder, find_model, load_texts, network_of
 from ferrule_server.model.checkpoint import StoredTensor, list_tensors
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import read_config
@@ -160,11 +160,14 @@ def _located(config: ServerConfig, name: str) -> _Source:
 def _checked_names(network: ModelConfig, source: _Source) -> frozenset[str] | None:
     """Return the names of the tensors, which are those that the network needs; None: they are not known yet.
 
+    The tokenizer and the chat templates are loaded once, if they have been fetched.
+
     Raises:
-        ModelError: They are others.
+        ModelError: They are others, or the tokenizer or a template is not usable.
     """
     if source.outline is None or _is_complete(source.folder):
         check_tensors(source.folder, network)
+        load_texts(source.folder)
         return frozenset(list_tensors(source.folder)[0])
     if source.outline.tensors:
         _check_index(network, source.outline.tensors)

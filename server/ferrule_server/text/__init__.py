@@ -2,6 +2,7 @@
 
 tokenizer.py             text to token ids and back
 tokenizer_config.py      special tokens by name and the sources of chat templates, from the model folder
+growth.py                bounds what the parts of a tokenizer can make of a text
 special_tokens.py        finds their text in what others have written
 stream_decoder.py        text of tokens that arrive one by one
 stops.py                 stop strings in that text

@@ -14,6 +14,7 @@ import tokenizers
 
 from ferrule_server.errors import InvalidRequest, ModelError, TokenOutOfVocab
 from ferrule_server.model_files import MAX_TOKENIZER_BYTES, FileMissing, read_text, shown
+from ferrule_server.text.growth import MAX_BYTES, bound_growth
 from ferrule_server.text.special_tokens import SpecialTokenFinder
 from ferrule_server.text.tokenizer_config import TokenizerConfig
 
@@ -44,6 +45,7 @@ class Tokenizer:
     """
 
     def __init__(self, text: str, eos_token: str | None = None) -> None:
+        self._encoding_growth, self._decoding_growth = bound_growth(text)
         self._parsing = _from_text(text)
         self._literal = _from_text(text)
         self._literal.encode_special_tokens = True
@@ -67,7 +69,7 @@ class Tokenizer:
         """
         path = folder / "tokenizer.json"
         try:
-            text = read_text(path, MAX_TOKENIZER_BYTES)
+            text = read_text(folder, path.name, MAX_TOKENIZER_BYTES)
         except FileMissing:
             return None
         except ModelError as error:
@@ -87,20 +89,28 @@ class Tokenizer:
             parse_special_tokens: Turn text that looks like a special token into that token.
 
         Raises:
-            InvalidRequest: The text holds half a surrogate pair, which no UTF-8 can carry.
+            InvalidRequest: The text holds half a surrogate pair, which no UTF-8 can carry, or may become too long.
+            RuntimeError: The library of the tokenizer failed, as a regular expression that takes too many steps does.
         """
         tokenizer = self._parsing if parse_special_tokens else self._literal
         try:
-            text.encode()
+            _check_size("text", len(text.encode()), self._encoding_growth)
         except UnicodeEncodeError as error:
             raise InvalidRequest("text", f"character {error.start} is half a surrogate pair") from error
-        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        with _surviving():
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids: list[int] = encoding.ids
         return token_ids
 
     def find_special_token(self, text: str) -> str | None:
-        """Return a special token that :meth:`encode` would make of a part of this text; None: there is none."""
-        return self._special_finder.find(text)
+        """Return a special token that :meth:`encode` would make of a part of this text; None: there is none.
+
+        Raises:
+            InvalidRequest, RuntimeError: As for :meth:`encode`.
+        """
+        _check_size("messages", len(text.encode(errors="replace")), self._encoding_growth)
+        with _surviving():
+            return self._special_finder.find(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids; bytes that are not UTF-8 appear as U+FFFD.
@@ -111,10 +121,12 @@ class Tokenizer:
 
         Raises:
             TokenOutOfVocab: The tokenizer does not know a token; its vocabulary may be smaller than the model's.
+            InvalidRequest, RuntimeError: As for :meth:`encode`.
         """
-        for i, token_id in enumerate(token_ids):
-            self._token(i, token_id)
-        (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        length = sum(1 + len(self._token(i, token_id)) for i, token_id in enumerate(token_ids))
+        _check_size("token_ids", length, self._decoding_growth)
+        with _surviving():
+            (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return self._mended(str(text), self.shown(token_ids, skip_special_tokens))
 
     def shown(self, token_ids: Iterable[int], skip_special_tokens: bool) -> Iterator[int]:
@@ -125,8 +137,14 @@ class Tokenizer:
                 yield token_id
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a few tokens of the vocabulary, with special ones; not meant for long lists."""
-        return self._mended(str(self._parsing.decode(token_ids, skip_special_tokens=False)), token_ids)
+        """Return the text of a few tokens of the vocabulary, with special ones; not meant for long lists.
+
+        Raises:
+            RuntimeError: As for :meth:`encode`.
+        """
+        with _surviving():
+            text = str(self._parsing.decode(token_ids, skip_special_tokens=False))
+        return self._mended(text, token_ids)
 
     def ends_mid_character(self, token_ids: Sequence[int]) -> bool:
         """Return whether the last token ends inside a character that a later token could complete.
@@ -165,7 +183,8 @@ class Tokenizer:
         """
         if not self._has_byte_fallback or _REPLACEMENT not in text:
             return text
-        return str(self._parsing.decoder.decode(list(self._mended_tokens(token_ids))))
+        with _surviving():
+            return str(self._parsing.decoder.decode(list(self._mended_tokens(token_ids))))
 
     def _mended_tokens(self, token_ids: Iterable[int]) -> Iterator[str]:
         """Yield the tokens; the token U+FFFD replaces each byte that is not part of a complete character."""
@@ -197,16 +216,37 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def _refusing(complaint: str) -> Iterator[None]:
-    """Turn every error of the library in the body into a ModelError.
-
-    A panic of its Rust code derives from BaseException, and its class cannot be imported.
-    """
+    """Turn every error of the library in the body into a ModelError."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ModelError(f"{complaint}: {shown(str(error))}") from error
+
+
+@contextlib.contextmanager
+def _surviving() -> Iterator[None]:
+    """Turn a panic of the library in the body into a RuntimeError, so that it ends one call and no thread.
+
+    A panic of its Rust code derives from BaseException, and its class cannot be imported. Its message may quote the
+    text, so it is left out.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError("the library of the tokenizer panicked; it has written why to standard error") from None
+
+
+def _check_size(field: str, num_bytes: int, growth: int) -> None:
+    """Refuse a text that the tokenizer may make too long."""
+    if num_bytes * growth > MAX_BYTES:
+        most = MAX_BYTES // growth
+        raise InvalidRequest(
+            field, f"is a text of {num_bytes} bytes; this tokenizer takes {most} at a time, send it in pieces"
+        )
 
 
 def _from_text(text: str) -> tokenizers.Tokenizer:

@@ -42,8 +42,8 @@ class TokenizerConfig:
         Raises:
             ModelError: A file exists but cannot be read.
         """
-        config = _read_json(folder / "tokenizer_config.json")
-        legacy = {} if "added_tokens_decoder" in config else _read_json(folder / "special_tokens_map.json")
+        config = _read_json(folder, "tokenizer_config.json")
+        legacy = {} if "added_tokens_decoder" in config else _read_json(folder, "special_tokens_map.json")
         templates = _template_files(folder) or _configured_templates(config.get("chat_template"))
         if len(templates) > _MAX_TEMPLATES:
             raise ModelError(
@@ -85,12 +85,12 @@ def _configured_templates(value: object) -> dict[str, str]:
 
 
 def _template_files(folder: Path) -> dict[str, str]:
-    paths = {DEFAULT_TEMPLATE: folder / "chat_template.jinja"}
-    paths |= {path.stem: path for path in _extra_files(folder / _EXTRA_FOLDER)}
+    files = {DEFAULT_TEMPLATE: "chat_template.jinja"}
+    files |= {path.stem: f"{_EXTRA_FOLDER}/{path.name}" for path in _extra_files(folder / _EXTRA_FOLDER)}
     sources = {}
-    for name, path in paths.items():
+    for name, file in files.items():
         with contextlib.suppress(FileMissing):
-            sources[name] = read_text(path, MAX_TEMPLATE_BYTES)
+            sources[name] = read_text(folder, file, MAX_TEMPLATE_BYTES)
     return sources
 
 
@@ -102,9 +102,9 @@ def _extra_files(folder: Path) -> list[Path]:
         raise ModelError(f"{folder} cannot be read: {error.strerror}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
     """Return the object in a file; an empty one if there is no file."""
     try:
-        return read_object(path, MAX_TOKENIZER_CONFIG_BYTES)
+        return read_object(folder, name, MAX_TOKENIZER_CONFIG_BYTES)
     except FileMissing:
         return {}

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Final
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model_files import MAX_HEADER_BYTES, is_file, read_object
+from ferrule_server.model_files import MAX_HEADER_BYTES, is_file, read_object, read_text
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_MAX_REF_BYTES: Final = 4096
 _PART_SUFFIX: Final = ".ferrule.incomplete"
 _LOCK_SUFFIX: Final = ".ferrule.lock"
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -50,8 +51,8 @@ class HubCache:
         if _COMMIT.fullmatch(revision):
             return revision
         try:
-            commit = (self.folder / "refs" / revision).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError):
+            commit = read_text(self.folder, f"refs/{revision}", _MAX_REF_BYTES).strip()
+        except ModelError:
             return None
         return commit if _COMMIT.fullmatch(commit) else None
 
@@ -160,7 +161,7 @@ def tensors_of(folder: Path) -> frozenset[str]:
 
 def _weight_map(folder: Path) -> dict[str, object]:
     try:
-        weight_map = read_object(folder / INDEX_FILE, MAX_HEADER_BYTES).get("weight_map")
+        weight_map = read_object(folder, INDEX_FILE, MAX_HEADER_BYTES).get("weight_map")
     except ModelError:
         return {}
     return weight_map if isinstance(weight_map, dict) else {}

@@ -199,7 +199,7 @@ BUDGET: dict[str, int] = {
     "api/requests": 960,
     "api/responses": 605,
     "api/rpc": 790,  # what a drain waits for
-    "api/security": 475,
+    "api/security": 560,  # strangers are paused, and their connections ended
     "api/services": 350,
     "api/streams": 610,
     "api/telemetry": 560,  # the metrics of the journal

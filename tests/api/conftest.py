@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ferrule.v1 import types_pb2
+from ferrule_server.api.security import strangers
 from tests.api.harness import RunningServer
 
 
@@ -32,3 +33,10 @@ def own() -> Iterator[RunningServer]:
     """A server of the test's own."""
     with RunningServer() as server:
         yield server
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls without valid credentials are refused at once, however many come: for tests of how they are answered."""
+    monkeypatch.setattr(strangers, "LONGEST_S", 0.0)
+    monkeypatch.setattr(strangers, "MAX_REFUSED", 1 << 20)

@@ -38,6 +38,8 @@ from tests.api.hostile.unary_clients import (
     nothing_is_left,
 )
 
+pytestmark = pytest.mark.usefixtures("no_pauses")
+
 TIMEOUT_S = 0.5
 SLACK_S = 5.0
 """How late an answer may be on a machine that is busy: much earlier than without a deadline."""

@@ -61,6 +61,8 @@ from tests.api.harness import (
 )
 from tests.fakes import FakeExecutor
 
+pytestmark = pytest.mark.usefixtures("no_pauses")
+
 ALICE, ALICE_TOO, BOB, OPS, GONE = (f"ferrule_{name}" for name in ("alice", "alice2", "bob", "ops", "gone"))
 LINES = {
     ALICE: "alice handles=40 retained=1MiB",

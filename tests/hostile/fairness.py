@@ -216,8 +216,8 @@ def _worst(phases: Sequence[Phase]) -> Phase:
 class Player:
     """A process that gets ready, waits for the word, and reports at its end: an attacker or a control."""
 
-    def __init__(self, module: str, argument: str) -> None:
-        command = [sys.executable, "-m", f"tests.hostile.{module}", argument]
+    def __init__(self, module: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", f"tests.hostile.{module}", *arguments]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def wait_until_up(self) -> None:
@@ -372,7 +372,7 @@ def compare(
             player.wait_until_up()
         measurement = Measurement(server, campaign.seconds, attackers, controls)
         victims = measurement.run(num_victims, begins_attacked=connections == 4)
-    return _comparison(setup, measurement, victims)
+    return comparison_of(setup, measurement, victims)
 
 
 def _attackers(stack: ExitStack, spec: Spec, bodies: Sequence[Body]) -> list[Player]:
@@ -390,7 +390,8 @@ def _started(stack: ExitStack, module: str, argument: str) -> Player:
     return player
 
 
-def _comparison(setup: tuple[int, int], measurement: Measurement, victims: Sequence[Measured]) -> Comparison:
+def comparison_of(setup: tuple[int, int], measurement: Measurement, victims: Sequence[Measured]) -> Comparison:
+    """Return what a measurement found."""
     answers: dict[str, int] = {}
     for report in measurement.reports:
         for status, count in report["counts"].items():

@@ -5,9 +5,11 @@ its kind says:
 
     fill         begins a message of 4 MiB less one byte and sends as much of it as flow control allows
     headers      sends the headers of a call and no message
+    unary        sends the headers of a call and its whole message
     half         sends half a header block
 
-With ``--again`` a stream that the server ends is opened again. At the end it prints one line of JSON.
+With ``--again`` a stream that the server ends is opened again, with ``--reconnect`` a connection too. With ``--token``
+calls have that token. With ``--wait`` it begins when it reads a line. At the end it prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.api.hostile import http2
 
@@ -52,7 +55,9 @@ class Hoarder:
         path: Of the method.
         kind: See the module.
         max_streams: What the server allows. opens_again: whether streams that the server ended are opened again.
+        token: Bearer token; empty for none.
         num_opened: Streams opened. num_reset: of these ended by the server. offered_bytes: sent on them.
+        num_sent_bytes: Sent in all.
         is_open: Whether the server still holds the connection. num_settings: frames of settings that came.
     """
 
@@ -62,9 +67,11 @@ class Hoarder:
     kind: str
     max_streams: int = _UNBOUNDED_STREAMS
     opens_again: bool = False
+    token: str = ""
     num_opened: int = 0
     num_reset: int = 0
     offered_bytes: int = 0
+    num_sent_bytes: int = 0
     is_open: bool = False
     num_settings: int = 0
     _window: int = _DEFAULT_WINDOW
@@ -161,10 +168,14 @@ class Hoarder:
             self.num_opened += 1
 
     def _head(self, stream: int) -> bytes:
-        block = http2.call_headers(self.path)
+        fields = {"authorization": f"Bearer {self.token}"} if self.token else {}
+        block = http2.call_headers(self.path, **fields)
         if self.kind == "half":
             return http2.frame(http2.HEADERS, 0, stream, block[: len(block) // 2])
-        return http2.frame(http2.HEADERS, http2.END_HEADERS, stream, block)
+        head = http2.frame(http2.HEADERS, http2.END_HEADERS, stream, block)
+        if self.kind == "unary":
+            head += http2.frame(http2.DATA, http2.END_STREAM, stream, http2.grpc_message(b""))
+        return head
 
     def upload(self) -> None:
         """Put data of streams into the outbox, as far as flow control and the outbox have room."""
@@ -190,27 +201,38 @@ class Hoarder:
         """Send as much of the outbox as the socket takes."""
         try:
             while self._outbox:
-                del self._outbox[: self.socket.send(self._outbox)]
+                num_bytes = self.socket.send(self._outbox)
+                self.num_sent_bytes += num_bytes
+                del self._outbox[:num_bytes]
         except BlockingIOError:
             return
         except (BrokenPipeError, ConnectionResetError):
             self.is_open = False
 
 
-def attack(args: argparse.Namespace) -> dict[str, int | float]:
+def attack(args: argparse.Namespace) -> dict[str, Any]:
     """Carry out the attack; returns what was done."""
-    hoarders = connected(args)
     sys.stdout.write("up\n")
     sys.stdout.flush()
-    held_s = keep(hoarders, args.seconds, args.max_bytes)
+    if args.wait:
+        sys.stdin.readline()
+    hoarders = connected(args)
+    num_connections, began_s, began_cpu_s = len(hoarders), time.monotonic(), time.process_time()
+    keep(hoarders, args)
+    opened, reset = (sum(getattr(each, name) for each in hoarders) for name in ("num_opened", "num_reset"))
     return {
-        "connections": len(hoarders),
+        "connections": num_connections,
         "connections_left": sum(each.is_open for each in hoarders),
+        "reconnected": len(hoarders) - num_connections,
         "streams_allowed": max((each.max_streams for each in hoarders), default=0),
-        "streams_opened": sum(each.num_opened for each in hoarders),
-        "streams_reset": sum(each.num_reset for each in hoarders),
+        "streams_opened": opened,
+        "streams_reset": reset,
         "offered_bytes": sum(each.offered_bytes for each in hoarders),
-        "seconds": round(held_s, 1),
+        "seconds": round(time.monotonic() - began_s, 1),
+        "span_s": (began_s, time.monotonic()),
+        "cpu_s": time.process_time() - began_cpu_s,
+        "num_bytes": sum(each.num_sent_bytes for each in hoarders),
+        "counts": {"opened": opened, "ended by the server": reset, "reconnected": len(hoarders) - num_connections},
     }
 
 
@@ -218,28 +240,35 @@ def connected(args: argparse.Namespace) -> list[Hoarder]:
     """Open connections until the server refuses one."""
     hoarders: list[Hoarder] = []
     while len(hoarders) < args.connections:
-        hoarder = Hoarder(args.host, args.port, args.path, args.kind, opens_again=args.again)
+        hoarder = new_hoarder(args)
         if not hoarder.connect():
             break
         hoarders.append(hoarder)
     return hoarders
 
 
-def keep(hoarders: list[Hoarder], seconds: float, max_bytes: int) -> float:
-    """Send and receive on all connections for as long as asked; returns how long that was."""
+def new_hoarder(args: argparse.Namespace) -> Hoarder:
+    """Return a client that does what the command line says."""
+    return Hoarder(args.host, args.port, args.path, args.kind, opens_again=args.again, token=args.token)
+
+
+def keep(hoarders: list[Hoarder], args: argparse.Namespace) -> None:
+    """Send and receive on all connections for as long as asked; those that are opened again join the list."""
     began_s = time.monotonic()
     selector = selectors.DefaultSelector()
     for hoarder in hoarders:
         selector.register(hoarder.socket, selectors.EVENT_READ, hoarder)
-    while time.monotonic() < began_s + seconds:
+    while time.monotonic() < began_s + args.seconds:
         for key, _ in selector.select(0.01):
             key.data.receive()
-        may_send = sum(each.offered_bytes for each in hoarders) < max_bytes
-        for hoarder in hoarders:
+        may_send = sum(each.offered_bytes for each in hoarders) < args.max_bytes
+        for hoarder in list(hoarders):
             serve(hoarder, may_send=may_send)
-            if not hoarder.is_open:
+            if not hoarder.is_open and hoarder.socket.fileno() >= 0:
                 forget(selector, hoarder.socket)
-    return time.monotonic() - began_s
+                if args.reconnect and (another := new_hoarder(args)).connect():
+                    hoarders.append(another)
+                    selector.register(another.socket, selectors.EVENT_READ, another)
 
 
 def serve(hoarder: Hoarder, *, may_send: bool) -> None:
@@ -253,19 +282,21 @@ def serve(hoarder: Hoarder, *, may_send: bool) -> None:
 
 def forget(selector: selectors.BaseSelector, sock: socket.socket) -> None:
     """Stop watching a connection that the server closed."""
-    if sock.fileno() >= 0:
-        selector.unregister(sock)
-        sock.close()
+    selector.unregister(sock)
+    sock.close()
 
 
 def main() -> None:
     """Attack as the command line says."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("kind", choices=("fill", "headers", "half"))
+    parser.add_argument("kind", choices=("fill", "headers", "half", "unary"))
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--path", required=True)
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--reconnect", action="store_true")
+    parser.add_argument("--wait", action="store_true")
+    parser.add_argument("--token", default="")
     parser.add_argument("--connections", type=int, default=256)
     parser.add_argument("--max-bytes", type=int, default=2 << 30)
     parser.add_argument("--seconds", type=float, required=True)

@@ -1,4 +1,4 @@
-"""What strangers cost before they show credentials: memory, health checks, and the next honest call."""
+"""What strangers cost before they show credentials: memory, health checks, decodes, and the next honest call."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
@@ -14,6 +15,8 @@ import grpc
 from ferrule_server.config import CONNECTIONS_OF_STRANGERS
 from tests.chaos.load import Measured, end_load, percentile, start_load
 from tests.chaos.server_process import ServerProcess
+from tests.hostile.control import Sink
+from tests.hostile.fairness import MIN_SHARE, Comparison, Measurement, Player, comparison_of
 from tests.hostile.servers import VICTIMS, MemoryWatch, prefill, serving, token_file
 from tests.hostile.verdicts import Attack, Campaign, Outcome
 
@@ -34,8 +37,16 @@ _KINDS = {
     "no_message": ("headers", _PREFILL),
     "half_headers": ("half", _PREFILL),
     "again": ("headers", _PREFILL, "--again"),
+    "again_unary": ("unary", _PREFILL, "--again"),
+    "again_token": ("headers", _PREFILL, "--again", "--token=wrong"),
+    "again_connected": ("headers", _PREFILL, "--again", "--reconnect"),
 }
-"""What each attack sends and to which method; the last one opens a stream again as soon as it is refused."""
+"""What each attack sends and to which method. ``again`` opens a stream again as soon as it is refused, and
+``again_connected`` also a connection as soon as it is ended."""
+_DECODE_S = 12.0
+"""Length of a phase beside decodes: strangers are held for 10 s, so that those who connect again do so in it."""
+_MAX_DELAY_MS = 25.0
+DECODE_BAR = f"{BAR}; decodes: p99 <= unattacked + 25 ms, >= 45 %"
 
 
 def run_strangers(campaign: Campaign, name: str) -> Outcome:
@@ -52,7 +63,35 @@ def run_strangers(campaign: Campaign, name: str) -> Outcome:
             return _killed(watch)
         measured = {kind: end_load(kind, prober) for kind, prober in probers.items()}
         figures = {**done, "rss_growth_mib": watch.grown_mib, **_health(measured), "honest_call": _honest_call(server)}
-    return _outcome(figures)
+    found = _outcome(figures)
+    return _with_decodes(found, _beside_decodes(campaign, name)) if name.startswith("again") else found
+
+
+def _beside_decodes(campaign: Campaign, name: str) -> Comparison:
+    """Attack another server while two principals decode over connections that were open before."""
+    access = (f"--token-file={token_file(campaign.folder)}", f"--max-connections={CONNECTIONS_OF_STRANGERS}")
+    with ExitStack() as stack:
+        server = stack.enter_context(serving(campaign, f"strangers.{name}", *access))
+        control = Player("control", str(stack.enter_context(Sink()).port))
+        attacker = Player("stranger", *_arguments(server, name, _DECODE_S), "--wait")
+        for player in (control, attacker):
+            stack.callback(player.end)
+            player.wait_until_up()
+        measurement = Measurement(server, _DECODE_S, [attacker], [control])
+        victims = measurement.run(2, begins_attacked=False)
+    return comparison_of((CONNECTIONS_OF_STRANGERS - _HONEST_CONNECTIONS, 2), measurement, victims)
+
+
+def _with_decodes(found: Outcome, decodes: Comparison) -> Outcome:
+    """Return an outcome together with what the decodes met."""
+    late_ms = decodes.corrected_p99_ms - decodes.unattacked.p99_ms
+    summary = (
+        f"{found.summary}; decodes p99 {decodes.unattacked.p99_ms} -> {decodes.attacked.p99_ms} ms "
+        f"(control {'none' if decodes.control is None else decodes.control.p99_ms}), "
+        f"{100 * decodes.corrected_share:.0f} %"
+    )
+    is_met = found.is_met and late_ms <= _MAX_DELAY_MS and decodes.corrected_share >= MIN_SHARE
+    return Outcome(summary, {**found.figures, "decodes": decodes.as_figures()}, DECODE_BAR, is_met)
 
 
 def _prober(server: ServerProcess, kind: str, seconds: float) -> subprocess.Popen[str]:
@@ -66,12 +105,19 @@ def _end(probers: dict[str, subprocess.Popen[str]]) -> None:
 
 
 def _attack(server: ServerProcess, name: str, seconds: float) -> dict[str, Any]:
-    kind, path, *more = _KINDS[name]
-    command = [sys.executable, "-m", "tests.hostile.stranger", kind, f"--port={server.port}", f"--path={path}", *more]
-    command += [f"--seconds={seconds}", f"--max-bytes={MAX_BYTES}"]
-    command += [f"--connections={CONNECTIONS_OF_STRANGERS - _HONEST_CONNECTIONS}"]
+    command = [sys.executable, "-m", "tests.hostile.stranger", *_arguments(server, name, seconds)]
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, check=True)
     return dict(json.loads(run.stdout.splitlines()[-1]))
+
+
+def _arguments(server: ServerProcess, name: str, seconds: float) -> list[str]:
+    """Return the command line of the attacker."""
+    kind, path, *more = _KINDS[name]
+    connections = CONNECTIONS_OF_STRANGERS - _HONEST_CONNECTIONS
+    return [
+        *(kind, f"--port={server.port}", f"--path={path}", *more),
+        *(f"--seconds={seconds}", f"--max-bytes={MAX_BYTES}", f"--connections={connections}"),
+    ]
 
 
 def _health(measured: dict[str, Measured]) -> dict[str, Any]:

@@ -66,6 +66,9 @@ def server_options(limits: ApiLimits) -> list[tuple[str, int]]:
     compression_enabled_algorithms_bitset: compressed messages are refused, because the limit on the size of a message
     must hold before it is inflated.
 
+    max_pending_requests: beyond it gRPC answers CANCELLED to any caller, so there is room for all calls of the 12
+    connections that strangers may have.
+
     bdp_probe and lookahead_bytes: these keep what a stream may send before a call reads it small; otherwise gRPC lets
     it grow with the bandwidth. While a message is read its stream may send all of it, so a large message takes one
     round trip longer. Clients queue calls beyond max_concurrent_streams.
@@ -76,8 +79,8 @@ def server_options(limits: ApiLimits) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", limits.max_reply_bytes + _REPLY_SLACK_BYTES),
         ("grpc.max_concurrent_streams", limits.max_streams_per_connection),
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
-        ("grpc.server.max_pending_requests", 512),
-        ("grpc.server.max_pending_requests_hard_limit", 1024),
+        ("grpc.server.max_pending_requests", 3072),
+        ("grpc.server.max_pending_requests_hard_limit", 4096),
         ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
@@ -127,7 +130,8 @@ class ApiServer:
         self._server = grpc.aio.server(options=server_options(state.limits))
         self._socket_path: SocketPath | None = None
         self._has_callers = False
-        typed = Registrar(self._server, state, access, Intake(state), (state.calls, *observers)).as_server()
+        self._intake = Intake(state)
+        typed = Registrar(self._server, state, access, self._intake, (state.calls, *observers)).as_server()
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state, self, self.views), typed)
@@ -151,7 +155,8 @@ class ApiServer:
                 self._add_port(address, tls)
             return address
         _check_free(address)
-        return ListenAddress(host=address.host, port=self._add_port(address, tls))
+        self._intake.port = self._add_port(address, tls)
+        return ListenAddress(host=address.host, port=self._intake.port)
 
     async def start(self) -> None:
         """Accept calls; until :meth:`ready` all methods but GetStatus and health answer STARTING."""

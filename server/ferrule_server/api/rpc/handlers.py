@@ -126,12 +126,14 @@ class _Guard:
         intake = self.registrar.intake
 
         async def serve(call: Call, context: Context) -> bytes | None:
-            caller = await self._admit(call, context)
+            caller = call.caller = await self._authenticate(call, context)
             held_bytes = 0
             try:
-                request, held_bytes = await receive(context, caller)
-                reply = await self._run(behavior, request, context, is_unary=serialize is not None)
-                return None if serialize is None else serialize(reply)
+                with intake.strangers.admitted("" if caller is _STRANGER else call.peer):
+                    await self._admit(call, caller)
+                    request, held_bytes = await receive(context, caller)
+                    reply = await self._run(behavior, request, context, is_unary=serialize is not None)
+                    return None if serialize is None else serialize(reply)
             except FerruleError as error:
                 refuse(context, call.rpc, error)
             finally:
@@ -176,31 +178,34 @@ class _Guard:
         finally:
             state.num_active -= is_unary
 
-    async def _admit(self, call: Call, context: Context) -> Caller:
-        """Return the caller, by the metadata alone; a call that is refused ends here."""
+    async def _authenticate(self, call: Call, context: Context) -> Caller:
+        """Return the caller, by the metadata alone; a call whose credentials are refused ends here."""
         intake = self.registrar.intake
-        is_open = self.service in OPEN_SERVICES
         try:
-            caller = _STRANGER if is_open else self.registrar.access.admit(context)
+            return _STRANGER if self.service in OPEN_SERVICES else self.registrar.access.admit(context)
         except FerruleError as error:
             take_turns(intake.turns, ANYBODY)
             await intake.refuse_in_turn(call.peer)
-            intake.strangers.record(call.rpc, error, call.peer, call.trace_id)
+            intake.stranger_log.record(call.rpc, error, call.peer, call.trace_id)
             abort(error)
+
+    async def _admit(self, call: Call, caller: Caller) -> None:
+        """Wait for the turn of the caller, and check that it may call this method of this server now.
+
+        Raises:
+            FerruleError: It may not.
+        """
+        intake = self.registrar.intake
         enter(caller)
         take_turns(intake.turns, caller.principal)
         intake.turns.shares.charge(caller.principal, CALL_NS)
-        call.caller = caller
+        is_open = caller is _STRANGER
         await intake.turns.turn(caller.principal, call.peer if is_open else "")  # refusing takes time, too
-        try:
-            if not is_open:
-                _check_instance(call, self.registrar.state.instance)
-                intake.rates.admit(caller.principal)
-            if (role := ROLES.get(self.service)) is not None:
-                caller.require(role)
-        except FerruleError as error:
-            refuse(context, call.rpc, error)
-        return caller
+        if not is_open:
+            _check_instance(call, self.registrar.state.instance)
+            intake.rates.admit(caller.principal)
+        if (role := ROLES.get(self.service)) is not None:
+            caller.require(role)
 
     async def _frames(self, kind: type[Message], context: Context, caller: Caller) -> tuple[object, int]:
         """Return an iterator over the requests of a call; each holds its own bytes."""

@@ -23,6 +23,7 @@ from ferrule_server.api.receiving.turns import TurnTaker
 from ferrule_server.api.rpc.refusals import StrangerLog
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.security.principal import ANYBODY, Caller, Context
+from ferrule_server.api.security.strangers import Strangers, hang_up
 from ferrule_server.errors import InvalidRequest, RequestTooLarge
 
 CALL_NS: Final = 200_000
@@ -52,7 +53,9 @@ class Intake:
     Attributes:
         turns: The turns of the principals.
         rates: Their quotas of calls and bytes.
-        strangers: Logs the calls whose credentials are refused.
+        port: The port that the server listens at.
+        strangers: Slows and ends the connections of calls whose credentials are refused.
+        stranger_log: Logs these calls.
     """
 
     def __init__(self, state: ServerState) -> None:
@@ -63,13 +66,16 @@ class Intake:
         self._budget = ReceiveBudget(limits.max_receiving_bytes, limits.max_request_bytes, limits.message_timeout_s)
         self._large = asyncio.Lock()
         self._probes = ProbeBudget(min(PROBE_TIMEOUT_S, limits.message_timeout_s))
-        self.strangers = StrangerLog()
+        self.port = 0
+        self.strangers = Strangers(lambda peer: hang_up(peer, self.port))
+        self.stranger_log = StrangerLog()
         self._bounds: dict[type[Message], int] = {}
 
     async def refuse_in_turn(self, peer: str) -> None:
-        """Wait until a stranger may be refused: floods of strangers take turns with all principals."""
+        """Wait until a stranger may be refused: after its pause, floods of strangers take turns with all principals."""
         self.turns.shares.account(ANYBODY)
         self.turns.shares.charge(ANYBODY, CALL_NS)
+        await self.strangers.pause(peer)
         if self.turns.num_waiting(ANYBODY) < _MAX_PARKED_STRANGERS:
             await self.turns.turn(ANYBODY, peer)
 

@@ -1,0 +1,184 @@
+"""Slows callers without valid credentials: their refusals wait longer and longer, and then their connection ends.
+
+    refused --> pause: 10 ms, doubled up to 1 s --> UNAUTHENTICATED
+           '--> too many of its connection wait, or came --> held for 10 s --> the connection is shut down
+
+A client that opens each refused call again is thus answered a few times per second, and a client that connects again as
+soon as its connection has ended can do so once in 10 s.
+
+gRPC cannot end a connection, but it names the client's address, by which this process finds its own socket.
+
+A proxy sends the calls of many clients over one connection. So a connection is never ended while a call with valid
+credentials is under way on it or has lately been, and no refusal is held there, since each keeps a stream from others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import socket
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Final, TypeVar
+
+_T = TypeVar("_T")
+
+_LOG = logging.getLogger(__name__)
+
+FIRST_S: Final = 0.01
+"""Pause before the first refusal of a connection."""
+LONGEST_S: Final = 1.0
+"""Longest pause."""
+MAX_WAITING: Final = 16
+"""Refusals that may wait on one connection. On a shared one, further calls are refused without a pause."""
+MAX_REFUSED: Final = 128
+"""Refused calls of one connection after which further ones are held."""
+MAX_HELD: Final = 256
+"""Calls that are held on one connection; it ends at once if more come, since the client cancels what waits."""
+HELD_S: Final = 10.0
+"""How long a connection lasts after its first call that is held. If it ended at once, its client would connect again
+with hundreds of new calls, which costs more than to hold them."""
+QUIET_S: Final = 10.0
+"""Refusals are forgotten this long after the last one."""
+SHARED_S: Final = 60.0
+"""A connection counts as shared for this long after its last call with valid credentials."""
+MAX_REMEMBERED: Final = 1024
+"""Connections that are remembered, of those without a call under way."""
+
+
+@dataclass(slots=True)
+class _Refused:
+    """The refused calls of one connection.
+
+    Attributes:
+        num_calls: All of them.
+        num_waiting: Those that wait for their pause. num_held: those that are held, or were.
+        seen_s: When the last one came.
+        end_s: When the connection is to end.
+    """
+
+    num_calls: int = 0
+    num_waiting: int = 0
+    num_held: int = 0
+    seen_s: float = 0.0
+    end_s: float = math.inf
+
+
+@dataclass(slots=True)
+class Strangers:
+    """Decides how long each refusal waits, and ends connections. For one thread.
+
+    Invariant: ``_open`` counts the calls under way with valid credentials. Besides these, at most ``MAX_REMEMBERED``
+    connections with valid and as many with refused calls are remembered; the latter cannot displace the former.
+
+    Attributes:
+        hang_up: Ends the connection from an address; returns whether it could.
+        clock: Monotonic seconds.
+        sleep: Waits for so many seconds.
+    """
+
+    hang_up: Callable[[str], bool]
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    _open: Counter[str] = field(default_factory=Counter)
+    _lately: OrderedDict[str, float] = field(default_factory=OrderedDict)
+    _refused: OrderedDict[str, _Refused] = field(default_factory=OrderedDict)
+
+    @contextmanager
+    def admitted(self, peer: str) -> Iterator[None]:
+        """Count a call with valid credentials as under way on its connection."""
+        self._open[peer] += 1
+        try:
+            yield
+        finally:
+            self._open[peer] -= 1
+            if not self._open[peer]:
+                del self._open[peer]
+                _remember(self._lately, peer, self.clock())
+
+    async def pause(self, peer: str) -> None:
+        """Wait before a call is refused. If its connection is ended meanwhile, gRPC cancels the call."""
+        refused, is_shared = self._count(peer), self._is_shared(peer)
+        if refused.num_waiting < MAX_WAITING and (is_shared or refused.num_calls <= MAX_REFUSED):
+            refused.num_waiting += 1
+            try:
+                await self.sleep(min(LONGEST_S, FIRST_S * 2.0 ** min(refused.num_calls - 1, MAX_REFUSED)))
+            finally:
+                refused.num_waiting -= 1
+        elif not is_shared:
+            await self._hold(refused, peer)
+
+    async def _hold(self, refused: _Refused, peer: str) -> None:
+        """Hold a call until its connection is ended; one that came to be shared is left alone."""
+        refused.num_held += 1
+        refused.end_s = min(refused.end_s, refused.seen_s + HELD_S)
+        if refused.num_held <= MAX_HELD:
+            await self.sleep(refused.end_s - refused.seen_s)
+        if not self._is_shared(peer):
+            if refused.end_s > 0.0 and self.hang_up(peer):
+                _LOG.warning("ended peer=%s: %d calls without valid credentials", peer, refused.num_calls)
+            refused.end_s = 0.0
+            await self.sleep(LONGEST_S)
+
+    def _is_shared(self, peer: str) -> bool:
+        return peer in self._open or self.clock() - self._lately.get(peer, -math.inf) < SHARED_S
+
+    def _count(self, peer: str) -> _Refused:
+        """Count a refused call, and return those of its connection."""
+        now = self.clock()
+        refused = self._refused.get(peer)
+        if refused is None or (now - refused.seen_s > QUIET_S and not refused.num_waiting):
+            refused = _Refused()
+        _remember(self._refused, peer, refused)
+        refused.num_calls += 1
+        refused.seen_s = now
+        return refused
+
+
+def hang_up(peer: str, port: int) -> bool:
+    """Shut down the connection of this process from an address; gRPC then closes it as if the client had.
+
+    Args:
+        peer: The address as gRPC writes it: ``ipv4:192.0.2.1:41234`` or ``ipv6:[2001:db8::1]:41234``.
+        port: The port that this process listens at.
+
+    Returns:
+        Whether it was found. Clients of a Unix socket have no addresses, and a connection may have been closed.
+    """
+    fds = os.listdir("/dev/fd") if peer.startswith("ip") else ()  # noqa: PTH208  (numbers)
+    return any(_shut_down(int(fd), peer, port) for fd in fds)
+
+
+def _shut_down(fd: int, peer: str, port: int) -> bool:
+    """Shut down a file descriptor if it is the connection from an address; returns whether it is.
+
+    Its owner is another thread, which may close it at any time. A duplicate stays what it is while it is compared.
+    """
+    with suppress(OSError), ExitStack() as stack:  # no socket, or closed in the meantime
+        own_fd = os.dup(fd)
+        stack.callback(os.close, own_fd)
+        connection = socket.socket(fileno=own_fd)
+        stack.callback(connection.detach)
+        if connection.getsockname()[1:2] == (port,) and _name_of(*connection.getpeername()) == peer:
+            connection.shutdown(socket.SHUT_RDWR)
+            return True
+    return False
+
+
+def _name_of(host: str, port: int, *_: int) -> str:
+    """Return an address as gRPC writes it: IPv4 within IPv6 is IPv4. Addresses with a scope are not found."""
+    host = host.removeprefix("::ffff:")
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+
+
+def _remember(known: OrderedDict[str, _T], peer: str, value: _T) -> None:
+    """Keep a value as the newest, and forget the oldest ones beyond the limit."""
+    known[peer] = value
+    known.move_to_end(peer)
+    if len(known) > MAX_REMEMBERED:
+        known.popitem(last=False)

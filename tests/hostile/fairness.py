@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ferrule.v1 import executor_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+from ferrule.v1 import executor_pb2, executor_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from tests.chaos.load import Measured, end_load, percentile, start_load
 from tests.chaos.server_process import ServerProcess
 from tests.hostile import bodies
@@ -243,10 +243,20 @@ class Player:
         self._process.communicate()
 
 
+class Server(Protocol):
+    """What is under attack: a server, or what stands in front of one."""
+
+    stub: executor_pb2_grpc.ModelExecutorServiceStub
+
+    @property
+    def target(self) -> str:
+        """Its address for clients."""
+
+
 class Probe:
     """Decodes of the measuring process, which tell when the server has recovered from what it was made to do."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
         self._handle = prefill(server, PROBER, range(1, 20))
         self._usual_s = self._median_s()
@@ -285,7 +295,7 @@ class Measurement:
         recovery_s: How long the server needed to recover from the attack.
     """
 
-    def __init__(self, server: ServerProcess, seconds: float, attackers: list[Player], controls: list[Player]) -> None:
+    def __init__(self, server: Server, seconds: float, attackers: list[Player], controls: list[Player]) -> None:
         self._server = server
         self._seconds = seconds
         self._attackers = attackers
@@ -365,14 +375,14 @@ def compare(
         attackers = _attackers(stack, spec, attack)
         if control is None:
             port = stack.enter_context(Sink()).port
-            controls = [_started(stack, "control", str(port)) for _ in attackers]
+            controls = [started(stack, "control", str(port)) for _ in attackers]
         else:
             controls = _attackers(stack, spec, control)
         for player in (*attackers, *controls):
             player.wait_until_up()
         measurement = Measurement(server, campaign.seconds, attackers, controls)
         victims = measurement.run(num_victims, begins_attacked=connections == 4)
-    return _comparison(setup, measurement, victims)
+    return comparison_of(setup, measurement, victims)
 
 
 def _attackers(stack: ExitStack, spec: Spec, bodies: Sequence[Body]) -> list[Player]:
@@ -381,16 +391,18 @@ def _attackers(stack: ExitStack, spec: Spec, bodies: Sequence[Body]) -> list[Pla
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ferrule-flood-"))
     path = Path(folder) / "spec.json"
     dataclasses.replace(spec, connections=spec.connections // num_processes).save(path, bodies)
-    return [_started(stack, "flooder", str(path)) for _ in range(num_processes)]
+    return [started(stack, "flooder", str(path)) for _ in range(num_processes)]
 
 
-def _started(stack: ExitStack, module: str, argument: str) -> Player:
+def started(stack: ExitStack, module: str, argument: str) -> Player:
+    """Start a player that ends with the stack."""
     player = Player(module, argument)
     stack.callback(player.end)
     return player
 
 
-def _comparison(setup: tuple[int, int], measurement: Measurement, victims: Sequence[Measured]) -> Comparison:
+def comparison_of(setup: tuple[int, int], measurement: Measurement, victims: Sequence[Measured]) -> Comparison:
+    """Return what a measurement with so many connections and victims found."""
     answers: dict[str, int] = {}
     for report in measurement.reports:
         for status, count in report["counts"].items():

@@ -99,9 +99,8 @@ def _prefill_aio(target: str) -> None:
 @pytest.mark.parametrize("prefill", [_prefill, _prefill_aio], ids=["sync", "aio"])
 def test_nothing_is_compressed_on_either_way(prefill: Callable[[str], None]) -> None:
     """A prompt that would shrink to nothing is sent as it is, and a bomb for an answer is an error of ours."""
-    with _compressing() as server, MemoryWatch(psutil.Process()) as watch:
-        with pytest.raises(FerruleError):
-            prefill(server.target)
+    with _compressing() as server, MemoryWatch(psutil.Process()) as watch, pytest.raises(FerruleError):
+        prefill(server.target)
     assert server.is_asked
     assert b"grpc-accept-encoding\x08identity" in server.headers
     assert b"gzip" not in server.headers

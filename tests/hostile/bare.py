@@ -38,7 +38,7 @@ def _burn(rounds: int) -> None:
 
 
 class BareServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
-    """Answers with handles that are one token longer.
+    """Answers with handles that are one token longer. The contract names the methods.
 
     Args:
         rounds: Of the hash, for each decode.
@@ -48,16 +48,16 @@ class BareServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         self._rounds = rounds
         self._engine = ThreadPoolExecutor(1)
 
-    async def Prefill(self, request: executor_pb2.PrefillRequest, context: object) -> executor_pb2.PrefillResponse:
+    async def Prefill(self, request: executor_pb2.PrefillRequest, context: object) -> executor_pb2.PrefillResponse:  # noqa: N802
         """Make a handle."""
         handle = types_pb2.KvCacheHandle(cache_id="bare.1.handle", length=len(request.input.input_ids))
         return executor_pb2.PrefillResponse(output=executor_pb2.PrefillOutput(kv_cache=handle))
 
-    async def Decode(self, request: executor_pb2.DecodeRequest, context: object) -> executor_pb2.DecodeResponse:
+    async def Decode(self, request: executor_pb2.DecodeRequest, context: object) -> executor_pb2.DecodeResponse:  # noqa: N802
         """Burn, and answer."""
         return executor_pb2.DecodeResponse(output=await self._decoded(request.input))
 
-    async def StreamDecode(
+    async def StreamDecode(  # noqa: N802
         self, request_iterator: AsyncIterator[executor_pb2.StreamDecodeRequest], context: object
     ) -> AsyncIterator[executor_pb2.StreamDecodeResponse]:
         """Burn for each item, and answer."""
@@ -66,12 +66,12 @@ class BareServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
                 result = executor_pb2.StreamResult(seq=item.seq, decode=await self._decoded(item.decode))
                 yield executor_pb2.StreamDecodeResponse(results=[result])
 
-    async def TruncateKv(self, request: cache_pb2.TruncateKvRequest, context: object) -> cache_pb2.TruncateKvResponse:
+    async def TruncateKv(self, request: cache_pb2.TruncateKvRequest, context: object) -> cache_pb2.TruncateKvResponse:  # noqa: N802
         """Shorten a handle."""
         handle = types_pb2.KvCacheHandle(cache_id=request.kv_cache.cache_id, length=request.new_length)
         return cache_pb2.TruncateKvResponse(kv_cache=handle)
 
-    async def ReleaseCache(
+    async def ReleaseCache(  # noqa: N802
         self, request: cache_pb2.ReleaseCacheRequest, context: object
     ) -> cache_pb2.ReleaseCacheResponse:
         """Do nothing."""

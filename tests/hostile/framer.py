@@ -1,7 +1,7 @@
 """The attacker on frames: ``python -m tests.hostile.framer SPEC``, HTTP/2 by hand on several connections.
 
-SPEC is the JSON of a :class:`Spec`. Like the flooder it connects, prints ``up``, waits for a line on stdin, attacks, and
-prints one line of JSON. Kinds:
+SPEC is the JSON of a :class:`Spec`. Like the flooder it connects, prints ``up``, waits for a line on stdin, attacks,
+and prints one line of JSON. Kinds:
 
     bomb           calls whose messages are 256 MiB of zeros, compressed; the next as soon as the last has ended
     ping           PING frames

@@ -276,13 +276,19 @@ def _heaviest(scene: Scene, num_top: int) -> policy_pb2.LogitsReturnPolicy:
 
 def generate_outputs(scene: Scene) -> Sequence[Body]:
     """Generate in 56 branches with the largest policy, inside the quotas of handles and slots."""
-    num_branches, num_tokens = 56, 256
     policy = _heaviest(scene, min(scene.limits.max_top_logprobs, scene.vocab_size))
-    fields = {"logits_policy": policy, "max_tokens": num_tokens, "n": num_branches, "ignore_eos": True}
-    requests = [executor_pb2.GenerateRequest(input_ids=[first, 2, 3], **fields) for first in range(1, 9)]
-    for request in requests:
-        request.cache.ttl.CopyFrom(scene.limits.min_ttl)
-    return _executor("Generate", *requests)
+
+    def request(first_id: int) -> executor_pb2.GenerateRequest:
+        return executor_pb2.GenerateRequest(
+            input_ids=[first_id, 2, 3],
+            logits_policy=policy,
+            cache=executor_pb2.CacheOptions(ttl=scene.limits.min_ttl),
+            max_tokens=256,
+            n=56,
+            ignore_eos=True,
+        )
+
+    return _executor("Generate", *map(request, range(1, 9)))
 
 
 def forward_outputs(scene: Scene) -> Sequence[Body]:

@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
+import grpc
+
+from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
 from tests.chaos.load import Measured, end_load, percentile, start_load
 from tests.chaos.server_process import ServerProcess
 from tests.hostile import bodies
@@ -33,6 +35,7 @@ from tests.hostile.servers import (
     ATTACKER_QUOTAS,
     PROBER,
     VICTIMS,
+    Server,
     bearer,
     capabilities,
     prefill,
@@ -54,7 +57,8 @@ _RECOVERY_S = 15.0
 _NUM_PROBES = 10
 _SPARE_S = 0.01
 _LONGEST_S = 120.0
-_COHORT_REPLIES = {
+_Replies = executor_pb2.UnifiedDecodeResponse | executor_pb2.BatchDecodeResponse
+_COHORT_REPLIES: dict[str, type[_Replies]] = {
     "UnifiedDecode": executor_pb2.UnifiedDecodeResponse,
     "BatchDecode": executor_pb2.BatchDecodeResponse,
 }
@@ -267,16 +271,6 @@ class Player:
         self._process.communicate()
 
 
-class Server(Protocol):
-    """What is under attack: a server, or what stands in front of one."""
-
-    stub: executor_pb2_grpc.ModelExecutorServiceStub
-
-    @property
-    def target(self) -> str:
-        """Its address for clients."""
-
-
 class Probe:
     """Decodes of the measuring process, which tell when the server has recovered from what it was made to do."""
 
@@ -479,9 +473,9 @@ def longest_cohort_ms(server: ServerProcess, attack: Sequence[Body]) -> float:
     """Return the longest step of some cohorts of the attacker while it is alone."""
     longest_ns = 0
     for body in attack[:_NUM_PROBES]:
-        reply_type = _COHORT_REPLIES[body.path.rpartition("/")[2]]
-        call = server.channel.unary_unary(body.path, response_deserializer=reply_type.FromString)
-        reply = call(body.data, metadata=bearer(ATTACKER), timeout=_START_S)
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = server.channel.unary_unary(body.path)
+        data = call(body.data, metadata=bearer(ATTACKER), timeout=_START_S)
+        reply = _COHORT_REPLIES[body.path.rpartition("/")[2]].FromString(data)
         longest_ns = max(longest_ns, *(result.output.timing.run_ns for result in reply.results))
     return round(longest_ns * 1e-6, 2)
 

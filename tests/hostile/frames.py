@@ -252,7 +252,7 @@ def _rates(comparison: Comparison) -> str:
 
 def _answers(answers: dict[str, int]) -> str:
     """Return the statuses of bombs, by the names of their codes."""
-    names = {str(code.value[0]): code.name for code in grpc.StatusCode}
+    names = {str(code.value[0]): code.name for code in grpc.StatusCode} | {"?": "answers that Envoy encodes"}
     found: Sequence[Any] = [f"{count} {names.get(status, status)}" for status, count in answers.items()]
     return f"; {', '.join(found)}" if found else ""
 

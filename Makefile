@@ -44,7 +44,7 @@ test-chaos: $(VENV)/.ok ## break things on purpose for about an hour; figures as
 	@FERRULE_HYPOTHESIS=long $(BIN)/python -m pytest -v -s --show-capture=no --durations=0 tests/chaos/test_protocol_machine.py tests/api/hostile
 	@$(BIN)/python -m pytest -v -s --show-capture=no --durations=0 -m slow tests/chaos tests/stack
 
-test-hostile: $(VENV)/.ok ## attack servers, with and without credentials: latency, memory, logs; a table and JSON (15 minutes)
+test-hostile: $(VENV)/.ok ## attack servers, with and without credentials: latency, memory, logs; a table and JSON (25 minutes)
 	@$(BIN)/python -m pytest -q -m slow tests/api tests/text tests/model
 	@$(BIN)/python -m tests.hostile $(HOSTILE)
 

@@ -12,6 +12,9 @@ Run them with ``make test-hostile`` or ``python -m tests.hostile``; README.md ex
     fairness.py    decode latency of other principals while one principal floods the server
     stranger.py    attacker without credentials: HTTP/2 written by hand
     strangers.py   memory and health checks of a server that strangers attack
+    framer.py      attacker on frames: HTTP/2 by hand, compressed messages
+    frames.py      memory and decodes while such an attacker floods a server, or the Envoy in front of it
+    bare.py        a bare gRPC server: what a flood of frames takes from any
     memory.py      text queue and token masks: time and memory
     lines.py       log lines left by clients that are killed
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Sequence
@@ -44,12 +45,14 @@ class Scene:
         vocab_size: Number of token ids.
         max_length: Longest sequence.
         handle: A live handle of the attacker.
+        branches: Forks of it, if the attack requires some.
     """
 
     limits: info_pb2.ExecutorCapabilities
     vocab_size: int
     max_length: int
     handle: types_pb2.KvCacheHandle
+    branches: Sequence[types_pb2.KvCacheHandle] = ()
 
     def unknown(self, count: int, instance: str | None = None) -> list[types_pb2.KvCacheHandle]:
         """Return handles of this server's form that it never gave out, or those of another instance."""
@@ -256,6 +259,91 @@ def bad_instance(scene: Scene) -> Sequence[Body]:
 def empty_handles(scene: Scene) -> Sequence[Body]:
     """KeepAlive of millions of empty handles, as many as a message holds."""
     return [Body(_EXECUTOR + "KeepAlive", _repeated(1, b"", _full(scene)))]
+
+
+def _heaviest(scene: Scene, num_top: int) -> policy_pb2.LogitsReturnPolicy:
+    """Return a policy that makes choosing cost as much as it can, and returns so many alternatives."""
+    count = min(scene.limits.max_logprob_token_ids, scene.vocab_size)
+    biases = min(scene.limits.max_logit_biases, scene.vocab_size)
+    sample = policy_pb2.Sample(
+        temperature=3.0, top_p=0.95, min_p=1e-6, seed=1, logit_bias=dict.fromkeys(range(biases), 0.5)
+    )
+    sample.repetition_penalty, sample.frequency_penalty, sample.presence_penalty = 2.0, 2.0, 2.0
+    return policy_pb2.LogitsReturnPolicy(
+        sample=sample, logprobs=True, top_logprobs=num_top, logprob_token_ids=range(count), entropy=True
+    )
+
+
+def generate_outputs(scene: Scene) -> Sequence[Body]:
+    """Generate in 56 branches with the largest policy, inside the quotas of handles and slots."""
+    policy = _heaviest(scene, min(scene.limits.max_top_logprobs, scene.vocab_size))
+
+    def request(first_id: int) -> executor_pb2.GenerateRequest:
+        return executor_pb2.GenerateRequest(
+            input_ids=[first_id, 2, 3],
+            logits_policy=policy,
+            cache=executor_pb2.CacheOptions(ttl=scene.limits.min_ttl),
+            max_tokens=256,
+            n=56,
+            ignore_eos=True,
+        )
+
+    return _executor("Generate", *map(request, range(1, 9)))
+
+
+def forward_outputs(scene: Scene) -> Sequence[Body]:
+    """Forward of 2 000 tokens with a draw, logprobs and alternatives for each."""
+    policy = policy_pb2.LogitsReturnPolicy(
+        sample=policy_pb2.Sample(temperature=3.0, top_k=1000, top_p=0.95, seed=1),
+        logprobs=True,
+        top_logprobs=64,
+        target_logprobs=True,
+        entropy=True,
+    )
+    num_tokens = min(2000, scene.max_length)
+    ids = [index % scene.vocab_size for index in range(num_tokens)]
+    return _executor("Forward", executor_pb2.ForwardRequest(input_ids=ids, logits_policy=policy))
+
+
+def prompts(scene: Scene) -> Sequence[Body]:
+    """Prefill of 2 000 tokens, each time others, kept as shortly as the server allows."""
+    chance, requests = random.Random(7), []
+    for _ in range(64):
+        ids = [chance.randrange(scene.vocab_size) for _ in range(min(2000, scene.max_length))]
+        message = executor_pb2.PrefillInput(input_ids=ids, logits_policy=GREEDY)
+        message.cache.ttl.CopyFrom(scene.limits.min_ttl)
+        requests.append(executor_pb2.PrefillRequest(input=message))
+    return _executor("Prefill", *requests)
+
+
+def _cohort(scene: Scene, policy: policy_pb2.LogitsReturnPolicy) -> Sequence[Body]:
+    """Return BatchDecodes of all branches, each time of another token."""
+
+    def request(token_id: int) -> executor_pb2.BatchDecodeRequest:
+        inputs = [
+            executor_pb2.DecodeInput(
+                kv_cache=branch, input_ids=[token_id], logits_policy=policy, on_stale=types_pb2.STALE_POLICY_REWIND
+            )
+            for branch in scene.branches
+        ]
+        return executor_pb2.BatchDecodeRequest(inputs=inputs)
+
+    return _executor("BatchDecode", *map(request, range(1, 33)))
+
+
+def cohort_greedy(scene: Scene) -> Sequence[Body]:
+    """BatchDecode of 512 rows, greedy."""
+    return _cohort(scene, GREEDY)
+
+
+def cohort_drawn(scene: Scene) -> Sequence[Body]:
+    """BatchDecode of 512 rows, drawn."""
+    return _cohort(scene, policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(seed=1)))
+
+
+def cohort_hot(scene: Scene) -> Sequence[Body]:
+    """BatchDecode of 512 rows, drawn from nearly flat distributions, whose most likely tokens must be sorted."""
+    return _cohort(scene, policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(temperature=3.0, top_p=0.95, seed=1)))
 
 
 def generate(space_id: int, stop_strings: Sequence[str]) -> Sequence[Body]:

@@ -21,7 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ferrule.v1 import executor_pb2, tokenizer_pb2, tokenizer_pb2_grpc
+import grpc
+
+from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
 from tests.chaos.load import Measured, end_load, percentile, start_load
 from tests.chaos.server_process import ServerProcess
 from tests.hostile import bodies
@@ -30,8 +32,10 @@ from tests.hostile.control import Sink
 from tests.hostile.flooder import Spec
 from tests.hostile.servers import (
     ATTACKER,
+    ATTACKER_QUOTAS,
     PROBER,
     VICTIMS,
+    Server,
     bearer,
     capabilities,
     prefill,
@@ -53,6 +57,11 @@ _RECOVERY_S = 15.0
 _NUM_PROBES = 10
 _SPARE_S = 0.01
 _LONGEST_S = 120.0
+_Replies = executor_pb2.UnifiedDecodeResponse | executor_pb2.BatchDecodeResponse
+_COHORT_REPLIES: dict[str, type[_Replies]] = {
+    "UnifiedDecode": executor_pb2.UnifiedDecodeResponse,
+    "BatchDecode": executor_pb2.BatchDecodeResponse,
+}
 _VICTIM_KINDS = ("decode", "unary")
 
 Span = tuple[float, float]
@@ -68,6 +77,8 @@ class Flood:
         holds: Keep calls open.
         is_scheduled: Its requests are cohorts, each of which may take a step of its own.
         connections: Numbers of connections to attack from, each with its number of victims.
+        num_branches: Forks of its sequence that the requests name.
+        quotas: Of the attacker.
     """
 
     build: Builder
@@ -75,6 +86,17 @@ class Flood:
     holds: bool = False
     is_scheduled: bool = False
     connections: tuple[tuple[int, int], ...] = ((1, 1), (4, 2))
+    num_branches: int = 0
+    quotas: str = ATTACKER_QUOTAS
+
+
+_COHORT_ROWS = 512
+_COHORT_QUOTAS = ATTACKER_QUOTAS.replace("handles=64", f"handles={_COHORT_ROWS + 8}")
+
+
+def _cohort(build: Builder) -> Flood:
+    """Return a flood of decodes of many sequences at once."""
+    return Flood(build, depth=1, is_scheduled=True, num_branches=_COHORT_ROWS, quotas=_COHORT_QUOTAS)
 
 
 _UP_TO_8 = ((1, 1), (4, 2), (8, 1))
@@ -93,7 +115,13 @@ FLOODS = {
     "list_caches": Flood(bodies.list_caches, depth=16, connections=_UP_TO_8),
     "idle_streams": Flood(bodies.idle_streams, depth=250, holds=True, connections=((1, 1), (1, 2))),
     "forward": Flood(bodies.forward, connections=_UP_TO_8),
+    "forward_outputs": Flood(bodies.forward_outputs),
+    "generate_outputs": Flood(bodies.generate_outputs, depth=1),
+    "prompts": Flood(bodies.prompts),
     "unified_decode": Flood(bodies.unified_decode, is_scheduled=True),
+    "cohort_greedy": _cohort(bodies.cohort_greedy),
+    "cohort_drawn": _cohort(bodies.cohort_drawn),
+    "cohort_hot": _cohort(bodies.cohort_hot),
     "chat_template": Flood(bodies.chat_template, depth=2),
     "verify_dense": Flood(bodies.verify_dense),
     "status": Flood(bodies.status, depth=32),
@@ -193,7 +221,7 @@ def _phase(victim: Measured, span: Span) -> Phase:
     met = [call for call in calls if call[0] <= span[1] and call[0] + call[1] / 1e3 >= span[0]]
     length_s = span[1] - span[0]
     if not met:
-        return Phase(length_s * 1e3, length_s * 1e3, 0.0, 0.0)
+        return Phase(round(length_s * 1e3, 2), round(length_s * 1e3, 2), 0.0, 0.0)
     latencies = [ms for _, ms, _ in met]
     num_answered = sum(began_s + ms / 1e3 <= span[1] for began_s, ms, _ in met)
     return Phase(
@@ -246,7 +274,7 @@ class Player:
 class Probe:
     """Decodes of the measuring process, which tell when the server has recovered from what it was made to do."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
         self._handle = prefill(server, PROBER, range(1, 20))
         self._usual_s = self._median_s()
@@ -285,7 +313,7 @@ class Measurement:
         recovery_s: How long the server needed to recover from the attack.
     """
 
-    def __init__(self, server: ServerProcess, seconds: float, attackers: list[Player], controls: list[Player]) -> None:
+    def __init__(self, server: Server, seconds: float, attackers: list[Player], controls: list[Player]) -> None:
         self._server = server
         self._seconds = seconds
         self._attackers = attackers
@@ -365,7 +393,7 @@ def compare(
         attackers = _attackers(stack, spec, attack)
         if control is None:
             port = stack.enter_context(Sink()).port
-            controls = [_started(stack, "control", str(port)) for _ in attackers]
+            controls = [started(stack, "control", str(port)) for _ in attackers]
         else:
             controls = _attackers(stack, spec, control)
         for player in (*attackers, *controls):
@@ -381,17 +409,18 @@ def _attackers(stack: ExitStack, spec: Spec, bodies: Sequence[Body]) -> list[Pla
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ferrule-flood-"))
     path = Path(folder) / "spec.json"
     dataclasses.replace(spec, connections=spec.connections // num_processes).save(path, bodies)
-    return [_started(stack, "flooder", str(path)) for _ in range(num_processes)]
+    return [started(stack, "flooder", str(path)) for _ in range(num_processes)]
 
 
-def _started(stack: ExitStack, module: str, argument: str) -> Player:
+def started(stack: ExitStack, module: str, argument: str) -> Player:
+    """Start a player that ends with the stack."""
     player = Player(module, argument)
     stack.callback(player.end)
     return player
 
 
 def comparison_of(setup: tuple[int, int], measurement: Measurement, victims: Sequence[Measured]) -> Comparison:
-    """Return what a measurement found."""
+    """Return what a measurement with so many connections and victims found."""
     answers: dict[str, int] = {}
     for report in measurement.reports:
         for status, count in report["counts"].items():
@@ -413,19 +442,25 @@ def comparison_of(setup: tuple[int, int], measurement: Measurement, victims: Seq
     )
 
 
-def scene_of(server: ServerProcess) -> Scene:
-    """Return what the attacker learns before it attacks."""
+def scene_of(server: ServerProcess, num_branches: int = 0) -> Scene:
+    """Return what the attacker learns before it attacks, and so many forks of its sequence."""
     info = server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest(), metadata=bearer(ATTACKER), timeout=20).info
-    handle = prefill(server, ATTACKER, range(1, 20))
-    return Scene(capabilities(server, ATTACKER), info.vocab_size, info.max_sequence_length, handle)
+    handle, limits = prefill(server, ATTACKER, range(1, 20)), capabilities(server, ATTACKER)
+    branches: list[types_pb2.KvCacheHandle] = []
+    while len(branches) < num_branches:
+        count = min(num_branches - len(branches), limits.max_fork_count)
+        request = cache_pb2.ForkCacheRequest(kv_cache=handle, count=count)
+        branches.extend(server.stub.ForkCache(request, metadata=bearer(ATTACKER), timeout=20).kv_caches)
+    return Scene(limits, info.vocab_size, info.max_sequence_length, handle, branches)
 
 
 def run_flood(campaign: Campaign, name: str) -> Outcome:
     """Measure one attack from several numbers of connections."""
     flood = FLOODS[name]
     found = []
-    with serving(campaign, f"fairness.{name}", f"--token-file={token_file(campaign.folder)}") as server:
-        attack = flood.build(scene_of(server))
+    tokens = token_file(campaign.folder, flood.quotas)
+    with serving(campaign, f"fairness.{name}", f"--token-file={tokens}") as server:
+        attack = flood.build(scene_of(server, flood.num_branches))
         cohort_ms = longest_cohort_ms(server, attack) if flood.is_scheduled else 0.0
         for setup in flood.connections[1:2] if campaign.is_quick else flood.connections:
             compared = compare(server, campaign, flood, attack, setup=setup)
@@ -438,8 +473,9 @@ def longest_cohort_ms(server: ServerProcess, attack: Sequence[Body]) -> float:
     """Return the longest step of some cohorts of the attacker while it is alone."""
     longest_ns = 0
     for body in attack[:_NUM_PROBES]:
-        request = executor_pb2.UnifiedDecodeRequest.FromString(body.data)
-        reply = server.stub.UnifiedDecode(request, metadata=bearer(ATTACKER), timeout=_START_S)
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = server.channel.unary_unary(body.path)
+        data = call(body.data, metadata=bearer(ATTACKER), timeout=_START_S)
+        reply = _COHORT_REPLIES[body.path.rpartition("/")[2]].FromString(data)
         longest_ns = max(longest_ns, *(result.output.timing.run_ns for result in reply.results))
     return round(longest_ns * 1e-6, 2)
 

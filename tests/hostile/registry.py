@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.hostile import fairness, lines, memory, strangers
+from tests.hostile import fairness, frames, lines, memory, strangers
 from tests.hostile.verdicts import Attack
 
 ATTACKS: Final[tuple[Attack, ...]] = (
     *strangers.ATTACKS,
+    *frames.ATTACKS,
     *fairness.ATTACKS,
     *memory.ATTACKS,
     *lines.ATTACKS,

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import psutil
 
-from ferrule.v1 import executor_pb2, info_pb2, policy_pb2, types_pb2
+from ferrule.v1 import executor_pb2, executor_pb2_grpc, info_pb2, policy_pb2, types_pb2
 from tests.chaos.server_process import ServerProcess
 from tests.hostile.verdicts import Campaign
 
@@ -25,6 +26,20 @@ NOTHING = policy_pb2.LogitsReturnPolicy()
 MIB = 1 << 20
 _BASE = ("--executor=torch", "--dtype=float32", "--kv-memory=128MiB", "--max-ttl=1h")
 _DIRTY = re.compile(r"\b(Traceback \(most recent call last\)|INTERNAL|ENGINE_FAULT)")
+
+
+class Server(Protocol):
+    """What is under attack: a server, or what stands in front of one.
+
+    Attributes:
+        stub: For calls of the measuring process.
+    """
+
+    stub: executor_pb2_grpc.ModelExecutorServiceStub
+
+    @property
+    def target(self) -> str:
+        """Its address for clients."""
 
 
 def bearer(principal: str) -> tuple[tuple[str, str], ...]:
@@ -63,7 +78,7 @@ def capabilities(server: ServerProcess, principal: str) -> info_pb2.ExecutorCapa
 
 
 def prefill(
-    server: ServerProcess, principal: str, token_ids: Sequence[int], timeout_s: float = 20.0
+    server: Server, principal: str, token_ids: Sequence[int], timeout_s: float = 20.0
 ) -> types_pb2.KvCacheHandle:
     """Make a sequence that lives as long as the server allows."""
     message = executor_pb2.PrefillInput(input_ids=token_ids, logits_policy=NOTHING)

@@ -134,8 +134,8 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     device = device_of(config)
     choice = None if device.index is not None else cpu_choice(config, model_config)
     dtype = dtype_of(config, device, choice)
-    tokenizer = Tokenizer.load(folder)
-    chat_template = None if tokenizer is None else ChatTemplate.load(folder)
+    chat_template = ChatTemplate.load(folder) if os.path.lexists(folder / "tokenizer.json") else None
+    tokenizer = Tokenizer.load(folder, chat_template)
     with _preparing(config, model_config, device, dtype) as preparation:
         prepared = _prepare_processor(config, model_config, choice, on_progress)
         encoding = None if prepared is None else prepared.encoding

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -206,8 +207,8 @@ def load_texts(folder: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
     from ferrule_server.text.chat_template import ChatTemplate
     from ferrule_server.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(folder)
-    return tokenizer, None if tokenizer is None else ChatTemplate.load(folder)
+    chat_template = ChatTemplate.load(folder) if os.path.lexists(folder / "tokenizer.json") else None
+    return Tokenizer.load(folder, chat_template), chat_template
 
 
 def _log_left_out(model_config: ModelConfig) -> None:

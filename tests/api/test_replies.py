@@ -175,6 +175,31 @@ def test_text_never_has_half_a_character_and_is_whole_at_the_end() -> None:
         assert "".join(pieces[1]).startswith(text + "\ufffd")
 
 
+@pytest.mark.parametrize(
+    ("finish", "ends_text"),
+    [
+        (Finish.EOS, True),
+        (Finish.STOP_TOKEN, True),
+        (Finish.STOP_SEQUENCE, False),
+        (Finish.MAX_TOKENS, False),
+        (Finish.CONTEXT_FULL, False),
+    ],
+)
+@pytest.mark.parametrize("skips", [True, False])
+def test_the_token_that_ends_a_branch_adds_no_text(finish: Finish, ends_text: bool, skips: bool) -> None:
+    """Special or not, skipped or not; it is returned, and a character before it that stayed incomplete is U+FFFD."""
+    tokenizer = Tokenizer.load(DEMO_FOLDER)
+    assert tokenizer is not None
+    half, last = tokenizer.encode("\U0001f600")[0], tokenizer.encode("!")[0]
+    for frames in ([(half,), (last,)], [(half, last)]):
+        replies = _replies(new_decoder=lambda: StreamDecoder(tokenizer, skips))
+        for token_ids in frames:
+            replies.add(_frame(_branch(0, *token_ids, finish=finish if last in token_ids else None)))
+        (output,) = _next(replies).outputs
+        assert output.text == ("\ufffd" if ends_text else "\ufffd!")
+        assert list(output.outputs.tokens) == [half, last]
+
+
 def test_no_text_is_made_where_none_is_asked_for() -> None:
     """The field stays empty."""
     replies = _replies()

@@ -234,6 +234,24 @@ def test_text_of_a_special_token_is_refused_in_every_string(chats: RunningServer
     assert chats.text.ApplyChatTemplate(trusted).text
 
 
+@pytest.mark.parametrize("name", FORGED)
+def test_text_of_a_special_token_can_stay_text(chats: RunningServer, name: str) -> None:
+    """The only special tokens are those of the template, one after each message."""
+    request = tokenizer_pb2.ApplyChatTemplateRequest(**FORGED[name][0], special_tokens_as_text=True)
+    reply = chats.text.ApplyChatTemplate(request)
+    assert list(reply.token_ids).count(0) == len(request.messages)
+    assert reply.text == _decode(chats, list(reply.token_ids)).text
+    request.special_tokens_as_text, request.allow_special_tokens = False, True
+    assert reply.text == chats.text.ApplyChatTemplate(request).text
+
+
+def test_special_tokens_are_either_text_or_tokens(chats: RunningServer) -> None:
+    """To ask for both is a mistake."""
+    with refused() as refusals:
+        _chat(chats, USER, allow_special_tokens=True, special_tokens_as_text=True)
+    assert refusals[0].fields == ("special_tokens_as_text",)
+
+
 def test_text_that_only_resembles_a_special_token_is_allowed(chats: RunningServer) -> None:
     """Its pieces too, where they do not meet, and its escape inside a text."""
     pieces = (

@@ -287,7 +287,7 @@ def test_a_text_that_may_become_too_long_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=f"{most + 1} bytes; this tokenizer takes {most} at a time"):
         tokenizer.encode("b" * (most + 1))
     with pytest.raises(InvalidRequest, match="at a time"):
-        tokenizer.find_special_token("b" * (most + 1))
+        tokenizer.find_control_token("b" * (most + 1))
 
 
 def test_tokens_that_may_become_too_long_are_refused() -> None:

@@ -41,12 +41,12 @@ def made(
 )
 def test_the_first_special_token_of_a_text_is_found(text: str, found: str | None) -> None:
     """Anywhere, as a whole; tokens that are not marked special are ordinary text, as is half a surrogate pair."""
-    assert made(*SPECIAL, plain=("<think>",)).find_special_token(text) == found
+    assert made(*SPECIAL, plain=("<think>",)).find_control_token(text) == found
 
 
 def test_a_tokenizer_without_special_tokens_finds_none() -> None:
     """Whatever else it has."""
-    assert made(plain=("<think>",)).find_special_token("<think>?<s>") is None
+    assert made(plain=("<think>",)).find_control_token("<think>?<s>") is None
 
 
 @pytest.mark.parametrize(
@@ -69,15 +69,15 @@ def test_what_becomes_a_special_token_is_found(
 ) -> None:
     """Also what the normalizer turns into one, and whatever the flags of a token say of its neighbours."""
     tokenizer = made(token, normalizer=normalizer)
-    assert tokenizer.find_special_token(text) in (token.content, repr(token.content))
-    assert tokenizer.find_special_token("abc") is None
+    assert tokenizer.control_texts(text)[:1] == [token.content]
+    assert tokenizer.find_control_token("abc") is None
 
 
 def test_other_spellings_of_tokens_that_are_not_normalized_are_text() -> None:
     """The tokenizer itself does not make tokens of them."""
     tokenizer = made(AddedToken("<|end|>", normalized=False), normalizer=normalizers.Lowercase())
-    assert tokenizer.find_special_token("<|END|>") is None
-    assert tokenizer.find_special_token("<|end|>") == "<|end|>"
+    assert tokenizer.find_control_token("<|END|>") is None
+    assert tokenizer.find_control_token("<|end|>") == "<|end|>"
 
 
 @pytest.mark.parametrize("unit", ["<", "<|reserved_", "<|reserved_1", "<|reserved_1|", "x = 1\n"])
@@ -86,7 +86,7 @@ def test_the_time_of_a_search_does_not_depend_on_the_text(unit: str) -> None:
     tokenizer = made(*(f"<|reserved_{i}|>" for i in range(1000)))
     text = unit * ((1 << 20) // len(unit))
     begin_s = time.monotonic()
-    assert tokenizer.find_special_token(text) is None
+    assert tokenizer.find_control_token(text) is None
     assert time.monotonic() - begin_s < 2
 
 
@@ -100,5 +100,5 @@ def test_a_hostile_folder_of_special_tokens_is_searched_too() -> None:
         for i, content in enumerate(contents)
     ]
     tokenizer = Tokenizer(json.dumps(described))
-    assert tokenizer.find_special_token("a<<<>") == "<<<>"
-    assert tokenizer.find_special_token("x" * 99_999) is None
+    assert tokenizer.find_control_token("a<<<>") == "<<<>"
+    assert tokenizer.find_control_token("x" * 99_999) is None

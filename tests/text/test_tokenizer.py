@@ -166,7 +166,7 @@ def test_a_panic_of_the_library_is_an_ordinary_error(call: str) -> None:
     token_ids = Tokenizer(byte_level().to_str()).encode(text)
     calls: dict[str, Callable[[], object]] = {
         "encode": lambda: tokenizer.encode(text),
-        "find": lambda: tokenizer.find_special_token(text),
+        "find": lambda: tokenizer.control_texts(text),
         "decode": lambda: tokenizer.decode(token_ids),
         "text_of": lambda: tokenizer.text_of(token_ids),
     }

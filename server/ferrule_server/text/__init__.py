@@ -3,10 +3,12 @@
 tokenizer.py             text to token ids and back
 tokenizer_config.py      special tokens by name and the sources of chat templates, from the model folder
 growth.py                bounds what the parts of a tokenizer can make of a text
+control_tokens.py        decides which tokens text of others must never become
 special_tokens.py        finds their text in what others have written
 stream_decoder.py        text of tokens that arrive one by one
 stops.py                 stop strings in that text
 chat_template.py         renders a conversation to text
+stand_ins.py             renders one in which the text of control tokens stays text
 template_process.py      starts the processes that run chat templates, and asks them
 template_worker.py       the program of such a process
 template_environment.py  its Jinja environment

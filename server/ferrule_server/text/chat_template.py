@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +21,8 @@ RESERVED_VARIABLES: Final = ("messages", "tools", "add_generation_prompt")
 """Variables of a template that have their own field in a request."""
 
 _TOOL_TEMPLATE: Final = "tool_use"
+_STAND_IN: Final = "qxjzvkwp"
+_STAND_IN_TURNS: Final = (("system", "user", "assistant", "user"), ("user", "assistant", "user"), ("user",))
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -93,6 +97,20 @@ class ChatTemplate:
                 return text
             complaint = self._complaint(outcome, text)
         raise InvalidRequest("messages", f"the chat template {complaint}")
+
+    def around_messages(self) -> Iterator[list[str]]:
+        """Yield for each template what it writes around messages: the texts before, between and after them.
+
+        The messages are those of system, user, assistant and user, or fewer if the template refuses these.
+        """
+        choices: tuple[list[dict[str, Any]] | None, ...] = (None, []) if _TOOL_TEMPLATE in self._names else (None,)
+        for tools in choices:
+            for roles in _STAND_IN_TURNS:
+                messages = [{"role": role, "content": _STAND_IN} for role in roles]
+                with contextlib.suppress(InvalidRequest, OSError):
+                    text = self.render(Conversation(messages, tools, add_generation_prompt=False))
+                    yield re.split(_STAND_IN, text, flags=re.IGNORECASE)
+                    break
 
     def _complaint(self, outcome: Outcome, text: str) -> str:
         if outcome is Outcome.TOO_LONG:

@@ -6,21 +6,33 @@ import codecs
 import contextlib
 import itertools
 import json
+import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tokenizers
 
 from ferrule_server.errors import InvalidRequest, ModelError, TokenOutOfVocab
-from ferrule_server.model_files import MAX_TOKENIZER_BYTES, FileMissing, read_text, shown
+from ferrule_server.model_files import MAX_TOKENIZER_BYTES, FileMissing, name_of, read_text, shown
+from ferrule_server.text.control_tokens import control_tokens
 from ferrule_server.text.growth import MAX_BYTES, bound_growth
 from ferrule_server.text.special_tokens import SpecialTokenFinder
 from ferrule_server.text.tokenizer_config import TokenizerConfig
 
+if TYPE_CHECKING:
+    from ferrule_server.text.chat_template import ChatTemplate
+
+_log = logging.getLogger(__name__)
+
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _MAX_CHARACTER_BYTES = 4
 _REPLACEMENT = "\ufffd"
+_SECRET_BYTES = 8
+
+_Renderings = Iterable[Sequence[str]]
 
 
 class Tokenizer:
@@ -34,8 +46,11 @@ class Tokenizer:
     Args:
         text: The content of a ``tokenizer.json``.
         eos_token: The token that ends a text, as the model folder names it.
+        named: More begin, end, padding and stop tokens that the model folder names, by id or text.
+        renderings: See :meth:`ChatTemplate.around_messages`.
 
     Attributes:
+        begun_control: See :meth:`SpecialTokenFinder.begun_at_end`, of control tokens (``control_tokens.py``).
         vocab_size: Number of tokens.
         eos_id: The id of ``eos_token``; None: there is none, or the tokenizer does not know it.
         bos_id: The token before a text if special tokens are added; None: there is none.
@@ -44,25 +59,33 @@ class Tokenizer:
         ModelError: The text is not a tokenizer.
     """
 
-    def __init__(self, text: str, eos_token: str | None = None) -> None:
+    def __init__(
+        self, text: str, eos_token: str | None = None, named: Collection[int | str] = (), renderings: _Renderings = ()
+    ) -> None:
         self._encoding_growth, self._decoding_growth = bound_growth(text)
         self._parsing = _from_text(text)
-        self._literal = _from_text(text)
-        self._literal.encode_special_tokens = True
-        added = self._parsing.get_added_tokens_decoder()
-        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        with _refusing("its special tokens are not usable"):
-            self._special_finder = SpecialTokenFinder(self._parsing)
         decoder_types = _decoder_types(self._parsing)
         self._byte_of_character = _byte_alphabet() if "ByteLevel" in decoder_types else {}
         self._has_byte_fallback = "ByteFallback" in decoder_types
         self.vocab_size: int = self._parsing.get_vocab_size(with_added_tokens=True)
         self.eos_id: int | None = None if eos_token is None else self._parsing.token_to_id(eos_token)
         self.bos_id: int | None = self._find_bos()
+        ends = (token_id for token_id in (self.bos_id, self.eos_id) if token_id is not None)
+        with _refusing("its special tokens are not usable"):
+            self._control = control_tokens(self._parsing, {*named, *ends}, renderings)
+            self._control_finder = SpecialTokenFinder(self._control.values(), self._parsing.normalizer)
+            self.begun_control = self._control_finder.begun_at_end
+            secret = secrets.token_hex(_SECRET_BYTES)
+            self._spellings = {token.content: f"\ue000{secret}.{i}\ue001" for i, token in self._control.items()}
+            self._literal = _from_text(_respelled(self._parsing, self._spellings))
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer | None:
+    def load(cls, folder: Path, template: ChatTemplate | None = None) -> Tokenizer | None:
         """Return the tokenizer of a model folder; None if it has no ``tokenizer.json``.
+
+        Args:
+            folder: The folder.
+            template: Its chat templates. The tokens that they write around messages are control tokens.
 
         Raises:
             ModelError: The file, or one of those beside it, exists but is not usable.
@@ -76,9 +99,15 @@ class Tokenizer:
             raise ModelError(f"{path} cannot be loaded: {error}") from error
         config = TokenizerConfig.load(folder)
         try:
-            return cls(text, config.special_tokens.get("eos_token"))
+            renderings = [] if template is None else list(template.around_messages())
+            loaded = cls(text, config.special_tokens.get("eos_token"), config.named_tokens, renderings)
         except ModelError as error:
             raise ModelError(f"{path} cannot be loaded: {error}") from error
+        others = [name_of(token.content) for token in loaded._control.values() if not token.special]
+        counts = len(loaded._control), len(others), len(renderings)
+        _log.info("event=control_tokens num=%d num_not_special=%d num_renderings=%d", *counts)
+        _log.debug("event=control_tokens not_special=%s", ",".join(others))
+        return loaded
 
     def encode(self, text: str, add_special_tokens: bool = False, parse_special_tokens: bool = True) -> list[int]:
         """Return all token ids of a text.
@@ -86,7 +115,7 @@ class Tokenizer:
         Args:
             text: The text, possibly empty.
             add_special_tokens: Add the tokens that the model expects around a text, such as a begin token.
-            parse_special_tokens: Turn text that looks like a special token into that token.
+            parse_special_tokens: Turn text that looks like a control token into that token.
 
         Raises:
             InvalidRequest: The text holds half a surrogate pair, which no UTF-8 can carry, or may become too long.
@@ -102,15 +131,38 @@ class Tokenizer:
         token_ids: list[int] = encoding.ids
         return token_ids
 
-    def find_special_token(self, text: str) -> str | None:
-        """Return a special token that :meth:`encode` would make of a part of this text; None: there is none.
+    def control_texts(self, text: str) -> list[str]:
+        """Return the text of each control token that :meth:`encode` would make of a part of a text, first ones first.
 
         Raises:
             InvalidRequest, RuntimeError: As for :meth:`encode`.
         """
         _check_size("messages", len(text.encode(errors="replace")), self._encoding_growth)
         with _surviving():
-            return self._special_finder.find(text)
+            return list(self._control_finder.found(text))
+
+    def find_control_token(self, text: str) -> str | None:
+        """Return the first of :meth:`control_texts` by a bounded name; None: there is none."""
+        return next(map(name_of, self.control_texts(text)), None)
+
+    def encode_framed(self, frame: str, fill: Callable[[str], str]) -> list[int]:
+        """Return the token ids of a text in which only the control tokens of its frame are parsed.
+
+        Args:
+            frame: The text, with other words in place of the text of others.
+            fill: Puts the text of others into the frame. It must leave all other text as it is.
+
+        Raises:
+            InvalidRequest: A control token of the frame would be lost. Neighbours of tokens can cause that: tokens
+                whose texts overlap, or that are tokens only between spaces.
+        """
+        parsed = self.encode(frame)
+        written = {self._control[token_id].content for token_id in {*parsed} & self._control.keys()}
+        for content in sorted(written, key=len, reverse=True):
+            frame = frame.replace(content, self._spellings[content])
+        if self.encode(frame, parse_special_tokens=False) != parsed:
+            raise InvalidRequest("messages", "have text beside which a control token of the template would be lost")
+        return self.encode(fill(frame), parse_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids; bytes that are not UTF-8 appear as U+FFFD.
@@ -125,13 +177,14 @@ class Tokenizer:
         """
         length = sum(1 + len(self._token(i, token_id)) for i, token_id in enumerate(token_ids))
         _check_size("token_ids", length, self._decoding_growth)
+        shown_ids = list(self.shown(token_ids, skip_special_tokens))
         with _surviving():
-            (text,) = self._parsing.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
-        return self._mended(str(text), self.shown(token_ids, skip_special_tokens))
+            (text,) = self._parsing.decode_batch([shown_ids], skip_special_tokens=False)
+        return self._mended(str(text), shown_ids)
 
     def shown(self, token_ids: Iterable[int], skip_special_tokens: bool) -> Iterator[int]:
-        """Yield the tokens that have a text: those of the vocabulary, except special ones if they are skipped."""
-        hidden = self._special_ids if skip_special_tokens else frozenset()
+        """Yield the tokens that have a text: those of the vocabulary, except control tokens if they are skipped."""
+        hidden = self._control if skip_special_tokens else ()
         for token_id in token_ids:
             if token_id not in hidden and self._parsing.id_to_token(token_id) is not None:
                 yield token_id
@@ -256,6 +309,26 @@ def _from_text(text: str) -> tokenizers.Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
     return tokenizer
+
+
+def _respelled(tokenizer: tokenizers.Tokenizer, spellings: Mapping[str, str]) -> str:
+    """Return the ``tokenizer.json`` in which some added tokens have another text, with their ids as before.
+
+    They are also renamed in the vocabulary: a Unigram model would make ``</s>`` of these four letters. Merges that make
+    or take such a token are left out. The new texts are tokens wherever they stand.
+    """
+    described = json.loads(tokenizer.to_str())
+    for token in described["added_tokens"]:
+        if token["content"] in spellings:
+            token |= {"content": spellings[token["content"]], "normalized": False, "single_word": False}
+    model, vocab = described["model"], described["model"]["vocab"]
+    pairs = (
+        (spellings.get(word, word), value) for word, value in (vocab.items() if isinstance(vocab, dict) else vocab)
+    )
+    model["vocab"] = type(vocab)(pairs)
+    model["unk_token"] = spellings.get(model.get("unk_token"), model.get("unk_token"))
+    model["merges"] = [pair for pair in model.get("merges", ()) if spellings.keys().isdisjoint((*pair, "".join(pair)))]
+    return json.dumps(described)
 
 
 def _decoder_types(tokenizer: tokenizers.Tokenizer) -> set[str]:

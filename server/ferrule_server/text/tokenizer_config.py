@@ -19,6 +19,7 @@ from ferrule_server.model_files import (
 )
 
 DEFAULT_TEMPLATE: Final = "default"
+_NAMED: Final = ("bos_token", "eos_token", "pad_token")
 _EXTRA_FOLDER: Final = "additional_chat_templates"
 _MAX_TEMPLATES: Final = 64
 
@@ -30,10 +31,12 @@ class TokenizerConfig:
     Attributes:
         special_tokens: Text by name, such as ``eos_token``; names without a token are left out.
         chat_templates: Source by name; ``default`` is the usual one. Empty: the model has none.
+        named_tokens: The begin, end, padding and stop tokens of all files of the model, by id or text.
     """
 
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     chat_templates: Mapping[str, str] = field(default_factory=dict)
+    named_tokens: frozenset[int | str] = frozenset()
 
     @classmethod
     def load(cls, folder: Path) -> TokenizerConfig:
@@ -49,7 +52,17 @@ class TokenizerConfig:
             raise ModelError(
                 f"the model brings {len(templates)} chat templates; at most {_MAX_TEMPLATES} are supported"
             )
-        return cls(_special_tokens({**config, **legacy}), templates)
+        special_tokens = _special_tokens({**config, **legacy})
+        named = {special_tokens[key] for key in _NAMED if key in special_tokens}
+        ids = (_named_ids(_read_json(folder, name)) for name in ("config.json", "generation_config.json"))
+        return cls(special_tokens, templates, frozenset(named.union(*ids)))
+
+
+def _named_ids(config: Mapping[str, Any]) -> set[int]:
+    """Return the ids of begin, end, padding and stop tokens in a configuration, also in that of its text model."""
+    parts = (part for part in (config, config.get("text_config")) if isinstance(part, dict))
+    values = [part.get(f"{key}_id") for part in parts for key in _NAMED]
+    return {i for value in values for i in (value if isinstance(value, list) else [value]) if type(i) is int}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from ferrule.v1 import tokenizer_pb2
 from ferrule_server.api.requests.fields import check_count
 from ferrule_server.errors import InvalidRequest
 from ferrule_server.text.chat_template import RESERVED_VARIABLES, Conversation
+from ferrule_server.text.stand_ins import strings_in
 
 _MAX_MESSAGES: Final = 4096
 
@@ -20,6 +21,8 @@ def check_conversation(request: tokenizer_pb2.ApplyChatTemplateRequest, max_byte
     Raises:
         InvalidRequest: There are no messages, or too many, or they are too long.
     """
+    if request.allow_special_tokens and request.special_tokens_as_text:
+        raise InvalidRequest("special_tokens_as_text", "cannot be set beside allow_special_tokens; leave one unset")
     if not request.messages:
         raise InvalidRequest("messages", "must have at least one message")
     check_count("messages", len(request.messages), _MAX_MESSAGES)
@@ -47,17 +50,17 @@ def read_conversation(request: tokenizer_pb2.ApplyChatTemplateRequest) -> Conver
 def check_special_tokens(
     request: tokenizer_pb2.ApplyChatTemplateRequest, conversation: Conversation, find: Callable[[str], str | None]
 ) -> None:
-    """Refuse a conversation that would bring special tokens of its own into a prompt.
+    """Refuse a conversation that would bring control tokens of its own into a prompt.
 
     The strings of all fields are searched at once; only if that finds something, field by field.
 
     Args:
         request: The request.
         conversation: What :func:`read_conversation` returned for it.
-        find: Returns a special token that occurs in a text, or None.
+        find: Returns a control token that occurs in a text, or None.
 
     Raises:
-        InvalidRequest: A string, decoded from JSON where it is in JSON, contains the text of a special token.
+        InvalidRequest: A string, decoded from JSON where it is in JSON, contains the text of a control token.
     """
     texts = {field: "\n".join(strings) for field, strings in _strings_by_field(request, conversation)}
     if find("\n".join(texts.values())) is None:
@@ -66,8 +69,8 @@ def check_special_tokens(
         token = find(text)
         if token is not None:
             description = (
-                f"contains the text of the special token {token}, which would become this token; remove it, or set "
-                "allow_special_tokens if all authors of the conversation may write special tokens"
+                f"contains the text of the control token {token}, which would become this token; set "
+                "special_tokens_as_text to keep it text"
             )
             raise InvalidRequest(field, description, special_token=token)
 
@@ -80,23 +83,9 @@ def _strings_by_field(
         extra = {key: value for key, value in message.items() if key not in own}
         yield f"messages[{i}].role", [sent.role]
         yield f"messages[{i}].content", [sent.content]
-        yield f"messages[{i}].extra_json", [*_strings(extra), _text_of_parts(message["content"])]
-    yield "tools_json", _strings(conversation.tools)
-    yield "variables_json", _strings(conversation.variables)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yield every string in a value of JSON, keys of objects too. It may be nested deeper than functions may call."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, dict):
-            yield from one
-            waiting.extend(one.values())
-        elif isinstance(one, list):
-            waiting.extend(one)
+        yield f"messages[{i}].extra_json", [*strings_in(extra), _text_of_parts(message["content"])]
+    yield "tools_json", strings_in(conversation.tools)
+    yield "variables_json", strings_in(conversation.variables)
 
 
 def _text_of_parts(content: Any) -> str:

@@ -16,6 +16,7 @@ from ferrule_server.api.texts.queue import TextLane
 from ferrule_server.api.texts.workers import TextWorkers
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
 from ferrule_server.quotas import TEXT_BYTES_PER_TOKEN
+from ferrule_server.text.stand_ins import render_as_text
 
 if TYPE_CHECKING:
     from ferrule_server.text.chat_template import ChatTemplate
@@ -149,9 +150,13 @@ def _rendered(
     codec: Tokenizer, template: ChatTemplate, request: tokenizer_pb2.ApplyChatTemplateRequest
 ) -> tokenizer_pb2.ApplyChatTemplateResponse:
     conversation = read_conversation(request)
-    if not request.allow_special_tokens:
-        check_special_tokens(request, conversation, codec.find_special_token)
-    text = template.render(conversation)
+    if request.special_tokens_as_text:
+        text, token_ids = render_as_text(codec, template, conversation)
+    else:
+        if not request.allow_special_tokens:
+            check_special_tokens(request, conversation, codec.find_control_token)
+        text = template.render(conversation)
+        token_ids = codec.encode(text)
     response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)
-    _extend(response.token_ids, codec.encode(text))
+    _extend(response.token_ids, token_ids)
     return response

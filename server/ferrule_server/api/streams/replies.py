@@ -140,7 +140,7 @@ class GenerateReplies:
         if rows:
             fill_rows(output.outputs, rows, first.seed, self.plan)
         if self.new_decoder is not None:
-            output.text = self._text(first.index, rows, is_last=newest.finish is not None)
+            output.text = self._text(first.index, rows, newest.finish)
         if first.cached_tokens:
             output.cached_tokens = first.cached_tokens
         if first.replayed:
@@ -150,14 +150,16 @@ class GenerateReplies:
         if newest.error is not None:
             output.error.CopyFrom(to_status(newest.error))
 
-    def _text(self, index: int, rows: tuple[RowOutput, ...], *, is_last: bool) -> str:
-        """Return the text that rows add to a branch."""
+    def _text(self, index: int, rows: tuple[RowOutput, ...], finish: Finish | None) -> str:
+        """Return the text that rows add to a branch. A token that ends it adds none: it is not part of the answer."""
         assert self.new_decoder is not None
+        if finish in (Finish.EOS, Finish.STOP_TOKEN):
+            rows = rows[:-1]
         decoder = self._decoders.get(index)
         if decoder is None:
             decoder = self._decoders[index] = self.new_decoder()
         text = "".join([decoder.push(row.token) for row in rows if row.token is not None])
-        if is_last:
+        if finish is not None:
             text += decoder.finish()
             del self._decoders[index]
         return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import errno
 import json
@@ -25,6 +26,7 @@ from ferrule_server.durability.directory import (
     segment_path,
 )
 from ferrule_server.durability.files import OsFiles
+from ferrule_server.durability.frames import Previous
 from ferrule_server.durability.inspect import main
 from ferrule_server.durability.reader import read_directory, survey
 from ferrule_server.durability.records import Tag
@@ -160,6 +162,28 @@ def check_disks(disks: list[FaultFiles]) -> None:
             with pytest.raises(JournalDamaged):
                 read_directory(PATH, disk)
     assert num_named > len(disks) / 2
+
+
+@pytest.mark.parametrize("failing", ["sync_directory", "rename", "sync", "write", "open_new"])
+def test_a_segment_that_may_be_named_is_not_removed(failing: str) -> None:
+    """Each call of a creation fails once; whatever is on the disk then, the journal before is read."""
+    for after in range(4):
+        files = FaultFiles()
+        server = Server(files, JournalModel(Random(1)))
+        server.write(JournalModel(Random(1)).groups)
+        files.fail(failing, errno.EIO, after=after)
+        with contextlib.suppress(OSError):
+            server.directory.create_segment(
+                9, 1000, Previous(server.writer._segment.number, server.writer._segment.end)
+            )
+        for disk in (
+            files.kill(),
+            files.crash(nothing),
+            files.crash(nothing, keeps_names=True),
+            files.crash(everything),
+        ):
+            assert read_directory(PATH, disk).state.num_snapshots == 1
+        server.close()
 
 
 # ---- what a loss looks like, and what does not ----------------------------------------------------------------------

@@ -180,8 +180,8 @@ def test_request_ids_of_sequences_that_have_ended_survive_a_loss_of_all_kv(serve
     assert isinstance(server.submit(replace(released, is_cancelled=False)).error(), HandleUnknown)
 
 
-def test_a_restart_without_prefix_cache_registers_nothing(servers: Servers) -> None:
-    """Although the sequence was published before."""
+def test_a_restart_without_prefix_cache_publishes_nothing(servers: Servers) -> None:
+    """Although the sequence was published before; only cold sequences find what it computes again."""
     server = servers.start()
     handle = server.submit(durable(*range(1, 13))).result().handle
     server = servers.crash()

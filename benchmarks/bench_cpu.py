@@ -158,14 +158,14 @@ def _versions() -> dict[str, Any]:
     import numba
     import torch
 
-    from ferrule_server.executor.cpu.cores import usable_cores
+    from ferrule_server.host import Host
     from ferrule_server.kernels.cpu.processor import choose_instructions
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=False, capture_output=True)
     return {
         "benchmark": "cpu",
         "commit": commit.stdout.decode().strip(),
-        "device": f"{processor_name()}, {usable_cores()} cores, {choose_instructions('bfloat16')[0]}",
+        "device": f"{processor_name()}, {Host().num_threads()} cores, {choose_instructions('bfloat16')[0]}",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

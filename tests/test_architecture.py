@@ -75,6 +75,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ferrule_server.text",
         "ferrule_server.addresses",
         "ferrule_server.config",
+        "ferrule_server.host",
         "ferrule_server.log_format",
         "ferrule_server.settings",
         *HOST_ONLY,
@@ -91,6 +92,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "prometheus_client",
         "ferrule.v1",
     ),
+    "ferrule_server.host": (),
     "ferrule_server.model_files": ("ferrule_server.errors",),
     "ferrule_server.text": (
         "ferrule_server.text",
@@ -104,9 +106,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ferrule_server.executor",
         "ferrule_server.model",
         "ferrule_server.kernels",
+        "ferrule_server.host",
         "ferrule_server.errors",
         *DEVICE,
     ),
+    "ferrule_server.executor.host_plan": ("ferrule_server.host", "ferrule_server.errors"),
     "ferrule_server.executor.base": ("ferrule_server.model.config", "numpy"),
     # The frame of every fast path: it knows neither CUDA nor the kernels.
     "ferrule_server.executor.fallback": (
@@ -134,6 +138,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ferrule_server.model",
         "ferrule_server.text",
         "ferrule_server.config",
+        "ferrule_server.host",
         "ferrule_server.errors",
         *DEVICE,
     ),
@@ -188,7 +193,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1800,  # --config and --print-config; unusable settings are lines of a JSON log too; Ctrl-C at any time
+    ".": 1919,  # host.py: control groups of both versions, nested; memory is planned before weights are read
     "api": 365,
     "api/receiving": 655,
     "api/requests": 960,
@@ -208,8 +213,8 @@ BUDGET: dict[str, int] = {
     "engine/generation": 670,
     "engine/metrics": 285,  # the figures of the journal
     "engine/steps": 1010,
-    "executor": 555,  # a window in the paged reference, so that tests of the protocol can drop blocks
-    "executor/cpu": 1115,  # layers of several sizes, the second embedding of Gemma 4, and fields of layers it refuses
+    "executor": 644,  # host_plan.py, and sizes.py, which was in model_check
+    "executor/cpu": 1095,  # layers of several sizes, the second embedding of Gemma 4, and fields of layers it refuses
     "executor/cuda": 2730,
     "executor/fallback": 520,
     "executor/sampling": 640,
@@ -220,7 +225,7 @@ BUDGET: dict[str, int] = {
     "model": 1720,  # attention in chunks, attention sinks and the clamped SwiGLU
     "model/families": 1055,
     "model/hub": 610,
-    "model_check": 620,
+    "model_check": 575,
     "text": 730,
     "training": 665,
 }

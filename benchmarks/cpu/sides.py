@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping
@@ -14,10 +13,10 @@ import torch
 
 from ferrule_server.executor.base import BLOCK_SIZE, Executor, ExecutorInfo, Int32Array, OutputSpec, StepBatch
 from ferrule_server.executor.block_pool import bytes_per_block
-from ferrule_server.executor.cpu.cores import usable_cores
 from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor, prepare
 from ferrule_server.executor.cpu.support import choose
 from ferrule_server.executor.torch import TorchExecutor
+from ferrule_server.host import Host
 from ferrule_server.kernels.cpu.plan import WeightKind
 from ferrule_server.loading import suggested_threads
 from ferrule_server.model.config_reader import read_config
@@ -60,13 +59,13 @@ def open_side(name: str, folder: Path, num_tokens: int, max_context: int, num_th
     kv_bytes = num_blocks * bytes_per_block(config, BLOCK_SIZE, torch.bfloat16)
     if name == "torch":
         model = load_model(folder, dtype="bfloat16")
-        threads = num_threads or suggested_threads(model.weights_bytes, os.cpu_count() or 1)
+        threads = num_threads or suggested_threads(model.weights_bytes, Host().num_threads())
         torch.set_num_threads(threads)
         return InProcessSide(TorchExecutor(model, kv_memory_bytes=kv_bytes, max_context=max_context), threads)
     choice = choose(config, "bfloat16", weights_of(name), has_int8_inputs=name.endswith("-a8"))
     if choice.plan is None:
         raise RuntimeError(choice.reason)
-    threads = num_threads or usable_cores()
+    threads = num_threads or Host().num_threads()
     options = CpuOptions(choice.plan, choice.reason, threads, kv_bytes, max_context, max_step_rows=_MAX_STEP_ROWS)
     prepared = prepare(config, choice.plan)
     model = load_model(folder, dtype="bfloat16", encoding=prepared.encoding)

@@ -16,6 +16,7 @@ arguments.py    the command line, the environment and the file, read into the se
 config_file.py  settings in a TOML file
 addresses.py    addresses to listen on, parsed and checked
 loading.py      chooses and loads model and executor by the settings
+host.py         cores and memory that the process may use, by its control groups
 model_files.py  reads the small files of a model folder, which strangers write
 errors.py       every error of the server, with its reason
 quotas.py       what one principal may use at most

@@ -109,7 +109,7 @@ class ServerConfig:
     num_threads: int | None = _MODEL.optional(
         "--threads",
         COUNT.within("1", "256"),
-        "one per physical core that the process may use; torch uses one in all below 128 MiB of weights",
+        "one per physical core that affinity and CPU quota allow; torch uses one in all below 128 MiB of weights",
     )
     """threads that compute"""
     is_deterministic: bool = _MODEL.switch("--deterministic")
@@ -135,7 +135,7 @@ class ServerConfig:
     kv_memory_bytes: int | None = _LIMITS.optional(
         "--kv-memory",
         SIZE.within("64KiB"),
-        f"{DEFAULT_KV_MEMORY}; on a GPU what --gpu-memory-fraction leaves beside the model",
+        f"{DEFAULT_KV_MEMORY}, less if less is free; on a GPU what --gpu-memory-fraction leaves beside the model",
     )
     """size of the KV pool in KiB, MiB, GiB or TiB, such as 512MiB; allocated at start"""
     max_context: int | None = _LIMITS.optional("--max-context", POSITIVE, "the model's limit")

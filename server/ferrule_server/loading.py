@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ferrule_server.config import DEFAULT_KV_BYTES, DEMO_MODEL, ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor.base import BLOCK_SIZE, Executor
+from ferrule_server.executor.host_plan import HostPlan, gib
 from ferrule_server.executor.reference import PagedReferenceExecutor
+from ferrule_server.host import Host, lines_of
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model_files import is_folder, name_of
 
@@ -34,6 +35,7 @@ OnProgress = Callable[[str, float], None]
 
 _DEMO_FOLDER: Final = Path(__file__).parent / "demo_model"
 _CPUINFO: Final = Path("/proc/cpuinfo")
+_HOST: Final = Host()
 _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _PAGED_REFERENCE_CONTEXT: Final = 512
 _SMALL_WEIGHTS_BYTES: Final = 128 << 20
@@ -63,11 +65,11 @@ class LoadedExecutor:
     commit: str | None = None
 
 
-def create_executor(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
+def create_executor(config: ServerConfig, on_progress: OnProgress, host: Host = _HOST) -> LoadedExecutor:
     """Load the model and the executor that the settings name, which may take minutes.
 
     Raises:
-        ConfigError: The settings do not fit the model or the machine.
+        ConfigError: The settings do not fit the model or the machine, such as its memory.
         ModelError: The model folder cannot be loaded, or this machine has too little memory for it.
     """
     try:
@@ -77,7 +79,7 @@ def create_executor(config: ServerConfig, on_progress: OnProgress) -> LoadedExec
             check_bundle_file(config.kernel_bundle)
         if config.executor == "paged-reference":
             return LoadedExecutor(_paged_reference(config), None)
-        return _load(config, on_progress)
+        return _load(config, on_progress, host)
     except MemoryError as error:
         raise ModelError(f"--model {name_of(config.model)}: this machine has too little memory to load it") from error
 
@@ -109,6 +111,48 @@ def has_bfloat16_instructions(cpuinfo: str) -> bool:
     return any(_BFLOAT16_FLAGS & set(line.partition(":")[2].split()) for line in lines)
 
 
+def host_plan(
+    config: ServerConfig, network: ModelConfig, device: Device, choice: Choice | None, *, host: Host = _HOST
+) -> HostPlan:
+    """Return what the memory of the host will be for. On the way to a GPU all weights are there, and no pool."""
+    from ferrule_server.executor.sizes import TORCH_DTYPES, largest_matrix_bytes, weights_bytes
+    from ferrule_server.executor.torch import least_kv_bytes
+
+    name = dtype_of(config, device, choice)
+    dtype, packing = TORCH_DTYPES[name], None if choice is None else choice.plan
+    plan = HostPlan(
+        limits=host.memory_limits(),
+        weights=weights_bytes(network, dtype, packing),
+        weights_source=f"--model {name_of(config.model)} as {name if config.weights == 'float' else config.weights}",
+        loading=0 if packing is None else largest_matrix_bytes(network, dtype),
+    )
+    if device.index is not None:
+        return plan
+    return plan.with_pool(config.kv_memory_bytes, DEFAULT_KV_BYTES, least_kv_bytes(network, dtype, BLOCK_SIZE))
+
+
+def _for_host(
+    config: ServerConfig, network: ModelConfig, device: Device, choice: Choice | None, *, host: Host
+) -> ServerConfig:
+    """Return the settings with the size of the pool, if it is in the memory of the host.
+
+    Raises:
+        ConfigError: There is too little memory, or ``--kv-memory`` is too small for the model.
+    """
+    from ferrule_server.executor.sizes import TORCH_DTYPES
+    from ferrule_server.executor.torch import check_settings
+
+    plan = host_plan(config, network, device, choice, host=host)
+    plan.check()
+    if device.index is not None:
+        return config
+    if config.kv_memory_bytes is None and plan.kv_pool < DEFAULT_KV_BYTES:
+        _log.warning("event=kv_pool_reduced kv_memory=%r limit=%r", gib(plan.kv_pool), plan.limits[0].name)
+    dtype = TORCH_DTYPES[dtype_of(config, device, choice)]
+    check_settings(network, dtype, plan.kv_pool, config.max_context or network.max_positions, BLOCK_SIZE)
+    return replace(config, kv_memory_bytes=plan.kv_pool)
+
+
 def _paged_reference(config: ServerConfig) -> Executor:
     with _allocating(config) as kv_memory_bytes:
         return PagedReferenceExecutor(
@@ -118,7 +162,7 @@ def _paged_reference(config: ServerConfig) -> Executor:
         )
 
 
-def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
+def _load(config: ServerConfig, on_progress: OnProgress, host: Host) -> LoadedExecutor:
     folder, commit, on_progress = find_model(config, on_progress)
     model_config = network_of(config, folder)
     on_progress("importing torch", 0.0)
@@ -134,6 +178,7 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
     device = device_of(config)
     choice = None if device.index is not None else cpu_choice(config, model_config)
     dtype = dtype_of(config, device, choice)
+    config = _for_host(config, model_config, device, choice, host=host)
     tokenizer = Tokenizer.load(folder)
     chat_template = None if tokenizer is None else ChatTemplate.load(folder)
     with _preparing(config, model_config, device, dtype) as preparation:
@@ -143,9 +188,12 @@ def _load(config: ServerConfig, on_progress: OnProgress) -> LoadedExecutor:
         _log_left_out(model_config)
         if config.model == DEMO_MODEL or commit is not None:
             model.model_id = config.model or ""
-        torch.set_num_threads(config.num_threads or suggested_threads(model.weights_bytes, torch.get_num_threads()))
+        num_cores = host.num_threads()
+        num_threads = suggested_threads(model.weights_bytes, min(torch.get_num_threads(), num_cores))
+        torch.set_num_threads(config.num_threads or num_threads)
         on_progress("allocating the KV pool", 2 * _IMPORT_SHARE + _WEIGHTS_SHARE)
         if preparation is None:
+            config = replace(config, num_threads=config.num_threads or num_cores)
             executor = _on_processor(config, model, choice, prepared, device)
         else:
             executor = preparation.finish(model, lambda stage: on_progress(stage, 0.05 + _WEIGHTS_SHARE))
@@ -274,14 +322,13 @@ def _on_processor(
     reason = f"{_reason(device)}; the model runs on the processor" if needs_gpu else ""
     if choice is None or choice.plan is None or prepared is None:
         return _on_torch(config, model, "; ".join(filter(None, [reason, choice.reason if choice else ""])))
-    from ferrule_server.executor.cpu.cores import usable_cores
     from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
 
     with _allocating(config) as kv_memory_bytes:
         options = CpuOptions(
             plan=choice.plan,
             reason=choice.reason,
-            num_threads=config.num_threads or usable_cores(),
+            num_threads=config.num_threads or 1,
             kv_memory_bytes=kv_memory_bytes,
             max_context=config.max_context or model.config.max_positions,
             max_step_rows=config.max_step_rows,
@@ -320,9 +367,7 @@ def _allocating(config: ServerConfig) -> Iterator[int]:
     try:
         yield num_bytes
     except (MemoryError, OSError) as error:
-        wished, owned = num_bytes / (1 << 30), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-        text = f"--kv-memory: {wished:.1f} GiB cannot be allocated; this machine has {owned:.1f} GiB for pool and model"
-        raise ConfigError(text) from error
+        raise ConfigError(f"--kv-memory: {gib(num_bytes)} cannot be allocated ({error}); lower it") from error
 
 
 def find_model(config: ServerConfig, on_progress: OnProgress) -> tuple[Path, str | None, OnProgress]:
@@ -420,7 +465,4 @@ def dtype_of(config: ServerConfig, device: Device, choice: Choice | None) -> DTy
 
 
 def _has_bfloat16() -> bool:
-    try:
-        return has_bfloat16_instructions(_CPUINFO.read_text())
-    except OSError:
-        return False
+    return has_bfloat16_instructions("\n".join(lines_of(_CPUINFO)))

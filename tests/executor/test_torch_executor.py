@@ -17,7 +17,7 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor import block_pool
 from ferrule_server.executor import torch as torch_executor
 from ferrule_server.executor.base import Executor, OutputSpec, Shaping
-from ferrule_server.executor.torch import TorchExecutor
+from ferrule_server.executor.torch import TorchExecutor, least_kv_bytes
 from ferrule_server.model.weights import DTypeName, LoadedModel, load_model
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
@@ -43,7 +43,7 @@ def executor(model: LoadedModel) -> Iterator[TorchExecutor]:
     """An executor with 32 blocks."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    made = TorchExecutor(model, kv_memory_bytes=4 * TorchExecutor.min_kv_bytes(model), max_context=256)
+    made = TorchExecutor(model, kv_memory_bytes=4 * least_kv_bytes(model.config, model.torch_dtype), max_context=256)
     yield made
     made.close()
     torch.set_num_threads(num_threads)
@@ -58,7 +58,9 @@ def random_blocks(executor: Executor, num_blocks: int) -> np.ndarray:
 def test_plain_weights_are_those_of_the_checkpoint(folder: Path) -> None:
     """What kernels share: nothing is missing, and a tied head is the embedding itself."""
     model = load_model(folder, dtype="bfloat16")
-    executor = TorchExecutor(model, kv_memory_bytes=TorchExecutor.min_kv_bytes(model), max_context=64, is_plain=True)
+    executor = TorchExecutor(
+        model, kv_memory_bytes=least_kv_bytes(model.config, torch.bfloat16), max_context=64, is_plain=True
+    )
     stored = load_file(folder / "model.safetensors")
     plain = executor.plain_weights
     assert plain is not None
@@ -85,7 +87,9 @@ def test_float16_is_float32_but_for_rounding(folder: Path, tmp_path: Path, store
 def _logits_in(folder: Path, dtype: DTypeName) -> np.ndarray:
     """Return logits of a prompt in chunks and of decodes."""
     model = load_model(folder, dtype=dtype)
-    executor = TorchExecutor(model, kv_memory_bytes=4 * TorchExecutor.min_kv_bytes(model), max_context=256)
+    executor = TorchExecutor(
+        model, kv_memory_bytes=4 * least_kv_bytes(model.config, model.torch_dtype), max_context=256
+    )
     assert (executor.info.kv_dtype, executor.pool.dtype) == (dtype, getattr(torch, dtype))
     stepper, seq = Stepper(executor), PooledSequence()
     pieces = [TOKENS[:17], TOKENS[17:34], TOKENS[34:35], TOKENS[35:36]]

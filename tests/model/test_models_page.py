@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ferrule_server.executor.sizes import kv_bytes, weights_bytes
 from ferrule_server.model.families import WRAPPERS
 from ferrule_server.model_check.__main__ import size
 from ferrule_server.model_check.catalogue import KNOWN, known_families
-from ferrule_server.model_check.memory import kv_bytes, weights_bytes
 from tests.model.conftest import CASES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")

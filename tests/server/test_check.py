@@ -20,6 +20,7 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.cpu import weights as packing
 from ferrule_server.executor.cpu.support import choose
 from ferrule_server.executor.devices import Device
+from ferrule_server.executor.sizes import TORCH_DTYPES, num_parameters
 from ferrule_server.loading import create_executor
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.families import FAMILIES, WRAPPERS
@@ -29,7 +30,6 @@ from ferrule_server.model.weights import DTypeName, Encoding, load_model
 from ferrule_server.model_check import paths
 from ferrule_server.model_check.__main__ import main, size
 from ferrule_server.model_check.catalogue import KNOWN, Published
-from ferrule_server.model_check.memory import TORCH_DTYPES, num_parameters
 from ferrule_server.model_check.report import Details, Report, check_model
 from tests.executor.cpu.models import DEMO, write_awkward
 from tests.executor.cpu.test_families import case_of
@@ -47,7 +47,7 @@ DTYPES: tuple[DTypeName, ...] = ("float32", "bfloat16", "float16")
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove settings of the environment that would change what is checked."""
-    for name in ("CONFIG", "DTYPE", "WEIGHTS", "MAX_CONTEXT", "DEVICE", "EXECUTOR", "OFFLINE", "REVISION"):
+    for name in ("CONFIG", "DTYPE", "KV_MEMORY", "WEIGHTS", "MAX_CONTEXT", "DEVICE", "EXECUTOR", "OFFLINE", "REVISION"):
         monkeypatch.delenv(f"FERRULE_{name}", raising=False)
 
 
@@ -304,7 +304,7 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "num_parameters": int, "max_context": int, "executor": str, "device": str, "dtype": str, "path_reason": str,
         "processor_kernels": str, "gpu_kernels": str, "weights": str, "weights_bytes": int,
         "weights_bytes_by_type": dict, "kv_bytes_per_token": int, "kv_bytes": int, "left_out": list,
-        "stored_bytes": int, "download_bytes": int,
+        "stored_bytes": int, "download_bytes": int, "memory": dict,
     }  # fmt: skip
     assert loads.keys() - {"commit"} == kinds.keys()
     assert {key: type(loads[key]) for key in kinds} == kinds
@@ -340,6 +340,22 @@ def test_variables_of_a_server_count(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setenv("FERRULE_MAX_CONTEXT", "4096")
     assert main(["--model=demo"]) == 2
     assert "FERRULE_MAX_CONTEXT=4096 is beyond" in capsys.readouterr().err
+
+
+def test_the_memory_of_a_server_is_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As at its start, with the same table; a model loads all the same, perhaps on another machine."""
+    monkeypatch.setenv("FERRULE_DEVICE", "cpu")
+    monkeypatch.setenv("FERRULE_KV_MEMORY", "512TiB")
+    assert main(["--model=demo"]) == 0
+    text = capsys.readouterr().out
+    details = checked("demo", kv_memory_bytes=1 << 49)
+    assert "memory here, too little: a server would end with exit code 2" in text
+    assert " 524288.00 GiB  --kv-memory\n" in text
+    assert not details.memory.fits
+    assert (details.memory.weights, details.memory.kv_pool) == (details.weights_bytes, 1 << 49)
+    assert checked("demo", kv_memory_bytes=1 << 20).memory.fits
 
 
 def test_the_file_of_a_server_counts(

@@ -531,7 +531,6 @@ def test_a_socket_path_in_use_is_refused_and_a_stale_one_replaced(tmp_path: Path
     [
         (("--listen", "127.0.0.1:0", "--token-file", "/nowhere/tokens"), "--token-file /nowhere/tokens: No such file"),
         (("--listen", "127.0.0.1:0", "--tls-cert", "/c", "--tls-key", "/k"), "--tls-key /k: No such file"),
-        (("--kv-memory", "512TiB", "--listen", "127.0.0.1:0", *QUIET), "524288.0 GiB cannot be allocated"),
         (("--model", "/nowhere/at/all", "--listen", "127.0.0.1:0", *QUIET), "no such folder"),
         ((*REFERENCE[:2], "--kv-memory", "64KiB", "--listen", "unix:/nowhere/f.sock", *QUIET), "No such file"),
     ],
@@ -542,6 +541,58 @@ def test_unusable_settings_end_with_2_and_one_line(arguments: tuple[str, ...], h
     assert run.returncode == 2
     assert run.stderr.count("\n") == 1
     assert hint in run.stderr
+
+
+@pytest.mark.parametrize("pool", ["1TiB", "64KiB"])
+def test_a_pool_that_cannot_be_is_refused_before_weights_are_read(pool: str) -> None:
+    """Exit code 2 after torch is imported; what does not fit comes with a table."""
+    run = _run("--kv-memory", pool, "--device", "cpu", "--listen", "127.0.0.1:0")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "importing torch" in run.stderr
+    assert "reading weights" not in run.stderr
+    assert "Traceback" not in run.stderr
+    if pool == "1TiB":
+        assert re.search(r"^  KV pool +1024\.00 GiB  --kv-memory$", run.stderr, re.MULTILINE)
+        assert re.search(r"^  available +[\d.]+ GiB  of [\d.]+ GiB: this machine$", run.stderr, re.MULTILINE)
+
+
+_IN_A_GROUP = """
+import functools, pathlib, sys
+from ferrule_server import __main__, loading
+from ferrule_server.host import Host
+
+loading.create_executor = functools.partial(loading.create_executor, host=Host(pathlib.Path(sys.argv.pop(1))))
+sys.exit(__main__.main())
+"""
+
+
+def test_a_pool_beyond_the_control_group_ends_with_2(tmp_path: Path) -> None:
+    """In place of a process that the kernel kills, and that is started again and again."""
+    group = tmp_path / "sys/fs/cgroup/memory"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text(f"{1200 << 20}\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    mount = "35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
+    (tmp_path / "proc/self/mountinfo").write_text(mount)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/docker/abc\n")
+    command = [sys.executable, "-c", _IN_A_GROUP, str(tmp_path), "--kv-memory", "2GiB", "--listen", "127.0.0.1:0"]
+    run = subprocess.run(
+        [*command, "--device", "cpu"], env=_environment(), check=False, capture_output=True, text=True, timeout=100
+    )
+    assert (run.returncode, run.stdout) == (2, ""), run.stderr
+    assert "reading weights" not in run.stderr
+    assert "of 1.17 GiB: /sys/fs/cgroup/memory/memory.limit_in_bytes" in run.stderr
+    assert "lower --kv-memory to 9" in run.stderr
+
+
+@pytest.mark.parametrize("name", ["file", "file/journal"])
+def test_a_journal_that_cannot_be_is_refused_before_torch_is_imported(name: str, tmp_path: Path) -> None:
+    """Nothing is loaded for a path that could not be used."""
+    (tmp_path / "file").touch()
+    run = _run("--durable", str(tmp_path / name), "--listen", "127.0.0.1:0")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert f"{tmp_path / name} cannot be used for durable handles" in run.stderr
+    assert "importing torch" not in run.stderr
 
 
 def test_help_and_version() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -26,9 +28,14 @@ from ferrule_server.executor.cuda.compose import GpuOptions
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.devices import Device
 from ferrule_server.executor.fallback.executor import FallbackExecutor
+from ferrule_server.executor.host_plan import RESERVE_BYTES, HostPlan
 from ferrule_server.executor.torch import TorchExecutor
+from ferrule_server.host import Host
 from ferrule_server.loading import create_executor, has_bfloat16_instructions
+from ferrule_server.model import weights
 from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config_reader import read_config
+from tests.executor.cpu.models import DEMO
 from tests.executor.cuda.fake_gpu import FakeGpu
 from tools.kernels.build import write_bundle
 
@@ -418,11 +425,139 @@ def test_a_context_beyond_the_models_is_refused_before_its_weights_are_read(tmp_
     assert stages == []
 
 
-def test_a_pool_beyond_the_memory_names_its_flag_and_the_memory() -> None:
-    """A refused allocation is a setting to change, so its message says how much memory there is."""
+def test_a_pool_that_the_system_refuses_names_its_flag() -> None:
+    """Such as beyond a limit on address space, or on a system that does not say how much memory is free."""
     config = ServerConfig(model=None, executor="paged-reference", kv_memory_bytes=1 << 49)
-    with pytest.raises(ConfigError, match=r"--kv-memory: 524288\.0 GiB .* has \d+\.\d GiB"):
+    with pytest.raises(ConfigError, match=r"--kv-memory: 524288\.00 GiB cannot be allocated \(.*\); lower it"):
         create_executor(config, _ignore)
+
+
+# ---- the memory of the host -----------------------------------------------------------------------------------------
+
+
+def _limited(folder: Path, num_bytes: int, quota: str = "max 100000") -> Host:
+    """Return a machine with a control group of version 2."""
+    group = folder / "sys/fs/cgroup/serve"
+    group.mkdir(parents=True, exist_ok=True)
+    (folder / "proc/self").mkdir(parents=True, exist_ok=True)
+    (folder / "proc/self/mountinfo").write_text("31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    (folder / "proc/self/cgroup").write_text("0::/serve\n")
+    (group / "memory.max").write_text(f"{num_bytes}\n")
+    (group / "cpu.max").write_text(f"{quota}\n")
+    return Host(folder)
+
+
+def _plan(**uses: Any) -> HostPlan:
+    return HostPlan(**{"limits": (), "weights": 0, "weights_source": "", "loading": 0, "reserve": 0, **uses})
+
+
+def _table(error: BaseException) -> dict[str, tuple[float, str]]:
+    """Return the lines of the table in a message: GiB and source by name."""
+    rows = re.findall(r"^  (\S.*?)  +([\d.]+) GiB *(.*)$", str(error), re.MULTILINE)
+    return {name: (float(number), source) for name, number, source in rows}
+
+
+@pytest.mark.parametrize("settings", [{}, {"weights": "int8"}, {"executor": "torch"}], ids=str)
+def test_what_does_not_fit_the_control_group_is_refused_before_weights_are_read(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a table: each use, what decides it, and the limit."""
+    monkeypatch.setattr(weights, "load_model", Mock(side_effect=AssertionError("weights are read")))
+    stages: list[str] = []
+    config = ServerConfig(device="cpu", kv_memory_bytes=2 << 30, **settings)
+    with pytest.raises(ConfigError) as caught:
+        create_executor(config, lambda stage, _: stages.append(stage), _limited(tmp_path, 1200 << 20))
+    assert stages == ["importing torch"]
+    table = _table(caught.value)
+    assert table["KV pool"] == (2.0, "--kv-memory")
+    assert table["weights"][1].startswith("--model demo as ")
+    assert table["available"] == (1.17, "of 1.17 GiB: /sys/fs/cgroup/serve/memory.max")
+    assert table["needed"][0] == pytest.approx(2 + table["weights"][0] + table["reserve"][0], abs=0.02)
+    assert "lower --kv-memory to 9" in str(caught.value)
+
+
+def test_a_pool_is_refused_only_if_it_cannot_fit(tmp_path: Path) -> None:
+    """To the byte: what the message advises is accepted."""
+    plan = _plan(limits=_limited(tmp_path, 1 << 30).memory_limits(), reserve=100 << 20, weights=300 << 20)
+    pool = (1 << 30) - (400 << 20)
+    assert plan.with_pool(pool, 1 << 30, 1).fits
+    assert not plan.with_pool(pool + 1, 1 << 30, 1).fits
+    with pytest.raises(ConfigError, match=f"lower --kv-memory to {pool >> 20}MiB or less"):
+        plan.with_pool(pool + 1, 1 << 30, 1).check()
+    assert _plan(reserve=1 << 50).with_pool(1 << 60, 1, 1).fits
+
+
+def test_weights_that_do_not_fit_are_refused_whatever_the_pool(tmp_path: Path) -> None:
+    """The message does not advise a smaller pool, which would not help."""
+    plan = _plan(limits=_limited(tmp_path, 1 << 30).memory_limits(), weights=2 << 30)
+    with pytest.raises(ConfigError) as caught:
+        plan.with_pool(None, 1 << 30, 1 << 20).check()
+    assert "lower --kv-memory" not in str(caught.value)
+    assert "take a smaller model" in str(caught.value)
+
+
+def test_the_largest_matrix_counts_while_weights_are_packed() -> None:
+    """It is there twice for a while; the pool is not there yet."""
+    plan = _plan(reserve=1, weights=10, loading=7)
+    assert plan.with_pool(5, 0, 0).needed == 18
+    assert plan.with_pool(9, 0, 0).needed == 20
+
+
+def test_a_pool_without_a_size_takes_what_the_control_group_leaves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At most three quarters of it, with a warning; the usual size where that fits."""
+    limit = 600 << 20
+    loaded = create_executor(ServerConfig(device="cpu"), _ignore, _limited(tmp_path, limit))
+    info = loaded.executor.info
+    loaded.executor.close()
+    left = limit - info.model.weights_bytes - RESERVE_BYTES
+    assert 0 <= left * 3 // 4 - info.num_blocks * info.bytes_per_block < info.bytes_per_block
+    assert [text for text in _warnings(caplog) if "kv_pool_reduced" in text]
+    roomy = _plan(limits=_limited(tmp_path, 4 << 30).memory_limits())
+    assert roomy.with_pool(None, 1 << 30, 1 << 20).kv_pool == 1 << 30
+
+
+def test_weights_pass_through_the_host_on_their_way_to_a_gpu(tmp_path: Path) -> None:
+    """They are counted, the pool is not: a plan of its own is for the memory of the GPU."""
+    network = read_config(DEMO)
+    plan = select.host_plan(
+        ServerConfig(kv_memory_bytes=1 << 40), network, Device(0), None, host=_limited(tmp_path, 1 << 30)
+    )
+    assert (plan.kv_pool, plan.fits) == (0, True)
+    assert plan.weights > 8 << 20
+
+
+@pytest.mark.parametrize("num_bytes", [64 << 10, 300 << 10])
+def test_a_pool_that_is_too_small_for_the_model_is_refused_before_weights_are_read(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the smallest size that can be used."""
+    monkeypatch.setattr(weights, "load_model", Mock(side_effect=AssertionError("weights are read")))
+    with pytest.raises(ConfigError, match="at least 393216 are needed"):
+        _created(device="cpu", kv_memory_bytes=num_bytes)
+
+
+@pytest.mark.parametrize(("quota", "num_threads"), [("100000 100000", 1), ("max 100000", Host().num_threads())])
+def test_threads_are_paid_for_by_the_control_group(quota: str, num_threads: int, tmp_path: Path) -> None:
+    """Those of the kernels, and those of torch with a model that is large enough for more than one."""
+    host = _limited(tmp_path, 4 << 30, quota)
+    loaded = create_executor(ServerConfig(device="cpu", **SMALL), _ignore, host)
+    assert isinstance(loaded.executor, NumbaCpuExecutor)
+    assert loaded.executor._options.num_threads == num_threads
+    loaded.executor.close()
+
+
+def test_threads_of_torch_are_paid_for_by_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model that is large enough for more than one."""
+    monkeypatch.setattr(select, "_SMALL_WEIGHTS_BYTES", 0)
+    set_num_threads = Mock()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", set_num_threads)
+    for quota, num_threads in (("100000 100000", 1), ("max 100000", min(8, Host().num_threads()))):
+        config = ServerConfig(device="cpu", executor="torch", **SMALL)
+        create_executor(config, _ignore, _limited(tmp_path, 4 << 30, quota)).executor.close()
+        set_num_threads.assert_called_with(num_threads)
 
 
 def test_the_model_that_ships_is_no_folder_to_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,13 @@ from ferrule_server.model.attention import (
     StepArrays,
     StepAttention,
 )
+from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.decoder import Decoder
 from ferrule_server.model.flash_attention import FlashAttention, can_attend, can_compute, has_trailing_rows
 from ferrule_server.model.tensors import ModelWeights
 from ferrule_server.model.weights import LoadedModel
 
-__all__ = ["TorchExecutor", "check_settings", "describe"]
+__all__ = ["TorchExecutor", "check_settings", "describe", "least_kv_bytes"]
 
 _MIN_BLOCKS = 8
 """The fewest blocks, the null block included, that hold a prompt and a fork of it."""
@@ -67,7 +68,7 @@ class TorchExecutor:
         device: str = "cpu",
         is_plain: bool = False,
     ) -> None:
-        check_settings(model, kv_memory_bytes, max_context, block_size)
+        check_settings(model.config, model.torch_dtype, kv_memory_bytes, max_context, block_size)
         num_bytes = bytes_per_block(model.config, block_size, model.torch_dtype)
         self._device = torch.device(device)
         self._is_plain = is_plain
@@ -85,11 +86,6 @@ class TorchExecutor:
         )
         self.blocks = BlockPool(self._info, model.torch_dtype)
         self._has_flash = not is_plain and can_compute(model.config) and all(map(can_attend, self.blocks.tensors))
-
-    @staticmethod
-    def min_kv_bytes(model: LoadedModel, block_size: int = 16) -> int:
-        """Return the smallest ``kv_memory_bytes`` this executor accepts for a model."""
-        return _MIN_BLOCKS * bytes_per_block(model.config, block_size, model.torch_dtype)
 
     @property
     def info(self) -> ExecutorInfo:
@@ -181,7 +177,14 @@ class TorchExecutor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
 
-def check_settings(model: LoadedModel, kv_memory_bytes: int, max_context: int, block_size: int) -> None:
+def least_kv_bytes(config: ModelConfig, dtype: torch.dtype, block_size: int = 16) -> int:
+    """Return the smallest ``kv_memory_bytes`` with which a model can run."""
+    return _MIN_BLOCKS * bytes_per_block(config, block_size, dtype)
+
+
+def check_settings(
+    config: ModelConfig, dtype: torch.dtype, kv_memory_bytes: int, max_context: int, block_size: int
+) -> None:
     """Refuse settings with which no executor can run a model.
 
     Raises:
@@ -189,13 +192,13 @@ def check_settings(model: LoadedModel, kv_memory_bytes: int, max_context: int, b
     """
     if block_size < 1 or block_size & (block_size - 1):
         raise ConfigError(f"block_size {block_size} is not a power of two")
-    if not 1 <= max_context <= model.config.max_positions:
-        raise ConfigError(f"max_context {max_context} is outside [1, {model.config.max_positions}], the model's range")
-    least_bytes = TorchExecutor.min_kv_bytes(model, block_size)
+    if not 1 <= max_context <= config.max_positions:
+        raise ConfigError(f"max_context {max_context} is outside [1, {config.max_positions}], the model's range")
+    least_bytes = least_kv_bytes(config, dtype, block_size)
     if kv_memory_bytes < least_bytes:
         raise ConfigError(
-            f"{kv_memory_bytes} bytes of KV memory are too few for {model.model_id}: at least {least_bytes} are needed "
-            f"({_MIN_BLOCKS} blocks of {block_size} tokens)"
+            f"{kv_memory_bytes} bytes of KV memory are too few for this model: at least {least_bytes} are needed "
+            f"({_MIN_BLOCKS} blocks of {block_size} tokens); raise --kv-memory"
         )
 
 

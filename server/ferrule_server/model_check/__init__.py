@@ -4,6 +4,5 @@ __main__.py   the two commands: arguments, output, exit codes
 report.py     one model: whether it loads, and how
 cached.py     the models in the cache of the hub
 catalogue.py  every family: what it differs by, and the sizes of one of its models
-memory.py     sizes of weights and KV, from the configuration alone
 paths.py      which kernels run a network, and what a server on this machine uses
 """

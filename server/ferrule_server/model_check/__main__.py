@@ -24,8 +24,8 @@ _FLAGS: Final = ("--dtype", "--max-context", "--weights")
 _VARIABLES: Final = frozenset(
     f"FERRULE_{name}"
     for name in (
-        "ACTIVATIONS", "CONFIG", "DEVICE", "DISABLE_CUDA_RUNNER", "DTYPE", "EXECUTOR", "MAX_CONTEXT", "OFFLINE",
-        "REVISION", "WEIGHTS",
+        "ACTIVATIONS", "CONFIG", "DEVICE", "DISABLE_CUDA_RUNNER", "DTYPE", "EXECUTOR", "KV_MEMORY", "MAX_CONTEXT",
+        "OFFLINE", "REVISION", "WEIGHTS",
     )
 )  # fmt: skip
 """The settings of a server that change how a model loads, and the file that may have them."""
@@ -91,7 +91,8 @@ def _text_of(report: Report) -> str:
         "download": size(details.download_bytes) if details.download_bytes else "",
     }
     lines = [f"{name:<14}{text}" for name, text in rows.items() if text]
-    return "\n".join([f"{report.model} loads", *lines])
+    memory = "memory here" if details.memory.fits else "memory here, too little: a server would end with exit code 2"
+    return "\n".join([f"{report.model} loads", *lines, memory, details.memory.table()])
 
 
 def _network_text(details: Details) -> str:

@@ -9,9 +9,10 @@ import torch
 
 from ferrule_server.config import ServerConfig
 from ferrule_server.executor.base import BLOCK_SIZE
-from ferrule_server.loading import cpu_choice, device_of, dtype_of
+from ferrule_server.executor.host_plan import HostPlan
+from ferrule_server.executor.sizes import TORCH_DTYPES, weights_bytes
+from ferrule_server.loading import cpu_choice, device_of, dtype_of, host_plan
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model_check.memory import TORCH_DTYPES, weights_bytes
 
 if TYPE_CHECKING:
     from ferrule_server.executor.cpu.support import WeightKind
@@ -29,12 +30,14 @@ class Path:
         device: As PyTorch names it.
         dtype: Of weights that are not quantised, activations and KV.
         reason: Why this executor, for people; may be empty.
+        memory: What the memory of the host will be for.
     """
 
     executor: str
     device: str
     dtype: str
     reason: str
+    memory: HostPlan
 
 
 def processor_reason(network: ModelConfig) -> str:
@@ -73,7 +76,7 @@ def path_of(config: ServerConfig, network: ModelConfig) -> tuple[Path, dict[str,
     for weights in _quantised(device.index is None and has_plans):
         if (plan := _plan(config, network, dtype, weights)) is not None:
             sizes[weights] = weights_bytes(network, TORCH_DTYPES[dtype], plan)
-    return Path(executor, device.name, dtype, reason), sizes
+    return Path(executor, device.name, dtype, reason, host_plan(config, network, device, choice)), sizes
 
 
 def _gpu_path_reason(config: ServerConfig, network: ModelConfig, dtype: str) -> str:

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from ferrule_server.config import DEMO_MODEL, ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
+from ferrule_server.executor.host_plan import HostPlan
+from ferrule_server.executor.sizes import TORCH_DTYPES, kv_bytes, num_parameters, tensor_names
 from ferrule_server.loading import as_folder, find_model, network_of
 from ferrule_server.model.checkpoint import StoredTensor, list_tensors
 from ferrule_server.model.config import ModelConfig
@@ -18,7 +20,6 @@ from ferrule_server.model.hub.cache import size_of, weights_of
 from ferrule_server.model.hub.models import Outline, is_hub_name, outline_model
 from ferrule_server.model.tensors import HEAD, wrapper_of
 from ferrule_server.model.weights import check_tensors, of_text_model
-from ferrule_server.model_check.memory import TORCH_DTYPES, kv_bytes, num_parameters, tensor_names
 from ferrule_server.model_check.paths import gpu_reason, path_of, processor_reason
 from ferrule_server.model_files import is_file, listed
 
@@ -52,6 +53,7 @@ class Details:
         left_out: Parts of the checkpoint that are not loaded.
         stored_bytes: Size of the files with the weights.
         download_bytes: How many of them are still to be fetched.
+        memory: What the memory of this machine would be for.
     """
 
     commit: str | None
@@ -73,6 +75,7 @@ class Details:
     left_out: tuple[str, ...]
     stored_bytes: int
     download_bytes: int
+    memory: HostPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +212,7 @@ def _details(config: ServerConfig, network: ModelConfig, source: _Source, names:
         left_out=_left_out(network, names),
         stored_bytes=source.outline.stored_bytes if source.outline else sum(map(size_of, files)),
         download_bytes=source.outline.missing_bytes if source.outline else 0,
+        memory=path.memory,
     )
 
 

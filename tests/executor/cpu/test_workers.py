@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from ferrule_server.executor.base import DeviceLost, KvLost
-from ferrule_server.executor.cpu.cores import count_cores, usable_cores
 from ferrule_server.executor.cpu.workers import _NICENESS, StepAborted, Workers
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cpu.sync import SyncBlock
@@ -152,24 +151,6 @@ def test_closing_ends_the_threads(folder: Path) -> None:
         threads = executor._workers._threads
         assert all(thread.is_alive() for thread in threads)
     assert not any(thread.is_alive() for thread in threads)
-
-
-def test_threads_are_the_physical_cores_that_may_be_used(tmp_path: Path) -> None:
-    """Two processors of one core count once; a quota of 1.5 processors pays for two threads; at least one."""
-    for number, siblings in enumerate(("0,4", "1", "2", "3", "0,4")):
-        topology = tmp_path / f"cpu{number}" / "topology"
-        topology.mkdir(parents=True)
-        (topology / "thread_siblings_list").write_text(siblings)
-    quota = tmp_path / "cpu.max"
-    assert count_cores({0, 1, 2, 4}, tmp_path, quota) == 3
-    quota.write_text("max 100000\n")
-    assert count_cores({0, 1, 2, 4}, tmp_path, quota) == 3
-    quota.write_text("150000 100000\n")
-    assert count_cores({0, 1, 2, 4}, tmp_path, quota) == 2
-    quota.write_text("20000 100000\n")
-    assert count_cores({0, 1, 2, 4}, tmp_path, quota) == 1
-    assert count_cores({7, 8}, tmp_path / "nowhere", tmp_path / "nothing") == 2
-    assert usable_cores() >= 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no niceness of their own")

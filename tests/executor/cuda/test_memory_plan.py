@@ -20,8 +20,9 @@ from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.choices import OutputKind
 from ferrule_server.executor.cuda.gpu import Operation
 from ferrule_server.executor.cuda.graphs import NODE_BYTES, GraphKey
-from ferrule_server.executor.cuda.memory_plan import format_plan, num_launches, plan_memory, weights_bytes
+from ferrule_server.executor.cuda.memory_plan import format_plan, num_launches, plan_memory
 from ferrule_server.executor.cuda.runner import CudaDecodeRunner, create_runner
+from ferrule_server.executor.sizes import weights_bytes
 from ferrule_server.model.config import ClampedSwiglu, ModelConfig
 from ferrule_server.model.tensors import allocate
 from tests.configs import uniform_config, with_layers
@@ -89,7 +90,7 @@ def test_weights_take_what_the_loader_allocates(changed: dict[str, Any], dtype: 
 
 def test_weights_of_a_well_known_model_take_what_its_card_says() -> None:
     """8.19 billion parameters of two bytes."""
-    assert weights_bytes(QWEN3_8B) == 2 * 8_190_735_360
+    assert weights_bytes(QWEN3_8B, torch.bfloat16) == 2 * 8_190_735_360
 
 
 def test_a_pool_of_layers_with_other_heads_takes_the_sum_of_all() -> None:
@@ -179,7 +180,7 @@ def test_without_kernels_nothing_is_kept_for_them() -> None:
 @pytest.mark.parametrize("changed", [{"kv_bytes": 60 * GIB}, {"fraction": 1.0}, {"fraction": 0.995}], ids=str)
 def test_something_stays_free_whatever_is_asked_for(changed: dict[str, Any]) -> None:
     """For cuBLAS, modules that are loaded late, and pieces of memory that torch cannot use; else prompts run out."""
-    floor = (512 << 20) + weights_bytes(QWEN3_8B) // 50
+    floor = (512 << 20) + weights_bytes(QWEN3_8B, torch.bfloat16) // 50
     assert plan(**changed).free >= floor
     with pytest.raises(ConfigError, match=rf"^--kv-memory .* {floor / GIB:.2f} GiB must stay free .* that leaves"):
         plan(kv_bytes=plan(fraction=1.0).kv_pool + BLOCK_BYTES)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.torch import TorchExecutor
+from ferrule_server.executor.torch import TorchExecutor, least_kv_bytes
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import parse_config
 from ferrule_server.model.tensors import LayerWeights, ModelWeights
@@ -80,7 +80,7 @@ def tiny_model(kind: str = "qwen3", *, num_layers: int = 2, seed: int = 0) -> Lo
 def tiny_executor(kind: str = "qwen3", *, num_layers: int = 2, num_blocks: int = 24) -> TorchExecutor:
     """Return such a model in torch, its weights plain."""
     model = tiny_model(kind, num_layers=num_layers)
-    least = TorchExecutor.min_kv_bytes(model)
+    least = least_kv_bytes(model.config, model.torch_dtype)
     return TorchExecutor(
         model, kv_memory_bytes=least * num_blocks // 8, max_context=model.config.max_positions, is_plain=True
     )

@@ -16,6 +16,7 @@ from ferrule_server.api.security.principal import Caller
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot, OwnCounters, OwnFigures
 from ferrule_server.executor.base import ExecutorInfo, ExecutorState
+from ferrule_server.host import lines_of, sizes_in
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import QuotaLimits
 
@@ -284,13 +285,8 @@ def _executor_state(phase: Phase, snapshot: EngineSnapshot) -> info_pb2.Executor
 
 def _memory_usage() -> info_pb2.MemoryUsage:
     """Return the memory of the process as Linux counts it; zeros on other systems."""
-    usage = info_pb2.MemoryUsage()
-    for line in _lines_of(_PROC_STATUS):
-        if line.startswith("VmRSS:"):
-            usage.host_resident_bytes = int(line.split()[1]) << 10
-        elif line.startswith("VmHWM:"):
-            usage.host_peak_bytes = int(line.split()[1]) << 10
-    return usage
+    sizes = sizes_in(_PROC_STATUS)
+    return info_pb2.MemoryUsage(host_resident_bytes=sizes.get("VmRSS", 0), host_peak_bytes=sizes.get("VmHWM", 0))
 
 
 def _device_type(info: ExecutorInfo) -> types_pb2.DeviceType:
@@ -302,15 +298,8 @@ def _device_name(info: ExecutorInfo) -> str:
     return info.device_name or (_CPU_NAME if info.device == "cpu" else info.device)
 
 
-def _lines_of(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
 def _read_cpu_name() -> str:
-    names = (line.partition(":")[2].strip() for line in _lines_of(_CPUINFO) if line.startswith("model name"))
+    names = (line.partition(":")[2].strip() for line in lines_of(_CPUINFO) if line.startswith("model name"))
     return next(names, "cpu")
 
 

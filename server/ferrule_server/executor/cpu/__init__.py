@@ -8,6 +8,5 @@ records.py   the records that the kernels read, and the memory of a step
 tasks.py     how the attention of a step is cut into tasks
 outputs.py   what output rows ask of the kernels, and what they return
 workers.py   the threads of a step
-cores.py     how many threads to use
 crowding.py  how many a step uses while other processes keep cores busy
 """

@@ -289,7 +289,7 @@ class NumbaCpuExecutor:
 
 def _describe(model: LoadedModel, options: CpuOptions) -> ExecutorInfo:
     plan = options.plan
-    check_settings(model, options.kv_memory_bytes, options.max_context, plan.block_size)
+    check_settings(model.config, model.torch_dtype, options.kv_memory_bytes, options.max_context, plan.block_size)
     num_bytes = bytes_per_block(model.config, plan.block_size, model.torch_dtype)
     description = describe(model, options.max_context)
     return ExecutorInfo(

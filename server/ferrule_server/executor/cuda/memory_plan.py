@@ -18,13 +18,13 @@ from ferrule_server.executor.cuda.buckets import bucket_sizes
 from ferrule_server.executor.cuda.buffers import Limits, decode_buffer_bytes
 from ferrule_server.executor.cuda.graphs import FIRST_GRAPH_BYTES, NODE_BYTES
 from ferrule_server.executor.cuda.kernel_choice import shape_of
+from ferrule_server.executor.host_plan import gib
+from ferrule_server.executor.sizes import weights_bytes
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.flash_attention import GATHERED_BYTES, can_compute
-from ferrule_server.model.tensors import allocate
 
-__all__ = ["format_plan", "num_launches", "plan_memory", "weights_bytes"]
+__all__ = ["format_plan", "num_launches", "plan_memory"]
 
-_GIB = 1 << 30
 _MIN_BLOCKS = 8
 """Fewer, the null block included, could not hold a prompt and a fork of it."""
 
@@ -52,12 +52,6 @@ _LEAST_FREE_SHARE = 50
 """That much, and a part of the weights, always stays free: the context grows by the code that is loaded late (100 to
 200 MiB), cuBLAS takes 32 MiB for each thread and stream, torch rounds what is large up to 2 MiB and cuts the rest from
 blocks of 20 MiB."""
-
-
-def weights_bytes(config: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Return what the weights of a model take, those that are tied once."""
-    weights, _ = allocate(config, dtype, lambda shape, dtype: torch.empty(*shape, dtype=dtype, device="meta"))
-    return sum(tensor.nbytes for tensor in weights.tensors())
 
 
 def num_launches(config: ModelConfig) -> int:
@@ -114,7 +108,7 @@ def plan_memory(
     block_bytes = config.kv_values * block_size * dtype.itemsize
     kv_pool = (left if kv_bytes is None else kv_bytes) // block_bytes * block_bytes
     if not _MIN_BLOCKS * block_bytes <= kv_pool <= left:
-        asked = f"--gpu-memory-fraction {fraction}" if kv_bytes is None else f"--kv-memory {_gib(kv_bytes)}"
+        asked = f"--gpu-memory-fraction {fraction}" if kv_bytes is None else f"--kv-memory {gib(kv_bytes)}"
         raise ConfigError(_complaint(plan, asked, spare, _MIN_BLOCKS * block_bytes))
     return replace(plan, kv_pool=kv_pool, free=plan.free - kv_pool)
 
@@ -122,7 +116,7 @@ def plan_memory(
 def format_plan(plan: MemoryPlan) -> str:
     """Return a plan for people: a line for each use, in GiB, aligned."""
     lines = [("memory of the GPU", plan.total), *((f"  {name}", size) for name, size in _uses(plan).items())]
-    return "\n".join(f"{name:<18}{_gib(size):>12}" for name, size in lines)
+    return "\n".join(f"{name:<18}{gib(size):>12}" for name, size in lines)
 
 
 def _uses(plan: MemoryPlan) -> dict[str, int]:
@@ -140,17 +134,13 @@ def _uses(plan: MemoryPlan) -> dict[str, int]:
 def _complaint(plan: MemoryPlan, asked: str, spare: int, least: int) -> str:
     """Return what is too little and what would do."""
     left = max(0, plan.free - spare)
-    uses = ", ".join(f"{name} {_gib(size)}" for name, size in _uses(plan).items() if size > 0 and name != "free")
+    uses = ", ".join(f"{name} {gib(size)}" for name, size in _uses(plan).items() if size > 0 and name != "free")
     return (
-        f"{asked}: of the {_gib(plan.total)} of the GPU are for {uses}, and {_gib(spare)} must stay free for PyTorch "
-        f"and others; that leaves {_gib(left)} for the KV pool, which needs at least {_gib(least)}; change --kv-memory "
+        f"{asked}: of the {gib(plan.total)} of the GPU are for {uses}, and {gib(spare)} must stay free for PyTorch "
+        f"and others; that leaves {gib(left)} for the KV pool, which needs at least {gib(least)}; change --kv-memory "
         "or --gpu-memory-fraction, lower --max-context, end other programs on the GPU, take a smaller model, or serve "
         "on the processor with --device cpu"
     )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB"
 
 
 def _buffer_bytes(config: ModelConfig, limits: Limits | None, max_context: int, num_ctas: int) -> int:

@@ -14,7 +14,7 @@ from ferrule_server.model.tensors import ModelWeights, Place, allocate
 if TYPE_CHECKING:
     from ferrule_server.kernels.cpu.plan import Plan
 
-__all__ = ["TORCH_DTYPES", "kv_bytes", "num_parameters", "tensor_names", "weights_bytes"]
+__all__ = ["TORCH_DTYPES", "kv_bytes", "largest_matrix_bytes", "num_parameters", "tensor_names", "weights_bytes"]
 
 TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -44,15 +44,30 @@ def weights_bytes(config: ModelConfig, dtype: torch.dtype, plan: Plan | None = N
     from ferrule_server.executor.cpu.weights import matrices, packed_bytes
 
     packed = matrices(config)
-    for name, layer in packed:
-        holder = weights if layer < 0 else weights.layers[layer]
-        total -= getattr(holder, name).nbytes
-    return total + sum(packed_bytes(config, plan, *matrix) for matrix in packed)
+    return total + sum(packed_bytes(config, plan, *it) - _matrix(weights, *it).nbytes for it in packed)
+
+
+def largest_matrix_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the largest matrix that may be packed when all others are in memory.
+
+    A head that is tied is not: it is the embedding, which files begin with.
+    """
+    from ferrule_server.executor.cpu.weights import matrices
+
+    weights, _ = _on_meta(config, dtype)
+    found = (_matrix(weights, *it) for it in matrices(config))
+    return max(matrix.nbytes for matrix in found if matrix is not weights.embedding)
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> int:
     """Return the bytes of K and V of a sequence, in whole blocks."""
     return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE * config.kv_values * dtype.itemsize
+
+
+def _matrix(weights: ModelWeights, name: str, layer: int) -> torch.Tensor:
+    """Return a matrix by its field and its layer; -1: a field of the whole model."""
+    matrix: torch.Tensor = getattr(weights if layer < 0 else weights.layers[layer], name)
+    return matrix
 
 
 def _on_meta(config: ModelConfig, dtype: torch.dtype) -> tuple[ModelWeights, dict[str, Place]]:

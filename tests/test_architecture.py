@@ -188,7 +188,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1797,  # --config and --print-config; unusable settings are lines of a JSON log too; Ctrl-C at any time
+    ".": 1798,  # --admins must not name strangers; --config and --print-config; unusable settings in a JSON log too
     "api": 365,
     "api/receiving": 655,
     "api/requests": 960,

@@ -37,7 +37,7 @@ examples:
   ferrule generate --n 3 --stop "\\n\\n" "def area("    three texts, each up to an empty line
   ferrule generate --top-logprobs 3 "import "       a line per token, with the likeliest in its place
   ferrule generate --ids "1 2 3"                    token ids, for a model without a tokenizer
-  ferrule generate --special-tokens "<|fim_prefix|>def area(<|fim_suffix|>    return w * h<|fim_middle|>"
+  ferrule generate --special-tokens "<|fim_prefix|>def f(<|fim_suffix|>): pass<|fim_middle|>"
 """
 
 

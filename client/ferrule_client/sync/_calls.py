@@ -102,7 +102,7 @@ class SequenceCalls:
         policy: Policy | None,
         on_stale: OnStale = "fail",
         *,
-        parses: bool,
+        parses: bool = False,
         pending: Pending = "auto",
         drafts: Sequence[int] = (),
         draws: bool = False,

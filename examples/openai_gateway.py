@@ -121,7 +121,7 @@ class Gateway:
         options: Json = {"ttl": DRAW_TTL_S, "keep": True, "reuse_prefix": reuses, "publish_prefix": shares}
         return self.client.generate(ids, **turn.settings(len(ids)), **options), len(ids), 0
 
-    async def rendered(self, messages: list[Json], **options: bool) -> ChatPrompt:
+    async def rendered(self, messages: list[Json], **options: Any) -> ChatPrompt:
         """Return a conversation by the chat template, in which no message can end itself: its special tokens are text.
 
         Nothing else in the gateway makes special tokens of a text.

@@ -23,49 +23,49 @@ def client(shipped_target: str) -> Iterator[Client]:
         assert list(client.list_caches()) == []
 
 
-def _prefilled(client: Client, _: Cache, tokens: Any, **options: bool) -> list[int]:
+def _prefilled(client: Client, _: Cache, tokens: Any, **options: Any) -> list[int]:
     with client.prefill(tokens, **options) as cache:
         return list(cache.token_ids)
 
 
-def _drawn(client: Client, _: Cache, tokens: Any, **options: bool) -> list[int]:
+def _drawn(client: Client, _: Cache, tokens: Any, **options: Any) -> list[int]:
     loop = client.generate(tokens, 1, keep=True, **options)
     loop.read()
     with loop.caches as (cache,):
         return list(cache.token_ids)
 
 
-def _forward(client: Client, _: Cache, tokens: Any, **options: bool) -> list[int]:
+def _forward(client: Client, _: Cache, tokens: Any, **options: Any) -> list[int]:
     return [chunk.num_rows for chunk in client.forward(tokens, **options)]
 
 
-def _appended(_: Client, cache: Cache, tokens: Any, **options: bool) -> list[int]:
+def _appended(_: Client, cache: Cache, tokens: Any, **options: Any) -> list[int]:
     cache.append(tokens, **options)
     return list(cache.token_ids)
 
 
-def _continued(_: Client, cache: Cache, tokens: Any, **options: bool) -> list[int]:
+def _continued(_: Client, cache: Cache, tokens: Any, **options: Any) -> list[int]:
     cache.generate(1, tokens=tokens, **options).read()
     return list(cache.token_ids)
 
 
-def _verified(_: Client, cache: Cache, tokens: Any, **options: bool) -> list[int]:
+def _verified(_: Client, cache: Cache, tokens: Any, **options: Any) -> list[int]:
     cache.verify([], tokens=tokens, **options)
     return list(cache.token_ids)
 
 
-def _branched(client: Client, cache: Cache, tokens: Any, **options: bool) -> list[int]:
+def _branched(client: Client, cache: Cache, tokens: Any, **options: Any) -> list[int]:
     with client.stream() as stream, stream.branch([cache, cache], [[5], tokens], **options) as (_, branch):
         return list(branch.token_ids)
 
 
-def _prompted(client: Client, _: Cache, tokens: Any, **options: bool) -> list[int]:
+def _prompted(client: Client, _: Cache, tokens: Any, **options: Any) -> list[int]:
     with client.stream() as stream, stream.run([Prompt(tokens, **options)])[0] as cache:
         return list(cache.token_ids)
 
 
 def _item(kind: Callable[..., Any], *before: Any) -> Callable[..., list[int]]:
-    def run(client: Client, cache: Cache, tokens: Any, **options: bool) -> list[int]:
+    def run(client: Client, cache: Cache, tokens: Any, **options: Any) -> list[int]:
         with client.stream() as stream:
             stream.run([kind(cache, *before, tokens, **options)])
         return list(cache.token_ids)
@@ -96,7 +96,7 @@ def test_text_is_plain_unless_its_special_tokens_are_to_be_parsed(client: Client
     assert 0 not in plain
     assert 0 in parsed
 
-    def result(tokens: list[int] | str, **options: bool) -> list[Any]:
+    def result(tokens: list[int] | str, **options: Any) -> list[Any]:
         with client.prefill([7]) as cache:
             return WAYS[way](client, cache, tokens, **options)
 

@@ -60,7 +60,7 @@ test-stack: $(VENV)/.ok ## the files of the stack without Docker: real Envoy, pr
 	@$(DCLINT) docker-compose.yml deploy/compose.*.yml
 	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q tests/stack tests/api/web tests/api/test_exposition.py
 
-test-install: $(VENV)/.ok ## install both wheels from an index into fresh environments; resolve them for macOS and arm64 (2 minutes)
+test-install: $(VENV)/.ok ## install both wheels from an index into fresh environments; the client's tests beside protobuf 6.33; resolve for macOS and arm64 (10 minutes)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt uv
 	@PATH="$(abspath $(BIN)):$$PATH" FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -v -m slow tests/test_packaging.py
 

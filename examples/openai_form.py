@@ -10,7 +10,9 @@ import json
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from functools import cached_property
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -40,6 +42,7 @@ BOUND = 2**31  # of every number but the seed
 MAX_CHOICES = 128  # as at OpenAI; the client makes an object for each before the server is asked
 MAX_BODY_BYTES = 4 << 20
 STALL_S = 60.0
+PORTS = {"http": 80, "https": 443}
 MAX_ENTRIES = 4096  # of a list or an object, as at the server: to look at more of them would hold up others
 LOST = (HandleNotFoundError, errors.HandleStaleError, errors.InstanceUnreachableError, errors.WrongInstanceError)
 STATUSES: dict[type[FerruleError], int] = {errors.ResourceExhaustedError: 429, errors.DeadlineExceededError: 504}
@@ -68,15 +71,27 @@ def is_foreign(request: Request) -> bool:
     """Return whether a page of another site may have sent a request, by its name, which can lead to this machine too.
 
     A browser reaches addresses that only this machine reaches. Without keys, any page could use the model. Browsers say
-    where a POST comes from; programs do not, and may use any name.
+    where a POST comes from: its ``Origin`` must be the host that it is sent to, and no name with a dot, which may lead
+    to this machine since the page was loaded. Programs send no ``Origin``, and may use any name.
     """
     host = request.headers.get("host", "")
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    try:
+        is_other = any(not is_at(origin, host) for origin in request.headers.getlist("origin"))
+    except ValueError:  # a port that is no number, half a bracket
+        return True
+    return is_other or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
+
+
+def is_at(origin: str, host: str) -> bool:
+    """Return whether an origin is a host, by address or a name without a dot; either may leave out the usual port."""
+    page, served = urlsplit(origin), urlsplit(f"//{host}")
+    port, name = PORTS.get(page.scheme), page.hostname or "."
+    if (name, page.port or port) != (served.hostname, served.port or port):
+        return False
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(name)
-        name = ""
-    is_renamed = "." in name and "origin" in request.headers
-    return is_renamed or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
+        return True
+    return "." not in name
 
 
 def digests(messages: list[Json]) -> list[bytes]:
@@ -179,11 +194,44 @@ class Turn:
         return {"max_tokens": self.max_tokens, "n": self.n, "stop": self.stop, "text": True, "policy": policy}
 
     def shown(self, branch: AsyncBranch) -> str:
-        """Return a branch's text before its first stop; while it goes on, without what may become a stop."""
-        text, goes_on = branch.text, branch.finish_reason is None
-        ends = [text.find(stop) for stop in self.stop if stop in text]
-        sizes = [size for stop in self.stop for size in range(1, len(stop)) if goes_on and text.endswith(stop[:size])]
-        return text[: min(ends, default=len(text) - max(sizes, default=0))]
+        """Return the text of a branch that has ended before its first stop."""
+        ends = [found for stop in self.stop if (found := branch.text.find(stop)) >= 0]
+        return branch.text[: min(ends, default=None)]
+
+    @cached_property
+    def borders(self) -> list[tuple[str, list[int]]]:
+        """The stops, each with its borders; made when a token has come, and the server has taken the stops."""
+        return [(stop, borders(stop)) for stop in self.stop]
+
+
+def borders(text: str) -> list[int]:
+    """Return for each beginning of a text the length of the longest shorter one that it ends with."""
+    found, size = [0, 0], 0
+    for character in text[1:]:
+        while size and text[size] != character:
+            size = found[size]
+        size += text[size] == character
+        found.append(size)
+    return found
+
+
+class Ends:
+    """Follows the longest end of a growing text that begins a stop (Knuth, Morris, Pratt: linear in the text)."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn, self._sizes, self._num_seen = turn, [0] * len(turn.stop), 0
+
+    def before(self, text: str) -> str:
+        """Return a text of a branch that goes on, so has no stop, without what may become one."""
+        for index, (stop, found) in enumerate(self._turn.borders):
+            size = self._sizes[index]
+            for character in text[self._num_seen :]:
+                while size and (size == len(stop) or stop[size] != character):
+                    size = found[size]
+                size += stop[size] == character
+            self._sizes[index] = size
+        self._num_seen = len(text)
+        return text[: len(text) - max(self._sizes, default=0)]
 
 
 def choice(index: int, rows: list[Json], finish: str | None) -> Json:

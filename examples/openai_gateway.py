@@ -14,11 +14,11 @@ import hashlib
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 import uvicorn
-from openai_form import FINISH, LOST, Events, Json, Turn, body_of, choice, digests, is_foreign, refuse, until_gone
+from openai_form import FINISH, LOST, Ends, Events, Json, Turn, body_of, choice, digests, is_foreign, refuse, until_gone
 from openai_options import api_keys, connection, parser
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,9 +27,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ferrule import AsyncClient, FerruleError, Handle, errors
-from ferrule.types import AsyncBranch, AsyncCache, AsyncGeneration, Token
+from ferrule.types import AsyncBranch, AsyncCache, AsyncGeneration, ChatPrompt, Token
 
 MARK = f"answer-{secrets.token_hex(8)}"  # stands for an answer while the chat template is rendered
+MARK_TOKENS = 2 * len(MARK)  # it has no more, nor any of them with a token after it
 DRAW_TTL_S = 15.0  # lease of an answer until it is kept: what a client leaves in flight ends soon
 FULL = {"KV_BLOCKS_EXHAUSTED", "QUOTA_HANDLES", "QUOTA_KV_TOKENS"}  # refusals that end when something is released
 
@@ -58,6 +59,7 @@ class Gateway:
     async def answer(self, turn: Turn) -> AsyncGenerator[tuple[str, Json], None]:
         """Yield the usage when the first token is there, then texts of choices; an answer is kept before its end."""
         branches, sent, rows = list[AsyncBranch](), [0] * turn.n, [list[Json]() for _ in range(turn.n)]
+        ends = [Ends(turn) for _ in range(turn.n)]
         try:
             generation, num_prompt, num_cached = await self._open(turn)
             branches = generation.branches
@@ -70,8 +72,8 @@ class Gateway:
                 branch, index = branches[token.index], token.index
                 if turn.has_logprobs:
                     rows[index].append(await self._row(token))
-                text = turn.shown(branch)
-                if turn.is_stream and len(text) > sent[index] and branch.finish_reason is None:
+                text = ends[index].before(branch.text) if turn.is_stream and branch.finish_reason is None else ""
+                if len(text) > sent[index]:
                     ready, rows[index] = (rows[index], []) if text == branch.text else ([], rows[index])
                     yield text[sent[index] :], choice(index, ready, None)
                     sent[index] = len(text)
@@ -113,26 +115,36 @@ class Gateway:
                     self.release(self.kept.pop(name)[0])
             finally:
                 parent.detach()
-        ids = (await self.client.apply_chat_template(turn.messages)).token_ids
+        ids = (await self.rendered(turn.messages)).token_ids
         shares = len(self.keys) < 2  # the prefix cache does not tell the users of a gateway apart
         reuses = shares and not turn.is_seeded  # cached KV may be rounded otherwise
         options: Json = {"ttl": DRAW_TTL_S, "keep": True, "reuse_prefix": reuses, "publish_prefix": shares}
         return self.client.generate(ids, **turn.settings(len(ids)), **options), len(ids), 0
 
+    async def rendered(self, messages: list[Json], **options: Any) -> ChatPrompt:
+        """Return a conversation by the chat template, in which no message can end itself: its special tokens are text.
+
+        Nothing else in the gateway makes special tokens of a text.
+        """
+        return await self.client.apply_chat_template(messages, special_tokens_as_text=True, **options)
+
     async def _after(self, messages: list[Json], place: int, rest: str) -> list[int] | None:
         """Return the tokens that follow a kept answer; None: the template rewrites it, or what comes before it."""
         answer = messages[place]["content"]
-        marked = [*messages[:place], {**messages[place], "content": MARK}, *messages[place + 1 :]]
-        before = await self.client.apply_chat_template(messages[:place], add_generation_prompt=False)
-        head, _, tail = (await self.client.apply_chat_template(marked)).text.partition(MARK)
+        before = await self.rendered(messages[:place], add_generation_prompt=False)
+        marked = await self.rendered([*messages[:place], {**messages[place], "content": MARK}, *messages[place + 1 :]])
+        head, _, tail = marked.text.partition(MARK)
         if not tail or MARK in tail or not head.startswith(before.text):
             return None
-        # Only the text is used, so the text of a special token in the answer does no harm. Templates may trim answers.
-        whole = (await self.client.apply_chat_template(messages, allow_special_tokens=True)).text
-        if whole not in (head + answer + tail, head + answer.strip() + tail):
+        whole = await self.rendered(messages)
+        if whole.text not in (head + answer + tail, head + answer.strip() + tail):  # templates may trim answers
             return None
-        # The messages were checked for the text of special tokens, the answer was not: its rest is not parsed.
-        return [*await self.client.tokenize(rest, parse_special_tokens=False), *await self.client.tokenize(tail)]
+        ids, num = list(marked.token_ids), same_end(marked.token_ids, whole.token_ids)
+        for start in range(len(ids) - num, min(len(ids) - num + 4, len(ids))):
+            _, mark, beginning = (await self._text(ids[max(0, start - MARK_TOKENS) : start])).partition(MARK)
+            if mark:  # else the answer ends with tokens of the mark; a token of it may hold the beginning of the tail
+                return [*(await self.client.tokenize(rest + beginning) if rest + beginning else ()), *ids[start:]]
+        return None
 
     async def _keep(self, turn: Turn, branch: AsyncBranch, text: str) -> int:
         """Keep the handle of an answer and return how many of the tokens that were drawn are not part of it."""
@@ -171,6 +183,12 @@ class Gateway:
         for row in rows:
             row["bytes"] = None if "\ufffd" in row["token"] else list(row["token"].encode())
         return {**rows[0], "top_logprobs": rows[1:]}
+
+
+def same_end(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens at the end of two sequences are the same."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return next((num for num, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def admitted(request: Request) -> tuple[Gateway, bytes]:

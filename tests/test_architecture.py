@@ -193,7 +193,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1945,  # host.py: control groups, nested; a plan before weights are read; links of model files
+    ".": 1947,  # host.py: control groups, nested; a plan before weights are read; links of model files
     "api": 365,
     "api/receiving": 655,
     "api/requests": 960,

@@ -18,6 +18,10 @@ from typing import Any
 import pytest
 
 from deploy import install_torch
+from tests.conformance import run as conformance
+from tests.conformance.cases import load
+from tests.conformance.languages import RUNNERS, Runner
+from tests.conformance.servers import Servers
 from tests.tools import tool
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +44,10 @@ HEAVY = (
     "opentelemetry",
     "ferrule_server",
 )
+
+
+OLDEST = {"protobuf": "6.33.5", "grpcio-health-checking": "1.81.1"}
+"""The lowest versions that the client accepts of what it generates code for; the others are those of the tests."""
 
 
 def modules_after(code: str) -> set[str]:
@@ -249,6 +257,63 @@ def test_fresh_environments_from_an_index(wheels: dict[str, Path], tmp_path: Pat
     assert run(folders["client"], "demo").returncode == 2
     assert run(folders["server"], "demo").returncode == 0
     check_generates(folders["client"], folders["server"], "auto")
+
+
+@pytest.fixture(scope="module")
+def with_protobuf_6(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the Python of an environment that pip has resolved for the client with the oldest protobuf it accepts.
+
+    The server, without its reflection, which requires protobuf 7, and the tools of the tests are beside it.
+    """
+    folder = tmp_path_factory.mktemp("protobuf6")
+    python, pins = folder / "bin" / "python", folder / "constraints.txt"
+    text = (ROOT / "constraints.txt").read_text("utf-8")
+    for name, version in OLDEST.items():
+        text, num_replaced = re.subn(rf"^{name}==.*$", f"{name}=={version}", text, flags=re.MULTILINE)
+        assert num_replaced == 1, name
+    pins.write_text(text)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
+    subprocess.run([*pip, "-c", str(pins), str(wheels["ferrule"])], check=True, timeout=300)
+    subprocess.run([*pip, "--no-index", "--no-deps", str(wheels["ferrule-server"])], check=True, timeout=60)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "required.pth").write_text(sysconfig.get_path("purelib"))  # what is installed above comes first
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_client_passes_its_tests_beside_protobuf_6(with_protobuf_6: Path) -> None:
+    """Its wheel, with servers in the same environment: both sides run on protobuf 6.33."""
+    said = "import google.protobuf, ferrule_client; print(google.protobuf.__version__, ferrule_client.__file__)"
+    done = subprocess.run(
+        [str(with_protobuf_6), "-c", said], capture_output=True, text=True, check=True, env=clean_environment()
+    )
+    version, place = done.stdout.split()
+    assert version == OLDEST["protobuf"]
+    assert Path(place).is_relative_to(with_protobuf_6.parents[1])
+    command = [str(with_protobuf_6), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
+    done = subprocess.run(
+        [*command, "tests/client"], cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_stubs_beside_protobuf_6_talk_to_a_server_beside_7(
+    with_protobuf_6: Path, shipped_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example without the library, and every case of the contract by the Python runner."""
+    command = [str(with_protobuf_6), str(ROOT / "examples" / "python" / "raw_stubs.py"), shipped_target]
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("released 3\n")
+    runner = Runner([str(with_protobuf_6), str(RUNNERS / "python" / "runner.py")], {"PYTHONPATH": ""})
+    monkeypatch.setattr(conformance, "build", lambda _: runner)
+    with Servers(tmp_path) as servers:
+        results = conformance.play_all("python", load(), servers, {})
+    assert {name: result for name, result in results.items() if result[0] != conformance.PASSED} == {}
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ class Prompt(Item[Any]):
         publish_prefix: As in ``Client.prefill``.
         drop_outside_window: As in ``Client.prefill``.
         recover: As in ``Client.prefill``.
+        parse_special_tokens: As in ``Client.prefill``.
 
     Example::
 
@@ -60,6 +61,7 @@ class Prompt(Item[Any]):
     publish_prefix: bool = True
     drop_outside_window: bool = False
     recover: bool = False
+    parse_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class Append(Item[Output], Generic[C]):
         all_positions: As in ``Cache.append``.
         is_final: False: more of a prompt follows, and no output row is computed.
         on_stale: As in ``Cache.append``.
+        parse_special_tokens: As in ``Cache.append``.
 
     Example::
 
@@ -87,6 +90,7 @@ class Append(Item[Output], Generic[C]):
     all_positions: bool = False
     is_final: bool = True
     on_stale: OnStale = "fail"
+    parse_special_tokens: bool = False
 
     @property
     def is_chunk(self) -> bool:
@@ -110,6 +114,7 @@ class Verify(Item[Verification], Generic[C]):
         row_handles: As in ``Cache.verify``.
         pending: As in ``Cache.append``.
         on_stale: As in ``Cache.append``.
+        parse_special_tokens: As in ``Cache.append``.
     """
 
     cache: C
@@ -123,6 +128,7 @@ class Verify(Item[Verification], Generic[C]):
     row_handles: bool = False
     pending: Pending = "auto"
     on_stale: OnStale = "fail"
+    parse_special_tokens: bool = False
 
 
 publish(globals(), ("Append", "Item", "Prompt", "Verify"))

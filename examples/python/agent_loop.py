@@ -43,7 +43,10 @@ def main() -> None:
         for turn in range(NUM_TURNS):
             line = write_line(cache, seed=turn * NUM_TRIES)
             before = cache.length
-            cache.append(f"\n# letters: {run_tool(line)}\nname =")  # runs these tokens, and none before them
+            # `append` takes text as plain text, so a tool can write no control token. Here a line end begins the next
+            # turn, so its answer must be one line.
+            answer = " ".join(run_tool(line).split())
+            cache.append(f"\n# letters: {answer}\nname =")  # runs these tokens, and none before them
             print(f"turn {turn}: {line!r}, {cache.length - before} tokens appended, {cache.length} in the cache")
         print(client.detokenize(cache.info(token_ids=True).token_ids))
 

@@ -293,6 +293,7 @@ class ServerConfig:
         )
         if self.admins:
             _require(self.tls_client_ca is not None, "--admins names client certificates: add --tls-client-ca")
+            _require("-" not in self.admins, "--admins must not name -: it stands for callers without credentials")
             _require(
                 self.token_file is None,
                 "--admins has no effect with --token-file, where tokens name principals: write admin on their lines",

@@ -162,6 +162,12 @@ def test_what_grpc_says_of_names_is_not_looked_at() -> None:
             _admit(access, *pems, **said)
 
 
+def test_no_certificate_has_the_name_of_strangers() -> None:
+    """Logs and counters have it for refused callers; the refusal says which name is meant."""
+    with pytest.raises(TokenInvalid, match="other than -, the name of strangers"):
+        _admit(CertificateAccess([]), _named("-"))
+
+
 @pytest.mark.parametrize("name", ["alice", "alice\0x"])
 def test_each_certificate_is_parsed_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that names nobody: a client that tries again and again costs no parse each time."""

@@ -49,7 +49,7 @@ def append_all(
 @pytest.mark.parametrize("kind", ["not published", pytest.param("cache off", marks=pytest.mark.slow)])
 def test_all_forks_answer_in_a_pool_that_is_60_percent_full(tmp_path: Path, kind: str) -> None:
     """Of eight forks seven answered KV_BLOCKS_EXHAUSTED, since each held a trunk of its own."""
-    flags = (*ARGUMENTS, "--durable", str(tmp_path / "journal"))
+    flags: tuple[str, ...] = (*ARGUMENTS, "--durable", str(tmp_path / "journal"))
     flags += ("--prefix-cache", "off") if kind == "cache off" else ()
     with ServerProcess(tmp_path / "log", *flags) as server:
         request = executor_pb2.GetCapabilitiesRequest()

@@ -20,6 +20,7 @@ from ferrule_server import __main__ as server
 from ferrule_server import loading as select
 from ferrule_server.config import ServerConfig
 from ferrule_server.executor.base import Executor, Int32Array, StepBatch, StepResult
+from ferrule_server.host import Host
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,10 @@ def main() -> int:
     mine, rest = parser.parse_known_args()
     create = select.create_executor
 
-    def create_timed(config: ServerConfig, on_progress: select.OnProgress) -> select.LoadedExecutor:
-        loaded = create(config, on_progress)
+    def create_timed(
+        config: ServerConfig, on_progress: select.OnProgress, host: Host = select._HOST
+    ) -> select.LoadedExecutor:
+        loaded = create(config, on_progress, host)
         timed = TimedExecutor(loaded.executor, mine.steps, mine.step_ms * 1e-3, mine.row_us * 1e-6)
         return select.LoadedExecutor(timed, loaded.tokenizer)
 

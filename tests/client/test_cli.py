@@ -221,6 +221,16 @@ def test_generate_tells_the_texts_of_the_likeliest_tokens(
     assert all(isinstance(one["text"], str) for entry in facts["logprobs"] for one in (entry, *entry["top"]))
 
 
+def test_generate_parses_special_tokens_on_demand(shipped_target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their text in a prompt is ordinary text otherwise."""
+    counts = []
+    for options in ((), ("--special-tokens",)):
+        words = ("--target", shipped_target, "--json", "--max-tokens", "1", *options, "x<|endoftext|>")
+        assert run("generate", *words) == 0
+        counts.append(json.loads(capsys.readouterr().out)["num_prompt_tokens"])
+    assert counts[0] > counts[1] == 2
+
+
 def test_generate_draws_several_texts_and_stops(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
     """One after another for people, side by side in JSON; a stop is part of the text."""
     words = f"generate --target {fake.target} --n 2 --seed 5 --stop ck\\\\n --stop ick the --repetition-penalty 1.5"

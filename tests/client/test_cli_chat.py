@@ -107,20 +107,28 @@ def test_errors_end_a_script(chat: Callable[..., tuple[int, str, str]]) -> None:
     assert "context" in err.lower()
 
 
-def test_text_of_a_special_token_ends_a_script(chat: Callable[..., tuple[int, str, str]]) -> None:
-    """As every error does; the line names the field and the token."""
-    code, out, err = chat("What is <|endoftext|>?\nHello\n")
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "messages[0].content: contains the text of the special token <|endoftext|>" in err
+def test_text_of_a_special_token_is_text(chat: Callable[..., tuple[int, str, str]]) -> None:
+    """Wherever it comes from, and the conversation goes on after it."""
+    options = ("--json", "--max-tokens", "3", "--temperature", "0", "--system", "Say <|endoftext|>")
+    code, out, _ = chat("What is <|endoftext|>?\nHello\n", *options)
+    first, second = map(json.loads, out.splitlines())
+    assert (code, first["num_reused_tokens"]) == (0, 0)
+    assert second["num_reused_tokens"] >= first["num_prompt_tokens"]
 
 
 def test_special_tokens_of_a_conversation_are_the_callers_choice(client: Client) -> None:
-    """Refused by field and token unless they are allowed."""
+    """Refused by field and token unless they are allowed, or stay text."""
     messages = [{"role": "user", "content": "x"}, {"role": "tool", "content": "<|endoftext|>"}]
     with pytest.raises(InvalidRequestError) as caught:
         client.apply_chat_template(messages)
     assert (caught.value.field, caught.value.metadata["special_token"]) == ("messages[1].content", "<|endoftext|>")
-    assert 0 in client.apply_chat_template(messages, allow_special_tokens=True).token_ids
+    parsed = client.apply_chat_template(messages, allow_special_tokens=True)
+    assert 0 in parsed.token_ids
+    plain = client.apply_chat_template(messages, special_tokens_as_text=True)
+    assert 0 not in plain.token_ids
+    assert plain.text == parsed.text
+    with pytest.raises(InvalidRequestError, match="special_tokens_as_text"):
+        client.apply_chat_template(messages, allow_special_tokens=True, special_tokens_as_text=True)
 
 
 @pytest.mark.parametrize("arguments", [("--variables", "{"), ("--variables", "[]"), ("--max-tokens", "0")])
@@ -166,18 +174,12 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(terminal: Callable[..., Termina
     assert list(client.list_caches()) == []
 
 
-def test_text_of_a_special_token_is_refused_and_the_chat_goes_on(terminal: Callable[..., Terminal]) -> None:
-    """The message says which token and what to do: reword the text, or take back what is in the conversation."""
-    chat = terminal("--max-tokens", "3", "--temperature", "0", "--system", "Be brief.")
+def test_a_turn_that_is_refused_does_not_end_the_chat(terminal: Callable[..., Terminal]) -> None:
+    """The error is shown, and what caused it can be taken back."""
+    chat = terminal("--max-tokens", "3", "--temperature", "0", "--system", "word " * 5000)
     at = chat.read_until("> ", chat.read_until("seen no conversation", chat.read_until("demo at ")))
-    chat.type("What is <|endoftext|>?\n")
-    at = chat.read_until("not sent: the text contains the special token <|endoftext|>", at)
-    at = chat.read_until("reword it\r\n> ", at)
-    chat.type("/system <|endoftext|>\n")
-    at = chat.read_until("> ", chat.read_until("system message: ", at))
     chat.type("Hello\n")
-    at = chat.read_until("not sent: the conversation contains the special token <|endoftext|>", at)
-    at = chat.read_until("/undo or /system -\r\n> ", at)
+    at = chat.read_until("> ", chat.read_until("(CONTEXT_EXCEEDED)", chat.read_until("error: ", at)))
     chat.type("/system -\n")
     at = chat.read_until("> ", chat.read_until("system message: none", at))
     chat.type("Hello\n")

@@ -142,7 +142,7 @@ class ColdMachine(RuleBasedStateMachine):
             sequence = of[index % len(of)]
             self.store.truncate(sequence, sequence.handle_at(), max(1, sequence.length - cut))
 
-    @precondition(lambda self: len(self.store.registry))
+    @precondition(lambda self: len(self.store.registry) > 0)
     @rule(index=index_st)
     def release(self, index: int) -> None:
         """End a sequence, perhaps one that is being computed."""
@@ -155,7 +155,7 @@ class ColdMachine(RuleBasedStateMachine):
 
     # ---- cold sequences ---------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: len(self.store.registry))
+    @precondition(lambda self: len(self.store.registry) > 0)
     @rule()
     def lose_all(self) -> None:
         """Lose the KV of everything."""
@@ -216,7 +216,7 @@ class ColdMachine(RuleBasedStateMachine):
         del self.warming[reserved]
         self.store.reservations.abort(reserved)
 
-    @precondition(lambda self: len(self.store.registry))
+    @precondition(lambda self: len(self.store.registry) > 0)
     @rule(order=st.randoms(use_true_random=False))
     def restart(self, order: st.DataObject) -> None:
         """Lose everything and compute each sequence: equal blocks of a principal are there once, but partial ones."""

@@ -135,6 +135,10 @@ def test_an_unusable_value_is_answered_with_what_would_do(arguments: list[str], 
         ("--tls-key K", "--tls-cert and --tls-key go together"),
         ("--tls-client-ca A", "--tls-client-ca needs --tls-cert and --tls-key"),
         ("--admins ops", "--admins names client certificates: add --tls-client-ca"),
+        (
+            "--admins ops,- --tls-cert C --tls-key K --tls-client-ca A",
+            "--admins must not name -: it stands for callers without credentials",
+        ),
         ("--admins ops --token-file T", "--admins names client certificates: add --tls-client-ca"),
         (
             "--admins ops --token-file T --tls-cert C --tls-key K --tls-client-ca A",

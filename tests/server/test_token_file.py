@@ -92,6 +92,10 @@ def test_what_is_no_token_is_found_nowhere(path: Path, token: str) -> None:
         ("ferrule_secret alice", "64 hexadecimal digits, never with the token itself; it begins with 14 other"),
         (DIGESTS[1], "the name of a principal must follow"),
         (f"{DIGESTS[1]} al,ice", "the name of a principal must follow"),
+        (
+            f"{DIGESTS[1]} -",
+            "the name of a principal must follow: 1 to 128 of A-Z a-z 0-9 ._@:/+-, first a letter or digit",
+        ),
         (f"{DIGESTS[1]} handles=3", "the name of a principal must follow"),
         (f"{DIGESTS[1]} {'x' * 129}", "1 to 128"),
         (f"{DIGESTS[0]} bob", "this token is on line 2 already"),

@@ -126,7 +126,7 @@ class _Dialogue:
         except FerruleError as error:
             if not self._is_live:
                 raise
-            self._note(_complaint(error, len(self._chat.all_messages)))
+            self._note(f"error: {error}")
         except KeyboardInterrupt:  # before the first token was asked for
             if not self._is_live:
                 raise
@@ -218,16 +218,6 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("no JSON object, such as {}")
     return value
-
-
-def _complaint(error: FerruleError, num_messages: int) -> str:
-    """Return why nothing was said after so many messages, and what to do about it."""
-    token, field = error.metadata.get("special_token"), error.metadata.get("field", "")
-    if token is None:
-        return f"error: {error}"
-    is_earlier = not field.startswith(f"messages[{num_messages}]")
-    where, remedy = ("the conversation", "/undo or /system -") if is_earlier else ("the text", "reword it")
-    return f"not sent: {where} contains the special token {token}, which would end or begin a message; {remedy}"
 
 
 def _note(text: str) -> None:

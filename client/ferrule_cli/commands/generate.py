@@ -37,6 +37,7 @@ examples:
   ferrule generate --n 3 --stop "\\n\\n" "def area("    three texts, each up to an empty line
   ferrule generate --top-logprobs 3 "import "       a line per token, with the likeliest in its place
   ferrule generate --ids "1 2 3"                    token ids, for a model without a tokenizer
+  ferrule generate --special-tokens "<|fim_prefix|>def f(<|fim_suffix|>): pass<|fim_middle|>"
 """
 
 
@@ -58,6 +59,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--presence-penalty", penalty, None, "P", "likewise, once"),
     )
     parser.add_argument("--ids", action="store_true", help="PROMPT and output are token ids, separated by spaces")
+    about = "text such as <|fim_middle|> in PROMPT becomes that token; else it stays ordinary text"
+    parser.add_argument("--special-tokens", action="store_true", help=about)
     add_connection_options(parser)
 
 
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     ids = _parse_ids(prompt) if args.ids else []
     with common.ending_in_order(), connect(args) as client:
         wait_for_model(client, args)
-        ids = ids or _encode(client, prompt)
+        ids = ids or _encode(client, prompt, parses=args.special_tokens)
         text_of = functools.cache(lambda token: None if args.ids else client.detokenize([token]))
         start = time.perf_counter()
         with _begin(client, ids, args) as loop:
@@ -123,9 +126,9 @@ def _no_tokenizer(advice: str) -> common.CommandError:
     return common.CommandError(f"the served model has no tokenizer{advice}", "FEATURE_UNSUPPORTED")
 
 
-def _encode(client: Client, prompt: str) -> list[int]:
+def _encode(client: Client, prompt: str, *, parses: bool) -> list[int]:
     try:
-        ids = client.tokenize(prompt)
+        ids = client.tokenize(prompt, parse_special_tokens=parses)
     except UnsupportedError:
         raise _no_tokenizer(": give token ids with --ids") from None
     if not ids:

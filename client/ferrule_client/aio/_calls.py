@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -101,6 +102,7 @@ class SequenceCalls:
         policy: Policy | None,
         on_stale: OnStale = "fail",
         *,
+        parses: bool = False,
         pending: Pending = "auto",
         drafts: Sequence[int] = (),
         draws: bool = False,
@@ -117,6 +119,7 @@ class SequenceCalls:
             tokens: As in ``Cache.append``; so are the arguments up to ``pending``.
             policy: How the token after them is chosen.
             on_stale: What to do if somebody else appended meanwhile.
+            parses: True: text of special tokens becomes these tokens.
             pending: What to do with a pending token.
             drafts: Tokens that are sent besides and may be appended too.
             draws: True: what is appended depends on draws, so it repeats no append in doubt; and without tokens it is
@@ -126,7 +129,7 @@ class SequenceCalls:
         """
         tip = self.tip
         if isinstance(tokens, str):
-            ids = await self._connection.encode_text(tokens, timeout=timeout, is_patient=self.recovers)
+            ids = await self._connection.encode_text(tokens, parses=parses, timeout=timeout, is_patient=self.recovers)
             given: Any = ids  # Any: ints of any kind
             pending = "send" if pending == "auto" else pending
         else:
@@ -151,16 +154,22 @@ class SequenceCalls:
         self, item: Item[Any], timeout: Timeout
     ) -> executor_pb2.DecodeInput | executor_pb2.VerifyInput:
         """Return the message of an append or a verify."""
+        assert isinstance(item, (Append, Verify))
+        sends = functools.partial(
+            self.prepare,
+            item.tokens,
+            on_stale=item.on_stale,
+            parses=item.parse_special_tokens,
+            pending=item.pending,
+            timeout=timeout,
+        )
         if isinstance(item, Append):
-            return await self.prepare(item.tokens, item.policy, item.on_stale, pending=item.pending, timeout=timeout)
-        assert isinstance(item, Verify)
+            return await sends(policy=item.policy)
         policy = _messages.verify_policy(item.policy, item.acceptance, item.draft_probs)
         drafts = _check.token_list(item.draft)
         if drafts and item.pending != "drop" and self.tip.is_pending(item.draft[0]):
             raise PendingTokenError(drafts[0])
-        base = await self.prepare(
-            item.tokens, policy, item.on_stale, pending=item.pending, drafts=drafts, draws=True, timeout=timeout
-        )
+        base = await sends(policy=policy, drafts=drafts, draws=True)
         return _messages.verify_input(base, policy, item)
 
     async def drop_beyond(self, timeout: Timeout) -> None:

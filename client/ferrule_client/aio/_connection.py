@@ -342,15 +342,17 @@ class Connection:
         reply = await self.run(self.tokenizer.Detokenize, request, self.attempts(timeout, is_patient=is_patient))
         return reply.text, reply.ends_mid_character
 
-    async def encode_text(self, text: str, *, timeout: Timeout = USE_DEFAULT, is_patient: bool = False) -> list[int]:
-        """Return the token ids of a text, with special tokens parsed and none added.
+    async def encode_text(
+        self, text: str, *, parses: bool, timeout: Timeout = USE_DEFAULT, is_patient: bool = False
+    ) -> list[int]:
+        """Return the token ids of a text, with none added; ``parses``: text of special tokens becomes these tokens.
 
         Raises:
             TypeError: It is not a text.
             ValueError: It cannot be written in UTF-8.
         """
         _check.text(text)
-        request = tokenizer_pb2.TokenizeRequest(text=text, parse_special_tokens=True)
+        request = tokenizer_pb2.TokenizeRequest(text=text, parse_special_tokens=parses)
         reply = await self.run(self.tokenizer.Tokenize, request, self.attempts(timeout, is_patient=is_patient))
         return list(reply.token_ids)
 

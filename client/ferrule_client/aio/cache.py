@@ -175,6 +175,7 @@ class AsyncCache:
         self,
         tokens: Tokens | str,
         *,
+        parse_special_tokens: bool = False,
         policy: Policy | None = None,
         pending: Pending = "auto",
         all_positions: bool = False,
@@ -189,6 +190,8 @@ class AsyncCache:
         Args:
             tokens: One token id, several, or a text, which is encoded without special tokens around it. The pending
                 token is sent before them; without any tokens, it alone.
+            parse_special_tokens: As in ``AsyncClient.prefill``: leave it out for text from others, such as the result
+                of a tool.
             policy: What to return for the row. None: nothing. A token that it chooses is pending afterwards.
             pending: What to do with a pending token. ``auto``: send it first, and once if ``tokens`` begins with that
                 ``Token``. ``send``: send it first, whatever follows. ``drop``: replace it.
@@ -213,7 +216,15 @@ class AsyncCache:
         Example:
             ``output = await cache.append("\n\n", policy=greedy())``
         """
-        item = Append(self, tokens, policy, pending, all_positions, on_stale=on_stale)
+        item = Append(
+            self,
+            tokens,
+            policy,
+            pending,
+            all_positions,
+            on_stale=on_stale,
+            parse_special_tokens=parse_special_tokens,
+        )
         return await self._calls.perform(item, timeout)
 
     decode = append
@@ -253,6 +264,7 @@ class AsyncCache:
         max_tokens: int | None = None,
         *,
         tokens: Tokens | str = (),
+        parse_special_tokens: bool = False,
         policy: Policy | None = None,
         pending: Pending = "auto",
         n: int = 1,
@@ -271,6 +283,7 @@ class AsyncCache:
             max_tokens: Most tokens to draw for each branch; 0: nothing is sent at all. None: until a stop or the end of
                 the context.
             tokens: Token ids or a text to append first, such as the next question.
+            parse_special_tokens: As in ``append``.
             policy: How to choose. None: ``sample()``.
             pending: As in ``append``.
             n: Number of branches: the first one on this cache, each other on a new one; see ``caches`` of the iterator.
@@ -305,6 +318,7 @@ class AsyncCache:
             self._connection,
             plan,
             tokens,
+            parses=parse_special_tokens,
             follow=self._sibling,
             cache=self,
             on_stale=on_stale,
@@ -318,6 +332,7 @@ class AsyncCache:
         draft: Sequence[int],
         *,
         tokens: Tokens | str = (),
+        parse_special_tokens: bool = False,
         policy: Policy | None = None,
         acceptance: Acceptance | None = None,
         parents: Sequence[int] = (),
@@ -337,6 +352,7 @@ class AsyncCache:
             draft: Draft token ids, a chain or a tree; may be empty. They follow the pending token, which is left out.
             tokens: Certain tokens that are not in the sequence yet, appended after the pending one. Together at least
                 one.
+            parse_special_tokens: As in ``append``.
             policy: What to return for the rows, and the distribution that the acceptance works with. None:
                 ``sample()`` if there are ``draft_probs``, else ``greedy()``.
             acceptance: Who decides. ``greedy``: drafts hold while they are the most likely token. ``exact``: while they
@@ -365,7 +381,18 @@ class AsyncCache:
             ``accepted = (await cache.verify(propose(cache.token_ids, 4))).accepted_count``
         """
         item = Verify(
-            self, draft, tokens, policy, acceptance, parents, draft_probs, masks, row_handles, pending, on_stale
+            self,
+            draft,
+            tokens,
+            policy,
+            acceptance,
+            parents,
+            draft_probs,
+            masks,
+            row_handles,
+            pending,
+            on_stale,
+            parse_special_tokens,
         )
         return await self._calls.perform(item, timeout)
 

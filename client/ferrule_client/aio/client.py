@@ -147,6 +147,7 @@ class AsyncClient:
         self,
         tokens: Tokens | str,
         *,
+        parse_special_tokens: bool = False,
         policy: Policy | None = None,
         ttl: float | None = None,
         all_positions: bool = False,
@@ -167,6 +168,8 @@ class AsyncClient:
 
         Args:
             tokens: Token ids, at least one; or a text, which is encoded without special tokens around it.
+            parse_special_tokens: True: text that looks like a special token (``<|im_end|>``) becomes that token; only
+                for text that you wrote. False: it stays ordinary text, so text from others cannot begin a turn.
             policy: What to return for the last row. None: nothing. A token that it chooses is pending afterwards.
             ttl: Lease in seconds, clamped by the server. None: the server's default.
             all_positions: True: a row for every token, for scoring.
@@ -198,7 +201,9 @@ class AsyncClient:
             ``async with client.prefill("def f(x):", policy=greedy()) as cache: print(cache.pending)``
         """
         if isinstance(tokens, str):
-            ids = await self._connection.encode_text(tokens, timeout=timeout, is_patient=recover)
+            ids = await self._connection.encode_text(
+                tokens, parses=parse_special_tokens, timeout=timeout, is_patient=recover
+            )
         else:
             ids = _check.token_list(tokens)
         options = PromptOptions(
@@ -218,6 +223,7 @@ class AsyncClient:
         self,
         tokens: Tokens | str,
         *,
+        parse_special_tokens: bool = False,
         policy: Policy | None = None,
         pooling: Pooling | None = None,
         timeout: Timeout = USE_DEFAULT,
@@ -226,6 +232,7 @@ class AsyncClient:
 
         Args:
             tokens: Token ids, at least one, or a text.
+            parse_special_tokens: As in ``prefill``.
             policy: What to return for each row. None: ``logits()``, or with ``pooling`` nothing besides that.
             pooling: Return the hidden states of all rows as one vector too, with the last chunk.
             timeout: Seconds one chunk may take, retries included.
@@ -244,13 +251,17 @@ class AsyncClient:
             logits_policy=_convert.policy_to_message(seeded(policy if policy or pooling else logits())),
             hidden_pooling=_convert.pooling_to_message(pooling),
         )
-        return AsyncForwardPass(self._connection, request, tokens if isinstance(tokens, str) else None, timeout)
+        text = tokens if isinstance(tokens, str) else None
+        return AsyncForwardPass(self._connection, request, text, timeout, parses=parse_special_tokens)
 
-    async def score(self, tokens: Tokens | str, *, timeout: Timeout = USE_DEFAULT) -> FloatArray:
+    async def score(
+        self, tokens: Tokens | str, *, parse_special_tokens: bool = False, timeout: Timeout = USE_DEFAULT
+    ) -> FloatArray:
         """Return the log-probability of each token of a text but the first one, given those before it.
 
         Args:
             tokens: Token ids, at least one, or a text.
+            parse_special_tokens: As in ``prefill``.
             timeout: Seconds one chunk may take, retries included.
 
         Returns:
@@ -260,20 +271,27 @@ class AsyncClient:
             ``perplexity = np.exp(-(await client.score("a text")).mean())``
         """
         rows: list[FloatArray] = [np.zeros(0, np.float32)]
-        run = self.forward(tokens, policy=Policy(target_logprobs=True), timeout=timeout)
+        policy = Policy(target_logprobs=True)
+        run = self.forward(tokens, parse_special_tokens=parse_special_tokens, policy=policy, timeout=timeout)
         while (chunk := await run.advance()) is not None:
             if "target_logprobs" in chunk.arrays:  # the last row of a text has none
                 rows.append(chunk.target_logprobs)
         return np.concatenate(rows)
 
     async def embed(
-        self, tokens: Tokens | str, pooling: Pooling = "mean", *, timeout: Timeout = USE_DEFAULT
+        self,
+        tokens: Tokens | str,
+        pooling: Pooling = "mean",
+        *,
+        parse_special_tokens: bool = False,
+        timeout: Timeout = USE_DEFAULT,
     ) -> FloatArray:
         """Return one vector for a text: the hidden states of its tokens after the final norm, pooled.
 
         Args:
             tokens: Token ids, at least one, or a text.
             pooling: ``mean`` over all tokens, or the ``last`` one's.
+            parse_special_tokens: As in ``prefill``.
             timeout: Seconds one chunk may take, retries included.
 
         Returns:
@@ -286,7 +304,7 @@ class AsyncClient:
             ``vector = await client.embed("a text")``
         """
         vector: FloatArray | None = None
-        run = self.forward(tokens, pooling=pooling, timeout=timeout)
+        run = self.forward(tokens, parse_special_tokens=parse_special_tokens, pooling=pooling, timeout=timeout)
         while (chunk := await run.advance()) is not None:
             vector = chunk.arrays.get("pooled_hidden_state")
         assert vector is not None  # the last chunk has it
@@ -297,6 +315,7 @@ class AsyncClient:
         prompt: Tokens | str,
         max_tokens: int | None = None,
         *,
+        parse_special_tokens: bool = False,
         policy: Policy | None = None,
         n: int = 1,
         stop: Stops = (),
@@ -318,6 +337,7 @@ class AsyncClient:
         Args:
             prompt: A text, or token ids.
             max_tokens: As in ``AsyncCache.generate``; so are the arguments up to ``text``.
+            parse_special_tokens: As in ``prefill``.
             policy: As in ``AsyncCache.generate``.
             n: As in ``AsyncCache.generate``.
             stop: As in ``AsyncCache.generate``.
@@ -357,6 +377,7 @@ class AsyncClient:
             self._connection,
             plan,
             prompt,
+            parses=parse_special_tokens,
             follow=functools.partial(self._follow, recovery=options if recover else None),
             options=options,
             is_patient=recover,
@@ -475,7 +496,7 @@ class AsyncClient:
         text: str,
         *,
         add_special_tokens: bool = False,
-        parse_special_tokens: bool = True,
+        parse_special_tokens: bool = False,
         timeout: Timeout = USE_DEFAULT,
     ) -> list[int]:
         """Return the token ids of a text, by the model's own tokenizer.
@@ -483,7 +504,7 @@ class AsyncClient:
         Args:
             text: The text.
             add_special_tokens: True: with what the model expects around a text, such as a begin token.
-            parse_special_tokens: False: text that looks like a special token stays ordinary; for text from others.
+            parse_special_tokens: As in ``prefill``.
             timeout: Seconds this may take, retries included.
 
         Raises:
@@ -540,6 +561,7 @@ class AsyncClient:
         add_generation_prompt: bool = True,
         variables: Mapping[str, object] | None = None,
         allow_special_tokens: bool = False,
+        special_tokens_as_text: bool = False,
         timeout: Timeout = USE_DEFAULT,
     ) -> ChatPrompt:
         """Return a conversation as the model's chat template writes it, as text and as token ids.
@@ -552,6 +574,7 @@ class AsyncClient:
             variables: More variables for the template.
             allow_special_tokens: True: text of special tokens in the conversation becomes these tokens; only if you
                 trust every author of it. False: such a conversation is refused.
+            special_tokens_as_text: True: such text stays ordinary text instead, which passes on what others wrote.
             timeout: Seconds this may take, retries included.
 
         Raises:
@@ -571,6 +594,7 @@ class AsyncClient:
             skip_generation_prompt=not add_generation_prompt,
             variables_json=json.dumps(dict(variables)) if variables else "",
             allow_special_tokens=allow_special_tokens,
+            special_tokens_as_text=special_tokens_as_text,
         )
         reply = await self._connection.unary(self._connection.tokenizer.ApplyChatTemplate, request, timeout=timeout)
         return ChatPrompt(reply.text, tuple(reply.token_ids))

@@ -72,6 +72,7 @@ class AsyncGeneration(AsyncIterator[Token]):
         plan: GenerationPlan,
         prompt: Tokens | str,
         *,
+        parses: bool,
         follow: Callable[[Tip], AsyncCache],
         cache: AsyncCache | None = None,
         on_stale: OnStale = "fail",
@@ -84,6 +85,7 @@ class AsyncGeneration(AsyncIterator[Token]):
         self._connection = connection
         self._plan = plan
         self._prompt = prompt
+        self._parses = parses
         self._tokens: tuple[int, ...] = () if isinstance(prompt, str) else tuple(_check.token_list(prompt))
         self._on_stale = on_stale
         self._pending = pending
@@ -334,7 +336,9 @@ class AsyncGeneration(AsyncIterator[Token]):
         plan, (first, *_) = self._plan, self._courses
         if not first.branch.has_cache:
             if isinstance(self._prompt, str):
-                ids = await self._connection.encode_text(self._prompt, timeout=timeout, is_patient=self._is_patient)
+                ids = await self._connection.encode_text(
+                    self._prompt, parses=self._parses, timeout=timeout, is_patient=self._is_patient
+                )
                 self._prompt = self._tokens = tuple(ids)
             self._prompt_log = TokenLog(self._tokens)
             return _messages.generate_request(
@@ -343,7 +347,13 @@ class AsyncGeneration(AsyncIterator[Token]):
         cache = first.branch.cache
         tip = tip_of(cache)
         sent = await calls_of(cache).prepare(
-            self._prompt, plan.policy, self._on_stale, pending=self._pending, draws=True, timeout=timeout
+            self._prompt,
+            plan.policy,
+            self._on_stale,
+            parses=self._parses,
+            pending=self._pending,
+            draws=True,
+            timeout=timeout,
         )
         num_before = 0 if self._pending == "drop" else len(tip.pending)
         self._tokens = tuple(sent.input_ids[num_before:])

@@ -180,7 +180,9 @@ class AsyncStream:
             return _messages.chunk_input(sent, item)
         tokens = item.tokens
         if isinstance(tokens, str):
-            tokens = await self._connection.encode_text(tokens, timeout=timeout, is_patient=item.recover)
+            tokens = await self._connection.encode_text(
+                tokens, parses=item.parse_special_tokens, timeout=timeout, is_patient=item.recover
+            )
         return _messages.prompt_input(_check.token_list(tokens), self._options(item), item)
 
     def _settled(self, item: Any, sent: Input, result: Appended | FerruleError) -> Any:
@@ -209,6 +211,7 @@ class AsyncStream:
         parents: Sequence[AsyncCache],
         tokens: Sequence[Tokens | str],
         *,
+        parse_special_tokens: bool = False,
         policy: Policy | None = None,
         release: Iterable[AsyncCache] = (),
         timeout: Timeout = USE_DEFAULT,
@@ -222,6 +225,7 @@ class AsyncStream:
         Args:
             parents: The sequences to continue, in any order, each as often as it has children.
             tokens: For each place its tokens, as in ``AsyncCache.append``.
+            parse_special_tokens: As in ``AsyncCache.append``.
             policy: What to return for each row. None: nothing.
             release: Caches to end in the same frame, before the others are judged: the losers, none of the parents.
             timeout: Seconds this may take, retries included.
@@ -251,6 +255,7 @@ class AsyncStream:
                 one,
                 policy,
                 "fail" if firsts[id(parent)] == place else "fork",
+                parses=parse_special_tokens,
                 branches=firsts[id(parent)] != place,
                 timeout=timeout,
             )

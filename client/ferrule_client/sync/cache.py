@@ -173,6 +173,7 @@ class Cache:
         self,
         tokens: Tokens | str,
         *,
+        parse_special_tokens: bool = False,
         policy: Policy | None = None,
         pending: Pending = "auto",
         all_positions: bool = False,
@@ -187,6 +188,8 @@ class Cache:
         Args:
             tokens: One token id, several, or a text, which is encoded without special tokens around it. The pending
                 token is sent before them; without any tokens, it alone.
+            parse_special_tokens: As in ``Client.prefill``: leave it out for text from others, such as the result
+                of a tool.
             policy: What to return for the row. None: nothing. A token that it chooses is pending afterwards.
             pending: What to do with a pending token. ``auto``: send it first, and once if ``tokens`` begins with that
                 ``Token``. ``send``: send it first, whatever follows. ``drop``: replace it.
@@ -211,7 +214,15 @@ class Cache:
         Example:
             ``output = cache.append("\n\n", policy=greedy())``
         """
-        item = Append(self, tokens, policy, pending, all_positions, on_stale=on_stale)
+        item = Append(
+            self,
+            tokens,
+            policy,
+            pending,
+            all_positions,
+            on_stale=on_stale,
+            parse_special_tokens=parse_special_tokens,
+        )
         return self._calls.perform(item, timeout)
 
     decode = append
@@ -249,6 +260,7 @@ class Cache:
         max_tokens: int | None = None,
         *,
         tokens: Tokens | str = (),
+        parse_special_tokens: bool = False,
         policy: Policy | None = None,
         pending: Pending = "auto",
         n: int = 1,
@@ -267,6 +279,7 @@ class Cache:
             max_tokens: Most tokens to draw for each branch; 0: nothing is sent at all. None: until a stop or the end of
                 the context.
             tokens: Token ids or a text to append first, such as the next question.
+            parse_special_tokens: As in ``append``.
             policy: How to choose. None: ``sample()``.
             pending: As in ``append``.
             n: Number of branches: the first one on this cache, each other on a new one; see ``caches`` of the iterator.
@@ -301,6 +314,7 @@ class Cache:
             self._connection,
             plan,
             tokens,
+            parses=parse_special_tokens,
             follow=self._sibling,
             cache=self,
             on_stale=on_stale,
@@ -314,6 +328,7 @@ class Cache:
         draft: Sequence[int],
         *,
         tokens: Tokens | str = (),
+        parse_special_tokens: bool = False,
         policy: Policy | None = None,
         acceptance: Acceptance | None = None,
         parents: Sequence[int] = (),
@@ -333,6 +348,7 @@ class Cache:
             draft: Draft token ids, a chain or a tree; may be empty. They follow the pending token, which is left out.
             tokens: Certain tokens that are not in the sequence yet, appended after the pending one. Together at least
                 one.
+            parse_special_tokens: As in ``append``.
             policy: What to return for the rows, and the distribution that the acceptance works with. None:
                 ``sample()`` if there are ``draft_probs``, else ``greedy()``.
             acceptance: Who decides. ``greedy``: drafts hold while they are the most likely token. ``exact``: while they
@@ -361,7 +377,18 @@ class Cache:
             ``accepted = cache.verify(propose(cache.token_ids, 4)).accepted_count``
         """
         item = Verify(
-            self, draft, tokens, policy, acceptance, parents, draft_probs, masks, row_handles, pending, on_stale
+            self,
+            draft,
+            tokens,
+            policy,
+            acceptance,
+            parents,
+            draft_probs,
+            masks,
+            row_handles,
+            pending,
+            on_stale,
+            parse_special_tokens,
         )
         return self._calls.perform(item, timeout)
 

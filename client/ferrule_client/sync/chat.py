@@ -42,6 +42,8 @@ class Chat:
     what was said, change ``messages``: the next turn runs what differs. To have the last question answered again, call
     ``undo`` and ``send`` it again.
 
+    Nobody can write a turn of another: the text of special tokens in a message stays ordinary text.
+
     Attributes:
         messages: What was said, without the system message: dicts with ``role`` and ``content``, which may be changed.
         system: The system message from the next turn on; empty: none.
@@ -107,7 +109,7 @@ class Chat:
         """
         question = {"role": "user", "content": text}
         prompt = self._client.apply_chat_template(
-            [*self.all_messages, question], variables=self._variables, timeout=timeout
+            [*self.all_messages, question], variables=self._variables, special_tokens_as_text=True, timeout=timeout
         )
         start = time.perf_counter()
         try:

@@ -27,10 +27,17 @@ class ForwardPass(Iterator[ForwardChunk]):
     """
 
     def __init__(
-        self, connection: Connection, request: executor_pb2.ForwardRequest, text: str | None, timeout: Timeout
+        self,
+        connection: Connection,
+        request: executor_pb2.ForwardRequest,
+        text: str | None,
+        timeout: Timeout,
+        *,
+        parses: bool,
     ) -> None:
         self._connection = connection
         self._text = text
+        self._parses = parses
         self._request = request
         self._timeout = timeout
         self._call: OpenCall[executor_pb2.ForwardResponse] | None = None
@@ -70,7 +77,8 @@ class ForwardPass(Iterator[ForwardChunk]):
 
     def _receive(self, attempts: Attempts) -> ForwardChunk:
         if self._text is not None:
-            self._request.input_ids.extend(self._connection.encode_text(self._text, timeout=self._timeout))
+            ids = self._connection.encode_text(self._text, parses=self._parses, timeout=self._timeout)
+            self._request.input_ids.extend(ids)
             self._text = None
         while True:
             if self._call is None:

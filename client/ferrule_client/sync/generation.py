@@ -73,6 +73,7 @@ class Generation(Iterator[Token]):
         plan: GenerationPlan,
         prompt: Tokens | str,
         *,
+        parses: bool,
         follow: Callable[[Tip], Cache],
         cache: Cache | None = None,
         on_stale: OnStale = "fail",
@@ -85,6 +86,7 @@ class Generation(Iterator[Token]):
         self._connection = connection
         self._plan = plan
         self._prompt = prompt
+        self._parses = parses
         self._tokens: tuple[int, ...] = () if isinstance(prompt, str) else tuple(_check.token_list(prompt))
         self._on_stale = on_stale
         self._pending = pending
@@ -333,7 +335,9 @@ class Generation(Iterator[Token]):
         plan, (first, *_) = self._plan, self._courses
         if not first.branch.has_cache:
             if isinstance(self._prompt, str):
-                ids = self._connection.encode_text(self._prompt, timeout=timeout, is_patient=self._is_patient)
+                ids = self._connection.encode_text(
+                    self._prompt, parses=self._parses, timeout=timeout, is_patient=self._is_patient
+                )
                 self._prompt = self._tokens = tuple(ids)
             self._prompt_log = TokenLog(self._tokens)
             return _messages.generate_request(
@@ -342,7 +346,13 @@ class Generation(Iterator[Token]):
         cache = first.branch.cache
         tip = tip_of(cache)
         sent = calls_of(cache).prepare(
-            self._prompt, plan.policy, self._on_stale, pending=self._pending, draws=True, timeout=timeout
+            self._prompt,
+            plan.policy,
+            self._on_stale,
+            parses=self._parses,
+            pending=self._pending,
+            draws=True,
+            timeout=timeout,
         )
         num_before = 0 if self._pending == "drop" else len(tip.pending)
         self._tokens = tuple(sent.input_ids[num_before:])

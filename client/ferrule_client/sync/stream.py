@@ -179,7 +179,9 @@ class Stream:
             return _messages.chunk_input(sent, item)
         tokens = item.tokens
         if isinstance(tokens, str):
-            tokens = self._connection.encode_text(tokens, timeout=timeout, is_patient=item.recover)
+            tokens = self._connection.encode_text(
+                tokens, parses=item.parse_special_tokens, timeout=timeout, is_patient=item.recover
+            )
         return _messages.prompt_input(_check.token_list(tokens), self._options(item), item)
 
     def _settled(self, item: Any, sent: Input, result: Appended | FerruleError) -> Any:
@@ -208,6 +210,7 @@ class Stream:
         parents: Sequence[Cache],
         tokens: Sequence[Tokens | str],
         *,
+        parse_special_tokens: bool = False,
         policy: Policy | None = None,
         release: Iterable[Cache] = (),
         timeout: Timeout = USE_DEFAULT,
@@ -221,6 +224,7 @@ class Stream:
         Args:
             parents: The sequences to continue, in any order, each as often as it has children.
             tokens: For each place its tokens, as in ``Cache.append``.
+            parse_special_tokens: As in ``Cache.append``.
             policy: What to return for each row. None: nothing.
             release: Caches to end in the same frame, before the others are judged: the losers, none of the parents.
             timeout: Seconds this may take, retries included.
@@ -250,6 +254,7 @@ class Stream:
                 one,
                 policy,
                 "fail" if firsts[id(parent)] == place else "fork",
+                parses=parse_special_tokens,
                 branches=firsts[id(parent)] != place,
                 timeout=timeout,
             )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Final, Protocol
 
-from ferrule_server.api.security.principal import LOCAL, Caller, Context
+from ferrule_server.api.security.principal import ANYBODY, LOCAL, Caller, Context
 from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import TokenInvalid, TokenMissing
@@ -25,7 +25,7 @@ _MAX_REMEMBERED: Final = 1024
 _MAX_REMEMBERED_BYTES: Final = 16 << 10
 _NO_PRINCIPAL: Final = (
     "the client certificate must name one principal, by one URI as subject alternative name or, without any, "
-    "by its common name, of at most 512 bytes and without control characters"
+    "by its common name, of at most 512 bytes, without control characters and other than -, the name of strangers"
 )
 _GRPC_LOGGER: Final = "grpc._cython.cygrpc"
 
@@ -119,7 +119,7 @@ class CertificateAccess:
         """Return the principal that the connection's certificate names. Raises as :meth:`Access.admit`."""
         pem = _certificate_of(context)
         principal = (self._remembered if len(pem) <= _MAX_REMEMBERED_BYTES else self._parse)(pem)
-        if principal is None:
+        if principal is None or principal == ANYBODY:
             raise TokenInvalid(_NO_PRINCIPAL)
         return Caller(principal, principal in self._admins)
 

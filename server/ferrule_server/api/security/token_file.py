@@ -180,7 +180,9 @@ def _add_line(table: TokenTable, number: int, words: list[str]) -> None:
             f"it begins with {len(digest_text)} other characters"
         )
     if not _PRINCIPAL.fullmatch(name):
-        raise ValueError("the name of a principal must follow: 1 to 128 of A-Z a-z 0-9 . _ @ : / + -")
+        raise ValueError(
+            "the name of a principal must follow: 1 to 128 of A-Z a-z 0-9 ._@:/+-, first a letter or digit"
+        )
     digest = bytes.fromhex(digest_text)
     if digest == _NO_TOKEN:
         raise ValueError("this is the SHA-256 of nothing: every client with an empty token would be admitted")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from ferrule_server.engine.jobs import AppendResult, ForkJob, ForkResult
@@ -53,6 +56,37 @@ def until_served(server: Harness, handle: Handle, token: int, principal: str = "
         pass
     assert isinstance(outcome, AppendResult), outcome
     return outcome
+
+
+class Steps(threading.Event):
+    """A gate of an executor that lets one step pass for each time that it is allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._allowed = threading.Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for a step that may pass."""
+        return self._allowed.acquire(timeout=timeout)
+
+    def allow(self) -> None:
+        """Let one step pass."""
+        self._allowed.release()
+
+    def outcome(self, server: Harness, handle: Handle) -> object:
+        """Append, with as few steps as it takes until that is answered."""
+        pending = server.submit(append(handle, 4))
+        while not pending.is_done:
+            if server.executor.is_waiting.is_set():
+                server.executor.is_waiting.clear()
+                self.allow()
+            time.sleep(0.001)
+        return pending.outcome()
+
+    def open(self, server: Harness) -> None:
+        """Let all steps pass from now on."""
+        server.executor.gate = None
+        self.allow()
 
 
 def all_served(server: Harness, handles: list[Handle], token: int = 4) -> list[Handle]:
@@ -161,9 +195,13 @@ def test_forks_share_what_is_computed_before_the_first_one_is_done(servers: Serv
     short, long = fork(server, root, 2)
     long = server.decode(long, *tokens(60 * BLOCK, 5)).handle
     server = crash(servers, "not published", max_step_rows=BLOCK, restore_wait_tokens=4)
-    assert isinstance(server.submit(append(long, 4)).error(), Restoring)
-    until_served(server, short, 4)
+    server.executor.gate = steps = Steps()
+    assert isinstance(steps.outcome(server, long), Restoring)
+    while isinstance(outcome := steps.outcome(server, short), Restoring):
+        pass
+    assert isinstance(outcome, AppendResult)
     assert server.store.registry.sequences[long.cache_id].is_cold
+    steps.open(server)
     assert until_served(server, long, 4).handle.length == long.length + 1
     assert server.engine.counters.restored_tokens == long.length + 1  # the last row of the short one again
 
@@ -173,8 +211,10 @@ def test_the_next_fork_computes_the_trunk_if_the_first_one_ends(servers: Servers
     server = servers.start(executor=executor())
     first, second = fork(server, trunk(server, prompt := tokens(20 * BLOCK), "not published"), 2)
     server = crash(servers, "not published", max_step_rows=BLOCK, restore_wait_tokens=4)
-    assert isinstance(server.submit(append(first, 4)).error(), Restoring)
-    assert isinstance(server.submit(append(second, 4)).error(), Restoring)
+    server.executor.gate = steps = Steps()
+    assert isinstance(steps.outcome(server, first), Restoring)
+    assert isinstance(steps.outcome(server, second), Restoring)
+    steps.open(server)
     server.release(first)
     assert until_served(server, second, 4).rows[0].token == plain([*prompt, 4], 1)[0]
 

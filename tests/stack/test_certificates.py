@@ -113,14 +113,15 @@ def test_a_script_that_is_stopped_leaves_no_key_behind(folders: Folders, tmp_pat
     programs, work = tmp_path / "bin", tmp_path / "work"
     programs.mkdir()
     work.mkdir()
-    (programs / "openssl").write_text("#!/bin/sh\nexec sleep 30\n")
+    started = tmp_path / "started"
+    (programs / "openssl").write_text(f"#!/bin/sh\n: > {started}\nexec sleep 30\n")
     (programs / "openssl").chmod(0o755)
     variables = {"PATH": f"{programs}:{os.environ['PATH']}", "TMPDIR": str(work)}
     places = {"CERTIFICATES": str(folders.certificates), "SECRETS": str(folders.secrets)}
     process = subprocess.Popen(
         ["sh", str(SCRIPT), "authority"], env=os.environ | variables | places, start_new_session=True
     )
-    while not list(work.glob("*/output")):
+    while not started.exists():  # before, the signal could miss it, and the script would wait for its end
         time.sleep(0.01)
     os.killpg(process.pid, getattr(signal, name))
     assert process.wait(10) != 0

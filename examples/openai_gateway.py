@@ -11,10 +11,12 @@ import argparse
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -27,10 +29,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ferrule import AsyncClient, FerruleError, Handle, errors
-from ferrule.types import AsyncBranch, AsyncCache, AsyncGeneration, ChatPrompt, Token
+from ferrule.types import AsyncBranch, AsyncCache, AsyncGeneration, Token
 
 MARK = f"answer-{secrets.token_hex(8)}"  # stands for an answer while the chat template is rendered
-MARK_TOKENS = 2 * len(MARK)  # it has no more, nor any of them with a token after it
 DRAW_TTL_S = 15.0  # lease of an answer until it is kept: what a client leaves in flight ends soon
 FULL = {"KV_BLOCKS_EXHAUSTED", "QUOTA_HANDLES", "QUOTA_KV_TOKENS"}  # refusals that end when something is released
 
@@ -42,8 +43,8 @@ class Gateway:
         self.client, self.keys, self.max_kept, self.ttl_s = client, keys, max_kept, ttl_s
         self.kept: OrderedDict[tuple[bytes, bytes], tuple[Handle, str]] = OrderedDict()
         self.counts = Counter(turns=0, prompt_tokens=0, cached_tokens=0)
-        self.texts: dict[int, str] = {}
-        self.before: list[int] = []
+        self.texts, self.before = dict[int, str](), list[int]()
+        self.rendered = partial(client.apply_chat_template, special_tokens_as_text=True)  # no message can end itself
         self.releases: set[asyncio.Future[Any]] = set()
 
     def release(self, *gone: AsyncCache | Handle) -> None:
@@ -92,8 +93,7 @@ class Gateway:
                 self.shrink(len(self.kept) // 2)
             raise
         finally:
-            caches = [branch.cache for branch in branches if branch.has_cache]
-            self.release(*(cache for cache in caches if not cache.is_released))
+            self.release(*(one.cache for one in branches if one.has_cache and not one.cache.is_released))
 
     async def _open(self, turn: Turn) -> tuple[AsyncGeneration, int, int]:
         """Return a generation after the longest known beginning of a conversation, and its tokens in all and cached."""
@@ -121,27 +121,20 @@ class Gateway:
         options: Json = {"ttl": DRAW_TTL_S, "keep": True, "reuse_prefix": reuses, "publish_prefix": shares}
         return self.client.generate(ids, **turn.settings(len(ids)), **options), len(ids), 0
 
-    async def rendered(self, messages: list[Json], **options: Any) -> ChatPrompt:
-        """Return a conversation by the chat template, in which no message can end itself: its special tokens are text.
-
-        Nothing else in the gateway makes special tokens of a text.
-        """
-        return await self.client.apply_chat_template(messages, special_tokens_as_text=True, **options)
-
     async def _after(self, messages: list[Json], place: int, rest: str) -> list[int] | None:
         """Return the tokens that follow a kept answer; None: the template rewrites it, or what comes before it."""
         answer = messages[place]["content"]
         before = await self.rendered(messages[:place], add_generation_prompt=False)
         marked = await self.rendered([*messages[:place], {**messages[place], "content": MARK}, *messages[place + 1 :]])
         head, _, tail = marked.text.partition(MARK)
-        if not tail or MARK in tail or not head.startswith(before.text):
-            return None
         whole = await self.rendered(messages)
-        if whole.text not in (head + answer + tail, head + answer.strip() + tail):  # templates may trim answers
+        is_kept = whole.text in (head + answer + tail, head + answer.strip() + tail)  # templates may trim answers
+        if not is_kept or not tail or MARK in tail or not head.startswith(before.text):
             return None
-        ids, num = list(marked.token_ids), same_end(marked.token_ids, whole.token_ids)
+        ids, pairs = list(marked.token_ids), zip(reversed(marked.token_ids), reversed(whole.token_ids), strict=False)
+        num = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
         for start in range(len(ids) - num, min(len(ids) - num + 4, len(ids))):
-            _, mark, beginning = (await self._text(ids[max(0, start - MARK_TOKENS) : start])).partition(MARK)
+            _, mark, beginning = (await self._text(ids[max(0, start - 2 * len(MARK)) : start])).partition(MARK)
             if mark:  # else the answer ends with tokens of the mark; a token of it may hold the beginning of the tail
                 return [*(await self.client.tokenize(rest + beginning) if rest + beginning else ()), *ids[start:]]
         return None
@@ -185,12 +178,6 @@ class Gateway:
         return {**rows[0], "top_logprobs": rows[1:]}
 
 
-def same_end(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens at the end of two sequences are the same."""
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    return next((num for num, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
 def admitted(request: Request) -> tuple[Gateway, bytes]:
     """Return the gateway, and the hash of the key of a request."""
     gateway: Gateway = request.app.state.gateway
@@ -220,8 +207,7 @@ async def respond(gateway: Gateway, turn: Turn) -> Response:
     _, usage = await anext(choices)
     facts = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": turn.model}
     if turn.is_stream:
-        facts["object"] = "chat.completion.chunk"
-        return Events(turn, facts, usage, choices)
+        return Events(turn, {**facts, "object": "chat.completion.chunk"}, usage, choices)
     whole = [{**one, "message": {"role": "assistant", "content": text}} async for text, one in choices]
     return JSONResponse({**facts, "object": "chat.completion", "choices": whole, "usage": usage})
 

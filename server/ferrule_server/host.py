@@ -105,13 +105,14 @@ class Host:
                 yield from (self.root / point / part for part in (below, *below.parents))
 
     def _limit(self, group: Path, own_bytes: int) -> MemoryLimit | None:
-        """Return the limit of a control group; what its other processes use is not free, their file cache is."""
+        """Return the limit of a control group; what its other processes use is not free, but for caches of files."""
         for limit_name, usage_name, prefix in _MEMORY_FILES:
             statistics = sizes_in(group / "memory.stat")
             total = min(_number(group / limit_name, _NO_LIMIT_BYTES), statistics.get(_ALL_ABOVE, _NO_LIMIT_BYTES))
             if total >= _NO_LIMIT_BYTES:
                 continue
-            cache = sum(statistics.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+            caches = (f"{prefix}active_file", f"{prefix}inactive_file", "slab_reclaimable")
+            cache = sum(statistics.get(name, 0) for name in caches)
             others = max(0, _number(group / usage_name, 0) - cache - own_bytes)
             return MemoryLimit(f"/{(group / limit_name).relative_to(self.root)}", total, max(0, total - others))
         return None
@@ -137,7 +138,7 @@ def lines_of(path: Path) -> list[str]:
     """Return the lines of a file of the system; none if it cannot be read."""
     try:
         return path.read_text(errors="replace").splitlines()
-    except OSError:
+    except (OSError, ValueError):  # a path may hold a zero byte
         return []
 
 

@@ -37,6 +37,7 @@ _MAX_NAME: Final = 200
 _MAX_LISTED: Final = 50
 _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
 _FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
+_FOLDER_FLAGS: Final = getattr(os, "O_PATH", 0) | os.O_DIRECTORY | _FLAGS
 _SNAPSHOT: Final = re.compile(r".*/models--[^/]+/snapshots", re.DOTALL)
 
 
@@ -215,11 +216,12 @@ def _resolve(folder: Path, path: Path) -> tuple[Path, Path]:
 
 def _open_below(place: Path, real: Path) -> int:
     """Open a file without following a link, in case a part of its real path was replaced by one in the meantime."""
-    descriptor = os.open(place, _FLAGS)
-    for part in real.relative_to(place).parts:
+    descriptor = os.open(place, _FOLDER_FLAGS)
+    *folders, name = real.relative_to(place).parts
+    for part, flags in [*((folder, _FOLDER_FLAGS) for folder in folders), (name, _FLAGS)]:
         above = descriptor
         try:
-            descriptor = os.open(part, _FLAGS, dir_fd=above)
+            descriptor = os.open(part, flags, dir_fd=above)
         finally:
             os.close(above)
     return descriptor

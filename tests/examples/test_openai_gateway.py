@@ -1090,6 +1090,8 @@ def test_an_answer_is_kept_where_a_text_loses_its_first_space() -> None:
     asked: list[tuple[int, ...]] = []
 
     class Client:
+        apply_chat_template = print  # is not called
+
         async def tokenize(self, text: str, **_: bool) -> list[int]:
             assert text == "a"
             return [1]

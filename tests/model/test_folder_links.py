@@ -6,6 +6,7 @@ import ast
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ferrule_server.errors import ModelError
 from ferrule_server.loading import create_executor
 from ferrule_server.model.hub.cache import HubCache
 from ferrule_server.model_check.report import check_model
-from ferrule_server.model_files import FileMissing, open_file, read_bytes, read_text
+from ferrule_server.model_files import FileMissing, open_file, read_bytes, read_object, read_text
 from tests.model.small_model import write_small_model
 
 SECRET = "the environment of the server"
@@ -250,6 +251,21 @@ def test_a_link_that_appears_meanwhile_is_not_followed(
     monkeypatch.setattr(model_files, "_resolve", swap)
     with pytest.raises(ModelError, match="cannot be read"):
         read_text(folder, "inner/secret", 100)
+
+
+def test_a_folder_that_may_be_entered_and_not_listed_is_enough() -> None:
+    """As for every other program that opens a file by its name."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, me = Path(name), os.geteuid()
+        (folder / "config.json").write_text("{}")
+        folder.chmod(0o311)
+        try:
+            if me == 0:
+                os.seteuid(65534)  # root may list every folder
+            assert read_object(folder, "config.json", 100) == {}
+        finally:
+            os.seteuid(me)
+            folder.chmod(0o700)
 
 
 def test_a_link_to_nothing_is_a_missing_file(tmp_path: Path) -> None:

@@ -50,10 +50,11 @@ CASES: dict[str, tuple[dict[str, str | bytes], list[tuple[str, float, float]], i
             "proc/self/cgroup": "0::/\n",
             "sys/fs/cgroup/memory.max": f"{4 * GIB}\n",
             "sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
-            "sys/fs/cgroup/memory.stat": f"anon 1\nactive_file {GIB // 4}\ninactive_file {GIB // 4}\n",
+            "sys/fs/cgroup/memory.stat": f"anon 1\nactive_file {GIB // 4}\ninactive_file {GIB // 4}\n"
+            f"slab_reclaimable {GIB // 4}\nslab {GIB}\n",
             "sys/fs/cgroup/cpu.max": "200000 100000\n",
         },
-        [("/sys/fs/cgroup/memory.max", 4, 2.5), MACHINE],
+        [("/sys/fs/cgroup/memory.max", 4, 2.75), MACHINE],
         2,
     ),
     "v2 nested, limits in the parents": (
@@ -238,6 +239,14 @@ def test_what_cannot_be_read_limits_nothing(tmp_path: Path) -> None:
     assert limits_of(found) == [MACHINE]
     assert found.num_threads({0, 1}) == 2
     assert Host(tmp_path / "nowhere").memory_limits() == []
+
+
+def test_a_path_that_no_system_accepts_limits_nothing(tmp_path: Path) -> None:
+    """A zero byte, which mountinfo can spell."""
+    files = {"proc/self/mountinfo": V2.replace("fs/cgroup", "fs/\\000"), "proc/self/cgroup": "0::/a\n"}
+    found = host(tmp_path, files)
+    assert limits_of(found) == [MACHINE]
+    assert found.num_threads(set(range(8))) == 8
 
 
 def test_half_a_core_rounds_up(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def frozen_when_asked(tmp_path: Path) -> Iterator[tuple[str, Callable[[], None]]
     address = f"unix:{tmp_path}/ferrule.sock"
     command = [sys.executable, "-m", "ferrule_server", "--executor", "paged-reference", "--listen", address]
     with subprocess.Popen(
-        [*command, "--kv-memory", "1MiB"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [*command, "--kv-memory", "4MiB"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as server:
         try:
             assert server.stdout is not None
@@ -262,12 +262,15 @@ def test_a_second_signal_does_not_wait_for_a_frozen_server(
     """After a second the command says what it waits for; the second signal ends it at once, with its figures."""
     target, freeze = frozen_when_asked
     command = [sys.executable, "-m", "ferrule_cli", "bench", target, "--concurrency", "3", "--fork", "2", "--json"]
-    command += ["--mode", mode, "--seconds", "60", "--warm-up", "0", "--new-tokens", "100", "--prompt-tokens", "20"]
+    command += ["--mode", mode, "--seconds", "60", "--warm-up", "0", "--new-tokens", "400", "--prompt-tokens", "20"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         with Client(target) as client:
             while process.poll() is None and client.status().live_sequences < 6:
                 time.sleep(0.01)
-        time.sleep(0.7)
+            time.sleep(0.7)
+            # in the middle of a text, so that the command has heard of its handles
+            while process.poll() is None and not any(100 < one.length < 200 for one in client.list_caches()):
+                time.sleep(0.001)
         freeze()
         process.send_signal(number)
         first_s = time.monotonic()

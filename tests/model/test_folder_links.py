@@ -281,7 +281,6 @@ OTHERS = {
     "model/hub/cache.py": {"read_text"},  # /proc/sys/kernel/random/boot_id
     "model/hub/fetch.py": {"open"},  # partial files, which a fetch of this process writes
     "text/template_worker.py": {"read_text"},  # /proc/self/statm
-    "loading.py": {"read_text"},  # /proc/cpuinfo
 }
 """Readers of what is no file of a model, by module."""
 

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ferrule_server.executor.cpu.support import unsupported
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import parse_config
 from ferrule_server.model.families import FAMILIES, WRAPPERS
-from ferrule_server.model_check.paths import gpu_reason, processor_reason
+from ferrule_server.model_check.paths import gpu_reason
 
 __all__ = ["KNOWN", "Known", "KnownFamily", "Published", "known_families", "known_wrappers"]
 
@@ -89,7 +90,7 @@ def _family(architecture: str) -> KnownFamily:
     if known is None:
         return KnownFamily(architecture, "", "", "", _UNKNOWN, _UNKNOWN)
     network = known.published[0].network(architecture)
-    reasons = processor_reason(network), gpu_reason(network)
+    reasons = unsupported(network), gpu_reason(network)
     return KnownFamily(architecture, known.models, known.differs, known.published[0].name, *reasons)
 
 

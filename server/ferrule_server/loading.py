@@ -217,8 +217,8 @@ def _log_left_out(model_config: ModelConfig) -> None:
 
     wrapper = wrapper_of(model_config)
     if wrapper is not None:
-        parts = dict.fromkeys(prefix.removesuffix(".").rpartition(".")[2] for prefix in wrapper.left_out)
-        _log.info("event=text_model_only architecture=%s left_out=%s", wrapper.architecture, ",".join(parts))
+        parts = ",".join(wrapper.parts_left_out())
+        _log.info("event=text_model_only architecture=%s left_out=%s", wrapper.architecture, parts)
 
 
 def device_of(config: ServerConfig) -> Device:

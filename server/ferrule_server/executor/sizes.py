@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 
 from ferrule_server.executor.base import BLOCK_SIZE
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.tensors import ModelWeights, Place, allocate
+from ferrule_server.model.tensors import ModelWeights, on_meta
+from ferrule_server.model.weights import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from ferrule_server.kernels.cpu.plan import Plan
 
-__all__ = ["TORCH_DTYPES", "kv_bytes", "largest_matrix_bytes", "num_parameters", "tensor_names", "weights_bytes"]
-
-TORCH_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+__all__ = ["TORCH_DTYPES", "kv_bytes", "largest_matrix_bytes", "num_parameters", "weights_bytes"]
 
 
 def num_parameters(config: ModelConfig) -> int:
     """Return the distinct parameters of a network, tied ones once."""
-    return sum(tensor.numel() for tensor in _on_meta(config, torch.float32)[0].tensors())
-
-
-def tensor_names(config: ModelConfig) -> frozenset[str]:
-    """Return the names of the tensors that a checkpoint of a network must hold."""
-    return frozenset(_on_meta(config, torch.float32)[1])
+    return sum(tensor.numel() for tensor in on_meta(config, torch.float32)[0].tensors())
 
 
 def weights_bytes(config: ModelConfig, dtype: torch.dtype, plan: Plan | None = None) -> int:
@@ -37,7 +30,7 @@ def weights_bytes(config: ModelConfig, dtype: torch.dtype, plan: Plan | None = N
         dtype: Of what is not packed.
         plan: Of the kernels of the processor, for which matrices are packed; None: they are not.
     """
-    weights, _ = _on_meta(config, dtype)
+    weights, _ = on_meta(config, dtype)
     total = sum(tensor.nbytes for tensor in weights.tensors())
     if plan is None:
         return total
@@ -54,7 +47,7 @@ def largest_matrix_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """
     from ferrule_server.executor.cpu.weights import matrices
 
-    weights, _ = _on_meta(config, dtype)
+    weights, _ = on_meta(config, dtype)
     found = (_matrix(weights, *it) for it in matrices(config))
     return max(matrix.nbytes for matrix in found if matrix is not weights.embedding)
 
@@ -68,12 +61,3 @@ def _matrix(weights: ModelWeights, name: str, layer: int) -> torch.Tensor:
     """Return a matrix by its field and its layer; -1: a field of the whole model."""
     matrix: torch.Tensor = getattr(weights if layer < 0 else weights.layers[layer], name)
     return matrix
-
-
-def _on_meta(config: ModelConfig, dtype: torch.dtype) -> tuple[ModelWeights, dict[str, Place]]:
-    """Return weights that have shapes and no memory, and their places by the names in a checkpoint."""
-
-    def new(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    return allocate(config, dtype, new)

@@ -28,13 +28,13 @@ from ferrule_server.model_files import (
     shown,
 )
 
-__all__ = ["DTYPE_BYTES", "StoredTensor", "list_tensors"]
+__all__ = ["DTYPE_BYTES", "INDEX_FILE", "SINGLE_FILE", "StoredTensor", "list_tensors", "read_index"]
 
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes in which weights may be stored."""
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 _MAX_ALL_HEADERS_BYTES = 2 * MAX_HEADER_BYTES
 _MAX_SHARDS = 4096
 _MAX_TENSORS = 1 << 17
@@ -76,32 +76,35 @@ def list_tensors(folder: Path) -> tuple[dict[str, StoredTensor], set[str], list[
     Returns:
         The tensors by name; the names that a problem already mentions; the problems in words.
     """
-    if os.path.exists(folder / _SINGLE_FILE):  # noqa: PTH110  (Path.exists raises for a folder that may not be read)
-        return _merge(folder, [_SINGLE_FILE], None)
+    if os.path.exists(folder / SINGLE_FILE):  # noqa: PTH110  (Path.exists raises for a folder that may not be read)
+        return _merge(folder, [SINGLE_FILE], None)
     try:
-        weight_map = _read_index(folder)
-    except _BadFile as problem:
+        weight_map = read_index(folder)
+    except ModelError as problem:
         return {}, set(), [str(problem)]
     return _merge(folder, sorted(set(weight_map.values())), weight_map)
 
 
-def _read_index(folder: Path) -> dict[str, str]:
+def read_index(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor, by the index of a model folder.
+
+    Raises:
+        ModelError: There is no index, or it is not usable.
+    """
     try:
-        content = read_object(folder, _INDEX_FILE, MAX_HEADER_BYTES, has_unique_keys=True)
+        content = read_object(folder, INDEX_FILE, MAX_HEADER_BYTES, has_unique_keys=True)
     except FileMissing:
-        raise _BadFile(f"neither {_SINGLE_FILE} nor {_INDEX_FILE} is there; only safetensors are read") from None
-    except ModelError as error:
-        raise _BadFile(str(error)) from error
+        raise ModelError(f"neither {SINGLE_FILE} nor {INDEX_FILE} is there; only safetensors are read") from None
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _BadFile(f"{_INDEX_FILE} has no weight_map")
+        raise ModelError(f"{INDEX_FILE} has no weight_map")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise _BadFile(
-                f"{_INDEX_FILE}: tensor {name_of(name)} is mapped to {shown(file)}, which is not a plain file name"
+            raise ModelError(
+                f"{INDEX_FILE}: tensor {name_of(name)} is mapped to {shown(file)}, which is not a plain file name"
             )
     if len(set(weight_map.values())) > _MAX_SHARDS:
-        raise _BadFile(f"{_INDEX_FILE} names more than {_MAX_SHARDS} files, the limit")
+        raise ModelError(f"{INDEX_FILE} names more than {_MAX_SHARDS} files, the limit")
     return weight_map
 
 
@@ -147,9 +150,9 @@ def _compare_with_index(tensors: dict[str, StoredTensor], accounted: set[str], w
     for name, entry in tensors.items():
         place = f"tensor {name_of(name)} is in {name_of(entry.path.name)}"
         if name not in weight_map:
-            problems.append(f"{place} but not in {_INDEX_FILE}")
+            problems.append(f"{place} but not in {INDEX_FILE}")
         elif weight_map[name] != entry.path.name and name not in accounted:
-            problems.append(f"{place}, {_INDEX_FILE} says {name_of(weight_map[name])}")
+            problems.append(f"{place}, {INDEX_FILE} says {name_of(weight_map[name])}")
     return problems
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "Place",
     "allocate",
     "layer_parts",
+    "on_meta",
     "wrapper_of",
 ]
 
@@ -177,6 +178,11 @@ def allocate(config: ModelConfig, dtype: torch.dtype, new: New) -> tuple[ModelWe
                 places[f"model.layers.{index}.{part}"] = place
         weights.layers.append(LayerWeights(**tensors))
     return weights, places
+
+
+def on_meta(config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[ModelWeights, dict[str, Place]]:
+    """Return what :func:`allocate` does, with weights that have shapes and no memory."""
+    return allocate(config, dtype, lambda shape, dtype: torch.empty(*shape, dtype=dtype, device="meta"))
 
 
 def _model_parts(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:

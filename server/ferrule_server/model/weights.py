@@ -31,16 +31,17 @@ from ferrule_server.model.tensors import (
     Place,
     allocate,
     layer_parts,
+    on_meta,
     wrapper_of,
 )
 from ferrule_server.model_files import name_of, open_file
 
-__all__ = ["Encoding", "LoadedModel", "check_tensors", "load_model", "of_text_model"]
+__all__ = ["TORCH_DTYPES", "Encoding", "LoadedModel", "check_tensors", "is_ignorable", "load_model", "of_text_model"]
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 Progress = Callable[[int, int], None]
 
-_TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_BYTES = 8 << 20
 _MATRICES = ("qkv", "attention_out", "gate_up", "down", "input_gate", "input_projection")
@@ -87,7 +88,7 @@ class LoadedModel:
     @property
     def torch_dtype(self) -> torch.dtype:
         """``dtype`` as torch names it."""
-        return _TORCH_DTYPES[self.dtype]
+        return TORCH_DTYPES[self.dtype]
 
     def take_weights(self) -> ModelWeights:
         """Return the weights and forget them: the executor may repack and free them one by one.
@@ -126,7 +127,7 @@ def load_model(
         config = read_config(folder)
     stored = check_tensors(folder, config)
     try:
-        weights, places = allocate(config, _TORCH_DTYPES[dtype], new_tensor)
+        weights, places = allocate(config, TORCH_DTYPES[dtype], new_tensor)
     except (MemoryError, OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ModelError(f"no memory for the weights of {folder}: {error}") from error
     num_parameters = sum(place.tensor.numel() for place in places.values())
@@ -152,13 +153,12 @@ def check_tensors(folder: Path, config: ModelConfig) -> list[StoredTensor]:
     """Return the tensors to read, in file order; refuse a folder that does not hold exactly what the model needs."""
     stored, accounted, problems = list_tensors(folder)
     stored = of_text_model(config, stored)
-    _, places = allocate(config, torch.float32, lambda shape, dtype: torch.empty(*shape, dtype=dtype, device="meta"))
-    shapes = {name: tuple(place.tensor.shape) for name, place in places.items()}
+    shapes = {name: tuple(place.tensor.shape) for name, place in on_meta(config)[1].items()}
     if config.is_tied and HEAD in stored:
         shapes[HEAD] = shapes[EMBEDDING]
     for name in shapes.keys() - stored.keys() - accounted:
         problems.append(f"tensor {name} is missing, shape {list(shapes[name])}")
-    wanted = [entry for name, entry in stored.items() if not _is_ignorable(name)]
+    wanted = [entry for name, entry in stored.items() if not is_ignorable(name)]
     problems += [problem for entry in wanted if (problem := _problem_of(entry, shapes))]
     if problems:
         raise ModelError(_complaint(folder, sorted(problems)))
@@ -186,7 +186,7 @@ def _complaint(folder: Path, problems: list[str]) -> str:
     return "\n  - ".join([f"model folder {folder} cannot be loaded:", *problems[:_MAX_PROBLEMS], *more])
 
 
-def _is_ignorable(name: str) -> bool:
+def is_ignorable(name: str) -> bool:
     """Return whether a tensor holds rotary frequencies, which old checkpoints store; config.json decides them."""
     return name.endswith("rotary_emb.inv_freq")
 

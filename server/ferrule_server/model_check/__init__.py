@@ -1,8 +1,7 @@
 """``ferrule models`` and ``ferrule check``: which models load, in how much memory, and what runs them.
 
 __main__.py   the two commands: arguments, output, exit codes
-report.py     one model: whether it loads, and how
-cached.py     the models in the cache of the hub
+report.py     one model: whether it loads, and how; the models in the cache of the hub
 catalogue.py  every family: what it differs by, and the sizes of one of its models
 paths.py      which kernels run a network, and what a server on this machine uses
 """

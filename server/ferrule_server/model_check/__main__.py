@@ -16,9 +16,8 @@ from typing import Final
 from ferrule_server.arguments import as_given, parse_config
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError
-from ferrule_server.model_check.cached import Cached, list_cached
 from ferrule_server.model_check.catalogue import KnownFamily, known_families, known_wrappers
-from ferrule_server.model_check.report import Details, Report, check_model
+from ferrule_server.model_check.report import Cached, Details, Report, check_model, list_cached
 
 _FLAGS: Final = ("--dtype", "--max-context", "--weights")
 _VARIABLES: Final = frozenset(

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ferrule_server.config import ServerConfig
 from ferrule_server.executor.base import BLOCK_SIZE
+from ferrule_server.executor.cpu.support import WeightKind, choose
+from ferrule_server.executor.cuda.kernel_choice import unsupported_reason
 from ferrule_server.executor.host_plan import HostPlan
 from ferrule_server.executor.sizes import TORCH_DTYPES, weights_bytes
 from ferrule_server.loading import cpu_choice, device_of, dtype_of, host_plan
 from ferrule_server.model.config import ModelConfig
 
-if TYPE_CHECKING:
-    from ferrule_server.executor.cpu.support import WeightKind
-    from ferrule_server.kernels.cpu.plan import Plan
+__all__ = ["Path", "gpu_reason", "path_of"]
 
-__all__ = ["Path", "gpu_reason", "path_of", "processor_reason"]
+_QUANTISED: tuple[WeightKind, ...] = ("int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +39,9 @@ class Path:
     memory: HostPlan
 
 
-def processor_reason(network: ModelConfig) -> str:
-    """Return why the kernels of the processor cannot run a network, whatever the processor; empty if they can."""
-    from ferrule_server.executor.cpu.support import unsupported
-
-    return unsupported(network)
-
-
-def gpu_reason(network: ModelConfig) -> str:
-    """Return why the kernels of a GPU cannot run a network in bfloat16; empty if they can."""
-    from ferrule_server.executor.cuda.kernel_choice import unsupported_reason
-
-    return unsupported_reason(network, torch.bfloat16, BLOCK_SIZE)
+def gpu_reason(network: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Return why the kernels of a GPU cannot run a network; empty if they can."""
+    return unsupported_reason(network, dtype, BLOCK_SIZE)
 
 
 def path_of(config: ServerConfig, network: ModelConfig) -> tuple[Path, dict[str, int]]:
@@ -66,39 +56,26 @@ def path_of(config: ServerConfig, network: ModelConfig) -> tuple[Path, dict[str,
     choice = None if device.index is not None else cpu_choice(config, network)
     dtype = dtype_of(config, device, choice)
     if device.index is not None:
-        reason = _gpu_path_reason(config, network, dtype)
+        is_chosen = config.executor == "torch" or not config.has_cuda_runner
+        reason = "the settings say so" if is_chosen else gpu_reason(network, TORCH_DTYPES[dtype])
         executor = "torch" if reason else "numba-cuda"
     else:
         executor = "numba-cpu" if choice is not None and choice.plan is not None else "torch"
         reason = "the settings say so" if choice is None else choice.reason
-    has_plans = choice is not None
-    sizes = {name: _float_bytes(network, name, has_plans=has_plans) for name in TORCH_DTYPES}
-    for weights in _quantised(device.index is None and has_plans):
-        if (plan := _plan(config, network, dtype, weights)) is not None:
+    memory = host_plan(config, network, device, choice)
+    has_int8_inputs = config.activations == "int8"
+    sizes = _sizes(network, dtype, has_plans=choice is not None, has_int8_inputs=has_int8_inputs)
+    return Path(executor, device.name, dtype, reason, memory), sizes
+
+
+def _sizes(network: ModelConfig, dtype: str, *, has_plans: bool, has_int8_inputs: bool) -> dict[str, int]:
+    """Return the bytes of the weights by their type; ``dtype`` is that of what is not quantised."""
+    sizes = {}
+    for name, torch_dtype in TORCH_DTYPES.items():
+        plan = choose(network, name).plan if has_plans and name != "float16" else None
+        sizes[name] = weights_bytes(network, torch_dtype, plan)
+    for weights in _QUANTISED if has_plans else ():
+        plan = choose(network, dtype, weights, has_int8_inputs=has_int8_inputs and weights == "int8").plan
+        if plan is not None:
             sizes[weights] = weights_bytes(network, TORCH_DTYPES[dtype], plan)
-    return Path(executor, device.name, dtype, reason, host_plan(config, network, device, choice)), sizes
-
-
-def _gpu_path_reason(config: ServerConfig, network: ModelConfig, dtype: str) -> str:
-    from ferrule_server.executor.cuda.kernel_choice import unsupported_reason
-
-    if config.executor == "torch" or not config.has_cuda_runner:
-        return "the settings say so"
-    return unsupported_reason(network, TORCH_DTYPES[dtype], BLOCK_SIZE)
-
-
-def _quantised(can_quantise: bool) -> tuple[WeightKind, ...]:
-    return ("int8", "int4") if can_quantise else ()
-
-
-def _float_bytes(network: ModelConfig, dtype: str, *, has_plans: bool) -> int:
-    from ferrule_server.executor.cpu.support import choose
-
-    plan = choose(network, dtype).plan if has_plans and dtype != "float16" else None
-    return weights_bytes(network, TORCH_DTYPES[dtype], plan)
-
-
-def _plan(config: ServerConfig, network: ModelConfig, dtype: str, weights: WeightKind) -> Plan | None:
-    from ferrule_server.executor.cpu.support import choose
-
-    return choose(network, dtype, weights, has_int8_inputs=config.activations == "int8" and weights == "int8").plan
+    return sizes

@@ -5,28 +5,26 @@ from __future__ import annotations
 import functools
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ferrule_server.config import DEMO_MODEL, ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
+from ferrule_server.executor.cpu.support import unsupported
 from ferrule_server.executor.host_plan import HostPlan
-from ferrule_server.executor.sizes import TORCH_DTYPES, kv_bytes, num_parameters, tensor_names
+from ferrule_server.executor.sizes import TORCH_DTYPES, kv_bytes, num_parameters
 from ferrule_server.loading import as_folder, find_model, load_texts, network_of
 from ferrule_server.model.checkpoint import StoredTensor, list_tensors
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.families.others import NotSupported
-from ferrule_server.model.hub.cache import size_of, weights_of
-from ferrule_server.model.hub.models import Outline, is_hub_name, outline_model
-from ferrule_server.model.tensors import HEAD, wrapper_of
-from ferrule_server.model.weights import check_tensors, of_text_model
-from ferrule_server.model_check.paths import gpu_reason, path_of, processor_reason
-from ferrule_server.model_files import is_file, listed
+from ferrule_server.model.hub.cache import has_weights, size_of, weights_of
+from ferrule_server.model.hub.models import Outline, cached_models, is_hub_name, outline_model
+from ferrule_server.model.tensors import HEAD, on_meta, wrapper_of
+from ferrule_server.model.weights import check_tensors, is_ignorable, of_text_model
+from ferrule_server.model_check.paths import gpu_reason, path_of
+from ferrule_server.model_files import listed
 
-__all__ = ["Details", "Report", "check_folder", "check_model"]
-
-_IGNORED: Final = "rotary_emb.inv_freq"
-_MAX_NAMED: Final = 5
+__all__ = ["Cached", "Details", "Report", "check_model", "list_cached"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +105,23 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Cached:
+    """A model in the cache of the hub on this disk.
+
+    Attributes:
+        model: ``org/name``.
+        disk_bytes: Size of its files, those of all commits together.
+        loads: Whether it loads.
+        reason: Why it does not; empty if it does.
+    """
+
+    model: str
+    disk_bytes: int
+    loads: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Source:
     """Where a model lies: a folder with all files, or the outline of one that may lack its weights."""
 
@@ -137,8 +152,16 @@ def check_model(config: ServerConfig) -> Report:
         return Report(name, str(error), f"--weights float in place of {config.weights}")
 
 
-def check_folder(folder: Path) -> str:
-    """Return why a complete model folder does not load; empty if it does."""
+def list_cached() -> list[Cached]:
+    """Return the models in the cache, by name."""
+    found = ((name, cache, _reason_of(cache.newest())) for name, cache in cached_models())
+    return [Cached(name, cache.disk_bytes(), not reason, reason) for name, cache, reason in found]
+
+
+def _reason_of(folder: Path | None) -> str:
+    """Return why the model in a folder does not load, None if there is no complete one; empty if it does."""
+    if folder is None:
+        return "its weights are not complete in the cache"
     try:
         check_tensors(folder, read_config(folder))
     except ModelError as error:
@@ -165,7 +188,7 @@ def _checked_names(network: ModelConfig, source: _Source) -> frozenset[str] | No
     Raises:
         ModelError: They are others, or the tokenizer or a template is not usable.
     """
-    if source.outline is None or _is_complete(source.folder):
+    if source.outline is None or has_weights(source.folder):
         check_tensors(source.folder, network)
         load_texts(source.folder)
         return frozenset(list_tensors(source.folder)[0])
@@ -174,20 +197,14 @@ def _checked_names(network: ModelConfig, source: _Source) -> frozenset[str] | No
     return source.outline.tensors or None
 
 
-def _is_complete(folder: Path) -> bool:
-    weights = weights_of(folder)
-    return bool(weights) and all(is_file(folder / name) for name in weights)
-
-
 def _check_index(network: ModelConfig, names: frozenset[str]) -> None:
     """Compare the names in an index with those that a network needs; shapes are known after the download only."""
     unread = {name: StoredTensor(name, "F32", (), Path(), 0, 0) for name in names}
-    found = {name for name in of_text_model(network, unread) if not name.endswith(_IGNORED)}
-    needed = tensor_names(network)
+    found = {name for name in of_text_model(network, unread) if not is_ignorable(name)}
+    needed = on_meta(network)[1].keys()
     for verb, tensors in (("lacks", needed - found), ("has unexpected", found - needed - {HEAD})):
         if tensors:
-            more = f" and {len(tensors) - _MAX_NAMED} more" if len(tensors) > _MAX_NAMED else ""
-            raise ModelError(f"the index of the weights {verb} tensors: {listed(sorted(tensors)[:_MAX_NAMED])}{more}")
+            raise ModelError(f"the index of the weights {verb} tensors: {listed(sorted(tensors))}")
 
 
 def _details(config: ServerConfig, network: ModelConfig, source: _Source, names: frozenset[str] | None) -> Details:
@@ -205,7 +222,7 @@ def _details(config: ServerConfig, network: ModelConfig, source: _Source, names:
         device=path.device,
         dtype=path.dtype,
         path_reason=path.reason,
-        processor_kernels=processor_reason(network),
+        processor_kernels=unsupported(network),
         gpu_kernels=gpu_reason(network),
         weights=config.weights,
         weights_bytes=sizes[path.dtype if config.weights == "float" else config.weights],
@@ -222,7 +239,4 @@ def _details(config: ServerConfig, network: ModelConfig, source: _Source, names:
 def _left_out(network: ModelConfig, names: frozenset[str] | None) -> tuple[str, ...]:
     """Return the parts of a checkpoint that are not loaded; while its names are not known, all that it may have."""
     wrapper = wrapper_of(network)
-    if wrapper is None:
-        return ()
-    parts = [part for part in wrapper.left_out if names is None or any(name.startswith(part) for name in names)]
-    return tuple(dict.fromkeys(part.rstrip(".").rpartition(".")[2] for part in parts))
+    return () if wrapper is None else wrapper.parts_left_out(names)

@@ -34,11 +34,8 @@ def control_tokens(
     """
     added = tokenizer.get_added_tokens_decoder()
     signs = {token_id for gaps in renderings for token_id in _markers(tokenizer, added, gaps)}.union(named)
-    return {i: token for i, token in added.items() if token.special or _is_in(signs, i, token.content)}
-
-
-def _is_in(signs: Collection[int | str], token_id: int, content: str) -> bool:
-    return not content.isspace() and (token_id in signs or content in signs)
+    visible = {i: token for i, token in added.items() if token.special or not token.content.isspace()}
+    return {i: token for i, token in visible.items() if token.special or not signs.isdisjoint((i, token.content))}
 
 
 def _markers(tokenizer: tokenizers.Tokenizer, added: Mapping[int, AddedToken], gaps: Sequence[str]) -> Iterator[int]:

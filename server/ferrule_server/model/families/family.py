@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -121,6 +121,11 @@ class Wrapper:
     model_types: tuple[str, ...]
     renamed: tuple[tuple[str, str], ...]
     left_out: tuple[str, ...]
+
+    def parts_left_out(self, names: Collection[str] | None = None) -> tuple[str, ...]:
+        """Return the parts that are not loaded: those with tensors among these names; None: all that there may be."""
+        parts = [part for part in self.left_out if names is None or any(name.startswith(part) for name in names)]
+        return tuple(dict.fromkeys(part.rstrip(".").rpartition(".")[2] for part in parts))
 
 
 def check_only(key: str, value: object, only: object) -> None:

@@ -5,14 +5,15 @@ Mixtures of experts, layers with recurrent state, quantised checkpoints and LoRA
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from ferrule_server.errors import ModelError
 from ferrule_server.model_files import shown
 
-__all__ = ["OTHERS", "SMALL", "NotSupported", "Other", "check_not_quantised", "files_advice", "other_of"]
+__all__ = ["SMALL", "NotSupported", "Other", "check_not_quantised", "files_advice", "other_of"]
 
 SMALL: Final = "Qwen/Qwen3-0.6B"
 """A small model that loads."""
@@ -52,95 +53,40 @@ class Other:
     instead: str = SMALL
 
 
-_QWEN3: Final = "Qwen/Qwen3-8B"
-_LLAMA: Final = "meta-llama/Llama-3.1-8B-Instruct"
-_MISTRAL: Final = "mistralai/Mistral-7B-Instruct-v0.3"
-_R1: Final = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
-_GRANITE: Final = "ibm-granite/granite-3.3-2b-instruct"
-_PHI4: Final = "microsoft/Phi-4-mini-instruct"
-_GLM: Final = "zai-org/GLM-4-9B-0414"
-_OLMO: Final = "allenai/OLMo-2-1124-7B-Instruct"
-_FALCON: Final = "tiiuae/Falcon3-7B-Instruct"
-
-OTHERS: Final[Mapping[str, Other]] = {
-    "Qwen2MoeForCausalLM": Other(_MOE, "Qwen/Qwen2.5-7B-Instruct"),
-    "Qwen3MoeForCausalLM": Other(_MOE, _QWEN3),
-    "Qwen3NextForCausalLM": Other(_HYBRID, _QWEN3),
-    "Qwen3_5ForCausalLM": Other(_HYBRID, _QWEN3),
-    "Qwen3_5MoeForCausalLM": Other(_HYBRID, _QWEN3),
-    "Qwen3_5ForConditionalGeneration": Other(_HYBRID, _QWEN3),
-    "Qwen3_5MoeForConditionalGeneration": Other(_HYBRID, _QWEN3),
-    "MixtralForCausalLM": Other(_MOE, _MISTRAL),
-    "DeepseekV2ForCausalLM": Other(_MOE, _R1),
-    "DeepseekV3ForCausalLM": Other(_MOE, _R1),
-    "GptOssForCausalLM": Other(_MOE, _QWEN3),
-    "Llama4ForCausalLM": Other(_MOE, _LLAMA),
-    "Llama4ForConditionalGeneration": Other(_MOE, _LLAMA),
-    "OlmoeForCausalLM": Other(_MOE, _OLMO),
-    "GraniteMoeForCausalLM": Other(_MOE, _GRANITE),
-    "GraniteMoeSharedForCausalLM": Other(_MOE, _GRANITE),
-    "GraniteMoeHybridForCausalLM": Other(_HYBRID, _GRANITE),
-    "PhimoeForCausalLM": Other(_MOE, _PHI4),
-    "Glm4MoeForCausalLM": Other(_MOE, _GLM),
-    "DbrxForCausalLM": Other(_MOE, _LLAMA),
-    "MiniMaxForCausalLM": Other(_HYBRID, _QWEN3),
-    "JambaForCausalLM": Other(_HYBRID, _LLAMA),
-    "ZambaForCausalLM": Other(_HYBRID, _LLAMA),
-    "Zamba2ForCausalLM": Other(_HYBRID, _LLAMA),
-    "BambaForCausalLM": Other(_HYBRID, _LLAMA),
-    "FalconH1ForCausalLM": Other(_HYBRID, _FALCON),
-    "Lfm2ForCausalLM": Other(_HYBRID, _LLAMA),
-    "Lfm2MoeForCausalLM": Other(_HYBRID, _LLAMA),
-    "NemotronHForCausalLM": Other(_HYBRID, _LLAMA),
-    "RecurrentGemmaForCausalLM": Other(_HYBRID, "google/gemma-2-2b-it"),
-    "MambaForCausalLM": Other(_RECURRENT),
-    "Mamba2ForCausalLM": Other(_RECURRENT),
-    "FalconMambaForCausalLM": Other(_RECURRENT, _FALCON),
-    "RwkvForCausalLM": Other(_RECURRENT),
-    "Qwen2VLForConditionalGeneration": Other(_MODALITIES, "Qwen/Qwen2.5-7B-Instruct"),
-    "Qwen2_5_VLForConditionalGeneration": Other(_MODALITIES, "Qwen/Qwen2.5-7B-Instruct"),
-    "Qwen3VLForConditionalGeneration": Other(_MODALITIES, _QWEN3),
-    "Qwen3VLMoeForConditionalGeneration": Other(_MOE, _QWEN3),
-    "LlavaForConditionalGeneration": Other(_MODALITIES, _LLAMA),
-    "MllamaForConditionalGeneration": Other(_MODALITIES, _LLAMA),
-    "PaliGemmaForConditionalGeneration": Other(_MODALITIES, "google/gemma-3-4b-it"),
-    "Gemma3nForConditionalGeneration": Other(_MODALITIES, "google/gemma-3-4b-it"),
-    "Gemma3nForCausalLM": Other(_DENSE, "google/gemma-3-4b-it"),
-    "Phi4MultimodalForCausalLM": Other(_MODALITIES, _PHI4),
-    "Glm4vForConditionalGeneration": Other(_MODALITIES, _GLM),
-    "BertModel": Other(_ENCODER),
-    "BertForMaskedLM": Other(_ENCODER),
-    "RobertaForMaskedLM": Other(_ENCODER),
-    "XLMRobertaModel": Other(_ENCODER),
-    "ModernBertForMaskedLM": Other(_ENCODER),
-    "T5ForConditionalGeneration": Other(_BOTH),
-    "BartForConditionalGeneration": Other(_BOTH),
-    "MarianMTModel": Other(_BOTH),
-    "WhisperForConditionalGeneration": Other(_BOTH),
-    "GemmaForCausalLM": Other(_DENSE, "google/gemma-2-2b-it"),
-    "PhiForCausalLM": Other(_DENSE, _PHI4),
-    "OlmoForCausalLM": Other(_DENSE, _OLMO),
-    "CohereForCausalLM": Other(_DENSE, "CohereLabs/c4ai-command-r7b-12-2024"),
-    "FalconForCausalLM": Other(_DENSE, _FALCON),
-    "GPTBigCodeForCausalLM": Other(_DENSE, "bigcode/starcoder2-3b"),
-    "GPT2LMHeadModel": Other(_DENSE),
-    "GPTJForCausalLM": Other(_DENSE),
-    "GPTNeoXForCausalLM": Other(_DENSE),
-    "OPTForCausalLM": Other(_DENSE),
-    "BloomForCausalLM": Other(_DENSE),
-    "MptForCausalLM": Other(_DENSE),
-    "StableLmForCausalLM": Other(_DENSE),
-    "NemotronForCausalLM": Other(_DENSE, _LLAMA),
+_KINDS: Final[Mapping[str, str]] = {
+    "Qwen3(Next|_5)|MoeHybrid|MiniMax|Jamba|[BZ]amba|FalconH1|Lfm2|NemotronH|RecurrentGemma": _HYBRID,
+    "Mamba|Rwkv": _RECURRENT,
+    "[Mm]o[eE]|Mixtral|DeepseekV|GptOss|Llama4|Dbrx": _MOE,
+    "VLFor|Multimodal|Llava|Mllama|PaliGemma|Gemma3nForCond|Glm4v": _MODALITIES,
+    "(Bert|Roberta)Model$": _ENCODER,
+    "^(T5|Bart|Marian|Whisper)": _BOTH,
+    "^(Gemma(3n)?|Phi|Olmo|Cohere|Falcon|GPT(BigCode|J|NeoX)|OPT|Bloom|Mpt|StableLm|Nemotron)ForCausalLM$": _DENSE,
+    "^GPT2LMHeadModel$": _DENSE,
 }
-"""By the entry of ``architectures`` in config.json."""
-
+"""By a part of the entry of ``architectures`` in config.json; the first counts."""
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
-_ENDINGS: Final = {
-    "ForMaskedLM": _ENCODER,
-    "ForSequenceClassification": "a classifier, which does not generate text",
-    "ForTokenClassification": "a classifier, which does not generate text",
-    "ForConditionalGeneration": "a model of several modalities, or an encoder with a decoder, that is not supported",
+_ENDINGS: Final[Mapping[str, str]] = {
+    "ForMaskedLM$": _ENCODER,
+    "For(Sequence|Token)Classification$": "a classifier, which does not generate text",
+    "ForConditionalGeneration$": "a model of several modalities, or an encoder with a decoder, that is not supported",
 }
+_NEAREST: Final[Mapping[str, str]] = {
+    "Qwen2": "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen3|GptOss|MiniMax": "Qwen/Qwen3-8B",
+    "Mixtral": "mistralai/Mistral-7B-Instruct-v0.3",
+    "Deepseek": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+    "Olmo": "allenai/OLMo-2-1124-7B-Instruct",
+    "Granite": "ibm-granite/granite-3.3-2b-instruct",
+    "Phi": "microsoft/Phi-4-mini-instruct",
+    "Glm4": "zai-org/GLM-4-9B-0414",
+    "Falcon": "tiiuae/Falcon3-7B-Instruct",
+    "PaliGemma|Gemma3n": "google/gemma-3-4b-it",
+    "(Recurrent)?Gemma": "google/gemma-2-2b-it",
+    "Cohere": "CohereLabs/c4ai-command-r7b-12-2024",
+    "GPTBigCode": "bigcode/starcoder2-3b",
+    "Llama4|Llava|Mllama|Dbrx|Jamba|[BZ]amba|Lfm2|Nemotron": "meta-llama/Llama-3.1-8B-Instruct",
+}
+"""By how the entry begins; :data:`SMALL` for all others."""
 _QUANTISED: Final = (
     "the original repository, which is not quantised; --weights int8 or int4 quantises it when it is read"
 )
@@ -164,11 +110,15 @@ def other_of(names: object, raw: Mapping[str, Any]) -> Other | None:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         return None
     (name,) = names
-    if name in OTHERS:
-        return OTHERS[name]
-    if any(isinstance(raw.get(key), int) and raw[key] > 1 for key in _EXPERTS):
-        return Other(_MOE)
-    return next((Other(kind) for ending, kind in _ENDINGS.items() if name.endswith(ending)), None)
+    kind = _first(re.search, _KINDS, name)
+    if kind is None and any(isinstance(raw.get(key), int) and raw[key] > 1 for key in _EXPERTS):
+        kind = _MOE
+    kind = kind or _first(re.search, _ENDINGS, name)
+    return None if kind is None else Other(kind, _first(re.match, _NEAREST, name) or SMALL)
+
+
+def _first(finds: Callable[[str, str], object], table: Mapping[str, str], name: str) -> str | None:
+    return next((value for pattern, value in table.items() if finds(pattern, name)), None)
 
 
 def check_not_quantised(raw: Mapping[str, Any]) -> None:

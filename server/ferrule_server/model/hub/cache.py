@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Final
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model_files import MAX_HEADER_BYTES, is_file, read_object, read_text
+from ferrule_server.model.checkpoint import SINGLE_FILE, read_index
+from ferrule_server.model_files import is_file, read_text
 
-SINGLE_FILE: Final = "model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _MAX_REF_BYTES: Final = 4096
 _PART_SUFFIX: Final = ".ferrule.incomplete"
@@ -89,8 +88,7 @@ class HubCache:
         if commit is None:
             return None
         folder = self.snapshot(commit)
-        weights = weights_of(folder)
-        return folder if weights and all(is_file(folder / name) for name in ("config.json", *weights)) else None
+        return folder if is_file(folder / "config.json") and has_weights(folder) else None
 
     def newest(self) -> Path | None:
         """Return the folder of a commit with weights: that of the main branch, else any; None if there is none."""
@@ -145,13 +143,8 @@ class HubCache:
 
 
 def weights_of(folder: Path) -> list[str]:
-    """Return the names of the files with the weights of a folder: the single file, or those of the index."""
-    return [SINGLE_FILE] if is_file(folder / SINGLE_FILE) else shards_of(folder)
-
-
-def shards_of(folder: Path) -> list[str]:
-    """Return the files that the index of a model folder names, in order; none if it has no readable index."""
-    return sorted({str(name) for name in _weight_map(folder).values()})
+    """Return the names of the files with the weights of a folder: the single file, or those of a readable index."""
+    return [SINGLE_FILE] if is_file(folder / SINGLE_FILE) else sorted(set(_weight_map(folder).values()))
 
 
 def tensors_of(folder: Path) -> frozenset[str]:
@@ -159,17 +152,22 @@ def tensors_of(folder: Path) -> frozenset[str]:
     return frozenset(_weight_map(folder))
 
 
-def _weight_map(folder: Path) -> dict[str, object]:
+def _weight_map(folder: Path) -> dict[str, str]:
     try:
-        weight_map = read_object(folder, INDEX_FILE, MAX_HEADER_BYTES).get("weight_map")
+        return read_index(folder)
     except ModelError:
         return {}
-    return weight_map if isinstance(weight_map, dict) else {}
 
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether a folder has its tokenizer; another tool may have fetched the weights alone."""
     return is_file(folder / "tokenizer.json")
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has all its files with weights."""
+    weights = weights_of(folder)
+    return bool(weights) and all(is_file(folder / name) for name in weights)
 
 
 def free_bytes(folder: Path) -> int:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model.hub.cache import INDEX_FILE, HubCache
+from ferrule_server.model.checkpoint import INDEX_FILE
+from ferrule_server.model.hub.cache import HubCache
 from ferrule_server.model.hub.fetch import CutOff, RemoteFile, Response
 
 CONFIGS: Final = ("config.json", "generation_config.json")

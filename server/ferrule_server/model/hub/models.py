@@ -20,14 +20,12 @@ from pathlib import Path
 from typing import Final
 
 from ferrule_server.errors import ModelError
+from ferrule_server.model.checkpoint import INDEX_FILE, SINGLE_FILE, read_index
 from ferrule_server.model.families.others import NotSupported, files_advice
 from ferrule_server.model.hub.cache import (
-    INDEX_FILE,
-    SINGLE_FILE,
     HubCache,
     free_bytes,
     has_tokenizer,
-    shards_of,
     size_of,
     tensors_of,
     weights_of,
@@ -211,11 +209,13 @@ class _Fetch:
         names = [SINGLE_FILE]
         if SINGLE_FILE not in files:
             self._fetch([files[INDEX_FILE]])
-            names = shards_of(self._folder)
+            try:
+                names = sorted(set(read_index(self._folder).values()))
+            except ModelError as error:
+                raise ModelError(f"--model {self._hub.name}: {error}") from error
         lost = [name for name in names if name not in files]
-        if lost or not names:
-            said = f"names {lost[0]}, which the repository lacks" if lost else "names no files"
-            raise ModelError(f"--model {self._hub.name}: {INDEX_FILE} {said}")
+        if lost:
+            raise ModelError(f"--model {self._hub.name}: {INDEX_FILE} names {lost[0]}, which the repository lacks")
         beyond = [name for name in names if files[name].num_bytes > _MOST_BYTES and self._missing([files[name]])]
         if beyond:
             raise ModelError(

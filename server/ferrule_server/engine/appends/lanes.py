@@ -66,7 +66,7 @@ class Lanes:
         caches: Carries out forks and truncates.
         creations: The sequences created for each request_id.
         cold: Starts the computation of cold sequences.
-        counters: Counts forks, truncates and joins.
+        counters: Counts replays and joins.
         finish: Takes the outcome of each job, once.
         journal: Writes what happens to durable sequences; None: there are none.
         failpoints: For tests.
@@ -209,7 +209,6 @@ class Lanes:
         result: ForkResult | TruncateResult
         if isinstance(job, ForkJob):
             result = self._caches.fork(job, at)
-            self._counters.forks += 1
             creation = self._creations.begin(job) if job.request_id else None
             if creation is not None:
                 self._creations.finish(creation, result.handles)
@@ -218,7 +217,6 @@ class Lanes:
         else:
             assert isinstance(job, TruncateJob)
             result = self._caches.truncate(job, at)
-            self._counters.truncates += 1
             if self._journal is not None and sequence.is_durable:
                 self._journal.note_truncate(sequence, job, result.freed_blocks)
         if self._failpoints is not None:

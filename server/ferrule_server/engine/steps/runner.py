@@ -108,8 +108,6 @@ class StepRunner:
         counters, num_rows = self._counters, batch.num_rows
         counters.steps += 1
         counters.step_ns += elapsed_ns
-        counters.last_step_ns = elapsed_ns
-        counters.last_step_rows = num_rows
         counters.last_step_seqs = batch.num_seqs
         counters.last_step_unix_ns = time.time_ns()
         counters.max_step_rows = max(counters.max_step_rows, num_rows)

@@ -72,8 +72,7 @@ class Stepper:
         """Make the parts of a step."""
         settings = self.settings
         self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
-        logs_top_tokens = settings.debug_top_tokens
-        self._runner = StepRunner(self.executor, self.counters, self.failpoints, logs_top_tokens=logs_top_tokens)
+        self._runner = StepRunner(self.executor, self.counters, self.failpoints, settings.debug_top_tokens)
         self._lookahead: Lookahead | None = None
         if isinstance(self.executor, PipelinedExecutor):
             self._lookahead = Lookahead(self.executor, self._runner, self.store.reservations, self.counters)

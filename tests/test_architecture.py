@@ -198,25 +198,25 @@ MAX_FILE_LINES = 400
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
     ".": 1947,  # host.py: control groups, nested; a plan before weights are read; links of model files
-    "api": 365,
+    "api": 368,  # the List of Health
     "api/receiving": 655,
-    "api/requests": 960,
-    "api/responses": 605,
+    "api/requests": 950,
+    "api/responses": 570,
     "api/rpc": 790,  # what a drain waits for
-    "api/security": 560,  # strangers are paused, and their connections ended
+    "api/security": 562,  # strangers are paused, and their connections ended
     "api/services": 355,  # special_tokens_as_text
     "api/streams": 610,
-    "api/telemetry": 560,  # the metrics of the journal
+    "api/telemetry": 555,  # the metrics of the journal
     "api/texts": 230,
     "api/web": 505,
-    "durability": 2020,  # the newest segment stands in the identity, files by kind and size, a directory that vanishes
-    "engine": 1086,  # durable sequences, and what they report
-    "engine/appends": 1375,  # cold sequences, restored records and creations, what outlives a device fault
-    "engine/bridge": 430,
-    "engine/durable": 690,  # rewinds have a record of their own
-    "engine/generation": 670,
-    "engine/metrics": 285,  # the figures of the journal
-    "engine/steps": 1010,
+    "durability": 2000,  # the newest segment stands in the identity, files by kind and size, a directory that vanishes
+    "engine": 1071,  # durable sequences, and what they report
+    "engine/appends": 1352,  # cold sequences, restored records and creations, what outlives a device fault
+    "engine/bridge": 422,
+    "engine/durable": 670,  # rewinds have a record of their own
+    "engine/generation": 657,
+    "engine/metrics": 276,  # the figures of the journal
+    "engine/steps": 980,
     "executor": 640,  # host_plan.py, and sizes.py, which was in model_check
     "executor/cpu": 1095,  # layers of several sizes, the second embedding of Gemma 4, and fields of layers it refuses
     "executor/cuda": 2730,
@@ -230,7 +230,7 @@ BUDGET: dict[str, int] = {
     "model/families": 1010,
     "model/hub": 610,
     "model_check": 490,
-    "text": 1000,  # growth.py; which tokens are control tokens, and conversations in which their text stays text
+    "text": 1001,  # growth.py; which tokens are control tokens, and conversations in which their text stays text
     "training": 665,
 }
 """Code lines of each package of the server, its subpackages counted for themselves (``python -m tools.code_lines``)."""

@@ -9,7 +9,7 @@ import pytest
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_pb2, types_pb2
 from ferrule_cli import app
-from ferrule_server.durability.writer import SYNC_BOUNDS_S
+from ferrule_server.durability.writer import SYNC_BOUNDS_S, JournalCounters
 from ferrule_server.engine.appends.caches import Caches
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.jobs import AppendJob, CacheInfo, GenerateJob, Lease
@@ -28,7 +28,10 @@ Read = Callable[[CacheOptions, bool, types_pb2.KvCacheHandle | None], AppendJob 
 def figures(*, is_healthy: bool = True) -> DurabilityFigures:
     """Return the figures of a journal in which every number is another one."""
     counts = tuple(range(len(SYNC_BOUNDS_S) + 1))
-    return DurabilityFigures(is_healthy, 12, 11, 10_000, 9, 8, 7, 6, 5_000, 4_000, 3, 2, counts, 1.5)
+    counters = JournalCounters(
+        num_groups=7, num_syncs=6, num_bytes=5_000, sum_sync_ns=1_500_000_000, sync_counts=[*counts], num_failures=3
+    )
+    return DurabilityFigures(is_healthy, 12, 11, 10_000, 9, 8, 4_000, 2, counters)
 
 
 def _prefill(options: CacheOptions, is_durable: bool, handle: types_pb2.KvCacheHandle | None) -> AppendJob:
@@ -137,7 +140,7 @@ def test_the_view_shows_the_journal(server: RunningServer, monkeypatch: pytest.M
     state = admin_pb2.JOURNAL_STATE_HEALTHY if is_healthy else admin_pb2.JOURNAL_STATE_LOST
     assert (view.journal_state, view.durable_sequences, view.cold_sequences) == (state, 12, 11)
     assert view.tokens_to_recompute == 10_000
-    assert (tuple(view.sync_times.counts), view.sync_times.sum_ns) == (seen.sync_buckets, 1_500_000_000)
+    assert (tuple(view.sync_times.counts), view.sync_times.sum_ns) == (seen.sync_times.counts, 1_500_000_000)
 
 
 @pytest.mark.parametrize(("is_lost", "told"), [(None, ""), (False, "healthy"), (True, "lost")])

@@ -446,7 +446,7 @@ def test_syncs_are_counted_by_how_long_they_took(files: FaultFiles, client: Clie
     counters = client.writer.counters
     assert sum(counters.sync_counts) == counters.num_syncs == counters.num_groups == 5
     assert counters.num_bytes == client.writer.size_bytes == 5 * (12 + 9)
-    assert 0 < counters.last_sync_ns <= counters.sum_sync_ns
+    assert counters.sum_sync_ns > 0
     slow = writers.JournalCounters()
     for took_s in (50e-6, 100e-6, 101e-6, 11.0):
         slow.count_sync(1, round(took_s * 1e9))

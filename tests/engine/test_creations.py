@@ -237,7 +237,7 @@ def test_a_fork_sent_again_gets_the_same_branches(harness: Harness) -> None:
     assert num_sequences(harness) == 2
     harness.release(*made.handles)
     assert isinstance(harness.submit(fork_job(source, 3)).error(), HandleUnknown)
-    assert harness.engine.counters.forks == 1
+    assert harness.engine.kv_metrics().num_forks == 3
 
 
 def test_a_fork_sent_again_renews_the_leases_of_its_branches(harness: Harness) -> None:

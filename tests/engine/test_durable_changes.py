@@ -62,7 +62,7 @@ def test_a_lease_that_changes_with_an_append_does_not_hide_it(servers: Servers) 
     after = server.engine.durability()
     assert before is not None
     assert after is not None
-    assert after.num_bytes - before.num_bytes < 200
+    assert after.counters.num_bytes - before.counters.num_bytes < 200
     server = servers.crash()
     found = info(server, result.handle)
     assert (found.length, found.lease.ttl_s) == (200, 45.0)

@@ -85,7 +85,7 @@ def test_a_failed_write_is_answered_with_durability_lost(
     assert isinstance(result, AppendResult)
     assert result.replayed
     assert result.handle.length == 4
-    assert server.engine.durability().num_failures == 1  # type: ignore[union-attr]
+    assert server.engine.durability().counters.num_failures == 1  # type: ignore[union-attr]
     restored = files.crash(nothing)
     with Harness(durable=DIRECTORY, files=restored) as after:
         assert after.decode(result.handle, 5).rows[0].token == fake_next_token([1, 2, 3, 4, 5], VOCAB)

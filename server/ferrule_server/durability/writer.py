@@ -60,8 +60,7 @@ class JournalCounters:
         num_groups: Groups on the disk.
         num_syncs: Frames written and synced; groups that waited for the disk share one.
         num_bytes: Bytes of frames written and synced.
-        last_sync_ns: How long the newest write and sync took.
-        sum_sync_ns: How long all of them took.
+        sum_sync_ns: How long writes and syncs took.
         sync_counts: How many took at most each of SYNC_BOUNDS_S and more than the bound before; last: longer ones.
         num_failures: How often writing failed.
     """
@@ -69,7 +68,6 @@ class JournalCounters:
     num_groups: int = 0
     num_syncs: int = 0
     num_bytes: int = 0
-    last_sync_ns: int = 0
     sum_sync_ns: int = 0
     sync_counts: list[int] = field(default_factory=lambda: [0] * (len(SYNC_BOUNDS_S) + 1))
     num_failures: int = 0
@@ -78,7 +76,6 @@ class JournalCounters:
         """Count a frame that was written and synced."""
         self.num_syncs += 1
         self.num_bytes += num_bytes
-        self.last_sync_ns = took_ns
         self.sum_sync_ns += took_ns
         self.sync_counts[bisect_left(SYNC_BOUNDS_S, took_ns / 1e9)] += 1
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -65,13 +66,7 @@ from ferrule_server.engine.steps.gather import GatherWindow
 from ferrule_server.engine.steps.stepper import Stepper
 from ferrule_server.engine.steps.warmup import Warmup
 from ferrule_server.engine.viewer import Viewer
-from ferrule_server.errors import (
-    Cancelled,
-    Draining,
-    DurabilityLost,
-    FerruleError,
-    HandleExpired,
-)
+from ferrule_server.errors import Cancelled, Draining, DurabilityLost, FerruleError, HandleExpired
 from ferrule_server.executor.base import DeviceLost, Executor, KvLost
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.kv.sequence_store import SequenceStore
@@ -175,7 +170,7 @@ class Engine:
             check_loop=self._creations.check_loop,
             release=self._endings.release_one,
             finish=self._finish,
-            seed_key=None if durability is None else durability.seed_key,
+            seed_key=secrets.token_bytes(16) if durability is None else durability.seed_key,
         )
         self._warmup = Warmup(executor, settings.max_step_rows, self._finish)
         self._stepper = Stepper(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from ferrule_server.errors import FerruleError
@@ -162,7 +162,27 @@ class StreamJob(QueuedJob[_R_co]):
 
 
 @dataclass(eq=False, slots=True)
-class AppendJob(LaneJob["AppendResult"]):
+class _Prompt:
+    """Tokens for the sequence of a handle or for a new one, and how a new one is kept; see :class:`AppendJob`."""
+
+    principal: str
+    token_ids: tuple[int, ...]
+    handle: Handle | None
+    output: OutputRequest
+    _: KW_ONLY
+    is_cancelled: bool = False
+    submitted_ns: int = 0
+    rows_run: int = 0
+    is_repeat_only: bool = False
+    reserved_length: int = 0
+    reuse_prefix: bool = True
+    publish_prefix: bool = True
+    is_durable: bool = False
+    attention_window: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class AppendJob(_Prompt, LaneJob["AppendResult"]):
     """Prefill or decode: append tokens to the sequence of a handle, or to a new one.
 
     Attributes:
@@ -188,22 +208,9 @@ class AppendJob(LaneJob["AppendResult"]):
         loop: Digest of the Generate that it belongs to, ``creations.loop_of``; empty: it is a request of its own.
     """
 
-    principal: str
-    token_ids: tuple[int, ...]
-    handle: Handle | None
-    output: OutputRequest
     on_stale: StalePolicy = StalePolicy.FAIL
     ttl_s: float | None = None
     request_id: str = ""
-    is_cancelled: bool = False
-    submitted_ns: int = 0
-    rows_run: int = 0
-    is_repeat_only: bool = False
-    reserved_length: int = 0
-    reuse_prefix: bool = True
-    publish_prefix: bool = True
-    is_durable: bool = False
-    attention_window: int = 0
     drafts: Drafts | None = None
     cohort: int = 0
     is_internal: bool = False
@@ -326,7 +333,7 @@ def packed_ids(token_ids: tuple[int, ...]) -> bytes:
 
 
 @dataclass(eq=False, slots=True)
-class GenerateJob(StreamJob["GenerateFrame"]):
+class GenerateJob(_Prompt, StreamJob["GenerateFrame"]):
     """The decode loop: append tokens to the sequence of a handle or to a new one, then draw one token after another.
 
     The job is answered with any number of :class:`GenerateFrame`, of which the last has ``is_last``; or with an error
@@ -344,24 +351,11 @@ class GenerateJob(StreamJob["GenerateFrame"]):
         has_begun: Its first frame is delivered: the prompt has been run. Written by the gate.
     """
 
-    principal: str
-    token_ids: tuple[int, ...]
-    handle: Handle | None
-    output: OutputRequest
     stop: StopRules
     window: Window
     on_stale: StalePolicy = StalePolicy.FAIL
     ttl_s: float | None = None
     request_id: str = ""
-    is_cancelled: bool = False
-    submitted_ns: int = 0
-    rows_run: int = 0
-    is_repeat_only: bool = False
-    reserved_length: int = 0
-    reuse_prefix: bool = True
-    publish_prefix: bool = True
-    is_durable: bool = False
-    attention_window: int = 0
     num_branches: int = 1
     row_bytes: int = 64
     has_begun: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 import numpy as np
@@ -45,6 +46,7 @@ WIRE_TYPES: Final[Mapping[int, np.dtype[np.generic]]] = {
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True, slots=True)
 class FieldReader:
     """Reads the fields that many requests have, for one model.
 
@@ -59,14 +61,11 @@ class FieldReader:
         is_durable: The server has a journal.
     """
 
-    def __init__(
-        self, vocab_size: int, max_context: int, limits: ApiLimits, attention_window: int, *, is_durable: bool = False
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.max_context = max_context
-        self.limits = limits
-        self.attention_window = attention_window
-        self.is_durable = is_durable
+    vocab_size: int
+    max_context: int
+    limits: ApiLimits
+    attention_window: int
+    is_durable: bool = False
 
     def handle(self, message: types_pb2.KvCacheHandle, at: str) -> Handle:
         """Return the handle in the field ``kv_cache``; its length and lineage count.

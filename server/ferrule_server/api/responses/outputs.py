@@ -13,6 +13,7 @@ from ferrule_server.api.requests.caches import page_token
 from ferrule_server.api.requests.fields import LEVELS, WIRE_TYPES
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.requests.policy import OutputPlan
+from ferrule_server.api.responses.describe import same_fields
 from ferrule_server.api.responses.times import duration, from_now
 from ferrule_server.api.rpc.status import to_status
 from ferrule_server.engine.jobs import AppendResult, CacheInfo, ForkResult, Lease, ListResult
@@ -127,19 +128,9 @@ async def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
 
 
 def _summary(info: CacheInfo) -> cache_pb2.CacheSummary:
+    own = {"lease": lease_message(info.lease), "create_time": from_now(-info.age_s)}
     return cache_pb2.CacheSummary(
-        handle_id=info.handle_id,
-        length=info.length,
-        num_blocks=info.num_blocks,
-        num_shared_blocks=info.num_shared_blocks,
-        kv_bytes=info.kv_bytes,
-        reserved_length=info.reserved_length,
-        first_position=info.first_position,
-        lowest_length=info.lowest_length,
-        lease=lease_message(info.lease),
-        create_time=from_now(-info.age_s),
-        durability=LEVELS[info.is_durable],
-        tokens_to_recompute=info.tokens_to_recompute,
+        **(same_fields(info, cache_pb2.CacheSummary) | own), durability=LEVELS[info.is_durable]
     )
 
 
@@ -151,9 +142,7 @@ def slot_reservation(evidence: SlotReservation, block_size: int, total_blocks: i
         free_blocks_before=evidence.free_blocks_before,
         free_blocks_after=evidence.free_blocks_after,
         allocations=[
-            cache_pb2.KvSlotAllocation(
-                blocks_before=each.blocks_before, blocks_after=each.blocks_after, new_blocks=each.new_blocks
-            )
+            cache_pb2.KvSlotAllocation(**same_fields(each, cache_pb2.KvSlotAllocation), new_blocks=each.new_blocks)
             for each in evidence.allocations
         ],
     )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from ferrule.v1 import info_pb2
 from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.kv.metrics import KvMetrics
+
+_Seen = TypeVar("_Seen")
 
 _ALWAYS_SHOWN: Final = (
     *("CANCELLED", "ENGINE_FAULT", "HANDLE_LOST", "HANDLE_STALE"),
@@ -52,23 +54,15 @@ class Look:
         return min(self.counters.timings.num_left_out, self.snapshot.num_running)
 
 
-class Figure(NamedTuple):
+class Figure(NamedTuple, Generic[_Seen]):
     """A metric without labels: its name after ``ferrule_``, its help text, and the function that reads it."""
 
     name: str
     help: str
-    read: Callable[[Look], float]
+    read: Callable[[_Seen], float]
 
 
-class DurableFigure(NamedTuple):
-    """A metric of the journal, as :class:`Figure`."""
-
-    name: str
-    help: str
-    read: Callable[[DurabilityFigures], float]
-
-
-GAUGES: Final = (
+GAUGES: Final[tuple[Figure[Look], ...]] = (
     Figure("sequences", "Live sequences.", lambda look: look.snapshot.num_sequences),
     Figure(
         "jobs_running",
@@ -102,7 +96,7 @@ GAUGES: Final = (
     ),
 )
 
-COUNTERS: Final = (
+COUNTERS: Final[tuple[Figure[Look], ...]] = (
     Figure(
         "prompt_tokens",
         "Tokens appended by prefills, without those found in the prefix cache.",
@@ -170,25 +164,25 @@ COUNTERS: Final = (
     Figure("discarded_rows", "Rows of queued steps that were not used.", lambda look: look.counters.discarded_rows),
 )
 
-DURABLE_GAUGES: Final = (
-    DurableFigure("durable_healthy", "1 while records reach the disk.", lambda seen: seen.is_healthy),
-    DurableFigure("durable_sequences", "Durable sequences that are alive.", lambda seen: seen.num_sequences),
-    DurableFigure("durable_cold_sequences", "Of these, sequences without KV.", lambda seen: seen.num_cold),
-    DurableFigure("durable_tokens_to_recompute", "Tokens of these.", lambda seen: seen.tokens_to_recompute),
-    DurableFigure("durable_directory_bytes", "Size of the journal on the disk.", lambda seen: seen.directory_bytes),
+DURABLE_GAUGES: Final[tuple[Figure[DurabilityFigures], ...]] = (
+    Figure("durable_healthy", "1 while records reach the disk.", lambda seen: seen.is_healthy),
+    Figure("durable_sequences", "Durable sequences that are alive.", lambda seen: seen.num_sequences),
+    Figure("durable_cold_sequences", "Of these, sequences without KV.", lambda seen: seen.num_cold),
+    Figure("durable_tokens_to_recompute", "Tokens of these.", lambda seen: seen.tokens_to_recompute),
+    Figure("durable_directory_bytes", "Size of the journal on the disk.", lambda seen: seen.directory_bytes),
 )
-DURABLE_COUNTERS: Final = (
-    DurableFigure("durable_restored", "Sequences read from the journal at the start.", lambda seen: seen.num_restored),
-    DurableFigure(
+DURABLE_COUNTERS: Final[tuple[Figure[DurabilityFigures], ...]] = (
+    Figure("durable_restored", "Sequences read from the journal at the start.", lambda seen: seen.num_restored),
+    Figure(
         "durable_recomputed_tokens",
         "Tokens of restored sequences whose KV was computed again.",
         lambda seen: seen.num_recomputed_tokens,
     ),
-    DurableFigure("durable_groups", "Group commits: the records of a step or more.", lambda seen: seen.num_groups),
-    DurableFigure("durable_syncs", "Syncs of the journal to the disk.", lambda seen: seen.num_syncs),
-    DurableFigure("durable_written_bytes", "Bytes written to the journal.", lambda seen: seen.num_bytes),
-    DurableFigure("durable_failures", "Writes and syncs that failed.", lambda seen: seen.num_failures),
-    DurableFigure("durable_snapshots", "Complete snapshots written.", lambda seen: seen.num_snapshots),
+    Figure("durable_groups", "Group commits: the records of a step or more.", lambda seen: seen.counters.num_groups),
+    Figure("durable_syncs", "Syncs of the journal to the disk.", lambda seen: seen.counters.num_syncs),
+    Figure("durable_written_bytes", "Bytes written to the journal.", lambda seen: seen.counters.num_bytes),
+    Figure("durable_failures", "Writes and syncs that failed.", lambda seen: seen.counters.num_failures),
+    Figure("durable_snapshots", "Complete snapshots written.", lambda seen: seen.num_snapshots),
 )
 """Metrics of a server with a journal; any other server has none of them."""
 

@@ -6,9 +6,9 @@ reader may be one step behind. The number of series is bounded, since no label h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import Final
+from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -33,11 +33,13 @@ from ferrule_server.api.telemetry.metric_tables import (
     DURABLE_SYNC,
     GAUGES,
     HISTOGRAMS,
+    Figure,
     Look,
 )
 from ferrule_server.engine.jobs import Finish
-from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.engine.metrics.histogram import HistogramReading
+
+_Seen = TypeVar("_Seen")
 
 _PREFIX: Final = "ferrule_"
 _STATES: Final = ("starting", "ready", "busy", "draining", "failed")
@@ -85,15 +87,15 @@ class _ServerCollector(Collector):
         snapshot, kv = serving.engine.snapshot(), serving.engine.kv_metrics()
         look = Look(state, serving, status, snapshot, kv)
         yield from _described(look)
-        for figure in GAUGES:
-            yield GaugeMetricFamily(_PREFIX + figure.name, figure.help, figure.read(look))
-        for figure in COUNTERS:
-            yield CounterMetricFamily(_PREFIX + figure.name, figure.help, figure.read(look))
+        yield from _plain(GAUGES, look)
+        yield from _plain(COUNTERS, look, CounterMetricFamily)
         for attribute, reading in look.counters.timings:
             name, meaning = HISTOGRAMS[attribute]
             yield _histogram(name, meaning, reading)
         if (journal := serving.engine.durability()) is not None:
-            yield from _durable(journal)
+            yield from _plain(DURABLE_GAUGES, journal)
+            yield from _plain(DURABLE_COUNTERS, journal, CounterMetricFamily)
+            yield _histogram(*DURABLE_SYNC, journal.sync_times)
 
 
 def _always(state: ServerState, status: info_pb2.ExecutorStatus) -> Iterator[Metric]:
@@ -102,9 +104,8 @@ def _always(state: ServerState, status: info_pb2.ExecutorStatus) -> Iterator[Met
     yield _labelled("state", "1 for the state that the server is in.", "state", {each: each == now for each in _STATES})
     progress = 1.0 if state.serving is not None else state.load_progress
     yield GaugeMetricFamily(_PREFIX + "load_progress_ratio", "How much of the model is loaded.", progress)
-    started = GaugeMetricFamily(_PREFIX + "start_timestamp_seconds", "When the server started, in Unix time.")
-    started.add_metric([], state.start_ns * 1e-9)
-    yield started
+    start_s = state.start_ns * 1e-9
+    yield GaugeMetricFamily(_PREFIX + "start_timestamp_seconds", "When the server started, in Unix time.", start_s)
     yield _labelled("rpcs_in_flight", "Calls under way.", "rpc", state.calls.in_flight())
     ended = CounterMetricFamily(
         _PREFIX + "rpcs", "Calls that have ended, by their status.", labels=("rpc", "code", "reason")
@@ -150,13 +151,14 @@ def _described(look: Look) -> Iterator[Metric]:
     yield _labelled("refused", "Jobs and items refused, by reason.", "reason", look.refused, CounterMetricFamily)
 
 
-def _durable(journal: DurabilityFigures) -> Iterator[Metric]:
-    """Return the metrics of a journal."""
-    for figure in DURABLE_GAUGES:
-        yield GaugeMetricFamily(_PREFIX + figure.name, figure.help, figure.read(journal))
-    for figure in DURABLE_COUNTERS:
-        yield CounterMetricFamily(_PREFIX + figure.name, figure.help, figure.read(journal))
-    yield _histogram(*DURABLE_SYNC, journal.sync_times)
+def _plain(
+    figures: Iterable[Figure[_Seen]],
+    seen: _Seen,
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
+) -> Iterator[Metric]:
+    """Return metrics without labels."""
+    for figure in figures:
+        yield family(_PREFIX + figure.name, figure.help, figure.read(seen))
 
 
 def _labelled(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.failpoints import Failpoints
@@ -11,6 +12,7 @@ from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence_store import SequenceStore
 
 
+@dataclass(eq=False, slots=True)
 class Endings:
     """Ends sequences. Used on the engine thread.
 
@@ -22,20 +24,12 @@ class Endings:
         failpoints: For tests.
     """
 
-    def __init__(
-        self,
-        store: SequenceStore,
-        lanes: Lanes,
-        on_release: Callable[[str], object],
-        counters: EngineCounters,
-        failpoints: Failpoints | None = None,
-    ) -> None:
-        self._store = store
-        self._lanes = lanes
-        self._on_release = on_release
-        self._counters = counters
-        self._failpoints = failpoints
-        self._listeners: list[Callable[[str], object]] = []
+    store: SequenceStore
+    lanes: Lanes
+    on_release: Callable[[str], object]
+    counters: EngineCounters
+    failpoints: Failpoints | None = None
+    _listeners: list[Callable[[str], object]] = field(default_factory=list, init=False)
 
     def subscribe(self, *listeners: Callable[[str], object]) -> None:
         """From now on, call these with the handle_id of each sequence that has ended."""
@@ -49,24 +43,24 @@ class Endings:
         """
         freed_blocks: list[int | None] = []
         for handle in handles:
-            if self._failpoints is not None:
-                self._failpoints.hit("during_free")
+            if self.failpoints is not None:
+                self.failpoints.hit("during_free")
             freed = self.release_one(handle, principal)
             freed_blocks.append(freed)
-            self._counters.released += freed is not None
+            self.counters.released += freed is not None
         return tuple(freed_blocks)
 
     def release_one(self, handle: Handle, principal: str) -> int | None:
         """Release one sequence, and return how many blocks it freed; None if there was nothing to release."""
-        stopped = self._lanes.stop(handle, principal)
+        stopped = self.lanes.stop(handle, principal)
         try:
-            freed = self._store.release(handle, principal)
+            freed = self.store.release(handle, principal)
             if freed is not None:
-                self._on_release(handle.cache_id)
+                self.on_release(handle.cache_id)
                 self.notify(handle.handle_id)
         finally:  # jobs that wait must be answered even after a failure
             if stopped is not None:
-                self._lanes.advance(stopped)
+                self.lanes.advance(stopped)
         return freed
 
     def notify(self, handle_id: str) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ferrule_server.engine.appends.admission import Admission
@@ -53,6 +54,7 @@ LaneEntry = tuple[LaneJob[object], Sink]
 _REQUEST = attrgetter("token_ids", "handle", "output", "on_stale", "ttl_s", "drafts")
 
 
+@dataclass(eq=False)
 class Lanes:
     """The appends in flight, and the jobs that wait for them.
 
@@ -66,7 +68,7 @@ class Lanes:
         caches: Carries out forks and truncates.
         creations: The sequences created for each request_id.
         cold: Starts the computation of cold sequences.
-        counters: Counts forks, truncates and joins.
+        counters: Counts replays and joins.
         finish: Takes the outcome of each job, once.
         journal: Writes what happens to durable sequences; None: there are none.
         failpoints: For tests.
@@ -75,32 +77,19 @@ class Lanes:
         running: The appends in flight, oldest first.
     """
 
-    def __init__(
-        self,
-        store: SequenceStore,
-        admission: Admission,
-        caches: Caches,
-        *,
-        creations: Creations,
-        cold: Cold,
-        counters: EngineCounters,
-        finish: Callable[[Job[object], Sink, Outcome], None],
-        journal: Reports | None = None,
-        failpoints: Failpoints | None = None,
-    ) -> None:
-        self.running: dict[RunningAppend, None] = {}
-        self.num_waiting = 0
-        self._lanes: dict[Sequence, RunningAppend] = {}
-        self._branches: dict[Sequence, dict[RunningAppend, None]] = {}
-        self._store = store
-        self._admission = admission
-        self._caches = caches
-        self._creations = creations
-        self._cold = cold
-        self._counters = counters
-        self._finish = finish
-        self._journal = journal
-        self._failpoints = failpoints
+    store: SequenceStore
+    admission: Admission
+    caches: Caches
+    creations: Creations
+    cold: Cold
+    counters: EngineCounters
+    finish: Callable[[Job[object], Sink, Outcome], None]
+    journal: Reports | None = None
+    failpoints: Failpoints | None = None
+    running: dict[RunningAppend, None] = field(default_factory=dict, init=False)
+    num_waiting: int = field(default=0, init=False)
+    _lanes: dict[Sequence, RunningAppend] = field(default_factory=dict, init=False)
+    _branches: dict[Sequence, dict[RunningAppend, None]] = field(default_factory=dict, init=False)
 
     # ---- coming -----------------------------------------------------------------------------------------------------
 
@@ -123,9 +112,9 @@ class Lanes:
             assert isinstance(job, AppendJob)
             if job.is_repeat_only:
                 raise Draining
-            self._start(self._admission.create(job, sink), job, sink)
+            self._start(self.admission.create(job, sink), job, sink)
             return
-        sequence = self._store.resolve(job.handle, job.principal, at)
+        sequence = self.store.resolve(job.handle, job.principal, at)
         run = self._lanes.get(sequence)
         if run is None:
             self._judge(job, sink, sequence, at)
@@ -143,9 +132,9 @@ class Lanes:
         """
         run = self._lanes.get(sequence)
         if run is None:
-            run = self._cold.start(sequence, self.running)
+            run = self.cold.start(sequence, self.running)
             self._start(run, run.job, run.sink)
-        raise self._cold.restoring(run)
+        raise self.cold.restoring(run)
 
     def enter_again(self, run: RunningAppend, at: float) -> bool:
         """Reuse a finished append as the next one of its job: like :meth:`enter`, but no new objects are made.
@@ -163,7 +152,7 @@ class Lanes:
         sequence = run.sequence
         if sequence is None or sequence.is_released or run.job.is_cancelled or sequence in self._lanes:
             return False
-        if (sequence.expires_at <= at and not sequence.num_pins) or not self._admission.append_again(run, sequence):
+        if (sequence.expires_at <= at and not sequence.num_pins) or not self.admission.append_again(run, sequence):
             return False
         self.running[run] = None
         self._lanes[sequence] = run
@@ -182,48 +171,46 @@ class Lanes:
             HandleUnknown, HandleExpired, HandleLost: Every sequence that was created has ended.
             HandleStale: The answered tokens are no longer there.
         """
-        creation = self._creations.find(job)
+        creation = self.creations.find(job)
         if creation is None:
             return False
         if isinstance(job, ForkJob):
-            result = self._caches.repeat_fork(job, creation.handles, at)
-            self._counters.replay(job.principal)
-            self._finish(job, sink, result)
+            result = self.caches.repeat_fork(job, creation.handles, at)
+            self.counters.replay(job.principal)
+            self.finish(job, sink, result)
             return True
         assert isinstance(job, AppendJob)
         if creation.run is not None:
             self._join(job, sink, creation.run)
             return True
-        sequence = self._store.resolve(creation.handles[0], job.principal, at)
+        sequence = self.store.resolve(creation.handles[0], job.principal, at)
         if (run := self._lanes.get(sequence)) is not None:
             self._wait(job, sink, run, sequence)
         else:
-            self._proceed(self._admission.replay_creation(job, sink, sequence, creation), job, sink, sequence)
+            self._proceed(self.admission.replay_creation(job, sink, sequence, creation), job, sink, sequence)
         return True
 
     def _judge(self, job: LaneJob[object], sink: Sink, sequence: Sequence, at: float) -> None:
         """Carry out or start a job whose turn it is: no append is in flight on the sequence."""
         if isinstance(job, AppendJob):
-            self._proceed(self._admission.append(job, sink, sequence), job, sink, sequence)
+            self._proceed(self.admission.append(job, sink, sequence), job, sink, sequence)
             return
         result: ForkResult | TruncateResult
         if isinstance(job, ForkJob):
-            result = self._caches.fork(job, at)
-            self._counters.forks += 1
-            creation = self._creations.begin(job) if job.request_id else None
+            result = self.caches.fork(job, at)
+            creation = self.creations.begin(job) if job.request_id else None
             if creation is not None:
-                self._creations.finish(creation, result.handles)
-            if self._journal is not None and sequence.is_durable:
-                self._journal.note_fork(sequence, result, creation)
+                self.creations.finish(creation, result.handles)
+            if self.journal is not None and sequence.is_durable:
+                self.journal.note_fork(sequence, result, creation)
         else:
             assert isinstance(job, TruncateJob)
-            result = self._caches.truncate(job, at)
-            self._counters.truncates += 1
-            if self._journal is not None and sequence.is_durable:
-                self._journal.note_truncate(sequence, job, result.freed_blocks)
-        if self._failpoints is not None:
-            self._failpoints.hit("after_commit")
-        self._finish(job, sink, result)
+            result = self.caches.truncate(job, at)
+            if self.journal is not None and sequence.is_durable:
+                self.journal.note_truncate(sequence, job, result.freed_blocks)
+        if self.failpoints is not None:
+            self.failpoints.hit("after_commit")
+        self.finish(job, sink, result)
 
     def _proceed(
         self, admitted: RunningAppend | AppendResult | None, job: AppendJob, sink: Sink, sequence: Sequence
@@ -232,14 +219,14 @@ class Lanes:
         if admitted is not None:
             self._start(admitted, job, sink)
             return
-        run = self._cold.start(sequence, self.running)
+        run = self.cold.start(sequence, self.running)
         self._start(run, run.job, run.sink)
         self._wait(job, sink, run, sequence)
 
     def _start(self, admitted: RunningAppend | AppendResult, job: AppendJob, sink: Sink) -> None:
         """Let the append run, or answer it at once."""
         if isinstance(admitted, AppendResult):
-            self._finish(job, sink, admitted)
+            self.finish(job, sink, admitted)
             return
         self.running[admitted] = None
         if admitted.sequence is None:
@@ -248,12 +235,12 @@ class Lanes:
             self._branches.setdefault(admitted.sequence, {})[admitted] = None
         else:
             self._lanes[admitted.sequence] = admitted
-            if self._journal is not None and admitted.verdict is Verdict.REWIND and admitted.sequence.is_durable:
-                self._journal.note_rewind(admitted.sequence)  # its tail is gone, whatever happens to the append
+            if self.journal is not None and admitted.verdict is Verdict.REWIND and admitted.sequence.is_durable:
+                self.journal.note_rewind(admitted.sequence)  # its tail is gone, whatever happens to the append
 
     def _wait(self, job: LaneJob[object], sink: Sink, run: RunningAppend, sequence: Sequence) -> None:
         if run.is_warming:
-            self._cold.check_price(run)
+            self.cold.check_price(run)
         if run.waiting is None:
             run.waiting = deque()
         run.waiting.append((job, sink))
@@ -262,7 +249,7 @@ class Lanes:
 
     def _join(self, job: LaneJob[object], sink: Sink, run: RunningAppend) -> None:
         assert isinstance(job, AppendJob)
-        self._counters.joined += 1
+        self.counters.joined += 1
         run.joined += ((job, sink),)
 
     # ---- leaving ----------------------------------------------------------------------------------------------------
@@ -272,12 +259,12 @@ class Lanes:
         if run.verdict is Verdict.APPEND and not run.joined and not run.waiting:  # the most common case
             assert run.sequence is not None
             del self.running[run], self._lanes[run.sequence]
-            self._finish(run.job, run.sink, answer)
+            self.finish(run.job, run.sink, answer)
             return
         self._leave(run)
         self._answer(run, answer)
         for job, sink in run.joined:
-            self._finish(job, sink, dataclasses.replace(answer, replayed=True))
+            self.finish(job, sink, dataclasses.replace(answer, replayed=True))
         self.advance(run)
 
     def fail(self, run: RunningAppend, error: FerruleError) -> None:
@@ -296,7 +283,7 @@ class Lanes:
             The append that held its lane, for :meth:`advance` once the sequence is released; None if there was none.
         """
         try:
-            sequence = self._store.resolve(handle, principal)
+            sequence = self.store.resolve(handle, principal)
         except FerruleError:  # no append is in flight on a sequence that does not exist or has expired
             return None
         for branch in list(self._branches.get(sequence, ())):
@@ -331,7 +318,7 @@ class Lanes:
             for job, sink in run.waiting or ():
                 assert run.sequence is not None
                 run.sequence.num_pins -= 1
-                self._finish(job, sink, why(job))
+                self.finish(job, sink, why(job))
         self._branches.clear()
         self.num_waiting = 0
 
@@ -339,20 +326,20 @@ class Lanes:
         """Free what the append holds and answer all its jobs, even if freeing raises."""
         try:
             if run.reservation is not None:
-                self._store.reservations.abort(run.reservation)
+                self.store.reservations.abort(run.reservation)
             if run.creation is not None:
-                self._creations.abandon(run.creation)
+                self.creations.abandon(run.creation)
             self._leave(run)
         finally:
             self.running.pop(run, None)  # so that it is answered only once
             self._answer(run, error)
             for job, sink in run.joined:
-                self._finish(job, sink, error)
+                self.finish(job, sink, error)
 
     def _answer(self, run: RunningAppend, outcome: Outcome) -> None:
         """Answer the first job of an append; nobody asked for the computation of a cold sequence."""
         if not run.is_warming:
-            self._finish(run.job, run.sink, outcome)
+            self.finish(run.job, run.sink, outcome)
 
     def _refuse_waiting(self, run: RunningAppend, error: FerruleError) -> None:
         waiting, run.waiting = run.waiting or (), None
@@ -360,7 +347,7 @@ class Lanes:
             assert run.sequence is not None
             self.num_waiting -= 1
             run.sequence.num_pins -= 1
-            self._finish(job, sink, error)
+            self.finish(job, sink, error)
 
     def _leave(self, run: RunningAppend) -> None:
         del self.running[run]
@@ -387,7 +374,7 @@ class Lanes:
 
     def _take_turn(self, job: LaneJob[object], sink: Sink, sequence: Sequence) -> None:
         """Judge a job that waited; the pin of its waiting has kept the sequence until now. Never raises."""
-        at = self._store.clock()
+        at = self.store.clock()
         try:
             if job.is_cancelled:
                 raise Cancelled
@@ -397,9 +384,9 @@ class Lanes:
                 raise HandleUnknown(sequence.handle_id)
             self._judge(job, sink, sequence, at)
         except FerruleError as error:
-            self._finish(job, sink, error)
+            self.finish(job, sink, error)
         except Exception:  # noqa: BLE001 - a bug must end only its own job
-            self._finish(job, sink, fault(f"job failed kind={type(job).__name__}"))
+            self.finish(job, sink, fault(f"job failed kind={type(job).__name__}"))
         finally:
             sequence.num_pins -= 1
 

@@ -93,6 +93,10 @@ class Gate:
         max_jobs: Most jobs accepted and not finished.
         limits_of: The quotas of a principal; called with the gate's lock held.
         clock: Monotonic seconds.
+
+    Attributes:
+        num_jobs: Jobs admitted and not finished; read only.
+        refused: Jobs refused here, by reason; a new mapping with each refusal, so that readers need no lock.
     """
 
     def __init__(
@@ -102,30 +106,20 @@ class Gate:
         self._limits_of = limits_of
         self._clock = clock
         self._lock = threading.Lock()
-        self._num_jobs = 0
+        self.num_jobs = 0
         self._usages: dict[str, _Usage] = {}
         self._sweep_at = _MIN_SWEEP
         self._last_principal: str | None = None
         self._shared_until = -math.inf
         self._finished_jobs = _Rate()
         self._finished_rows = _Rate()
-        self._refused: Mapping[str, int] = {}
+        self.refused: Mapping[str, int] = {}
         self._refused_of: PerPrincipal[dict[str, int]] = PerPrincipal(dict)
-
-    @property
-    def num_jobs(self) -> int:
-        """Number of jobs admitted and not finished."""
-        return self._num_jobs
 
     @property
     def num_principals(self) -> int:
         """Number of principals with a usage record."""
         return len(self._usages)
-
-    @property
-    def refused(self) -> Mapping[str, int]:
-        """Jobs refused here, by reason; a new mapping with each refusal, so that readers need no lock."""
-        return self._refused
 
     def refused_of(self, principal: str) -> Mapping[str, int]:
         """Return how many jobs of one principal were refused here, by reason; a copy."""
@@ -172,7 +166,7 @@ class Gate:
                     self._begin(job, now)
                 elif isinstance(job, HostCall):
                     self._usages[job.principal].num_host_calls -= 1
-            self._num_jobs -= num_jobs
+            self.num_jobs -= num_jobs
             if num_jobs:
                 self._finished_jobs.add(num_jobs, now)
                 self._finished_rows.add(num_rows, now)
@@ -189,7 +183,7 @@ class Gate:
         """Raise AssertionError unless the invariant of the class holds."""
         with self._lock:
             total = sum(usage.num_jobs for usage in self._usages.values())
-            assert total == self._num_jobs >= 0, f"{total} jobs of principals, {self._num_jobs} counted"
+            assert total == self.num_jobs >= 0, f"{total} jobs of principals, {self.num_jobs} counted"
             for name, usage in self._usages.items():
                 assert min(usage.num_jobs, usage.rows) >= 0 <= usage.debt, f"{name} has {usage}"
                 assert usage.num_jobs or not usage.rows, f"{name} has rows of no job: {usage}"
@@ -205,12 +199,12 @@ class Gate:
         num_rows, num_tokens = job.num_rows, job.num_prompt_tokens
         if num_tokens:
             usage.settle(limits.prefill_tokens_per_s, now)
-        free = self._max_jobs - self._num_jobs
+        free = self._max_jobs - self.num_jobs
         if free <= 0 or (now < self._shared_until and usage.num_jobs >= _HEADROOM * free):
             return self._queue_full(usage, free, now)
         if (error := self._too_much(usage, limits, num_rows, num_tokens, now)) is not None:
             return error
-        self._num_jobs += 1
+        self.num_jobs += 1
         usage.num_jobs += 1
         usage.rows += num_rows
         if limits.prefill_tokens_per_s is not None:
@@ -218,7 +212,7 @@ class Gate:
         return None
 
     def _count_refused(self, principal: str, reason: str) -> None:
-        self._refused = {**self._refused, reason: self._refused.get(reason, 0) + 1}
+        self.refused = {**self.refused, reason: self.refused.get(reason, 0) + 1}
         own = self._refused_of.of(principal)
         own[reason] = own.get(reason, 0) + 1
 
@@ -232,8 +226,8 @@ class Gate:
 
     def _queue_full(self, usage: _Usage, free: int, now: float) -> QueueFull:
         """Return an error with the bound that was hit: that of all jobs, or the principal's if it is not alone."""
-        num_jobs, limit = (self._num_jobs, self._max_jobs) if free <= 0 else (usage.num_jobs, _HEADROOM * free)
-        return QueueFull(num_jobs, limit, self._finished_jobs.wait_s(self._num_jobs, now))
+        num_jobs, limit = (self.num_jobs, self._max_jobs) if free <= 0 else (usage.num_jobs, _HEADROOM * free)
+        return QueueFull(num_jobs, limit, self._finished_jobs.wait_s(self.num_jobs, now))
 
     def _too_much(
         self, usage: _Usage, limits: QuotaLimits, num_rows: int, num_tokens: int, now: float

@@ -38,50 +38,36 @@ def answer_of(job: AppendJob, start: int, result: AppendResult, policies: Polici
     """
     if not job.keeps_record:
         return None
-    rows, drafts = result.rows, job.drafts
-    is_whole = not has_arrays(rows)
-    kept = rows if len(rows) == 1 else numbers_of(rows)
-    answered = None
+    drafts, answered = job.drafts, None
     if drafts is not None:
         assert result.verified is not None, "a verify has a result"
         num_certain = len(job.token_ids) - drafts.count
         verified = result.verified
         draft_ids = job.token_ids[num_certain:]
         answered = DraftsAnswer(digest_of(drafts), num_certain, draft_ids, verified.accepted_count, verified.next_token)
-    return Answer(
-        start,
-        result.handle.length - start,
-        policies.digest_of(job.output),
-        result.seed,
-        tuple(map(_row_of, kept)),
-        is_whole and len(kept) == len(rows),
-        answered,
-    )
+    answer = Answer(start, result.handle.length - start, policies.digest_of(job.output), result.seed, drafts=answered)
+    return _with_rows(answer, result.rows)
 
 
 def answer_of_record(record: AppendRecord, policies: Policies) -> Answer:
     """Return the answer that a record keeps, for a snapshot."""
-    result = record.result
-    rows = record.numbers if result is None else result.rows
-    is_whole = result is not None and not has_arrays(rows)
-    kept = rows if len(rows) == 1 else numbers_of(rows)
-    output = record.output
-    answered = None
+    result, output, answered = record.result, record.output, None
     if record.drafts is not None:
         digest = record.drafts if isinstance(record.drafts, bytes) else digest_of(record.drafts)
         verified = record.verified or Verified()
         answered = DraftsAnswer(
             digest, record.num_certain, record.draft_ids, verified.accepted_count, verified.next_token
         )
-    return Answer(
-        record.start,
-        record.num_tokens,
-        output if isinstance(output, bytes) else policies.digest_of(output),
-        record.seed,
-        tuple(map(_row_of, kept)),
-        is_whole and len(kept) == len(rows),
-        answered,
-    )
+    policy = output if isinstance(output, bytes) else policies.digest_of(output)
+    answer = Answer(record.start, record.num_tokens, policy, record.seed, is_whole=result is not None, drafts=answered)
+    return _with_rows(answer, record.numbers if result is None else result.rows)
+
+
+def _with_rows(answer: Answer, rows: tuple[RowOutput, ...]) -> Answer:
+    """Return an answer with what is kept of its rows; it is whole only if that is all."""
+    kept = rows if len(rows) == 1 else numbers_of(rows)
+    is_whole = answer.is_whole and len(kept) == len(rows) and not has_arrays(rows)
+    return answer._replace(rows=tuple(map(_row_of, kept)), is_whole=is_whole)
 
 
 def record_of(answer: Answer, sequence: Sequence) -> AppendRecord:

@@ -23,7 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ferrule_server.durability.directory import DurableDirectory
@@ -203,14 +203,9 @@ class Journal:
             tokens_to_recompute=sum(lengths),
             num_restored=num_restored,
             num_recomputed_tokens=num_recomputed_tokens,
-            num_groups=counters.num_groups,
-            num_syncs=counters.num_syncs,
-            num_bytes=counters.num_bytes,
             directory_bytes=self._directory.size_bytes(),
-            num_failures=counters.num_failures,
             num_snapshots=self.num_snapshots,
-            sync_buckets=tuple(counters.sync_counts),
-            sync_sum_s=counters.sum_sync_ns * 1e-9,
+            counters=replace(counters, sync_counts=counters.sync_counts.copy()),
         )
 
     def group_of(self, principal: str) -> int:

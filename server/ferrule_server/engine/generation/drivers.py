@@ -21,6 +21,7 @@ import secrets
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from ferrule_server.engine.appends.lanes import Lanes
@@ -106,6 +107,7 @@ class DriverSink:
         """Do nothing: frames are made at the end of the turn."""
 
 
+@dataclass(eq=False)
 class Drivers:
     """The stream jobs in progress.
 
@@ -120,36 +122,25 @@ class Drivers:
         check_loop: Refuses a Generate whose request_id belongs to another request.
         release: Releases a sequence, whatever is in flight on it.
         finish: Takes each frame or error.
-        seed_key: 16 secret bytes from which seeds are derived; None: new ones.
+        seed_key: 16 secret bytes from which seeds are derived.
 
     Attributes:
         active: The drivers in progress.
     """
 
-    def __init__(
-        self,
-        store: SequenceStore,
-        lanes: Lanes,
-        counters: EngineCounters,
-        *,
-        check_loop: Callable[[GenerateJob, bytes], None],
-        release: Callable[[Handle, str], object],
-        finish: Callable[[Job[object], Sink, Outcome], None],
-        seed_key: bytes | None = None,
-    ) -> None:
-        self.check_loop = check_loop
-        self.release = release
-        self.counters = counters
-        self._store = store
-        self._lanes = lanes
-        self._finish = finish
-        self._seed_key = seed_key or secrets.token_bytes(16)
-        self.active: dict[Driver, None] = {}
-        self._parked: dict[Driver, set[str]] = {}
-        self._touched: dict[Driver, None] = {}
-        self._outcomes: deque[tuple[DriverSink, LaneJob[object], Outcome]] = deque()
-        self._ended: set[str] = set()
-        self._is_woken = False
+    store: SequenceStore
+    lanes: Lanes
+    counters: EngineCounters
+    check_loop: Callable[[GenerateJob, bytes], None]
+    release: Callable[[Handle, str], object]
+    finish: Callable[[Job[object], Sink, Outcome], None]
+    seed_key: bytes = field(repr=False)
+    active: dict[Driver, None] = field(default_factory=dict, init=False)
+    _parked: dict[Driver, set[str]] = field(default_factory=dict, init=False)
+    _touched: dict[Driver, None] = field(default_factory=dict, init=False)
+    _outcomes: deque[tuple[DriverSink, LaneJob[object], Outcome]] = field(default_factory=deque, init=False)
+    _ended: set[str] = field(default_factory=set, init=False)
+    _is_woken: bool = field(default=False, init=False)
 
     @property
     def num_parked(self) -> int:
@@ -225,7 +216,7 @@ class Drivers:
     def enter(self, job: LaneJob[object], sink: DriverSink, at: float | None = None) -> None:
         """Enter an append or a fork; a refusal is handed back like any outcome."""
         try:
-            self._lanes.enter(job, sink, self._store.clock() if at is None else at)
+            self.lanes.enter(job, sink, self.store.clock() if at is None else at)
         except FerruleError as error:
             self._outcomes.append((sink, job, error))
         except Exception:  # noqa: BLE001 - a bug must end its own branch only
@@ -239,7 +230,7 @@ class Drivers:
             sink: The sink of its branch.
         """
         try:
-            if self._lanes.enter_again(run, self._store.clock()):
+            if self.lanes.enter_again(run, self.store.clock()):
                 return
         except FerruleError as error:
             self._outcomes.append((sink, run.job, error))
@@ -259,7 +250,7 @@ class Drivers:
         handle_id = handle.handle_id
         self._parked.setdefault(driver, set()).add(handle_id)
         try:
-            self._store.resolve(handle, driver.job.principal)
+            self.store.resolve(handle, driver.job.principal)
         except FerruleError:  # it ended before a driver was parked on it
             self.note_ended(handle_id)
 
@@ -277,7 +268,7 @@ class Drivers:
         if not job.request_id:
             return secrets.randbits(SEED_BITS)
         handle = tuple(job.handle) if isinstance(job, GenerateJob) and job.handle is not None else None
-        digest = hashlib.blake2b(key=self._seed_key, digest_size=8)
+        digest = hashlib.blake2b(key=self.seed_key, digest_size=8)
         digest.update(repr((job.principal, job.request_id, handle, len(job.token_ids))).encode())
         digest.update(array("I", job.token_ids).tobytes())
         return int.from_bytes(digest.digest(), "little") >> (64 - SEED_BITS)
@@ -333,12 +324,12 @@ class Drivers:
         if driver.is_over:
             self._leave(driver)
         if outcome is not None:
-            self._finish(driver.job, driver.sink, outcome)
+            self.finish(driver.job, driver.sink, outcome)
 
     def _lose(self, driver: Driver, error: FerruleError) -> None:
         self._leave(driver)
         self._parked.pop(driver, None)
-        self._finish(driver.job, driver.sink, error)
+        self.finish(driver.job, driver.sink, error)
 
     def _leave(self, driver: Driver) -> None:
         """Forget a driver that is over; if it was the last one, its remaining outcomes are dropped."""

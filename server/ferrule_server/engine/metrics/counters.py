@@ -58,8 +58,8 @@ class EngineCounters(OwnCounters):
             if the caller has gone).
         restored_tokens: Tokens of restored sequences that had to be computed again.
         expired: Sequences freed because their lease ended. released: Sequences freed on request.
-        last_step_rows: Rows of the newest step. last_step_seqs: its sequences. last_step_unix_ns: when it ended, by the
-            wall clock; 0 before the first. max_step_rows: the most in any step.
+        last_step_seqs: Sequences of the newest step. last_step_unix_ns: when it ended, by the wall clock; 0 before the
+            first. max_step_rows: the most rows in any step.
         timings: Histograms of durations.
         own: The counters of each recently active principal.
     """
@@ -72,13 +72,9 @@ class EngineCounters(OwnCounters):
     restored_tokens: int = 0
     expired: int = 0
     released: int = 0
-    forks: int = 0
-    truncates: int = 0
-    last_step_rows: int = 0
     last_step_seqs: int = 0
     last_step_unix_ns: int = 0
     max_step_rows: int = 0
-    last_step_ns: int = 0
     queued_steps: int = 0
     discarded_rows: int = 0
     finished: dict[str, int] = field(default_factory=dict)

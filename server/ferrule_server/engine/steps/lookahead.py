@@ -99,6 +99,9 @@ class Lookahead:
         steps: Prepares and counts steps, and runs those that are not queued.
         reservations: Foresees the slots of the next tokens.
         counters: Counts queued steps and discarded rows.
+
+    Attributes:
+        has_more: The executor has said that it has more to prepare; read only.
     """
 
     def __init__(
@@ -114,12 +117,7 @@ class Lookahead:
         self._read_ns = 0
         self._num_quiet = 0
         self._is_due = False
-        self._has_more = False
-
-    @property
-    def has_more(self) -> bool:
-        """Return whether the executor has said that it has more to prepare."""
-        return self._has_more
+        self.has_more = False
 
     def claim(self, running: Iterable[RunningAppend]) -> list[Chunk]:
         """Return the rows of these appends that the queued step runs; :meth:`run` takes them next. Empty: none."""
@@ -202,10 +200,10 @@ class Lookahead:
         Raises:
             KvLost: As the executor says.
         """
-        if self._pending or not (self._is_due or self._has_more):
+        if self._pending or not (self._is_due or self.has_more):
             return
-        self._is_due = self._has_more = False
-        self._has_more = self._executor.tend()
+        self._is_due = self.has_more = False
+        self.has_more = self._executor.tend()
 
     # ---- inside -----------------------------------------------------------------------------------------------------
 
@@ -218,7 +216,7 @@ class Lookahead:
         if self._num_quiet:
             self._num_quiet -= 1
             return False
-        return not self._has_more and all(map(_is_token_of_generate, chunks))
+        return not self.has_more and all(map(_is_token_of_generate, chunks))
 
     def _run_claimed(self, chunks: list[Chunk], *, is_followed: bool) -> StepOutcome:
         self._steps.begin()

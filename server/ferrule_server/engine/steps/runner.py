@@ -25,6 +25,7 @@ class StepOutcome:
     num_rows: int
 
 
+@dataclass(eq=False)
 class StepRunner:
     """Runs chunks on the executor. It does not change sequences.
 
@@ -35,21 +36,15 @@ class StepRunner:
         logs_top_tokens: Log the likeliest tokens of every output row.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        counters: EngineCounters,
-        failpoints: Failpoints | None = None,
-        *,
-        logs_top_tokens: bool = False,
-    ) -> None:
-        self._logs_top_tokens = logs_top_tokens
-        if logs_top_tokens:
+    executor: Executor
+    counters: EngineCounters
+    failpoints: Failpoints | None = None
+    logs_top_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        """Warn if the log will show what sequences say."""
+        if self.logs_top_tokens:
             top_tokens.warn()
-        self._executor = executor
-        self._block_size = executor.info.block_size
-        self._counters = counters
-        self._failpoints = failpoints
 
     def run(self, chunks: list[Chunk]) -> StepOutcome:
         """Make the copies that the chunks need and run their rows as one batch; raises what the executor raises."""
@@ -57,22 +52,22 @@ class StepRunner:
 
     def begin(self) -> None:
         """Note that the rows of a step are chosen; from now on a cancel has no effect on them."""
-        if self._failpoints is not None:
-            self._failpoints.hit("after_schedule")
+        if self.failpoints is not None:
+            self.failpoints.hit("after_schedule")
 
     def prepare(self, chunks: list[Chunk]) -> StepBatch:
         """Make the copies that the chunks need and return their rows as one batch; raises what the executor raises."""
         self.begin()
         self._copy_on_write(chunks)
-        return build_batch(chunks, self._block_size)
+        return build_batch(chunks, self.executor.info.block_size)
 
     def run_batch(self, batch: StepBatch, chunks: list[Chunk]) -> StepOutcome:
         """Run the batch that :meth:`prepare` made of the chunks; raises what the executor raises."""
         started_ns = time.monotonic_ns()
-        result = self._executor.run(batch)
+        result = self.executor.run(batch)
         outcome = self.finish(batch, result.rows, started_ns, time.monotonic_ns() - started_ns)
-        if self._logs_top_tokens:
-            top_tokens.log_top_tokens(self._executor, batch, chunks, result)
+        if self.logs_top_tokens:
+            top_tokens.log_top_tokens(self.executor, batch, chunks, result)
         return outcome
 
     def finish(self, batch: StepBatch, rows: list[RowOutput], started_ns: int, elapsed_ns: int) -> StepOutcome:
@@ -93,23 +88,21 @@ class StepRunner:
             if chunk.run.reservation is not None and chunk.run.cursor == 0
             for pair in chunk.run.reservation.copies
         ]
-        if pairs and self._failpoints is not None:
+        if pairs and self.failpoints is not None:
             num_first = len(pairs) // 2
             self._copy(pairs[:num_first])
-            self._failpoints.hit("during_copy")
+            self.failpoints.hit("during_copy")
             pairs = pairs[num_first:]
         self._copy(pairs)
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         if pairs:
-            self._executor.copy_blocks(np.array(pairs, np.int32))
+            self.executor.copy_blocks(np.array(pairs, np.int32))
 
     def _count(self, batch: StepBatch, started_ns: int, elapsed_ns: int) -> None:
-        counters, num_rows = self._counters, batch.num_rows
+        counters, num_rows = self.counters, batch.num_rows
         counters.steps += 1
         counters.step_ns += elapsed_ns
-        counters.last_step_ns = elapsed_ns
-        counters.last_step_rows = num_rows
         counters.last_step_seqs = batch.num_seqs
         counters.last_step_unix_ns = time.time_ns()
         counters.max_step_rows = max(counters.max_step_rows, num_rows)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from dataclasses import dataclass, field
 from itertools import islice
 
 from ferrule_server.engine.appends.commits import Commits
@@ -35,6 +36,7 @@ from ferrule_server.kv.sequence_store import SequenceStore
 _LOG = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class Stepper:
     """Runs steps. Used on the engine thread.
 
@@ -54,39 +56,31 @@ class Stepper:
         hold_s: After a step that ran nothing: how long all appends have to wait unless another one comes.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        store: SequenceStore,
-        settings: EngineSettings,
-        lanes: Lanes,
-        commits: Commits,
-        *,
-        warmup: Warmup,
-        gather: GatherWindow,
-        counters: EngineCounters,
-        shares: Shares,
-        failpoints: Failpoints | None = None,
-    ) -> None:
-        self.hold_s = 0.0
-        self._lanes = lanes
-        self._commits = commits
-        self._warmup = warmup
-        self._gather = gather
-        self._counters = counters
-        self._shares = shares
-        self._failpoints = failpoints
-        self._is_debugging = settings.debug_top_tokens
+    executor: Executor
+    store: SequenceStore
+    settings: EngineSettings
+    lanes: Lanes
+    commits: Commits
+    warmup: Warmup
+    gather: GatherWindow
+    counters: EngineCounters
+    shares: Shares
+    failpoints: Failpoints | None = None
+    hold_s: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        """Make the parts of a step."""
+        settings = self.settings
         self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
-        self._runner = StepRunner(executor, counters, failpoints, logs_top_tokens=settings.debug_top_tokens)
+        self._runner = StepRunner(self.executor, self.counters, self.failpoints, settings.debug_top_tokens)
         self._lookahead: Lookahead | None = None
-        if isinstance(executor, PipelinedExecutor):
-            self._lookahead = Lookahead(executor, self._runner, store.reservations, counters)
+        if isinstance(self.executor, PipelinedExecutor):
+            self._lookahead = Lookahead(self.executor, self._runner, self.store.reservations, self.counters)
 
     @property
     def has_work(self) -> bool:
         """Return whether there is something to warm up or to prepare now."""
-        is_due = self._warmup.queue and not self._warmup.is_waiting
+        is_due = self.warmup.queue and not self.warmup.is_waiting
         return bool(is_due) or (self._lookahead is not None and self._lookahead.has_more)
 
     def forget(self, handle_id: str) -> None:
@@ -104,13 +98,13 @@ class Stepper:
             chunks = self._plan()
         except Exception:  # noqa: BLE001 - all of these fail; otherwise the same error would come again for ever
             error = fault("no step could be planned")
-            for run in list(self._lanes.running):
-                self._lanes.fail(run, error)
+            for run in list(self.lanes.running):
+                self.lanes.fail(run, error)
             return
         if not chunks:
             self.hold_s = self._batcher.hold_s
             return
-        self._counters.timings.num_left_out = len(self._lanes.running) - len(chunks)
+        self.counters.timings.num_left_out = len(self.lanes.running) - len(chunks)
         try:
             outcome = self._run(chunks, is_alone=self._are_all(chunks))
         except KvLost:
@@ -128,7 +122,7 @@ class Stepper:
         """
         if self._lookahead is not None:
             self._lookahead.make_way()
-        self._warmup.run_one()
+        self.warmup.run_one()
 
     def tend(self) -> None:
         """Drop a queued step that no append can claim, and let the executor prepare itself if none is queued.
@@ -139,7 +133,7 @@ class Stepper:
         if self._lookahead is None:
             return
         try:
-            if not self._lanes.running:
+            if not self.lanes.running:
                 self._lookahead.drop()
             self._lookahead.tend()
         except KvLost:
@@ -162,17 +156,17 @@ class Stepper:
 
     def _plan(self) -> list[Chunk]:
         """Choose the rows of the next step. Cancelled appends are removed first; a later cancel has no effect."""
-        if self._failpoints is not None:
-            self._failpoints.hit("before_schedule")
-        for run in [run for run in self._lanes.running if run.job.is_cancelled and run.is_abandoned]:
-            self._lanes.fail(run, Cancelled())
-        claimed = [] if self._lookahead is None else self._lookahead.claim(self._lanes.running)
-        return claimed or self._batcher.plan(self._lanes.running)
+        if self.failpoints is not None:
+            self.failpoints.hit("before_schedule")
+        for run in [run for run in self.lanes.running if run.job.is_cancelled and run.is_abandoned]:
+            self.lanes.fail(run, Cancelled())
+        claimed = [] if self._lookahead is None else self._lookahead.claim(self.lanes.running)
+        return claimed or self._batcher.plan(self.lanes.running)
 
     def _are_all(self, chunks: list[Chunk]) -> bool:
         """Return whether only the appends in this step are waiting for a step."""
-        is_wanted = self._lanes.num_waiting or self._warmup.queue or self._is_debugging
-        return len(chunks) == len(self._lanes.running) and not is_wanted
+        is_wanted = self.lanes.num_waiting or self.warmup.queue or self.settings.debug_top_tokens
+        return len(chunks) == len(self.lanes.running) and not is_wanted
 
     # ---- run --------------------------------------------------------------------------------------------------------
 
@@ -180,7 +174,7 @@ class Stepper:
         ahead = self._lookahead
         outcome = self._runner.run(chunks) if ahead is None else ahead.run(chunks, is_alone=is_alone)
         self._batcher.learn(chunks, outcome.elapsed_ns)
-        self._shares.add_service([chunk.run.job.principal for chunk in chunks], outcome.elapsed_ns)
+        self.shares.add_service([chunk.run.job.principal for chunk in chunks], outcome.elapsed_ns)
         return outcome
 
     def _run_apart(self, chunks: list[Chunk]) -> None:
@@ -192,7 +186,7 @@ class Stepper:
             except KvLost:
                 raise
             except Exception:  # noqa: BLE001 - only the failing append ends
-                self._lanes.fail(chunk.run, fault("append failed"))
+                self.lanes.fail(chunk.run, fault("append failed"))
             else:
                 self._commit([chunk], outcome)
 
@@ -217,23 +211,23 @@ class Stepper:
             if run.cursor == len(run.token_ids):
                 awaited.add(self._complete(run))
             elif run.is_warming:
-                self._commits.note_computed(run)
+                self.commits.note_computed(run)
         awaited.discard("")
-        self._gather.open(awaited, outcome.elapsed_ns * 1e-9, time.monotonic())
+        self.gather.open(awaited, outcome.elapsed_ns * 1e-9, time.monotonic())
 
     def _complete(self, run: RunningAppend) -> str:
         """Commit and answer an append whose rows have all run; return the cache_id that may come back."""
         try:
-            answer = self._commits.commit(run)
+            answer = self.commits.commit(run)
         except FerruleError as error:
-            self._lanes.fail(run, error)
+            self.lanes.fail(run, error)
             return ""
         except Exception:  # noqa: BLE001 - the other appends must still be committed
-            self._lanes.fail(run, fault("append could not be committed"))
+            self.lanes.fail(run, fault("append could not be committed"))
             return ""
         is_awaited = not run.job.is_internal or bool(run.joined)
         sink = run.sink
         if isinstance(sink, DriverSink) and sink.spent is None and run.is_repeatable:
             sink.spent = run
-        self._lanes.complete(run, answer)
+        self.lanes.complete(run, answer)
         return answer.handle.cache_id if is_awaited else ""

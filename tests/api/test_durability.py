@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -141,6 +142,17 @@ def test_the_view_shows_the_journal(server: RunningServer, monkeypatch: pytest.M
     assert (view.journal_state, view.durable_sequences, view.cold_sequences) == (state, 12, 11)
     assert view.tokens_to_recompute == 10_000
     assert (tuple(view.sync_times.counts), view.sync_times.sum_ns) == (seen.sync_times.counts, 1_500_000_000)
+
+
+@pytest.mark.parametrize(("is_lost", "num_ending"), [(None, 1), (False, 1), (True, 3)])
+def test_a_drain_waits_for_what_only_this_process_has(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, is_lost: bool | None, num_ending: int
+) -> None:
+    """Of three sequences two are durable; with a lost journal a restart would not have all of their tokens."""
+    snapshot = replace(server.engine.snapshot(), num_sequences=3, num_durable=2)
+    monkeypatch.setattr(server.engine, "snapshot", lambda: snapshot)
+    monkeypatch.setattr(Engine, "is_journal_lost", is_lost)
+    assert server.state.num_ending == num_ending
 
 
 @pytest.mark.parametrize(("is_lost", "told"), [(None, ""), (False, "healthy"), (True, "lost")])

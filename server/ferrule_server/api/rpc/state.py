@@ -138,11 +138,15 @@ class ServerState:
 
     @property
     def num_ending(self) -> int:
-        """Live sequences that end with the process, so a drain waits for them; durable ones continue in the next."""
+        """Live sequences that end with the process, so a drain waits for them.
+
+        Durable ones continue in the next, unless the journal is lost: then only this process has what they are.
+        """
         if self.serving is None:
             return 0
         snapshot = self.serving.engine.snapshot()
-        return 0 if snapshot.is_failed else snapshot.num_sequences - snapshot.num_durable
+        num_kept = 0 if self.serving.engine.is_journal_lost else snapshot.num_durable
+        return 0 if snapshot.is_failed else snapshot.num_sequences - num_kept
 
     def ready(self, serving: Serving) -> None:
         """Enter the phase READY."""

@@ -174,6 +174,16 @@ def test_a_sound_model_loads_from_either_place(file: str, layout: str, tmp_path:
         assert [_served(NAME), _checked(NAME)] == ["", ""]
 
 
+def test_weights_that_lead_out_are_all_that_is_said(outside: Path, tmp_path: Path) -> None:
+    """And not that each of their tensors is missing."""
+    model = write_small_model(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to(outside / "secret")
+    with pytest.raises(ModelError, match="outside the model folder") as caught:
+        create_executor(_config(model), lambda *_: None)
+    assert "is missing" not in str(caught.value)
+
+
 def test_blobs_of_another_repository_are_refused(tmp_path: Path) -> None:
     """Also if the folder of blobs is itself a link."""
     snapshot = _in_the_cache(tmp_path / "cache", _folder(tmp_path / "model", ""))

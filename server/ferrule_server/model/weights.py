@@ -152,6 +152,8 @@ def load_model(
 def check_tensors(folder: Path, config: ModelConfig) -> list[StoredTensor]:
     """Return the tensors to read, in file order; refuse a folder that does not hold exactly what the model needs."""
     stored, accounted, problems = list_tensors(folder)
+    if not stored and problems:  # why nothing could be read says more than what is missing for that reason
+        raise ModelError(_complaint(folder, sorted(problems)))
     stored = of_text_model(config, stored)
     shapes = {name: tuple(place.tensor.shape) for name, place in on_meta(config)[1].items()}
     if config.is_tied and HEAD in stored:

@@ -199,7 +199,7 @@ BUDGET: dict[str, int] = {
     "api/requests": 960,
     "api/responses": 605,
     "api/rpc": 790,  # what a drain waits for
-    "api/security": 560,  # strangers are paused, and their connections ended
+    "api/security": 558,  # strangers are paused, and their connections ended
     "api/services": 355,  # special_tokens_as_text
     "api/streams": 610,
     "api/telemetry": 560,  # the metrics of the journal

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ import pytest
 
 from ferrule.v1 import executor_pb2, executor_pb2_grpc
 from ferrule_server.addresses import ListenAddress
+from ferrule_server.api.rpc import intake
 from ferrule_server.api.rpc.refusals import MAX_STRANGER_LINES
 from ferrule_server.api.security import strangers
 from ferrule_server.api.security.strangers import (
@@ -47,26 +49,34 @@ class World:
         self.now = 1000.0
         self.slept: list[float] = []
         self.ended: list[str] = []
+        self.can_hang_up = True
         self.gate = asyncio.Event()
         if is_moving:
             self.gate.set()
         self.strangers = Strangers(self.hang_up, lambda: self.now, self.sleep)
 
-    def hang_up(self, peer: str) -> bool:
+    async def hang_up(self, peer: str) -> bool:
         """Note who was hung up on."""
         self.ended.append(peer)
-        return True
+        await asyncio.sleep(0)
+        return self.can_hang_up
 
     async def sleep(self, seconds: float) -> None:
         """Note how long, and let the time pass."""
         self.slept.append(seconds)
-        await self.gate.wait()
+        if seconds:
+            await self.gate.wait()
         self.now += seconds
+
+    async def settle(self) -> None:
+        """Let everything run that waits for nothing."""
+        for _ in range(5):
+            await asyncio.sleep(0)
 
     async def refuse(self, count: int, peer: str = PEER) -> list[asyncio.Task[None]]:
         """Begin calls that are refused."""
         tasks = [asyncio.create_task(self.strangers.pause(peer)) for _ in range(count)]
-        await asyncio.sleep(0)
+        await self.settle()
         return tasks
 
 
@@ -86,11 +96,24 @@ async def test_the_pause_doubles_up_to_a_second_and_begins_again_after_quiet() -
 
 
 @on_a_loop
-async def test_calls_beyond_those_that_wait_are_held_until_the_connection_ends() -> None:
+async def test_calls_beyond_those_that_wait_are_refused_at_once() -> None:
+    """A client whose token has expired learns this for all of its calls."""
+    world = World(is_moving=False)
+    tasks = await world.refuse(MAX_REFUSED)
+    assert [task.done() for task in tasks] == [False] * MAX_WAITING + [True] * (MAX_REFUSED - MAX_WAITING)
+    world.gate.set()
+    await asyncio.gather(*tasks)
+    assert max(world.slept) == LONGEST_S
+    assert world.ended == []
+
+
+@on_a_loop
+async def test_calls_beyond_too_many_refused_are_held_until_the_connection_ends() -> None:
     """It is ended once, and not before its time."""
     world = World(is_moving=False)
-    tasks = await world.refuse(MAX_WAITING + 3)
-    assert world.slept[MAX_WAITING:] == [HELD_S] * 3
+    tasks = await world.refuse(MAX_REFUSED + 3)
+    assert world.slept[MAX_WAITING:] == [HELD_S]
+    assert not any(task.done() for task in tasks[MAX_REFUSED:])
     assert world.ended == []
     world.gate.set()
     await asyncio.gather(*tasks)
@@ -109,19 +132,64 @@ async def test_a_connection_with_too_many_refusals_one_after_another_ends() -> N
     assert world.ended == [PEER]
 
 
+@pytest.mark.parametrize("can_hang_up", [True, False])
+@on_a_loop
+async def test_a_connection_from_an_address_that_was_ended_is_a_new_one(can_hang_up: bool) -> None:
+    """Its first calls are answered, and it is ended in its turn; so it goes on with one that cannot be ended."""
+    world = World()
+    world.can_hang_up = can_hang_up
+    for number in range(1, 4):
+        await asyncio.gather(*await world.refuse(MAX_REFUSED))
+        assert world.ended == [PEER] * (number - 1)
+        await asyncio.gather(*await world.refuse(3))
+        assert world.ended == [PEER] * number
+
+
+@on_a_loop
+async def test_an_ending_spares_the_next_connection_from_its_address() -> None:
+    """The connection was ended early, and one that came since has its own time."""
+    world = World(is_moving=False)
+    tasks = await world.refuse(MAX_REFUSED + MAX_HELD)
+    assert world.ended == []
+    (last,) = await world.refuse(1)
+    world.gate.set()
+    await last
+    assert world.ended == [PEER]
+    tasks += await world.refuse(1)
+    await asyncio.gather(*tasks)
+    assert world.ended == [PEER]
+
+
 @on_a_loop
 async def test_a_client_that_cancels_what_is_held_and_opens_more_is_ended_at_once() -> None:
-    """As many as can be open at a time are held, however they end."""
+    """As many as can be open at a time are held, however they end; further ones do not search again."""
     world = World(is_moving=False)
-    tasks = await world.refuse(MAX_WAITING)
+    tasks = await world.refuse(MAX_REFUSED)
     for _ in range(MAX_HELD):
         (held,) = await world.refuse(1)
         held.cancel()
-    assert world.ended == []
-    tasks += await world.refuse(1)
+    assert world.slept[MAX_WAITING:] == [HELD_S]
+    more = [asyncio.create_task(world.strangers.pause(PEER)) for _ in range(3)]
+    await asyncio.sleep(0)
+    for task in more:
+        task.cancel()
+    await world.settle()
+    assert world.slept[MAX_WAITING:] == [HELD_S, 0.0, 0.0, 0.0, LONGEST_S]
     assert world.ended == [PEER]
     world.gate.set()
     await asyncio.gather(*tasks)
+
+
+@on_a_loop
+async def test_a_client_that_cancels_all_that_is_held_is_ended() -> None:
+    """No call needs to last until then."""
+    world = World(is_moving=False)
+    tasks = await world.refuse(MAX_REFUSED)
+    (held,) = await world.refuse(1)
+    held.cancel()
+    world.gate.set()
+    await asyncio.gather(*tasks)
+    await world.settle()
     assert world.ended == [PEER]
 
 
@@ -150,10 +218,10 @@ async def test_a_connection_is_left_alone_for_a_while_after_its_last_admitted_ca
             pass
         world.now += SHARED_S
     world.now += 0.9 * SHARED_S
-    tasks = await world.refuse(MAX_WAITING + 1)
+    tasks = await world.refuse(MAX_REFUSED + 1)
     assert tasks[-1].done()
     world.now += 0.2 * SHARED_S
-    tasks += await world.refuse(1)
+    tasks += await world.refuse(MAX_REFUSED + 1)
     assert not tasks[-1].done()
     world.gate.set()
     await asyncio.gather(*tasks)
@@ -164,7 +232,7 @@ async def test_a_connection_is_left_alone_for_a_while_after_its_last_admitted_ca
 async def test_a_connection_that_comes_to_be_shared_while_calls_are_held_is_not_ended() -> None:
     """These calls are refused instead."""
     world = World(is_moving=False)
-    tasks = await world.refuse(MAX_WAITING + 1)
+    tasks = await world.refuse(MAX_REFUSED + 1)
     with world.strangers.admitted(PEER):
         world.gate.set()
         await asyncio.gather(*tasks)
@@ -272,9 +340,9 @@ def test_a_stranger_that_opens_again_is_paused_and_then_ended(
     access, began_s = token_access(tmp_path, {TOKEN: "alice"}), time.monotonic()
     with RunningServer(access=access, listen=ListenAddress(listen, 0)) as server, _decoding(server):
         with http2.peer(host, server.address.port) as peer:
-            answered = _refused_on(peer, 100, **fields)
+            answered = _refused_on(peer, 200, **fields)
         assert 0.4 < time.monotonic() - began_s < 10.0
-        assert 1 <= len(answered) <= MAX_WAITING
+        assert MAX_REFUSED - MAX_WAITING <= len(answered) <= MAX_REFUSED
     lines = [record.getMessage() for record in caplog.records]
     assert sum(line.startswith("ended peer=ip") for line in lines) == 1
     assert len(lines) <= 2 * MAX_STRANGER_LINES
@@ -290,6 +358,35 @@ def test_a_principal_that_tries_again_with_the_right_token_is_served(secured: Ru
     began_s = time.monotonic()
     assert secured.stub.GetStatus(request, metadata=_bearer(TOKEN), timeout=20).status.is_ready
     assert time.monotonic() - began_s < 5.0
+
+
+def test_a_principal_with_an_expired_token_reads_why_soon(secured: RunningServer) -> None:
+    """For each of many calls at a time."""
+    request, began_s = executor_pb2.GetStatusRequest(), time.monotonic()
+    calls = [secured.stub.GetStatus.future(request, metadata=_bearer("ferrule_old"), timeout=20) for _ in range(40)]
+    assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+    assert time.monotonic() - began_s < 5.0
+
+
+@pytest.mark.usefixtures("short")
+def test_a_connection_is_looked_for_on_another_thread(secured: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many connections this takes tens of milliseconds, in which the event loop goes on."""
+    searching: list[threading.Thread] = []
+
+    def seen(peer: str, port: int) -> bool:
+        searching.append(threading.current_thread())
+        return hang_up(peer, port)
+
+    monkeypatch.setattr(intake, "hang_up", seen)
+    loop_thread = secured.run(_current_thread())
+    with http2.peer("127.0.0.1", secured.address.port) as peer:
+        _refused_on(peer, 200)
+    assert len(searching) == 1
+    assert searching[0] is not loop_thread
+
+
+async def _current_thread() -> threading.Thread:
+    return threading.current_thread()
 
 
 @pytest.mark.usefixtures("short")

@@ -67,7 +67,7 @@ class Intake:
         self._large = asyncio.Lock()
         self._probes = ProbeBudget(min(PROBE_TIMEOUT_S, limits.message_timeout_s))
         self.port = 0
-        self.strangers = Strangers(lambda peer: hang_up(peer, self.port))
+        self.strangers = Strangers(lambda peer: asyncio.to_thread(hang_up, peer, self.port))
         self.stranger_log = StrangerLog()
         self._bounds: dict[type[Message], int] = {}
 

@@ -1,10 +1,11 @@
 """Slows callers without valid credentials: their refusals wait longer and longer, and then their connection ends.
 
     refused --> pause: 10 ms, doubled up to 1 s --> UNAUTHENTICATED
-           '--> too many of its connection wait, or came --> held for 10 s --> the connection is shut down
+           |--> many of its connection wait     --> UNAUTHENTICATED
+           '--> too many of its connection came --> held for 10 s --> the connection is shut down
 
-A client that opens each refused call again is thus answered a few times per second, and a client that connects again as
-soon as its connection has ended can do so once in 10 s.
+A client that opens each refused call again soon has too many, and one that connects again as soon as its connection
+has ended can do so once in 10 s.
 
 gRPC cannot end a connection, but it names the client's address, by which this process finds its own socket.
 
@@ -35,11 +36,11 @@ FIRST_S: Final = 0.01
 LONGEST_S: Final = 1.0
 """Longest pause."""
 MAX_WAITING: Final = 16
-"""Refusals that may wait on one connection. On a shared one, further calls are refused without a pause."""
+"""Refusals that may wait on one connection. Further calls are refused without a pause."""
 MAX_REFUSED: Final = 128
 """Refused calls of one connection after which further ones are held."""
 MAX_HELD: Final = 256
-"""Calls that are held on one connection; it ends at once if more come, since the client cancels what waits."""
+"""Further calls after which a connection ends at once: as many as can be open, so the client cancels what is held."""
 HELD_S: Final = 10.0
 """How long a connection lasts after its first call that is held. If it ended at once, its client would connect again
 with hundreds of new calls, which costs more than to hold them."""
@@ -57,16 +58,15 @@ class _Refused:
 
     Attributes:
         num_calls: All of them.
-        num_waiting: Those that wait for their pause. num_held: those that are held, or were.
+        places: For those that wait for their pause.
         seen_s: When the last one came.
-        end_s: When the connection is to end.
+        ending: Ends the connection; None until a call is held.
     """
 
     num_calls: int = 0
-    num_waiting: int = 0
-    num_held: int = 0
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_WAITING))
     seen_s: float = 0.0
-    end_s: float = math.inf
+    ending: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Strangers:
         sleep: Waits for so many seconds.
     """
 
-    hang_up: Callable[[str], bool]
+    hang_up: Callable[[str], Awaitable[bool]]
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _open: Counter[str] = field(default_factory=Counter)
@@ -103,45 +103,47 @@ class Strangers:
 
     async def pause(self, peer: str) -> None:
         """Wait before a call is refused. If its connection is ended meanwhile, gRPC cancels the call."""
-        refused, is_shared = self._count(peer), self._is_shared(peer)
-        if refused.num_waiting < MAX_WAITING and (is_shared or refused.num_calls <= MAX_REFUSED):
-            refused.num_waiting += 1
-            try:
-                await self.sleep(min(LONGEST_S, FIRST_S * 2.0 ** min(refused.num_calls - 1, MAX_REFUSED)))
-            finally:
-                refused.num_waiting -= 1
-        elif not is_shared:
+        refused = self._count(peer)
+        if refused.num_calls > MAX_REFUSED and not self._is_shared(peer):
             await self._hold(refused, peer)
+        elif not refused.places.locked():
+            async with refused.places:
+                await self.sleep(min(LONGEST_S, FIRST_S * 2.0 ** min(refused.num_calls - 1, MAX_REFUSED)))
 
     async def _hold(self, refused: _Refused, peer: str) -> None:
-        """Hold a call until its connection is ended; one that came to be shared is left alone."""
-        refused.num_held += 1
-        refused.end_s = min(refused.end_s, refused.seen_s + HELD_S)
-        if refused.num_held <= MAX_HELD:
-            await self.sleep(refused.end_s - refused.seen_s)
-        if not self._is_shared(peer):
-            if refused.end_s > 0.0 and self.hang_up(peer):
+        """Hold a call until its connection is ended, which happens also if the client cancels the call."""
+        is_over = refused.num_calls > MAX_REFUSED + MAX_HELD
+        if refused.ending is None or is_over:
+            refused.ending = asyncio.create_task(self._end(refused, peer, 0.0 if is_over else HELD_S))
+        await asyncio.wait([refused.ending])
+
+    async def _end(self, refused: _Refused, peer: str, delay_s: float) -> None:
+        """Forget a connection and end it, unless it came to be shared. The next one from its address is a new one."""
+        await self.sleep(delay_s)
+        if self._refused.get(peer) is refused:
+            del self._refused[peer]
+            if not self._is_shared(peer) and await self.hang_up(peer):
                 _LOG.warning("ended peer=%s: %d calls without valid credentials", peer, refused.num_calls)
-            refused.end_s = 0.0
-            await self.sleep(LONGEST_S)
+                await self.sleep(LONGEST_S)
 
     def _is_shared(self, peer: str) -> bool:
         return peer in self._open or self.clock() - self._lately.get(peer, -math.inf) < SHARED_S
 
     def _count(self, peer: str) -> _Refused:
         """Count a refused call, and return those of its connection."""
-        now = self.clock()
         refused = self._refused.get(peer)
-        if refused is None or (now - refused.seen_s > QUIET_S and not refused.num_waiting):
+        if refused is None or self.clock() - refused.seen_s > QUIET_S:
             refused = _Refused()
         _remember(self._refused, peer, refused)
         refused.num_calls += 1
-        refused.seen_s = now
+        refused.seen_s = self.clock()
         return refused
 
 
 def hang_up(peer: str, port: int) -> bool:
     """Shut down the connection of this process from an address; gRPC then closes it as if the client had.
+
+    With a thousand connections this takes tens of milliseconds: not for the event loop.
 
     Args:
         peer: The address as gRPC writes it: ``ipv4:192.0.2.1:41234`` or ``ipv6:[2001:db8::1]:41234``.
@@ -150,8 +152,7 @@ def hang_up(peer: str, port: int) -> bool:
     Returns:
         Whether it was found. Clients of a Unix socket have no addresses, and a connection may have been closed.
     """
-    fds = os.listdir("/dev/fd") if peer.startswith("ip") else ()  # noqa: PTH208  (numbers)
-    return any(_shut_down(int(fd), peer, port) for fd in fds)
+    return any(_shut_down(int(fd), peer, port) for fd in os.listdir("/dev/fd"))  # noqa: PTH208  (numbers)
 
 
 def _shut_down(fd: int, peer: str, port: int) -> bool:

@@ -197,7 +197,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1947,  # host.py: control groups, nested; a plan before weights are read; links of model files
+    ".": 1950,  # host.py: control groups, nested; a plan before weights are read; links of model files
     "api": 368,  # the List of Health
     "api/receiving": 655,
     "api/requests": 950,
@@ -230,7 +230,7 @@ BUDGET: dict[str, int] = {
     "model/families": 1010,
     "model/hub": 610,
     "model_check": 490,
-    "text": 1001,  # growth.py; which tokens are control tokens, and conversations in which their text stays text
+    "text": 1010,  # growth.py; which tokens are control tokens, and that a template makes none of text
     "training": 665,
 }
 """Code lines of each package of the server, its subpackages counted for themselves (``python -m tools.code_lines``)."""

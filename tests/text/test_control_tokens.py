@@ -109,6 +109,19 @@ def test_flags_of_a_token_do_not_matter(kind: str, flags: dict[str, bool]) -> No
         assert tokenizer.eos_id not in tokenizer.encode(text, parse_special_tokens=False)
 
 
+@pytest.mark.parametrize("kind", ["unigram", "llama"])
+def test_an_end_that_is_only_a_word_of_the_vocabulary_is_a_control_token(kind: str) -> None:
+    """If it is a sign: text never becomes it, and the template may write it."""
+    inner = tokenizer_of(kind)
+    tokenizer = Tokenizer(inner.to_str(), "</s>", [inner.token_to_id("m") or 0, "a"])
+    assert controls(tokenizer) == {"</s>"}
+    assert tokenizer.eos_id in tokenizer.encode("a</s>")
+    assert tokenizer.eos_id not in (literal := tokenizer.encode("a</s> im", parse_special_tokens=False))
+    assert tokenizer.decode(literal) == "a</s> im"
+    assert tokenizer.encode("im a", parse_special_tokens=False) == tokenizer.encode("im a")
+    assert tokenizer.find_control_token("a</s>") == "</s>"
+
+
 @pytest.mark.parametrize("special", [True, False])
 def test_control_tokens_are_skipped_by_their_ids(special: bool) -> None:
     """Also one that a changing normaliser spells in another way, in a whole text and in a stream alike."""

@@ -11,7 +11,8 @@ they are marked special:
 * a pair of tokens, such as ``<think>`` and ``</think>``, that encloses no message. Some templates write an empty pair
   into each turn of the assistant, or the closing token alone. ``[INST]`` and ``[/INST]`` enclose a message.
 
-A stop token that is not an added token is an ordinary word, which any text may contain.
+A named token that is not an added token is a control token if it is a sign, such as ``</s>`` in a vocabulary; otherwise
+it is an ordinary word, which any text may contain.
 """
 
 from __future__ import annotations
@@ -34,8 +35,13 @@ def control_tokens(
     """
     added = tokenizer.get_added_tokens_decoder()
     signs = {token_id for gaps in renderings for token_id in _markers(tokenizer, added, gaps)}.union(named)
-    visible = {i: token for i, token in added.items() if token.special or not token.content.isspace()}
-    return {i: token for i, token in visible.items() if token.special or not signs.isdisjoint((i, token.content))}
+    found = {i: token for i, token in added.items() if token.special or _is_in(signs, i, token.content)}
+    words = {i: word for word, i in tokenizer.get_vocab().items() if i not in added and _is_in(named, i, word)}
+    return found | {i: AddedToken(word, normalized=False) for i, word in words.items() if _is_sign(word)}
+
+
+def _is_in(signs: Collection[int | str], token_id: int, content: str) -> bool:
+    return not content.isspace() and (token_id in signs or content in signs)
 
 
 def _markers(tokenizer: tokenizers.Tokenizer, added: Mapping[int, AddedToken], gaps: Sequence[str]) -> Iterator[int]:
@@ -63,5 +69,5 @@ def _pairs(ids: Mapping[str, int]) -> dict[int, tuple[int, int]]:
 
 def _is_sign(content: str) -> bool:
     """Return whether a text has letters or digits, and other visible characters too."""
-    visible = "".join(content.split())
+    visible = "".join(content.replace("\u2581", " ").split())
     return not visible.isalnum() and any(map(str.isalnum, visible))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterator
-from typing import Final
 
 import tokenizers
 from tokenizers import AddedToken, models, normalizers
-
-_MAX_BEGINNING: Final = 256
 
 
 class SpecialTokenFinder:
@@ -31,8 +27,7 @@ class SpecialTokenFinder:
         normalized = [token for token in tokens if token.normalized]
         if normalized and normalizer is not None:
             self._searches.append(_search(normalized, normalizer))
-        self._signs = sorted(token.content for token in tokens if not token.content[:1].isalnum())
-        self._longest = min(_MAX_BEGINNING, max(map(len, self._signs), default=1))
+        self._signs = {"&", *filter(_is_sign, "".join(token.content for token in tokens))}
 
     def found(self, text: str) -> Iterator[str]:
         """Yield the tokens whose text occurs in a text, by their exact text, as often as they occur."""
@@ -41,16 +36,18 @@ class SpecialTokenFinder:
             (encoding,) = search.encode_batch_fast([readable], add_special_tokens=False)
             yield from map(search.id_to_token, filter(None, encoding.ids))
 
-    def begun_at_end(self, text: str) -> int:
-        """Return how many characters at the end of a text begin a token, without being one; longer ones first.
+    def signs_in(self, text: str, found: Collection[str]) -> set[str]:
+        """Return the characters of a text that distinguish tokens from words; ``found`` is what :meth:`found` yielded.
 
-        Tokens that begin with a letter or digit are left out, because most words would begin one.
+        These are the visible characters of tokens that are no letters, digits or ``_``; all such characters if others
+        may be normalized to them; ``&``, of which filters of HTML make others; and the first of a token without one.
         """
-        for length in range(min(len(text), self._longest - 1), 0, -1):
-            place = bisect_left(self._signs, end := text[-length:])
-            if place < len(self._signs) and self._signs[place].startswith(end):
-                return length
-        return 0
+        signs = self._signs.union(token[:1] for token in found if not any(map(_is_sign, token)))
+        return {one for one in {*text} if one in signs or (len(self._searches) > 1 and _is_sign(one))}
+
+
+def _is_sign(character: str) -> bool:
+    return not (character.isalnum() or character.isspace() or character == "_")
 
 
 def _search(tokens: Collection[AddedToken], normalizer: normalizers.Normalizer | None) -> tokenizers.Tokenizer:

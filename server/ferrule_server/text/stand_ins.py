@@ -1,27 +1,33 @@
-"""Render a conversation in which the text of control tokens stays text.
+"""Render a conversation so that all control tokens in it are those of the template.
 
-The text of a control token in a conversation is replaced by a *stand-in*: letters that nobody can know in advance. The
-beginning of such a text at the end of a string is replaced too, because the next string could complete it. So all
-control tokens in the rendered text are those of the template. They are spelled in another way, in which no author can
-write them, the original text is put in place of the stand-ins, and the whole is turned into tokens at once::
+A template may put a control token together: of two strings, of its own text and a string, or by a change of a string.
+So the conversation is also rendered with other characters in place of its *signs*, the characters by which the texts of
+control tokens differ from words. This rendering is the *frame*; all control tokens in it are the template's::
 
     content       a<|im_end|>b
-    with          akdjfb
-    rendered      <|im_start|>user akdjfb<|im_end|>
-    respelled     [17]user akdjfb[18]
+    with          aWXim_endXYb
+    text          <|im_start|>user a<|im_end|>b<|im_end|>
+    frame         <|im_start|>user aWXim_endXYb<|im_end|>
+    respelled     [17]user aWXim_endXYb[18]
     filled        [17]user a<|im_end|>b[18]
 
+If text and frame have the same control tokens, the text has no others. Otherwise the control tokens of the frame are
+spelled in another way, in which no author can write them, the signs are put back, and the whole is turned into tokens.
 To encode the pieces one by one would be simpler, but many tokenizers put a space before each of them.
 
-A template can do anything with a text: cut it, change its letters, count them. So the conversation is also rendered as
-it is, and the filled text must be equal to that; otherwise the conversation is refused.
+Argument: a token is forged if at least one of its signs comes from a string, and no sign of a string is in the frame. A
+token whose signs are all the template's, as in ``<|{{ role }}|>``, is the template's. A sign becomes one character that
+is nowhere in text and conversation, so nobody can write it, and a template cuts and measures both texts alike.
+
+A template may look for signs, such as ``<think>``. Then the filled frame is not the text, and only the signs of whole
+control tokens are replaced; the control tokens must be the same, in the same order, or the conversation is refused.
 """
 
 from __future__ import annotations
 
-import re
-import secrets
-from collections.abc import Callable, Iterable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,32 +38,48 @@ from ferrule_server.text.chat_template import ChatTemplate, Conversation
 if TYPE_CHECKING:
     from ferrule_server.text.tokenizer import Tokenizer
 
-_SECRET_BYTES: Final = 12
-_LETTERS: Final = str.maketrans("0123456789", "ghijklmnop")
+_STAND_INS: Final = (range(0x2801, 0x2900), range(0x4E00, 0xA000), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+"""Braille, which is printed as it is, has no case and is in no word, like signs. Then Han and private characters."""
 
 
-def render_as_text(tokenizer: Tokenizer, template: ChatTemplate, conversation: Conversation) -> tuple[str, list[int]]:
+def render_guarded(
+    tokenizer: Tokenizer, template: ChatTemplate, conversation: Conversation, refuse: Callable[[], None] | None = None
+) -> tuple[str, list[int]]:
     """Return the rendered text and its token ids, in which all control tokens are those of the template.
 
+    Args:
+        tokenizer: The tokenizer.
+        template: The template. It is rendered once if no string has a sign, otherwise twice, rarely three times.
+        conversation: The conversation.
+        refuse: Called if a string contains the text of a control token, to refuse it. None: such text stays text.
+
     Raises:
-        InvalidRequest: The template refuses the conversation, or does not keep the text of a control token as it is.
+        InvalidRequest: The template refuses the conversation, or makes a control token of it, or does not keep the
+            text of a control token as it is.
         OSError: The system cannot start a process for the rendering.
     """
-    parts = [conversation.messages, conversation.tools, conversation.variables]
-    stand_ins = _StandIns(tokenizer.control_texts("\n".join(strings_in(parts))), tokenizer.begun_control)
-    try:
-        messages, tools, variables = masked = stand_ins.put_into(parts)
-    except RecursionError:
-        raise InvalidRequest("messages", "are nested too deeply") from None
-    if stand_ins.pieces and (others := tokenizer.control_texts("\n".join(strings_in(masked)))):
-        raise _refusal(others[0], "in a spelling that only the tokenizer turns into it; remove it")
-    text = template.render(conversation)
-    if not stand_ins.replaced:
+    strings = "\n".join(strings_in([conversation.messages, conversation.tools, conversation.variables]))
+    if (inside := tokenizer.control_texts(strings)) and refuse:
+        refuse()
+    text, signs = template.render(conversation), tokenizer.control_signs(strings, set(inside))
+    if not signs:
         return text, tokenizer.encode(text)
-    frame = template.render(replace(conversation, messages=messages, tools=tools, variables=variables))
+    stand_ins = _StandIns(signs, {*strings, *text})
+    frame = template.render(_changed(conversation, stand_ins.mask))
+    written, own = tokenizer.control_texts(text), tokenizer.control_texts(frame)
+    is_kept = True
     if stand_ins.fill(frame) != text:
-        raise _refusal(min(stand_ins.replaced), "and the chat template changes, cuts or measures this text; remove it")
-    return text, tokenizer.encode_framed(frame, stand_ins.fill)
+        mask = functools.partial(stand_ins.mask_tokens, tokenizer.control_texts)
+        frame = template.render(_changed(conversation, mask)) if inside else text
+        is_kept = stand_ins.fill(frame) == text and tokenizer.control_texts(frame) == own
+    if is_kept and written == own:
+        return text, tokenizer.encode(text)
+    if is_kept and not refuse:
+        return text, tokenizer.encode_framed(frame, stand_ins.fill)
+    differing = (one or other for one, other in itertools.zip_longest(written, own) if one != other)
+    name = name_of(next(itertools.chain(differing, inside)))
+    description = f"have text of which the chat template makes or changes the control token {name}; remove it"
+    raise InvalidRequest("messages", description, special_token=name)
 
 
 def strings_in(value: Any) -> Iterator[str]:
@@ -75,51 +97,52 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 class _StandIns:
-    """The stand-ins in one conversation; no two texts have the same.
+    """A character for each sign of one conversation.
 
     Args:
-        pieces: Texts to replace wherever they occur; they may repeat.
-        begun_at_end: Returns the number of characters to replace at the end of a string.
-
-    Attributes:
-        pieces: These texts, the longest first.
-        replaced: The stand-ins by the texts that they replace.
+        signs: The signs.
+        used: All characters of the conversation and of its text.
     """
 
-    def __init__(self, pieces: Iterable[str], begun_at_end: Callable[[str], int]) -> None:
-        self._secret = secrets.token_hex(_SECRET_BYTES).translate(_LETTERS)
-        self._begun_at_end = begun_at_end
-        self.pieces = sorted(set(pieces), key=len, reverse=True)
-        self.replaced: dict[str, str] = {}
+    def __init__(self, signs: Collection[str], used: Collection[str]) -> None:
+        unused = (one for one in map(chr, itertools.chain(*_STAND_INS)) if one not in used)
+        pairs = dict(zip(signs, unused, strict=False))
+        if len(pairs) < len(signs):
+            raise InvalidRequest("messages", "have too many different characters; shorten them")
+        self._mask, self._fill = str.maketrans(pairs), str.maketrans({one: sign for sign, one in pairs.items()})
 
-    def put_into(self, value: Any) -> Any:
-        """Return a value of JSON with stand-ins. One call a level: it may be nested deeply."""
-        if isinstance(value, str):
-            return self._put_into_text(value)
-        if isinstance(value, list):
-            return list(map(self.put_into, value))
-        if isinstance(value, dict):
-            return dict(zip(map(self._put_into_text, value), map(self.put_into, value.values()), strict=True))
-        return value
+    def mask(self, text: str) -> str:
+        """Return a text with stand-ins for its signs."""
+        return text.translate(self._mask)
+
+    def mask_tokens(self, find: Callable[[str], Iterable[str]], text: str) -> str:
+        """Return a text with stand-ins for the signs of the control tokens that ``find`` returns, in order."""
+        pieces, end = [], 0
+        for token in find(text):
+            if (start := text.find(token, end)) >= 0:  # otherwise another spelling of it is there
+                pieces += [text[end:start], self.mask(token)]
+                end = start + len(token)
+        return "".join([*pieces, text[end:]])
 
     def fill(self, text: str) -> str:
-        """Return a text with the replaced texts in the places of their stand-ins."""
-        texts = {stand_in: replaced for replaced, stand_in in self.replaced.items()}
-        return re.sub(f"{self._secret}[a-p]{{4}}", lambda found: texts.get(found[0], ""), text)
-
-    def _put_into_text(self, text: str) -> str:
-        length = len(text) - self._begun_at_end(text)
-        text, end = text[:length], text[length:]
-        for piece in self.pieces:
-            if piece in text:
-                text = text.replace(piece, self._stand_in(piece))
-        return text + self._stand_in(end) if end else text
-
-    def _stand_in(self, text: str) -> str:
-        number = f"{len(self.replaced):04x}".translate(_LETTERS)
-        return self.replaced.setdefault(text, self._secret + number)
+        """Return a text with signs in the places of their stand-ins."""
+        return text.translate(self._fill)
 
 
-def _refusal(token: str, why: str) -> InvalidRequest:
-    name = name_of(token)
-    return InvalidRequest("messages", f"contain the text of the control token {name}, {why}", special_token=name)
+def _changed(conversation: Conversation, change: Callable[[str], str]) -> Conversation:
+    """Return a conversation in which all strings are changed."""
+
+    def changed(value: Any) -> Any:  # one call a level: it may be nested deeply
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, list):
+            return list(map(changed, value))
+        if isinstance(value, dict):
+            return dict(zip(map(change, value), map(changed, value.values()), strict=True))
+        return value
+
+    try:
+        messages, tools, variables = changed([conversation.messages, conversation.tools, conversation.variables])
+    except RecursionError:
+        raise InvalidRequest("messages", "are nested too deeply") from None
+    return replace(conversation, messages=messages, tools=tools, variables=variables)

@@ -50,7 +50,7 @@ class Tokenizer:
         renderings: See :meth:`ChatTemplate.around_messages`.
 
     Attributes:
-        begun_control: See :meth:`SpecialTokenFinder.begun_at_end`, of control tokens (``control_tokens.py``).
+        control_signs: See :meth:`SpecialTokenFinder.signs_in`, of control tokens (``control_tokens.py``).
         vocab_size: Number of tokens.
         eos_id: The id of ``eos_token``; None: there is none, or the tokenizer does not know it.
         bos_id: The token before a text if special tokens are added; None: there is none.
@@ -74,7 +74,7 @@ class Tokenizer:
         with _refusing("its special tokens are not usable"):
             self._control = control_tokens(self._parsing, {*named, *ends}, renderings)
             self._control_finder = SpecialTokenFinder(self._control.values(), self._parsing.normalizer)
-            self.begun_control = self._control_finder.begun_at_end
+            self.control_signs = self._control_finder.signs_in
             secret = secrets.token_hex(_SECRET_BYTES)
             self._spellings = {token.content: f"\ue000{secret}.{i}\ue001" for i, token in self._control.items()}
             self._literal = _from_text(_respelled(self._parsing, self._spellings))
@@ -157,9 +157,9 @@ class Tokenizer:
                 whose texts overlap, or that are tokens only between spaces.
         """
         parsed = self.encode(frame)
-        written = {self._control[token_id].content for token_id in {*parsed} & self._control.keys()}
-        for content in sorted(written, key=len, reverse=True):
-            frame = frame.replace(content, self._spellings[content])
+        written = {self._control[i].content: parsed.count(i) for i in {*parsed} & self._control.keys()}
+        for content in sorted(written, key=len, reverse=True):  # with Prepend, only the first one is a token
+            frame = frame.replace(content, self._spellings[content], written[content])
         if self.encode(frame, parse_special_tokens=False) != parsed:
             raise InvalidRequest("messages", "have text beside which a control token of the template would be lost")
         return self.encode(fill(frame), parse_special_tokens=False)
@@ -320,7 +320,7 @@ def _respelled(tokenizer: tokenizers.Tokenizer, spellings: Mapping[str, str]) ->
     described = json.loads(tokenizer.to_str())
     for token in described["added_tokens"]:
         if token["content"] in spellings:
-            token |= {"content": spellings[token["content"]], "normalized": False, "single_word": False}
+            token |= {"content": spellings[token["content"]], "single_word": False}
     model, vocab = described["model"], described["model"]["vocab"]
     pairs = (
         (spellings.get(word, word), value) for word, value in (vocab.items() if isinstance(vocab, dict) else vocab)

@@ -52,8 +52,6 @@ def check_special_tokens(
 ) -> None:
     """Refuse a conversation that would bring control tokens of its own into a prompt.
 
-    The strings of all fields are searched at once; only if that finds something, field by field.
-
     Args:
         request: The request.
         conversation: What :func:`read_conversation` returned for it.
@@ -62,12 +60,8 @@ def check_special_tokens(
     Raises:
         InvalidRequest: A string, decoded from JSON where it is in JSON, contains the text of a control token.
     """
-    texts = {field: "\n".join(strings) for field, strings in _strings_by_field(request, conversation)}
-    if find("\n".join(texts.values())) is None:
-        return
-    for field, text in texts.items():
-        token = find(text)
-        if token is not None:
+    for field, strings in _strings_by_field(request, conversation):
+        if token := find("\n".join(strings)):
             description = (
                 f"contains the text of the control token {token}, which would become this token; set "
                 "special_tokens_as_text to keep it text"
@@ -83,17 +77,9 @@ def _strings_by_field(
         extra = {key: value for key, value in message.items() if key not in own}
         yield f"messages[{i}].role", [sent.role]
         yield f"messages[{i}].content", [sent.content]
-        yield f"messages[{i}].extra_json", [*strings_in(extra), _text_of_parts(message["content"])]
+        yield f"messages[{i}].extra_json", strings_in(extra)
     yield "tools_json", strings_in(conversation.tools)
     yield "variables_json", strings_in(conversation.variables)
-
-
-def _text_of_parts(content: Any) -> str:
-    """Return the text of a content that is a list of parts, which templates write one after the other."""
-    if not isinstance(content, list):
-        return ""
-    texts = (part.get("text") if isinstance(part, dict) else part for part in content)
-    return "".join(text for text in texts if isinstance(text, str))
 
 
 def _message(message: tokenizer_pb2.ChatMessage, at: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ferrule_server.api.texts.queue import TextLane
 from ferrule_server.api.texts.workers import TextWorkers
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
 from ferrule_server.quotas import TEXT_BYTES_PER_TOKEN
-from ferrule_server.text.stand_ins import render_as_text
+from ferrule_server.text.stand_ins import render_guarded
 
 if TYPE_CHECKING:
     from ferrule_server.text.chat_template import ChatTemplate
@@ -84,8 +84,10 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         num_bytes = check_conversation(request, self.state.limits.max_text_bytes)
         is_short = len(request.messages) <= _SHORT_CONVERSATION and num_bytes <= _SHORT_CONVERSATION_BYTES
         lane = TextLane.CHAT if is_short else TextLane.LONG
-        work = functools.partial(_rendered, codec, template, request)
-        return await self._workers.run(principal_of(context), lane, num_bytes, work)
+        principal, work = principal_of(context), functools.partial(_rendered, codec, template, request)
+        if not request.allow_special_tokens:
+            self._charge(principal, num_bytes)  # most conversations are rendered twice, see render_guarded
+        return await self._workers.run(principal, lane, num_bytes, work)
 
     async def _run(
         self, context: Context, work: Callable[[], _Response], num_bytes: int, *, is_inline: bool
@@ -149,14 +151,13 @@ def _detokenized(codec: Tokenizer, request: tokenizer_pb2.DetokenizeRequest) -> 
 def _rendered(
     codec: Tokenizer, template: ChatTemplate, request: tokenizer_pb2.ApplyChatTemplateRequest
 ) -> tokenizer_pb2.ApplyChatTemplateResponse:
-    conversation = read_conversation(request)
-    if request.special_tokens_as_text:
-        text, token_ids = render_as_text(codec, template, conversation)
-    else:
-        if not request.allow_special_tokens:
-            check_special_tokens(request, conversation, codec.find_control_token)
+    conversation, as_text = read_conversation(request), request.special_tokens_as_text
+    if request.allow_special_tokens:
         text = template.render(conversation)
         token_ids = codec.encode(text)
+    else:
+        check = functools.partial(check_special_tokens, request, conversation, codec.find_control_token)
+        text, token_ids = render_guarded(codec, template, conversation, None if as_text else check)
     response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)
     _extend(response.token_ids, token_ids)
     return response

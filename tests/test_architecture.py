@@ -202,7 +202,7 @@ BUDGET: dict[str, int] = {
     "api/receiving": 655,
     "api/requests": 950,
     "api/responses": 570,
-    "api/rpc": 790,  # what a drain waits for
+    "api/rpc": 791,  # what a drain waits for
     "api/security": 558,  # strangers are paused, and their connections ended
     "api/services": 355,  # special_tokens_as_text
     "api/streams": 610,

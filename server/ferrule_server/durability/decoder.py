@@ -309,20 +309,8 @@ def _row(cursor: Cursor, position: int) -> Row:
     return Row(position, token, *numbers, is_accepted)
 
 
-def _truncate(cursor: Cursor, _: Definitions) -> Truncate:
-    return Truncate(_no(cursor), _truncation(cursor))
-
-
 def _truncation(cursor: Cursor) -> Truncation:
     return Truncation(cursor.varint(), cursor.take(DIGEST_BYTES), cursor.varint(), cursor.varint())
-
-
-def _reserve(cursor: Cursor, _: Definitions) -> Reserve:
-    return Reserve(_no(cursor), cursor.varint())
-
-
-def _lease(cursor: Cursor, _: Definitions) -> Lease:
-    return Lease(_no(cursor), cursor.seconds())
 
 
 def _ended(cursor: Cursor, _: Definitions) -> Ended:
@@ -349,21 +337,9 @@ def _member(cursor: Cursor) -> int | bytes:
     return cursor.varint() or cursor.take(DIGEST_BYTES)
 
 
-def _tombstone(cursor: Cursor, definitions: Definitions) -> Tombstone:
-    return Tombstone(_principal(cursor, definitions), cursor.take(DIGEST_BYTES))
-
-
-def _mask(cursor: Cursor, definitions: Definitions) -> Mask:
-    return Mask(_principal(cursor, definitions), cursor.take(cursor.varint()))
-
-
 def _snapshot_begin(_: Cursor, definitions: Definitions) -> SnapshotBegin:
     definitions.clear()
     return SnapshotBegin()
-
-
-def _snapshot_end(_: Cursor, __: Definitions) -> SnapshotEnd:
-    return SnapshotEnd()
 
 
 def _no(cursor: Cursor) -> int:
@@ -380,14 +356,14 @@ _READERS: Final[Mapping[int, Callable[[Cursor, Definitions], Record]]] = Mapping
         Tag.POLICY: _policy_digest,
         Tag.SEQUENCE: _sequence,
         Tag.APPEND: _append,
-        Tag.TRUNCATE: _truncate,
-        Tag.RESERVE: _reserve,
-        Tag.LEASE: _lease,
+        Tag.TRUNCATE: lambda cursor, _: Truncate(_no(cursor), _truncation(cursor)),
+        Tag.RESERVE: lambda cursor, _: Reserve(_no(cursor), cursor.varint()),
+        Tag.LEASE: lambda cursor, _: Lease(_no(cursor), cursor.seconds()),
         Tag.END: _ended,
         Tag.CREATION: _creation,
-        Tag.TOMBSTONE: _tombstone,
-        Tag.MASK: _mask,
+        Tag.TOMBSTONE: lambda cursor, known: Tombstone(_principal(cursor, known), cursor.take(DIGEST_BYTES)),
+        Tag.MASK: lambda cursor, known: Mask(_principal(cursor, known), cursor.take(cursor.varint())),
         Tag.SNAPSHOT_BEGIN: _snapshot_begin,
-        Tag.SNAPSHOT_END: _snapshot_end,
+        Tag.SNAPSHOT_END: lambda _, __: SnapshotEnd(),
     }
 )

@@ -147,17 +147,15 @@ class OsFiles:
 
     def is_at(self, fd: int, path: Path) -> bool:
         """Return whether an open file still has that name."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(fd), path.lstat())
-        except FileNotFoundError:
-            return False
+        return False
 
     def size(self, path: Path) -> int:
         """Return the size of a file in bytes, 0 if there is none."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return path.stat().st_size
-        except FileNotFoundError:
-            return 0
+        return 0
 
     def list_names(self, path: Path) -> list[str]:
         """Return the names of the files in a directory."""

@@ -34,6 +34,8 @@ _TRIES: Final = 5
 """How often the directory is read again because a server deleted a segment meanwhile."""
 _COMMANDS: Final = {"inspect": "show what a journal contains", "verify": "read every frame; exit 1 if one is damaged"}
 _COUNTS: Final = ("num_sequences", "num_tokens", "num_creations", "num_tombstones", "num_masks")
+_SHOWN: Final = ("instance", "epoch", "fingerprint", "dtype", "block_size", "generation")
+"""What is shown of an identity: not its secret key."""
 _PATIENCE_S: Final = 1.0
 """A reading that takes longer shows a bar."""
 _WIDTH_OF_A_PIPE: Final = 1000
@@ -70,14 +72,7 @@ def facts_of(journal: Journal) -> dict[str, Any]:
     """Return what a journal contains, as values of JSON."""
     state, identity = journal.state, journal.identity
     return {
-        "identity": {
-            "instance": identity.instance,
-            "epoch": identity.epoch,
-            "fingerprint": identity.fingerprint.hex(),
-            "dtype": identity.dtype,
-            "block_size": identity.block_size,
-            "generation": identity.generation,
-        },
+        "identity": {name: getattr(identity, name) for name in _SHOWN} | {"fingerprint": identity.fingerprint.hex()},
         "segments": [_segment_facts(each) for each in journal.segments],
         "principals": _principal_facts(state),
         **{name: sum(count.values()) for name, count in _counts_of(state).items()},
@@ -129,19 +124,16 @@ def _counts_of(state: JournalState) -> dict[str, Counter[str]]:
     return dict(zip(_COUNTS, counters, strict=True))
 
 
-def _survey(path: Path) -> Journal:
+def _survey(path: Path, num_tries: int = _TRIES) -> Journal:
     """Read a directory, again if a server has deleted a segment meanwhile."""
-    files = OsFiles()
-    list_segments(path, files)
-    for _ in range(_TRIES - 1):
-        try:
-            with _bar() as show:
-                return survey(path, files, show)
-        except FileNotFoundError as error:
-            if str(error.filename).endswith("identity.json"):
-                raise
-    with _bar() as show:
-        return survey(path, files, show)
+    list_segments(path, OsFiles())
+    try:
+        with _bar() as show:
+            return survey(path, OsFiles(), show)
+    except FileNotFoundError as error:
+        if num_tries == 1 or str(error.filename).endswith("identity.json"):
+            raise
+    return _survey(path, num_tries - 1)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ferrule_server.durability.directory import DurableDirectory, Wanted, cannot_write
@@ -58,16 +59,8 @@ def open_durability(
     directory.digests = DIGESTS
     try:
         found = read_directory(path, directory.files, on_progress)
-        journal = Journal(
-            directory,
-            lambda on_synced, on_failed: JournalWriter(
-                directory,
-                last_frame=found.last_frame,
-                segment_bytes=segment_bytes,
-                on_synced=on_synced,
-                on_failed=on_failed,
-            ),
-        )
+        writer = partial(JournalWriter, directory, last_frame=found.last_frame, segment_bytes=segment_bytes)
+        journal = Journal(directory, lambda on_synced, on_failed: writer(on_synced=on_synced, on_failed=on_failed))
     except OSError as error:
         directory.close()
         raise ConfigError(cannot_write(path, error)) from error

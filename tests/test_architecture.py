@@ -205,7 +205,7 @@ BUDGET: dict[str, int] = {
     "api/telemetry": 560,  # the metrics of the journal
     "api/texts": 230,
     "api/web": 505,
-    "durability": 2020,  # the newest segment stands in the identity, files by kind and size, a directory that vanishes
+    "durability": 2020,  # a file names the newest segment, files by kind and size, a directory that vanishes
     "engine": 1086,  # durable sequences, and what they report
     "engine/appends": 1375,  # cold sequences, restored records and creations, what outlives a device fault
     "engine/bridge": 430,

@@ -36,10 +36,13 @@ class StoredFiles(OsFiles):
         return [each.name for each in self.contents if each.parent == path]
 
 
-def segment_of(number: int, payloads: Sequence[bytes], previous: Previous | None, *, room: int = 100) -> bytes:
+def segment_of(
+    number: int, payloads: Sequence[bytes], previous: Previous | None, *, room: int = 100, is_named: bool = False
+) -> bytes:
     """Return a segment: its header, a frame for each payload, and some zeros."""
     data = b""
-    for payload in (SegmentHeader(number, IDENTITY.epoch, IDENTITY.generation, previous).encode(), *payloads):
+    header = SegmentHeader(number, IDENTITY.epoch, IDENTITY.generation, previous, is_named=is_named)
+    for payload in (header.encode(), *payloads):
         data += encode_frame(payload, number, len(data))
     return data + bytes(room)
 

@@ -157,7 +157,7 @@ def test_segment_has_its_header_and_zeros() -> None:
     _, offset = directory.create_segment(3, SIZE, Previous(1, 500))
     data = files.crash().read_bytes(segment_path(PATH, 3))
     found = scan(data, 3)
-    header = SegmentHeader(3, directory.identity.epoch, 1, Previous(1, 500))
+    header = SegmentHeader(3, directory.identity.epoch, 1, Previous(1, 500), is_named=True)
     assert (len(data), found.end) == (SIZE, offset)
     assert [SegmentHeader.decode(frame.payload) for frame in found.frames] == [header]
     assert directory.segments() == [3]
@@ -223,7 +223,7 @@ def test_second_owner_is_refused() -> None:
     open_one(files)
 
 
-def test_owner_that_was_replaced_creates_no_segment() -> None:
+def test_owner_that_was_replaced_creates_and_deletes_no_segment() -> None:
     """It has lost its lock without noticing, as on a shared file system, and stops at the next segment."""
     files = FaultFiles()
     stale = open_one(files)
@@ -234,6 +234,10 @@ def test_owner_that_was_replaced_creates_no_segment() -> None:
     with pytest.raises(OwnerReplaced):
         stale.create_segment(1, SIZE, None)
     assert fresh.segments() == []
+    fresh.create_segment(1, SIZE, None)
+    with pytest.raises(OwnerReplaced):
+        stale.delete_segment(1)
+    assert fresh.segments() == [1]
 
 
 def test_directory_that_is_gone_has_no_owner() -> None:
@@ -307,7 +311,7 @@ def test_real_directory_is_private_and_preallocated(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()}
-    assert modes == {"lock": 0o600, "identity.json": 0o600, segment_path(path, 1).name: 0o600}
+    assert modes == dict.fromkeys(("lock", "identity.json", "1-1.newest", segment_path(path, 1).name), 0o600)
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert os.fstat(fd).st_size == 3 << 20
     assert os.fstat(fd).st_blocks * 512 >= 3 << 20
@@ -380,5 +384,5 @@ def test_an_identity_that_cannot_be_used_is_refused_early(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"identity\.json cannot be read: the format is not 1"):
         check_directory(tmp_path, "east-1")
     (tmp_path / "identity.json").rename(segment_path(tmp_path, 1))
-    with pytest.raises(ConfigError, match=r"has segments and no identity\.json"):
+    with pytest.raises(ConfigError, match=r"has a journal and no identity\.json"):
         check_directory(tmp_path, "east-1")

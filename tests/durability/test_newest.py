@@ -1,15 +1,15 @@
-"""The newest segment is named in the identity: its loss is an error, and no crash or failure looks like a loss."""
+"""A file names the newest segment: the loss of either is an error, and no crash or failure looks like a loss."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import dataclasses
 import errno
 import json
 import os
 import threading
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -18,24 +18,27 @@ import pytest
 from ferrule_server.durability import writer as writers
 from ferrule_server.durability.directory import (
     DurableDirectory,
-    Identity,
     JournalDamaged,
+    Newest,
+    OwnerReplaced,
     Wanted,
+    check_directory,
     list_segments,
     read_identity,
     segment_path,
 )
 from ferrule_server.durability.files import OsFiles
-from ferrule_server.durability.frames import Previous
+from ferrule_server.durability.frames import Previous, SegmentHeader, encode_frame
 from ferrule_server.durability.inspect import main
 from ferrule_server.durability.reader import read_directory, survey
 from ferrule_server.durability.records import Tag
 from ferrule_server.durability.writer import JournalWriter
 from ferrule_server.engine.durable.opening import open_durability
+from ferrule_server.errors import ConfigError
 from tests.durability.fault_files import Call, FaultFiles, everything, nothing, torn_at
 from tests.durability.journal_model import JournalModel
 from tests.durability.journals import PATH, WANTED
-from tests.durability.stored import IDENTITY, StoredFiles, store_parts
+from tests.durability.stored import IDENTITY, StoredFiles, segment_of
 
 RECORDED = json.loads((Path(__file__).parent / "version1.json").read_text())
 """A directory as version 0.1 left it after kill -9, and what its sequences were; see test_a_directory_of_... below."""
@@ -106,6 +109,15 @@ class Server:
         self.directory.close()
 
 
+def mixed(disk: FaultFiles, other: FaultFiles) -> FaultFiles:
+    """Return a disk with the ``*.newest`` of another: names that were not synced come to the disk in any order."""
+    mixture = FaultFiles()
+    names = {path: inode for path, inode in disk._names.items() if path.suffix != ".newest"}
+    mixture._names = names | {path: inode for path, inode in other._names.items() if path.suffix == ".newest"}
+    mixture._durable_names = dict(mixture._names)
+    return mixture
+
+
 def disks_of(seed: int, failing: str, num_groups: int) -> list[FaultFiles]:
     """Let two servers write, while calls of a method fail, and return the disks after a crash before each call."""
     random, files, disks = Random(seed), FaultFiles(), []
@@ -113,7 +125,8 @@ def disks_of(seed: int, failing: str, num_groups: int) -> list[FaultFiles]:
 
     def crash(_: Call) -> None:
         survival = random.choice([nothing, everything, torn_at(random.randrange(600))])
-        disks.append(random.choice([files.kill(), files.crash(survival, keeps_names=random.random() < 0.5)]))
+        whole, synced = files.crash(survival, keeps_names=True), files.crash(survival)
+        disks.append(random.choice([files.kill(), whole, synced, mixed(whole, synced), mixed(synced, whole)]))
 
     files.before_call = crash
     for _ in range(2):
@@ -133,7 +146,7 @@ def disks_of(seed: int, failing: str, num_groups: int) -> list[FaultFiles]:
 
 @pytest.mark.parametrize("failing", FAILING)
 def test_no_crash_looks_like_a_loss(failing: str) -> None:
-    """At any call, also while the disk fails: a journal is read; and without its newest segment it never is."""
+    """At any call, also while the disk fails: a journal is read; and without its newest segment or name it never is."""
     check_disks(disks_of(1, failing, 5))
 
 
@@ -147,21 +160,24 @@ def test_no_crash_looks_like_a_loss_at_length(seed: int, failing: str) -> None:
 
 
 def check_disks(disks: list[FaultFiles]) -> None:
-    """Assert that each disk can be read, and not without the newest segment."""
+    """Assert that each disk can be read, and not without the newest segment, nor without the file that names it."""
     num_named = 0
     for disk in disks:
+        newest = Newest.find(PATH, disk)
         try:
-            newest = read_identity(PATH, disk).newest_segment
+            read_identity(PATH, disk)
         except FileNotFoundError:
             assert not list_segments(PATH, disk)
             continue
+        assert newest is not None
         read_directory(PATH, disk)
-        if newest:
+        for lost in {PATH / newest.file_name, segment_path(PATH, newest.segment)} if newest.segment else ():
             num_named += 1
-            disk.lose(segment_path(PATH, newest))
+            without = disk.kill()
+            without.lose(lost)
             with pytest.raises(JournalDamaged):
-                read_directory(PATH, disk)
-    assert num_named > len(disks) / 2
+                read_directory(PATH, without)
+    assert num_named > len(disks)
 
 
 @pytest.mark.parametrize("failing", ["sync_directory", "rename", "sync", "write", "open_new"])
@@ -243,16 +259,52 @@ def test_an_only_segment_that_is_lost_is_no_empty_journal(tmp_path: Path) -> Non
         open_durability(tmp_path / "journal", WANTED)
 
 
-def test_a_segment_deleted_beside_a_running_server_is_no_loss() -> None:
-    """The identity is read first, and another segment may be the newest when the segments are."""
-    files = StoredFiles(
-        store_parts([JournalModel(Random(1)).groups]), dataclasses.replace(IDENTITY, newest_segment=7).encode()
-    )
-    identities = iter(
-        [files.contents[PATH / "identity.json"], dataclasses.replace(IDENTITY, newest_segment=9).encode()]
-    )
-    read = files.read_bytes
-    files.read_bytes = lambda path: next(identities) if path.name == "identity.json" else read(path)  # type: ignore[method-assign]
+@pytest.mark.parametrize("loss", ["name", "name and segments"])
+def test_a_lost_name_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: str) -> None:
+    """Nobody could say any more whether the newest segment is there; nothing is written before that is mended."""
+    path = journal_of(tmp_path / "journal")
+    lost = [*path.glob("*.newest"), *(path.glob("*.segment") if loss != "name" else [])]
+    contents = {file: file.read_bytes() for file in lost}
+    for file in lost:
+        file.unlink()
+    assert main(["verify", str(path)]) == 1
+    assert "the file that names the newest segment (*.newest) is missing" in capsys.readouterr().out
+    for _ in range(2):
+        with pytest.raises(JournalDamaged, match=r"the file that names the newest segment .* is missing"):
+            open_durability(path, WANTED)
+    for file, content in contents.items():
+        file.write_bytes(content)
+    assert main(["verify", str(path)]) == 0
+
+
+def test_a_name_without_identity_is_no_new_directory(tmp_path: Path) -> None:
+    """It says that there was a journal."""
+    path = journal_of(tmp_path / "journal")
+    for file in (path / "identity.json", *path.glob("*.segment")):
+        file.unlink()
+    for refused in (lambda: check_directory(path, WANTED.instance), lambda: open_durability(path, WANTED)):
+        with pytest.raises(ConfigError, match=r"has a journal and no identity\.json"):
+            refused()
+
+
+def test_other_files_name_no_segment() -> None:
+    """Only two numbers do; of several, that of the newest generation counts."""
+    files = FaultFiles()
+    for name in ("9.newest", "9-9.newest.new", "-1-9.newest", "9-x.newest", "٣-٩.newest", "9-9.segment"):
+        files.open_new(PATH / name)
+    assert Newest.find(PATH, files) is None
+    for newest in (Newest(2, 30), Newest(10, 4), Newest(9, 50)):
+        files.open_new(PATH / newest.file_name)
+    assert Newest.find(PATH, files) == Newest(10, 4)
+
+
+@pytest.mark.parametrize("before", [[], [Newest(3, 7)]])
+def test_a_segment_deleted_beside_a_running_server_is_no_loss(before: list[Newest]) -> None:
+    """The name is read first, and another segment may be the newest when the segments are; also the first one."""
+    segments = {1: segment_of(1, JournalModel(Random(1)).groups[:1], None, is_named=True)}
+    files = StoredFiles(segments)
+    listed = iter([[each.file_name for each in before], list(files.list_names(PATH)), [Newest(3, 9).file_name]])
+    files.list_names = lambda path: next(listed)  # type: ignore[method-assign]
     with pytest.raises(FileNotFoundError):
         survey(PATH, files)
 
@@ -315,7 +367,7 @@ def test_a_segment_that_vanishes_is_a_failure(
     """Within a second, whether or not anything is written; what it would have confirmed would be lost."""
     files, server = running
     monkeypatch.setattr(writers, "_CHECK_S", 0.05)
-    path = segment_path(PATH, server.directory.identity.newest_segment)
+    path = segment_path(PATH, server.directory.newest.segment)
     if gone == "renamed":
         files.rename(path, PATH / "elsewhere")
     else:
@@ -360,7 +412,7 @@ def recorded(path: Path) -> Path:
 
 
 def test_a_directory_of_version_1_is_read_and_continued(tmp_path: Path) -> None:
-    """Whoever raises VERSION keeps a reader of the one before; the identity names no segment at first."""
+    """Whoever raises VERSION keeps a reader of the one before; no file names a segment at first."""
     path = recorded(tmp_path / "journal")
     values = RECORDED["identity"]
     wanted = Wanted("test", bytes.fromhex(values["fingerprint"]), values["dtype"], values["block_size"])
@@ -386,13 +438,167 @@ def test_a_directory_of_version_1_is_read_and_continued(tmp_path: Path) -> None:
         assert list(journal.state.masks.values()) == [b"\xff\x01\x00\x00"]
         assert main(["verify", str(path)]) == 0
         open_durability(path, wanted).journal._writer.close()
-        newest = read_identity(path, OsFiles()).newest_segment
-        assert newest == list_segments(path, OsFiles())[-1]
+        newest = Newest.find(path, OsFiles())
+        assert newest is not None
+        assert newest.segment == list_segments(path, OsFiles())[-1]
         (path / "lock").unlink()  # the lock is held by this process
 
 
-def test_an_identity_that_names_no_segment_is_that_of_an_earlier_version() -> None:
-    """It has no such field."""
-    values = json.loads(IDENTITY.encode())
-    del values["newest_segment"]
-    assert Identity.decode(json.dumps(values).encode()) == IDENTITY
+def test_the_version_before_reads_what_this_one_writes() -> None:
+    """It refuses an identity with another key; of a header it reads the keys that it knows."""
+    assert json.loads(IDENTITY.encode()).keys() == RECORDED["identity"].keys()
+    header = json.loads(SegmentHeader(1, IDENTITY.epoch, 1, None, is_named=True).encode())
+    assert header.keys() >= {"segment", "epoch", "generation", "previous", "digests"}
+
+
+def earlier_version(files: FaultFiles, model: JournalModel, *, begins_at: int | None = None) -> None:
+    """Go forward in a directory as the version before does: it knows no names, and deletes what it has replaced."""
+    identity = read_identity(PATH, files)
+    content = json.loads(identity.encode()) | {"generation": identity.generation + 1}
+    files.unlink(PATH / "identity.json")
+    put(files, "identity.json", json.dumps(content).encode())
+    before = list_segments(PATH, files)
+    number = begins_at or max(before, default=0) + 1
+    data = encode_frame(SegmentHeader(number, identity.epoch, identity.generation + 1, None).encode(), number, 0)
+    for group in filter(None, model.groups):
+        data += encode_frame(group, number, len(data))
+    for each in before:
+        files.unlink(segment_path(PATH, each))
+    put(files, segment_path(PATH, number).name, data + bytes(100))
+    files.sync_directory(PATH)
+
+
+def put(files: FaultFiles, name: str, content: bytes) -> None:
+    """Write a file."""
+    fd = files.open_new(PATH / name)
+    files.write(fd, content, 0)
+    files.sync(fd)
+    files.close(fd)
+
+
+@pytest.mark.parametrize("begins_at", [None, 1])
+def test_a_version_before_may_go_forward_between_two_servers(begins_at: int | None) -> None:
+    """What an earlier name says does not count then, at no crash point; a name of the next server does."""
+    files = FaultFiles()
+    writer = start_again(files)
+    writer.close()
+    files = files.kill()
+    model = JournalModel(Random(5))
+    earlier_version(files, model, begins_at=begins_at)
+    num_before = len(files.calls)
+    disks: list[FaultFiles] = []
+    files.before_call = lambda _: disks.append(files.crash(everything, keeps_names=len(disks) % 2 == 0))
+    server = Server(files, model)
+    assert server.write(model.groups)
+    server.close()
+    assert len(disks) == len(files.calls) - num_before
+    for disk in disks:
+        assert read_directory(PATH, disk).state.num_snapshots >= 1
+    last = files.kill()
+    last.lose(segment_path(PATH, server.directory.newest.segment))
+    with pytest.raises(JournalDamaged):
+        read_directory(PATH, last)
+
+
+# ---- two owners at once, after a shared file system has lost the lock -----------------------------------------------
+
+NUM_CALLS = 12
+"""At least as many as the creation of a segment makes."""
+
+
+class Turns:
+    """Lets two threads run in turn: the first for some calls, the second for some, then each to its end."""
+
+    def __init__(self, files: FaultFiles, num_calls: tuple[int, int]) -> None:
+        self._left = list(num_calls)
+        self._has_ended = [False, False]
+        self._events = (threading.Event(), threading.Event())
+        self._threads: list[threading.Thread] = []
+        self._files = files
+        self.errors: dict[int, Exception] = {}
+        self.disks: list[FaultFiles] = []
+
+    def run(self, *parts: Callable[[], None]) -> None:
+        """Run both parts."""
+        self._threads = [threading.Thread(target=self._part, args=it) for it in enumerate(parts)]
+        self._files.before_call = self._before
+        for thread in self._threads:
+            thread.start()
+        self._events[0].set()
+        for thread in self._threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in self._threads)
+        self._files.before_call = lambda _: None
+
+    def _part(self, index: int, part: Callable[[], None]) -> None:
+        self._events[index].wait(20)
+        try:
+            part()
+        except (OSError, ConfigError) as error:
+            self.errors[index] = error
+        self._has_ended[index] = True
+        self._events[1 - index].set()
+
+    def _before(self, _: Call) -> None:
+        index = self._threads.index(threading.current_thread())
+        if len(self._files.calls) % 11 == 0:
+            self.disks += (self._files.kill(), self._files.crash(nothing))
+        self._left[index] -= 1
+        if self._left[index] == -1 and not self._has_ended[1 - index]:
+            self._events[index].clear()
+            self._events[1 - index].set()
+            self._events[index].wait(20)
+
+
+def test_of_two_owners_one_goes_on() -> None:
+    """The old one creates a segment while the new one starts, each stopped at any call: nothing that counts is lost."""
+    outcomes = set()
+    for num_calls in product(range(NUM_CALLS), range(NUM_CALLS + 8)):
+        outcomes.add(two_owners(num_calls))
+    assert outcomes == {(False, True), (True, False), (True, True)}
+
+
+def two_owners(num_calls: tuple[int, int]) -> tuple[bool, bool]:
+    """Return whether the old owner and the new one have created their segment."""
+    files, model = FaultFiles(), JournalModel(Random(1))
+    first = Server(files, model)
+    first.write(model.groups)
+    first.writer.close()
+    files._locked.clear()
+    old, last, created = first.directory, first.writer._segment, [False, False]
+    payloads = [model.groups[0], model.groups[0]]
+
+    def stale() -> None:
+        fd, end = old.create_segment(last.number + 1, 600, Previous(last.number, last.end))
+        created[0] = True
+        files.write(fd, encode_frame(payloads[0], last.number + 1, end), end)
+        files.sync(fd)
+
+    def start() -> None:
+        new = DurableDirectory.open(PATH, WANTED, files)
+        journal = read_directory(PATH, files)
+        assert journal.last_frame is not None
+        new.confirm(*journal.last_frame)
+        number = max(*new.segments(), new.newest.segment) + 1
+        fd, end = new.create_segment(number, 600, Previous(journal.last_frame.segment, journal.last_frame.end))
+        created[1] = True
+        files.write(fd, encode_frame(payloads[1], number, end), end)
+        files.sync(fd)
+
+    turns = Turns(files, num_calls)
+    turns.run(stale, start)
+    assert not isinstance(turns.errors.get(1), OwnerReplaced)
+    for disk in turns.disks:
+        assert read_directory(PATH, disk).state.num_snapshots >= 1
+    assert read_identity(PATH, files).generation == 2
+    assert not old.still_owner()
+    for disk in (files.kill(), files.crash(nothing), files.crash(everything, keeps_names=True)):
+        newest = Newest.find(PATH, disk)
+        assert newest is not None
+        assert newest.generation == 2 or not created[1]
+        journal = read_directory(PATH, disk)
+        assert journal.last_frame is not None
+        assert journal.last_frame.segment == newest.segment
+        assert journal.state.num_snapshots >= 1
+        DurableDirectory.open(PATH, WANTED, disk)
+    return created[0], created[1]

@@ -122,8 +122,11 @@ def test_a_new_directory_may_die_in_its_first_snapshot() -> None:
 
 @pytest.mark.parametrize("segments", [{}, {4: bytes(500)}, {4: segment_of(4, [], None)[:40] + bytes(500)}])
 def test_a_directory_without_records_is_empty(segments: Segments) -> None:
-    """A segment whose creation was interrupted is not in use."""
-    journal = read(segments)
+    """A segment whose creation was interrupted is not in use, and a directory of this version says that none is."""
+    files = StoredFiles(segments)
+    if not segments:
+        files.contents[PATH / "0-0.newest"] = b""
+    journal = survey(PATH, files)
     assert (journal.damage, journal.last_frame, dict(journal.state.sequences)) == (None, None, {})
     assert [each.role for each in journal.segments] == [Role.UNUSED] * len(segments)
 

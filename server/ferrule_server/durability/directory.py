@@ -1,18 +1,24 @@
 """The directory of a journal: one owner, an identity that never changes, and segments.
 
     lock                           locked by the owner for as long as it lives
-    identity.json                  what the journal belongs to, how often a server was started on it, its newest segment
+    identity.json                  what the journal belongs to, and how often a server was started on it
     00000000000000000007.segment   frames (frames.py), preallocated
+    3-7.newest                     empty; its name says that generation 3 has named segment 7 as the newest
 
 An owner may lose its lock without noticing, if the directory is on a shared file system. So each start increments the
 generation, and an owner reads it again before it creates a segment: one that was replaced writes to its last segment
 at most, and the header of the new owner's first segment says how much of that one counts.
 
-A segment is named in the identity when it is on the disk with its header, and before anything else is written to it::
+A segment is named when it is on the disk with its header, and before anything else is written to it::
 
-    segment 8 created, synced      identity names 8, synced      frames in 8
+    segment 8 created, synced      3-7.newest renamed to 3-8.newest, synced      frames in 8
                              ^ a crash here leaves 8 unnamed: it was never used
-                                                           ^ from here on 8 must be there: without it the end is lost
+                                                                           ^ from here on 8 must be there
+
+The rename compares and swaps: each owner knows the name that it replaces, so of two owners that replace the same name
+one fails, and a segment that the failed one has created is never read. The file is made before the identity and before
+the first segment, so its loss is noticed. A version that knows no such file leaves it alone, and the headers of its
+segments say so: a name of an earlier generation than theirs does not count any more.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from ferrule_server.durability.files import Files, OsFiles
 from ferrule_server.durability.frames import Previous, SegmentHeader, encode_frame
@@ -34,6 +40,7 @@ from ferrule_server.errors import ConfigError
 
 FORMAT: Final = 1
 _SEGMENT: Final = re.compile(r"(0[0-9]{19})\.segment")
+_NEWEST: Final = re.compile(r"([0-9]{1,19})-([0-9]{1,19})\.newest")
 _EPOCH: Final = re.compile(r"[0-9a-f]{12}")
 _KEY_BYTES: Final = 16
 
@@ -92,7 +99,6 @@ class Identity:
         block_size: As in :class:`Wanted`.
         seed_key: 16 bytes from which seeds of Generate are derived, made with the directory; secret.
         generation: How often a server was started on the directory.
-        newest_segment: The newest segment in use; 0: none, or an earlier version wrote the identity.
     """
 
     instance: str
@@ -102,7 +108,6 @@ class Identity:
     block_size: int
     seed_key: bytes = dataclasses.field(repr=False)
     generation: int
-    newest_segment: int = 0
 
     @classmethod
     def create(cls, wanted: Wanted) -> Identity:
@@ -141,7 +146,7 @@ class Identity:
 
     def _check(self) -> None:
         texts = (self.instance, self.epoch, self.dtype)
-        numbers = (self.block_size, self.generation, self.newest_segment)
+        numbers = (self.block_size, self.generation)
         if not all(type(text) is str for text in texts) or not all(type(it) is int and it >= 0 for it in numbers):
             raise ValueError("it has values of other types")
         if not _EPOCH.fullmatch(self.epoch) or len(self.seed_key) != _KEY_BYTES:
@@ -160,15 +165,42 @@ def _text(value: object) -> str:
     return value.hex() if isinstance(value, bytes) else str(value)
 
 
+class Newest(NamedTuple):
+    """The name of the newest segment in use.
+
+    Attributes:
+        generation: That of the server which named it.
+        segment: Its number; 0: no segment is in use yet.
+    """
+
+    generation: int
+    segment: int
+
+    @property
+    def file_name(self) -> str:
+        """The name of the file that says it."""
+        return f"{self.generation}-{self.segment}.newest"
+
+    @classmethod
+    def find(cls, directory: Path, files: Files) -> Newest | None:
+        """Return what the file in a directory says; None: there is no such file."""
+        matches = map(_NEWEST.fullmatch, files.list_names(directory))
+        return max((cls(int(match[1]), int(match[2])) for match in matches if match), default=None)
+
+
+_NONE_USED: Final = Newest(0, 0)
+
+
 class DurableDirectory:
     """A directory that this process owns.
 
-    Invariant: until :meth:`close`, the lock is held, and ``identity`` is what was last written to the disk.
+    Invariant: until :meth:`close`, the lock is held, and ``identity`` is what the disk had when it was opened.
 
     Attributes:
         path: The directory.
         files: The system calls.
         identity: With the generation of this owner.
+        newest: What the file says that names the newest segment, as this owner has found or written it.
         digests: The version of the digests of requests that this owner writes; set by the caller of :meth:`open`.
     """
 
@@ -176,6 +208,7 @@ class DurableDirectory:
         self.path = path
         self.files = files
         self.identity = identity
+        self.newest = Newest.find(path, files) or _NONE_USED
         self.digests = ""
         self._lock = lock
         self._is_closed = False
@@ -188,42 +221,35 @@ class DurableDirectory:
             ConfigError: Another process owns it, it belongs to another kind of server, or it cannot be written to.
         """
         files = files or OsFiles()
-        try:
-            files.make_directory(path)
-            lock = files.lock(path / "lock")
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be used for durable handles: {error}") from error
-        try:
-            return cls(path, files, lock, _begin_generation(path, wanted, files))
-        except OSError as error:
-            files.close(lock)
-            raise ConfigError(cannot_write(path, error)) from error
-        except ConfigError:
-            files.close(lock)
-            raise
+        with contextlib.ExitStack() as undo:
+            try:
+                files.make_directory(path)
+                lock = files.lock(path / "lock")
+                undo.callback(files.close, lock)
+                directory = cls(path, files, lock, _begin_generation(path, wanted, files))
+            except OSError as error:
+                raise ConfigError(cannot_write(path, error)) from error
+            undo.pop_all()
+        return directory
 
     def still_owner(self) -> bool:
         """Whether the directory is there and not closed, and no other server was started on it since."""
-        if self._is_closed:
-            return False
-        try:
-            return read_identity(self.path, self.files).generation == self.identity.generation
-        except (OSError, ConfigError):
-            return False
+        with contextlib.suppress(OSError, ConfigError):
+            return not self._is_closed and read_identity(self.path, self.files).generation == self.identity.generation
+        return False
 
     def size_bytes(self) -> int:
         """Return the size of all segments, preallocated room included, 0 if they are gone; from any thread."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return sum(self.files.size(segment_path(self.path, number)) for number in self.segments())
-        except FileNotFoundError:
-            return 0
+        return 0
 
     def segments(self) -> list[int]:
         """Return the numbers of all segments, ascending."""
         return list_segments(self.path, self.files)
 
     def create_segment(self, number: int, size: int, previous: Previous | None) -> tuple[int, int]:
-        """Create a segment with its header, on the disk and named in the identity when this returns.
+        """Create a segment with its header, on the disk and named as the newest when this returns.
 
         Args:
             number: A number that no segment has.
@@ -238,7 +264,10 @@ class DurableDirectory:
             OSError: The segment could not be created, and nothing in it will be used.
         """
         self._check_owner()
-        header = SegmentHeader(number, self.identity.epoch, self.identity.generation, previous, self.digests)
+        if self.newest == _NONE_USED:
+            _name_none(self.path, self.files)
+        generation = self.identity.generation
+        header = SegmentHeader(number, self.identity.epoch, generation, previous, self.digests, is_named=True)
         frame = encode_frame(header.encode(), number, 0)
         path = segment_path(self.path, number)
         fd = self.files.open_new(path)
@@ -247,27 +276,26 @@ class DurableDirectory:
             self.files.write(fd, frame, 0)
             self.files.sync(fd)
             self.files.sync_directory(self.path)
-            self.name_newest(number)
+            self.name_newest(Newest(generation, number))
         except OSError:
             self.files.close(fd)
-            with contextlib.suppress(OSError, ConfigError):
-                if read_identity(self.path, self.files).newest_segment != number:
+            with contextlib.suppress(OSError):
+                if self.newest.segment != number:
                     self.files.unlink(path)
             raise
         return fd, len(frame)
 
-    def name_newest(self, number: int) -> None:
-        """Write into the identity which segment is the newest; on the disk when this returns.
+    def name_newest(self, newest: Newest) -> None:
+        """Name another segment as the newest; on the disk when this returns.
 
         Raises:
             OwnerReplaced: This process is not the owner any more.
-            OSError: It is not known whether the identity names this segment or the one before.
+            OSError: ``newest`` has been named if it is in the attribute, but perhaps not on the disk.
         """
-        identity = dataclasses.replace(self.identity, newest_segment=number)
-        _write_new(self.path, identity.encode(), self.files)
         self._check_owner()
-        _put_in_place(self.path, self.files)
-        self.identity = identity
+        self.files.rename(self.path / self.newest.file_name, self.path / newest.file_name)
+        self.newest = newest
+        self.files.sync_directory(self.path)
 
     def holds(self, fd: int, number: int) -> bool:
         """Return whether an open segment is still in the directory."""
@@ -293,7 +321,12 @@ class DurableDirectory:
             self.files.close(fd)
 
     def delete_segment(self, number: int) -> None:
-        """Remove a segment, and return when it is gone from the disk."""
+        """Remove a segment, and return when it is gone from the disk.
+
+        Raises:
+            OwnerReplaced: This process is not the owner any more.
+        """
+        self._check_owner()
         self.files.unlink(segment_path(self.path, number))
         self.files.sync_directory(self.path)
 
@@ -332,9 +365,7 @@ def check_directory(path: Path, instance: str) -> None:
 def cannot_write(path: Path, error: OSError) -> str:
     """Return the message of a start that cannot write its journal."""
     if error.errno == errno.ENOSPC:
-        return (
-            f"{path} is full ({error.strerror}): a start writes all durable state to a new segment, so make room there"
-        )
+        return f"{path} is full ({error.strerror}): make room there, since a start writes all durable state again"
     return f"{path} cannot be used for durable handles: {error}"
 
 
@@ -365,11 +396,13 @@ def read_identity(directory: Path, files: Files) -> Identity:
 
 def _begin_generation(path: Path, wanted: Wanted, files: Files) -> Identity:
     """Check the identity of a locked directory, or make one, and write it with the next generation."""
-    identity = _read_or_none(path, files) or Identity.create(wanted)
+    identity = _read_or_none(path, files)
+    if identity is None:
+        _name_none(path, files)
+        identity = Identity.create(wanted)
     _check_identity(path, identity, wanted)
     identity = dataclasses.replace(identity, generation=identity.generation + 1)
-    _write_new(path, identity.encode(), files)
-    _put_in_place(path, files)
+    _replace(path, identity.encode(), files)
     return identity
 
 
@@ -378,8 +411,8 @@ def _read_or_none(path: Path, files: Files) -> Identity | None:
     try:
         return read_identity(path, files)
     except FileNotFoundError:
-        if list_segments(path, files):
-            raise ConfigError(f"{path} has segments and no identity.json: restore the file from a backup") from None
+        if list_segments(path, files) or (Newest.find(path, files) or _NONE_USED).segment:
+            raise ConfigError(f"{path} has a journal and no identity.json: restore the file from a backup") from None
         return None
 
 
@@ -388,8 +421,15 @@ def _check_identity(path: Path, identity: Identity, wanted: Wanted) -> None:
         raise ConfigError(f"{path} has {difference}: start the server with these, or use another directory")
 
 
-def _write_new(directory: Path, content: bytes, files: Files) -> None:
-    """Write another ``identity.json`` beside the old one."""
+def _name_none(directory: Path, files: Files) -> None:
+    """Make the file that will name the newest segment, unless it is there."""
+    with contextlib.suppress(FileExistsError):
+        files.close(files.open_new(directory / _NONE_USED.file_name))
+    files.sync_directory(directory)
+
+
+def _replace(directory: Path, content: bytes, files: Files) -> None:
+    """Write ``identity.json`` so that a crash leaves the old content or the new one."""
     new = directory / "identity.json.new"
     with contextlib.suppress(FileNotFoundError):
         files.unlink(new)
@@ -403,9 +443,5 @@ def _write_new(directory: Path, content: bytes, files: Files) -> None:
         raise
     finally:
         files.close(fd)
-
-
-def _put_in_place(directory: Path, files: Files) -> None:
-    """Replace ``identity.json`` so that a crash leaves the old content or the new one."""
-    files.rename(directory / "identity.json.new", directory / "identity.json")
+    files.rename(new, directory / "identity.json")
     files.sync_directory(directory)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final, NamedTuple
 
 import google_crc32c
@@ -260,6 +260,7 @@ class SegmentHeader:
         previous: Where the records before those of this segment are; None: it is the first of its directory. Numbers
             between the two are segments that were never used.
         digests: The version of the digests of requests in its records.
+        is_named: Whether a file must name it before it counts; False: a version wrote it that knows no such file.
     """
 
     segment: int
@@ -267,12 +268,12 @@ class SegmentHeader:
     generation: int
     previous: Previous | None
     digests: str = ""
+    is_named: bool = False
 
     def encode(self) -> bytes:
         """Return the payload."""
         previous = None if self.previous is None else self.previous._asdict()
-        values = {"segment": self.segment, "epoch": self.epoch, "generation": self.generation, "previous": previous}
-        return json.dumps({**values, "digests": self.digests}).encode()
+        return json.dumps(asdict(self) | {"previous": previous}).encode()
 
     @classmethod
     def decode(cls, payload: bytes) -> SegmentHeader:
@@ -284,7 +285,8 @@ class SegmentHeader:
         try:
             values = json.loads(payload)
             previous = values["previous"] if values["previous"] is None else Previous(**values["previous"])
-            header = cls(values["segment"], values["epoch"], values["generation"], previous, values["digests"])
+            fields = (values["segment"], values["epoch"], values["generation"], previous, values["digests"])
+            header = cls(*fields, is_named=values.get("is_named", False) is not False)
         except (TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"the header of a segment is malformed: {error}") from None
         numbers = (header.segment, header.generation, *(previous or ()))

@@ -22,7 +22,14 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ferrule_server.durability.directory import Identity, JournalDamaged, list_segments, read_identity, segment_path
+from ferrule_server.durability.directory import (
+    Identity,
+    JournalDamaged,
+    Newest,
+    list_segments,
+    read_identity,
+    segment_path,
+)
 from ferrule_server.durability.files import Files
 from ferrule_server.durability.frames import Frame, Previous, Scan, SegmentHeader, Tail, scan
 from ferrule_server.durability.records import BadRecord, Tag
@@ -105,6 +112,7 @@ class Journal:
 
     Attributes:
         identity: Of the directory.
+        newest: The newest segment in use as a file names it; None: no file does.
         state: What its records describe, up to the damage if there is one.
         last_frame: The last valid frame, for the writer; None: no segment is in use.
         segments: All segments, ascending.
@@ -113,6 +121,7 @@ class Journal:
     """
 
     identity: Identity
+    newest: Newest | None = None
     state: JournalState = field(default_factory=JournalState)
     last_frame: LastFrame | None = None
     segments: list[SegmentReport] = field(default_factory=list)
@@ -147,7 +156,7 @@ def survey(path: Path, files: Files, on_progress: OnProgress | None = None) -> J
         ConfigError, FileNotFoundError: The directory has no readable identity, or a segment was deleted meanwhile.
         OSError: A file cannot be read, is not a regular one, or is too large.
     """
-    journal = Journal(read_identity(path, files))
+    journal = Journal(read_identity(path, files), Newest.find(path, files))
     with _without_collections():
         _Survey(path, files, journal, on_progress or (lambda _: None)).run()
     return journal
@@ -195,20 +204,28 @@ class _Survey:
 
     def run(self) -> None:
         """Find the segments, read from the last complete snapshot, and check that the newest one is there."""
-        self._read_all(self._find())
-        if self._journal.damage is None:
-            self._check_newest()
-
-    def _check_newest(self) -> None:
-        """Check that the segment that the identity names as the newest has its header."""
-        number = self._journal.identity.newest_segment
-        report = next((each for each in self._journal.segments if each.number == number), None)
-        if not number or (report is not None and report.num_frames):
+        parts = self._find()
+        self._read_all(parts)
+        if self._journal.damage is not None:
             return
-        if read_identity(self._path, self._files).newest_segment != number:
-            raise FileNotFoundError(errno.ENOENT, "deleted meanwhile", str(segment_path(self._path, number)))
+        self._journal.damage = self._loss([part.header for part in parts if part.header is not None])
+        if self._journal.damage is not None and Newest.find(self._path, self._files) != self._journal.newest:
+            raise FileNotFoundError(errno.ENOENT, "deleted meanwhile", str(self._path))
+
+    def _loss(self, headers: list[SegmentHeader]) -> Damage | None:
+        """Return what is lost of the newest segment or of its name, if anything is."""
+        newest, segments = self._journal.newest, self._journal.segments
+        if newest is None:
+            if segments and not any(header.is_named for header in headers):
+                return None
+            number = segments[-1].number if segments else 0
+            return Damage(number, 0, "the file that names the newest segment (*.newest) is missing")
+        report = next((each for each in segments if each.number == newest.segment), None)
+        is_past = any(header.generation > newest.generation and not header.is_named for header in headers)
+        if is_past or not newest.segment or (report is not None and report.num_frames):
+            return None
         what = "is missing" if report is None else "has lost its header"
-        self._journal.damage = Damage(number, 0, f"the newest segment, named in identity.json, {what}")
+        return Damage(newest.segment, 0, f"the newest segment, named by {newest.file_name}, {what}")
 
     def _read_all(self, parts: list[_Part]) -> None:
         """Read from the last complete snapshot; without one, all segments."""
@@ -240,7 +257,7 @@ class _Survey:
             part = self._look(number, previous.valid_bytes if previous is not None and is_next else None)
             reports.insert(0, part.report)
             self._on_progress((index + 1) / len(numbers) / 2)
-            if not is_next or (previous is None and _was_never_used(part)):
+            if not is_next or (previous is None and self._was_never_used(part)):
                 is_open = is_open and (previous is None or number > previous.segment)
                 continue
             part.report.role = Role.SUPERSEDED
@@ -258,6 +275,13 @@ class _Survey:
         report = SegmentReport(number, len(data), found.end, len(found.frames), found.tail, found.reason)
         is_snapshot = len(found.frames) > 1 and found.frames[1].payload[0] == Tag.SNAPSHOT_BEGIN
         return _Part(report, header, is_snapshot, found.resumes_at, found.frames)
+
+    def _was_never_used(self, part: _Part) -> bool:
+        """Return whether the creation of a segment was interrupted, so that nothing in it counts."""
+        newest, header = self._journal.newest, part.header
+        if header is None:
+            return part.report.tail is not Tail.DAMAGED
+        return newest is not None and header.is_named and header.segment > newest.segment
 
     def _replay(self, parts: list[_Part], base: int) -> None:
         """Read the state from the segment ``base`` on."""
@@ -318,11 +342,6 @@ class _Survey:
             found = scan(data, part.report.number, start=start)
             yield from found.frames
             start = found.resumes_at
-
-
-def _was_never_used(part: _Part) -> bool:
-    """Return whether the creation of a segment was interrupted, so that nothing was written to it."""
-    return part.header is None and part.report.tail is not Tail.DAMAGED
 
 
 def _header_of(found: Scan, segment: int, epoch: str) -> tuple[SegmentHeader | None, Scan]:

@@ -98,16 +98,12 @@ class _Segment:
     """
 
     def __init__(self, directory: DurableDirectory, number: int, size: int, previous: Previous | None) -> None:
-        self._files = directory.files
         self.number = number
         self.fd, self.end = directory.create_segment(number, size, previous)
         self.size = max(size, self.end)
 
     def has_room(self, payload_bytes: int) -> bool:
         return self.end + frame_bytes(payload_bytes) <= self.size
-
-    def close(self) -> None:
-        self._files.close(self.fd)
 
 
 class JournalWriter:
@@ -160,9 +156,12 @@ class JournalWriter:
         self._is_closing = self._is_complete = False
         self._check_at = 0.0
         self._changed = threading.Condition()
-        self._newest_before = directory.identity.newest_segment
-        self._next_number = max(*directory.segments(), self._newest_before, 0) + 1
-        self._segment = self._first_segment(last_frame)
+        self._newest_before = directory.newest
+        self._next_number = max(*directory.segments(), directory.newest.segment, 0) + 1
+        if last_frame is not None:
+            directory.confirm(*last_frame)
+        previous = last_frame and Previous(last_frame.segment, last_frame.end)
+        self._segment = self._create_segment(segment_bytes, previous)
         self._first = self._base = self._segment.number
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -258,7 +257,7 @@ class JournalWriter:
             except Exception as error:  # noqa: BLE001 - replies would wait for a dead thread for ever
                 _LOG.exception("a bug ended the journal")
                 self._fail(OSError(errno.EIO, f"{type(error).__name__} in the journal"))
-        self._segment.close()
+        self._directory.files.close(self._segment.fd)
 
     def _take(self) -> list[_Group] | None:
         """Wait for groups, but not long, and return all that are queued; None when the writer is closed."""
@@ -314,13 +313,10 @@ class JournalWriter:
         frame = encode_frame(payload, segment.number, segment.end)
         began_ns = time.perf_counter_ns()
         self._directory.files.write(segment.fd, frame, segment.end)
-        self._sync(segment.fd)
+        self._directory.files.sync(segment.fd)
         segment.end += len(frame)
         self.size_bytes += len(frame)
         self.counters.count_sync(len(frame), time.perf_counter_ns() - began_ns)
-
-    def _sync(self, fd: int) -> None:
-        self._directory.files.sync(fd)
 
     def _report(self, group: int) -> None:
         self.synced = group
@@ -332,18 +328,12 @@ class JournalWriter:
         before = self._segment
         self._segment = self._create_segment(size, Previous(before.number, before.end))
         with contextlib.suppress(OSError):
-            before.close()
+            self._directory.files.close(before.fd)
 
     def _create_segment(self, size: int, previous: Previous | None) -> _Segment:
         number = self._next_number
         self._next_number += 1
         return _Segment(self._directory, number, size, previous)
-
-    def _first_segment(self, last_frame: LastFrame | None) -> _Segment:
-        if last_frame is None:
-            return self._create_segment(self._segment_bytes, None)
-        self._directory.confirm(*last_frame)
-        return self._create_segment(self._segment_bytes, Previous(last_frame.segment, last_frame.end))
 
     def _fail(self, error: OSError) -> None:
         """Drop what was given away, and report the failure."""

@@ -43,7 +43,7 @@ from tests.fakes import FakeExecutor
 
 Code = grpc.StatusCode
 PACKED = (Code.UNIMPLEMENTED, "")
-"""How a compressed call ends, whoever calls."""
+"""How a compressed call ends, with or without credentials."""
 PIECES = 1 << 20
 every_method = each()
 every_caller = pytest.mark.parametrize("token", ["", TOKEN], ids=["stranger", "alice"])

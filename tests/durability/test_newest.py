@@ -412,7 +412,7 @@ def recorded(path: Path) -> Path:
 
 
 def test_a_directory_of_version_1_is_read_and_continued(tmp_path: Path) -> None:
-    """Whoever raises VERSION keeps a reader of the one before; no file names a segment at first."""
+    """A directory of the version before is read and continued; no file names a segment at first."""
     path = recorded(tmp_path / "journal")
     values = RECORDED["identity"]
     wanted = Wanted("test", bytes.fromhex(values["fingerprint"]), values["dtype"], values["block_size"])

@@ -90,7 +90,7 @@ class Attack:
     """An attack of several threads, each with a connection of its own.
 
     Attributes:
-        counts: Statuses of calls, or frames and connections made anew.
+        counts: Statuses of calls, or frames and repeated connections.
         num_bytes: What was sent.
     """
 

@@ -1,4 +1,4 @@
-"""Every file of a model is opened below its folder or below the blobs of its repository, whoever opens it."""
+"""Every file of a model is opened below its folder or below the blobs of its repository."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ OTHERS = {
     "model/hub/fetch.py": {"open"},  # partial files, which a fetch of this process writes
     "text/template_worker.py": {"read_text"},  # /proc/self/statm
 }
-"""Readers of what is no file of a model, by module."""
+"""Readers of what is not a file of a model, by module."""
 
 
 def _readers(path: Path) -> set[str]:

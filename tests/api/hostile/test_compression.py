@@ -1,4 +1,4 @@
-"""Compressed messages: the server inflates none, whoever sends it."""
+"""Compressed messages: the server inflates none, with or without credentials."""
 
 from __future__ import annotations
 

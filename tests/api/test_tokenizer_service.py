@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -70,16 +69,15 @@ def test_model_info_tells_what_is_put_before_a_text() -> None:
 
 
 def test_a_long_text_freezes_nobody_else(texts: RunningServer) -> None:
-    """While a text of 1 MB is encoded, another caller is answered, again and again."""
+    """While a text of 1 MB is encoded, another caller is answered, again and again: once would be after it."""
     text = "def f(x):\n  return x\n" * 49_000
     encoding = texts.text.Tokenize.future(tokenizer_pb2.TokenizeRequest(text=text), timeout=60)
-    worst_s, last = 0.0, time.monotonic()
+    answers = 0
     while not encoding.done():
         texts.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10)
-        last, before = time.monotonic(), last  # from reply to reply: this thread is frozen with the others
-        worst_s = max(worst_s, last - before)
+        answers += 1
     assert len(encoding.result().token_ids) > 100_000
-    assert worst_s < 0.4
+    assert answers >= 5
 
 
 def _chat(
@@ -333,22 +331,24 @@ def test_long_texts_take_the_memory_of_one() -> None:
 
 
 def test_a_slow_template_freezes_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
-    """While conversations that take all of their time are refused, another caller is answered; no ERROR is logged."""
+    """While conversations that take all of their time are refused, another caller is answered; no ERROR is logged.
+
+    On a loop that renders, it would be answered once between two renderings, and not many times during each.
+    """
     source = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}"
     template = ChatTemplate(TokenizerConfig({}, {"default": source}), RenderLimits(max_time_s=0.5))
     with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER), chat_template=template) as server:
         request = tokenizer_pb2.ApplyChatTemplateRequest(messages=[said("user", "x" * 20)] * 4000)
         calls = [server.text.ApplyChatTemplate.future(request, timeout=60) for _ in range(4)]
-        worst_s, last = 0.0, time.monotonic()
+        answers = 0
         while not all(call.done() for call in calls):
             server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=10)
-            last, before = time.monotonic(), last
-            worst_s = max(worst_s, last - before)
+            answers += 1
         for call in calls:
             with refused() as refusals:
                 call.result()
             assert refusals[0].reason == "INVALID_FIELD"
-        assert worst_s < 0.4
+        assert answers >= 5 * len(calls)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 

@@ -237,7 +237,7 @@ def test_a_reader_that_stops_parks_its_own_call_and_nothing_else() -> None:
         started = time.monotonic()
         for _ in range(20):
             handle = server.decode(handle, 7).kv_cache
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 30
         frames = [first, *call]
         branch = Branch(frames)
         assert branch.tokens == _greedy((1, 2, 3), 400, vocab_size)

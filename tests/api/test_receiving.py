@@ -88,12 +88,12 @@ async def test_what_was_read_is_held_until_it_is_given_back() -> None:
 async def test_messages_that_do_not_come_give_way_while_others_wait() -> None:
     """The whole time where nobody waits, a sixth of it where somebody does; the newest call goes first."""
     loop = asyncio.get_running_loop()
-    budget = ReceiveBudget(4 * MIB, MIB, 0.6)
+    budget = ReceiveBudget(4 * MIB, MIB, 3.0)
     begun_s = loop.time()
     late = [asyncio.create_task(budget.read("alice", _never)) for _ in range(20)]
     await _settled()
     assert await budget.read("alice", lambda: _after(0.0)) == b"x"
-    assert 0.05 < loop.time() - begun_s < 0.4
+    assert 0.25 < loop.time() - begun_s < 2.0
     with pytest.raises(RequestTimeout):
         await late[0]
     for call in late:
@@ -102,7 +102,7 @@ async def test_messages_that_do_not_come_give_way_while_others_wait() -> None:
     begun_s = loop.time()
     with pytest.raises(RequestTimeout):
         await budget.read("bob", _never)
-    assert loop.time() - begun_s > 0.55
+    assert loop.time() - begun_s > 2.9
 
 
 @pytest.mark.parametrize("seed", range(20))

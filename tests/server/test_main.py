@@ -127,7 +127,7 @@ def test_idle_connections_do_not_hold_the_server(tmp_path: Path, *, has_tls: boo
         started = time.monotonic()
         _end(process)
         assert process.returncode == 0
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 10, "the grace is 25 s"
 
 
 def _channel(target: str, authority: bytes | None) -> grpc.Channel:
@@ -151,7 +151,7 @@ def test_an_idle_stream_does_not_hold_the_server() -> None:
         started = time.monotonic()
         _end(process)
         assert process.returncode == 0
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 10, "the grace is 25 s"
         with pytest.raises(grpc.RpcError) as caught:
             next(call)
         assert "going down" in (caught.value.details() or "")
@@ -440,7 +440,7 @@ def test_while_it_loads_the_status_tells_the_stage_and_a_signal_ends_it(
         out, err = _end(process, number)
         assert process.returncode == code, err
         assert out == ""
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 10
     assert not socket_path.exists()
 
 

@@ -85,9 +85,9 @@ def test_the_time_of_a_search_does_not_depend_on_the_text(unit: str) -> None:
     """1 MiB of almost-tokens of a thousand tokens with one beginning takes linear time."""
     tokenizer = made(*(f"<|reserved_{i}|>" for i in range(1000)))
     text = unit * ((1 << 20) // len(unit))
-    begin_s = time.monotonic()
+    begin_s = time.process_time()
     assert tokenizer.find_control_token(text) is None
-    assert time.monotonic() - begin_s < 2
+    assert time.process_time() - begin_s < 2
 
 
 def test_a_hostile_folder_of_special_tokens_is_searched_too() -> None:

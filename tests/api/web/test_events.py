@@ -59,7 +59,7 @@ def test_messages_come_each_second_and_say_how_far_loading_is() -> None:
         assert (told["phase"], told["load"]) == ("starting", {"stage": "reading weights", "share": 0.25})
         server.run(server.make_ready())
         told = next(stream)
-        assert 0.7 < time.monotonic() - began < 1.5
+        assert 0.7 < time.monotonic() - began < 3
         assert told["phase"] == "ready"
         assert "view" in told
         server.loop.call_soon_threadsafe(server.server.begin_drain, 30.0)
@@ -87,20 +87,20 @@ async def test_nothing_is_made_while_nobody_watches() -> None:
         made.append(time.monotonic())
         return b"%d" % len(made)
 
-    events = Events(make, 0.2, max_watchers=2)
+    events = Events(make, 1.0, max_watchers=2)
     running = asyncio.create_task(events.run())
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(1.2)
     assert made == []
     began = time.monotonic()
     with events.watch() as first:
         assert await anext(first) == b"1"
-        assert time.monotonic() - began < 0.15
+        assert time.monotonic() - began < 0.9
         with events.watch() as second:
             assert await anext(second) == b"1"
             with pytest.raises(TooManyWatchers), events.watch():
                 pass
         assert await anext(first) == b"2"
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(1.5)
     assert len(made) <= 3
     running.cancel()
 

@@ -103,7 +103,7 @@ def test_who_sends_slowly_is_told_when_the_time_is_over() -> None:
             time.sleep(0.03)
         assert read_reply(dripping).status == 408
         assert read_reply(silent).status == 408
-        assert 0.3 < time.monotonic() - began < 2.0
+        assert 0.3 < time.monotonic() - began < 10
 
 
 def test_connections_beyond_the_bound_are_refused_at_once_and_room_comes_back() -> None:
@@ -116,7 +116,7 @@ def test_connections_beyond_the_bound_are_refused_at_once_and_room_comes_back() 
         began = time.monotonic()
         refused = get(listener.address, "/metrics")
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 5
         for _ in range(20):
             connect(listener.address).close()
         watching[0].close()
@@ -261,7 +261,7 @@ def test_closing_ends_streams_and_waiting_connections() -> None:
         began = time.monotonic()
         before = set(threading.enumerate())
         listener.close()
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 5
         left = set(threading.enumerate())
         assert len([thread for thread in before - left if thread.name == "ferrule-web"]) == 1
         while watching.recv(4096):
@@ -281,7 +281,7 @@ def test_who_never_reads_holds_up_no_end() -> None:
         time.sleep(0.2)
         began = time.monotonic()
         listener.close()
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 5
 
 
 def test_an_address_in_use_is_an_unusable_setting() -> None:

@@ -346,8 +346,9 @@ def test_real_directory_that_cannot_be_made_is_a_config_error(tmp_path: Path) ->
 def test_a_usable_directory_passes_and_is_not_changed(tmp_path: Path) -> None:
     """One that is new, one that is missing, one of an earlier start, and one whose owner is still ending."""
     check_directory(tmp_path, "east-1")
-    check_directory(tmp_path / "new" / "journal", "east-1")
     assert list(tmp_path.iterdir()) == []
+    check_directory(tmp_path / "new" / "journal", "east-1")
+    assert list((tmp_path / "new" / "journal").iterdir()) == []
     journal = tmp_path / "journal"
     directory = DurableDirectory.open(journal, WANTED)
     before = {path.name: path.read_bytes() for path in journal.iterdir()}
@@ -361,18 +362,23 @@ def test_a_usable_directory_passes_and_is_not_changed(tmp_path: Path) -> None:
 def test_a_file_is_no_directory(name: str, tmp_path: Path) -> None:
     """Nor is anything below it."""
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=f"{name} cannot be used for durable handles: .*not a directory"):
+    with pytest.raises(ConfigError, match=f"{name} cannot be used for durable handles: .*Not a directory"):
         check_directory(tmp_path / name, "east-1")
 
 
-@pytest.mark.parametrize("name", ["", "journal", "a/b"])
-def test_a_directory_that_cannot_be_written_to_is_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The folder that refuses is named. Tests may run as root, whom only the system's answer stops."""
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path or not mode & os.W_OK)
-    with pytest.raises(ConfigError, match=f"cannot be written to: '{tmp_path}'"):
-        check_directory(tmp_path / name, "east-1")
+def test_a_directory_that_was_there_keeps_its_mode(tmp_path: Path) -> None:
+    """Somebody who names /tmp by mistake must not take it from everybody else."""
+    tmp_path.chmod(0o751)
+    check_directory(tmp_path, WANTED.instance)
+    DurableDirectory.open(tmp_path, WANTED).close()
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o751
+
+
+@pytest.mark.parametrize("path", ["/proc", "/proc/journal", "/proc/a/b"])
+def test_a_directory_that_cannot_be_written_to_is_refused(path: str) -> None:
+    """Also for root, who may write to it by its mode."""
+    with pytest.raises(ConfigError, match=f"{path} cannot be used for durable handles: "):
+        check_directory(Path(path), "east-1")
 
 
 def test_an_identity_that_cannot_be_used_is_refused_early(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ import json
 import os
 import re
 import secrets
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -337,29 +338,27 @@ class DurableDirectory:
 
 
 def check_directory(path: Path, instance: str) -> None:
-    """Refuse early what :meth:`DurableDirectory.open` would refuse later. Nothing is changed and nothing is locked.
+    """Refuse early what :meth:`DurableDirectory.open` would refuse later. Nothing is locked.
 
     The lock is left out because its owner may be a server that is still ending. What is known only with the weights,
     such as the model's fingerprint, is left out too.
 
     Args:
-        path: The directory; it need not exist.
+        path: The directory; created if it is missing.
         instance: The name of the server to its clients.
 
     Raises:
-        ConfigError: It is not a directory, it cannot be written to, or it belongs to another server.
+        ConfigError: It is not a directory, no file can be created in it, or it belongs to another server.
     """
-    existing = next(it for it in (path, *path.parents) if os.path.exists(it))  # noqa: PTH110  (Path.exists may raise)
+    files = OsFiles()
     try:
-        if not existing.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(existing))
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "it cannot be written to", str(existing))
-        identity = None if existing != path else _read_or_none(path, OsFiles())
+        identity = _read_or_none(path, files) if os.path.exists(path) else None  # noqa: PTH110  (Path.exists may raise)
+        if identity is not None:
+            _check_identity(path, identity, Wanted(instance, identity.fingerprint, identity.dtype, identity.block_size))
+        files.make_directory(path)
+        tempfile.TemporaryFile(dir=path).close()  # whether this is possible only the system knows, above all for root
     except OSError as error:
         raise ConfigError(cannot_write(path, error)) from error
-    if identity is not None:
-        _check_identity(path, identity, Wanted(instance, identity.fingerprint, identity.dtype, identity.block_size))
 
 
 def cannot_write(path: Path, error: OSError) -> str:

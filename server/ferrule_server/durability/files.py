@@ -86,8 +86,6 @@ class OsFiles:
         """Create a directory with mode 0700, and its parents, unless it exists; their names are on the disk then."""
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(PermissionError):  # of another owner, such as the volume of a container
-            path.chmod(0o700)
         for folder in missing:
             self.sync_directory(folder.parent)
 

@@ -52,7 +52,7 @@ DCLINT := npx --yes dclint@3.1.0 --config deploy/dclint.yaml --max-warnings 0
 test-conformance: $(VENV)/.ok ## the contract in Python, Node, Go, Rust, C++ and buf curl; installs what it needs (15 minutes)
 	@$(BIN)/python -m tests.conformance.install
 	@$(BIN)/python -m tests.conformance.run --require
-	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q --timeout=600 tests/conformance
+	@FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -q tests/conformance
 
 test-stack: $(VENV)/.ok ## the files of the stack without Docker: real Envoy, promtool, Chromium; alerts, scale-out
 	@sh tests/stack/install_tools.sh

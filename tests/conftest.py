@@ -10,6 +10,7 @@ import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests import skips
@@ -18,6 +19,12 @@ MODEL = Path(__file__).resolve().parents[1] / "server" / "ferrule_server" / "dem
 
 
 _SKIPS_FILE = pytest.StashKey[str]()
+
+# On a busy machine an example may take longer than 200 ms, and making examples longer than a second.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:

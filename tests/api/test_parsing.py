@@ -42,7 +42,7 @@ BIASED = executor_pb2.GenerateRequest(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(TYPES).flatmap(lambda kind: st.tuples(st.just(kind), messages(kind.DESCRIPTOR))), st.integers(0, 40)
 )
@@ -67,7 +67,7 @@ def test_a_huge_entry_of_a_map_is_parsed_as_it_is() -> None:
     assert parsed(policy_pb2.LogitsReturnPolicy, data) == BIASED.logits_policy
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(TYPES).flatmap(lambda kind: st.tuples(st.just(kind), messages(kind.DESCRIPTOR))), damages())
 def test_what_protobuf_refuses_is_refused_in_slices_too(drawn: tuple[type[Message], Message], damage: object) -> None:
     """With DecodeError and nothing else, unless there is a field that no version of the contract has."""

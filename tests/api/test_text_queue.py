@@ -254,4 +254,4 @@ class TextQueueMachine(RuleBasedStateMachine):
 
 
 TestTextQueueMachine = TextQueueMachine.TestCase
-TestTextQueueMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestTextQueueMachine.settings = settings(max_examples=150, stateful_step_count=60)

@@ -187,7 +187,6 @@ def test_torch_is_never_measured_as_ours(weights: ModelWeights) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_ours_drives_the_executor_of_the_gpu() -> None:
     """In the simulator: ready after its graph, every step a replay, tokens and logits of torch; buffers by name."""
     executor, _ = simulated()

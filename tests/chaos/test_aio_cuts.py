@@ -66,7 +66,6 @@ async def run_all(target: str, seen: Counter[str], *, is_disturbed: bool) -> lis
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_cut_and_cancelled_appends_are_there_once(tmp_path: Path) -> None:
     """Both at the same time, on one connection of many tasks, by calls and on streams."""
     seen: Counter[str] = Counter()

@@ -45,7 +45,6 @@ def append_all(
     return [after[index] for index in range(len(handles))]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["not published", pytest.param("cache off", marks=pytest.mark.slow)])
 def test_all_forks_answer_in_a_pool_that_is_60_percent_full(tmp_path: Path, kind: str) -> None:
     """Of eight forks seven answered KV_BLOCKS_EXHAUSTED, since each held a trunk of its own."""
@@ -73,7 +72,6 @@ def test_all_forks_answer_in_a_pool_that_is_60_percent_full(tmp_path: Path, kind
         assert server.used_blocks == num_trunk + NUM_FORKS
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("gone", ["directory", pytest.param("segment", marks=pytest.mark.slow)])
 def test_a_journal_that_is_removed_is_noticed_within_a_second(tmp_path: Path, gone: str) -> None:
     """Appends went on as confirmed. With the directory, it stays lost; without a segment all is written to another."""

@@ -324,7 +324,6 @@ def _check_tokens(
         client.close()
 
 
-@pytest.mark.timeout(180)
 def test_handles_survive_kills_under_load(tmp_path: Path) -> None:
     """A few kills of a server without weights, with connections that are cut as well."""
     figures = run_campaign(tmp_path, REFERENCE, Campaign(3, 4, 3), cuts=True)

@@ -354,7 +354,6 @@ def test_every_answer_is_the_predicted_one() -> None:
     """And in a long run there are ten thousand of them, of every kind."""
     profile = settings(
         **_profile(),
-        deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )

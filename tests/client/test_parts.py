@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ferrule import AsyncClient, Client, FerruleError, Handle
@@ -46,7 +46,6 @@ def too_many(limit: int | None, field: str = "kv_caches") -> FerruleError:
 # ---- cutting --------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     counts=st.lists(st.integers(0, 40), max_size=4),
     assumed=st.integers(1, 50),

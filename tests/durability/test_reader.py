@@ -51,7 +51,7 @@ def handle_id(no: int) -> str:
 
 
 @given(st.integers(0, 2**32), st.integers(300, 3000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_directory_contains_what_was_written(seed: int, segment_bytes: int) -> None:
     """However it is split into segments, and whether or not a snapshot has ended."""
     model = JournalModel(Random(seed))

@@ -43,7 +43,7 @@ def a_sequence(no: int = 1, num_tokens: int = 4, answer: Answer | None = None) -
 
 
 @given(SEEDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_journal_describes_what_happened_after_every_group(seed: int) -> None:
     """So a server that dies between any two groups continues from the first of them."""
     model = JournalModel(Random(seed))
@@ -58,7 +58,7 @@ def test_a_journal_describes_what_happened_after_every_group(seed: int) -> None:
 
 
 @given(SEEDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_snapshot_describes_the_same_alone(seed: int) -> None:
     """So the segments before it can be deleted."""
     model = JournalModel(Random(seed))

@@ -85,7 +85,7 @@ def test_time_that_nobody_else_wanted_is_not_made_good() -> None:
     assert 2 <= taken.count("first") <= 4
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.one_of(st.sampled_from("abc"), st.none(), st.integers(0, 3 * MS))))
 def test_each_list_comes_out_once_and_in_the_order_of_its_principal(moves: list[str | int | None]) -> None:
     """Letters put a list in, None wakes the engine, a number takes a list that costs so much."""

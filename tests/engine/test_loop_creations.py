@@ -113,7 +113,7 @@ REPEATS = st.lists(
 
 
 @given(REPEATS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_whatever_comes_with_one_id_only_one_request_makes_sequences(
     requests: list[
         tuple[

@@ -186,7 +186,7 @@ def test_several_floods_leave_an_equal_share(num_others: int) -> None:
     assert done["victim"] > 0.4 * 6 * S / (num_others + 1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 30 * MS), st.integers(0, 400 * MS)), max_size=200))
 def test_rates_are_at_least_a_part_of_an_equal_share_whatever_happens(works: Iterable[tuple[str, int, int]]) -> None:
     """No order of work makes a rate less than half of one part in as many as are known."""

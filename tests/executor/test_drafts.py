@@ -124,7 +124,7 @@ def test_emitted_distribution_is_plain_sampling(sample: SampleSpec, shaping: Sha
 DISTRIBUTIONS = st.lists(st.floats(0, 1), min_size=VOCAB, max_size=VOCAB).filter(lambda weights: sum(weights) > 1e-3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(weights=DISTRIBUTIONS, q=DISTRIBUTIONS, kept=st.sets(st.integers(0, VOCAB - 1), min_size=1))
 def test_emitted_distribution_is_any_target_under_any_draft(
     weights: list[float], q: list[float], kept: set[int]

@@ -51,7 +51,7 @@ SPECS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(values=LOGITS, spec=SPECS)
 def test_distribution_is_that_of_the_slow_reference(values: list[float], spec: SampleSpec) -> None:
     """Any mix of temperature, top-k, top-p and min-p keeps the same tokens with the same probabilities."""
@@ -62,7 +62,7 @@ def test_distribution_is_that_of_the_slow_reference(values: list[float], spec: S
         assert probabilities[token_id] == pytest.approx(expected.get(token_id, 0.0), rel=1e-12, abs=1e-300)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(values=LOGITS, spec=SPECS, position=st.integers(0, 2**20))
 def test_sampled_row_is_that_of_the_slow_reference(values: list[float], spec: SampleSpec, position: int) -> None:
     """The drawn token and both log-probabilities agree; the random number is that of the token's own index."""
@@ -329,7 +329,7 @@ SHAPINGS = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     values=st.lists(st.floats(-30, 30, width=32), min_size=7, max_size=7),
     shaping=SHAPINGS,

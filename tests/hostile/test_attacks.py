@@ -13,7 +13,6 @@ from tests.hostile.verdicts import Attack, Campaign
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
 def test_a_server_withstands(attack: Attack, tmp_path: Path) -> None:
     """The bar of the attack is met, and the logs are clean."""

@@ -268,7 +268,6 @@ class ColdMachine(RuleBasedStateMachine):
 TestColdMachine = pytest.mark.timeout(3600)(ColdMachine.TestCase)
 TestColdMachine.settings = settings(
     **(machine_profile(40) | ({"max_examples": 40} if machine_profile()["derandomize"] else {})),
-    deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

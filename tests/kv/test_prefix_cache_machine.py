@@ -184,7 +184,6 @@ class PrefixMachine(KvMachine):
 TestPrefixMachine = pytest.mark.timeout(3600)(PrefixMachine.TestCase)
 TestPrefixMachine.settings = settings(
     **machine_profile(num_steps=80),
-    deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

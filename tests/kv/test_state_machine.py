@@ -796,7 +796,6 @@ def machine_profile(num_steps: int = 50) -> dict[str, Any]:
 TestKvMachine = pytest.mark.timeout(3600)(KvMachine.TestCase)
 TestKvMachine.settings = settings(
     **machine_profile(),
-    deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )

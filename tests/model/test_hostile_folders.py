@@ -257,11 +257,11 @@ KEYS = st.sampled_from([*CONFIG, "rope_scaling", "rope_parameters", "partial_rot
                         "layer_types", "mlp_bias"])  # fmt: skip
 CHANGES = st.dictionaries(KEYS, VALUES | ROPES, min_size=1, max_size=3)
 GENERATIONS = st.dictionaries(st.just("eos_token_id"), VALUES, max_size=1)
-QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUIET = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @given(change=CHANGES, generation=GENERATIONS)
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 def test_any_configuration_is_a_model_or_refused(change: dict[str, Any], generation: dict[str, Any]) -> None:
     """Whatever stands where, in either dialect."""
     assert len(_refusal(lambda: parse_config({**CONFIG, **change}, generation))) < 1000

@@ -134,7 +134,7 @@ def test_a_late_writer_cannot_change_what_is_published(cache: HubCache) -> None:
     pieces=st.lists(st.sampled_from([100, 333, 500, 5000]), min_size=2, max_size=3),
     order=st.lists(st.integers(0, 2), max_size=60),
 )
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_any_order_of_writers_publishes_the_right_bytes(
     pieces: list[int], order: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -137,7 +137,7 @@ def test_arguments_that_do_not_fit_are_written_all_the_same(message: str, args: 
     assert "x" in line["message"] or 1 in args
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.one_of(st.text(), st.from_regex(r"([a-z]{0,3}=?%[-+#0 ]?[*\d]?\.?[*\d]?[a-zA-Z%] ?){0,4}", fullmatch=True)),
     st.lists(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary()), max_size=4),

@@ -144,7 +144,7 @@ MESSAGE = st.builds(
     messages=st.lists(MESSAGE, min_size=1, max_size=5),
     variables=st.dictionaries(st.sampled_from(["enable_thinking", "thinking_budget", "date_string"]), JSON),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_any_conversation_renders_to_the_same_bytes(
     name: str, both: Any, messages: list[dict[str, Any]], variables: dict[str, Any]
 ) -> None:

@@ -72,7 +72,7 @@ def test_a_template_that_accepts_no_conversation_names_no_tokens(
     assert caplog.messages == ["event=control_tokens num=0 num_not_special=0 num_renderings=0"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), name=st.sampled_from(("dolphin, yi", "deepseek", "mistral")), kind=st.sampled_from(KINDS))
 def test_literal_text_never_has_a_control_token(data: st.DataObject, name: str, kind: str, folder: Path) -> None:
     """Whatever pieces it is made of, also if the vocabulary has such a word; it reads as without these tokens."""

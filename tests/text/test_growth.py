@@ -233,7 +233,7 @@ PREPENDS = st.sampled_from(["a", "\u2581 "]).map(lambda text: {"type": "Prepend"
 
 
 @given(parts=st.lists(SIMPLE | REPLACES | PREPENDS, max_size=4), text=TEXTS)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_no_normalizer_makes_more_than_its_growth(parts: Sequence[Part], text: str) -> None:
     """The bound is one: for sequences of any parts, and texts of the characters that grow most."""
     described = _described(normalizer=_sequence("normalizers", *parts))
@@ -252,7 +252,7 @@ def test_no_normalizer_makes_more_than_its_growth(parts: Sequence[Part], text: s
     {"type": "WordPiece", "prefix": "##", "cleanup": False}, json.loads(decoders.ByteLevel().__getstate__()),
     {"type": "ByteFallback"}, {"type": "Fuse"}, {"type": "Strip", "content": "a", "start": 1, "stop": 1},
 ]), max_size=4), tokens=st.lists(TEXTS.filter(bool), min_size=1, max_size=4, unique=True))  # fmt: skip
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_no_decoder_makes_more_than_its_growth(parts: Sequence[Part], tokens: Sequence[str]) -> None:
     """For all tokens together."""
     described = _model(vocab={token: i for i, token in enumerate(tokens)}, unk_token=tokens[0])

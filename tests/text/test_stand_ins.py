@@ -42,7 +42,7 @@ def in_turns(*contents: str) -> Conversation:
     return Conversation([said(("user", "assistant")[i % 2], content) for i, content in enumerate(contents)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), name=st.sampled_from(MODELS), kind=st.sampled_from(KINDS))
 def test_all_control_tokens_are_those_of_the_template(data: st.DataObject, name: str, kind: str, folder: Path) -> None:
     """The same as around harmless words, whatever the contents are; the tokens read as the text, which is unchanged."""

@@ -34,7 +34,7 @@ def by_definition(tokenizer: Tokenizer, strings: list[str], token_ids: list[int]
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), numbers=NUMBERS, skips=st.booleans())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_found_at_the_first_token_that_completes_one(
     kind: str, data: st.DataObject, numbers: list[int], skips: bool
 ) -> None:

@@ -26,7 +26,7 @@ def certain(tokenizer: Tokenizer, token_ids: list[int], skips: bool) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(numbers=NUMBERS, skips=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_pieces_are_the_whole_text_at_every_token(kind: str, numbers: list[int], skips: bool) -> None:
     """After each token all that is certain is out, and at the end everything."""
     tokenizer = vocabulary(kind)
@@ -42,7 +42,7 @@ def test_pieces_are_the_whole_text_at_every_token(kind: str, numbers: list[int],
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(context=st.lists(st.integers(0, 2**20), min_size=1, max_size=6), numbers=NUMBERS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_text_goes_on_after_its_context(kind: str, context: list[int], numbers: list[int]) -> None:
     """With the space that a text of its own would drop, and with the rest of a character that the context began."""
     tokenizer = vocabulary(kind)
@@ -55,7 +55,7 @@ def test_a_text_goes_on_after_its_context(kind: str, context: list[int], numbers
 
 @pytest.mark.parametrize("kind", ["shipped", "byte_level", "llama", "gemma"])
 @given(text=st.text(max_size=60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_text_comes_whole_character_by_character(kind: str, text: str) -> None:
     """Encoded, streamed and put together it is the same text, and no U+FFFD appears that was not in it."""
     tokenizer = vocabulary(kind)

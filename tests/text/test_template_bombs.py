@@ -135,7 +135,7 @@ CHAINS = st.lists(st.tuples(STEPS, SIZES), min_size=1, max_size=4)
 
 
 @given(chain=CHAINS, is_constant=st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_any_chain_of_filters_ends(chain: list[tuple[str, int]], is_constant: bool) -> None:
     """In a text of bounded length or a typed error, whatever the widths are."""
     source = "'a\\nb'" if is_constant else TEXT

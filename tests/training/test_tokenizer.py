@@ -12,7 +12,7 @@ from ferrule_server.training.tokenizer import END_OF_TEXT, encode_documents, end
 _TRAINED = train_tokenizer(["def f(x):\n    if x:\n        return x\n" * 9], vocab_size=280)
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=200, database=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=80))
 def test_every_string_survives_the_round_trip(text: str) -> None:
     """All 256 bytes are in the vocabulary, so nothing is ever unknown."""

@@ -230,7 +230,6 @@ def _attack(num_examples: int, num_examples_long: int) -> Callable[[Any], Any]:
         max_examples=num_examples_long if _IS_LONG else num_examples,
         derandomize=not _IS_LONG,
         database=None,
-        deadline=None,
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
     )

@@ -222,7 +222,7 @@ def test_whatever_comes_behind_a_pending_step_finds_it_done(call: str) -> None:
 ACTIONS = st.lists(st.sampled_from(["run", "submit", "fed", "read", "copy", "tend"]), max_size=14)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     actions=ACTIONS,
     call=st.sampled_from(["submit", "result", "capture", "can_submit"]),

@@ -46,7 +46,6 @@ def made(ptx: dict[KernelSpec, str]) -> list[Made]:
     return records.assembled(ptx, records.VARIANTS if ALL else records.SOME_VARIANTS)
 
 
-@pytest.mark.timeout(600)  # the first one compiles them all
 @pytest.mark.parametrize("kernel", [kernel.__name__ for kernel in KERNELS])
 def test_machine_code_keeps_every_rule(made: list[Made], kernel: str) -> None:
     """At the shapes of all models, for all architectures, early and late."""
@@ -56,7 +55,6 @@ def test_machine_code_keeps_every_rule(made: list[Made], kernel: str) -> None:
     assert not breaches, "\n".join(breaches)
 
 
-@pytest.mark.timeout(600)
 def test_ptx_is_that_of_the_record(ptx: dict[KernelSpec, str]) -> None:
     """A change that alters the PTX of a kernel says so: the record is in the same commit."""
     specs = records.all_specs()
@@ -88,7 +86,6 @@ def test_what_differs_from_the_record_is_compiled() -> None:
     assert records.to_compile(specs, replace(whole, versions="other")) == specs
 
 
-@pytest.mark.timeout(600)
 def test_page_holds_the_table(made: list[Made]) -> None:
     """A row for each kernel that ships; every figure where the compiler is the one that made the page."""
     before, page = PAGE.split(BEGIN)[1].split(END)[0].strip(), records.shown(made)

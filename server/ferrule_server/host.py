@@ -79,8 +79,10 @@ class Host:
         limits = [limit for group in self._groups("memory") if (limit := self._limit(group, own)) is not None]
         machine = sizes_in(self.root / "proc/meminfo")
         if "MemAvailable" in machine and "MemTotal" in machine:
+            zfs = sizes_in(self.root / "proc/spl/kstat/zfs/arcstats")  # a cache that the kernel does not count
+            cache = max(0, zfs.get("size", 0) - zfs.get("c_min", 0))
             total = machine["MemTotal"]
-            limits.append(MemoryLimit("this machine", total, min(total, machine["MemAvailable"] + own)))
+            limits.append(MemoryLimit("this machine", total, min(total, machine["MemAvailable"] + cache + own)))
         return sorted(limits, key=lambda limit: limit.free_bytes)
 
     def _core(self, number: int) -> str:
@@ -143,8 +145,11 @@ def lines_of(path: Path) -> list[str]:
 
 
 def sizes_in(path: Path) -> dict[str, int]:
-    """Return the numbers of a file of the system by name: those with the unit kB in bytes, others as they are."""
-    found = (re.fullmatch(r"(\w+):?\s+(\d{1,19})( kB)?", line) for line in lines_of(path))
+    """Return the numbers of a file of the system by name: those with the unit kB in bytes, others as they are.
+
+    Files of ZFS have a type, 4, before each number.
+    """
+    found = (re.fullmatch(r"(\w+):?\s+(?:4\s+)?(\d{1,19})( kB)?", line) for line in lines_of(path))
     return {match[1]: int(match[2]) << (10 if match[3] else 0) for match in found if match}
 
 

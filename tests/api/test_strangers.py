@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import grpc
 import psutil
@@ -283,6 +286,29 @@ def test_the_connection_from_an_address_is_found_and_no_other(host: str, name: s
         assert psutil.Process().num_fds() < before + 10
         assert hang_up(peer, port)
         assert [_is_open(client) for client in clients] == [True, False, True]
+
+
+def test_of_two_connections_with_one_name_neither_is_ended() -> None:
+    """A client has reached two addresses from one port: one of them may be that of somebody else."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("0.0.0.0", 0)))
+        port = listener.getsockname()[1]
+        clients: list[socket.socket] = []
+        for host in ("127.0.0.1", "127.0.0.2"):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            client.bind(("127.0.0.1", clients[0].getsockname()[1] if clients else 0))
+            client.connect((host, port))
+            stack.enter_context(listener.accept()[0])
+            clients.append(client)
+        assert not hang_up(f"ipv4:127.0.0.1:{clients[0].getsockname()[1]}", port)
+        assert [_is_open(client) for client in clients] == [True, True]
+
+
+def test_without_a_free_descriptor_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is an error raised into a task that nobody waits for."""
+    monkeypatch.setattr(os, "listdir", Mock(side_effect=OSError(errno.EMFILE, "too many open files")))
+    assert not hang_up("ipv4:127.0.0.1:1", 2)
 
 
 # ---- a server -------------------------------------------------------------------------------------------------------

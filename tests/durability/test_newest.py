@@ -202,6 +202,30 @@ def test_a_segment_that_may_be_named_is_not_removed(failing: str) -> None:
         server.close()
 
 
+class LateAnswers(FaultFiles):
+    """Says of the next renaming that it failed, though it was done, as a file system over a network may."""
+
+    is_late = False
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename, and perhaps say otherwise."""
+        super().rename(source, target)
+        if self.is_late:
+            self.is_late = False
+            raise FileNotFoundError(errno.ENOENT, "sent again after it was done", str(source))
+
+
+def test_a_renaming_that_is_said_to_have_failed_is_looked_up() -> None:
+    """The segment that it named is in use."""
+    files = LateAnswers()
+    server = Server(files, JournalModel(Random(1)))
+    files.is_late = True
+    assert server.write(JournalModel(Random(1)).groups)
+    assert not files.is_late
+    server.close()
+    assert read_directory(PATH, files.kill()).state.num_snapshots == 1
+
+
 # ---- what a loss looks like, and what does not ----------------------------------------------------------------------
 
 

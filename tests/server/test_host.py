@@ -42,8 +42,10 @@ def limits_of(found: Host) -> list[tuple[str, float, float]]:
 
 MACHINE = ("this machine", 16, 11)
 IN_A_CONTAINER = V1_GROUPS.format(path="/docker/abc")
+ARC = f"13 1 0x01 147 39984 7 8\nname   type data\nhits   4    7\nc_min  4    {GIB}\nsize   4    {3 * GIB}\n"
 CASES: dict[str, tuple[dict[str, str | bytes], list[tuple[str, float, float]], int]] = {
     "nothing": ({}, [MACHINE], 8),
+    "a cache of ZFS": ({"proc/spl/kstat/zfs/arcstats": ARC}, [("this machine", 16, 13)], 8),
     "v2 flat": (
         {
             "proc/self/mountinfo": V2,

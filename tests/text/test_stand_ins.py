@@ -157,6 +157,14 @@ def test_another_spelling_that_is_normalized_to_a_token_stays_text() -> None:
         assert len(control_ids(tokenizer, render_guarded(tokenizer, template, in_turns(*contents))[1])) == 1
 
 
+def test_control_tokens_that_the_template_leaves_out_do_no_harm() -> None:
+    """Such as marks of thinking that are control tokens, in the turns before."""
+    source = "{% for m in messages %}{{ m.content.split('</think>') | last }}<|im_end|>{% endfor %}"
+    tokenizer, template = made(source, "<think>", "</think>", END)
+    asked = in_turns("x", "<think>hm</think>y", "a < b")
+    assert render_guarded(tokenizer, template, asked)[1] == tokenizer.encode("x<|im_end|>y<|im_end|>a < b<|im_end|>")
+
+
 def refuse() -> None:
     """Stand for the refusal of a text of a control token in one string."""
     raise InvalidRequest("messages", "contain a control token")
@@ -219,8 +227,9 @@ def test_text_that_only_resembles_a_control_token_is_not_refused(content: str, c
 
 def test_the_template_runs_once_if_the_text_has_no_signs() -> None:
     """And at most twice if it has no control token."""
-    for content, most in (("hello, world: 1 + 1 = 2.", 1), ("a <think>", 2), (f"a {END}", 2), (f"</think>{END}", 3)):
-        tokenizer, template = made("{{ messages[0].content.split('</think>') | last }}<|im_end|>")
+    counts = {"hello, world: 1 + 1 = 2.": 1, "a <think>": 2, f"a {END}": 2, "<s></think>": 2, f"</think>{END}": 3}
+    for content, most in counts.items():
+        tokenizer, template = made("{{ messages[0].content.split('</think>') | last }}<|im_end|>", "<s>", END)
         with patch.object(template, "render", wraps=template.render) as render:
             render_guarded(tokenizer, template, in_turns(content))
         assert render.call_count == most
@@ -244,6 +253,17 @@ def test_many_different_control_tokens_take_linear_time() -> None:
     token_ids = render_guarded(tokenizer, template, in_turns("".join(tokens) * 5))[1]
     assert len(control_ids(tokenizer, token_ids)) == 3
     assert time.process_time() - begin_s < 1.5
+
+
+def test_normalized_control_tokens_take_linear_time() -> None:
+    """Where a template looks for signs, each token is looked for again; the last ones are not there."""
+    tokens = [AddedToken(text, normalized=True) for text in ("<s>", END)]
+    source = "{% for m in messages %}{{ m.content.split('</think>') | last }}<|im_end|>{% endfor %}"
+    tokenizer, template = made(source, *tokens, normalizer=normalizers.Sequence([]))
+    begin_s = time.process_time()
+    token_ids = render_guarded(tokenizer, template, in_turns("<s>" * 60_000 + ">" * 180_000, f"a</think>{END}b"))[1]
+    assert len(control_ids(tokenizer, token_ids)) == 2
+    assert time.process_time() - begin_s < 5
 
 
 @pytest.mark.parametrize("normalizer", [normalizers.Prepend("_"), normalizers.Lowercase(), normalizers.NFKC()])

@@ -294,7 +294,11 @@ class DurableDirectory:
             OSError: ``newest`` has been named if it is in the attribute, but perhaps not on the disk.
         """
         self._check_owner()
-        self.files.rename(self.path / self.newest.file_name, self.path / newest.file_name)
+        try:
+            self.files.rename(self.path / self.newest.file_name, self.path / newest.file_name)
+        except OSError:  # over a network it may have been done all the same
+            if Newest.find(self.path, self.files) != newest:
+                raise
         self.newest = newest
         self.files.sync_directory(self.path)
 

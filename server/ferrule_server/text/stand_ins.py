@@ -20,7 +20,8 @@ token whose signs are all the template's, as in ``<|{{ role }}|>``, is the templ
 is nowhere in text and conversation, so nobody can write it, and a template cuts and measures both texts alike.
 
 A template may look for signs, such as ``<think>``. Then the filled frame is not the text, and only the signs of whole
-control tokens are replaced; the control tokens must be the same, in the same order, or the conversation is refused.
+control tokens are replaced, none if the template has left them all out; the control tokens must be the same, in the
+same order, or the conversation is refused.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def render_guarded(
     is_kept = True
     if stand_ins.fill(frame) != text:
         mask = functools.partial(stand_ins.mask_tokens, tokenizer.control_texts)
-        frame = template.render(_changed(conversation, mask)) if inside else text
+        frame = template.render(_changed(conversation, mask)) if {*inside} & {*written} else text
         is_kept = stand_ins.fill(frame) == text and tokenizer.control_texts(frame) == own
     if is_kept and written == own:
         return text, tokenizer.encode(text)
@@ -117,11 +118,15 @@ class _StandIns:
 
     def mask_tokens(self, find: Callable[[str], Iterable[str]], text: str) -> str:
         """Return a text with stand-ins for the signs of the control tokens that ``find`` returns, in order."""
-        pieces, end = [], 0
+        pieces, end, missing = [], 0, set()
         for token in find(text):
-            if (start := text.find(token, end)) >= 0:  # otherwise another spelling of it is there
+            if token in missing:
+                continue
+            if (start := text.find(token, end)) >= 0:
                 pieces += [text[end:start], self.mask(token)]
                 end = start + len(token)
+            else:  # only other spellings of it are left
+                missing.add(token)
         return "".join([*pieces, text[end:]])
 
     def fill(self, text: str) -> str:

@@ -143,20 +143,24 @@ class Strangers:
 def hang_up(peer: str, port: int) -> bool:
     """Shut down the connection of this process from an address; gRPC then closes it as if the client had.
 
-    With a thousand connections this takes tens of milliseconds: not for the event loop.
+    With a thousand connections this takes tens of milliseconds: not for the event loop. Two connections have one name
+    if the client reached two addresses of this machine from one port; then neither is ended.
 
     Args:
         peer: The address as gRPC writes it: ``ipv4:192.0.2.1:41234`` or ``ipv6:[2001:db8::1]:41234``.
         port: The port that this process listens at.
 
     Returns:
-        Whether it was found. Clients of a Unix socket have no addresses, and a connection may have been closed.
+        Whether it was ended. Clients of a Unix socket have no addresses, and a connection may have been closed.
     """
-    return any(_shut_down(int(fd), peer, port) for fd in os.listdir("/dev/fd"))  # noqa: PTH208  (numbers)
+    with suppress(OSError):  # no descriptor is left
+        found = [int(fd) for fd in os.listdir("/dev/fd") if _is_from(int(fd), peer, port)]  # noqa: PTH208  (numbers)
+        return len(found) == 1 and _is_from(found[0], peer, port, shuts_down=True)
+    return False
 
 
-def _shut_down(fd: int, peer: str, port: int) -> bool:
-    """Shut down a file descriptor if it is the connection from an address; returns whether it is.
+def _is_from(fd: int, peer: str, port: int, *, shuts_down: bool = False) -> bool:
+    """Return whether a file descriptor is the connection from an address, and shut it down if that is wanted.
 
     Its owner is another thread, which may close it at any time. A duplicate stays what it is while it is compared.
     """
@@ -166,7 +170,8 @@ def _shut_down(fd: int, peer: str, port: int) -> bool:
         connection = socket.socket(fileno=own_fd)
         stack.callback(connection.detach)
         if connection.getsockname()[1:2] == (port,) and _name_of(*connection.getpeername()) == peer:
-            connection.shutdown(socket.SHUT_RDWR)
+            if shuts_down:
+                connection.shutdown(socket.SHUT_RDWR)
             return True
     return False
 

@@ -197,13 +197,13 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1950,  # host.py: control groups, nested; a plan before weights are read; links of model files
+    ".": 1951,  # host.py: control groups, nested; a plan before weights are read; links of model files
     "api": 368,  # the List of Health
     "api/receiving": 655,
     "api/requests": 950,
     "api/responses": 570,
     "api/rpc": 791,  # what a drain waits for
-    "api/security": 558,  # strangers are paused, and their connections ended
+    "api/security": 562,  # strangers are paused, and their connections ended
     "api/services": 355,  # special_tokens_as_text
     "api/streams": 610,
     "api/telemetry": 555,  # the metrics of the journal
@@ -230,7 +230,7 @@ BUDGET: dict[str, int] = {
     "model/families": 1010,
     "model/hub": 610,
     "model_check": 490,
-    "text": 1010,  # growth.py; which tokens are control tokens, and that a template makes none of text
+    "text": 1012,  # growth.py; which tokens are control tokens, and that a template makes none of text
     "training": 665,
 }
 """Code lines of each package of the server, its subpackages counted for themselves (``python -m tools.code_lines``)."""

@@ -112,6 +112,22 @@ def test_settings_come_from_the_environment_and_ctrl_c_ends_with_0(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_grpc_knows_the_listener_that_is_asked_for() -> None:
+    """It would write a line if it did not. Whoever sets the variable decides."""
+    code = (
+        "import os; from ferrule_server import __main__, arguments\n"
+        "__main__._set_up_process(arguments.parse_config([], {}))\n"
+        "import grpc; grpc.insecure_channel('unix:nobody'); print(os.environ['GRPC_EXPERIMENTS'])"
+    )
+    for given, used in (({}, "-event_engine_listener\n"), ({"GRPC_EXPERIMENTS": "other"}, "other\n")):
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=_environment(**given), check=True
+        )
+        assert run.stdout == used
+        assert ("Unknown experiment: other" in run.stderr) == bool(given)
+        assert given or not run.stderr
+
+
 @pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
 def test_idle_connections_do_not_hold_the_server(tmp_path: Path, *, has_tls: bool) -> None:
     """One that is connected and asks nothing, and one that never says hello, cost the end a moment and no more."""

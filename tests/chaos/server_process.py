@@ -17,7 +17,7 @@ import psutil
 from ferrule.v1 import executor_pb2, executor_pb2_grpc, info_pb2
 from tests.chaos.raw_clients import open_channel
 
-_START_S = 60.0
+_START_S = 300.0
 _STOP_S = 20.0
 
 

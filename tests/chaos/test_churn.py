@@ -40,7 +40,7 @@ BURIED_AFTER_S = 12.0
 QUIET_S = 30.0
 SPARE_THREADS = 2
 """gRPC's own pool adds a thread under load and takes it back when it likes; one for each client would be thousands."""
-_START_S = 60.0
+_START_S = 300.0
 WARM_UP_SHARE = 0.3
 MAX_GROWTH_BYTES = 16 << 20
 """In ten minutes, on a server that forgets its tombstones after seconds (see ``forgetful_server.py``)."""

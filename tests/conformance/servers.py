@@ -31,7 +31,7 @@ PROFILES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Flags of each kind of server."""
 
-_START_S = 60.0
+_START_S = 300.0
 _STOP_S = 20.0
 
 

@@ -59,7 +59,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         with self._lock:
             return list(self._spans)
 
-    def wait(self, trace_id: str, timeout_s: float = 10.0) -> Span:
+    def wait(self, trace_id: str, timeout_s: float = 60.0) -> Span:
         """Return the one span of a trace, once it has come."""
         deadline = time.monotonic() + timeout_s
         while not (found := [span for span in self.spans if span.trace_id.hex() == trace_id]):

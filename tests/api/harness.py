@@ -361,7 +361,7 @@ def decode_item(
     return executor_pb2.DecodeInput(input_ids=input_ids, kv_cache=handle, logits_policy=policy, **fields)
 
 
-def wait_until(holds: Any, timeout_s: float = 10.0) -> None:  # any callable
+def wait_until(holds: Any, timeout_s: float = 60.0) -> None:  # any callable
     """Wait until ``holds()`` is true."""
     deadline = time.monotonic() + timeout_s
     while not holds():

@@ -382,7 +382,7 @@ def shared_by_two(tmp_path: Path) -> Iterator[tuple[RunningServer, Stopped]]:
     """A server for alice and bob, and eve who has a quota, and its tokenizer."""
     tokenizer = Stopped()
     limits = ApiLimits(max_text_bytes=400_000, max_text_tokens=100_000)
-    access = token_access(tmp_path, {"ali": "alice", "bob": "bob", "eve": "eve text_rate=64KiB"})
+    access = token_access(tmp_path, {"ali": "alice", "bob": "bob", "eve": "eve text_rate=4KiB"})
     with RunningServer(tokenizer=tokenizer, limits=limits, access=access) as server:
         yield server, tokenizer
         tokenizer.gate.set()
@@ -428,7 +428,7 @@ def test_text_counts_in_a_quota_whatever_is_done_with_it(shared_by_two: tuple[Ru
         with refused() as refusals:
             call()
         assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUOTA_TEXT_RATE")
-        assert refusals[0].metadata["limit"] == str(64 << 10)
+        assert refusals[0].metadata["limit"] == str(4 << 10)
         assert refusals[0].retry_after_s is not None
     server.text.Detokenize(ids, metadata=as_alice)
 

@@ -56,7 +56,7 @@ def _is_of_poller(context: dict[str, Any]) -> bool:
     return isinstance(error, BlockingIOError) or is_late
 
 
-async def until(holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Return when the condition holds; fail when it does not in time."""
     async with asyncio.timeout(timeout_s):
         while not holds():

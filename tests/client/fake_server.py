@@ -603,7 +603,7 @@ def bytes_to_text(token_ids: list[int]) -> tuple[str, bool]:
     return data.decode("utf-8", "replace"), bool(decoder.getstate()[0])
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Return when the condition holds; fail when it does not in time."""
     end = time.monotonic() + timeout_s
     while not condition():

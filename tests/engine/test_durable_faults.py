@@ -64,7 +64,7 @@ def server(files: FaultFiles) -> Iterator[Harness]:
 
 def until_known(server: Harness, job: Callable[[], Job[object]]) -> Outcome:
     """Send a request again until its answer is not DURABILITY_LOST."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while isinstance(outcome := server.submit(job()).outcome(), DurabilityLost):
         assert time.monotonic() < deadline, "the journal stays lost"
         time.sleep(0.005)

@@ -137,7 +137,7 @@ def serving(target: str, *options: str, leaves_nothing: bool = True) -> Iterator
         thread.join(20)
 
 
-def wait(holds: Callable[[], bool], timeout_s: float = 20) -> None:
+def wait(holds: Callable[[], bool], timeout_s: float = 60) -> None:
     """Return when the condition holds."""
     end = time.monotonic() + timeout_s
     while not holds():
@@ -1054,7 +1054,7 @@ def test_tokens_that_follow_an_answer_are_those_of_the_conversation(rest: str) -
     template = "{% for one in messages %}{{ one.content }}\n\n> {% endfor %}"
     client: Any = Joining(template)  # Any: it has the calls that are made
     gateway = Gateway(client, set(), 1, 60)
-    answers = ["One", f"Same{MARK[-3:]}", MARK[-1]]  # what ends as the mark does is told apart
+    answers = ["One", f"Same {MARK[-3:]}", MARK[-1]]  # what ends as the mark does is told apart
     for answer in answers:
         messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}]
         messages.append({"role": "user", "content": "<|im_end|>"})

@@ -120,7 +120,7 @@ def test_connections_beyond_the_bound_are_refused_at_once_and_room_comes_back() 
         for _ in range(20):
             connect(listener.address).close()
         watching[0].close()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while get(listener.address, "/metrics").status != 200:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -154,7 +154,7 @@ def test_whoever_waits_longest_gives_its_place_to_a_new_connection() -> None:
 def test_clients_that_hold_connections_keep_no_scraper_out(sent: bytes) -> None:
     """More of them than there are places, each back at once when it is dropped: every scrape is answered."""
     with listening() as listener, _Holders(listener.address, sent, 90) as holders:
-        num_scrapes, deadline = 0, time.monotonic() + 10
+        num_scrapes, deadline = 0, time.monotonic() + 30
         while num_scrapes < 40 or holders.num_connections <= 90:  # some have been dropped, and came back
             assert get(listener.address, "/metrics").status == 200
             assert time.monotonic() < deadline
@@ -220,7 +220,7 @@ def test_a_reader_that_reads_nothing_is_dropped() -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((listener.address.host, listener.address.port))
         connection.sendall(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not listener._open:
             assert time.monotonic() < deadline, "it was never served"
             time.sleep(0.01)

@@ -53,7 +53,7 @@ OLDEST = {"protobuf": "6.33.5", "grpcio-health-checking": "1.81.1"}
 def modules_after(code: str) -> set[str]:
     """Return the names of the top-level packages a fresh interpreter has imported after running ``code``."""
     script = f"{code}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
@@ -98,12 +98,12 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("wheels")
     build = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), "-t"]
     for project in (ROOT, ROOT / "server"):
-        subprocess.run([*build, "sdist"], cwd=project, check=True, capture_output=True, timeout=60)
+        subprocess.run([*build, "sdist"], cwd=project, check=True, capture_output=True, timeout=300)
     for path in folder.glob("*.tar.gz"):
         with tarfile.open(path) as archive:
             archive.extractall(folder, filter="data")  # refuses links that lead outside, as pip does
         source = folder / path.name.removesuffix(".tar.gz")
-        subprocess.run([*build, "wheel"], cwd=source, check=True, capture_output=True, timeout=60)
+        subprocess.run([*build, "wheel"], cwd=source, check=True, capture_output=True, timeout=300)
     return {path.name.partition("-")[0].replace("_", "-"): path for path in folder.glob("*.whl")}
 
 
@@ -139,9 +139,9 @@ def environment_of(folder: Path, wheels: Iterable[Path]) -> Path:
     What they require comes from the environment of the tests, whose own installation of Ferrule is not seen: it is
     editable, by ``.pth`` files, and those of a folder that is itself named in one are not read.
     """
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=300)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q", "--no-compile"]
-    subprocess.run([*pip, "--no-index", "--no-deps", *map(str, wheels)], check=True, timeout=60)
+    subprocess.run([*pip, "--no-index", "--no-deps", *map(str, wheels)], check=True, timeout=300)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "required.pth").write_text(sysconfig.get_path("purelib"))
     return folder / "bin"
@@ -245,13 +245,13 @@ def test_fresh_environments_from_an_index(wheels: dict[str, Path], tmp_path: Pat
     folders = {}
     for name, projects in (("client", ["ferrule"]), ("server", ["ferrule", "ferrule-server"])):
         python = tmp_path / name / "bin" / "python"
-        subprocess.run([sys.executable, "-m", "venv", str(tmp_path / name)], check=True, timeout=120)
+        subprocess.run([sys.executable, "-m", "venv", str(tmp_path / name)], check=True, timeout=300)
         if name == "server":
             script = str(ROOT / "deploy" / "install_torch.py")
             subprocess.run([str(python), script], check=True, timeout=600, capture_output=True)
         pip = [str(python), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
         subprocess.run([*pip, *(str(wheels[project]) for project in projects)], check=True, timeout=600)
-        listed = subprocess.run([*pip[:3], "list"], check=True, timeout=60, capture_output=True, text=True).stdout
+        listed = subprocess.run([*pip[:3], "list"], check=True, timeout=300, capture_output=True, text=True).stdout
         assert not re.search(r"^(nvidia|cuda|triton|envoy|transformers)", listed, re.MULTILINE), listed
         folders[name] = python.parent
     assert run(folders["client"], "demo").returncode == 2
@@ -272,10 +272,10 @@ def with_protobuf_6(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFa
         text, num_replaced = re.subn(rf"^{name}==.*$", f"{name}=={version}", text, flags=re.MULTILINE)
         assert num_replaced == 1, name
     pins.write_text(text)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=300)
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q"]
     subprocess.run([*pip, "-c", str(pins), str(wheels["ferrule"])], check=True, timeout=300)
-    subprocess.run([*pip, "--no-index", "--no-deps", str(wheels["ferrule-server"])], check=True, timeout=60)
+    subprocess.run([*pip, "--no-index", "--no-deps", str(wheels["ferrule-server"])], check=True, timeout=300)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "required.pth").write_text(sysconfig.get_path("purelib"))  # what is installed above comes first
     return python

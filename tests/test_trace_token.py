@@ -15,7 +15,7 @@ MAX_FILES = 41
 def test_a_decoded_token_passes_few_functions() -> None:
     """Raise a bound only with a reason in the commit; lower it when the path gets shorter."""
     command = [sys.executable, "-m", "tools.trace_token", "--tokens", "50", "--calls"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     total = re.search(r"(\d+)  calls of \d+ functions in (\d+) files", run.stdout)
     assert total is not None, run.stdout
     assert int(total[1]) <= MAX_CALLS, run.stdout

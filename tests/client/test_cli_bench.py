@@ -137,7 +137,7 @@ def test_a_single_message_has_a_rate_too() -> None:
 def load(*arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
     """Return the JSON of a small load and its standard error. It has its own process: the servers here use grpc.aio."""
     command = [sys.executable, "-m", "ferrule_cli", "bench", *SMALL, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code, done.stderr
     assert TOKEN not in done.stdout + done.stderr
     return json.loads(done.stdout or "{}"), done.stderr
@@ -226,7 +226,7 @@ def test_ctrl_c_shows_what_was_measured_and_releases_all(mode: str, target: str)
             time.sleep(0.01)
         time.sleep(0.7)
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=300)
         assert process.returncode == 130
         facts = json.loads(out)
         assert facts["interrupted"]
@@ -280,7 +280,7 @@ def test_a_second_signal_does_not_wait_for_a_frozen_server(
         assert 0.9 < time.monotonic() - first_s < 15
         process.send_signal(number)
         second_s = time.monotonic()
-        out, said = process.communicate(timeout=30)
+        out, said = process.communicate(timeout=300)
         assert time.monotonic() - second_s < 15
     assert (process.returncode, said) == (128 + number, "")
     facts = json.loads(out)

@@ -25,7 +25,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scripts")
     for shell in ("bash", "zsh", "fish"):
         command = [sys.executable, "-m", "ferrule_cli.app", "completion", shell]
-        (folder / shell).write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=60).stdout)
+        (folder / shell).write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=300).stdout)
     return folder
 
 
@@ -96,7 +96,7 @@ def test_bash_completes(words: tuple[str, ...], expected: set[str], scripts: Pat
         printf '%s\\n' "${COMPREPLY[@]}"
     """
     command = [_shell("bash"), "-uc", code, "bash", str(scripts / "bash"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert done.stderr == ""
     _check(set(done.stdout.split()), words, expected)
 
@@ -107,7 +107,7 @@ def test_fish_completes(words: tuple[str, ...], expected: set[str], scripts: Pat
     line = " ".join(("ferrule", *words))
     code = f"source {scripts / 'fish'}; complete -C {line!r}"
     command = [_shell("fish"), "--no-config", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, cwd=tmp_path)
     given = {row.partition("\t")[0] for row in done.stdout.splitlines()}
     assert done.stderr == ""
     _check(given, words, expected)
@@ -115,4 +115,4 @@ def test_fish_completes(words: tuple[str, ...], expected: set[str], scripts: Pat
 
 def test_zsh_reads_the_script(scripts: Path) -> None:
     """Its completion needs a terminal, so only the syntax is checked."""
-    subprocess.run([_shell("zsh"), "-n", str(scripts / "zsh")], check=True, timeout=60)
+    subprocess.run([_shell("zsh"), "-n", str(scripts / "zsh")], check=True, timeout=300)

@@ -49,7 +49,7 @@ def test_a_pipe_gets_one_picture_as_text(shipped_target: str) -> None:
     """Without colours or codes, by a server that is really there."""
     command = [*COMMAND, "--target", shipped_target]
     with Client(shipped_target) as client, client.prefill(list(range(100, 140))) as cache:
-        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=300, check=False)
         handle_id = cache.handle.handle_id
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("ferrule top  ")

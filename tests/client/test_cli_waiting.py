@@ -61,7 +61,7 @@ def test_without_a_terminal_nothing_is_shown(fake: FakeServer) -> None:
     """Standard error of a script has errors alone."""
     fake.is_loading = True
     command = [sys.executable, "-m", "ferrule_cli.app", "caches", "--target", fake.target, "--timeout", "1.5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: the server is starting: reading weights (STARTING)\n"
 

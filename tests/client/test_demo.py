@@ -44,7 +44,7 @@ def place() -> Iterator[Path]:
 def test_demo_tells_the_whole_story_in_plain_text(place: Path) -> None:
     """No terminal: plain lines, no control codes, every part, nothing left behind, whatever a server would ask for."""
     environment = os.environ | {"TMPDIR": str(place), "FERRULE_TOKEN_FILE": "/nowhere"}
-    done = subprocess.run([*COMMAND, *PAGED], capture_output=True, text=True, timeout=60, check=False, env=environment)
+    done = subprocess.run([*COMMAND, *PAGED], capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert "\x1b" not in done.stdout

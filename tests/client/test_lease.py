@@ -155,7 +155,7 @@ stream.run([Append(other, [1])])
 client.release([other.handle])
 print("end of script", flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", script], timeout=30, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", script], timeout=300, capture_output=True, text=True, check=False)
     assert done.stdout == "end of script\n"
     assert done.returncode == 0, done.stderr
 

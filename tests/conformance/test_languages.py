@@ -106,7 +106,7 @@ def said(command: list[str], target: str) -> str:
     """Return what an example prints against a server."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path}
-    run = subprocess.run([*command, target], capture_output=True, text=True, timeout=60, check=False, env=environment)
+    run = subprocess.run([*command, target], capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -1146,7 +1146,7 @@ def test_the_commands_of_the_page_work(shipped_target: str) -> None:
             wait(lambda: can_connect(address) or process.poll() is not None)
             tool("curl")
             line = curl.replace("127.0.0.1:8000", address)
-            run = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, timeout=60)
+            run = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True, timeout=300)
             reply = ChatCompletion.model_validate_json(run.stdout)
             assert reply.usage is not None
             assert reply.usage.completion_tokens == 16

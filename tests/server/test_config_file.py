@@ -177,7 +177,7 @@ def test_printing_settings_is_all_that_is_done(tmp_path: Path) -> None:
     """Exit code 0, the settings on standard output, misspelt ones on standard error; unusable ones are an error."""
     command = [sys.executable, "-m", "ferrule_server", "--print-config"]
     environment = os.environ | {"FERRULE_KV_MEMROY": "1GiB"}
-    run = partial(subprocess.run, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    run = partial(subprocess.run, capture_output=True, text=True, env=environment, timeout=300, check=False)
     done = run([*command, *_file(tmp_path, "model = 'none'")])
     assert (done.returncode, done.stdout[:18]) == (0, 'model = "none"  # ')
     assert "unknown FERRULE_* variables are ignored variables=FERRULE_KV_MEMROY" in done.stderr

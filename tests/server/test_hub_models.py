@@ -49,7 +49,7 @@ def _start(hub: Hub, cache: Path, *arguments: str) -> Iterator[subprocess.Popen[
 def _run(hub: Hub, cache: Path, *arguments: str) -> tuple[int, str, str]:
     """Return exit code, stdout and stderr of a server that must end by itself."""
     with _start(hub, cache, *arguments) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
         return process.returncode, out, err
 
 
@@ -133,4 +133,4 @@ def test_other_models_never_load_the_library_of_the_hub() -> None:
     """A start without the hub is as quick as it was, and asks nobody anything."""
     script = "import sys\nfrom ferrule_server import loading\nfrom ferrule_server.config import ServerConfig\n"
     script += f"loading.download(ServerConfig(model={str(DEMO)!r}), print)\nassert 'huggingface_hub' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)

@@ -162,7 +162,7 @@ def test_warnings_and_uncaught_exceptions_are_lines_too() -> None:
         "Broken()\n"
         "raise RuntimeError('at the end')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300)
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert [line["level"] for line in lines] == ["WARNING", "CRITICAL", "ERROR", "CRITICAL"]
     assert "old\nthing" in lines[0]["message"]

@@ -161,7 +161,7 @@ def test_settings_that_cannot_be_used_are_a_line_too(
     """Exit code 2 as ever, and nothing on stderr but JSON, also where the command line itself is wrong."""
     command = [sys.executable, "-m", "ferrule_server", *arguments]
     environment = _environment(**variables)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
     assert done.returncode == 2
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert lines[-1]["level"] == "ERROR"

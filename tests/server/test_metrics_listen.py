@@ -84,5 +84,5 @@ def test_without_the_flag_nothing_listens_and_nothing_of_it_is_imported() -> Non
         "    __import__('os')._exit(0))\n"
         "main(['--executor', 'paged-reference', '--listen', '127.0.0.1:0'])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout == "[]\n"

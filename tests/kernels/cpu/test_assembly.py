@@ -25,7 +25,7 @@ def _assembly(cpu: str, features: str, instructions: str, *kernels: str) -> dict
     """Return the assembly of some kernels for a processor that is named as LLVM names it."""
     environment = os.environ | {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.kernels.cpu.assembly", instructions, *kernels]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
     parts = re.split(r"^== (\w+)\n", done.stdout, flags=re.MULTILINE)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))
 

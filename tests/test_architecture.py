@@ -197,7 +197,7 @@ MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
 BUDGET: dict[str, int] = {
-    ".": 1951,  # host.py: control groups, nested; a plan before weights are read; links of model files
+    ".": 1954,  # host.py: control groups, nested; a plan before weights are read; links of model files
     "api": 368,  # the List of Health
     "api/receiving": 655,
     "api/requests": 950,

@@ -313,7 +313,7 @@ class StreamClient:
     def __init__(
         self,
         stub: executor_pb2_grpc.ModelExecutorServiceStub,
-        timeout_s: float = 20.0,
+        timeout_s: float = 300.0,
         metadata: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self._frames: queue.SimpleQueue[executor_pb2.StreamDecodeRequest | None] = queue.SimpleQueue()

@@ -189,7 +189,7 @@ def test_a_call_without_time_says_nothing_of_its_instance(
     fake.routes.clear()
     with pytest.raises(InstanceUnreachableError):
         a.info()
-    assert len(fake.routes) == 6
+    assert [rpc for rpc, _ in fake.routes].count("GetCacheInfo") >= 6
 
 
 @pytest.mark.parametrize("is_renamed", [False, True])

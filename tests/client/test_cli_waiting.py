@@ -42,7 +42,7 @@ def test_a_server_that_loads_is_waited_for_with_its_stage(fake: FakeServer, argu
 def test_every_command_that_needs_a_model_waits_for_it(fake: FakeServer, command: tuple[str, ...]) -> None:
     """And if it takes too long, says in one line what it waited for."""
     fake.is_loading = True
-    with _command(*command, "--target", fake.target, "--timeout", "1.5") as screen:
+    with _command(*command, "--target", fake.target, "--timeout", "5") as screen:
         assert screen.end() == 1
     assert "waiting: reading weights 52 % [" in screen.seen
     assert _left(screen.seen) == "error: the server is starting: reading weights (STARTING)\r\n"

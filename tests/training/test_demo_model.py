@@ -75,11 +75,11 @@ def test_a_conversation_renders_as_lines(shipped_tokenizer: Tokenizer) -> None:
 
 
 def test_held_out_loss_is_what_the_card_promises(model: TrainingModel, shipped_tokenizer: Tokenizer) -> None:
-    """Files of the standard library that training never saw cost below 2.47 nats per token."""
+    """Files of the standard library that training never saw cost below 2.4 nats per token, whatever Python has them."""
     torch.set_num_threads(1)
     texts = [document.text for document in collect().held_out]
     tokens = encode_documents(shipped_tokenizer, texts)
-    assert measure_loss(model, tokens, length=256, max_windows=48) < 2.47
+    assert measure_loss(model, tokens, length=256, max_windows=192) < 2.4
 
 
 def test_the_card_s_first_sample_is_what_the_weights_say(model: TrainingModel, shipped_tokenizer: Tokenizer) -> None:

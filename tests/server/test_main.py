@@ -113,7 +113,7 @@ def test_settings_come_from_the_environment_and_ctrl_c_ends_with_0(tmp_path: Pat
 
 
 def test_grpc_knows_the_listener_that_is_asked_for() -> None:
-    """It would write a line if it did not. Whoever sets the variable decides."""
+    """A name that gRPC does not know makes it write a line. A variable that is already set is kept."""
     code = (
         "import os; from ferrule_server import __main__, arguments\n"
         "__main__._set_up_process(arguments.parse_config([], {}))\n"

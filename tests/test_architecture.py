@@ -203,7 +203,7 @@ BUDGET: dict[str, int] = {
     "api/requests": 950,
     "api/responses": 570,
     "api/rpc": 791,  # what a drain waits for
-    "api/security": 562,  # strangers are paused, and their connections ended
+    "api/security": 568,  # strangers are paused, and their connections ended
     "api/services": 355,  # special_tokens_as_text
     "api/streams": 610,
     "api/telemetry": 555,  # the metrics of the journal

@@ -24,6 +24,7 @@ from ferrule_server.api.rpc import intake
 from ferrule_server.api.rpc.refusals import MAX_STRANGER_LINES
 from ferrule_server.api.security import strangers
 from ferrule_server.api.security.strangers import (
+    APART_S,
     FIRST_S,
     HELD_S,
     LONGEST_S,
@@ -121,6 +122,20 @@ async def test_calls_beyond_too_many_refused_are_held_until_the_connection_ends(
     world.gate.set()
     await asyncio.gather(*tasks)
     assert world.ended == [PEER]
+
+
+@on_a_loop
+async def test_connections_end_one_after_another() -> None:
+    """Clients that connect again begin apart from each other; no connection waits longer than twice the time."""
+    world = World(is_moving=False)
+    tasks = []
+    for index in range(13):
+        tasks += await world.refuse(MAX_REFUSED + 1, f"ipv4:192.0.2.1:{index}")
+    held = [seconds for seconds in world.slept if seconds >= HELD_S]
+    assert held == [min(HELD_S + index * APART_S, 2 * HELD_S) for index in range(13)]
+    world.gate.set()
+    await asyncio.gather(*tasks)
+    assert len(world.ended) == 13
 
 
 @on_a_loop

@@ -5,7 +5,7 @@
            '--> too many of its connection came --> held for 10 s --> the connection is shut down
 
 A client that opens each refused call again soon has too many, and one that connects again as soon as its connection
-has ended can do so once in 10 s.
+has ended can do so once in 10 s. Of many connections one ends each second, so that they do not all begin again at once.
 
 gRPC cannot end a connection, but it names the client's address, by which this process finds its own socket.
 
@@ -37,13 +37,15 @@ LONGEST_S: Final = 1.0
 """Longest pause."""
 MAX_WAITING: Final = 16
 """Refusals that may wait on one connection. Further calls are refused without a pause."""
-MAX_REFUSED: Final = 128
+MAX_REFUSED: Final = 64
 """Refused calls of one connection after which further ones are held."""
 MAX_HELD: Final = 256
 """Further calls after which a connection ends at once: as many as can be open, so the client cancels what is held."""
 HELD_S: Final = 10.0
 """How long a connection lasts after its first call that is held. If it ended at once, its client would connect again
 with hundreds of new calls, which costs more than to hold them."""
+APART_S: Final = 1.0
+"""The time between the ends of two connections, unless many wait for theirs: none waits longer than twice HELD_S."""
 QUIET_S: Final = 10.0
 """Refusals are forgotten this long after the last one."""
 SHARED_S: Final = 60.0
@@ -88,6 +90,7 @@ class Strangers:
     _open: Counter[str] = field(default_factory=Counter)
     _lately: OrderedDict[str, float] = field(default_factory=OrderedDict)
     _refused: OrderedDict[str, _Refused] = field(default_factory=OrderedDict)
+    _last_end_s: float = 0.0
 
     @contextmanager
     def admitted(self, peer: str) -> Iterator[None]:
@@ -114,8 +117,14 @@ class Strangers:
         """Hold a call until its connection is ended, which happens also if the client cancels the call."""
         is_over = refused.num_calls > MAX_REFUSED + MAX_HELD
         if refused.ending is None or is_over:
-            refused.ending = asyncio.create_task(self._end(refused, peer, 0.0 if is_over else HELD_S))
+            refused.ending = asyncio.create_task(self._end(refused, peer, 0.0 if is_over else self._delay_s()))
         await asyncio.wait([refused.ending])
+
+    def _delay_s(self) -> float:
+        """Return how long to hold a connection, so that it ends after those that are held already."""
+        now_s = self.clock()
+        self._last_end_s = min(max(self._last_end_s + APART_S, now_s + HELD_S), now_s + 2 * HELD_S)
+        return self._last_end_s - now_s
 
     async def _end(self, refused: _Refused, peer: str, delay_s: float) -> None:
         """Forget a connection and end it, unless it came to be shared. The next one from its address is a new one."""

@@ -28,13 +28,16 @@ hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Take SIGINT back: a shell starts what runs in the background with it ignored, and children inherit that.
+    """Take back signals that are ignored, since children inherit that.
 
-    They do not inherit the variable that names the file of the skips, so that only this run writes to the file.
+    A shell starts what runs in the background without SIGINT, and ``nohup`` without SIGHUP, which does not end this
+    run. Children do not inherit the variable that names the file of the skips: only this run writes to it.
     """
     config.stash[_SKIPS_FILE] = os.environ.pop(skips.VARIABLE, "")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -125,7 +125,7 @@ def talker() -> Any:
 
 
 def test_text_is_returned_and_stop_strings_are_found_across_tokens(talker: RunningServer) -> None:
-    """All of the text of the drawn tokens, the stop included."""
+    """All of the text of the drawn tokens before the stop, and the rest of it too if that is asked for."""
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     assert tokenizer is not None
     drawn = _greedy((1, 2, 3), 8, _VOCAB)
@@ -136,9 +136,13 @@ def test_text_is_returned_and_stop_strings_are_found_across_tokens(talker: Runni
     stop = border[-1:] + tokenizer.decode(drawn[:4])[len(border) :][:1]
     stopped = Branch(generate(talker, 1, 2, 3, ignore_eos=True, return_text=True, stop_strings=["~~", stop]))
     assert stopped.finish == "STOP_SEQUENCE"
-    assert stop in stopped.text
-    assert text.startswith(stopped.text)
+    assert stopped.text == text[: text.index(stop)]
     assert len(stopped.tokens) <= 4
+    whole = Branch(
+        generate(talker, 1, 2, 3, ignore_eos=True, return_text=True, stop_strings=["~~", stop], include_stop_text=True)
+    )
+    assert (whole.tokens, whole.text) == (stopped.tokens, tokenizer.decode(stopped.tokens))
+    assert stop in whole.text
     silent = Branch(generate(talker, 1, 2, 3, ignore_eos=True, stop_strings=[stop]))
     assert (silent.tokens, silent.text) == (stopped.tokens, "")
 

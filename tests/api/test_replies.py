@@ -16,6 +16,7 @@ from ferrule_server.engine.jobs import BranchFrame, Finish, GenerateFrame, Outpu
 from ferrule_server.errors import NonFiniteLogits
 from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec
 from ferrule_server.kv.handle import Handle
+from ferrule_server.text.stops import BranchText, StopCut
 from ferrule_server.text.stream_decoder import StreamDecoder
 from ferrule_server.text.tokenizer import Tokenizer
 from tests.api.harness import DEMO_FOLDER, read_status
@@ -160,7 +161,7 @@ def test_text_never_has_half_a_character_and_is_whole_at_the_end() -> None:
     token_ids = tokenizer.encode(text)
     broken = tokenizer.encode("\U0001f600")[:1]
     for num_merged in (1, 3, 100):
-        replies = _replies(new_decoder=lambda: StreamDecoder(tokenizer))
+        replies = _replies(new_text=lambda: BranchText(StreamDecoder(tokenizer)))
         pieces: dict[int, list[str]] = {0: [], 1: []}
         frames = [_frame(_branch(0, token), _branch(1, token)) for token in token_ids]
         frames.append(_frame(_branch(0, finish=Finish.MAX_TOKENS), _branch(1, *broken, finish=Finish.MAX_TOKENS)))
@@ -192,12 +193,46 @@ def test_the_token_that_ends_a_branch_adds_no_text(finish: Finish, ends_text: bo
     assert tokenizer is not None
     half, last = tokenizer.encode("\U0001f600")[0], tokenizer.encode("!")[0]
     for frames in ([(half,), (last,)], [(half, last)]):
-        replies = _replies(new_decoder=lambda: StreamDecoder(tokenizer, skips))
+        replies = _replies(new_text=lambda: BranchText(StreamDecoder(tokenizer, skips)))
         for token_ids in frames:
             replies.add(_frame(_branch(0, *token_ids, finish=finish if last in token_ids else None)))
         (output,) = _next(replies).outputs
         assert output.text == ("\ufffd" if ends_text else "\ufffd!")
         assert list(output.outputs.tokens) == [half, last]
+
+
+@pytest.mark.parametrize("num_merged", [1, 2, 100])
+def test_the_stop_text_that_ends_a_branch_is_left_out(num_merged: int) -> None:
+    """Of each branch for itself; what may begin a stop waits, and comes if the branch ends otherwise."""
+    tokenizer = Tokenizer.load(DEMO_FOLDER)
+    assert tokenizer is not None
+    replies = _replies(new_text=lambda: BranchText(StreamDecoder(tokenizer), StopCut(["\n\nUser:", "nothing"])))
+    branches = {
+        0: (tokenizer.encode("one\n\ntwo\n\nUser:"), Finish.STOP_SEQUENCE),
+        1: (tokenizer.encode("one\n\nUs"), Finish.MAX_TOKENS),
+    }
+    frames = [
+        _frame(_branch(index, token, finish=finish if place == len(ids) - 1 else None))
+        for index, (ids, finish) in branches.items()
+        for place, token in enumerate(ids)
+    ]
+    texts = {0: "", 1: ""}
+    for start in range(0, len(frames), num_merged):
+        for frame in frames[start : start + num_merged]:
+            replies.add(frame)
+        for output in _next(replies).outputs:
+            texts[output.index] += output.text
+            assert "one\n\ntwo".startswith(texts[0])
+    assert texts == {0: "one\n\ntwo", 1: "one\n\nUs"}
+
+
+def test_a_run_of_tokens_that_ends_a_branch_is_text() -> None:
+    """It ends with the same reason as a stop text, but is what was drawn."""
+    tokenizer = Tokenizer.load(DEMO_FOLDER)
+    assert tokenizer is not None
+    replies = _replies(new_text=lambda: BranchText(StreamDecoder(tokenizer), StopCut(["end."])))
+    replies.add(_frame(_branch(0, *tokenizer.encode("the end"), finish=Finish.STOP_SEQUENCE)))
+    assert _next(replies).outputs[0].text == "the end"
 
 
 def test_no_text_is_made_where_none_is_asked_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import pytest
 from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.requests.policy import OutputPlan
+from ferrule_server.api.requests.streaming import stop_ids_of
 from ferrule_server.api.services import executor as executor_service
 from ferrule_server.engine.jobs import ForwardJob, GenerateJob, Pooling
 from ferrule_server.errors import FerruleError
@@ -239,7 +241,51 @@ def test_the_text_of_a_generate_has_special_tokens_unless_skipped(skips: bool) -
     """As the request says."""
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     request = executor_pb2.GenerateRequest(return_text=True, skip_special_tokens=skips)
-    new_decoder = executor_service._new_decoder(cast("Any", SimpleNamespace(tokenizer=tokenizer)), request, ())
-    assert new_decoder is not None
-    decoder = new_decoder()
-    assert (decoder.push(0) + decoder.finish() == "") is skips
+    new_text = executor_service._new_text(cast("Any", SimpleNamespace(tokenizer=tokenizer)), request, ())
+    assert new_text is not None
+    text = new_text()
+    text.push(0)
+    assert (text.take() == "") is skips
+
+
+@pytest.mark.parametrize("includes", [False, True])
+def test_the_text_of_a_generate_has_its_stop_only_if_it_is_included(includes: bool) -> None:
+    """As the request says."""
+    tokenizer = Tokenizer.load(DEMO_FOLDER)
+    assert tokenizer is not None
+    request = executor_pb2.GenerateRequest(return_text=True, stop_strings=["two"], include_stop_text=includes)
+    new_text = executor_service._new_text(cast("Any", SimpleNamespace(tokenizer=tokenizer)), request, ())
+    assert new_text is not None
+    text = new_text()
+    for token_id in tokenizer.encode("one two three"):
+        text.push(token_id)
+    assert text.end(is_stopped=True) == ("one two three" if includes else "one ")
+
+
+@pytest.mark.parametrize(
+    ("eos_ids", "eos_id", "answer_end", "stop_ids"),
+    [
+        ((2,), None, (7, 5), (2, 7)),
+        ((2,), 3, (7,), (2, 3, 7)),
+        ((2, 7), None, (7, 5), (2, 7)),
+        ((), 7, (7,), (7,)),
+        ((2,), None, (7, 5, 2), (2,)),
+        ((2,), None, (), (2,)),
+        ((2,), 99, (99,), (2,)),
+    ],
+)
+def test_the_template_names_a_stop_where_the_files_name_none(
+    eos_ids: tuple[int, ...],
+    eos_id: int | None,
+    answer_end: tuple[int, ...],
+    stop_ids: tuple[int, ...],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The control token after an answer, unless a known stop follows; never a token that the model cannot draw."""
+    caplog.set_level(logging.INFO)
+    model = cast("Any", SimpleNamespace(config=SimpleNamespace(eos_ids=eos_ids, vocab_size=10)))
+    tokenizer = cast("Any", SimpleNamespace(eos_id=eos_id, answer_end=answer_end))
+    assert stop_ids_of(model, tokenizer) == stop_ids
+    is_found = 7 in stop_ids and 7 not in (*eos_ids, eos_id)
+    assert caplog.messages == ["event=stop_token_from_template token_id=7"] * is_found
+    assert stop_ids_of(model, None) == eos_ids

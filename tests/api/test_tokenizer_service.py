@@ -51,21 +51,31 @@ def test_a_token_beyond_the_vocabulary_is_named(texts: RunningServer) -> None:
     assert (refusals[0].reason, refusals[0].fields) == ("TOKEN_OUT_OF_VOCAB", ("token_ids[1]",))
 
 
-def test_model_info_tells_what_is_put_before_a_text() -> None:
-    """As Tokenize does it with ``add_special_tokens``; here token 7."""
+def test_what_is_put_before_a_text_is_added_where_it_is_asked_for() -> None:
+    """Token 7, which the model info names; token 8, which is put after a text, only with ``add_special_tokens``."""
     described = json.loads((DEMO_FOLDER / "tokenizer.json").read_text())
-    token = {"id": "x", "ids": [7], "tokens": ["x"]}
-    single = [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    tokens = {name: {"id": name, "ids": [number], "tokens": [name]} for name, number in (("x", 7), ("y", 8))}
+    single = [{"SpecialToken": {"id": name, "type_id": 0}} for name in tokens]
+    single.insert(1, {"Sequence": {"id": "A", "type_id": 0}})
     described["post_processor"] = {
         "type": "TemplateProcessing",
         "single": single,
         "pair": single,
-        "special_tokens": {"x": token},
+        "special_tokens": tokens,
     }
     with RunningServer(tokenizer=Tokenizer(json.dumps(described))) as server:
+
+        def tokenized(**options: bool) -> list[int]:
+            return list(server.text.Tokenize(tokenizer_pb2.TokenizeRequest(text="def f", **options)).token_ids)
+
         assert server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest()).info.bos_token_id == 7
-        request = tokenizer_pb2.TokenizeRequest(text="x", add_special_tokens=True)
-        assert server.text.Tokenize(request).token_ids[0] == 7
+        plain = tokenized()
+        assert tokenized(add_begin_tokens=True) == [7, *plain]
+        assert tokenized(add_begin_tokens=True, parse_special_tokens=True) == [7, *plain]
+        assert tokenized(add_special_tokens=True) == [7, *plain, 8]
+        assert tokenized(add_special_tokens=True, add_begin_tokens=True) == [7, *plain, 8]
+        begun = tokenizer_pb2.TokenizeRequest(add_begin_tokens=True)
+        assert list(server.text.Tokenize(begun).token_ids) == [7]
 
 
 def test_a_long_text_freezes_nobody_else(texts: RunningServer) -> None:

@@ -72,6 +72,57 @@ def test_a_template_that_accepts_no_conversation_names_no_tokens(
     assert caplog.messages == ["event=control_tokens num=0 num_not_special=0 num_renderings=0"]
 
 
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("dolphin, yi", "<|im_end|>"), ("gemma", "<end_of_turn>"), ("llama 3", "<|eot_id|>"), ("mistral", "</s>")],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_template_writes_after_an_answer_is_known(name: str, end: str, kind: str, folder: Path) -> None:
+    """The control token that follows it, then what else comes, such as a new line."""
+    tokenizer, _ = loaded(name, kind, folder)
+    assert tokenizer.decode(tokenizer.answer_end[:1]) == end
+    assert tokenizer.decode(tokenizer.answer_end).strip() == end
+
+
+@pytest.mark.parametrize(
+    ("written", "end"),
+    [
+        (" \n{end}\n", "<end>"),
+        ("{end}{stop}", "<end>"),
+        ("", ""),
+        ("\n\n", ""),
+        (".{end}", ""),
+        ("</think>{end}", ""),
+        ("{{% if loop.last %}}{stop}{{% else %}}{end}{{% endif %}}", "<stop>"),
+    ],
+)
+def test_only_a_control_token_ends_an_answer(written: str, end: str, tmp_path: Path) -> None:
+    """Directly after it, spaces aside, at the end of the conversation; no word, and no token that anybody may write."""
+    inner = tokenizer_of("byte_level")
+    inner.add_tokens(["<end>", "<stop>", "<user>", "<think>", "</think>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    after = written.format(end="<end>", stop="<stop>")
+    source = "{% for m in messages %}<user>{{ m.content }}" + after + "{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    tokenizer = Tokenizer.load(tmp_path, ChatTemplate.load(tmp_path))
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.answer_end[:1]) == end
+
+
+def test_a_template_without_answers_ends_none(tmp_path: Path) -> None:
+    """One that refuses them, and one that leaves them out."""
+    for number, kept in enumerate(("{{ raise_exception('no') if m.role == 'assistant' }}", "{{ 1 }}")):
+        inner = tokenizer_of("byte_level")
+        inner.add_tokens(["<end>"])
+        inner.save(str(tmp_path / "tokenizer.json"))
+        is_shown = "" if number == 0 else " if m.role == 'user'"
+        source = "{% for m in messages" + is_shown + " %}" + kept + "{{ m.content }}<end>{% endfor %}"
+        (tmp_path / "chat_template.jinja").write_text(source)
+        tokenizer = Tokenizer.load(tmp_path, ChatTemplate.load(tmp_path))
+        assert tokenizer is not None
+        assert tokenizer.answer_end == ()
+
+
 @settings(max_examples=150)
 @given(data=st.data(), name=st.sampled_from(("dolphin, yi", "deepseek", "mistral")), kind=st.sampled_from(KINDS))
 def test_literal_text_never_has_a_control_token(data: st.DataObject, name: str, kind: str, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 import pytest
 from hypothesis import assume, given, settings
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from ferrule_server.engine.jobs import StopRules, TextStop
 from ferrule_server.errors import InvalidRequest
-from ferrule_server.text.stops import StopStrings
+from ferrule_server.text.stops import BranchText, StopCut, StopStrings
+from ferrule_server.text.stream_decoder import StreamDecoder
 from ferrule_server.text.tokenizer import Tokenizer
 from tests.text.test_stream_decoder import certain, tokens_of
 from tests.text.vocabularies import KINDS, token, vocabulary
@@ -111,3 +113,74 @@ def test_memory_stays_with_the_longest_string() -> None:
         assert not search.feed(token_id)
     assert sys.getsizeof(search._tail) < 200
     assert len(search._tail) == 39
+
+
+def text_before(strings: list[str], text: str) -> str:
+    """Return the text before the stop that ends first, by the definition; all of it if there is none."""
+    for end in range(1, len(text) + 1):
+        if ending := [string for string in strings if text[:end].endswith(string)]:
+            return text[: end - max(map(len, ending))]
+    return text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data(), numbers=NUMBERS, skips=st.booleans(), per_frame=st.integers(1, 5))
+@settings(max_examples=80)
+def test_a_branch_ends_before_its_stop(
+    kind: str, data: st.DataObject, numbers: list[int], skips: bool, per_frame: int
+) -> None:
+    """However many tokens a frame has, nothing of a stop is returned, and no more waits than what may begin one."""
+    tokenizer = vocabulary(kind)
+    token_ids = tokens_of(tokenizer, numbers)
+    whole = tokenizer.decode(token_ids, skip_special_tokens=skips)
+    assume(whole)
+    strings = [_piece(data, whole) for _ in range(data.draw(st.integers(1, 4)))] + ["never\u2603so"]
+    length = first_stop(StopStrings(tokenizer, strings, skips)(), token_ids)
+    drawn = token_ids[:length]
+    so_far = [certain(tokenizer, drawn[:num], skips) for num in range(len(drawn) + 1)]
+    expected = (
+        tokenizer.decode(drawn, skip_special_tokens=skips) if length is None else text_before(strings, so_far[-1])
+    )
+    text, pieces = BranchText(StreamDecoder(tokenizer, skips), StopCut(strings)), ""
+    for num, token_id in enumerate(drawn, 1):
+        text.push(token_id)
+        if num % per_frame == 0 and num < len(drawn):
+            pieces += text.take()
+            assert expected.startswith(pieces)
+            held = so_far[num][len(pieces) :]
+            assert held == "" or any(len(held) < len(one) and one.startswith(held) for one in strings)
+    assert pieces + text.end(is_stopped=length is not None) == expected
+
+
+@given(strings=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1), texts=st.lists(st.text("abc", max_size=3)))
+def test_text_that_may_begin_a_stop_waits(strings: list[str], texts: list[str]) -> None:
+    """Stops that overlap themselves and each other: the longest end that begins one, and nothing before it."""
+    cut, held = StopCut(strings), ""
+    for text in texts:
+        held += text
+        if any(string in held for string in strings):
+            assert cut.end(held) == len(text_before(strings, held))
+            break
+        num = cut.num_certain(held)
+        assert num == next(i for i in range(len(held) + 1) if any(one.startswith(held[i:]) for one in strings))
+        held = held[num:]
+
+
+def test_without_stops_nothing_waits() -> None:
+    """Nor where the text of stops is wanted."""
+    tokenizer = vocabulary("byte_level")
+    text = BranchText(StreamDecoder(tokenizer))
+    for token_id in tokenizer.encode("a stop"):
+        text.push(token_id)
+    assert text.take() == "a stop"
+    assert text.end(is_stopped=True) == ""
+
+
+def test_long_stops_cost_little() -> None:
+    """64 stops of a kibibyte that differ at their ends, over a text that begins all of them at every place."""
+    cut, held = StopCut(["a" * 1000 + f"{number:024}" for number in range(64)]), ""
+    start = time.process_time()
+    for _ in range(2000):
+        held = (held + "aaaa")[cut.num_certain(held + "aaaa") :]
+    assert len(held) == 1000
+    assert time.process_time() - start < 2

@@ -50,14 +50,71 @@ def test_begin_token_is_added_on_request_only(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([0, *plain, 1]) == "<bos>def f<eos>"
 
 
-@pytest.mark.parametrize(
-    ("around", "bos_id"), [("<bos> $A", 0), ("<bos> $A <eos>", 0), ("$A <eos>", None), ("$A", None)]
-)
-def test_the_begin_token_is_what_is_put_before_a_text(around: str, bos_id: int | None) -> None:
-    """Not what is put behind one, whatever the folder calls its tokens."""
+AROUND = {
+    "<bos> $A": [0],
+    "<bos> $A <eos>": [0],
+    "<eos> <bos> $A": [1, 0],
+    "<eos> <bos> $A <eos>": [1, 0],
+    "$A <eos>": [],
+    "$A": [],
+}
+"""Templates of a post-processor, and what they put before a text."""
+
+
+def around(template: str) -> tokenizers.Tokenizer:
+    """Return the byte-level tokenizer with another post-processor."""
     made = byte_level()
-    made.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("<bos>", 0), ("<eos>", 1)])
-    assert Tokenizer(made.to_str()).bos_id == bos_id
+    made.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<bos>", 0), ("<eos>", 1)])
+    return made
+
+
+@pytest.mark.parametrize("template", AROUND)
+@pytest.mark.parametrize("text", ["def f", " <eos>", "<eos>", "caf\u00e9", ""])
+def test_a_prompt_begins_as_the_tokenizer_has_it(template: str, text: str) -> None:
+    """With what is put before a text, be it several tokens, and not what is put after it; also before an empty text."""
+    tokenizer, begin = Tokenizer(around(template).to_str()), AROUND[template]
+    assert list(tokenizer.begin_ids) == begin
+    assert tokenizer.encode_prompt(text, parse_special_tokens=False) == begin + tokenizer.encode(
+        text, parse_special_tokens=False
+    )
+    assert tokenizer.encode_prompt("x" + text) == begin + tokenizer.encode("x" + text)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "begin"),
+    [
+        ("<bos> $A", "<bos>def", [0]),
+        ("<bos> $A", "<bos><bos>def", [0, 0]),
+        ("<bos> $A", "<eos>def", [0, 1]),
+        ("<eos> <bos> $A", "<eos><bos>def", [1, 0]),
+        ("<eos> <bos> $A", "<bos>def", [1, 0]),
+        ("<eos> <bos> $A", "<eos>def", [1, 0, 1]),
+    ],
+)
+def test_a_begin_token_that_is_written_out_is_not_doubled(template: str, text: str, begin: list[int]) -> None:
+    """Where the text is parsed; as plain text it is no token, so one is added."""
+    tokenizer = Tokenizer(around(template).to_str())
+    assert tokenizer.encode_prompt(text) == begin + tokenizer.encode("def")
+    plain = tokenizer.encode_prompt(text, parse_special_tokens=False)
+    assert plain == AROUND[template] + tokenizer.encode(text, parse_special_tokens=False)
+
+
+@pytest.mark.parametrize("template", AROUND)
+@pytest.mark.parametrize("flags", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}])
+def test_begin_tokens_are_those_of_transformers(template: str, flags: dict[str, bool], tmp_path: Path) -> None:
+    """Which takes them from tokenizer.json alone: flags of tokenizer_config.json have no effect beside it."""
+    from transformers import AutoTokenizer
+
+    around(template).save(str(tmp_path / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<bos>", "eos_token": "<eos>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**named, **flags}))
+    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
+    assert ours is not None
+    for text in ("def f(x)", "", "x"):
+        expected = theirs(text)["input_ids"]
+        assert ours.encode(text, add_special_tokens=True) == expected
+        num_after = template.partition("$A")[2].count("<")
+        assert ours.encode_prompt(text) == expected[: len(expected) - num_after]
 
 
 def test_special_tokens_in_text_of_others_stay_text(tokenizer: Tokenizer) -> None:

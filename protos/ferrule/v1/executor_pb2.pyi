@@ -435,7 +435,7 @@ class ForwardResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., first_position: _Optional[int] = ..., outputs: _Optional[_Union[_policy_pb2.Outputs, _Mapping]] = ..., timing: _Optional[_Union[_types_pb2.Timing, _Mapping]] = ..., is_last: _Optional[bool] = ..., pooled_hidden_state: _Optional[_Union[_types_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "input_ids", "kv_cache", "logits_policy", "on_stale", "cache", "max_tokens", "n", "stop_token_ids", "stop_sequences", "stop_strings", "ignore_eos", "return_text", "skip_special_tokens")
+    __slots__ = ("request_id", "input_ids", "kv_cache", "logits_policy", "on_stale", "cache", "max_tokens", "n", "stop_token_ids", "stop_sequences", "stop_strings", "ignore_eos", "return_text", "skip_special_tokens", "include_stop_text")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -450,6 +450,7 @@ class GenerateRequest(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     RETURN_TEXT_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_STOP_TEXT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     input_ids: _containers.RepeatedScalarFieldContainer[int]
     kv_cache: _types_pb2.KvCacheHandle
@@ -464,7 +465,8 @@ class GenerateRequest(_message.Message):
     ignore_eos: bool
     return_text: bool
     skip_special_tokens: bool
-    def __init__(self, request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ..., on_stale: _Optional[_Union[_types_pb2.StalePolicy, str]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_sequences: _Optional[_Iterable[_Union[_policy_pb2.TokenIdList, _Mapping]]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., return_text: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ...) -> None: ...
+    include_stop_text: bool
+    def __init__(self, request_id: _Optional[str] = ..., input_ids: _Optional[_Iterable[int]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., logits_policy: _Optional[_Union[_policy_pb2.LogitsReturnPolicy, _Mapping]] = ..., on_stale: _Optional[_Union[_types_pb2.StalePolicy, str]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., max_tokens: _Optional[int] = ..., n: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_sequences: _Optional[_Iterable[_Union[_policy_pb2.TokenIdList, _Mapping]]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., return_text: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., include_stop_text: _Optional[bool] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "outputs", "timing")

@@ -6,7 +6,7 @@ growth.py                bounds what the parts of a tokenizer can make of a text
 control_tokens.py        decides which tokens text of others must never become
 special_tokens.py        finds their text in what others have written
 stream_decoder.py        text of tokens that arrive one by one
-stops.py                 stop strings in that text
+stops.py                 stop strings in that text, and the text before them
 chat_template.py         renders a conversation to text
 stand_ins.py             renders one in which the text of control tokens stays text
 template_process.py      starts the processes that run chat templates, and asks them

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,7 @@ RESERVED_VARIABLES: Final = ("messages", "tools", "add_generation_prompt")
 _TOOL_TEMPLATE: Final = "tool_use"
 _STAND_IN: Final = "qxjzvkwp"
 _STAND_IN_TURNS: Final = (("system", "user", "assistant", "user"), ("user", "assistant", "user"), ("user",))
+_ANSWERED_TURN: Final = ("user", "assistant")
 _REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -105,12 +107,21 @@ class ChatTemplate:
         """
         choices: tuple[list[dict[str, Any]] | None, ...] = (None, []) if _TOOL_TEMPLATE in self._names else (None,)
         for tools in choices:
-            for roles in _STAND_IN_TURNS:
-                messages = [{"role": role, "content": _STAND_IN} for role in roles]
-                with contextlib.suppress(InvalidRequest, OSError):
-                    text = self.render(Conversation(messages, tools, add_generation_prompt=False))
-                    yield re.split(_STAND_IN, text, flags=re.IGNORECASE)
-                    break
+            yield from itertools.islice(self._gaps(_STAND_IN_TURNS, tools), 1)
+
+    def after_answer(self) -> str:
+        """Return what the default template writes after an answer that ends a conversation; empty if it writes none."""
+        return next((gaps[-1] for gaps in self._gaps([_ANSWERED_TURN]) if len(gaps) > len(_ANSWERED_TURN)), "")
+
+    def _gaps(
+        self, conversations: Iterable[Sequence[str]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Iterator[list[str]]:
+        """Yield the texts around messages for each conversation, given by its roles, that the template takes."""
+        for roles in conversations:
+            messages = [{"role": role, "content": _STAND_IN} for role in roles]
+            with contextlib.suppress(InvalidRequest, OSError):
+                text = self.render(Conversation(messages, tools, add_generation_prompt=False))
+                yield re.split(_STAND_IN, text, flags=re.IGNORECASE)
 
     def _complaint(self, outcome: Outcome, text: str) -> str:
         if outcome is Outcome.TOO_LONG:

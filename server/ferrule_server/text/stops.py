@@ -1,4 +1,4 @@
-"""Find stop strings in a text that arrives token by token, also across the borders of tokens.
+"""Find stop strings in a text that arrives token by token, also across the borders of tokens, and end it before them.
 
 The text is searched as UTF-8. The bytes of a character never begin within another character, so a string occurs in the
 bytes exactly where it occurs in the text.
@@ -6,7 +6,8 @@ bytes exactly where it occurs in the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from ferrule_server.errors import InvalidRequest
@@ -82,3 +83,71 @@ class TextSearch:
         text = added + self._tail
         self._tail = text[: self._tail_length]
         return self._strings.is_within(text, len(added))
+
+
+class StopCut:
+    """Decides how much of a text that grows is certain to come before a stop string; it has no state of its own.
+
+    Args:
+        strings: The stop strings, none of them empty.
+    """
+
+    def __init__(self, strings: Collection[str]) -> None:
+        self._sorted = sorted({*strings})
+        self._firsts = frozenset(string[0] for string in self._sorted)
+        self._longest = max(map(len, self._sorted), default=0)
+
+    def num_certain(self, text: str) -> int:
+        """Return how many characters of a text without a stop string cannot be part of one, whatever follows."""
+        starts = range(max(0, len(text) - self._longest + 1), len(text))
+        return next((start for start in starts if self._may_begin(text, start)), len(text))
+
+    def end(self, text: str) -> int | None:
+        """Return where the text ends; None: it has no stop string.
+
+        The stop string that ends first counts, however the text was split into tokens. Of several that end together it
+        is the longest, because the others leave a part of it.
+        """
+        found = ((start + len(one), start) for one in self._sorted if (start := text.find(one)) >= 0)
+        return min(found, default=(0, None))[1]
+
+    def _may_begin(self, text: str, start: int) -> bool:
+        """Return whether a string begins with the rest of a text: such strings follow it in their order."""
+        if text[start] not in self._firsts:
+            return False
+        rest = text[start:]
+        place = bisect_left(self._sorted, rest)
+        return place < len(self._sorted) and self._sorted[place].startswith(rest)
+
+
+class BranchText:
+    """The text of a branch, piece by piece, without the stop string that ends it.
+
+    Invariant: what was returned is a beginning of the branch's whole text, and no stop string overlaps it.
+
+    Args:
+        decoder: A decoder that has seen no token of the branch.
+        cut: Finds where the text ends; None: all of it is returned.
+    """
+
+    __slots__ = ("_cut", "_decoder", "_held")
+
+    def __init__(self, decoder: StreamDecoder, cut: StopCut | None = None) -> None:
+        self._decoder = decoder
+        self._cut = cut
+        self._held = ""
+
+    def push(self, token_id: int) -> None:
+        """Take the next token."""
+        self._held += self._decoder.push(token_id)
+
+    def take(self) -> str:
+        """Return the text that is certain now, possibly empty; the branch continues."""
+        num = len(self._held) if self._cut is None else self._cut.num_certain(self._held)
+        piece, self._held = self._held[:num], self._held[num:]
+        return piece
+
+    def end(self, *, is_stopped: bool) -> str:
+        """Return the rest of the text, up to a stop string if the branch ``is_stopped`` by one, or by tokens."""
+        stop = self._cut.end(self._held) if self._cut is not None and is_stopped else None
+        return self._held + self._decoder.finish() if stop is None else self._held[:stop]

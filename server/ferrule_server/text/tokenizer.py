@@ -53,7 +53,9 @@ class Tokenizer:
         control_signs: See :meth:`SpecialTokenFinder.signs_in`, of control tokens (``control_tokens.py``).
         vocab_size: Number of tokens.
         eos_id: The id of ``eos_token``; None: there is none, or the tokenizer does not know it.
-        bos_id: The token before a text if special tokens are added; None: there is none.
+        begin_ids: The tokens that the post-processor puts before a text; most models have one or none, GLM has two.
+        answer_end: The tokens that the chat template writes after an answer that ends a conversation, if the first of
+            them, besides spaces, is a control token; otherwise empty.
 
     Raises:
         ModelError: The text is not a tokenizer.
@@ -69,10 +71,11 @@ class Tokenizer:
         self._has_byte_fallback = "ByteFallback" in decoder_types
         self.vocab_size: int = self._parsing.get_vocab_size(with_added_tokens=True)
         self.eos_id: int | None = None if eos_token is None else self._parsing.token_to_id(eos_token)
-        self.bos_id: int | None = self._find_bos()
-        ends = (token_id for token_id in (self.bos_id, self.eos_id) if token_id is not None)
+        self.begin_ids: tuple[int, ...] = self._find_begin()
+        self.answer_end: tuple[int, ...] = ()
+        ends = () if self.eos_id is None else (self.eos_id,)
         with _refusing("its special tokens are not usable"):
-            self._control = control_tokens(self._parsing, {*named, *ends}, renderings)
+            self._control = control_tokens(self._parsing, {*named, *self.begin_ids, *ends}, renderings)
             self._control_finder = SpecialTokenFinder(self._control.values(), self._parsing.normalizer)
             self.control_signs = self._control_finder.signs_in
             secret = secrets.token_hex(_SECRET_BYTES)
@@ -103,6 +106,8 @@ class Tokenizer:
             loaded = cls(text, config.special_tokens.get("eos_token"), config.named_tokens, renderings)
         except ModelError as error:
             raise ModelError(f"{path} cannot be loaded: {error}") from error
+        if template is not None:
+            loaded.answer_end = loaded._after_answer(template.after_answer())
         others = [name_of(token.content) for token in loaded._control.values() if not token.special]
         counts = len(loaded._control), len(others), len(renderings)
         _log.info("event=control_tokens num=%d num_not_special=%d num_renderings=%d", *counts)
@@ -130,6 +135,21 @@ class Tokenizer:
             (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         token_ids: list[int] = encoding.ids
         return token_ids
+
+    def encode_prompt(self, text: str, parse_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text that the model continues: those of ``transformers`` without an end token.
+
+        As there, only ``tokenizer.json`` decides; ``add_bos_token`` of other files has no effect. One thing differs: a
+        begin token with which a parsed text itself begins is not added again.
+
+        Raises:
+            InvalidRequest, RuntimeError: As for :meth:`encode`.
+        """
+        token_ids, begin = self.encode(text, parse_special_tokens=parse_special_tokens), list(self.begin_ids)
+        if not parse_special_tokens:
+            return begin + token_ids
+        num_new = next(i for i in range(len(begin) + 1) if token_ids[: len(begin) - i] == begin[i:])
+        return begin[:num_new] + token_ids
 
     def control_texts(self, text: str) -> list[str]:
         """Return the text of each control token that :meth:`encode` would make of a part of a text, first ones first.
@@ -223,11 +243,18 @@ class Tokenizer:
         num_bytes = len(decoder.getstate()[0])
         return num_bytes if self._has_byte_fallback else min(1, num_bytes)
 
-    def _find_bos(self) -> int | None:
-        """Return the token before a text, if there is one; refuse a tokenizer that cannot encode a letter."""
+    def _find_begin(self) -> tuple[int, ...]:
+        """Return the tokens before a text; refuse a tokenizer that cannot encode a letter."""
         with _refusing("it cannot encode a text"):
-            first, plain = self.encode("a", add_special_tokens=True)[:1], self.encode("a")[:1]
-        return first[0] if first and first != plain else None
+            around, plain = self.encode("a", add_special_tokens=True), self.encode("a")
+        num = next((i for i in range(len(around)) if around[i : i + len(plain)] == plain), 0)
+        return tuple(around[:num])
+
+    def _after_answer(self, written: str) -> tuple[int, ...]:
+        """Return :attr:`answer_end` for the text that the chat template writes after an answer."""
+        token_ids = self.encode(written.lstrip())
+        ends = self._control.keys() & self._parsing.get_added_tokens_decoder().keys()
+        return tuple(token_ids) if ends.issuperset(token_ids[:1]) else ()
 
     def _mended(self, text: str, token_ids: Iterable[int]) -> str:
         """Return the text of tokens with complete characters beside broken ones; ``text`` is that of the library.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
@@ -16,6 +17,8 @@ from ferrule_server.text.stops import StopStrings
 
 if TYPE_CHECKING:
     from ferrule_server.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 _WAITING_BYTES: Final = 1024
 """Memory of a token that waits to be written, without its row: a frame with a handle, and its objects."""
@@ -169,8 +172,17 @@ def _check_length(length: int, limit: int, unit: str, path: str) -> None:
 
 
 def stop_ids_of(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Return the tokens that end a text by default: those of the model and the end of a turn of its tokenizer."""
-    config, own = model.config, None if tokenizer is None else tokenizer.eos_id
-    if own is None or own >= config.vocab_size or own in config.eos_ids:
-        return config.eos_ids
-    return (*config.eos_ids, own)
+    """Return the tokens that end a text by default: those of the model and the end of a turn of its tokenizer.
+
+    If the chat template writes none of them after an answer, the control token that it writes there is one too.
+    """
+    stop_ids, vocab_size = model.config.eos_ids, model.config.vocab_size
+    if tokenizer is None:
+        return stop_ids
+    own, end = tokenizer.eos_id, tokenizer.answer_end
+    if own is not None and own < vocab_size and own not in stop_ids:
+        stop_ids = (*stop_ids, own)
+    if end and end[0] < vocab_size and not {*end} & {*stop_ids}:
+        _log.info("event=stop_token_from_template token_id=%d", end[0])
+        stop_ids = (*stop_ids, end[0])
+    return stop_ids

@@ -85,7 +85,7 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
         numerics_fingerprint=info.numerics_fingerprint,
         eos_token_ids=config.eos_ids,
         stop_token_ids=serving.inputs.stop_ids,
-        bos_token_id=None if serving.tokenizer is None else serving.tokenizer.bos_id,
+        bos_token_id=None if serving.tokenizer is None else next(iter(serving.tokenizer.begin_ids), None),
     )
 
 

@@ -20,6 +20,7 @@ from ferrule_server.api.streams.replies import ForwardReplies, GenerateReplies
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import AppendResult
 from ferrule_server.errors import FerruleError
+from ferrule_server.text.stops import BranchText, StopCut
 from ferrule_server.text.stream_decoder import StreamDecoder
 
 
@@ -159,7 +160,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
             request.request_id,
             self.state.limits.max_stream_frame_bytes,
             Refusals("Generate", principal),
-            _new_decoder(serving, request, job.token_ids),
+            _new_text(serving, request, job.token_ids),
         )
         await AnswerStream("Generate", self.state, serving.engine, context, job=job, replies=replies).run()
 
@@ -248,11 +249,12 @@ async def _append(serving: Serving, planned: PlannedAppend, context: Context) ->
         raise planned.refusal(error) from None
 
 
-def _new_decoder(
+def _new_text(
     serving: Serving, request: executor_pb2.GenerateRequest, token_ids: tuple[int, ...]
-) -> Callable[[], StreamDecoder] | None:
-    """Return the function that makes the text decoder of a branch; None if the request asks for no text."""
+) -> Callable[[], BranchText] | None:
+    """Return the function that makes the text of a branch; None if the request asks for no text."""
     tokenizer = serving.tokenizer
     if not request.return_text or tokenizer is None:
         return None
-    return lambda: StreamDecoder(tokenizer, request.skip_special_tokens, token_ids)
+    cut = StopCut(request.stop_strings) if request.stop_strings and not request.include_stop_text else None
+    return lambda: BranchText(StreamDecoder(tokenizer, request.skip_special_tokens, token_ids), cut)

@@ -130,7 +130,10 @@ def _num_bytes(text: str, limit: int) -> int:
 
 
 def _tokenized(codec: Tokenizer, request: tokenizer_pb2.TokenizeRequest) -> tokenizer_pb2.TokenizeResponse:
-    token_ids = codec.encode(request.text, request.add_special_tokens, request.parse_special_tokens)
+    if request.add_begin_tokens and not request.add_special_tokens:
+        token_ids = codec.encode_prompt(request.text, request.parse_special_tokens)
+    else:
+        token_ids = codec.encode(request.text, request.add_special_tokens, request.parse_special_tokens)
     response = tokenizer_pb2.TokenizeResponse()
     _extend(response.token_ids, token_ids)
     return response

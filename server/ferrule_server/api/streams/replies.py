@@ -22,7 +22,7 @@ from ferrule_server.api.rpc.refusals import Refusals
 from ferrule_server.api.rpc.status import to_status
 from ferrule_server.engine.jobs import BranchFrame, Finish, ForwardFrame, GenerateFrame, StepTiming
 from ferrule_server.executor.base import RowOutput
-from ferrule_server.text.stream_decoder import StreamDecoder
+from ferrule_server.text.stops import BranchText
 
 FINISH_REASONS: Final[Mapping[Finish, executor_pb2.FinishReason]] = MappingProxyType(
     {
@@ -78,15 +78,15 @@ class GenerateReplies:
         request_id: The id of the request.
         max_reply_bytes: Rows are merged up to this size; a single output may be larger.
         refusals: Collects the errors of branches.
-        new_decoder: Makes the text decoder of a branch; None: no text is requested.
+        new_text: Makes the text of a branch; None: no text is requested.
     """
 
     plan: OutputPlan
     request_id: str
     max_reply_bytes: int
     refusals: Refusals
-    new_decoder: Callable[[], StreamDecoder] | None = None
-    _decoders: dict[int, StreamDecoder] = field(default_factory=dict)
+    new_text: Callable[[], BranchText] | None = None
+    _texts: dict[int, BranchText] = field(default_factory=dict)
     _waiting: deque[tuple[BranchFrame, StepTiming]] = field(default_factory=deque)
 
     def add(self, frame: Frame) -> None:
@@ -139,7 +139,7 @@ class GenerateReplies:
             fill_handle(output.resume_from, handle)
         if rows:
             fill_rows(output.outputs, rows, first.seed, self.plan)
-        if self.new_decoder is not None:
+        if self.new_text is not None:
             output.text = self._text(first.index, rows, newest.finish)
         if first.cached_tokens:
             output.cached_tokens = first.cached_tokens
@@ -152,17 +152,19 @@ class GenerateReplies:
 
     def _text(self, index: int, rows: tuple[RowOutput, ...], finish: Finish | None) -> str:
         """Return the text that rows add to a branch. A token that ends it adds none: it is not part of the answer."""
-        assert self.new_decoder is not None
+        assert self.new_text is not None
         if finish in (Finish.EOS, Finish.STOP_TOKEN):
             rows = rows[:-1]
-        decoder = self._decoders.get(index)
-        if decoder is None:
-            decoder = self._decoders[index] = self.new_decoder()
-        text = "".join([decoder.push(row.token) for row in rows if row.token is not None])
-        if finish is not None:
-            text += decoder.finish()
-            del self._decoders[index]
-        return text
+        text = self._texts.get(index)
+        if text is None:
+            text = self._texts[index] = self.new_text()
+        for row in rows:
+            if row.token is not None:
+                text.push(row.token)
+        if finish is None:
+            return text.take()
+        del self._texts[index]
+        return text.end(is_stopped=finish is Finish.STOP_SEQUENCE)
 
 
 @dataclass(eq=False, slots=True)

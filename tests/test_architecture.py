@@ -230,7 +230,8 @@ BUDGET: dict[str, int] = {
     "model/families": 1010,
     "model/hub": 610,
     "model_check": 490,
-    # growth.py; which tokens are control tokens, and that a template makes none of text; begin tokens, text before stops
+    # growth.py; which tokens are control tokens, and that a template makes none of text; begin tokens, and text that
+    # ends before a stop.
     "text": 1070,
     "training": 665,
 }

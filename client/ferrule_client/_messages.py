@@ -5,17 +5,17 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import grpc
 from google.protobuf.message import Message
 
-from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, tokenizer_pb2, types_pb2
 from ferrule_client import _check, _convert
 from ferrule_client.errors import InvalidRequestError, TruncateBeyondError
 from ferrule_client.items import Append, DraftDistributions, Prompt, Verify
 from ferrule_client.policy import Policy, check_policy, greedy, sample, seeded
-from ferrule_client.types import Acceptance, Durability, Handle
+from ferrule_client.types import Acceptance, Durability, Handle, WithText
 
 SequenceRequest = (
     executor_pb2.DecodeRequest
@@ -48,6 +48,13 @@ Stops = str | int | Sequence[str | int | Sequence[int]]
 """What ends a generation: a text, a token id, or several of texts, ids and runs of ids."""
 
 
+class Reading(NamedTuple):
+    """How a text becomes token ids: whether text of special tokens becomes these, and what is added around it."""
+
+    parses: bool = False
+    adds: bool | Literal["begin"] = False
+
+
 @dataclass(frozen=True, slots=True)
 class PromptOptions:
     """How a new sequence is made; each as in ``AsyncClient.prefill``, and ``durability`` as the client has it."""
@@ -73,11 +80,17 @@ class GenerationPlan:
     stop: tuple[str, ...]
     ignore_eos: bool
     has_text: bool
+    includes_stop: bool = False
 
     def given_of(self, index: int) -> Policy:
         """Return the policy of a branch as the caller said it: with the branch's own seed if there is one."""
         selection = self.given.selection
         return self.given if selection is None or selection.seed is None else self.policy_of(index)
+
+    @property
+    def holds_text(self) -> bool:
+        """True: the server holds back text that may begin a stop."""
+        return self.has_text and bool(self.stop) and not self.includes_stop
 
     @property
     def looks_back(self) -> bool:
@@ -98,7 +111,7 @@ class GenerationPlan:
 
 
 def generation_plan(
-    policy: Policy | None, *, max_tokens: int | None, n: int, stop: Stops, ignore_eos: bool, has_text: bool
+    policy: Policy | None, *, max_tokens: int | None, n: int, stop: Stops, ignore_eos: bool, text: WithText
 ) -> GenerationPlan:
     """Return what a generation is to draw, from checked arguments. Raises TypeError or ValueError for wrong ones."""
     chosen = choosing(sample() if policy is None else policy)
@@ -110,7 +123,9 @@ def generation_plan(
     runs = tuple(tuple(_check.token_list(one)) for one in stops if not isinstance(one, (str, int)))
     if not all(texts) or not all(runs):
         raise ValueError("stop must not hold an empty text or an empty list")
-    return GenerationPlan(chosen, chosen.with_seed(), max_tokens, n, tuple(ids), runs, texts, ignore_eos, has_text)
+    _check.choice("text", str(text), ["true", "false", "as_drawn"])
+    ends = tuple(ids), runs, texts, ignore_eos
+    return GenerationPlan(chosen, chosen.with_seed(), max_tokens, n, *ends, bool(text), text == "as_drawn")
 
 
 def generate_request(
@@ -153,6 +168,17 @@ def generate_request(
         ignore_eos=plan.ignore_eos,
         return_text=plan.has_text,
         skip_special_tokens=True,
+        include_stop_text=plan.includes_stop,
+    )
+
+
+def tokenize_request(text: str, reads: Reading) -> tokenizer_pb2.TokenizeRequest:
+    """Return the request for the token ids of a text; raise TypeError or ValueError if it is no text."""
+    _check.text(text)
+    _check.choice("add_special_tokens", str(reads.adds), ["true", "false", "begin"])
+    adds, begins = reads.adds is True, reads.adds == "begin"
+    return tokenizer_pb2.TokenizeRequest(
+        text=text, parse_special_tokens=reads.parses, add_special_tokens=adds, add_begin_tokens=begins
     )
 
 

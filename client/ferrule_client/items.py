@@ -45,6 +45,7 @@ class Prompt(Item[Any]):
         drop_outside_window: As in ``Client.prefill``.
         recover: As in ``Client.prefill``.
         parse_special_tokens: As in ``Client.prefill``.
+        add_special_tokens: As in ``Client.prefill``.
 
     Example::
 
@@ -62,6 +63,7 @@ class Prompt(Item[Any]):
     drop_outside_window: bool = False
     recover: bool = False
     parse_special_tokens: bool = False
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ __all__ = [
     "Verification",
     "Warmed",
     "WarmStep",
+    "WithText",
 ]
 
 FloatArray = npt.NDArray[np.float32]
@@ -86,6 +87,9 @@ Durability = Literal["none", "journaled"]
 
 Pooling = Literal["mean", "last"]
 """How the hidden states of all tokens become one vector: their mean, or that of the last one."""
+
+WithText = bool | Literal["as_drawn"]
+"""Whether the tokens of a generation have text; ``as_drawn``: also that of the stop text which ends it."""
 
 ChatMessage = Mapping[str, object]
 """One message of a conversation: ``role``, ``content``, and what else the template knows, such as ``tool_calls``."""

@@ -41,6 +41,7 @@ from ferrule_client.types import (
     TokenLogprob,
     Tokens,
     Verification,
+    WithText,
 )
 
 __all__ = [
@@ -93,4 +94,5 @@ __all__ = [
     "Tokens",
     "Verification",
     "Verify",
+    "WithText",
 ]

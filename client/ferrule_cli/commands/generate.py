@@ -17,7 +17,7 @@ from ferrule_client.errors import TokenOutOfVocabError, UnsupportedError
 from ferrule_client.policy import sample
 from ferrule_client.sync.client import Client
 from ferrule_client.sync.generation import Branch, Generation
-from ferrule_client.types import Token
+from ferrule_client.types import Token, WithText
 
 __all__ = ["EXAMPLES", "add_options", "run"]
 
@@ -61,6 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ids", action="store_true", help="PROMPT and output are token ids, separated by spaces")
     about = "text such as <|fim_middle|> in PROMPT becomes that token; else it stays ordinary text"
     parser.add_argument("--special-tokens", action="store_true", help=about)
+    about = "leave out what the model's tokenizer puts before a text, such as a begin token"
+    parser.add_argument("--no-begin-tokens", action="store_true", help=about)
     add_connection_options(parser)
 
 
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     ids = _parse_ids(prompt) if args.ids else []
     with common.ending_in_order(), connect(args) as client:
         wait_for_model(client, args)
-        ids = ids or _encode(client, prompt, parses=args.special_tokens)
+        ids = ids or _encode(client, prompt, args)
         text_of = functools.cache(lambda token: None if args.ids else client.detokenize([token]))
         start = time.perf_counter()
         with _begin(client, ids, args) as loop:
@@ -126,9 +128,10 @@ def _no_tokenizer(advice: str) -> common.CommandError:
     return common.CommandError(f"the served model has no tokenizer{advice}", "FEATURE_UNSUPPORTED")
 
 
-def _encode(client: Client, prompt: str, *, parses: bool) -> list[int]:
+def _encode(client: Client, prompt: str, args: argparse.Namespace) -> list[int]:
+    begins, parses = not args.no_begin_tokens, args.special_tokens
     try:
-        ids = client.tokenize(prompt, parse_special_tokens=parses)
+        ids = client.tokenize(prompt, add_special_tokens=begins and "begin", parse_special_tokens=parses)
     except UnsupportedError:
         raise _no_tokenizer(": give token ids with --ids") from None
     if not ids:
@@ -162,8 +165,10 @@ def _begin(client: Client, ids: list[int], args: argparse.Namespace) -> Generati
         logprobs=bool(args.top_logprobs),
         top_logprobs=args.top_logprobs,
     )
+    is_listed = args.top_logprobs and not args.json  # each token with its own text
+    text: WithText = not args.ids and ("as_drawn" if is_listed else True)
     return client.generate(
-        ids, args.max_tokens, n=args.n, stop=args.stop, text=not args.ids, policy=policy, reuse_prefix=args.seed is None
+        ids, args.max_tokens, n=args.n, stop=args.stop, text=text, policy=policy, reuse_prefix=args.seed is None
     )
 
 

@@ -148,7 +148,9 @@ class _Story:
         info, view, figures = self._info, self._view, self._figures
         figures.model, figures.executor = info.model_id, self._client.status().executor
         text = _PROMPT if self._has_text else ""
-        ids = self._client.tokenize(text) if text else [(7 * i + 3) % info.vocab_size for i in range(72)]
+        ids = [(7 * i + 3) % info.vocab_size for i in range(72)]
+        if text:
+            ids = self._client.tokenize(text, add_special_tokens="begin")
         size = f"{info.num_parameters / 1e6:.1f} M parameters, " if info.num_parameters else ""
         about = f"{info.architecture}, {size}{info.dtype}, {info.device_name or info.device_type}"
         view.heading("1  Prefill", f"{info.model_id}: {about}; executor {figures.executor}")

@@ -129,7 +129,8 @@ class SequenceCalls:
         """
         tip = self.tip
         if isinstance(tokens, str):
-            ids = await self._connection.encode_text(tokens, parses=parses, timeout=timeout, is_patient=self.recovers)
+            reads = _messages.Reading(parses)
+            ids = await self._connection.encode_text(tokens, reads, timeout=timeout, is_patient=self.recovers)
             given: Any = ids  # Any: ints of any kind
             pending = "send" if pending == "auto" else pending
         else:

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, types_pb2
 from ferrule_client import _check, _convert
 from ferrule_client._channel import Extra
-from ferrule_client._messages import inline_masks
+from ferrule_client._messages import Reading, inline_masks, tokenize_request
 from ferrule_client._parts import HandleLimit
 from ferrule_client._retry import Attempts, RetrySettings
 from ferrule_client._route import instance_of, instance_of_handle
@@ -343,16 +343,15 @@ class Connection:
         return reply.text, reply.ends_mid_character
 
     def encode_text(
-        self, text: str, *, parses: bool, timeout: Timeout = USE_DEFAULT, is_patient: bool = False
+        self, text: str, reads: Reading, *, timeout: Timeout = USE_DEFAULT, is_patient: bool = False
     ) -> list[int]:
-        """Return the token ids of a text, with none added; ``parses``: text of special tokens becomes these tokens.
+        """Return the token ids of a text.
 
         Raises:
             TypeError: It is not a text.
             ValueError: It cannot be written in UTF-8.
         """
-        _check.text(text)
-        request = tokenizer_pb2.TokenizeRequest(text=text, parse_special_tokens=parses)
+        request = tokenize_request(text, reads)
         reply = self.run(self.tokenizer.Tokenize, request, self.attempts(timeout, is_patient=is_patient))
         return list(reply.token_ids)
 

@@ -12,7 +12,7 @@ from typing import NoReturn, overload
 from ferrule.v1 import cache_pb2
 from ferrule_client import _convert, _messages
 from ferrule_client import _notebook as notebook
-from ferrule_client._messages import Stops
+from ferrule_client._messages import Reading, Stops
 from ferrule_client._public import publish
 from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._tip import Tip
@@ -35,6 +35,7 @@ from ferrule_client.types import (
     Token,
     Tokens,
     Verification,
+    WithText,
 )
 
 __all__ = ["Cache"]
@@ -266,7 +267,7 @@ class Cache:
         n: int = 1,
         stop: Stops = (),
         ignore_eos: bool = False,
-        text: bool = False,
+        text: WithText = False,
         on_stale: OnStale = "fail",
         timeout: Timeout = USE_DEFAULT,
     ) -> Generation:
@@ -288,7 +289,9 @@ class Cache:
                 ids and runs of token ids. Texts are found wherever they begin and need a tokenizer.
             ignore_eos: True: do not stop at the model's own stop tokens.
             text: True: each token has what it adds to the text, never half a character. Needs a tokenizer.
-                ``pieces`` of the iterator sets it.
+                ``pieces`` of the iterator sets it. The token of an end adds none, and the text ends before a ``stop``
+                that is a text; what may begin one waits. ``"as_drawn"``: with that stop, and what follows it in the
+                last token.
             on_stale: As in ``append``.
             timeout: Seconds one token may take, retries included.
 
@@ -307,14 +310,14 @@ class Cache:
             ``text = cache.generate(32, policy=sample(temperature=0.7), text=True).read().text``
         """
         plan = _messages.generation_plan(
-            policy, max_tokens=max_tokens, n=n, stop=stop, ignore_eos=ignore_eos, has_text=text
+            policy, max_tokens=max_tokens, n=n, stop=stop, ignore_eos=ignore_eos, text=text
         )
         _convert.stale_to_message(on_stale)
         return Generation(
             self._connection,
             plan,
             tokens,
-            parses=parse_special_tokens,
+            reads=Reading(parse_special_tokens),
             follow=self._sibling,
             cache=self,
             on_stale=on_stale,

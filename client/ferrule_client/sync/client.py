@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
+from typing import Literal
 
 import grpc
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2
 from ferrule_client import _check, _convert, _messages
 from ferrule_client._channel import Extra
-from ferrule_client._messages import PromptOptions, Stops
+from ferrule_client._messages import PromptOptions, Reading, Stops
 from ferrule_client._parts import Parts, checked_instance
 from ferrule_client._public import publish
 from ferrule_client._retry import RetrySettings
@@ -54,6 +55,7 @@ from ferrule_client.types import (
     Status,
     TlsConfig,
     Tokens,
+    WithText,
 )
 
 __all__ = ["DEFAULT_TARGET", "Client"]
@@ -144,6 +146,7 @@ class Client:
         self,
         tokens: Tokens | str,
         *,
+        add_special_tokens: bool = True,
         parse_special_tokens: bool = False,
         policy: Policy | None = None,
         ttl: float | None = None,
@@ -164,7 +167,10 @@ class Client:
         loading. A prefill whose reply was lost would leave a second sequence behind until its lease ends.
 
         Args:
-            tokens: Token ids, at least one; or a text, which is encoded without special tokens around it.
+            tokens: Token ids, at least one; or a text.
+            add_special_tokens: True: a text begins with the tokens that the model's tokenizer puts before one, such as
+                a begin token; those that it puts after one are left out, because the text continues. False: the text
+                alone. Token ids are never changed.
             parse_special_tokens: True: text that looks like a special token (``<|im_end|>``) becomes that token; only
                 for text that you wrote. False: it stays ordinary text, so text from others cannot begin a turn.
             policy: What to return for the last row. None: nothing. A token that it chooses is pending afterwards.
@@ -198,7 +204,8 @@ class Client:
             ``with client.prefill("def f(x):", policy=greedy()) as cache: print(cache.pending)``
         """
         if isinstance(tokens, str):
-            ids = self._connection.encode_text(tokens, parses=parse_special_tokens, timeout=timeout, is_patient=recover)
+            reads = Reading(parse_special_tokens, add_special_tokens and "begin")
+            ids = self._connection.encode_text(tokens, reads, timeout=timeout, is_patient=recover)
         else:
             ids = _check.token_list(tokens)
         options = PromptOptions(
@@ -218,6 +225,7 @@ class Client:
         self,
         tokens: Tokens | str,
         *,
+        add_special_tokens: bool = True,
         parse_special_tokens: bool = False,
         policy: Policy | None = None,
         pooling: Pooling | None = None,
@@ -227,6 +235,7 @@ class Client:
 
         Args:
             tokens: Token ids, at least one, or a text.
+            add_special_tokens: As in ``prefill``.
             parse_special_tokens: As in ``prefill``.
             policy: What to return for each row. None: ``logits()``, or with ``pooling`` nothing besides that.
             pooling: Return the hidden states of all rows as one vector too, with the last chunk.
@@ -240,22 +249,24 @@ class Client:
         Example:
             ``logits = np.concatenate([chunk.logits for chunk in client.forward(ids)])``
         """
-        request = executor_pb2.ForwardRequest(
-            request_id=_messages.new_request_id(),
-            input_ids=[] if isinstance(tokens, str) else _check.token_list(tokens),
-            logits_policy=_convert.policy_to_message(seeded(policy if policy or pooling else logits())),
-            hidden_pooling=_convert.pooling_to_message(pooling),
-        )
-        text = tokens if isinstance(tokens, str) else None
-        return ForwardPass(self._connection, request, text, timeout, parses=parse_special_tokens)
+        reads = Reading(parse_special_tokens, add_special_tokens and "begin")
+        return self._forward(tokens, reads, policy if policy or pooling else logits(), pooling, timeout)
 
     def score(
-        self, tokens: Tokens | str, *, parse_special_tokens: bool = False, timeout: Timeout = USE_DEFAULT
+        self,
+        tokens: Tokens | str,
+        *,
+        add_special_tokens: bool = True,
+        parse_special_tokens: bool = False,
+        timeout: Timeout = USE_DEFAULT,
     ) -> FloatArray:
         """Return the log-probability of each token of a text but the first one, given those before it.
 
+        With a begin token, which is the first one then, all tokens of the text itself have one.
+
         Args:
             tokens: Token ids, at least one, or a text.
+            add_special_tokens: As in ``prefill``.
             parse_special_tokens: As in ``prefill``.
             timeout: Seconds one chunk may take, retries included.
 
@@ -266,8 +277,8 @@ class Client:
             ``perplexity = np.exp(-client.score("a text").mean())``
         """
         rows: list[FloatArray] = [np.zeros(0, np.float32)]
-        policy = Policy(target_logprobs=True)
-        run = self.forward(tokens, parse_special_tokens=parse_special_tokens, policy=policy, timeout=timeout)
+        reads = Reading(parse_special_tokens, add_special_tokens and "begin")
+        run = self._forward(tokens, reads, Policy(target_logprobs=True), None, timeout)
         while (chunk := run.advance()) is not None:
             if "target_logprobs" in chunk.arrays:  # the last row of a text has none
                 rows.append(chunk.target_logprobs)
@@ -278,6 +289,7 @@ class Client:
         tokens: Tokens | str,
         pooling: Pooling = "mean",
         *,
+        add_special_tokens: bool = True,
         parse_special_tokens: bool = False,
         timeout: Timeout = USE_DEFAULT,
     ) -> FloatArray:
@@ -286,6 +298,7 @@ class Client:
         Args:
             tokens: Token ids, at least one, or a text.
             pooling: ``mean`` over all tokens, or the ``last`` one's.
+            add_special_tokens: As in ``prefill``.
             parse_special_tokens: As in ``prefill``.
             timeout: Seconds one chunk may take, retries included.
 
@@ -299,7 +312,8 @@ class Client:
             ``vector = client.embed("a text")``
         """
         vector: FloatArray | None = None
-        run = self.forward(tokens, parse_special_tokens=parse_special_tokens, pooling=pooling, timeout=timeout)
+        reads = Reading(parse_special_tokens, add_special_tokens and "begin")
+        run = self._forward(tokens, reads, None, pooling, timeout)
         while (chunk := run.advance()) is not None:
             vector = chunk.arrays.get("pooled_hidden_state")
         assert vector is not None  # the last chunk has it
@@ -310,12 +324,13 @@ class Client:
         prompt: Tokens | str,
         max_tokens: int | None = None,
         *,
+        add_special_tokens: bool = True,
         parse_special_tokens: bool = False,
         policy: Policy | None = None,
         n: int = 1,
         stop: Stops = (),
         ignore_eos: bool = False,
-        text: bool | None = None,
+        text: WithText | None = None,
         ttl: float | None = None,
         reuse_prefix: bool = True,
         publish_prefix: bool = True,
@@ -332,6 +347,7 @@ class Client:
         Args:
             prompt: A text, or token ids.
             max_tokens: As in ``Cache.generate``; so are the arguments up to ``text``.
+            add_special_tokens: As in ``prefill``.
             parse_special_tokens: As in ``prefill``.
             policy: As in ``Cache.generate``.
             n: As in ``Cache.generate``.
@@ -362,7 +378,7 @@ class Client:
             n=n,
             stop=stop,
             ignore_eos=ignore_eos,
-            has_text=isinstance(prompt, str) if text is None else text,
+            text=isinstance(prompt, str) if text is None else text,
         )
         options = PromptOptions(
             ttl, None, reuse_prefix, publish_prefix, self._connection.durability, drop_outside_window
@@ -372,7 +388,7 @@ class Client:
             self._connection,
             plan,
             prompt,
-            parses=parse_special_tokens,
+            reads=Reading(parse_special_tokens, add_special_tokens and "begin"),
             follow=functools.partial(self._follow, recovery=options if recover else None),
             options=options,
             is_patient=recover,
@@ -490,7 +506,7 @@ class Client:
         self,
         text: str,
         *,
-        add_special_tokens: bool = False,
+        add_special_tokens: bool | Literal["begin"] = False,
         parse_special_tokens: bool = False,
         timeout: Timeout = USE_DEFAULT,
     ) -> list[int]:
@@ -498,7 +514,8 @@ class Client:
 
         Args:
             text: The text.
-            add_special_tokens: True: with what the model expects around a text, such as a begin token.
+            add_special_tokens: True: with all tokens that the model's tokenizer puts around a text. ``"begin"``: with
+                those before the text alone, as ``prefill`` adds them to a prompt. False: the text alone.
             parse_special_tokens: As in ``prefill``.
             timeout: Seconds this may take, retries included.
 
@@ -508,14 +525,10 @@ class Client:
             UnsupportedError: The server has no tokenizer.
 
         Example:
-            ``ids = client.tokenize("def area(")``
+            ``ids = client.tokenize("def area(", add_special_tokens="begin")``
         """
-        _check.text(text)
-        request = tokenizer_pb2.TokenizeRequest(
-            text=text, add_special_tokens=add_special_tokens, parse_special_tokens=parse_special_tokens
-        )
-        reply = self._connection.unary(self._connection.tokenizer.Tokenize, request, timeout=timeout)
-        return list(reply.token_ids)
+        reads = Reading(parse_special_tokens, add_special_tokens)
+        return self._connection.encode_text(text, reads, timeout=timeout)
 
     def detokenize(self, tokens: Tokens, *, skip_special_tokens: bool = False, timeout: Timeout = USE_DEFAULT) -> str:
         """Return the text of token ids. A last character without its end comes out as U+FFFD.
@@ -752,6 +765,19 @@ class Client:
             ``client.release(losers)``
         """
         return release_all(self._connection, list(caches), timeout)
+
+    def _forward(
+        self, tokens: Tokens | str, reads: Reading, policy: Policy | None, pooling: Pooling | None, timeout: Timeout
+    ) -> ForwardPass:
+        """Return the pass over an input; a text is read first."""
+        request = executor_pb2.ForwardRequest(
+            request_id=_messages.new_request_id(),
+            input_ids=[] if isinstance(tokens, str) else _check.token_list(tokens),
+            logits_policy=_convert.policy_to_message(seeded(policy)),
+            hidden_pooling=_convert.pooling_to_message(pooling),
+        )
+        text = tokens if isinstance(tokens, str) else None
+        return ForwardPass(self._connection, request, text, timeout, reads)
 
     def _follow(self, tip: Tip, *, keep_alive: bool = True, recovery: PromptOptions | None = None) -> Cache:
         """Return the cache that follows a sequence from here on."""

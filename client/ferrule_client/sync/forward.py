@@ -8,6 +8,7 @@ from types import TracebackType
 
 from ferrule.v1 import executor_pb2
 from ferrule_client import _convert
+from ferrule_client._messages import Reading
 from ferrule_client._public import publish
 from ferrule_client._retry import Attempts
 from ferrule_client._timeouts import Timeout
@@ -32,12 +33,11 @@ class ForwardPass(Iterator[ForwardChunk]):
         request: executor_pb2.ForwardRequest,
         text: str | None,
         timeout: Timeout,
-        *,
-        parses: bool,
+        reads: Reading,
     ) -> None:
         self._connection = connection
         self._text = text
-        self._parses = parses
+        self._reads = reads
         self._request = request
         self._timeout = timeout
         self._call: OpenCall[executor_pb2.ForwardResponse] | None = None
@@ -77,7 +77,7 @@ class ForwardPass(Iterator[ForwardChunk]):
 
     def _receive(self, attempts: Attempts) -> ForwardChunk:
         if self._text is not None:
-            ids = self._connection.encode_text(self._text, parses=self._parses, timeout=self._timeout)
+            ids = self._connection.encode_text(self._text, self._reads, timeout=self._timeout)
             self._request.input_ids.extend(ids)
             self._text = None
         while True:

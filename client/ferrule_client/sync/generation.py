@@ -13,7 +13,7 @@ import grpc
 
 from ferrule.v1 import executor_pb2, types_pb2
 from ferrule_client import _check, _convert, _messages
-from ferrule_client._messages import GenerationPlan, PromptOptions
+from ferrule_client._messages import GenerationPlan, PromptOptions, Reading
 from ferrule_client._public import publish
 from ferrule_client._retry import Attempts
 from ferrule_client._route import instance_of_handle, is_lost
@@ -73,7 +73,7 @@ class Generation(Iterator[Token]):
         plan: GenerationPlan,
         prompt: Tokens | str,
         *,
-        parses: bool,
+        reads: Reading,
         follow: Callable[[Tip], Cache],
         cache: Cache | None = None,
         on_stale: OnStale = "fail",
@@ -86,7 +86,7 @@ class Generation(Iterator[Token]):
         self._connection = connection
         self._plan = plan
         self._prompt = prompt
-        self._parses = parses
+        self._reads = reads
         self._tokens: tuple[int, ...] = () if isinstance(prompt, str) else tuple(_check.token_list(prompt))
         self._on_stale = on_stale
         self._pending = pending
@@ -210,20 +210,20 @@ class Generation(Iterator[Token]):
             has_ended = self.advance() is None
             piece = self.text[num_out:]
             if num_out == 0 and piece.startswith(_REPLACEMENT):
-                piece = self._text_after_context()
+                text, rest = self._text_drawn(self.branches[0]), piece.lstrip(_REPLACEMENT)
+                piece = text[: text.find(rest, 1) + len(rest)] if self._plan.holds_text and rest in text[1:] else text
             if piece.endswith(_REPLACEMENT) and self.finish_reason is not None and self._is_cut():
                 piece = piece.rstrip(_REPLACEMENT)
             num_out = len(self.text)
             if piece:
                 yield piece
 
-    def _text_after_context(self) -> str:
-        """Return the text of the tokens so far, the first of which end a character that began before them."""
-        detokenizer = Detokenizer(self._connection.decode_text, self._prompt_log.tail(_NUM_CONTEXT))
-        text = ""
-        for token in self.tokens:
-            text += detokenizer.push(token)
-        return text
+    def _text_drawn(self, branch: Branch) -> str:
+        """Return the text of a branch's tokens after those before them, up to a character that is not whole."""
+        context = self._prompt_log.tail(_NUM_CONTEXT)
+        num_before = Detokenizer(self._connection.decode_text, context).begin()
+        text, is_cut = self._connection.decode_text([*context, *branch.tokens])
+        return (text.rstrip(_REPLACEMENT) if is_cut else text)[num_before:]
 
     def _is_cut(self) -> bool:
         """Return whether the text ends inside a character, which its last tokens alone show."""
@@ -317,11 +317,13 @@ class Generation(Iterator[Token]):
                 self._open(course.start, [course], is_repeat=True)
             else:
                 course.start = None
-                self._open(self._rest(branch, timeout), [course])
+                request = self._rest(branch, timeout)
+                drawn = self._text_drawn(branch) if self._plan.holds_text and branch.tokens else ""
+                self._open(request, [course]).texts = [drawn if drawn.startswith(branch.text) else branch.text]
 
     def _open(
         self, request: executor_pb2.GenerateRequest, courses: Sequence[Course], *, is_repeat: bool = False
-    ) -> None:
+    ) -> Leg:
         owners = (instance_of_handle(course.branch.cache.handle) for course in courses if course.branch.has_cache)
         instance = next(owners, "")  # the instance of one branch has the others too
         call = self._connection.open_replies(self._connection.executor.Generate, request, instance)
@@ -330,13 +332,14 @@ class Generation(Iterator[Token]):
         for course in courses:
             if course.goes_on:
                 course.enter(leg)
+        return leg
 
     def _first_request(self, timeout: Timeout) -> executor_pb2.GenerateRequest:
         plan, (first, *_) = self._plan, self._courses
         if not first.branch.has_cache:
             if isinstance(self._prompt, str):
                 ids = self._connection.encode_text(
-                    self._prompt, parses=self._parses, timeout=timeout, is_patient=self._is_patient
+                    self._prompt, self._reads, timeout=timeout, is_patient=self._is_patient
                 )
                 self._prompt = self._tokens = tuple(ids)
             self._prompt_log = TokenLog(self._tokens)
@@ -349,7 +352,7 @@ class Generation(Iterator[Token]):
             self._prompt,
             plan.policy,
             self._on_stale,
-            parses=self._parses,
+            parses=self._reads.parses,
             pending=self._pending,
             draws=True,
             timeout=timeout,

@@ -179,9 +179,8 @@ class Stream:
             return _messages.chunk_input(sent, item)
         tokens = item.tokens
         if isinstance(tokens, str):
-            tokens = self._connection.encode_text(
-                tokens, parses=item.parse_special_tokens, timeout=timeout, is_patient=item.recover
-            )
+            reads = _messages.Reading(item.parse_special_tokens, item.add_special_tokens and "begin")
+            tokens = self._connection.encode_text(tokens, reads, timeout=timeout, is_patient=item.recover)
         return _messages.prompt_input(_check.token_list(tokens), self._options(item), item)
 
     def _settled(self, item: Any, sent: Input, result: Appended | FerruleError) -> Any:

@@ -28,6 +28,7 @@ from ferrule.v1 import (
     tokenizer_pb2_grpc,
     types_pb2,
 )
+from ferrule_server.text.stops import StopCut
 
 EOS = 256
 VOCAB_SIZE = 257
@@ -80,6 +81,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
 
     Attributes:
         text: The token after a sequence of n tokens is ``text[n % len(text)]``.
+        begin: Tokens that stand before a text.
         failures: What the next calls of an RPC fail with, in order; those of "item" are answers to items of a stream,
             those of "token" end a generation at its next frame, those of "append" a branch of one.
         failures_after_frames: Frames that generations send before the failures of "token" begin.
@@ -111,6 +113,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
 
     def __init__(self, text: list[int] | None = None) -> None:
         self.text = text or list(b"the quick brown fox ")
+        self.begin = b""
         self.failures: dict[str, list[Failure]] = defaultdict(list)
         self.failures_after_frames: dict[str, int] = {}
         self.metadata: dict[str, str | bytes] = {}
@@ -473,7 +476,8 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
         return self._run("ReleaseCache", context, work)
 
     def Tokenize(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
-        return tokenizer_pb2.TokenizeResponse(token_ids=request.text.encode())
+        begin = self.begin if request.add_begin_tokens or request.add_special_tokens else b""
+        return tokenizer_pb2.TokenizeResponse(token_ids=begin + request.text.encode())
 
     def Detokenize(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         text, ends_mid_character = bytes_to_text(list(request.token_ids))
@@ -503,7 +507,8 @@ class _Branch:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._on_stale = request.on_stale
         self._tokens: list[int] = []
-        self._text = ""
+        self._text, self._num_told = "", 0
+        self._cut = StopCut(() if request.include_stop_text else request.stop_strings)
         self._held = list(server.sequences.get(handle.cache_id, [])[: handle.length])
         self.has_ended = False
         self.is_replayed = False
@@ -559,9 +564,7 @@ class _Branch:
         output.outputs.tokens.append(token)
         request = self._request
         if request.return_text or request.stop_strings:
-            piece = self._decoder.decode(bytes([token]) if token < 256 else b"")
-            self._text += piece
-            output.text += piece if request.return_text else ""
+            self._text += self._decoder.decode(bytes([token]) if token < 256 else b"")
         if token == EOS and not request.ignore_eos:
             self._end(output, executor_pb2.FINISH_REASON_EOS)
         elif token in request.stop_token_ids:
@@ -572,6 +575,14 @@ class _Branch:
             self._end(output, executor_pb2.FINISH_REASON_STOP_SEQUENCE)
         elif len(self._tokens) == request.max_tokens:
             self._end(output, executor_pb2.FINISH_REASON_MAX_TOKENS)
+        else:
+            self._tell(output, self._cut.num_certain(self._text))
+
+    def _tell(self, output: executor_pb2.GenerateOutput, num_certain: int) -> None:
+        """Put the certain part of the text into the frame, if it is wanted."""
+        if self._request.return_text:
+            output.text += self._text[self._num_told : num_certain]
+            self._num_told = max(self._num_told, num_certain)
 
     def _end(
         self,
@@ -583,8 +594,9 @@ class _Branch:
         output.finish_reason = reason
         if reason == executor_pb2.FINISH_REASON_ERROR:
             output.error.CopyFrom(error)
-        if self._request.return_text:
-            output.text += self._decoder.decode(b"", final=True)
+        stop = self._cut.end(self._text) if reason == executor_pb2.FINISH_REASON_STOP_SEQUENCE else None
+        self._text += self._decoder.decode(b"", final=True)
+        self._tell(output, len(self._text) if stop is None else stop)
 
 
 def _reason_of(error: status_pb2.Status) -> executor_pb2.FinishReason:

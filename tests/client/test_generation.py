@@ -198,6 +198,47 @@ def test_broken_generation_is_resumed_without_doubling(
     assert fake.calls["Generate"] == 5
 
 
+@pytest.mark.parametrize("tokens_per_frame", [1, 4])
+def test_text_ends_before_its_stop(fake: FakeServer, fake_client: Client, tokens_per_frame: int) -> None:
+    """Unless it is wanted as drawn; all tokens are there, and what is no stop after all comes too."""
+    fake.text, fake.tokens_per_frame = [*b"a store. a stop. "], tokens_per_frame
+    for text, expected in ((True, "a store. a "), ("as_drawn", "a store. a stop")):
+        loop = fake_client.generate(fake.text, text=text, stop=["stop", "never"]).read()
+        assert (loop.text, loop.finish_reason) == (expected, "stop_sequence")
+        assert bytes(loop.tokens) == b"a store. a stop"
+        assert fake.generates[-1].include_stop_text == (text == "as_drawn")
+    with fake_client.generate(fake.text, stop="stop") as loop:
+        assert "".join(loop.pieces()) == "a store. a "
+    assert fake_client.generate(fake.text, 5, stop="stop", text=True).read().text == "a sto"
+    with pytest.raises(ValueError, match="text must be one of"):
+        fake_client.generate(fake.text, text="whole")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_frames", [1, 2, 3, 4])
+@pytest.mark.parametrize("tokens_per_frame", [1, 3])
+def test_text_that_was_held_back_survives_a_break(
+    fake: FakeServer, fake_client: Client, tokens_per_frame: int, num_frames: int
+) -> None:
+    """Also where a loop goes on from its newest token, as its first frame had several: the new call knows no text."""
+    fake.text, fake.tokens_per_frame = list("a store, ein Stövchen. ".encode()), tokens_per_frame
+    fake.failures_after_frames["token"] = num_frames
+    fake.failures["token"] = [Failure(grpc.StatusCode.UNAVAILABLE)]
+    loop = fake_client.generate(fake.text, 22, stop=["store!", "Stövn"], text=True, policy=greedy())
+    assert "".join(loop.pieces()) == loop.text == "a store, ein Stövchen"
+    assert bytes(loop.tokens).decode() == loop.text
+    assert fake.calls["Generate"] == 2
+
+
+def test_text_after_half_a_character_ends_before_its_stop(fake: FakeServer, fake_client: Client) -> None:
+    """The rest of a character is part of the first piece, and what the server holds back is not there twice."""
+    fake.text = list("naïve stores. ".encode())
+    for stop, expected in (("ve sto", "ï"), ("ve st!", "ïve stores."), ("never", "ïve stores.")):
+        for fake.tokens_per_frame in (1, 5, 20):
+            with fake_client.prefill(fake.text) as cache:
+                cache.generate(3).read()
+                assert "".join(cache.generate(11, stop=stop).pieces()) == expected
+
+
 @pytest.mark.parametrize("num_frames", [1, 2, 5, 6])
 def test_text_and_stops_go_on_over_a_break(fake: FakeServer, fake_client: Client, num_frames: int) -> None:
     """Half a character, and a stop that began before the break, are none the worse for it: the rest is told as one."""
@@ -207,9 +248,9 @@ def test_text_and_stops_go_on_over_a_break(fake: FakeServer, fake_client: Client
         fake.failures["token"] = [Failure(grpc.StatusCode.UNAVAILABLE)]
         loop = cache.generate(text=True, stop=["語 e"], policy=sample(seed=1))
         pieces = [token.text for token in loop]
-        assert "".join(pieces) == loop.text == "naïve 日本語 e"
+        assert "".join(pieces) == loop.text == "naïve 日本"
         assert loop.finish_reason == "stop_sequence"
-        assert bytes(loop.tokens).decode() == loop.text
+        assert bytes(loop.tokens).decode() == "naïve 日本語 e"
         assert fake.calls["Generate"] == 2
         assert fake.sequences[cache.handle.cache_id] == [*fake.text, *loop.tokens[:-1]]
 

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import hashlib
 import ipaddress
+import itertools
 import json
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from functools import cached_property
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,7 +20,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from ferrule import FerruleError, HandleNotFoundError, errors, sample
-from ferrule.types import AsyncBranch
 
 _LOG = logging.getLogger("uvicorn.error")
 Json = dict[str, Any]
@@ -193,45 +192,21 @@ class Turn:
         policy = sample(**self.sampling, penalty_start=num_prompt)
         return {"max_tokens": self.max_tokens, "n": self.n, "stop": self.stop, "text": True, "policy": policy}
 
-    def shown(self, branch: AsyncBranch) -> str:
-        """Return the text of a branch that has ended before its first stop."""
-        ends = [found for stop in self.stop if (found := branch.text.find(stop)) >= 0]
-        return branch.text[: min(ends, default=None)]
 
-    @cached_property
-    def borders(self) -> list[tuple[str, list[int]]]:
-        """The stops, each with its borders; made when a token has come, and the server has taken the stops."""
-        return [(stop, borders(stop)) for stop in self.stop]
-
-
-def borders(text: str) -> list[int]:
-    """Return for each beginning of a text the length of the longest shorter one that it ends with."""
-    found, size = [0, 0], 0
-    for character in text[1:]:
-        while size and text[size] != character:
-            size = found[size]
-        size += text[size] == character
-        found.append(size)
-    return found
-
-
-class Ends:
-    """Follows the longest end of a growing text that begins a stop (Knuth, Morris, Pratt: linear in the text)."""
+class Rows:
+    """Log-probabilities of the tokens of a choice, which wait until the server has returned all of a token's text."""
 
     def __init__(self, turn: Turn) -> None:
-        self._turn, self._sizes, self._num_seen = turn, [0] * len(turn.stop), 0
+        self._has_stops, self._num_taken, self.waiting = bool(turn.stop), 0, list[Json]()
 
-    def before(self, text: str) -> str:
-        """Return a text of a branch that goes on, so has no stop, without what may become one."""
-        for index, (stop, found) in enumerate(self._turn.borders):
-            size = self._sizes[index]
-            for character in text[self._num_seen :]:
-                while size and (size == len(stop) or stop[size] != character):
-                    size = found[size]
-                size += stop[size] == character
-            self._sizes[index] = size
-        self._num_seen = len(text)
-        return text[: len(text) - max(self._sizes, default=0)]
+    def take(self, text: str) -> list[Json]:
+        """Return those of a text so far; a part of a character counts for the text before it."""
+        sizes = [0 if row["bytes"] is None else len(row["token"]) for row in self.waiting]
+        ends = (self._num_taken + size for size in itertools.accumulate(sizes))
+        num = sum(end <= len(text) for end in ends) if self._has_stops else len(sizes)
+        self._num_taken += sum(sizes[:num])
+        ready, self.waiting = self.waiting[:num], self.waiting[num:]
+        return ready
 
 
 def choice(index: int, rows: list[Json], finish: str | None) -> Json:

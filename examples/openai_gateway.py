@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from openai_form import FINISH, LOST, Ends, Events, Json, Turn, body_of, choice, digests, is_foreign, refuse, until_gone
+from openai_form import FINISH, LOST, Events, Json, Rows, Turn, body_of, choice, digests, is_foreign, refuse, until_gone
 from openai_options import api_keys, connection, parser
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -59,8 +59,7 @@ class Gateway:
 
     async def answer(self, turn: Turn) -> AsyncGenerator[tuple[str, Json], None]:
         """Yield the usage when the first token is there, then texts of choices; an answer is kept before its end."""
-        branches, sent, rows = list[AsyncBranch](), [0] * turn.n, [list[Json]() for _ in range(turn.n)]
-        ends = [Ends(turn) for _ in range(turn.n)]
+        branches, sent, rows = list[AsyncBranch](), [0] * turn.n, [Rows(turn) for _ in range(turn.n)]
         try:
             generation, num_prompt, num_cached = await self._open(turn)
             branches = generation.branches
@@ -72,18 +71,18 @@ class Gateway:
             while token is not None:
                 branch, index = branches[token.index], token.index
                 if turn.has_logprobs:
-                    rows[index].append(await self._row(token))
-                text = ends[index].before(branch.text) if turn.is_stream and branch.finish_reason is None else ""
+                    rows[index].waiting.append(await self._row(token))
+                text = branch.text if turn.is_stream and branch.finish_reason is None else ""
                 if len(text) > sent[index]:
-                    ready, rows[index] = (rows[index], []) if text == branch.text else ([], rows[index])
-                    yield text[sent[index] :], choice(index, ready, None)
+                    yield text[sent[index] :], choice(index, rows[index].take(text), None)
                     sent[index] = len(text)
                 token = await generation.advance()
             for index, branch in enumerate(branches):
                 if branch.error is not None:
                     raise branch.error
-                text = turn.shown(branch)
-                ready = rows[index][: len(rows[index]) - await self._keep(turn, branch, text)]
+                text = branch.text
+                waiting, num_ends = rows[index].waiting, await self._keep(turn, branch, text)
+                ready = waiting[: max(0, len(waiting) - num_ends)]
                 yield text[sent[index] :], choice(index, ready, FINISH.get(str(branch.finish_reason), "stop"))
             usage["completion_tokens"] = sum(len(branch.tokens) for branch in branches)
             usage["total_tokens"] = num_prompt + usage["completion_tokens"]

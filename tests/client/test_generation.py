@@ -21,7 +21,7 @@ from ferrule.errors import (
     TruncateBeyondError,
     UnavailableError,
 )
-from ferrule.types import TokenMask
+from ferrule.types import TokenMask, WithText
 from tests.client.fake_server import EOS, Failure, FakeServer, threads_named, wait_for
 
 PROMPT = [5, 6, 7, 8]
@@ -202,7 +202,8 @@ def test_broken_generation_is_resumed_without_doubling(
 def test_text_ends_before_its_stop(fake: FakeServer, fake_client: Client, tokens_per_frame: int) -> None:
     """Unless it is wanted as drawn; all tokens are there, and what is no stop after all comes too."""
     fake.text, fake.tokens_per_frame = [*b"a store. a stop. "], tokens_per_frame
-    for text, expected in ((True, "a store. a "), ("as_drawn", "a store. a stop")):
+    kinds: list[tuple[WithText, str]] = [(True, "a store. a "), ("as_drawn", "a store. a stop")]
+    for text, expected in kinds:
         loop = fake_client.generate(fake.text, text=text, stop=["stop", "never"]).read()
         assert (loop.text, loop.finish_reason) == (expected, "stop_sequence")
         assert bytes(loop.tokens) == b"a store. a stop"

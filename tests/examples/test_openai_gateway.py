@@ -17,7 +17,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import grpc
@@ -26,7 +25,7 @@ import openai
 import pytest
 import uvicorn
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai_form import SERVED, Ends, Turn, digests, refuse
+from openai_form import SERVED, Rows, Turn, digests, refuse
 from openai_gateway import MARK, Gateway, build, respond
 from openai_options import api_keys, connection, parser
 
@@ -646,20 +645,15 @@ def test_pages_of_other_sites_are_not_served_without_keys(served: Served, header
     assert httpx2.get(f"{served.url}/v1/models", headers=headers).status_code == status
 
 
-def test_only_what_may_become_a_stop_is_held_back() -> None:
-    """As by looking for every beginning of every stop at the end of the text after each piece."""
-    random = Random(7)
-    for _ in range(300):
-        stops = ["".join(random.choices("ab", k=random.randint(1, 9))) for _ in range(random.randint(0, 4))]
-        turn = Turn({"model": "demo", "messages": START, "stop": stops}, b"")
-        ends, text = Ends(turn), ""
-        for _ in range(40):
-            piece = "".join(random.choices("aab", k=random.randint(0, 3)))
-            if any(stop in text + piece for stop in stops):
-                break  # the server ends the branch there
-            text += piece
-            sizes = [size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size])]
-            assert ends.before(text) == text[: len(text) - max(sizes, default=0)]
+def test_a_token_is_told_with_the_last_of_its_text() -> None:
+    """Text that may begin a stop waits on the server; a part of a character comes with the text before it."""
+    texts = ("The", " d", "\ufffd", "og")
+    for stop, told in (("dogs", [0, 1, 1, 3, 3, 4]), ([], [4] * 6)):
+        rows, seen = Rows(Turn({"model": "demo", "messages": START, "stop": stop}, b"")), list[Any]()
+        rows.waiting += [{"token": text, "bytes": None if text == "\ufffd" else [1]} for text in texts]
+        for text, num in zip(("T", "The", "The ", "The d", "The do", "The dog"), told, strict=True):
+            seen += rows.take(text)
+            assert [row["token"] for row in seen] == list(texts[:num])
 
 
 def test_malformed_parameters_are_refused(served: Served) -> None:

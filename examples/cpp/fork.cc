@@ -49,6 +49,7 @@ int main(int argc, char** argv) {
   auto tokenizer = TokenizerService::NewStub(channel);
   TokenizeRequest text;
   text.set_text("def read_file(path):");
+  text.set_add_begin_tokens(true);
   PrefillRequest prompt;
   *prompt.mutable_input()->mutable_input_ids() = Call(*tokenizer, &TokenizerService::Stub::Tokenize, text).token_ids();
   prompt.mutable_input()->mutable_logits_policy()->mutable_greedy_argmax();

@@ -47,7 +47,7 @@ func main() {
 	channel := must(grpc.NewClient(target, grpc.WithTransportCredentials(insecure.NewCredentials())))
 	executor, tokenizer := ferrule.NewModelExecutorServiceClient(channel), ferrule.NewTokenizerServiceClient(channel)
 
-	ids := must(tokenizer.Tokenize(ctx, &ferrule.TokenizeRequest{Text: "def read_file(path):"})).TokenIds
+	ids := must(tokenizer.Tokenize(ctx, &ferrule.TokenizeRequest{Text: "def read_file(path):", AddBeginTokens: true})).TokenIds
 	policy := &ferrule.LogitsReturnPolicy{Selection: &ferrule.LogitsReturnPolicy_GreedyArgmax{GreedyArgmax: &ferrule.GreedyArgmax{}}}
 	prompt := &ferrule.PrefillInput{InputIds: ids, LogitsPolicy: policy, RequestId: fmt.Sprint(time.Now().UnixNano())}
 	first := must(executor.Prefill(ctx, &ferrule.PrefillRequest{Input: prompt})).Output

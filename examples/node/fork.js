@@ -14,7 +14,7 @@ const owner = new grpc.Metadata(); // names the server that has the handles, for
 const call = (stub, name, request) => new Promise((resolve, reject) => stub[name](
   request, owner, { deadline: Date.now() + 30_000 }, (error, reply) => (error ? reject(error) : resolve(reply))));
 
-const { tokenIds } = await call(tokenizer, "Tokenize", { text: "def read_file(path):" });
+const { tokenIds } = await call(tokenizer, "Tokenize", { text: "def read_file(path):", addBeginTokens: true });
 const policy = { greedyArgmax: {} };
 const prompt = { inputIds: tokenIds, logitsPolicy: policy, requestId: randomUUID() };
 const { output } = await call(executor, "Prefill", { input: prompt });

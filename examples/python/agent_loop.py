@@ -21,8 +21,8 @@ def write_line(cache: Cache, seed: int) -> str:
     start = cache.length
     for attempt in range(NUM_TRIES):
         loop = cache.generate(12, stop="\n", policy=sample(temperature=0.7, seed=seed + attempt))
-        line, newline, _ = "".join(loop.pieces()).partition("\n")
-        if newline:
+        line = "".join(loop.pieces())  # the text ends before its stop
+        if loop.finish_reason == "stop_sequence":
             cache.truncate(cache.length)  # drops the pending token, which holds the newline
         if any(map(str.isalpha, line)):
             return line.strip()

@@ -11,7 +11,8 @@ from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, tokenizer_pb2
 channel = grpc.insecure_channel((sys.argv[1:] or ["127.0.0.1:50051"])[0])
 executor = executor_pb2_grpc.ModelExecutorServiceStub(channel)
 tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-ids = tokenizer.Tokenize(tokenizer_pb2.TokenizeRequest(text="def read_file(path):"), timeout=30).token_ids
+text = tokenizer_pb2.TokenizeRequest(text="def read_file(path):", add_begin_tokens=True)
+ids = tokenizer.Tokenize(text, timeout=30).token_ids
 start = executor_pb2.PrefillInput(input_ids=ids, logits_policy={"greedy_argmax": {}}, request_id=str(uuid.uuid4()))
 out = executor.Prefill(executor_pb2.PrefillRequest(input=start), timeout=30).output
 owner = (("ferrule-instance", out.kv_cache.instance),)  # for the proxy on the way

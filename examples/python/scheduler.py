@@ -69,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="127.0.0.1:50051")
     with Client(parser.parse_args().target) as client:
-        prompts = [client.tokenize(text) for text in PROMPTS]
+        prompts = [client.tokenize(text, add_special_tokens="begin") for text in PROMPTS]
         requests = list(map(Request, prompts))
         num_frames = serve(client, requests)
         for prompt, request in zip(prompts, requests, strict=True):

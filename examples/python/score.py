@@ -43,7 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", default="127.0.0.1:50051")
     with Client(parser.parse_args().target) as client:
-        prompt, completions = client.tokenize(PROMPT), [client.tokenize(text) for text in COMPLETIONS]
+        prompt = client.tokenize(PROMPT, add_special_tokens="begin")
+        completions = [client.tokenize(text) for text in COMPLETIONS]
         forked = score_forked(client, prompt, completions)
         for text, ids, logprobs in zip(COMPLETIONS, completions, forked, strict=True):
             whole = score_whole(client, prompt, ids)

@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="127.0.0.1:50051")
     with Client(parser.parse_args().target) as client:
-        prompt = client.tokenize(PROMPT)
+        prompt = client.tokenize(PROMPT, add_special_tokens="begin")
         begun = time.perf_counter()
         tokens, num_calls = speculate(client, prompt)
         guessed = time.perf_counter()

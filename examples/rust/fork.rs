@@ -53,8 +53,8 @@ async fn main() -> Result<(), Failure> {
     let channel = Endpoint::from_shared(format!("http://{target}"))?.connect().await?;
     let mut tokenizer = TokenizerServiceClient::new(InterceptedService::new(channel.clone(), with_owner));
     let mut executor = ModelExecutorServiceClient::new(InterceptedService::new(channel, with_owner));
-    let text = "def read_file(path):".into();
-    let input_ids = tokenizer.tokenize(TokenizeRequest { text, ..Default::default() }).await?.into_inner().token_ids;
+    let text = TokenizeRequest { text: "def read_file(path):".into(), add_begin_tokens: true, ..Default::default() };
+    let input_ids = tokenizer.tokenize(text).await?.into_inner().token_ids;
     let policy = |selection| Some(LogitsReturnPolicy { selection: Some(selection), ..Default::default() });
     let logits_policy = policy(Selection::GreedyArgmax(GreedyArgmax::default()));
     let request_id = format!("{:?}", std::time::SystemTime::now());

@@ -22,7 +22,7 @@ step() { # step BRANCHES: [{tokens, handle, policy}, ...]
       .[$i].handle = $result.decode.kvCache | .[$i].tokens += $result.decode.outputs.tokens)'
 }
 
-ids=$(call TokenizerService/Tokenize '{"text": "def read_file(path):"}' | jq .tokenIds)
+ids=$(call TokenizerService/Tokenize '{"text": "def read_file(path):", "addBeginTokens": true}' | jq .tokenIds)
 prompt=$(jq -n --argjson ids "$ids" --arg id "$RANDOM$RANDOM-$$" \
   '{input: {inputIds: $ids, logitsPolicy: {greedyArgmax: {}}, requestId: $id}}')
 trunk=$(call ModelExecutorService/Prefill "$prompt" |

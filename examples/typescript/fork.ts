@@ -38,7 +38,8 @@ function given<T>(value: T | null | undefined): T {
 }
 interface Branch { handle: KvCacheHandle; tokens: number[]; policy: LogitsReturnPolicy }
 
-const encoded = given(await promisify(tokenizer.Tokenize.bind(tokenizer))({ text: "def read_file(path):" }));
+const text = { text: "def read_file(path):", addBeginTokens: true };
+const encoded = given(await promisify(tokenizer.Tokenize.bind(tokenizer))(text));
 const policy = { greedyArgmax: {} };
 const prompt = { inputIds: encoded.tokenIds, logitsPolicy: policy, requestId: randomUUID() };
 const output = given(given(await promisify(executor.Prefill.bind(executor))({ input: prompt })).output);

@@ -232,12 +232,12 @@ def test_generate_parses_special_tokens_on_demand(shipped_target: str, capsys: p
 
 
 def test_generate_draws_several_texts_and_stops(fake: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    """One after another for people, side by side in JSON; a stop is part of the text."""
+    """One after another for people, side by side in JSON; a text ends before its stop."""
     words = f"generate --target {fake.target} --n 2 --seed 5 --stop ck\\\\n --stop ick the --repetition-penalty 1.5"
     options = shlex.split(f"{words} --frequency-penalty 0.5 --presence-penalty 0.25")
     assert run(*options) == 0
     out = capsys.readouterr().out
-    assert out == "--- 0, seed 5, stop_sequence\n quick\n--- 1, seed 6, stop_sequence\n quick\n"
+    assert out == "--- 0, seed 5, stop_sequence\n qu\n--- 1, seed 6, stop_sequence\n qu\n"
     assert run(*options, "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert [one["seed"] for one in facts["texts"]] == [5, 6]

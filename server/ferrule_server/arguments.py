@@ -18,7 +18,7 @@ from ferrule_server import __version__
 from ferrule_server.config import ServerConfig, instance_of_host
 from ferrule_server.config_file import config_line, read_config_file
 from ferrule_server.errors import ConfigError
-from ferrule_server.settings import FILE, PREFIX, Setting, setting_of, settings_of, texts_of
+from ferrule_server.settings import FILE, NAMES, PREFIX, Setting, setting_of, settings_of, texts_of
 
 CLIENT_VARIABLES: Final = frozenset(
     f"{PREFIX}{name}"
@@ -177,6 +177,15 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f'{message}; see "{self.prog} --help"')
 
 
+class _Joined(argparse.Action):
+    """Joins the texts of a flag that is repeated by commas."""
+
+    def __call__(self, _parser: object, flags: argparse.Namespace, text: object, _option: object = None) -> None:
+        """Add the text of one flag to those before it."""
+        before = getattr(flags, self.dest)
+        setattr(flags, self.dest, text if before is None else f"{before},{text}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser. Each value stays text, or None if the flag is absent, so that a variable can replace it."""
     parser = _Parser(
@@ -194,6 +203,8 @@ def build_parser() -> argparse.ArgumentParser:
     for setting in _SETTINGS:
         metavar, text = setting.kind.metavar, "" if setting.group else argparse.SUPPRESS
         value: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_const", "const": "1"}
+        if metavar == NAMES.metavar:
+            value["action"] = _Joined
         groups[setting.group].add_argument(setting.flag, help=text, **value)
     return parser
 

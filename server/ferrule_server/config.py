@@ -77,6 +77,10 @@ class ServerConfig:
     """the small bundled model, a Hugging Face folder with safetensors, or a model on the Hugging Face hub, whose
     configuration, tokenizer and safetensors are fetched once and kept in HF_HOME
     """
+    ignored_config_keys: tuple[str, ...] = _MODEL.setting("--ignore-config-key", NAMES, "")
+    """keys of the model's config.json that count as absent, at your word that the model computes the same without
+    them; can be repeated; each is logged as a warning
+    """
     revision: str | None = _MODEL.optional("--revision", _REVISION, "main")
     """branch, tag or commit of a model on the hub"""
     is_offline: bool = _MODEL.switch("--offline")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +17,8 @@ from ferrule_server.executor.base import BLOCK_SIZE, Executor
 from ferrule_server.executor.host_plan import HostPlan, gib
 from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.host import Host, lines_of
-from ferrule_server.model.config_reader import read_config
-from ferrule_server.model_files import is_folder, name_of
+from ferrule_server.model.config_reader import Note, read_config
+from ferrule_server.model_files import is_folder, listed, name_of
 
 if TYPE_CHECKING:
     from ferrule_server.executor.cpu.executor import Prepared
@@ -41,6 +42,10 @@ _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _PAGED_REFERENCE_CONTEXT: Final = 512
 _SMALL_WEIGHTS_BYTES: Final = 128 << 20
 _NO_CUDA: Final = "this PyTorch was built without CUDA"
+_TOKENIZERS: Final = re.compile(
+    r"(.*(tekken|tiktoken|token|vocab|merges|spiece|sentencepiece|bpe).*)\.(json|model|txt|tiktoken)"
+)
+"""Files of other tokenizers, and what belongs to them."""
 _DOWNLOAD_SHARE: Final = 0.9
 """The rough share of the loading time that a download takes, if there is one."""
 _IMPORT_SHARE: Final = 0.05
@@ -165,7 +170,7 @@ def _paged_reference(config: ServerConfig) -> Executor:
 
 def _load(config: ServerConfig, on_progress: OnProgress, host: Host) -> LoadedExecutor:
     folder, commit, on_progress = find_model(config, on_progress)
-    model_config = network_of(config, folder)
+    model_config = network_of(config, folder, _log.warning)
     on_progress("importing torch", 0.0)
     import torch
 
@@ -179,6 +184,8 @@ def _load(config: ServerConfig, on_progress: OnProgress, host: Host) -> LoadedEx
     dtype = dtype_of(config, device, choice)
     config = _for_host(config, model_config, device, choice, host=host)
     tokenizer, chat_template = load_texts(folder)
+    if tokenizer is None:
+        note_no_tokenizer(folder, _log.warning)
     with _preparing(config, model_config, device, dtype) as preparation:
         prepared = _prepare_processor(config, model_config, choice, on_progress)
         encoding = None if prepared is None else prepared.encoding
@@ -209,6 +216,13 @@ def load_texts(folder: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
 
     chat_template = ChatTemplate.load(folder) if os.path.lexists(folder / "tokenizer.json") else None
     return Tokenizer.load(folder, chat_template), chat_template
+
+
+def note_no_tokenizer(folder: Path, note: Note) -> None:
+    """Warn that a model folder has no tokenizer.json, and name the files of other tokenizers in it."""
+    others = [path.name for path in sorted(folder.iterdir()) if _TOKENIZERS.fullmatch(path.name)]
+    found = listed(others) or "none"
+    note("event=no_tokenizer found=%r (tokenizer.json is not there; calls with text are UNIMPLEMENTED)", found)
 
 
 def _log_left_out(model_config: ModelConfig) -> None:
@@ -449,18 +463,30 @@ def _demo_folder() -> Path:
     return (_DEMO_FOLDER / "model.safetensors").resolve().parent  # some installers make links of all files
 
 
-def network_of(config: ServerConfig, folder: Path) -> ModelConfig:
+def network_of(config: ServerConfig, folder: Path, note: Note = _log.debug) -> ModelConfig:
     """Return the model's configuration. Too long a context is refused here, before the weights are read.
+
+    Args:
+        config: The settings.
+        folder: Of the model.
+        note: Called with each warning.
 
     Raises:
         ConfigError: ``--max-context`` is beyond the context of the model.
         ModelError: config.json is missing or unusable.
     """
-    model_config = read_config(folder)
+    heard: list[str] = []
+
+    def hear(form: str, *values: object) -> None:
+        heard.append(form % values)
+        note(form, *values)
+
+    model_config = read_config(folder, config.ignored_config_keys, hear)
     most = model_config.max_positions
     if config.max_context is not None and config.max_context > most:
+        reason = "".join(f"; {text}" for text in heard if text.startswith("event=dynamic_positions"))
         raise ConfigError(
-            f"--max-context {config.max_context} is beyond the {most} tokens that {config.model} supports"
+            f"--max-context {config.max_context} is beyond the {most} tokens that {config.model} supports{reason}"
         )
     return model_config.for_context(config.max_context or most)
 

@@ -28,7 +28,7 @@ from ferrule_server.model_files import (
     shown,
 )
 
-__all__ = ["DTYPE_BYTES", "INDEX_FILE", "SINGLE_FILE", "StoredTensor", "list_tensors", "read_index"]
+__all__ = ["DTYPE_BYTES", "INDEX_FILE", "SINGLE_FILE", "StoredTensor", "list_tensors", "read_index", "without_index"]
 
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes in which weights may be stored."""
@@ -94,7 +94,8 @@ def read_index(folder: Path) -> dict[str, str]:
     try:
         content = read_object(folder, INDEX_FILE, MAX_HEADER_BYTES, has_unique_keys=True)
     except FileMissing:
-        raise ModelError(f"neither {SINGLE_FILE} nor {INDEX_FILE} is there; only safetensors are read") from None
+        text = without_index(folder) or f"neither {SINGLE_FILE} nor {INDEX_FILE} is there; only safetensors are read"
+        raise ModelError(text) from None
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{INDEX_FILE} has no weight_map")
@@ -106,6 +107,14 @@ def read_index(folder: Path) -> dict[str, str]:
     if len(set(weight_map.values())) > _MAX_SHARDS:
         raise ModelError(f"{INDEX_FILE} names more than {_MAX_SHARDS} files, the limit")
     return weight_map
+
+
+def without_index(folder: Path) -> str:
+    """Return what is wrong with a folder whose weights lie in several files without an index; empty: nothing."""
+    files = sorted(path.name for path in folder.glob("*.safetensors") if path.name != SINGLE_FILE)
+    if not files or os.path.lexists(folder / INDEX_FILE):
+        return ""
+    return f"weights are in {len(files)} more files ({name_of(files[0])}) without {INDEX_FILE}; add the index"
 
 
 def _merge(

@@ -2,13 +2,14 @@
 
 Both dialects of Hugging Face transformers are read: version 4 (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and
 version 5 (``rope_parameters``, ``dtype``). The settings of each family stand in ``families/``. A setting that is not
-listed there is refused by name, because ignoring it could change what the model computes.
+listed there is refused by name, because ignoring it could change what the model computes. An operator who knows that
+it does not can name it: such a key counts as absent.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,22 +17,32 @@ from ferrule_server.errors import ModelError
 from ferrule_server.model.config import LayerKind, ModelConfig
 from ferrule_server.model.families import FAMILIES, WRAPPERS
 from ferrule_server.model.families.family import Family, Wrapper
-from ferrule_server.model.families.others import SMALL, NotSupported, check_not_quantised, files_advice, other_of
-from ferrule_server.model.families.rotary import read_rope
+from ferrule_server.model.families.others import NotSupported, check_not_quantised, files_advice, refusal_of
+from ferrule_server.model.families.rotary import Note, longest_sequence, read_rope
 from ferrule_server.model.families.values import ConfigValues
-from ferrule_server.model_files import MAX_CONFIG_BYTES, FileMissing, read_object, shown
+from ferrule_server.model_files import MAX_CONFIG_BYTES, FileMissing, name_of, read_object, shown
 
-__all__ = ["parse_config", "read_config"]
+__all__ = ["Note", "parse_config", "read_config"]
 
 _MAX_FILES: Final = 1000
 """Of a folder without config.json that are looked at."""
+_HOLDERS: Final = frozenset({"text_config", "rope_scaling", "rope_parameters", "full_attention", "sliding_attention"})
+"""Keys of objects inside which keys are ignored too."""
+_DEPTH: Final = 3
+"""Of such objects in one another."""
 
 
-def read_config(folder: Path) -> ModelConfig:
+def _unheard(_form: str, *_values: object) -> None:
+    """Forget a warning."""
+
+
+def read_config(folder: Path, ignored: Collection[str] = (), note: Note = _unheard) -> ModelConfig:
     """Return the configuration of a model folder.
 
     Args:
         folder: Holds config.json, and generation_config.json if the model has one.
+        ignored: Keys of config.json that count as absent.
+        note: Called with each warning.
 
     Raises:
         ModelError: A file is missing or broken, or this server cannot run the model exactly.
@@ -44,7 +55,7 @@ def read_config(folder: Path) -> ModelConfig:
         generation = read_object(folder, "generation_config.json", MAX_CONFIG_BYTES)
     except FileMissing:
         generation = {}
-    return parse_config(raw, generation)
+    return parse_config(raw, generation, ignored, note)
 
 
 def _no_config(folder: Path) -> ModelError:
@@ -57,16 +68,21 @@ def _no_config(folder: Path) -> ModelError:
     return ModelError(text) if advice is None else NotSupported(f"{text}; {advice[0]}", advice[1])
 
 
-def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+def parse_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], ignored: Collection[str] = (), note: Note = _unheard
+) -> ModelConfig:
     """Return the configuration for the contents of config.json and generation_config.json.
 
     Args:
         raw: Parsed config.json.
         generation: Parsed generation_config.json; empty if there is none.
+        ignored: Keys that count as absent in config.json, and in the text model and the rotary settings inside it.
+        note: Called with each warning.
 
     Raises:
         ModelError: A value is missing, malformed or not supported; the message names it.
     """
+    raw = _without(raw, ignored, note)
     family, wrapper, text = _find(raw)
     check_not_quantised(raw)
     check_not_quantised(text)
@@ -77,16 +93,37 @@ def parse_config(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Model
         vocab_size=vocab_size,
         hidden_size=values.count("hidden_size"),
         num_heads=values.count("num_attention_heads"),
-        max_positions=values.count("max_position_embeddings"),
-        layers=_layers(family, values),
+        max_positions=longest_sequence(values, note, has_scaled_length=family.has_scaled_length),
+        layers=_layers(values),
         norm_eps=values.number(family.norm_eps_key),
         is_tied=_is_tied(raw, values),
         has_qkv_bias=values.flag("attention_bias"),
         has_attention_out_bias=values.flag("attention_bias"),
         has_mlp_bias=values.flag("mlp_bias"),
-        eos_ids=_eos_ids(raw, text, generation, vocab_size),
+        eos_ids=_eos_ids((generation, raw, text), vocab_size, note),
     )
     return family.refine(config, values)
+
+
+def _without(raw: Mapping[str, Any], ignored: Collection[str], note: Note) -> Mapping[str, Any]:
+    """Return config.json without these keys; each is noted once, also one that is not there."""
+    found: dict[str, object] = {}
+
+    def rest(part: Mapping[str, Any], depth: int) -> dict[str, Any]:
+        found.update((key, part[key]) for key in ignored if key in part)
+        inner = {key: part[key] for key in part if key not in ignored}
+        for key in _HOLDERS & inner.keys() if depth else ():
+            if isinstance(inner[key], dict):
+                inner[key] = rest(inner[key], depth - 1)
+        return inner
+
+    kept = rest(raw, _DEPTH) if ignored else raw
+    for key in sorted(ignored):
+        if key in found:
+            note("event=config_key_ignored key=%s value=%s", name_of(key), shown(found[key]))
+        else:
+            note("event=config_key_absent key=%s (--ignore-config-key names it, config.json has no such key)", key)
+    return kept
 
 
 def _find(raw: Mapping[str, Any]) -> tuple[Family, Wrapper | None, Mapping[str, Any]]:
@@ -98,20 +135,14 @@ def _find(raw: Mapping[str, Any]) -> tuple[Family, Wrapper | None, Mapping[str, 
     for wrapper in WRAPPERS:
         if names == [wrapper.architecture]:
             return _unwrapped(wrapper, raw)
-    text = f"config.json: architectures is {shown(names)}"
-    if (other := other_of(names, raw)) is not None:
-        raise NotSupported(f"{text}, {other.kind}", other.instead)
-    supported = ", ".join(known.architecture for known in (*FAMILIES, *WRAPPERS))
-    raise ModelError(f"{text}; supported: {supported}. docs/models.md lists models of each; {SMALL} is a small one")
+    known = {family.architecture: family.model_type for family in FAMILIES}
+    raise refusal_of(raw, known | {wrapper.architecture: "" for wrapper in WRAPPERS})
 
 
 def _unwrapped(wrapper: Wrapper, raw: Mapping[str, Any]) -> tuple[Family, Wrapper, Mapping[str, Any]]:
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise ModelError(f"config.json: text_config of {wrapper.architecture} is {shown(text)}, an object is expected")
-    if raw.get("quantization_config") is not None:
-        found = shown(raw["quantization_config"])
-        raise ModelError(f"config.json: quantization_config is {found}, a setting that is not supported")
     kind = text.get("model_type", wrapper.model_types[0])
     if kind not in wrapper.model_types:
         known = ", ".join(wrapper.model_types)
@@ -119,7 +150,7 @@ def _unwrapped(wrapper: Wrapper, raw: Mapping[str, Any]) -> tuple[Family, Wrappe
     return next(family for family in FAMILIES if family.model_type == kind), wrapper, text
 
 
-def _layers(family: Family, values: ConfigValues) -> tuple[LayerKind, ...]:
+def _layers(values: ConfigValues) -> tuple[LayerKind, ...]:
     """Return layers that are all equal."""
     num_heads = values.count("num_attention_heads")
     head_dim = _head_dim(values, num_heads)
@@ -128,7 +159,7 @@ def _layers(family: Family, values: ConfigValues) -> tuple[LayerKind, ...]:
         num_kv_heads=_num_kv_heads(values, num_heads),
         intermediate_size=values.count("intermediate_size"),
         score_scale=head_dim**-0.5,
-        rope=read_rope(values, head_dim, extra=family.rope_extra),
+        rope=read_rope(values, head_dim),
     )
     return (kind,) * values.count("num_hidden_layers")
 
@@ -158,12 +189,13 @@ def _head_dim(values: ConfigValues, num_heads: int) -> int:
     return head_dim
 
 
-def _eos_ids(
-    raw: Mapping[str, Any], text: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int
-) -> tuple[int, ...]:
-    places = (generation, raw, text)
+def _eos_ids(places: tuple[Mapping[str, Any], ...], vocab_size: int, note: Note) -> tuple[int, ...]:
+    """Return the ids of the first place that has some; those outside the vocabulary can never be drawn."""
     found = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
     ids = found if isinstance(found, list) else [] if found is None else [found]
-    if any(type(token_id) is not int or not 0 <= token_id < vocab_size for token_id in ids):
-        raise ModelError(f"eos_token_id {shown(found)} is not a token of the vocabulary of {vocab_size}")
-    return tuple(ids)
+    if any(type(token_id) is not int for token_id in ids):
+        raise ModelError(f"eos_token_id is {shown(found)}, whole numbers are expected")
+    outside = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
+    if outside:
+        note("event=eos_outside_vocabulary eos_token_id=%s vocab_size=%d", shown(outside), vocab_size)
+    return tuple(token_id for token_id in ids if token_id not in outside)

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model.checkpoint import DTYPE_BYTES, StoredTensor, list_tensors
+from ferrule_server.model.checkpoint import DTYPE_BYTES, StoredTensor, list_tensors, without_index
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.memory import new_tensor
@@ -34,7 +34,7 @@ from ferrule_server.model.tensors import (
     on_meta,
     wrapper_of,
 )
-from ferrule_server.model_files import name_of, open_file
+from ferrule_server.model_files import name_of, open_file, read_up_to
 
 __all__ = ["TORCH_DTYPES", "Encoding", "LoadedModel", "check_tensors", "is_ignorable", "load_model", "of_text_model"]
 
@@ -46,6 +46,8 @@ _STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bflo
 _CHUNK_BYTES = 8 << 20
 _MATRICES = ("qkv", "attention_out", "gate_up", "down", "input_gate", "input_projection")
 _MAX_PROBLEMS = 100
+_FIRST_BYTES = 1 << 16
+_OTHER_HEAD = f"config.json ties the output head, yet {HEAD} differs from {EMBEDDING}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +160,25 @@ def check_tensors(folder: Path, config: ModelConfig) -> list[StoredTensor]:
     shapes = {name: tuple(place.tensor.shape) for name, place in on_meta(config)[1].items()}
     if config.is_tied and HEAD in stored:
         shapes[HEAD] = shapes[EMBEDDING]
-    for name in shapes.keys() - stored.keys() - accounted:
+    missing = shapes.keys() - stored.keys() - accounted
+    if missing and (text := without_index(folder)):
+        raise ModelError(_complaint(folder, [f"{len(missing)} tensors are missing: {text}"]))
+    for name in missing:
         problems.append(f"tensor {name} is missing, shape {list(shapes[name])}")
     wanted = [entry for name, entry in stored.items() if not is_ignorable(name)]
     problems += [problem for entry in wanted if (problem := _problem_of(entry, shapes))]
     if problems:
         raise ModelError(_complaint(folder, sorted(problems)))
+    if config.is_tied and HEAD in stored and _first_bytes(stored[HEAD]) != _first_bytes(stored[EMBEDDING]):
+        raise ModelError(_OTHER_HEAD)
     return sorted(wanted, key=lambda entry: (entry.path, entry.offset))
+
+
+def _first_bytes(entry: StoredTensor) -> bytes:
+    """Return the beginning of a tensor, in which two that differ usually do."""
+    with open_file(entry.path.parent, entry.path.name) as file:
+        file.seek(entry.offset)
+        return read_up_to(file, min(entry.num_bytes, _FIRST_BYTES))
 
 
 def of_text_model(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -351,7 +365,7 @@ def _read_exactly(file: FileIO, buffer: memoryview, entry: StoredTensor) -> None
 def _check_tied_head(config: ModelConfig, digests: dict[str, bytes]) -> None:
     """Refuse a stored head that differs from the embedding to which config.json ties it."""
     if config.is_tied and digests.get(HEAD, digests[EMBEDDING]) != digests[EMBEDDING]:
-        raise ModelError(f"config.json ties the output head, yet {HEAD} differs from {EMBEDDING}")
+        raise ModelError(_OTHER_HEAD)
 
 
 def _fingerprint(config: ModelConfig, digests: dict[str, bytes], dtype: DTypeName, encoding: Encoding | None) -> bytes:

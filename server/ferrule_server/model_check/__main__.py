@@ -19,12 +19,12 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.model_check.catalogue import KnownFamily, known_families, known_wrappers
 from ferrule_server.model_check.report import Cached, Details, Report, check_model, list_cached
 
-_FLAGS: Final = ("--dtype", "--max-context", "--weights")
+_FLAGS: Final = ("--dtype", "--ignore-config-key", "--max-context", "--weights")
 _VARIABLES: Final = frozenset(
     f"FERRULE_{name}"
     for name in (
-        "ACTIVATIONS", "CONFIG", "DEVICE", "DISABLE_CUDA_RUNNER", "DTYPE", "EXECUTOR", "KV_MEMORY", "MAX_CONTEXT",
-        "OFFLINE", "REVISION", "WEIGHTS",
+        "ACTIVATIONS", "CONFIG", "DEVICE", "DISABLE_CUDA_RUNNER", "DTYPE", "EXECUTOR", "IGNORE_CONFIG_KEY",
+        "KV_MEMORY", "MAX_CONTEXT", "OFFLINE", "REVISION", "WEIGHTS",
     )
 )  # fmt: skip
 """The settings of a server that change how a model loads, and the file that may have them."""
@@ -90,6 +90,7 @@ def _text_of(report: Report) -> str:
         "download": size(details.download_bytes) if details.download_bytes else "",
     }
     lines = [f"{name:<14}{text}" for name, text in rows.items() if text]
+    lines += [f"{'warning':<14}{text}" for text in details.warnings]
     memory = "memory here" if details.memory.fits else "memory here, too little: a server would end with exit code 2"
     return "\n".join([f"{report.model} loads", *lines, memory, details.memory.table()])
 

@@ -12,10 +12,10 @@ from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor.cpu.support import unsupported
 from ferrule_server.executor.host_plan import HostPlan
 from ferrule_server.executor.sizes import TORCH_DTYPES, kv_bytes, num_parameters
-from ferrule_server.loading import as_folder, find_model, load_texts, network_of
+from ferrule_server.loading import as_folder, find_model, load_texts, network_of, note_no_tokenizer
 from ferrule_server.model.checkpoint import StoredTensor, list_tensors
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.config_reader import read_config
+from ferrule_server.model.config_reader import Note, read_config
 from ferrule_server.model.families.others import NotSupported
 from ferrule_server.model.hub.cache import has_weights, size_of, weights_of
 from ferrule_server.model.hub.models import Outline, cached_models, is_hub_name, outline_model
@@ -52,6 +52,7 @@ class Details:
         stored_bytes: Size of the files with the weights.
         download_bytes: How many of them are still to be fetched.
         memory: What the memory of this machine would be for.
+        warnings: Those of a server's log about the files.
     """
 
     commit: str | None
@@ -74,6 +75,7 @@ class Details:
     stored_bytes: int
     download_bytes: int
     memory: HostPlan
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +138,20 @@ def check_model(config: ServerConfig) -> Report:
     Raises:
         ConfigError: The settings cannot be used with this model or on this machine.
     """
-    name = str(config.model)
+    name, warnings = str(config.model), list[str]()
+
+    def note(form: str, *values: object) -> None:
+        warnings.append((form % values).removeprefix("event="))
+
     try:
         source = _located(config, name)
-        network = network_of(config, source.folder)
-        names = _checked_names(network, source)
+        network = network_of(config, source.folder, note)
+        names = _checked_names(network, source, note)
     except ModelError as error:
         reason, instead = (error.reason, error.instead) if isinstance(error, NotSupported) else (str(error), "")
         return Report(name, reason.removeprefix(f"--model {name}: "), instead)
     try:
-        return Report(name, details=_details(config, network, source, names))
+        return Report(name, details=_details(config, network, source, names, warnings))
     except ConfigError as error:
         if config.weights == "float":
             raise
@@ -180,7 +186,7 @@ def _located(config: ServerConfig, name: str) -> _Source:
     return _Source(outline.folder, outline.folder.name, outline)
 
 
-def _checked_names(network: ModelConfig, source: _Source) -> frozenset[str] | None:
+def _checked_names(network: ModelConfig, source: _Source, note: Note) -> frozenset[str] | None:
     """Return the names of the tensors, which are those that the network needs; None: they are not known yet.
 
     The tokenizer and the chat templates are loaded once, if they have been fetched.
@@ -190,7 +196,8 @@ def _checked_names(network: ModelConfig, source: _Source) -> frozenset[str] | No
     """
     if source.outline is None or has_weights(source.folder):
         check_tensors(source.folder, network)
-        load_texts(source.folder)
+        if load_texts(source.folder)[0] is None:
+            note_no_tokenizer(source.folder, note)
         return frozenset(list_tensors(source.folder)[0])
     if source.outline.tensors:
         _check_index(network, source.outline.tensors)
@@ -207,7 +214,9 @@ def _check_index(network: ModelConfig, names: frozenset[str]) -> None:
             raise ModelError(f"the index of the weights {verb} tensors: {listed(sorted(tensors))}")
 
 
-def _details(config: ServerConfig, network: ModelConfig, source: _Source, names: frozenset[str] | None) -> Details:
+def _details(
+    config: ServerConfig, network: ModelConfig, source: _Source, names: frozenset[str] | None, warnings: list[str]
+) -> Details:
     path, sizes = path_of(config, network)
     dtype = TORCH_DTYPES[path.dtype]
     max_context = config.max_context or network.max_positions
@@ -233,6 +242,7 @@ def _details(config: ServerConfig, network: ModelConfig, source: _Source, names:
         stored_bytes=source.outline.stored_bytes if source.outline else sum(map(size_of, files)),
         download_bytes=source.outline.missing_bytes if source.outline else 0,
         memory=path.memory,
+        warnings=tuple(warnings),
     )
 
 

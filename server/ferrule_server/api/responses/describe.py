@@ -166,6 +166,8 @@ def status(
         return message
     snapshot = snapshot or serving.engine.snapshot()
     message.load_progress = 1.0
+    if serving.tokenizer is None:
+        message.debug["tokenizer"] = "none"
     message.state = _executor_state(state.phase, snapshot)
     message.is_ready = message.state in (info_pb2.EXECUTOR_STATE_READY, info_pb2.EXECUTOR_STATE_BUSY)
     executor_state = serving.executor_state()

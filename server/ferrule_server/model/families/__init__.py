@@ -2,6 +2,7 @@
 
 values.py      config.json, each value read with a check
 family.py      the frame: a family's names, its defaults, and the allow-list of its settings
+harmless.py    which other settings change no logits, by rule
 rotary.py      reads the settings of rotary positions
 windows.py     which layers attend to a window
 others.py      architectures that do not load, and what to try instead

@@ -55,5 +55,5 @@ COHERE2: Final = Family(
         "order_of_interleaved_layers": "local_attn_first",
         "rotary_pct": 1.0,
     },
-    without_effect=frozenset({"layer_switch", "use_parallel_embedding", "_sliding_window_pattern"}),
+    without_effect=frozenset({"layer_switch", "use_parallel_embedding"}),
 )

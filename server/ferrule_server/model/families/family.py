@@ -8,33 +8,28 @@ from typing import Any, Final
 
 from ferrule_server.errors import ModelError
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.families.rotary import ROPE_KEYS
+from ferrule_server.model.families.harmless import is_harmless
+from ferrule_server.model.families.rotary import ROPE_KEYS, rope_problems
 from ferrule_server.model.families.values import ConfigValues
-from ferrule_server.model_files import name_of, shown
+from ferrule_server.model_files import listed, name_of, shown
 
-__all__ = ["Family", "Wrapper", "check_only"]
+__all__ = ["Family", "Wrapper"]
 
 _READ: Final = frozenset({
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "eos_token_id", *ROPE_KEYS,
+    "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "original_max_position_embeddings",
+    "eos_token_id", *ROPE_KEYS,
 })  # fmt: skip
 """Keys that are read for every family."""
-_WITHOUT_EFFECT: Final = frozenset({
-    "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "attention_dropout", "bos_token_id",
-    "cache_implementation", "chunk_size_feed_forward", "classifier_dropout", "decoder_start_token_id", "do_sample",
-    "dtype", "embd_pdrop", "embedding_dropout", "finetuning_task", "id2label", "initializer_range", "is_decoder",
-    "is_llama_config", "label2id", "max_length", "min_length", "output_attentions", "output_hidden_states",
-    "pad_token_id", "pretraining_tp", "problem_type", "repetition_penalty", "resid_pdrop", "residual_dropout",
-    "return_dict", "sep_token_id", "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k",
-    "top_p", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "unsloth_fixed",
-    "unsloth_version", "use_bfloat16", "use_cache",
-})  # fmt: skip
-"""Keys that do not change logits: they are about training, storage, special tokens, other tasks and sampling."""
-_ONLY: Final = {
-    "hidden_act": "silu",
+_ONLY: Final[Mapping[str, Any]] = {
+    "hidden_act": ("silu", "swish"),
+    "activation": ("swiglu", "silu"),
     "mlp_bias": False,
     "use_sliding_window": False,
+    "use_qk_norm": False,
+    "scale_attn_weights": True,
     "rope_interleaved": False,
+    "rotary_pct": 1.0,
     "is_causal": True,
     "is_encoder_decoder": False,
     "add_cross_attention": False,
@@ -42,7 +37,9 @@ _ONLY: Final = {
     "pruned_heads": {},
     "use_bidirectional_attention": False,
 }
-"""Keys that change logits, with the only value that the decoder computes, unless the family reads the key."""
+"""Keys that change logits, with the only value that the decoder computes, or a tuple of those, which all mean the same.
+
+The lists of a family win over this one."""
 
 
 def _unchanged(config: ModelConfig, _values: ConfigValues) -> ModelConfig:
@@ -61,11 +58,12 @@ class Family:
         refine: Returns the network, given one as of Llama with the sizes, biases and plain rotation that config.json
             states; refuses what only this family can say, with a :class:`ModelError`.
         norm_eps_key: The setting that is added to the mean square or the variance in every norm.
-        only: Settings with the only value that the decoder computes for this family.
+        only: Settings with the only value that the decoder computes for this family, or a tuple of such values.
         tensors: For each part of a layer that a checkpoint of this family names unlike Llama: the names of the tensors
             that follow each other in it, without ``model.layers.N.``; see ``weights.py``.
         without_effect: Settings of this family that do not change logits.
         rope_extra: Settings inside those of rotary positions that ``refine`` reads.
+        has_scaled_length: ``max_position_embeddings`` counts linear scaling already; see :func:`longest_sequence`.
     """
 
     architecture: str
@@ -77,6 +75,7 @@ class Family:
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     without_effect: frozenset[str] = frozenset()
     rope_extra: frozenset[str] = frozenset()
+    has_scaled_length: bool = False
 
     def read(self, raw: Mapping[str, Any]) -> ConfigValues:
         """Return the values of config.json, in which nothing changes the computation unseen.
@@ -84,26 +83,33 @@ class Family:
         A key with the value null counts as absent.
 
         Raises:
-            ModelError: A key or a value is not on the allow-list; the message names both.
+            ModelError: Some keys or values are not on the allow-lists; the message names all of them.
         """
         if raw.get("model_type") not in (None, self.model_type):
             found = shown(raw["model_type"])
             raise ModelError(f"config.json: model_type is {found}, {self.architecture} has {self.model_type!r}")
-        for key, value in raw.items():
-            if value is not None and key not in self.defaults:
-                self._check_setting(key, value)
-        return ConfigValues(raw, self.defaults)
-
-    def _check_setting(self, key: str, value: object) -> None:
-        """Refuse a setting that the family does not read, unless it is known to change nothing."""
-        only = {**_ONLY, **self.only}
-        if key in only:
-            check_only(key, value, only[key])
-        elif key not in _READ | _WITHOUT_EFFECT | self.without_effect:
+        values = ConfigValues(raw, self.defaults)
+        problems = [problem for key in raw if (problem := self._problem_of(key, raw))]
+        problems += rope_problems(values, self.rope_extra)
+        if problems:
             raise ModelError(
-                f"config.json: {name_of(key)} is {shown(value)}, a setting that is not supported for "
-                f"{self.architecture}; if the model computes the same without it, remove it from the file"
+                f"config.json: not supported for {self.architecture}: {listed(sorted(problems))}; if the model "
+                "computes the same without a setting, ignore it with --ignore-config-key NAME"
             )
+        return values
+
+    def _problem_of(self, key: str, raw: Mapping[str, Any]) -> str:
+        """Return what is wrong with a setting, for people; empty if it is read, or if it changes nothing."""
+        value = raw[key]
+        if value is None or key in self.defaults:
+            return ""
+        if key in self.only:
+            return _problem_of_value(key, value, self.only[key])
+        if key in self.without_effect or key in _READ:
+            return ""
+        if key in _ONLY:
+            return _problem_of_value(key, value, _ONLY[key])
+        return "" if is_harmless(key, raw) else f"{name_of(key)} is {shown(value)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +134,6 @@ class Wrapper:
         return tuple(dict.fromkeys(part.rstrip(".").rpartition(".")[2] for part in parts))
 
 
-def check_only(key: str, value: object, only: object) -> None:
-    """Refuse a setting with another value than the one that is supported.
-
-    Raises:
-        ModelError: It has another; the message names both.
-    """
-    if value != only:
-        raise ModelError(f"config.json: {key} is {shown(value)}, which is not supported, only {only!r}")
+def _problem_of_value(key: str, value: object, only: object) -> str:
+    known = only if isinstance(only, tuple) else (only,)
+    return "" if value in known else f"{key} is {shown(value)} (only {' or '.join(map(repr, known))})"

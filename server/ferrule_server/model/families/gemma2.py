@@ -28,7 +28,7 @@ GEMMA_TENSORS: Final = {
 def gemma_network(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     """Return what all versions from Gemma 2 on have in common."""
     caps = [
-        0.0 if values.get(key) is None else values.number(key)
+        0.0 if values.get(key) in (None, 0) else values.number(key)
         for key in ("attn_logit_softcapping", "final_logit_softcapping")
     ]
     return replace(

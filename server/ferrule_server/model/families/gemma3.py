@@ -49,6 +49,7 @@ GEMMA3: Final = Family(
     },
     refine=_refine,
     only={"hidden_activation": "gelu_pytorch_tanh"},
+    without_effect=frozenset({"hidden_act"}),
     tensors=GEMMA_TENSORS,
-    without_effect=frozenset({"_sliding_window_pattern"}),
+    has_scaled_length=True,
 )

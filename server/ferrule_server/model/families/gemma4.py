@@ -119,7 +119,12 @@ GEMMA4: Final = Family(
         "tie_word_embeddings": True,
     },
     refine=_refine,
-    only={"hidden_activation": "gelu_pytorch_tanh", "enable_moe_block": False},
+    only={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "enable_moe_block": False,
+        "use_bidirectional_attention": (False, "vision"),
+    },
     tensors=GEMMA_TENSORS,
-    without_effect=frozenset({"num_experts", "top_k_experts", "moe_intermediate_size"}),
+    without_effect=frozenset({"hidden_act", "num_experts", "top_k_experts", "moe_intermediate_size"}),
+    has_scaled_length=True,
 )

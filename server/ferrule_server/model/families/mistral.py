@@ -50,8 +50,8 @@ _MINISTRAL3_ROPE: Final = {
 def _with_temperature(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     rope = ConfigValues(values.get("rope_parameters"), {})
     temperature = None
-    if not rope.is_absent(_SCALED_QUERIES):
-        length = rope.count("original_max_position_embeddings", default=config.max_positions)
+    if rope.get(_SCALED_QUERIES) not in (None, 0):
+        length = rope.count("original_max_position_embeddings", default=values.count("max_position_embeddings"))
         temperature = QueryTemperature(rope.number(_SCALED_QUERIES), length)
     return window_everywhere(replace(config, query_temperature=temperature), values)
 

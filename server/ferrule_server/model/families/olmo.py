@@ -44,4 +44,5 @@ OLMO3: Final = Family(
     {**_DEFAULTS, "rope_theta": 500_000.0, "sliding_window": 4096, "layer_types": None},
     _refine_3,
     tensors=_TENSORS,
+    has_scaled_length=True,
 )

@@ -5,15 +5,17 @@ Mixtures of experts, layers with recurrent state, quantised checkpoints and LoRA
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from ferrule_server.errors import ModelError
+from ferrule_server.model.families.harmless import OFF, has_experts
 from ferrule_server.model_files import shown
 
-__all__ = ["SMALL", "NotSupported", "Other", "check_not_quantised", "files_advice", "other_of"]
+__all__ = ["SMALL", "NotSupported", "Other", "check_not_quantised", "files_advice", "refusal_of"]
 
 SMALL: Final = "Qwen/Qwen3-0.6B"
 """A small model that loads."""
@@ -60,15 +62,14 @@ _KINDS: Final[Mapping[str, str]] = {
     "VLFor|Multimodal|Llava|Mllama|PaliGemma|Gemma3nForCond|Glm4v": _MODALITIES,
     "(Bert|Roberta)Model$": _ENCODER,
     "^(T5|Bart|Marian|Whisper)": _BOTH,
+    "^ChatGLM": _DENSE,
     "^(Gemma(3n)?|Phi|Olmo|Cohere|Falcon|GPT(BigCode|J|NeoX)|OPT|Bloom|Mpt|StableLm|Nemotron)ForCausalLM$": _DENSE,
     "^GPT2LMHeadModel$": _DENSE,
 }
 """By a part of the entry of ``architectures`` in config.json; the first counts."""
-_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 _ENDINGS: Final[Mapping[str, str]] = {
     "ForMaskedLM$": _ENCODER,
     "For(Sequence|Token)Classification$": "a classifier, which does not generate text",
-    "ForConditionalGeneration$": "a model of several modalities, or an encoder with a decoder, that is not supported",
 }
 _NEAREST: Final[Mapping[str, str]] = {
     "Qwen2": "Qwen/Qwen2.5-7B-Instruct",
@@ -78,6 +79,7 @@ _NEAREST: Final[Mapping[str, str]] = {
     "Olmo": "allenai/OLMo-2-1124-7B-Instruct",
     "Granite": "ibm-granite/granite-3.3-2b-instruct",
     "Phi": "microsoft/Phi-4-mini-instruct",
+    "ChatGLM": "zai-org/glm-4-9b-hf",
     "Glm4": "zai-org/GLM-4-9B-0414",
     "Falcon": "tiiuae/Falcon3-7B-Instruct",
     "PaliGemma|Gemma3n": "google/gemma-3-4b-it",
@@ -87,6 +89,8 @@ _NEAREST: Final[Mapping[str, str]] = {
     "Llama4|Llava|Mllama|Dbrx|Jamba|[BZ]amba|Lfm2|Nemotron": "meta-llama/Llama-3.1-8B-Instruct",
 }
 """By how the entry begins; :data:`SMALL` for all others."""
+_PARTS: Final = re.compile(r"(vision|audio|image|video|speech|mm|visual)(_\w+)?")
+"""Settings of other modalities in config.json."""
 _QUANTISED: Final = (
     "the original repository, which is not quantised; --weights int8 or int4 quantises it when it is read"
 )
@@ -100,21 +104,55 @@ _FORMATS: Final = {
 }
 
 
-def other_of(names: object, raw: Mapping[str, Any]) -> Other | None:
-    """Return what is known of an architecture that does not load.
+def refusal_of(raw: Mapping[str, Any], known: Mapping[str, str]) -> ModelError:
+    """Return the error of a configuration whose architecture does not load: what it is, or the most similar one.
 
     Args:
-        names: ``architectures`` of config.json.
         raw: Parsed config.json.
+        known: ``model_type`` of each architecture that loads.
     """
+    names = raw.get("architectures")
+    text = f"config.json: architectures is {shown(names)}"
+    if (other := _other_of(names, raw)) is not None:
+        return NotSupported(f"{text}, {other.kind}", other.instead)
+    near = _nearest(names, raw.get("model_type"), known)
+    guess = f"the nearest that loads is {near}" if near else "none that loads is similar"
+    return ModelError(f"{text}, which is not supported; {guess}. docs/models.md lists all; {SMALL} is a small one")
+
+
+def _other_of(names: object, raw: Mapping[str, Any]) -> Other | None:
+    """Return what is known of an architecture that does not load; None: nothing."""
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         return None
     (name,) = names
-    kind = _first(re.search, _KINDS, name)
-    if kind is None and any(isinstance(raw.get(key), int) and raw[key] > 1 for key in _EXPERTS):
+    kind, has = _first(re.search, _KINDS, name), has_experts(raw)
+    if kind == _MOE and has is False:
+        kind = _DENSE
+    if kind is None and has:
         kind = _MOE
-    kind = kind or _first(re.search, _ENDINGS, name)
+    kind = kind or _first(re.search, _ENDINGS, name) or _of_conditional(name, raw)
     return None if kind is None else Other(kind, _first(re.match, _NEAREST, name) or SMALL)
+
+
+def _of_conditional(name: str, raw: Mapping[str, Any]) -> str | None:
+    """Return what a model is whose name says only that it generates text given something."""
+    if not name.endswith("ForConditionalGeneration"):
+        return None
+    if any(_PARTS.fullmatch(key) for key in raw):
+        return _MODALITIES
+    return _BOTH if raw.get("is_encoder_decoder") is True else None
+
+
+def _nearest(names: object, model_type: object, known: Mapping[str, str]) -> str:
+    """Return the architecture that loads with this ``model_type``, else with the most similar name; empty: none."""
+    if exact := [f"{name} (model_type {kind!r})" for name, kind in known.items() if kind and kind == model_type]:
+        return exact[0]
+    stems = {name.partition("For")[0].lower(): name for name in known}
+    for word in [*(names[:1] if isinstance(names, list) else []), model_type]:
+        stem = re.sub("(For|LMHead|Model|PreTrained).*", "", str(word)[:100]).lower()
+        if near := difflib.get_close_matches(stem, stems, 1):
+            return stems[near[0]]
+    return ""
 
 
 def _first(finds: Callable[[str, str], object], table: Mapping[str, str], name: str) -> str | None:
@@ -124,14 +162,20 @@ def _first(finds: Callable[[str, str], object], table: Mapping[str, str], name: 
 def check_not_quantised(raw: Mapping[str, Any]) -> None:
     """Refuse a checkpoint that is quantised already.
 
+    Settings of bitsandbytes that load nothing in 4 or 8 bits are left over from training.
+
     Raises:
-        NotSupported: ``quantization_config`` is there; the message has its method.
+        NotSupported: ``quantization_config``, or ``quantization`` as MLX names it, is there.
     """
-    found = raw.get("quantization_config")
-    if found is not None:
+    for key in ("quantization_config", "quantization"):
+        found = raw.get(key)
+        if found in OFF:
+            continue
         method = found.get("quant_method") if isinstance(found, dict) else None
+        if isinstance(found, dict) and [found.get(bits) for bits in ("load_in_4bit", "load_in_8bit")] == [False, False]:
+            continue
         kind = f" by {shown(method)}" if method is not None else ""
-        text = f"config.json: quantization_config is {shown(found)}: the checkpoint is quantised{kind}"
+        text = f"config.json: {key} is {shown(found)}: the checkpoint is quantised{kind}"
         raise NotSupported(f"{text}, which is not supported yet", _QUANTISED)
 
 

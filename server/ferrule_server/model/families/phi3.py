@@ -28,5 +28,4 @@ PHI3: Final = Family(
     refine=window_everywhere,
     only={"attention_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
     tensors={"qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)},
-    without_effect=frozenset({"auto_map"}),
 )

@@ -3,8 +3,7 @@
 Attention: as Llama, but the projections of queries, keys and values always carry biases, and the one after attention
 never does. Weights have the names of the table in ``weights.py``.
 
-Not supported: sliding windows (every layer must have full attention), linear, dynamic, yarn and longrope scaling,
-partial rotation, activations other than SiLU, quantised checkpoints, Qwen2-MoE and Qwen2-VL.
+Not supported: partial rotation, activations other than SiLU, quantised checkpoints, Qwen2-MoE and Qwen2-VL.
 """
 
 from __future__ import annotations

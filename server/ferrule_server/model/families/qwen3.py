@@ -4,8 +4,7 @@ Attention: as Llama, but each query and key head passes its own RMSNorm before t
 independent of ``hidden_size``. Biases: ``attention_bias`` adds one to all four projections of attention. Weights have
 the names of the table in ``weights.py``, with ``q_norm`` and ``k_norm``.
 
-Not supported: sliding windows (every layer must have full attention), linear, dynamic, yarn and longrope scaling,
-partial rotation, activations other than SiLU, quantised checkpoints, Qwen3-MoE, Qwen3-Next and Qwen3-VL.
+Not supported: partial rotation, activations other than SiLU, quantised checkpoints, Qwen3-MoE, Qwen3-Next and Qwen3-VL.
 """
 
 from __future__ import annotations
@@ -41,4 +40,5 @@ QWEN3: Final = Family(
         "layer_types": None,
     },
     refine=_refine,
+    only={"use_qk_norm": True},
 )

@@ -7,44 +7,102 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ferrule_server.errors import ModelError
+from ferrule_server.model.families.harmless import OFF
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model.rope import LinearScaling, Llama3Scaling, LongScaling, Rope, Scaling, YarnScaling
 from ferrule_server.model_files import name_of, shown
 
-__all__ = ["ROPE_KEYS", "read_rope"]
+__all__ = ["ROPE_KEYS", "Note", "longest_sequence", "read_rope", "rope_problems"]
 
 ROPE_KEYS: Final = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
 """Keys of config.json that are read here."""
 
-_COMMON: Final = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
+Note = Callable[..., None]
+"""Takes a warning as ``logging`` does: a format and its arguments."""
+
+_COMMON: Final = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"})
+_ONE: Final = ("attn_factor", "extrapolation_factor")
+"""Multipliers of older yarn, which change nothing if they are 1."""
 _ORIGINAL: Final = "original_max_position_embeddings"
+_LONGEST: Final = "max_position_embeddings"
+_LENGTHENS: Final = ("linear", "yarn")
+"""Kinds of scaling by which sequences may be longer than ``max_position_embeddings``."""
 _KINDS: Final = ("full_attention", "sliding_attention")
 
 
-def read_rope(
-    values: ConfigValues, head_dim: int, *, kind: str = "full_attention", extra: frozenset[str] = frozenset()
-) -> Rope:
-    """Return the rotation of the layers of one kind.
+def rope_problems(values: ConfigValues, extra: frozenset[str]) -> list[str]:
+    """Return the settings of rotary positions that are not supported, each with its value, for people.
 
     Args:
-        values: Of config.json; its defaults say what the family assumes for ``rope_theta`` and others.
-        head_dim: Width of one head.
-        kind: As in ``layer_types``, for a configuration that has settings for each kind.
+        values: Of config.json.
         extra: Keys inside the settings that the family reads itself.
 
     Raises:
-        ModelError: A setting is missing, malformed or not supported.
+        ModelError: The settings are no objects.
+    """
+    problems: dict[str, None] = {}
+    for kind in _KINDS:
+        merged = _merged(values, kind)
+        name = _type_of(merged)
+        if name not in _READERS:
+            problems[f"rope type is {shown(name)} (only {', '.join(_READERS)})"] = None
+            continue
+        allowed = _COMMON | _READERS[name][0] | extra
+        for key in merged.keys() - allowed:
+            if merged[key] not in OFF and not (key in _ONE and merged[key] == 1):
+                problems[f"rope type {name} has {name_of(key)} {shown(merged[key])}"] = None
+    return list(problems)
+
+
+def longest_sequence(values: ConfigValues, note: Note, *, has_scaled_length: bool) -> int:
+    """Return the tokens of the longest sequence that the model computes, scaling included.
+
+    Yarn multiplies ``original_max_position_embeddings``. Linear scaling multiplies that too if it is given, else
+    ``max_position_embeddings``, where derivatives of Llama 2 left the length before scaling (4096 and factor 4 are
+    16384 tokens). Some of them wrote the length after scaling, which the file does not reveal; their limit is then too
+    generous, and the numbers are right. Families that scale some of their layers only (Gemma 3, OLMo 3) write the
+    length after scaling: ``has_scaled_length``. So do files with llama3 and longrope.
+
+    Dynamic scaling begins beyond ``max_position_embeddings``, and that is the limit: its frequencies depend on the
+    length of a sequence, so each new token would change the keys of all earlier ones. ``note`` is called with this.
+
+    Raises:
+        ModelError: A size is missing or malformed, or the product is beyond the largest size.
+    """
+    stated, merged = values.count(_LONGEST), _merged(values, _KINDS[0])
+    part, name = ConfigValues(merged, {_ORIGINAL: values.get(_ORIGINAL) or stated}), _type_of(merged)
+    if name == "dynamic":
+        note(
+            "event=dynamic_positions longest=%d (dynamic scaling would change the KV of earlier tokens beyond)", stated
+        )
+    if name not in _LENGTHENS or part.is_absent("factor") or (name == "linear" and has_scaled_length):
+        return stated
+    longest = int(part.number("factor") * part.count(_ORIGINAL))
+    return max(stated, ConfigValues({_LONGEST: max(longest, 1)}, {}).count(_LONGEST))
+
+
+def _type_of(merged: Mapping[str, Any]) -> str:
+    """Return the kind of scaling; of anything but a text, its text."""
+    return str(merged.get("rope_type") or merged.get("type") or "default")
+
+
+def read_rope(values: ConfigValues, head_dim: int, *, kind: str = "full_attention") -> Rope:
+    """Return the rotation of the layers of one kind.
+
+    Args:
+        values: Of config.json, in which :func:`rope_problems` finds none; its defaults say what the family assumes for
+            ``rope_theta`` and others.
+        head_dim: Width of one head.
+        kind: As in ``layer_types``, for a configuration that has settings for each kind.
+
+    Raises:
+        ModelError: A setting is missing or malformed.
     """
     merged = _merged(values, kind)
-    name = merged.get("rope_type", merged.get("type", "default"))
-    if not isinstance(name, str) or name not in _READERS:
-        raise ModelError(f"config.json: rope type {shown(name)} is not supported; supported: {', '.join(_READERS)}")
-    allowed, read = _READERS[name]
-    for key, value in merged.items():
-        if value is not None and key not in _COMMON | allowed | extra:
-            raise ModelError(f"config.json: rope type {name} has {name_of(key)} {shown(value)}, which is not supported")
+    name = _type_of(merged)
+    _, read = _READERS[name]
     defaults = {key: values.get(key) for key in ("rope_theta", "partial_rotary_factor", _ORIGINAL)}
-    defaults[_ORIGINAL] = defaults[_ORIGINAL] or values.count("max_position_embeddings")
+    defaults[_ORIGINAL] = defaults[_ORIGINAL] or values.count(_LONGEST)
     part = ConfigValues(merged, defaults)
     share = 1.0 if part.is_absent("partial_rotary_factor") else part.number("partial_rotary_factor")
     num_rotated = int(head_dim * share)
@@ -53,7 +111,7 @@ def read_rope(
     if share > 1 or num_rotated < 2 or num_rotated % 2:
         raise ModelError(f"config.json: partial_rotary_factor {share:g} rotates {num_rotated} of {head_dim} values")
     width = head_dim if name == "proportional" else num_rotated
-    scaling = read(part, values.count("max_position_embeddings"), num_rotated // 2)
+    scaling = read(part, values.count(_LONGEST), num_rotated // 2)
     return Rope(part.number("rope_theta"), num_rotated // 2, width, scaling)
 
 

@@ -47,6 +47,6 @@ STARCODER2: Final = Family(
         "mlp_type": "default",
         "norm_type": "layer_norm",
     },
-    without_effect=frozenset({"activation_function"}),
+    without_effect=frozenset({"activation_function", "layer_norm_epsilon", "scale_attention_softmax_in_fp32"}),
     tensors={"gate_up": ("mlp.c_fc",), "down": ("mlp.c_proj",)},
 )

@@ -81,8 +81,8 @@ def with_ropes(
 
 
 def window_everywhere(config: ModelConfig, values: ConfigValues) -> ModelConfig:
-    """Return the network with the window of ``sliding_window`` in every layer; null is none."""
-    if values.get("sliding_window") is None:
+    """Return the network with the window of ``sliding_window`` in every layer; null and 0 are none."""
+    if values.get("sliding_window") in (None, 0):
         return config
     return with_windows(config, values, [_SLIDING] * config.num_layers)
 

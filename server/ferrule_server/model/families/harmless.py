@@ -1,0 +1,102 @@
+"""Settings of config.json that do not change logits, by rule: training, storage, special tokens, generation, off.
+
+Files hold hundreds of them, and new ones every month, so kinds are listed here and not single keys. No rule accepts a
+key that speaks of rotation, scales, norms, windows, biases, sinks or types of layers: a family states those itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+__all__ = ["OFF", "has_experts", "is_harmless"]
+
+OFF: Final[tuple[object, ...]] = (None, False, 0, [], {}, "", "none")
+"""Values that switch a feature off."""
+
+_RULES: Final[Mapping[str, str]] = {
+    "ids and texts of special tokens": r"(.+_)?tokens?(_ids?|_index|_idx|_str)?|bad_?words_?ids|forced_\w+_ids?",
+    "lengths of a text to generate": r"(max|min)_(new_tokens|length|time|cache_len)|no_repeat_ngram_size",
+    "choice of the next token": (
+        r"do_sample|temperature|top_[hkp]|min_p|(typical|encoder_no_repeat|epsilon|eta)_(p|ngram_size|cutoff)"
+        r"|\w+_penalty|penalty_alpha|num_(beams|beam_groups|return_sequences)|early_stopping|constraints|stop_strings"
+        r"|sequence_bias|guidance_scale|dola_layers|token_healing|(renormalize|output)_logits|remove_invalid_values"
+        r"|exponential_decay_length_penalty|force_words_ids|watermarking_config|low_memory"
+    ),
+    "drafts of another model": (
+        r"(is_)?assistant(_.+)?|num_assistant_tokens_schedule|prompt_lookup_num_tokens|max_matching_ngram_size"
+        r"|target_lookbehind|speculation_type|use_mtp"
+    ),
+    "what a call returns": r"return_\w+|output_(attentions|hidden_states|scores|router_logits)",
+    "caches and compilation": (
+        r"(use_)?cache(_.+)?|prefill_chunk_size|(disable_)?compile(_config)?|continuous_batching_config|torchscript"
+    ),
+    "dropout and noise of training": r"(.+_)?(dropout|pdrop|layerdrop|drop)(_\w+)?|\w+_jitter_noise|neftune_\w+",
+    "weights before training": r"(.+_)?(initializer|init)_(range|std|stddev|method|device|factor|cutoff_factor)",
+    "losses": r"(.+_)?loss(_.+)?|label_smoothing\w*|(use_)?fused?_(linear_)?cross_entropy|num_logits_to_keep",
+    "training itself": (
+        r"(use_)?gradient_checkpointing(_.+)?|tensor_parallel\w*|pretraining_tp|freeze_\w+|training_\w+"
+        r"|chunk_size_feed_forward|use_reentrant|unsloth\w*"
+    ),
+    "other tasks": (
+        r"id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params|classifier_\w+|summary_\w+"
+        r"|is_decoder|is_llama_config|prefix"
+    ),
+    "types of stored numbers": r"(.+_)?dtype|use_bfloat16|(use_)?(bf16|fp16|fp32)|\w+_in_fp32",
+    "code and names": (
+        r"auto_map|custom_pipelines|(.+_)?version|transformers\W\w+|(\w*model_|run_|library_)?name(_or_path)?|license"
+        r"|language|tags|pipeline_tag|datasets"
+    ),
+    "how attention is computed": (
+        r"(use_)?flash_?att\w*|(use_)?(sdpa|xformers|memory_efficient_attention)|attn_(impl|mode)|attn_implementation"
+        r"|attention_implementation|use_cache_kernel|fused_(mlp|attn|qkv)"
+    ),
+    "the tokenizer": r"tokenizer(_\w+)?|chat_template|(padding|truncation)_side|model_max_length|add_prefix_space",
+    "lengths that others decide": r"(model_|max_|train_)*(seq|sequence|context)_(len|length|size)|n_ctx|n_positions",
+}  # fmt: skip
+"""By what they are about: what the whole name of such a key matches."""
+_HARMLESS: Final = re.compile("|".join(_RULES.values()))
+_DECIDES: Final = re.compile(
+    r"rope|rotary|scal|multipl|norm|window|(?<!^sequence_)bias|cap(ping)?$|sink|layer_type|^num_\w*(?<!assistant)_tokens"
+)
+"""No rule accepts a key in which this is found."""
+_LACKING: Final = re.compile(
+    r"\w*(softcap|window|bias|clip|sink|alibi|lora|mamba|ssm|conv|mtp|nextn|mrope|vision|audio|image)\w*"
+    r"|\w*(expert|moe|router|cross_attention|shared|interleaved|parallel|dynamic|logn|chunk|temperature|output_gate|encoder)\w*"
+    r"|(use|enable|is|has|with|add|apply)_(?!\w*(rope|rotary|rms|glu|gated|causal|scale|pos|residual|norm|mlp|attn$))\w+"
+    r"|\w*scaling_beta|finetuned|hidden_size_per_layer_input"
+)  # fmt: skip
+"""Features that the decoder lacks, or that a family has otherwise: a value of :data:`OFF` changes nothing."""
+_EXPERT_COUNTS: Final = re.compile(r"(num|n|moe_num)_(\w+_)?experts")
+_EXPERT_FLAGS: Final = re.compile(r"(use|enable|is|has)_moe\w*")
+_OF_EXPERTS: Final = re.compile(r"\w*(expert|moe|router|topk)\w*|decoder_sparse_step|mlp_only_layers|first_k_dense_\w+")
+_OF_WINDOWS: Final = ("sliding_window", "max_window_layers")
+
+
+def is_harmless(key: str, raw: Mapping[str, Any]) -> bool:
+    """Return whether a setting that a family does not know changes no logits.
+
+    Args:
+        key: Its key in ``raw``.
+        raw: The object of config.json: settings of experts are harmless if there are none, those of windows likewise.
+    """
+    if key.startswith("_") or (_HARMLESS.fullmatch(key) and not _DECIDES.search(key)):
+        return True
+    if key in ("quantization_config", "quantization"):
+        return True  # what quantises is refused elsewhere
+    if raw[key] in OFF and _LACKING.fullmatch(key):
+        return True
+    if key in _OF_WINDOWS:
+        return raw.get("use_sliding_window") is False
+    return _OF_EXPERTS.fullmatch(key) is not None and has_experts(raw) is False
+
+
+def has_experts(raw: Mapping[str, Any]) -> bool | None:
+    """Return whether a configuration says that there are experts; None: it says nothing about them."""
+    if any(raw[key] is False for key in raw if _EXPERT_FLAGS.fullmatch(key)):
+        return False
+    counts = [raw[key] for key in raw if _EXPERT_COUNTS.fullmatch(key)]
+    flags = [raw[key] for key in raw if _EXPERT_FLAGS.fullmatch(key)]
+    said = [value for value in (*counts, *flags) if isinstance(value, int)]
+    return any(value is True or value > 1 for value in said) if said else None

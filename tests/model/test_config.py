@@ -93,7 +93,7 @@ def test_eos_ids_come_from_generation_config_first(config_eos: Any, generation: 
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
         ({"rope_theta": float("inf")}, "rope_theta"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
-        ({"eos_token_id": 100}, "eos_token_id"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
     ],
 )
 def test_what_cannot_be_run_exactly_is_refused_by_name(change: dict[str, Any], named: str) -> None:

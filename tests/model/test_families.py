@@ -85,7 +85,7 @@ UNLISTED: list[tuple[str, Any]] = [
     ("embedding_multiplier", 12.0),
     ("quantization_config", {"quant_method": "fp8"}),
     ("text_config", {"hidden_size": 64}),
-    ("auto_map", {"AutoModelForCausalLM": "modeling.Other"}),
+    ("attn_multiplier", 2.0),
     ("a_setting_of_tomorrow", 0),
     ("use_sliding_window", True),
 ]

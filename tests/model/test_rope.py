@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.config_reader import parse_config
 from ferrule_server.model.rope import Rope, inverse_frequencies, magnitudes, stored_order
+from ferrule_server.model.weights import load_model
+from tests.model.conftest import CASES, make_example
+from tests.model.stepping import Piece, PooledSequence, Stepper
+from tests.model.test_decoder import assert_close
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -72,3 +79,29 @@ def test_the_order_of_a_head_brings_pairs_half_a_head_apart() -> None:
     assert stored_order(Rope(1e4, 4, 8, is_interleaved=True), 8) == [0, 2, 4, 6, 1, 3, 5, 7]
     assert stored_order(Rope(1e4, 2, 4), 8) == [0, 1, 4, 5, 2, 3, 6, 7]
     assert stored_order(Rope(1e4, 1, 2, is_interleaved=True), 6) == [0, 2, 3, 1, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("case", "scaling", "longest"),
+    [
+        ("llama-linear-rope", {"rope_type": "linear", "factor": 4.0}, 96),
+        ("qwen2-gqa-7to1-tied", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}, 96),
+        ("qwen3-gqa-4to1-tied", {"rope_type": "yarn", "factor": 5.0, "original_max_position_embeddings": 20}, 100),
+    ],
+)
+def test_logits_beyond_the_stated_length_equal_transformers(
+    case: str, scaling: dict[str, Any], longest: int, tmp_path: Path
+) -> None:
+    """Of files whose ``max_position_embeddings`` is the length before the scaling, up to the last token."""
+    rope = {"rope_theta": 10_000.0, **scaling}
+    settings = {**CASES[case], "max_position_embeddings": 24, "rope_parameters": rope}
+    example = make_example(settings, tmp_path)
+    model = load_model(tmp_path, dtype="float32")
+    assert model.config.max_positions == longest
+    prompt = [int(token) for token in np.random.default_rng(5).integers(0, settings["vocab_size"], longest)]
+    executor = TorchExecutor(model, kv_memory_bytes=4 << 20, max_context=longest)
+    try:
+        found = Stepper(executor).logits(Piece(PooledSequence(), prompt, num_outputs=longest))
+    finally:
+        executor.close()
+    assert_close(found, example.logits(prompt))

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ferrule_server.errors import ModelError
+from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.rope import stored_order
-from ferrule_server.model.weights import LoadedModel, load_model
+from ferrule_server.model.weights import LoadedModel, check_tensors, load_model
 from tests.model.conftest import CASES, Example, make_example
 
 Tensors = dict[str, torch.Tensor]
@@ -235,6 +236,33 @@ def test_a_folder_without_safetensors_says_so(folder: Path) -> None:
     """Other formats are not read; the message says what was looked for."""
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     assert "only safetensors are read" in error_of(folder)
+
+
+def test_shards_without_an_index_are_one_sentence(folder: Path) -> None:
+    """Alone, or beside a first shard that has the name of a whole model."""
+    whole = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(whole)
+    halves = names[: len(names) // 2], names[len(names) // 2 :]
+    for number, half in enumerate(halves, 1):
+        save_file({name: whole[name] for name in half}, folder / f"model-0000{number}-of-00002.safetensors")
+    sentence = "2 more files (model-00001-of-00002.safetensors) without model.safetensors.index.json; add the index"
+    message = error_of(folder)
+    assert sentence in message
+    assert len(message.splitlines()) == 2
+    (folder / "model-00001-of-00002.safetensors").rename(folder / "model.safetensors")
+    message = error_of(folder)
+    assert f"{len(halves[1])} tensors are missing: weights are in 1 more files" in message
+    assert len(message.splitlines()) == 2
+    save_file(whole, folder / "model.safetensors")
+    load(folder)
+
+
+def test_another_head_is_found_before_the_weights_are_read(folder: Path) -> None:
+    """Its first bytes are compared with the headers; ``ferrule check`` finds it too."""
+    edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(ModelError, match="ties the output head, yet lm_head.weight differs"):
+        check_tensors(folder, read_config(folder))
 
 
 def test_a_tied_head_may_be_stored_when_it_is_the_embedding(folder: Path) -> None:

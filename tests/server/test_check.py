@@ -298,14 +298,22 @@ def test_what_does_not_load_says_what_to_try(architecture: str, kind: str, inste
     [
         ({"architectures": ["NewMoeForCausalLM"], "num_experts": 8}, "a mixture of experts", SMALL),
         ({"architectures": ["NewForMaskedLM"]}, "an encoder", SMALL),
-        ({"architectures": ["NewForConditionalGeneration"]}, "several modalities", SMALL),
+        ({"architectures": ["NewForConditionalGeneration"], "vision_config": {}}, "several modalities", SMALL),
+        ({"architectures": ["NewForConditionalGeneration"], "is_encoder_decoder": True}, "with a decoder", SMALL),
+        ({"architectures": ["ChatGLMForConditionalGeneration"]}, "a dense decoder", "zai-org/glm-4-9b-hf"),
+        ({"architectures": ["NewMoeForCausalLM"], "use_moe": False}, "a dense decoder", SMALL),
+        ({"architectures": ["GemmaMoeForCausalLM"], "num_experts": 0}, "a dense decoder", "google/gemma-2-2b-it"),
         ({"architectures": ["NewForCausalLM"]}, f"{SMALL} is a small one", ""),
+        ({"architectures": ["NewForCausalLM"], "model_type": "olmo2"}, "nearest that loads is Olmo2ForCausalLM", ""),
+        ({"architectures": ["LlamaModel"]}, "nearest that loads is LlamaForCausalLM", ""),
+        ({"architectures": ["Qwen2Model"], "num_experts": 8}, "a mixture of experts", "Qwen/Qwen2.5-7B-Instruct"),
+        ({"architectures": None, "model_type": "Granit"}, "nearest that loads is GraniteForCausalLM", ""),
         ({"architectures": None}, "architectures is None", ""),
         ({"architectures": ["A", "B"]}, "architectures is ['A', 'B']", ""),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised by 'gptq'", "--weights int8"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised by 'awq'", "--weights int8"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised by 'fp8'", "the original repository"),
-        ({"quantization_config": {}}, "the checkpoint is quantised", "--weights int8"),
+        ({"quantization": {"bits": 4}}, "the checkpoint is quantised", "--weights int8"),
         ({"a_setting_of_tomorrow": 1}, "a_setting_of_tomorrow is 1", ""),
     ],
     ids=str,
@@ -372,7 +380,7 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "num_parameters": int, "max_context": int, "executor": str, "device": str, "dtype": str, "path_reason": str,
         "processor_kernels": str, "gpu_kernels": str, "weights": str, "weights_bytes": int,
         "weights_bytes_by_type": dict, "kv_bytes_per_token": int, "kv_bytes": int, "left_out": list,
-        "stored_bytes": int, "download_bytes": int, "memory": dict,
+        "stored_bytes": int, "download_bytes": int, "memory": dict, "warnings": list,
     }  # fmt: skip
     assert loads.keys() - {"commit"} == kinds.keys()
     assert {key: type(loads[key]) for key in kinds} == kinds
@@ -448,6 +456,79 @@ def test_the_command_gives_flags_and_exit_code_on(tmp_path: Path, capfd: pytest.
     assert (found["dtype"], found["max_context"], found["weights"]) == ("float32", 99, "int8")
     assert app.main(["check", str(folder_of(tmp_path, architectures=["BertModel"]))]) == 1
     assert "does not load" in capfd.readouterr().out
+
+
+def test_keys_can_be_ignored(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The flag can be repeated; what was ignored is a warning, in text and as JSON."""
+    folder = write_small_model(tmp_path / "small")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "a_setting_of_tomorrow": 1, "zeta": [2]}))
+    report = refused(folder)
+    assert "a_setting_of_tomorrow is 1, zeta is [2]" in report.reason
+    assert "--ignore-config-key NAME" in report.reason
+    flags = ["--ignore-config-key", "zeta", "--ignore-config-key", "a_setting_of_tomorrow,psi"]
+    assert app.main(["check", str(folder), *flags]) == 0
+    text = capfd.readouterr().out
+    assert "warning       config_key_ignored key=zeta value=[2]\n" in text
+    assert app.main(["check", str(folder), "--json", *flags]) == 0
+    assert [line.split()[:2] for line in json.loads(capfd.readouterr().out)["warnings"]] == [
+        ["config_key_ignored", "key=a_setting_of_tomorrow"],
+        ["config_key_absent", "key=psi"],
+        ["config_key_ignored", "key=zeta"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        (["tekken.json", "params.json"], "'tekken.json'"),
+        (["vocab.json", "merges.txt", "tokenizer_config.json"], "'merges.txt, tokenizer_config.json, vocab.json'"),
+        (["tokenizer.model", "README.md"], "'tokenizer.model'"),
+        ([], "'none'"),
+    ],
+    ids=str,
+)
+def test_a_model_without_a_tokenizer_is_one_warning(
+    files: list[str], found: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the check and at the start of a server; what is there is named."""
+    folder = write_small_model(tmp_path / "small")
+    (folder / "tokenizer.json").unlink()
+    for path in folder.glob("*token*"):
+        path.unlink()
+    for name in files:
+        (folder / name).write_text("{}")
+    (warning,) = checked(folder).warnings
+    assert warning.startswith(f"no_tokenizer found={found} ")
+    config = ServerConfig(model=str(folder), device="cpu", executor="torch", kv_memory_bytes=1 << 20)
+    loaded = create_executor(config, lambda _stage, _share: None)
+    loaded.executor.close()
+    said = [record.getMessage() for record in caplog.records if "no_tokenizer" in record.getMessage()]
+    assert said == [f"event={warning}"]
+
+
+def test_a_server_logs_each_ignored_key_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At its start."""
+    folder = write_small_model(tmp_path / "small")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "zeta": 1}))
+    settings = ServerConfig(
+        model=str(folder), device="cpu", executor="torch", kv_memory_bytes=1 << 20, ignored_config_keys=("zeta",)
+    )
+    create_executor(settings, lambda _stage, _share: None).executor.close()
+    said = [(record.levelname, record.getMessage()) for record in caplog.records if "zeta" in record.getMessage()]
+    assert said == [("WARNING", "event=config_key_ignored key=zeta value=1")]
+
+
+def test_a_context_beyond_dynamic_scaling_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """Its frequencies would depend on the length of a sequence."""
+    folder = write_small_model(tmp_path / "small")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"--max-context 65 is beyond the 64 tokens .*; .*change the KV of earlier"):
+        check_model(ServerConfig(model=str(folder), device="cpu", max_context=65))
+    assert checked(folder).warnings[0].startswith("dynamic_positions longest=64")
 
 
 def test_text_has_what_json_has(capsys: pytest.CaptureFixture[str]) -> None:

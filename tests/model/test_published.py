@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -17,10 +18,11 @@ from ferrule_server.model.families import FAMILIES, WRAPPERS
 from ferrule_server.model_check.catalogue import KNOWN
 from tests.model.published import PUBLISHED, config_json
 
+_GENERATION: Final = transformers.GenerationConfig()  # type: ignore[no-untyped-call]
 LLAMA: Final = config_json("Llama 2")
 PLAIN: Final = parse_config(LLAMA, {})
 HARMLESS: Final[Mapping[str, Any]] = {
-    **{key: value for key, value in vars(transformers.GenerationConfig()).items() if key != "eos_token_id"},
+    **{key: value for key, value in vars(_GENERATION).items() if key != "eos_token_id"},
     "_anything": 1, "image_token_index": 9, "boi_token_index": 4, "additional_special_tokens": ["<a>"],
     "unk_token": "<unk>", "sep_token_id": 3, "badwordsids": [[5]], "bad_words_ids": [[5]], "temperature": 0.6,
     "max_new_tokens": 5, "repetition_penalty": 1.1, "suppress_tokens": [1], "hidden_dropout_prob": 0.1,
@@ -110,6 +112,14 @@ def test_all_settings_that_may_change_logits_are_named_at_once(keys: set[str], o
 def test_a_message_about_very_many_settings_is_bounded() -> None:
     """Strangers write the files."""
     assert len(refusal({**LLAMA, **{f"{'x' * 300}{index}": "y" * 300 for index in range(999)}})) < 20_000
+
+
+@pytest.mark.parametrize("key", ["moe" * 400_000 + "!", "dropout_" * 200_000 + "!", "num_experts_" * 100_000 + "!"])
+def test_long_keys_take_no_time(key: str) -> None:
+    """Rules that backtrack would take hours; many keys about experts take no longer than others."""
+    begun = time.process_time()
+    refusal({**LLAMA, key: 1, **{f"expert_{index}": 1 for index in range(50_000)}})
+    assert time.process_time() - begun < 20
 
 
 def test_values_that_are_not_supported_are_named_with_unknown_keys() -> None:

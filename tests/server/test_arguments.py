@@ -55,6 +55,7 @@ class Row(NamedTuple):
 
 ROWS = (
     Row("--model", "model", "demo", "org/name", "org/name", "~no-such-user/x"),
+    Row("--ignore-config-key", "ignored_config_keys", (), "zeta, psi", ("zeta", "psi"), ""),
     Row("--revision", "revision", None, "v1.0", "v1.0", "../x"),
     Row("--offline", "is_offline", False, "1", True, "maybe"),
     Row("--download-only", "is_download_only", False, "1", True, "maybe"),
@@ -155,6 +156,13 @@ def test_default_and_value(row: Row) -> None:
         assert value(parse_config([row.flag], {row.variable: "0", **beside})) == row.value
     elif row.bad:
         assert value(parse_config(_flag(row, row.text), {row.variable: row.bad, **beside})) == row.value
+
+
+def test_a_flag_of_names_can_be_repeated() -> None:
+    """Each adds names; other flags are those that come last."""
+    flags = ["--ignore-config-key=a", "--ignore-config-key", "b,c", "--dtype=bfloat16", "--dtype=auto"]
+    config = parse_config(flags, {})
+    assert (config.ignored_config_keys, config.dtype) == (("a", "b", "c"), "auto")
 
 
 @by_flag

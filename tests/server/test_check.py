@@ -305,7 +305,7 @@ def test_what_does_not_load_says_what_to_try(architecture: str, kind: str, inste
         ({"architectures": ["GemmaMoeForCausalLM"], "num_experts": 0}, "a dense decoder", "google/gemma-2-2b-it"),
         ({"architectures": ["NewForCausalLM"]}, f"{SMALL} is a small one", ""),
         ({"architectures": ["NewForCausalLM"], "model_type": "olmo2"}, "nearest that loads is Olmo2ForCausalLM", ""),
-        ({"architectures": ["LlamaModel"]}, "nearest that loads is LlamaForCausalLM", ""),
+        ({"architectures": ["LlamaModel"], "model_type": None}, "nearest that loads is LlamaForCausalLM", ""),
         ({"architectures": ["Qwen2Model"], "num_experts": 8}, "a mixture of experts", "Qwen/Qwen2.5-7B-Instruct"),
         ({"architectures": None, "model_type": "Granit"}, "nearest that loads is GraniteForCausalLM", ""),
         ({"architectures": None}, "architectures is None", ""),

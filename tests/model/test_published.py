@@ -33,7 +33,9 @@ HARMLESS: Final[Mapping[str, Any]] = {
     "model_max_length": 8, "max_sequence_length": 4, "seq_length": 8192, "quantization_config": {}, "num_experts": 0,
     "use_moe": False, "num_local_experts": 0, "sliding_window": 0, "clip_qkv": 0, "final_logit_softcapping": 0.0,
     "qkv_bias": False, "use_dynamic_ntk": False, "use_logn_attn": False, "chat_template": "x", "id2label": {"0": "a"},
-    "tokenizer_class": "LlamaTokenizer", "num_nextn_predict_layers": 0, "use_parallel_residual": False,
+    "tokenizer_class": "LlamaTokenizer", "torch_compile": False, "use_liger_kernel": True, "hidden_activation": "swish",
+    "position_embedding_type": "rope", "pad_vocab_size_multiple_of": 64, "merge_method": "ties",
+    "num_nextn_predict_layers": 0, "use_parallel_residual": False,
 }  # fmt: skip
 CHANGES: Final[Mapping[str, Any]] = {
     "rope_condense_ratio": 8, "logit_scale": 0.5, "embedding_multiplier": 12.0, "attention_multiplier": 0.1,

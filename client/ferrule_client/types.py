@@ -816,10 +816,12 @@ class ChatPrompt:
     Attributes:
         text: The text as rendered.
         token_ids: Its token ids, special tokens parsed and none added.
+        tools_ignored: Tools were given, and the text is the same without them: describe them in a message instead.
     """
 
     text: str
     token_ids: tuple[int, ...]
+    tools_ignored: bool = False
 
 
 @dataclass(slots=True)

@@ -143,6 +143,56 @@ def test_content_of_another_kind_stands_in_for_an_empty_one(chats: RunningServer
         assert _chat(chats, message).text.startswith(f"[user] {shown}<")
 
 
+def test_tools_that_the_template_ignores_are_reported(chats: RunningServer) -> None:
+    """No tools are not ignored."""
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = ChatTemplate(TokenizerConfig({}, {"default": source}))
+    with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER), chat_template=template) as server:
+        assert _chat(server, USER, tools_json='[{"name": "f"}]').tools_ignored
+        assert _chat(server, USER, tools_json='[{"name": "f"}]', allow_special_tokens=True).tools_ignored
+        assert not _chat(server, USER, tools_json="[]").tools_ignored
+    assert not _chat(chats, USER, tools_json='[{"name": "f"}]').tools_ignored
+
+
+@pytest.mark.parametrize("field", ["", "special_tokens_as_text", "allow_special_tokens"])
+@pytest.mark.parametrize("skips", [False, True])
+def test_the_last_message_is_continued(chats: RunningServer, field: str, skips: bool) -> None:
+    """The header of another answer is left out, whether it is wanted or not."""
+    fields = {field: True} if field else {}
+    messages = said("user", "x = 1"), said("assistant", "y = ")
+    reply = _chat(chats, *messages, continue_final_message=True, skip_generation_prompt=skips, **fields)
+    assert reply.text == "[user] x = 1<|endoftext|>[assistant] y = "
+    assert list(reply.token_ids).count(0) == 1
+
+
+@pytest.mark.parametrize("value", ["null", "[]", "7"])
+def test_a_message_without_a_text_is_not_continued(chats: RunningServer, value: str) -> None:
+    """There is nothing to go on from."""
+    message = tokenizer_pb2.ChatMessage(role="assistant", extra_json=f'{{"content": {value}}}')
+    if value == "[]":  # it joins to an empty text
+        assert _chat(chats, message, continue_final_message=True).text == "[assistant] "
+        return
+    with refused() as refusals:
+        _chat(chats, message, continue_final_message=True)
+    assert (refusals[0].reason, refusals[0].fields) == ("INVALID_FIELD", ("messages",))
+
+
+def test_an_escape_in_the_arguments_of_a_call_is_found() -> None:
+    """It becomes a control token when the JSON text is read, so it is refused like one that is written out."""
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    template = ChatTemplate(TokenizerConfig({}, {"default": source}))
+    call = {"function": {"name": "f", "arguments": r'{"a": "\u003c|endoftext|>"}'}}
+    with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER), chat_template=template) as server:
+        with refused() as refusals:
+            _chat(server, said("assistant", tool_calls=[call]))
+        assert refusals[0].metadata == {"field": "messages[0].extra_json", "special_token": END}
+        reply = _chat(server, said("assistant", tool_calls=[call]), special_tokens_as_text=True)
+        assert reply.text == '{"a": "<|endoftext|>"}'
+        assert 0 not in reply.token_ids
+
+
 USER = said("user", "x")
 BAD_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "no message": ({}, "messages"),

@@ -148,3 +148,26 @@ def test_messages_may_be_edited(client: Client) -> None:
         answer = chat.send("Go on")
         assert answer.tokens == fresh(client, said)
         assert 0 < answer.num_reused_tokens < answer.num_prompt_tokens
+
+
+@pytest.mark.parametrize("start", ["A queue is", "A queue is "])
+def test_an_answer_can_be_begun(client: Client, start: str) -> None:
+    """The model continues it, and the next turn sees it whole."""
+    with client.chat(**GREEDY) as chat:
+        pieces: list[str] = []
+        answer = chat.send("What is a queue?", answer_start=start, on_text=pieces.append)
+        asked = [{"role": "user", "content": "What is a queue?"}, {"role": "assistant", "content": start}]
+        prompt = client.apply_chat_template(asked, continue_final_message=True)
+        assert prompt.text.endswith(f"Assistant: {start.strip()}") or prompt.text.endswith(f"Assistant: {start}")
+        with client.prefill(prompt.token_ids) as cache:
+            assert answer.tokens == [int(token) for token in cache.generate(NUM_TOKENS, policy=greedy())]
+        assert answer.text.startswith(start.strip())
+        assert answer.text.endswith("".join(pieces))
+        assert chat.messages[-1]["content"] == answer.text
+
+
+def test_tools_that_the_template_ignores_are_reported(client: Client) -> None:
+    """That of the bundled model knows none."""
+    asked = [{"role": "user", "content": "What time is it?"}]
+    assert client.apply_chat_template(asked, tools=[{"name": "clock"}]).tools_ignored
+    assert not client.apply_chat_template(asked).tools_ignored

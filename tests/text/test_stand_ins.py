@@ -165,7 +165,7 @@ def test_control_tokens_that_the_template_leaves_out_do_no_harm() -> None:
     assert render_guarded(tokenizer, template, asked)[1] == tokenizer.encode("x<|im_end|>y<|im_end|>a < b<|im_end|>")
 
 
-def refuse() -> None:
+def refuse(_: Conversation) -> None:
     """Stand for the refusal of a text of a control token in one string."""
     raise InvalidRequest("messages", "contain a control token")
 

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ferrule_server.text.stops import StopStrings
 from ferrule_server.text.stream_decoder import StreamDecoder
 from ferrule_server.text.tokenizer import Tokenizer
-from tests.text.vocabularies import KINDS, vocabulary
+from tests.text.vocabularies import KINDS, token, vocabulary
 
 NUMBERS = st.lists(st.integers(0, 2**20), max_size=120)
 
@@ -113,3 +114,19 @@ def test_a_broken_byte_spoils_no_whole_character() -> None:
     assert tokenizer.decode([byte[0x41], byte[0xE2]]) == "A\ufffd"
     assert tokenizer.decode([byte[0xE2], byte[0x98]]) == "\ufffd\ufffd"
     assert tokenizer.decode([byte[0xFF], byte[0xE2], byte[0x98], byte[0x83], byte[0x80]]) == "\ufffd\u2603\ufffd"
+
+
+@given(numbers=NUMBERS, stop=st.sampled_from(["stop", "<|END|>", "<|end|>", "st", "\u65e5"]), skips=st.booleans())
+@settings(max_examples=100)
+def test_special_tokens_are_skipped_by_their_ids_everywhere(numbers: list[int], stop: str, skips: bool) -> None:
+    """Also if the normalizer changes their text: the whole text, the stream and the search for stops have one rule."""
+    tokenizer = vocabulary("normalized")
+    special = [token(tokenizer, text) for text in ("<|END|>", "\uff1cTURN\uff1e", "</s>")]
+    token_ids = [part for number in numbers for part in (number % tokenizer.vocab_size, special[number % 3])]
+    expected = tokenizer.decode(token_ids, skip_special_tokens=skips)
+    if skips:
+        assert expected == tokenizer.decode([one for one in token_ids if one not in special])
+    decoder = StreamDecoder(tokenizer, skips)
+    assert "".join(map(decoder.push, token_ids)) + decoder.finish() == expected
+    search = StopStrings(tokenizer, [stop], skips)()
+    assert any(map(search.feed, token_ids)) == (stop in certain(tokenizer, token_ids, skips))

@@ -6,13 +6,13 @@ import functools
 from pathlib import Path
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from ferrule_server.text.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).resolve().parents[2] / "server" / "ferrule_server" / "demo_model"
 CORPUS = ["def f(x):\n    return x\n", "na\u00efve caf\u00e9 \u65e5\u672c\u8a9e \U0001f980 stop STOP </s>"] * 4
-KINDS = ("shipped", "byte_level", "llama", "gemma", "metaspace", "word_piece", "suffix", "plain")
+KINDS = ("shipped", "byte_level", "llama", "gemma", "metaspace", "word_piece", "suffix", "plain", "normalized")
 
 
 @functools.cache
@@ -30,6 +30,7 @@ def vocabulary(kind: str) -> Tokenizer:
         "word_piece": _word_piece,
         "suffix": _suffix,
         "plain": _plain,
+        "normalized": _normalized,
     }[kind]()
     inner.add_special_tokens(["<s>", "</s>"])
     return Tokenizer(inner.to_str())
@@ -91,3 +92,11 @@ def _suffix() -> tokenizers.Tokenizer:
 def _plain() -> tokenizers.Tokenizer:
     """No decoder at all: words with a space between them."""
     return tokenizers.Tokenizer(models.WordLevel({"a": 0, "stop": 1, "op": 2, "\u00e9": 3}, unk_token="a"))
+
+
+def _normalized() -> tokenizers.Tokenizer:
+    """Special tokens whose text the normalizer changes, one of them in the middle of the bytes of characters."""
+    tokenizer = _byte_level()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=True) for text in ("<|END|>", "\uff1cTURN\uff1e")])
+    return tokenizer

@@ -573,6 +573,7 @@ class AsyncClient:
         variables: Mapping[str, object] | None = None,
         allow_special_tokens: bool = False,
         special_tokens_as_text: bool = False,
+        continue_final_message: bool = False,
         timeout: Timeout = USE_DEFAULT,
     ) -> ChatPrompt:
         """Return a conversation as the model's chat template writes it, as text and as token ids.
@@ -580,12 +581,15 @@ class AsyncClient:
         Args:
             messages: The messages, oldest first, each with ``role`` and ``content`` and whatever else the template
                 knows, such as ``tool_calls``.
-            tools: Definitions of tools, handed to the template as ``tools``.
+            tools: Definitions of tools, handed to the template as ``tools``. ``tools_ignored`` of the result says that
+                it does not use them.
             add_generation_prompt: False: end after the last message, without the header that makes the model answer.
             variables: More variables for the template.
             allow_special_tokens: True: text of special tokens in the conversation becomes these tokens; only if you
                 trust every author of it. False: such a conversation is refused.
             special_tokens_as_text: True: such text stays ordinary text instead, which passes on what others wrote.
+            continue_final_message: True: the text ends after the content of the last message, so that the model
+                continues it, such as an answer of which you wrote the beginning. No header is added then.
             timeout: Seconds this may take, retries included.
 
         Raises:
@@ -606,9 +610,10 @@ class AsyncClient:
             variables_json=json.dumps(dict(variables)) if variables else "",
             allow_special_tokens=allow_special_tokens,
             special_tokens_as_text=special_tokens_as_text,
+            continue_final_message=continue_final_message,
         )
         reply = await self._connection.unary(self._connection.tokenizer.ApplyChatTemplate, request, timeout=timeout)
-        return ChatPrompt(reply.text, tuple(reply.token_ids))
+        return ChatPrompt(reply.text, tuple(reply.token_ids), reply.tools_ignored)
 
     async def register_mask(self, mask: MaskLike, *, timeout: Timeout = USE_DEFAULT) -> TokenMask:
         """Have a mask kept on the server, so that policies name it by 16 bytes; return it, for ``mask=`` of a policy.

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66\x65rrule/v1/tokenizer.proto\x12\nferrule.v1\"s\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08\x12\x1c\n\x14parse_special_tokens\x18\x03 \x01(\x08\x12\x18\n\x10\x61\x64\x64_begin_tokens\x18\x04 \x01(\x08\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"C\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\">\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1a\n\x12\x65nds_mid_character\x18\x02 \x01(\x08\"\xcf\x01\n\x18\x41pplyChatTemplateRequest\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.ferrule.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1e\n\x16skip_generation_prompt\x18\x03 \x01(\x08\x12\x16\n\x0evariables_json\x18\x04 \x01(\t\x12\x1c\n\x14\x61llow_special_tokens\x18\x05 \x01(\x08\x12\x1e\n\x16special_tokens_as_text\x18\x06 \x01(\x08\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\"<\n\x19\x41pplyChatTemplateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r2\x88\x02\n\x10TokenizerService\x12\x45\n\x08Tokenize\x12\x1b.ferrule.v1.TokenizeRequest\x1a\x1c.ferrule.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.ferrule.v1.DetokenizeRequest\x1a\x1e.ferrule.v1.DetokenizeResponse\x12`\n\x11\x41pplyChatTemplate\x12$.ferrule.v1.ApplyChatTemplateRequest\x1a%.ferrule.v1.ApplyChatTemplateResponseBE\n\nferrule.v1P\x01Z(ferrule.internal/go/ferrule/v1;ferrulev1\xaa\x02\nFerrule.V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x66\x65rrule/v1/tokenizer.proto\x12\nferrule.v1\"s\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x02 \x01(\x08\x12\x1c\n\x14parse_special_tokens\x18\x03 \x01(\x08\x12\x18\n\x10\x61\x64\x64_begin_tokens\x18\x04 \x01(\x08\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"C\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\">\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1a\n\x12\x65nds_mid_character\x18\x02 \x01(\x08\"\xef\x01\n\x18\x41pplyChatTemplateRequest\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.ferrule.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1e\n\x16skip_generation_prompt\x18\x03 \x01(\x08\x12\x16\n\x0evariables_json\x18\x04 \x01(\t\x12\x1c\n\x14\x61llow_special_tokens\x18\x05 \x01(\x08\x12\x1e\n\x16special_tokens_as_text\x18\x06 \x01(\x08\x12\x1e\n\x16\x63ontinue_final_message\x18\x07 \x01(\x08\"@\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x12\n\nextra_json\x18\x03 \x01(\t\"S\n\x19\x41pplyChatTemplateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rtools_ignored\x18\x03 \x01(\x08\x32\x88\x02\n\x10TokenizerService\x12\x45\n\x08Tokenize\x12\x1b.ferrule.v1.TokenizeRequest\x1a\x1c.ferrule.v1.TokenizeResponse\x12K\n\nDetokenize\x12\x1d.ferrule.v1.DetokenizeRequest\x1a\x1e.ferrule.v1.DetokenizeResponse\x12`\n\x11\x41pplyChatTemplate\x12$.ferrule.v1.ApplyChatTemplateRequest\x1a%.ferrule.v1.ApplyChatTemplateResponseBE\n\nferrule.v1P\x01Z(ferrule.internal/go/ferrule/v1;ferrulev1\xaa\x02\nFerrule.V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,11 +41,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DETOKENIZERESPONSE']._serialized_start=267
   _globals['_DETOKENIZERESPONSE']._serialized_end=329
   _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_start=332
-  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_end=539
-  _globals['_CHATMESSAGE']._serialized_start=541
-  _globals['_CHATMESSAGE']._serialized_end=605
-  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_start=607
-  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_end=667
-  _globals['_TOKENIZERSERVICE']._serialized_start=670
-  _globals['_TOKENIZERSERVICE']._serialized_end=934
+  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_end=571
+  _globals['_CHATMESSAGE']._serialized_start=573
+  _globals['_CHATMESSAGE']._serialized_end=637
+  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_start=639
+  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_end=722
+  _globals['_TOKENIZERSERVICE']._serialized_start=725
+  _globals['_TOKENIZERSERVICE']._serialized_end=989
 # @@protoc_insertion_point(module_scope)

@@ -41,20 +41,22 @@ class DetokenizeResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ..., ends_mid_character: _Optional[bool] = ...) -> None: ...
 
 class ApplyChatTemplateRequest(_message.Message):
-    __slots__ = ("messages", "tools_json", "skip_generation_prompt", "variables_json", "allow_special_tokens", "special_tokens_as_text")
+    __slots__ = ("messages", "tools_json", "skip_generation_prompt", "variables_json", "allow_special_tokens", "special_tokens_as_text", "continue_final_message")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     SKIP_GENERATION_PROMPT_FIELD_NUMBER: _ClassVar[int]
     VARIABLES_JSON_FIELD_NUMBER: _ClassVar[int]
     ALLOW_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_TOKENS_AS_TEXT_FIELD_NUMBER: _ClassVar[int]
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     tools_json: str
     skip_generation_prompt: bool
     variables_json: str
     allow_special_tokens: bool
     special_tokens_as_text: bool
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., skip_generation_prompt: _Optional[bool] = ..., variables_json: _Optional[str] = ..., allow_special_tokens: _Optional[bool] = ..., special_tokens_as_text: _Optional[bool] = ...) -> None: ...
+    continue_final_message: bool
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., skip_generation_prompt: _Optional[bool] = ..., variables_json: _Optional[str] = ..., allow_special_tokens: _Optional[bool] = ..., special_tokens_as_text: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content", "extra_json")
@@ -67,9 +69,11 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., extra_json: _Optional[str] = ...) -> None: ...
 
 class ApplyChatTemplateResponse(_message.Message):
-    __slots__ = ("text", "token_ids")
+    __slots__ = ("text", "token_ids", "tools_ignored")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_IGNORED_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    tools_ignored: bool
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., tools_ignored: _Optional[bool] = ...) -> None: ...

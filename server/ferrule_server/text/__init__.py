@@ -8,6 +8,7 @@ special_tokens.py        finds their text in what others have written
 stream_decoder.py        text of tokens that arrive one by one
 stops.py                 stop strings in that text, and the text before them
 chat_template.py         renders a conversation to text
+message_forms.py         finds which forms of messages a template takes, and brings messages into them
 stand_ins.py             renders one in which the text of control tokens stays text
 template_process.py      starts the processes that run chat templates, and asks them
 template_worker.py       the program of such a process

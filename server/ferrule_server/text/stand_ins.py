@@ -19,6 +19,10 @@ Argument: a token is forged if at least one of its signs comes from a string, an
 token whose signs are all the template's, as in ``<|{{ role }}|>``, is the template's. A sign becomes one character that
 is nowhere in text and conversation, so nobody can write it, and a template cuts and measures both texts alike.
 
+All of this is done with a conversation in the form that the template takes (:meth:`ChatTemplate.in_its_form`), in which
+the JSON text of arguments has been read or written. If that were done to the masked conversation, an escape in the JSON
+text could bring a sign into the frame.
+
 A template may look for signs, such as ``<think>``. Then the filled frame is not the text, and only the signs of whole
 control tokens are replaced, none if the template has left them all out; the control tokens must be the same, in the
 same order, or the conversation is refused.
@@ -39,29 +43,39 @@ from ferrule_server.text.chat_template import ChatTemplate, Conversation
 if TYPE_CHECKING:
     from ferrule_server.text.tokenizer import Tokenizer
 
+_Refuse = Callable[[Conversation], None]
 _STAND_INS: Final = (range(0x2801, 0x2900), range(0x4E00, 0xA000), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 """Braille, which is printed as it is, has no case and is in no word, like signs. Then Han and private characters."""
 
 
 def render_guarded(
-    tokenizer: Tokenizer, template: ChatTemplate, conversation: Conversation, refuse: Callable[[], None] | None = None
+    tokenizer: Tokenizer, template: ChatTemplate, conversation: Conversation, refuse: _Refuse | None = None
 ) -> tuple[str, list[int]]:
     """Return the rendered text and its token ids, in which all control tokens are those of the template.
 
     Args:
         tokenizer: The tokenizer.
-        template: The template. It is rendered once if no string has a sign, otherwise twice, rarely three times.
+        template: The template. It is rendered once if no string has a sign, otherwise twice, rarely three times; and
+            once more for each form of the conversation that it refuses.
         conversation: The conversation.
-        refuse: Called if a string contains the text of a control token, to refuse it. None: such text stays text.
+        refuse: Called with the conversation in its form if a string contains the text of a control token, to refuse it.
+            None: such text stays text.
 
     Raises:
         InvalidRequest: The template refuses the conversation, or makes a control token of it, or does not keep the
             text of a control token as it is.
         OSError: The system cannot start a process for the rendering.
     """
+    return template.in_its_form(conversation, functools.partial(_rendered, tokenizer, template, refuse))
+
+
+def _rendered(
+    tokenizer: Tokenizer, template: ChatTemplate, refuse: _Refuse | None, conversation: Conversation
+) -> tuple[str, list[int]]:
+    """Return what :func:`render_guarded` does, for one form of a conversation."""
     strings = "\n".join(strings_in([conversation.messages, conversation.tools, conversation.variables]))
     if (inside := tokenizer.control_texts(strings)) and refuse:
-        refuse()
+        refuse(conversation)
     text, signs = template.render(conversation), tokenizer.control_signs(strings, set(inside))
     if not signs:
         return text, tokenizer.encode(text)

@@ -44,18 +44,19 @@ def read_conversation(request: tokenizer_pb2.ApplyChatTemplateRequest) -> Conver
         tools=_tools(request.tools_json) if request.tools_json else None,
         add_generation_prompt=not request.skip_generation_prompt,
         variables=_object(request.variables_json, "variables_json", RESERVED_VARIABLES),
+        continue_final_message=request.continue_final_message,
     )
 
 
 def check_special_tokens(
-    request: tokenizer_pb2.ApplyChatTemplateRequest, conversation: Conversation, find: Callable[[str], str | None]
+    request: tokenizer_pb2.ApplyChatTemplateRequest, find: Callable[[str], str | None], conversation: Conversation
 ) -> None:
     """Refuse a conversation that would bring control tokens of its own into a prompt.
 
     Args:
         request: The request.
-        conversation: What :func:`read_conversation` returned for it.
         find: Returns a control token that occurs in a text, or None.
+        conversation: What :func:`read_conversation` returned for it, in one of its forms for the template.
 
     Raises:
         InvalidRequest: A string, decoded from JSON where it is in JSON, contains the text of a control token.

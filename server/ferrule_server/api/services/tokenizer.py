@@ -85,8 +85,8 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         is_short = len(request.messages) <= _SHORT_CONVERSATION and num_bytes <= _SHORT_CONVERSATION_BYTES
         lane = TextLane.CHAT if is_short else TextLane.LONG
         principal, work = principal_of(context), functools.partial(_rendered, codec, template, request)
-        if not request.allow_special_tokens:
-            self._charge(principal, num_bytes)  # most conversations are rendered twice, see render_guarded
+        num_more = (not request.allow_special_tokens) + bool(request.tools_json)
+        self._charge(principal, num_more * num_bytes)  # most are rendered again: render_guarded, and without tools
         return await self._workers.run(principal, lane, num_bytes, work)
 
     async def _run(
@@ -159,8 +159,9 @@ def _rendered(
         text = template.render(conversation)
         token_ids = codec.encode(text)
     else:
-        check = functools.partial(check_special_tokens, request, conversation, codec.find_control_token)
+        check = functools.partial(check_special_tokens, request, codec.find_control_token)
         text, token_ids = render_guarded(codec, template, conversation, None if as_text else check)
-    response = tokenizer_pb2.ApplyChatTemplateResponse(text=text)
+    ignored = template.ignores_tools(conversation, text)
+    response = tokenizer_pb2.ApplyChatTemplateResponse(text=text, tools_ignored=ignored)
     _extend(response.token_ids, token_ids)
     return response

@@ -1,0 +1,1 @@
+"""Published chat templates, rendered by the product and by transformers; ``python -m tests.published_templates``."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,8 +68,8 @@ def compare(losses: dict[str, float], logits: dict[str, Any]) -> Iterator[dict[s
 
 
 @contextmanager
-def running(side: str, folder: Path, num_tokens: int) -> Iterator[Callable[[Sequence[int], Sequence[int]], list[Any]]]:
-    """Yield a function that runs a prompt and returns, for each row, the logits and the log-probability of a target."""
+def running(side: str, folder: Path, num_tokens: int) -> Iterator[Any]:
+    """Yield an executor with room for one sequence of ``num_tokens``."""
     from benchmarks.cpu.sides import open_side
     from ferrule_server.executor.base import BLOCK_SIZE
     from ferrule_server.executor.block_pool import bytes_per_block
@@ -83,13 +83,13 @@ def running(side: str, folder: Path, num_tokens: int) -> Iterator[Callable[[Sequ
     else:
         executor = open_side(side, folder, num_tokens, num_tokens, None).executor
     try:
-        yield lambda tokens, targets: run_prompt(executor, tokens, targets)
+        yield executor
     finally:
         executor.close()
 
 
-def run_prompt(executor: Any, tokens: Sequence[int], targets: Sequence[int]) -> list[Any]:
-    """Return the output rows of all tokens that have a target, the last ones."""
+def run_prompt(executor: Any, tokens: Sequence[int], targets: Sequence[int], *, has_logits: bool = False) -> list[Any]:
+    """Return the output rows of the last tokens, those with a target: its log-probability, or the logits too."""
     from dataclasses import replace
 
     import numpy as np
@@ -103,7 +103,7 @@ def run_prompt(executor: Any, tokens: Sequence[int], targets: Sequence[int]) -> 
         end = min(begin + 256, len(tokens))
         batch = prompt_step(np.array([tokens[begin:end]], np.int32), begin, len(tokens))
         wanted = range(max(begin, silent), end)
-        specs = tuple(OutputSpec(full_logits=True, target_id=targets[i - silent]) for i in wanted)
+        specs = tuple(OutputSpec(full_logits=has_logits, target_id=targets[i - silent]) for i in wanted)
         output_rows = np.array([i - begin for i in wanted], np.int32)
         rows += executor.run(replace(batch, output_rows=output_rows, output_specs=specs)).rows
     return rows
@@ -122,10 +122,10 @@ def held_out_losses(side: str, folder: Path, num_windows: int) -> float:
     tokens = encode_documents(tokenizer, [document.text for document in collect().held_out]).astype(int)
     starts = np.linspace(0, len(tokens) - WINDOW - 1, num_windows).astype(int)
     losses: list[float] = []
-    with running(side, folder, WINDOW) as run:
+    with running(side, folder, WINDOW) as executor:
         for start in starts:
             part = tokens[start : start + WINDOW + 1].tolist()
-            losses += [-row.target_logprob for row in run(part[:-1], part[1:])]
+            losses += [-row.target_logprob for row in run_prompt(executor, part[:-1], part[1:])]
     return float(np.mean(losses))
 
 
@@ -138,8 +138,9 @@ def random_logits(side: str, folder: Path) -> Any:
     print(f"logits of {side}", file=sys.stderr, flush=True)
     vocab = read_config(folder).vocab_size
     tokens = np.random.default_rng(3).integers(0, vocab, 2 * _NUM_POSITIONS).tolist()
-    with running(side, folder, len(tokens)) as run:
-        return np.stack([row.logits for row in run(tokens, tokens[_NUM_POSITIONS:])])
+    with running(side, folder, len(tokens)) as executor:
+        rows = run_prompt(executor, tokens, tokens[_NUM_POSITIONS:], has_logits=True)
+        return np.stack([row.logits for row in rows])
 
 
 if __name__ == "__main__":

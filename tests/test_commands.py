@@ -226,7 +226,7 @@ RULES: Final = (
     Rule(r"sudo chown -R \d+ secrets", _hand_over),
     Rule(r"git clone ", _clone),
     Rule(r"make ", _make),
-    Rule(r"python benchmarks/bench_", _benchmark),
+    Rule(r"python benchmarks/", _benchmark),
     Rule(r"python -m tools\.kernels\.build", _bundles),
     Rule(r"call(\(\)| )", _buf),
     Rule(r"curl ", _curl),

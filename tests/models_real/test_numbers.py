@@ -39,7 +39,8 @@ MAX_CONTEXT = 640
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Any:  # Any: transformers has no types
     """The model in transformers, float32."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return loaded.eval()
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def test_speculation_says_what_plain_decoding_says(client: Client, tokenizer: To
     expected = client.generate(prompt, 40, policy=greedy(), ignore_eos=True).read().tokens
     said: list[int] = []
     with client.prefill(prompt, policy=greedy()) as cache:
-        said.append(int(cache.last.token))  # type: ignore[arg-type]  # greedy always chooses one
+        said.append(int(cache.last.token))
         while len(said) < len(expected):
             drafts = [*expected[len(said) : len(said) + 2], 17, 17]
             said += cache.verify(drafts, policy=greedy(), acceptance="greedy").output.tokens

@@ -121,8 +121,8 @@ def test_a_broken_byte_spoils_no_whole_character() -> None:
 def test_special_tokens_are_skipped_by_their_ids_everywhere(numbers: list[int], stop: str, skips: bool) -> None:
     """Also if the normalizer changes their text: the whole text, the stream and the search for stops have one rule."""
     tokenizer = vocabulary("normalized")
-    special = [token(tokenizer, text) for text in ("<|END|>", "\uff1cTURN\uff1e", "</s>")]
-    token_ids = [part for number in numbers for part in (number % tokenizer.vocab_size, special[number % 3])]
+    special = [token(tokenizer, text) for text in ("<|END|>", "<|TURN|>", "<s>", "</s>")]
+    token_ids = [part for number in numbers for part in (number % tokenizer.vocab_size, special[number % len(special)])]
     expected = tokenizer.decode(token_ids, skip_special_tokens=skips)
     if skips:
         assert expected == tokenizer.decode([one for one in token_ids if one not in special])

@@ -97,6 +97,6 @@ def _plain() -> tokenizers.Tokenizer:
 def _normalized() -> tokenizers.Tokenizer:
     """Special tokens whose text the normalizer changes, one of them in the middle of the bytes of characters."""
     tokenizer = _byte_level()
-    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    tokenizer.add_special_tokens([AddedToken(text, normalized=True) for text in ("<|END|>", "\uff1cTURN\uff1e")])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    tokenizer.add_special_tokens([AddedToken(text, normalized=True) for text in ("<|END|>", "<|TURN|>")])
     return tokenizer

@@ -90,20 +90,14 @@ class Chat:
         return first + self.messages
 
     def send(
-        self,
-        text: str,
-        *,
-        answer_start: str = "",
-        on_text: Callable[[str], object] | None = None,
-        timeout: Timeout = USE_DEFAULT,
+        self, text: str, *, on_text: Callable[[str], object] | None = None, timeout: Timeout = USE_DEFAULT
     ) -> Answer:
         """Say something and return the answer. If no token was drawn, nothing was said.
 
         Args:
             text: The user's message.
-            answer_start: The beginning of the answer, which the model continues; the answer's text begins with it.
-            on_text: Called with each piece of the answer as it is drawn. A KeyboardInterrupt from then on ends the
-                answer and not the conversation.
+            on_text: Called with each piece of the answer as it comes. A KeyboardInterrupt from then on ends the answer
+                and not the conversation.
             timeout: Seconds that the template, and then each token, may take.
 
         Raises:
@@ -114,13 +108,8 @@ class Chat:
             ``print(chat.send("What is a ferrule?"))``
         """
         question = {"role": "user", "content": text}
-        begun = [{"role": "assistant", "content": answer_start}] if answer_start else []
         prompt = self._client.apply_chat_template(
-            [*self.all_messages, question, *begun],
-            variables=self._variables,
-            special_tokens_as_text=True,
-            continue_final_message=bool(begun),
-            timeout=timeout,
+            [*self.all_messages, question], variables=self._variables, special_tokens_as_text=True, timeout=timeout
         )
         start = time.perf_counter()
         try:
@@ -131,8 +120,6 @@ class Chat:
             self.close()
             raise
         answer.elapsed_s = time.perf_counter() - start
-        is_trimmed = not prompt.text.endswith(answer_start)
-        answer.text = (answer_start.rstrip() if is_trimmed else answer_start) + answer.text
         if answer.tokens:
             self.messages += [question, {"role": "assistant", "content": answer.text}]
         return answer

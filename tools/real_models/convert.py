@@ -93,10 +93,13 @@ def _halves_apart(values: _Matrix, num_heads: int) -> _Matrix:
 
 
 def _configuration(fields: Fields, *, is_tied: bool) -> Any:  # Any: transformers has no types
-    from transformers import LlamaConfig
+    """Return the configuration with every key that transformers itself writes for such a file, needed or not."""
+    from transformers import AutoConfig
 
     of_llama: Callable[[str], Any] = lambda name: fields(f"llama.{name}")  # noqa: E731
-    return LlamaConfig(
+    return AutoConfig.for_model(
+        "llama",
+        _model_name_or_path=fields("general.name"),
         architectures=["LlamaForCausalLM"],
         dtype="float32",
         vocab_size=of_llama("vocab_size"),
@@ -112,4 +115,5 @@ def _configuration(fields: Fields, *, is_tied: bool) -> Any:  # Any: transformer
         bos_token_id=fields("tokenizer.ggml.bos_token_id"),
         eos_token_id=fields("tokenizer.ggml.eos_token_id"),
         pad_token_id=fields("tokenizer.ggml.padding_token_id"),
+        unk_token_id=fields("tokenizer.ggml.unknown_token_id"),
     )

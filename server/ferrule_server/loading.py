@@ -42,9 +42,7 @@ _BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _PAGED_REFERENCE_CONTEXT: Final = 512
 _SMALL_WEIGHTS_BYTES: Final = 128 << 20
 _NO_CUDA: Final = "this PyTorch was built without CUDA"
-_TOKENIZERS: Final = re.compile(
-    r"(.*(tekken|tiktoken|token|vocab|merges|spiece|sentencepiece|bpe).*)\.(json|model|txt|tiktoken)"
-)
+_TOKENIZERS: Final = re.compile(r".*(tekken|token|vocab|merges|piece|bpe).*\.(json|model|txt|tiktoken)")
 """Files of other tokenizers, and what belongs to them."""
 _DOWNLOAD_SHARE: Final = 0.9
 """The rough share of the loading time that a download takes, if there is one."""

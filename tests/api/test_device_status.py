@@ -104,7 +104,7 @@ def test_an_executor_without_a_device_of_its_own_leaves_all_of_it_unset() -> Non
     with RunningServer() as server:
         status = _status(server)
         assert (status.executor, status.fallback_reason) == ("paged-reference", "")
-        assert set(status.debug) == {"queued_steps", "discarded_rows"}
+        assert set(status.debug) == {"queued_steps", "discarded_rows", "tokenizer"}
         assert (status.memory.device_allocated_bytes, status.memory.device_total_bytes) == (0, 0)
         assert info_pb2.FEATURE_DETERMINISTIC not in _capabilities(server).features
 

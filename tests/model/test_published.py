@@ -35,7 +35,9 @@ HARMLESS: Final[Mapping[str, Any]] = {
     "qkv_bias": False, "use_dynamic_ntk": False, "use_logn_attn": False, "chat_template": "x", "id2label": {"0": "a"},
     "tokenizer_class": "LlamaTokenizer", "torch_compile": False, "use_liger_kernel": True, "hidden_activation": "swish",
     "position_embedding_type": "rope", "pad_vocab_size_multiple_of": 64, "merge_method": "ties",
-    "num_nextn_predict_layers": 0, "use_parallel_residual": False,
+    "num_nextn_predict_layers": 0, "use_parallel_residual": False, "attn_drop": 0.1, "drop_path_rate": 0.1,
+    "guidance_scale": 1.5, "output_past": True, "logits_to_keep": 0, "is_composition": False, "qk_layernorm": False,
+    "cache_implementation": "hybrid", "layer_types": ["full_attention"] * 32,
 }  # fmt: skip
 CHANGES: Final[Mapping[str, Any]] = {
     "rope_condense_ratio": 8, "logit_scale": 0.5, "embedding_multiplier": 12.0, "attention_multiplier": 0.1,
@@ -44,7 +46,10 @@ CHANGES: Final[Mapping[str, Any]] = {
     "no_rope_layers": [1, 0], "use_rope": False, "use_rotary_embedding": False, "use_gated_mlp": False,
     "attn_temperature_tuning": 4, "dual_chunk_attention_config": {"chunk_size": 4}, "q_lora_rank": 8,
     "a_setting_of_tomorrow": 1, "use_rms_norm": False, "num_meta_tokens": 4, "key_bias_token": 1, "use_moe": True,
-    "layer_types": ["sliding_attention"] * 2,
+    "layer_types": ["sliding_attention"] * 2, "drop_attn_list": [25, 26], "drop_layers": [1], "attn_drop_layers": [2],
+    "prefix_tokens": 4, "memory_tokens": 4, "register_tokens": 4, "cache_sharing": 2, "attn_mode": 4,
+    "flash_attn_causal": False, "use_silu": False, "use_attention_mask": False, "use_ffn": False, "no_bias": False,
+    "use_embedding_scaling": False,
 }  # fmt: skip
 """Each may change logits."""
 
@@ -135,7 +140,7 @@ def test_values_that_are_not_supported_are_named_with_unknown_keys() -> None:
 def test_the_list_of_a_family_wins() -> None:
     """Gemma 2 has an ``hidden_act`` that it does not read; for all others it decides."""
     gemma = config_json("Gemma 2")
-    assert parse_config({**gemma, "hidden_act": "gelu"}, {}) == parse_config(gemma, {})
+    assert parse_config({**gemma, "hidden_act": "gelu", "sliding_window_size": 4096}, {}) == parse_config(gemma, {})
     assert "hidden_act" in refusal({**LLAMA, "hidden_act": "gelu"})
     for family in FAMILIES:
         assert not family.without_effect & (family.only.keys() | family.defaults.keys()), family.model_type
@@ -170,6 +175,12 @@ def test_ignored_keys_count_as_absent_and_are_noted_once() -> None:
     wrapped = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {**inner, "zeta": 1}}
     del wrapped["text_config"]["architectures"]  # type: ignore[attr-defined]
     assert parse_config(wrapped, {}, ["zeta"]).layers == parse_config(inner, {}).layers
+
+
+@pytest.mark.parametrize("found", [32000, [], [-1]])
+def test_an_end_of_another_file_counts_where_the_first_has_none(found: Any) -> None:
+    """Merges keep generation_config.json of one model and config.json of another."""
+    assert parse_config({**LLAMA, "eos_token_id": 2}, {"eos_token_id": found}).eos_ids == (2,)
 
 
 @pytest.mark.parametrize("found", [32000, [2, 32000], -1, 512])

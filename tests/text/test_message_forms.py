@@ -145,6 +145,12 @@ def test_a_null_content_is_left_out_if_the_template_fails_with_it() -> None:
     assert rendered(source, {"role": "assistant", "content": None, "mark": True}) == "x"
 
 
+def test_a_missing_content_is_an_empty_text_if_the_template_adds_to_it() -> None:
+    """Many templates that know no calls of tools do."""
+    for message in (called({}), called({}, None), {"role": "assistant", "content": None}):
+        assert rendered("{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}", message) == "assistant:"
+
+
 @pytest.mark.parametrize(
     ("source", "expected"),
     [

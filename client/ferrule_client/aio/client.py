@@ -301,7 +301,8 @@ class AsyncClient:
         Args:
             tokens: Token ids, at least one, or a text.
             pooling: ``mean`` over all tokens, or the ``last`` one's.
-            add_special_tokens: As in ``prefill``.
+            add_special_tokens: True: with all tokens that the model's tokenizer puts around a text, those after it
+                too, because an embedded text does not continue. False: the text alone.
             parse_special_tokens: As in ``prefill``.
             timeout: Seconds one chunk may take, retries included.
 
@@ -315,7 +316,7 @@ class AsyncClient:
             ``vector = await client.embed("a text")``
         """
         vector: FloatArray | None = None
-        reads = Reading(parse_special_tokens, add_special_tokens and "begin")
+        reads = Reading(parse_special_tokens, add_special_tokens)
         run = self._forward(tokens, reads, None, pooling, timeout)
         while (chunk := await run.advance()) is not None:
             vector = chunk.arrays.get("pooled_hidden_state")

@@ -298,7 +298,8 @@ class Client:
         Args:
             tokens: Token ids, at least one, or a text.
             pooling: ``mean`` over all tokens, or the ``last`` one's.
-            add_special_tokens: As in ``prefill``.
+            add_special_tokens: True: with all tokens that the model's tokenizer puts around a text, those after it
+                too, because an embedded text does not continue. False: the text alone.
             parse_special_tokens: As in ``prefill``.
             timeout: Seconds one chunk may take, retries included.
 
@@ -312,7 +313,7 @@ class Client:
             ``vector = client.embed("a text")``
         """
         vector: FloatArray | None = None
-        reads = Reading(parse_special_tokens, add_special_tokens and "begin")
+        reads = Reading(parse_special_tokens, add_special_tokens)
         run = self._forward(tokens, reads, None, pooling, timeout)
         while (chunk := run.advance()) is not None:
             vector = chunk.arrays.get("pooled_hidden_state")

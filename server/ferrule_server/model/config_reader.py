@@ -191,11 +191,15 @@ def _head_dim(values: ConfigValues, num_heads: int) -> int:
 
 def _eos_ids(places: tuple[Mapping[str, Any], ...], vocab_size: int, note: Note) -> tuple[int, ...]:
     """Return the ids of the first place that has some; those outside the vocabulary can never be drawn."""
-    found = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if any(type(token_id) is not int for token_id in ids):
-        raise ModelError(f"eos_token_id is {shown(found)}, whole numbers are expected")
-    inside = dict.fromkeys(token_id for token_id in ids if 0 <= token_id < vocab_size)
-    if outside := [token_id for token_id in ids if token_id not in inside]:
-        note("event=eos_outside_vocabulary eos_token_id=%s vocab_size=%d", shown(outside), vocab_size)
+    inside, outside = dict[int, None](), dict[int, None]()
+    for found in [place.get("eos_token_id") for place in places]:
+        if inside:
+            break
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        if any(type(token_id) is not int for token_id in ids):
+            raise ModelError(f"eos_token_id is {shown(found)}, whole numbers are expected")
+        for token_id in ids:
+            (inside if 0 <= token_id < vocab_size else outside)[token_id] = None
+    if outside:
+        note("event=eos_outside_vocabulary eos_token_id=%s vocab_size=%d", shown(list(outside)), vocab_size)
     return tuple(inside)

@@ -15,7 +15,8 @@ from typing import Any, Final, TypeVar
 
 from ferrule_server.errors import InvalidRequest, ModelError
 from ferrule_server.model_files import shown
-from ferrule_server.text.message_forms import STAND_IN, TOOLS, Message, MessageForms, find_forms, without_null_content
+from ferrule_server.text import message_forms
+from ferrule_server.text.message_forms import STAND_IN, TOOLS, Message, MessageForms
 from ferrule_server.text.template_process import RenderLimits, TemplateProcesses, TookTooLong, TookTooMuch
 from ferrule_server.text.template_wire import Outcome
 from ferrule_server.text.tokenizer_config import DEFAULT_TEMPLATE, TokenizerConfig
@@ -99,7 +100,8 @@ class ChatTemplate:
         """Return what ``use`` returns for a conversation in the first form that the template does not refuse.
 
         The first one is in the form that the template was found to take (``message_forms.py``). Then all null contents
-        are kept, then all are left out. The last one is as it was given. Forms that are the same are used once.
+        are kept, then all are left out, then all are empty texts. The last one is as it was given. Forms that are the
+        same are used once.
 
         Raises:
             TemplateRefuses: It refuses all of them. This is its error about the first one.
@@ -108,7 +110,8 @@ class ChatTemplate:
             return use(conversation)
         forms, given = self._forms[self._name(conversation)], list(conversation.messages)
         kept = list(map(forms.adapted, given))
-        choices = [list(map(forms.without_bad_null, kept)), kept, list(map(without_null_content, kept)), given]
+        ways = (forms.without_bad_null, dict, message_forms.without_null_content, message_forms.with_empty_content)
+        choices = [*([way(message) for message in kept] for way in ways), given]
         refusals = []
         for i, messages in enumerate(choices):
             if messages not in choices[:i]:
@@ -199,7 +202,7 @@ class ChatTemplate:
             return ""
 
         try:
-            return find_forms(render)
+            return message_forms.find_forms(render)
         except (TookTooLong, TookTooMuch, OSError):
             _log.warning("event=message_forms template=%s error=too slow", name)
             return MessageForms()

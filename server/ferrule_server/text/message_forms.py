@@ -43,6 +43,11 @@ def without_null_content(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "content" or value is not None}
 
 
+def with_empty_content(message: Message) -> Message:
+    """Return a message with an empty text as its content if it has none, as templates need that add to it."""
+    return {**message, "content": ""} if message.get("content") is None else message
+
+
 def _same(value: Any) -> Any:
     return value
 

@@ -54,8 +54,8 @@ class Tokenizer:
         vocab_size: Number of tokens.
         eos_id: The id of ``eos_token``; None: there is none, or the tokenizer does not know it.
         begin_ids: The tokens that the post-processor puts before a text; most models have one or none, GLM has two.
-        answer_end: The tokens that the chat template writes after an answer that ends a conversation, if the first of
-            them, besides spaces, is a control token; otherwise empty.
+        answer_end: The control token that the chat template writes right after an answer that ends a conversation,
+            apart from spaces; empty: it writes none there.
 
     Raises:
         ModelError: The text is not a tokenizer.
@@ -252,9 +252,9 @@ class Tokenizer:
 
     def _after_answer(self, written: str) -> tuple[int, ...]:
         """Return :attr:`answer_end` for the text that the chat template writes after an answer."""
-        token_ids = self.encode(written.lstrip())
+        first = self.encode(written.lstrip())[:1]
         ends = self._control.keys() & self._parsing.get_added_tokens_decoder().keys()
-        return tuple(token_ids) if ends.issuperset(token_ids[:1]) else ()
+        return tuple(first) if ends.issuperset(first) else ()
 
     def _mended(self, text: str, token_ids: Iterable[int]) -> str:
         """Return the text of tokens with complete characters beside broken ones; ``text`` is that of the library.

@@ -174,15 +174,12 @@ def _check_length(length: int, limit: int, unit: str, path: str) -> None:
 def stop_ids_of(model: ModelDescription, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """Return the tokens that end a text by default: those of the model and the end of a turn of its tokenizer.
 
-    If the chat template writes none of them after an answer, the control token that it writes there is one too.
+    A control token that the chat template writes right after an answer is one too.
     """
-    stop_ids, vocab_size = model.config.eos_ids, model.config.vocab_size
-    if tokenizer is None:
-        return stop_ids
-    own, end = tokenizer.eos_id, tokenizer.answer_end
-    if own is not None and own < vocab_size and own not in stop_ids:
-        stop_ids = (*stop_ids, own)
-    if end and end[0] < vocab_size and not {*end} & {*stop_ids}:
-        _log.info("event=stop_token_from_template token_id=%d", end[0])
-        stop_ids = (*stop_ids, end[0])
+    stop_ids, own = model.config.eos_ids, None if tokenizer is None else tokenizer.eos_id
+    for found in () if tokenizer is None else (own, *tokenizer.answer_end):
+        if found is not None and found < model.config.vocab_size and found not in stop_ids:
+            stop_ids = (*stop_ids, found)
+            if found != own:
+                _log.info("event=stop_token_from_template token_id=%d", found)
     return stop_ids

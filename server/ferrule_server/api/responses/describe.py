@@ -166,8 +166,6 @@ def status(
         return message
     snapshot = snapshot or serving.engine.snapshot()
     message.load_progress = 1.0
-    if serving.tokenizer is None:
-        message.debug["tokenizer"] = "none"
     message.state = _executor_state(state.phase, snapshot)
     message.is_ready = message.state in (info_pb2.EXECUTOR_STATE_READY, info_pb2.EXECUTOR_STATE_BUSY)
     executor_state = serving.executor_state()
@@ -180,6 +178,7 @@ def status(
         return message
     _fill_appends(message, snapshot)
     _fill_steps(message, snapshot.counters, executor_state)
+    message.debug.update({"tokenizer": "none"} if serving.tokenizer is None else {})
     return message
 
 

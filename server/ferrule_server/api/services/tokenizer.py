@@ -80,7 +80,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         """Render a conversation, always on a thread, because a template may take long."""
         codec, template = self._codec(), self.state.use().chat_template
         if template is None:
-            raise FeatureUnsupported("chat template", "the loaded model has none; send the text of a prompt")
+            raise FeatureUnsupported("chat template", "the loaded model has no chat template; send a prompt")
         num_bytes = check_conversation(request, self.state.limits.max_text_bytes)
         is_short = len(request.messages) <= _SHORT_CONVERSATION and num_bytes <= _SHORT_CONVERSATION_BYTES
         lane = TextLane.CHAT if is_short else TextLane.LONG

@@ -67,5 +67,5 @@ GEMMA2: Final = Family(
     refine=_refine,
     only={"hidden_activation": "gelu_pytorch_tanh"},
     tensors=GEMMA_TENSORS,
-    without_effect=frozenset({"hidden_act"}),
+    without_effect=frozenset({"hidden_act", "sliding_window_size"}),
 )

@@ -94,6 +94,7 @@ _PARTS: Final = re.compile(r"(vision|audio|image|video|speech|mm|visual)(_\w+)?"
 _QUANTISED: Final = (
     "the original repository, which is not quantised; --weights int8 or int4 quantises it when it is read"
 )
+_QUANTISES: Final = ("quant_method", "load_in_4bit", "load_in_8bit")
 _FORMATS: Final = {
     "adapter_config.json": (
         "it holds a LoRA adapter, which is not supported yet",
@@ -169,10 +170,8 @@ def check_not_quantised(raw: Mapping[str, Any]) -> None:
     """
     for key in ("quantization_config", "quantization"):
         found = raw.get(key)
-        if found in OFF:
-            continue
-        method = found.get("quant_method") if isinstance(found, dict) else None
-        if isinstance(found, dict) and [found.get(bits) for bits in ("load_in_4bit", "load_in_8bit")] == [False, False]:
+        method, *bits = map(found.get, _QUANTISES) if isinstance(found, dict) else [None]
+        if found in OFF or (bits == [False, False] and method in (None, "bitsandbytes")):
             continue
         kind = f" by {shown(method)}" if method is not None else ""
         text = f"config.json: {key} is {shown(found)}: the checkpoint is quantised{kind}"

@@ -1,9 +1,9 @@
 """Count code lines: lines that hold anything besides blanks, comments and docstrings.
 
-    python -m tools.code_lines                  a table of the packages
+    python -m tools.code_lines                  the packages of the server, then the products
     python -m tools.code_lines PATH [PATH ...]  the files below these paths
 
-``tests/test_architecture.py`` holds each package and file to a number of them.
+``tests/test_architecture.py`` holds each product, and each file of the server, to a number of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SERVER = ROOT / "server" / "ferrule_server"
+PRODUCTS = {"server": SERVER, "client": ROOT / "client", "tools": ROOT / "tools"}
 
 _NO_CODE = frozenset(
     {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
@@ -54,6 +55,11 @@ def server_packages() -> dict[str, int]:
     return dict(total)
 
 
+def product_lines() -> dict[str, int]:
+    """Return the code lines of each product."""
+    return {name: sum(count_below([folder]).values()) for name, folder in PRODUCTS.items()}
+
+
 def _docstring_lines(tree: ast.Module) -> set[int]:
     """Return the lines of all strings that stand as statements: docstrings, and those of attributes and constants."""
     return {
@@ -66,13 +72,11 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
 
 def main() -> None:
     """Print a table."""
-    if sys.argv[1:]:
-        rows = {str(path): lines for path, lines in count_below(map(Path, sys.argv[1:])).items()}
-    else:
-        rows = server_packages()
-    for name, lines in rows.items():
+    paths = [Path(argument) for argument in sys.argv[1:]]
+    rows = {str(path): lines for path, lines in count_below(paths).items()} if paths else server_packages()
+    sums = {"total": sum(rows.values())} if paths else product_lines()
+    for name, lines in (rows | sums).items():
         print(f"{lines:7,}  {name}")
-    print(f"{sum(rows.values()):7,}  total")
 
 
 if __name__ == "__main__":

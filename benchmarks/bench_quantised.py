@@ -114,8 +114,8 @@ def held_out_losses(side: str, folder: Path, num_windows: int) -> float:
     import numpy as np
     from tokenizers import Tokenizer
 
-    from ferrule_server.training.corpus import collect
-    from ferrule_server.training.tokenizer import encode_documents
+    from tools.training.corpus import collect
+    from tools.training.tokenizer import encode_documents
 
     print(f"perplexity of {side}", file=sys.stderr, flush=True)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

@@ -162,14 +162,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ferrule_server.errors",
         *DEVICE,
     ),
-    "ferrule_server.model.hub.models": ("ferrule_server.model", "ferrule_server.errors"),
-    "ferrule_server.model.hub.client": ("ferrule_server.model", "ferrule_server.errors", "huggingface_hub"),
-    "ferrule_server.model.hub.cache": (
-        "ferrule_server.model.checkpoint",
+    "ferrule_server.model.hub": (
+        "ferrule_server.model",
         "ferrule_server.model_files",
         "ferrule_server.errors",
+        "huggingface_hub",
     ),
-    "ferrule_server.model.hub.fetch": ("ferrule_server.model.hub.cache", "ferrule_server.errors"),
     "ferrule_server.kernels": ("ferrule_server.kernels", *DEVICE),
     # The kernels of the processor write some LLVM code themselves.
     "ferrule_server.kernels.cpu": ("ferrule_server.kernels.cpu", "llvmlite", "numba", "numpy"),
@@ -177,13 +175,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_server.kernels.cuda": ("ferrule_server.kernels.cuda", "numpy", "torch"),
     "ferrule_server.executor.cuda.driver": ("ferrule_server.kernels.cuda", "cuda"),
     "ferrule_server.executor.cuda.bundle": ("ferrule_server.kernels", "ferrule_server.errors"),
-    "ferrule_server.training": (
-        "ferrule_server.training",
-        "ferrule_server.kernels.reference",
-        "rich",
-        "tokenizers",
-        *DEVICE,
-    ),
 }
 
 ROOMS = {

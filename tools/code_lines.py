@@ -72,9 +72,8 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
 
 def main() -> None:
     """Print a table."""
-    paths = [Path(argument) for argument in sys.argv[1:]]
-    rows = {str(path): lines for path, lines in count_below(paths).items()} if paths else server_packages()
-    sums = {"total": sum(rows.values())} if paths else product_lines()
+    rows = {str(path): lines for path, lines in count_below(map(Path, sys.argv[1:])).items()} or server_packages()
+    sums = {"total": sum(rows.values())} if sys.argv[1:] else product_lines()
     for name, lines in (rows | sums).items():
         print(f"{lines:7,}  {name}")
 

@@ -409,7 +409,7 @@ def find_model(config: ServerConfig, on_progress: OnProgress) -> tuple[Path, str
         if config.revision is not None:
             raise ConfigError(f"--revision {config.revision}: --model {config.model} is a folder here, not on the hub")
         return folder, None, on_progress
-    from ferrule_server.model.hub.models import is_hub_name
+    from ferrule_server.model.hub import is_hub_name
 
     if not is_hub_name(config.model):
         raise ModelError(
@@ -429,7 +429,7 @@ def as_folder(name: str) -> Path | None:
 
 def _fetched(config: ServerConfig, name: str, on_progress: OnProgress) -> tuple[Path, str, OnProgress]:
     """Return what :func:`_found` does for a model of the hub; fetch it if it is not in the cache."""
-    from ferrule_server.model.hub.models import fetch_model
+    from ferrule_server.model.hub import fetch_model
 
     is_fetched = False
 

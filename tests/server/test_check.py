@@ -25,7 +25,7 @@ from ferrule_server.loading import create_executor
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.families import FAMILIES, WRAPPERS
 from ferrule_server.model.families.others import SMALL
-from ferrule_server.model.hub.models import fetch_model
+from ferrule_server.model.hub import fetch_model
 from ferrule_server.model.weights import DTypeName, Encoding, load_model
 from ferrule_server.model_check import paths
 from ferrule_server.model_check.__main__ import main, size

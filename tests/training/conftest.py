@@ -6,9 +6,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from ferrule_server.training.model import ModelShape
-from ferrule_server.training.tokenizer import encode_documents, train_tokenizer
-from ferrule_server.training.train import TrainingConfig
+from tools.training.model import ModelShape
+from tools.training.tokenizer import encode_documents, train_tokenizer
+from tools.training.train import TrainingConfig
 
 _TEXTS = [f"def add_{n}(left, right):\n    total = left + right\n    return total\n\n\n" * 8 for n in range(12)]
 

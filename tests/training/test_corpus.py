@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.training.corpus import collect, find_sources, is_held_out
+from tools.training.corpus import collect, find_sources, is_held_out
 
 
 def _write(root: Path, *names: str) -> None:

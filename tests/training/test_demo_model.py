@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from ferrule_server import training
+import ferrule_server
 from ferrule_server.text.chat_template import ChatTemplate, Conversation
-from ferrule_server.training import export
-from ferrule_server.training.corpus import collect
-from ferrule_server.training.export import sample
-from ferrule_server.training.model import ModelShape, TrainingModel
-from ferrule_server.training.tokenizer import encode_documents
-from ferrule_server.training.train import measure_loss
+from tools.training import export
+from tools.training.corpus import collect
+from tools.training.export import sample
+from tools.training.model import ModelShape, TrainingModel
+from tools.training.tokenizer import encode_documents
+from tools.training.train import measure_loss
 
-_FOLDER = Path(training.__file__).parent.parent / "demo_model"
+_FOLDER = Path(ferrule_server.__file__).parent / "demo_model"
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from ferrule_server.training.export import TrainingRecord, export_model, round_weights, sample
-from ferrule_server.training.model import ModelShape, TrainingModel
-from ferrule_server.training.train import Progress, Trainer, TrainingConfig
+from tools.training.export import TrainingRecord, export_model, round_weights, sample
+from tools.training.model import ModelShape, TrainingModel
+from tools.training.train import Progress, Trainer, TrainingConfig
 
 _RECORD = TrainingRecord(
     config=TrainingConfig(window_lengths=(32, 64)),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.training.__main__ import main
-from ferrule_server.training.corpus import is_held_out
-from ferrule_server.training.model import ModelShape
+from tools.training.__main__ import main
+from tools.training.corpus import is_held_out
+from tools.training.model import ModelShape
 
 
 def test_help_teaches_the_budget(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +36,7 @@ def test_a_run_leaves_log_checkpoint_and_model_and_goes_on(
 ) -> None:
     """The second call with a larger budget continues where the first stopped."""
     small = functools.partial(ModelShape, hidden_size=40, intermediate_size=56, num_layers=2, head_dim=12)
-    monkeypatch.setattr("ferrule_server.training.__main__.ModelShape", small)
+    monkeypatch.setattr("tools.training.__main__.ModelShape", small)
     out = tmp_path / "run"
     for steps in ("1", "2"):
         main(["--out", str(out), "--corpus", str(source), "--steps", steps])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ferrule_server.training.model import ModelShape, TrainingModel
+from tools.training.model import ModelShape, TrainingModel
 
 
 def test_a_position_does_not_see_later_tokens(shape: ModelShape) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from ferrule_server.training.tokenizer import END_OF_TEXT, encode_documents, end_of_text_id, train_tokenizer
+from tools.training.tokenizer import END_OF_TEXT, encode_documents, end_of_text_id, train_tokenizer
 
 _TRAINED = train_tokenizer(["def f(x):\n    if x:\n        return x\n" * 9], vocab_size=280)
 

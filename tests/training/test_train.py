@@ -8,8 +8,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from ferrule_server.training.model import ModelShape
-from ferrule_server.training.train import CheckpointMismatch, Trainer, TrainingConfig, measure_loss
+from tools.training.model import ModelShape
+from tools.training.train import CheckpointMismatch, Trainer, TrainingConfig, measure_loss
 
 Tokens = npt.NDArray[np.uint16]
 

@@ -13,5 +13,5 @@ linear.py           linear layers, repacked for oneDNN where that is faster
 rope.py             rotary positions: frequencies, and which pairs of a head turn
 memory.py           large tensors in huge pages
 families/           what each family of models reads from config.json; begin there to add one
-hub/                models by name, from the Hugging Face hub
+hub.py              models by name, from the Hugging Face hub
 """

@@ -17,8 +17,7 @@ from ferrule_server.model.checkpoint import StoredTensor, list_tensors
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import Note, read_config
 from ferrule_server.model.families.others import NotSupported
-from ferrule_server.model.hub.cache import has_weights, size_of, weights_of
-from ferrule_server.model.hub.models import Outline, cached_models, is_hub_name, outline_model
+from ferrule_server.model.hub import Outline, cached_models, has_weights, is_hub_name, outline_model, weights_of
 from ferrule_server.model.tensors import HEAD, on_meta, wrapper_of
 from ferrule_server.model.weights import check_tensors, is_ignorable, of_text_model
 from ferrule_server.model_check.paths import gpu_reason, path_of
@@ -160,8 +159,8 @@ def check_model(config: ServerConfig) -> Report:
 
 def list_cached() -> list[Cached]:
     """Return the models in the cache, by name."""
-    found = ((name, cache, _reason_of(cache.newest())) for name, cache in cached_models())
-    return [Cached(name, cache.disk_bytes(), not reason, reason) for name, cache, reason in found]
+    found = ((name, num_bytes, _reason_of(folder)) for name, folder, num_bytes in cached_models())
+    return [Cached(name, num_bytes, not reason, reason) for name, num_bytes, reason in found]
 
 
 def _reason_of(folder: Path | None) -> str:
@@ -239,7 +238,7 @@ def _details(
         kv_bytes_per_token=network.kv_values * dtype.itemsize,
         kv_bytes=kv_bytes(network, dtype, max_context),
         left_out=_left_out(network, names),
-        stored_bytes=source.outline.stored_bytes if source.outline else sum(map(size_of, files)),
+        stored_bytes=source.outline.stored_bytes if source.outline else sum(file.stat().st_size for file in files),
         download_bytes=source.outline.missing_bytes if source.outline else 0,
         memory=path.memory,
         warnings=tuple(warnings),

@@ -1,7 +1,7 @@
 """The recipe of the bundled model: from a plain checkout to a model folder.
 
-``python -m ferrule_server.training --out DIR --minutes 90`` runs it. The server does not import this package, which
-requires torch, tokenizers, safetensors and rich, but no network.
+``python -m tools.training --out DIR --minutes 90`` runs it, with what the tests need installed and no
+network.
 
 corpus.py     the training text: the Python standard library
 tokenizer.py  a byte-level BPE tokenizer, trained on the corpus

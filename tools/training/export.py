@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from ferrule_server.training.model import ModelShape, TrainingModel
-from ferrule_server.training.tokenizer import END_OF_TEXT, end_of_text_id
-from ferrule_server.training.train import Progress, TrainingConfig
+from tools.training.model import ModelShape, TrainingModel
+from tools.training.tokenizer import END_OF_TEXT, end_of_text_id
+from tools.training.train import Progress, TrainingConfig
 
 __all__ = ["CARD_PROMPTS", "CHAT_TEMPLATE", "TrainingRecord", "export_model", "round_weights", "sample"]
 
@@ -208,7 +208,7 @@ def _card_training(record: TrainingRecord) -> str:
         for length, loss in record.held_out_losses
     )
     progress, minutes = record.progress, record.progress.elapsed_s / 60.0
-    command = f"python -m ferrule_server.training --out DIR --minutes {minutes:.0f}"
+    command = f"python -m tools.training --out DIR --minutes {minutes:.0f}"
     command += " --compile" if record.config.use_compile else ""
     return f"""## Training
 

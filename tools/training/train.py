@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ferrule_server.training.model import ModelShape, TrainingModel
+from tools.training.model import ModelShape, TrainingModel
 
 __all__ = ["CheckpointMismatch", "Progress", "Trainer", "TrainingConfig", "measure_loss"]
 

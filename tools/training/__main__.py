@@ -15,21 +15,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from tokenizers import Tokenizer
 
-from ferrule_server.training.corpus import Corpus, collect
-from ferrule_server.training.export import TrainingRecord, export_model, round_weights, sample
-from ferrule_server.training.model import ModelShape
-from ferrule_server.training.tokenizer import encode_documents, train_tokenizer
-from ferrule_server.training.train import Trainer, TrainingConfig, measure_loss
+from tools.training.corpus import Corpus, collect
+from tools.training.export import TrainingRecord, export_model, round_weights, sample
+from tools.training.model import ModelShape
+from tools.training.tokenizer import encode_documents, train_tokenizer
+from tools.training.train import Trainer, TrainingConfig, measure_loss
 
 __all__ = ["main"]
 
 _EPILOG = """\
 examples:
-  python -m ferrule_server.training --out run --minutes 90            about the budget of the bundled model
-  python -m ferrule_server.training --out run --minutes 90 --compile  a sixth faster; needs a C++ compiler
-  python -m ferrule_server.training --out run --steps 20              a quick test that everything works
-  python -m ferrule_server.training --out run --minutes 90            again: resumes at the last checkpoint
-  python -m ferrule_server.training --out run --export-only           export the last checkpoint without training
+  python -m tools.training --out run --minutes 90            about the budget of the bundled model
+  python -m tools.training --out run --minutes 90 --compile  a sixth faster; needs a C++ compiler
+  python -m tools.training --out run --steps 20              a quick test that everything works
+  python -m tools.training --out run --minutes 90            again: resumes at the last checkpoint
+  python -m tools.training --out run --export-only           export the last checkpoint without training
 
 files in DIR:
   tokenizer.json   the vocabulary, made once at the start
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m ferrule_server.training",
+        prog="python -m tools.training",
         description="Train the bundled model of Ferrule on the standard library of this interpreter.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

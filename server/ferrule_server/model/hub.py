@@ -1,0 +1,461 @@
+"""Models by name, ``org/name``: fetch what the server reads into the cache of the Hugging Face hub.
+
+Only files that the server reads are fetched: configuration, tokenizer, chat templates and safetensors, but never code,
+pickles or other formats of the same weights. The configuration is first, so that a model that cannot run is refused
+before its weights are fetched. The transfer is that of huggingface_hub, with its tokens, proxies, HF_ENDPOINT, HF_HOME,
+Xet, and locks in the cache. What we add are the refusals before it, and the digest of each file of weights after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ferrule_server.errors import ModelError
+from ferrule_server.model.checkpoint import INDEX_FILE, SINGLE_FILE, read_index
+from ferrule_server.model.families.others import NotSupported, files_advice
+from ferrule_server.model_files import is_file
+
+__all__ = ["Outline", "cached_models", "fetch_model", "has_weights", "is_hub_name", "outline_model", "weights_of"]
+
+OnShare = Callable[[float], None]
+"""Called with the share of the weights that has arrived, from 0 to 1; from any thread."""
+
+CONFIGS: Final = ("config.json", "generation_config.json")
+"""Fetched first, because they decide whether a model can run."""
+TEXTS: Final = re.compile(
+    r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|chat_template\.jinja"
+    r"|additional_chat_templates/[A-Za-z0-9][A-Za-z0-9._-]*\.jinja"
+)
+"""Matches the other files that are read besides the weights."""
+
+_LOG = logging.getLogger(__name__)
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+_COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_MAX_NAME_LENGTH: Final = 96  # the hub's own limit
+_NUM_CONNECTIONS: Final = 4
+_TIMEOUT_S: Final = 10.0
+_LOOK_S: Final = 0.25
+"""How often the progress of a download is read from the disk."""
+_MAX_TEXT_BYTES: Final = 256 << 20
+"""Largest file besides the weights; the largest tokenizers have 40 MB."""
+_SPARE_BYTES: Final = 64 << 20
+"""Space on the disk that must stay free."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What is known of a model of the hub before its weights are fetched.
+
+    Attributes:
+        folder: Has the configuration, and the index of the weights if there is one.
+        stored_bytes: Size of the weights.
+        missing_bytes: How many of them are still to be fetched.
+        tensors: The names of the tensors, if the repository has an index; else empty.
+    """
+
+    folder: Path
+    stored_bytes: int
+    missing_bytes: int
+    tensors: frozenset[str] = frozenset()
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether a text looks like ``org/name``; a folder of that name may exist nevertheless."""
+    is_short = len(text) <= _MAX_NAME_LENGTH
+    return is_short and _NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
+
+
+def fetch_model(
+    name: str, revision: str | None, *, is_offline: bool, check: Callable[[Path], object], on_share: OnShare
+) -> Path:
+    """Return the folder of a model of the hub, which is named by its commit; fetch the files that the cache lacks.
+
+    Args:
+        name: ``org/name``.
+        revision: Branch, tag or commit; None: the main branch.
+        is_offline: Use the cache alone, as HF_HUB_OFFLINE=1 does.
+        check: Called with the folder as soon as it has the configuration; an exception ends the fetch.
+        on_share: Called with the progress of the weights.
+
+    Raises:
+        ModelError: There is no such model or revision, access is refused, it has no safetensors, it does not fit on
+            the disk, the network fails, or the cache lacks files and requests are forbidden.
+    """
+    found = _looked_up(name, revision, is_offline=is_offline)
+    return found if isinstance(found, Path) else found.fetch(check, on_share)
+
+
+def outline_model(name: str, revision: str | None, *, is_offline: bool, check: Callable[[Path], object]) -> Outline:
+    """Return what is known of a model of the hub without its weights; fetch its configuration and index alone.
+
+    Args and errors are those of :func:`fetch_model`.
+    """
+    found = _looked_up(name, revision, is_offline=is_offline)
+    if isinstance(found, Path):
+        return Outline(found, sum((found / file).stat().st_size for file in weights_of(found)), 0)
+    weights = found.configuration(check)
+    sizes = {path: found.files[path].num_bytes for path in weights}
+    return Outline(
+        found.folder, sum(sizes.values()), sum(sizes[path] for path in found.missing(weights)), tensors_of(found.folder)
+    )
+
+
+def cached_models() -> list[tuple[str, Path | None, int]]:
+    """Return the models in the cache: the name, the folder of a complete commit, and the bytes of all commits."""
+    from huggingface_hub import constants
+
+    folders = sorted(path for path in Path(constants.HF_HUB_CACHE).glob("models--*") if path.is_dir())
+    named = [(folder.name.removeprefix("models--").replace("--", "/", 1), folder) for folder in folders]
+    return [(name, _newest(name, folder), _disk_bytes(folder)) for name, folder in named if is_hub_name(name)]
+
+
+def weights_of(folder: Path) -> list[str]:
+    """Return the names of the files with the weights of a folder: the single file, or those of a readable index."""
+    return [SINGLE_FILE] if is_file(folder / SINGLE_FILE) else sorted(set(_weight_map(folder).values()))
+
+
+def tensors_of(folder: Path) -> frozenset[str]:
+    """Return the names of the tensors in the index of a model folder; none if it has no readable index."""
+    return frozenset(_weight_map(folder))
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has all its files with weights."""
+    weights = weights_of(folder)
+    return bool(weights) and all(is_file(folder / name) for name in weights)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space on the disk of a folder, which need not exist."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file of a repository: its size, and SHA-256 of its bytes, 64 digits; that of a small one is its name in git."""
+
+    num_bytes: int
+    etag: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Repository:
+    """The files of one commit of a model on the hub, and the folder in the cache where they belong.
+
+    Attributes:
+        name: ``org/name``.
+        revision: Branch, tag or commit that was asked for.
+        folder: Of the commit, ``.../models--org--name/snapshots/COMMIT``; need not exist.
+        files: By path, those that the server may read.
+        others: The paths of all other files.
+    """
+
+    name: str
+    revision: str
+    folder: Path
+    files: dict[str, _File]
+    others: tuple[str, ...]
+
+    def fetch(self, check: Callable[[Path], object], on_share: OnShare) -> Path:
+        """Fetch the missing files: the configuration, the texts, then the weights. Return the folder."""
+        weights = self.configuration(check)
+        self._download([path for path in self.files if TEXTS.fullmatch(path)])
+        if missing := self.missing(weights):
+            self._check_room(missing)
+            _LOG.info("downloading model=%s commit=%s files=%d bytes=%d", *self._said(missing))
+            with self._watching(missing, on_share):
+                self._download(missing)
+            self._check_digests(missing)
+        self._remember()
+        return self.folder
+
+    def configuration(self, check: Callable[[Path], object]) -> list[str]:
+        """Fetch the configuration and the index, and return the paths of the weights."""
+        has_weights = SINGLE_FILE in self.files or INDEX_FILE in self.files
+        if "config.json" not in self.files or not has_weights:
+            raise self._no_model(has_weights)
+        self._download([path for path in CONFIGS if path in self.files])
+        check(self.folder)
+        if SINGLE_FILE in self.files:
+            return [SINGLE_FILE]
+        self._download([INDEX_FILE])
+        try:
+            weights = sorted(set(read_index(self.folder).values()))
+        except ModelError as error:
+            raise ModelError(f"--model {self.name}: {error}") from error
+        if lost := [path for path in weights if path not in self.files]:
+            raise ModelError(f"--model {self.name}: {INDEX_FILE} names {lost[0]}, which the repository lacks")
+        return weights
+
+    def missing(self, paths: Iterable[str]) -> list[str]:
+        """Return the files that the folder lacks."""
+        return [path for path in paths if not (self.folder / path).exists()]
+
+    def _no_model(self, has_weights: bool) -> ModelError:
+        missing = "config.json" if has_weights else "safetensors"
+        pickles = [name for name in self.others if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".gguf"))]
+        instead = f", only {pickles[0]}, which is not read" if pickles and not has_weights else ""
+        text = f"--model {self.name}: the repository has no {missing}{instead}"
+        advice = files_advice((*self.files, *self.others))
+        if advice is None:
+            return ModelError(text)
+        return NotSupported(text if instead else f"{text}; {advice[0]}", advice[1])
+
+    def _download(self, paths: Iterable[str]) -> None:
+        """Fetch files over a few connections."""
+        missing = self.missing(paths)
+        for path in missing:
+            if not path.endswith(".safetensors") and self.files[path].num_bytes > _MAX_TEXT_BYTES:
+                raise ModelError(f"--model {self.name}: {path} has {_gib(self.files[path].num_bytes)}; is it a model?")
+        if missing:
+            import huggingface_hub
+
+            with _failing(self.name):
+                huggingface_hub.snapshot_download(
+                    self.name, revision=self.folder.name, allow_patterns=missing, max_workers=_NUM_CONNECTIONS
+                )
+            if lost := self.missing(missing):
+                raise ModelError(f"--model {self.name}: {lost[0]} did not arrive; start again")
+
+    def _check_room(self, paths: list[str]) -> None:
+        num_bytes = sum(self.files[path].num_bytes for path in paths if not self._blob(path).exists())
+        root = self.folder.parents[2]
+        if num_bytes and num_bytes + _SPARE_BYTES > (free := free_bytes(root)):
+            raise ModelError(
+                f"--model {self.name}: {_gib(num_bytes)} have to be fetched and {root} has room for {_gib(free)}; make"
+                " room, or name another disk with HF_HOME"
+            )
+
+    def _check_digests(self, paths: list[str]) -> None:
+        """Remove weights that arrived damaged: the library compares sizes alone."""
+        for path in paths:
+            with (self.folder / path).open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != self.files[path].etag and len(self.files[path].etag) == len(digest):
+                (self.folder / path).resolve().unlink()
+                (self.folder / path).unlink(missing_ok=True)
+                raise ModelError(f"--model {self.name}: {path} arrived damaged and is not kept; start again")
+
+    @contextmanager
+    def _watching(self, paths: list[str], on_share: OnShare) -> Iterator[None]:
+        """Report the share of the files on the disk while the body runs."""
+        blobs, total = self.folder.parents[1] / "blobs", max(1, sum(self.files[path].num_bytes for path in paths))
+        before, done = _disk_bytes(blobs), threading.Event()
+
+        def look() -> None:
+            share = 0.0
+            while not done.wait(_LOOK_S):
+                share = max(share, min(1.0, (_disk_bytes(blobs) - before) / total))
+                on_share(share)
+
+        thread = threading.Thread(target=look, name="ferrule-hub", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+        on_share(1.0)
+
+    def _remember(self) -> None:
+        """Store the commit of the revision, for a start without a network, if the cache can be written."""
+        ref = self.folder.parents[1] / "refs" / self.revision
+        if _COMMIT.fullmatch(self.revision) or (is_file(ref) and ref.read_text() == self.folder.name):
+            return
+        try:
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            beside = ref.with_name(f"{ref.name}.{os.getpid()}")
+            beside.write_text(self.folder.name)
+            beside.replace(ref)
+        except OSError as error:
+            _LOG.warning("event=ref_not_written model=%s error=%r", self.name, str(error))
+
+    def _blob(self, path: str) -> Path:
+        return self.folder.parents[1] / "blobs" / self.files[path].etag
+
+    def _said(self, paths: list[str]) -> tuple[str, str, int, int]:
+        return self.name, self.folder.name, len(paths), sum(self.files[path].num_bytes for path in paths)
+
+
+def _looked_up(name: str, revision: str | None, *, is_offline: bool) -> Path | _Repository:
+    """Return the folder of a model in the cache if nothing has to be asked for, else the files of its repository."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    from huggingface_hub import constants
+
+    for library in ("httpx", "httpx2", "huggingface_hub"):  # they log addresses, which may be signed
+        logging.getLogger(library).setLevel(logging.ERROR)
+    wanted, root = revision or constants.DEFAULT_REVISION, Path(constants.HF_HUB_CACHE)
+    here = _complete(name, wanted)
+    is_forbidden = is_offline or bool(constants.HF_HUB_OFFLINE)
+    if here is not None and (is_forbidden or (here.name == wanted and is_file(here / "tokenizer.json"))):
+        return here
+    if is_forbidden:
+        asked = f"--revision {revision}: " if revision else ""
+        raise ModelError(
+            f"--model {name}: {asked}it is not complete in the cache, {root}, and requests are forbidden"
+            f" ({'--offline' if is_offline else 'HF_HUB_OFFLINE'}); start once without that"
+        )
+    try:
+        return _listed(name, wanted, root)
+    except _Unlisted as problem:
+        if here is not None:
+            _LOG.warning("event=hub_unused model=%s commit=%s reason=%r", name, here.name, str(problem))
+            return here
+        first, also = "", ""
+        if problem.is_outage:
+            first, also = "no such folder, and ", f"; nor is it complete in the cache, {root}"
+        raise ModelError(f"--model {name}: {first}{problem}{also}") from problem
+
+
+class _Unlisted(Exception):
+    """The hub does not list a repository; the message says why. A later attempt may succeed."""
+
+    def __init__(self, message: str, *, is_outage: bool) -> None:
+        super().__init__(message)
+        self.is_outage = is_outage
+
+
+def _listed(name: str, revision: str, root: Path) -> _Repository:
+    """Ask the hub for the files of a repository.
+
+    Raises:
+        ModelError: The repository has no such revision.
+        _Unlisted: The hub does not list the repository for any other reason.
+    """
+    from huggingface_hub import HfApi, constants, errors
+
+    try:
+        api = HfApi(endpoint=constants.ENDPOINT, library_name="ferrule")
+        info = api.model_info(name, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(f"--revision {revision}: {name} has no such branch, tag or commit") from error
+    # A server that is not a hub may cause any of these.
+    except (_http_failure(), OSError, ValueError, TypeError, KeyError) as error:
+        raise _Unlisted(_reason(error, name), is_outage=_is_outage(error)) from error
+    if not _COMMIT.fullmatch(str(info.sha)):
+        raise _Unlisted(f"{constants.ENDPOINT} names no commit; is it a hub?", is_outage=True)
+    found = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+    files = {path: _file(sibling) for path, sibling in found.items() if _is_wanted(path)}
+    folder = root / f"models--{name.replace('/', '--')}" / "snapshots" / str(info.sha)
+    return _Repository(name, revision, folder, files, tuple(path for path in found if path not in files))
+
+
+def _file(sibling: Any) -> _File:  # its fields differ between versions of the library
+    """Return a file as the hub lists it."""
+    if sibling.lfs is not None:
+        return _File(int(sibling.lfs.size), str(sibling.lfs.sha256))
+    return _File(int(sibling.size or 0), str(sibling.blob_id))
+
+
+def _is_wanted(path: str) -> bool:
+    """Return whether the server may read a file; the index decides which of the safetensors it reads."""
+    is_weights = path == INDEX_FILE or (path.endswith(".safetensors") and re.fullmatch(r"[A-Za-z0-9][\w.-]*", path))
+    return bool(path in CONFIGS or TEXTS.fullmatch(path) or is_weights)
+
+
+def _complete(name: str, revision: str) -> Path | None:
+    """Return the folder of the stored commit of a revision; None if it lacks its configuration or weights."""
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[])
+    except (OSError, ValueError):
+        return None
+    folder = Path(found)
+    return folder if is_file(folder / "config.json") and has_weights(folder) else None
+
+
+def _newest(name: str, folder: Path) -> Path | None:
+    """Return the folder of a commit with weights: that of the main branch, else any; None if there is none."""
+    commits = sorted(path.name for path in (folder / "snapshots").glob("*"))
+    return next((found for revision in ("main", *commits) if (found := _complete(name, revision)) is not None), None)
+
+
+@contextmanager
+def _failing(name: str) -> Iterator[None]:
+    """Raise a ModelError in place of what a transfer raises."""
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except errors.LocalEntryNotFoundError as error:
+        raise ModelError(f"--model {name}: {_reason(error.__cause__ or error, name)}; start again") from error
+    except _http_failure() as error:
+        raise ModelError(f"--model {name}: {_reason(error, name)}") from error
+    except OSError as error:
+        raise ModelError(f"--model {name}: {constants.HF_HUB_CACHE} cannot be written: {error}") from error
+
+
+def _reason(error: BaseException, name: str) -> str:
+    """Return in one line why a request failed, and what to do about it."""
+    from huggingface_hub import constants, errors, get_token
+
+    status, endpoint = _status_of(error), constants.ENDPOINT
+    if isinstance(error, errors.GatedRepoError):
+        return f"the repository is gated: accept its terms at {endpoint}/{name}, and set HF_TOKEN to its token"
+    if isinstance(error, errors.RepositoryNotFoundError) or (status == 401 and get_token() is None):
+        return (
+            f"no such folder, and {endpoint} has no such repository, or it is private and needs HF_TOKEN, a token that"
+            " may read it"
+        )
+    if status == 401:
+        return f"{endpoint} does not accept the token in HF_TOKEN, or of 'hf auth login'"
+    if status is not None:
+        return f"{endpoint} answers {status}"
+    if "bearer" in str(error).lower():  # HTTP clients show a header that they refuse
+        return f"{endpoint} cannot be reached (HF_TOKEN holds characters that no token has)"
+    return f"{endpoint} cannot be reached ({(str(error).splitlines() or [type(error).__name__])[0]})"
+
+
+def _http_failure() -> type[Exception]:
+    """Return the root of all errors of the library's HTTP client, whichever client that is."""
+    from huggingface_hub import errors
+
+    failure: type[Exception] = errors.HfHubHTTPError.__bases__[0]
+    return failure
+
+
+def _status_of(error: BaseException) -> int | None:
+    """Return the HTTP status of an error; None if there was no response."""
+    status: int | None = getattr(getattr(error, "response", None), "status_code", None)
+    return status
+
+
+def _is_outage(error: BaseException) -> bool:
+    """Return whether a later request may succeed."""
+    status = _status_of(error)
+    return status is None or status >= 500 or status in (408, 416, 429)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    try:
+        return read_index(folder)
+    except ModelError:
+        return {}
+
+
+def _disk_bytes(folder: Path) -> int:
+    """Return the size of all files below a folder, links not counted."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a part that was completed meanwhile
+            total += path.stat().st_size if path.is_file() and not path.is_symlink() else 0
+    return total
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB" if num_bytes >= 1 << 28 else f"{num_bytes / (1 << 20):.1f} MiB"

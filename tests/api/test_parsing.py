@@ -1,4 +1,4 @@
-"""Large requests parsed in slices: the same message, in bounded time without a pause, in bounded memory."""
+"""Requests of any length: the same message, in bounded time without a pause, in bounded memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import struct
 import time
 import tracemalloc
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, tokenizer_pb2, types_pb2
 from ferrule_server.api.receiving import parsing
-from ferrule_server.api.receiving.parsing import MAX_MESSAGES, PIECE_BYTES, parse
+from ferrule_server.api.receiving.parsing import MAX_MESSAGES, PIECE_BYTES, PLAIN_BYTES, parse
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
 from tests.api.hostile.strategies import damages, messages, serialized
 
@@ -42,21 +43,49 @@ BIASED = executor_pb2.GenerateRequest(
 )
 
 
+HOW = {"short": (1 << 30, 1 << 30), "counted": (0, 1 << 30), "counted before": (0, 0)}
+"""The lengths from which messages are counted, and from which before they are parsed."""
+
+
+@contextlib.contextmanager
+def lengths(how: str) -> Iterator[None]:
+    """Parse requests as if they were short or long."""
+    piece_bytes, plain_bytes = HOW[how]
+    with mock.patch.multiple(parsing, PIECE_BYTES=piece_bytes, PLAIN_BYTES=plain_bytes):
+        yield
+
+
+def num_messages(message: Message) -> int:
+    """Return how many messages there are in a message, by the slow way."""
+    found = 0
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            continue
+        is_map = field.message_type.GetOptions().map_entry
+        parts = value if field.is_repeated else [value]
+        found += len(parts) + (0 if is_map else sum(map(num_messages, parts)))
+    return found
+
+
 @settings(max_examples=300)
 @given(
-    st.sampled_from(TYPES).flatmap(lambda kind: st.tuples(st.just(kind), messages(kind.DESCRIPTOR))), st.integers(0, 40)
+    st.sampled_from(TYPES).flatmap(lambda kind: st.tuples(st.just(kind), messages(kind.DESCRIPTOR))),
+    st.sampled_from([*HOW]),
 )
-@example((executor_pb2.GenerateRequest, BIASED), 0)  # an entry of a map that is larger than a piece
-def test_slices_give_the_same_message(drawn: tuple[type[Message], Message], piece_bytes: int) -> None:
-    """However small they are; NaN compares by its bytes."""
+@example((executor_pb2.GenerateRequest, BIASED), "counted before")
+def test_every_length_gives_the_same_message(drawn: tuple[type[Message], Message], how: str) -> None:
+    """And the same count; NaN compares by its bytes."""
     kind, message = drawn
     data = serialized(message)
     try:
-        expected = serialized(kind.FromString(data))
+        expected = kind.FromString(data)
     except DecodeError:  # text that is not UTF-8
         return
-    with mock.patch.object(parsing, "PIECE_BYTES", piece_bytes):
-        assert serialized(parsed(kind, data)) == expected
+    found = kind()
+    with lengths(how):
+        count = asyncio.run(parse(found, data))
+    assert serialized(found) == serialized(expected)
+    assert count == (0 if how == "short" or not data else num_messages(expected))
 
 
 def test_a_huge_entry_of_a_map_is_parsed_as_it_is() -> None:
@@ -68,36 +97,40 @@ def test_a_huge_entry_of_a_map_is_parsed_as_it_is() -> None:
 
 
 @settings(max_examples=300)
-@given(st.sampled_from(TYPES).flatmap(lambda kind: st.tuples(st.just(kind), messages(kind.DESCRIPTOR))), damages())
-def test_what_protobuf_refuses_is_refused_in_slices_too(drawn: tuple[type[Message], Message], damage: object) -> None:
+@given(
+    st.sampled_from(TYPES).flatmap(lambda kind: st.tuples(st.just(kind), messages(kind.DESCRIPTOR))),
+    damages(),
+    st.sampled_from([*HOW]),
+)
+def test_what_protobuf_refuses_is_refused(drawn: tuple[type[Message], Message], damage: object, how: str) -> None:
     """With DecodeError and nothing else, unless there is a field that no version of the contract has."""
     kind, message = drawn
     data = damage(serialized(message))  # type: ignore[operator]
-    with mock.patch.object(parsing, "PIECE_BYTES", 16):
+    with lengths(how):
         try:
             found = parsed(kind, data)
         except DecodeError:
             return
         except FeatureUnsupported:
-            with contextlib.suppress(DecodeError):
-                whole = kind.FromString(data)
-                num_bytes = whole.ByteSize()
-                whole.DiscardUnknownFields()
-                assert whole.ByteSize() < num_bytes
+            whole = kind.FromString(data)
+            num_bytes = whole.ByteSize()
+            whole.DiscardUnknownFields()
+            assert whole.ByteSize() < num_bytes
             return
     assert serialized(found) == serialized(kind.FromString(data))
 
 
-def test_a_huge_list_of_nothing_is_refused_before_anything_is_made_of_it() -> None:
-    """16 MB of empty messages took 500 MB and a second."""
-    data = b"\x0a\x00" * (8 << 20)
+@pytest.mark.parametrize("num_bytes", [1 << 19, 1 << 20, 16 << 20])
+def test_a_huge_list_of_nothing_is_refused(num_bytes: int) -> None:
+    """The longest lists before anything is made of them: 16 MB of empty messages took 500 MB and a second."""
+    data = b"\x0a\x00" * (num_bytes // 2)
     tracemalloc.start()
     with pytest.raises(InvalidRequest, match=f"more than {MAX_MESSAGES} messages"):
         parsed(executor_pb2.BatchPrefillRequest, data)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 1 << 20
-    inner = b"\x52\x00" * (4 << 20)  # token_masks, in an item of a frame
+    inner = b"\x52\x00" * (num_bytes // 4)  # token_masks, in an item of a frame
     verify = b"\x1a" + _length(len(inner)) + inner
     with pytest.raises(InvalidRequest):
         parsed(executor_pb2.StreamDecodeRequest, b"\x0a" + _length(len(verify)) + verify)
@@ -112,7 +145,7 @@ def _length(number: int) -> bytes:
 
 
 def _many() -> dict[str, Message]:
-    policy = policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(logit_bias=dict.fromkeys(range(400), 1.0)))
+    policy = policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(logit_bias=dict.fromkeys(range(120), 1.0)))
     prefill = executor_pb2.PrefillInput(input_ids=range(100_000, 102_000), logits_policy=policy)
     item = executor_pb2.UnifiedBatchItem(q_tokens=range(100_000, 104_000), logits_policy=policy)
     handle = types_pb2.KvCacheHandle(cache_id="x" * 60, length=7, lineage=bytes(16))
@@ -127,10 +160,11 @@ def _many() -> dict[str, Message]:
 
 @pytest.mark.parametrize("name", ["batch", "one field", "frame"])
 def test_others_run_while_a_large_request_is_parsed(name: str) -> None:
-    """The longest time without a pause is a few milliseconds, of 20 to 60 in all."""
+    """The longest time without a pause is a few milliseconds."""
     message = _many()[name]
     data = message.SerializeToString()
     assert len(data) > 4 * PIECE_BYTES
+    expected = num_messages(message)
 
     async def longest_pause_s() -> float:
         longest_s, is_over = 0.0, False
@@ -146,7 +180,7 @@ def test_others_run_while_a_large_request_is_parsed(name: str) -> None:
         task = asyncio.create_task(watch())
         await asyncio.sleep(0)
         found = type(message)()
-        await parse(found, data)
+        assert await parse(found, data) == expected
         is_over = True
         await task
         assert found == message
@@ -155,7 +189,7 @@ def test_others_run_while_a_large_request_is_parsed(name: str) -> None:
     assert asyncio.run(longest_pause_s()) < 0.03
 
 
-@pytest.mark.parametrize("num_chars", [3, 70_000])
+@pytest.mark.parametrize("num_chars", [3, 70_000, PLAIN_BYTES])
 @pytest.mark.parametrize("wrong", [b"\x1a\x01x", b"\x15\0\0\0\0"], ids=["a bool as text", "a bool as a float"])
 def test_a_known_number_written_in_another_way_is_unknown(num_chars: int, wrong: bytes) -> None:
     """Protobuf would ignore the field, in small messages and in large ones."""

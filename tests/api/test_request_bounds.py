@@ -142,3 +142,17 @@ def _within(descriptor: Descriptor) -> list[Descriptor]:
         descriptor,
         *(each for field in descriptor.fields if field.message_type for each in _within(field.message_type)),
     ]
+
+
+def _carries(descriptor: Any) -> bool:
+    """Return whether distributions or masks may be in a message."""
+    if descriptor.name in {"TokenMask", "RegisterTokenMaskRequest", "SparseProbs", "Tensor"}:
+        return True
+    return any(field.message_type is not None and _carries(field.message_type) for field in descriptor.fields)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_only_distributions_and_masks_make_a_request_longer_than_a_text(name: str) -> None:
+    """Others are parsed in one go."""
+    bound = request_bound(METHODS[name].input_type, ApiLimits(), ModelSizes(152_000, 131_072, 512))
+    assert bound <= (1 << 20) + 2 * SLACK_BYTES or _carries(METHODS[name].input_type)

@@ -314,7 +314,7 @@ def test_huge_lists_in_a_policy_are_refused_without_a_long_pause(server: Running
 def _large_batches(server: RunningServer) -> dict[str, tuple[str, bytes]]:
     """Return requests with many items, each of them as large as it may be, by what is large in them."""
     handle = server.prefill().kv_cache
-    biased = Policy(sample=_SAMPLE(seed=1, logit_bias=dict.fromkeys(range(256), 0.5)))
+    biased = Policy(sample=_SAMPLE(seed=1, logit_bias=dict.fromkeys(range(120), 0.5)))
     tokens = executor_pb2.PrefillInput(input_ids=[7] * 512, logits_policy=GREEDY)
     wide = executor_pb2.PrefillInput(input_ids=[7], logits_policy=biased)
     piece = executor_pb2.UnifiedBatchItem(q_tokens=[7], logits_policy=biased)

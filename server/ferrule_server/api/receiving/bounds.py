@@ -106,7 +106,7 @@ def element_lengths(limits: ApiLimits, model: ModelSizes) -> dict[str, int]:
 
 
 WHOLE: Final = frozenset({"ApplyChatTemplateRequest"})
-"""Messages that are bounded as a whole, by the longest text."""
+"""Messages that are bounded as a whole, by the longest text. So only distributions and masks make a request longer."""
 
 
 def request_bound(message: Descriptor, limits: ApiLimits, model: ModelSizes) -> int:
@@ -116,7 +116,7 @@ def request_bound(message: Descriptor, limits: ApiLimits, model: ModelSizes) -> 
         KeyError: A list, string or bytes field has no row in :func:`lengths`.
     """
     if message.name in WHOLE:
-        size = 2 * limits.max_text_bytes
+        size = limits.max_text_bytes
     else:
         size = _message_bytes(message, lengths(limits, model), element_lengths(limits, model))
     return min(size + SLACK_BYTES, limits.max_request_bytes)

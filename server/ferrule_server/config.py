@@ -150,7 +150,7 @@ class ServerConfig:
     """most tokens in one step, and in one UnifiedDecode; longer prompts are run in chunks"""
     max_step_time_s: float | None = _LIMITS.optional("--max-step-time", TIME, "twice a decode step")
     """longest step that prompts may cause while other sequences decode, such as 20ms; a batch that a client scheduled
-    (UnifiedDecode) may cause a longer one, up to --max-step-rows, and then others go first"""
+    (UnifiedDecode) may cause a longer one, of 25ms while other principals decode, else of up to --max-step-rows"""
     max_connections: int | None = _LIMITS.optional(
         "--max-connections",
         COUNT.within("1", "65536"),

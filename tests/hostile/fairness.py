@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-
+from benchmarks.make_random_model import write_model
 from ferrule.v1 import cache_pb2, executor_pb2, tokenizer_pb2, tokenizer_pb2_grpc, types_pb2
 from tests.chaos.load import Measured, end_load, percentile, start_load
 from tests.chaos.server_process import ServerProcess
@@ -47,8 +46,11 @@ from tests.hostile.verdicts import Attack, Campaign, Outcome
 
 SPARE_MS = 10.0
 MIN_SHARE = 0.45
+MIN_SHARE_OF_STEPS = 0.40
+CUT_MS = 25.0
+"""Steps of an attacker are cut to this while others decode."""
 BAR = "p99 <= unattacked + longest step + 10 ms; >= 45 % of decodes"
-COHORT_BAR = "p99 <= unattacked + longest step of a cohort + 10 ms; >= 45 % of decodes"
+STEPS_BAR = "p99 <= unattacked + 25 ms + dearest row + 10 ms; >= 40 % of decodes"
 PROMISE = "one principal's requests cost the decodes of others one step at most"
 _MAX_PROCESSES = 2
 _START_S = 60.0
@@ -57,11 +59,6 @@ _RECOVERY_S = 15.0
 _NUM_PROBES = 10
 _SPARE_S = 0.01
 _LONGEST_S = 120.0
-_Replies = executor_pb2.UnifiedDecodeResponse | executor_pb2.BatchDecodeResponse
-_COHORT_REPLIES: dict[str, type[_Replies]] = {
-    "UnifiedDecode": executor_pb2.UnifiedDecodeResponse,
-    "BatchDecode": executor_pb2.BatchDecodeResponse,
-}
 _VICTIM_KINDS = ("decode", "unary")
 
 Span = tuple[float, float]
@@ -75,7 +72,8 @@ class Flood:
         build: Makes its requests.
         depth: Calls in flight on each connection.
         holds: Keep calls open.
-        is_scheduled: Its requests are cohorts, each of which may take a step of its own.
+        takes_steps: Its requests are rows that cost much, or many of them.
+        shape: Of the random model that is served; empty: the bundled model.
         connections: Numbers of connections to attack from, each with its number of victims.
         num_branches: Forks of its sequence that the requests name.
         quotas: Of the attacker.
@@ -84,7 +82,8 @@ class Flood:
     build: Builder
     depth: int = 4
     holds: bool = False
-    is_scheduled: bool = False
+    takes_steps: bool = False
+    shape: str = ""
     connections: tuple[tuple[int, int], ...] = ((1, 1), (4, 2))
     num_branches: int = 0
     quotas: str = ATTACKER_QUOTAS
@@ -94,9 +93,9 @@ _COHORT_ROWS = 512
 _COHORT_QUOTAS = ATTACKER_QUOTAS.replace("handles=64", f"handles={_COHORT_ROWS + 8}")
 
 
-def _cohort(build: Builder) -> Flood:
+def _cohort(build: Builder, shape: str = "") -> Flood:
     """Return a flood of decodes of many sequences at once."""
-    return Flood(build, depth=1, is_scheduled=True, num_branches=_COHORT_ROWS, quotas=_COHORT_QUOTAS)
+    return Flood(build, depth=1, takes_steps=True, shape=shape, num_branches=_COHORT_ROWS, quotas=_COHORT_QUOTAS)
 
 
 _UP_TO_8 = ((1, 1), (4, 2), (8, 1))
@@ -115,12 +114,13 @@ FLOODS = {
     "list_caches": Flood(bodies.list_caches, depth=16, connections=_UP_TO_8),
     "idle_streams": Flood(bodies.idle_streams, depth=250, holds=True, connections=((1, 1), (1, 2))),
     "forward": Flood(bodies.forward, connections=_UP_TO_8),
-    "forward_outputs": Flood(bodies.forward_outputs),
-    "generate_outputs": Flood(bodies.generate_outputs, depth=1),
-    "prompts": Flood(bodies.prompts),
-    "unified_decode": Flood(bodies.unified_decode, is_scheduled=True),
+    "forward_outputs": Flood(bodies.forward_outputs, takes_steps=True),
+    "generate_outputs": Flood(bodies.generate_outputs, depth=1, takes_steps=True),
+    "prompts": Flood(bodies.prompts, takes_steps=True),
+    "unified_decode": Flood(bodies.unified_decode, takes_steps=True),
     "cohort_greedy": _cohort(bodies.cohort_greedy),
     "cohort_drawn": _cohort(bodies.cohort_drawn),
+    "cohort_drawn_49k": _cohort(bodies.cohort_drawn, "wide-49k"),
     "cohort_hot": _cohort(bodies.cohort_hot),
     "chat_template": Flood(bodies.chat_template, depth=2),
     "verify_dense": Flood(bodies.verify_dense),
@@ -150,7 +150,7 @@ class Phase:
 class Comparison:
     """One measurement: the three phases, how long the attack lasted on, and what the attacker did.
 
-    ``cohort_ms`` is the longest step of the attacker's cohorts, measured before; 0 if it sends none.
+    ``row_ms`` is the dearest row of an attacker that takes steps, measured before; None: it takes none.
     There is no control, and nothing is subtracted, if the server has not recovered from the attack in time for it.
     """
 
@@ -163,12 +163,12 @@ class Comparison:
     answers: dict[str, int]
     attacker_mib_per_s: float
     attacker_cpu: float
-    cohort_ms: float = 0.0
+    row_ms: float | None = None
 
     @property
     def bar_ms(self) -> float:
         """Largest p99 that meets the bar."""
-        step_ms = max(self.cohort_ms, self.unattacked.longest_step_ms)
+        step_ms = self.unattacked.longest_step_ms if self.row_ms is None else CUT_MS + self.row_ms
         return round(self.unattacked.p99_ms + step_ms + SPARE_MS, 2)
 
     @property
@@ -191,7 +191,8 @@ class Comparison:
     @property
     def is_met(self) -> bool:
         """Whether both bars are met."""
-        return self.corrected_p99_ms <= self.bar_ms and self.corrected_share >= MIN_SHARE
+        least = MIN_SHARE if self.row_ms is None else MIN_SHARE_OF_STEPS
+        return self.corrected_p99_ms <= self.bar_ms and self.corrected_share >= least
 
     def as_figures(self) -> dict[str, Any]:
         """Return all of it, computed figures included."""
@@ -459,24 +460,35 @@ def run_flood(campaign: Campaign, name: str) -> Outcome:
     flood = FLOODS[name]
     found = []
     tokens = token_file(campaign.folder, flood.quotas)
-    with serving(campaign, f"fairness.{name}", f"--token-file={tokens}") as server:
+    with serving(campaign, f"fairness.{name}", f"--token-file={tokens}", *_model_of(campaign, flood)) as server:
         attack = flood.build(scene_of(server, flood.num_branches))
-        cohort_ms = longest_cohort_ms(server, attack) if flood.is_scheduled else 0.0
+        row_ms = dearest_row_ms(server, attack) if flood.takes_steps else None
         for setup in flood.connections[1:2] if campaign.is_quick else flood.connections:
             compared = compare(server, campaign, flood, attack, setup=setup)
-            found.append(dataclasses.replace(compared, cohort_ms=cohort_ms))
+            found.append(dataclasses.replace(compared, row_ms=row_ms))
             campaign.progress(str(found[-1]))
-    return outcome_of(found, COHORT_BAR if flood.is_scheduled else BAR)
+    return outcome_of(found, STEPS_BAR if flood.takes_steps else BAR)
 
 
-def longest_cohort_ms(server: ServerProcess, attack: Sequence[Body]) -> float:
-    """Return the longest step of some cohorts of the attacker while it is alone."""
+def _model_of(campaign: Campaign, flood: Flood) -> tuple[str, ...]:
+    """Return the flag that names the model of a flood, which is written here."""
+    if not flood.shape:
+        return ()
+    folder = campaign.folder / flood.shape
+    write_model(folder, flood.shape)
+    return (f"--model={folder}",)
+
+
+def dearest_row_ms(server: ServerProcess, attack: Sequence[Body]) -> float:
+    """Return the longest step of one decode of a batch while the attacker is alone; 0 if it sends no decodes."""
     longest_ns = 0
     for body in attack[:_NUM_PROBES]:
-        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = server.channel.unary_unary(body.path)
-        data = call(body.data, metadata=bearer(ATTACKER), timeout=_START_S)
-        reply = _COHORT_REPLIES[body.path.rpartition("/")[2]].FromString(data)
-        longest_ns = max(longest_ns, *(result.output.timing.run_ns for result in reply.results))
+        if not body.path.endswith("/BatchDecode"):
+            return 0.0
+        request = executor_pb2.BatchDecodeRequest.FromString(body.data)
+        del request.inputs[1:]
+        reply = server.stub.BatchDecode(request, metadata=bearer(ATTACKER), timeout=_START_S)
+        longest_ns = max(longest_ns, reply.results[0].output.timing.run_ns)
     return round(longest_ns * 1e-6, 2)
 
 

@@ -253,9 +253,10 @@ class ModelExecutorServiceServicer:
 
     def UnifiedDecode(self, request, context):
         """Runs a batch that the client scheduled, prefill chunks and decode tokens mixed, in one step. The step may have rows
-        of others, too. The batch is never split, even if the step then takes longer than `--max-step-time`; before the next
-        chunks of the same principal run, other principals get as much time. A second item on one sequence, and an item on a
-        sequence with another append in flight, run in a later step.
+        of others, too. If another principal has decoded within the last second, the batch is cut between rows into steps of
+        at most `--max-step-time`, or 25 ms if that is longer; a principal that has taken a long step waits until others have
+        had as much time. A second item on one sequence, and an item on a sequence with another append in flight, run in a
+        later step.
         One item that fails does not touch the others. Idempotence and errors of each item as in Prefill; more rows than
         `max_step_rows`: INVALID_ARGUMENT / INVALID_FIELD for the whole batch.
         """

@@ -13,7 +13,7 @@ class EngineSettings:
         max_step_rows: Most rows (tokens) in one step, at least 2: one for decodes and one for prefills. Longer inputs
             are run in chunks.
         max_step_time_s: Longest step that prompts may make while others decode, in seconds; None: twice a decode step.
-            A cohort may make a longer one, up to ``max_step_rows``.
+            A cohort may make a longer one, while no other principal decodes up to ``max_step_rows``.
         max_waiting_jobs: Most appends, forks and truncates accepted and not finished; beyond that QUEUE_FULL.
         gather_gap_s: The gather window closes if no row has come back for this long, in seconds.
         gather_share: Longest gather window, as a share of the last step's run time.

@@ -188,7 +188,7 @@ class ServerState:
         return self.use()
 
     def as_cohort(self, jobs: Iterable[AppendJob]) -> None:
-        """Mark jobs that the client has scheduled together: they run in one step if their rows fit into one."""
+        """Mark jobs that the client has scheduled together: they run in one step while no other principal decodes."""
         cohort = next(self.cohorts)
         for job in jobs:
             job.cohort = cohort

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
 from ferrule_server.engine.appends.running import RunningAppend
+from ferrule_server.engine.steps.costs import DECODE_ROWS, Chunk, Costs, is_decode
 from ferrule_server.engine.steps.debts import Debts
 from ferrule_server.engine.steps.pace import Pace
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, Int32Array, OutputSpec, StepBatch
 
-DECODE_ROWS = 8
-"""An append of at most this many tokens to a sequence, without its drafts, is a decode. It is scheduled whole, before
-prefill chunks. (Drafts stand for as many decodes; only the context limits the certain tokens before them.) New
-sequences are prefills whatever their length, so that a flood of short prompts counts as a flood of prompts."""
+__all__ = ["DECODE_ROWS", "PREFILL_SHARE", "Batcher", "Chunk", "build_batch", "build_next"]
 
 PREFILL_SHARE = 8
 """While a prefill waits, one row in this many is kept for it, however many decodes there are."""
@@ -29,14 +26,6 @@ _CHUNK_ROWS = 8
 """Room for prefills is not cut into smaller parts than this; principals take turns instead."""
 
 
-@dataclass(slots=True)
-class Chunk:
-    """Rows ``run.cursor .. run.cursor + num_rows`` of one append, scheduled for the next step."""
-
-    run: RunningAppend
-    num_rows: int
-
-
 class Batcher:
     """Chooses the rows of each step: decodes first, then prefill chunks; neither can starve the other.
 
@@ -46,9 +35,13 @@ class Batcher:
     a long one. While another sequence is decoded, :class:`Pace` limits the room of all prefills. A sequence that is
     alone is never paced, so its steps do not depend on the clock.
 
-    A cohort runs whole, in one step if its rows fit into one and otherwise in as few as they need, and before all other
-    rows. :class:`Debts` says how long its principal then waits. What a step with a cohort leaves out goes into the next
-    step, which has no cohort. Cohorts that fit together share a step; otherwise principals take turns.
+    While several principals are active, :class:`Costs` limits the time that the rows of each add to a step, and
+    :class:`Debts` says how long a principal whose rows made a step long waits afterwards. Principals are active if
+    another one has decoded within the last second.
+
+    Else a cohort runs whole, in one step if its rows fit into one and otherwise in as few as they need, and before all
+    other rows. What a step with a cohort leaves out goes into the next step, which has no cohort. Cohorts that fit
+    together share a step; otherwise principals take turns.
 
     Args:
         max_rows: Most rows in a step, at least 2.
@@ -66,8 +59,12 @@ class Batcher:
         self._clock = clock
         self._pace = Pace(max_step_time_s)
         self.hold_s = 0.0
+        self._costs = Costs(max_step_time_s)
         self._debts = Debts()
         self._has_left_out = False
+        self._decoders: dict[str, float] = {}  # when each principal has decoded, those of the last second
+        self._waiting: set[str] = set()  # principals with rows left
+        self._is_shared = False
         self._decoded: dict[str, tuple[float, str]] = {}  # when and for whom, by handle_id, the latest last
         self._decode_turns = _Turns(1)
         self._prefill_turns = _Turns(_CHUNK_ROWS)
@@ -88,8 +85,10 @@ class Batcher:
         prefills: list[RunningAppend] = []
         scheduled: list[RunningAppend] = []
         self.hold_s = 0.0
-        for run in self._free(running, now_ns * 1e-9) if self._debts.owed else running:
-            (scheduled if run.job.cohort else decodes if _is_decode(run) else prefills).append(run)
+        self._is_shared = self._are_several(running, now_ns * 1e-9)
+        for run in self._free(running, now_ns * 1e-9) if self._is_shared else running:
+            is_whole = run.job.cohort and not self._has_neighbour(run.job.principal)
+            (scheduled if is_whole else decodes if is_decode(run) else prefills).append(run)
         if scheduled and not (self._has_left_out and (decodes or prefills)):
             chunks = self._plan_cohorts(scheduled, decodes)
             self._has_left_out = sum(not chunk.run.job.cohort for chunk in chunks) < len(decodes) or bool(prefills)
@@ -97,27 +96,35 @@ class Batcher:
             kept = min(max(1, self._max_rows // PREFILL_SHARE), sum(run.remaining for run in prefills))
             chunks = self._plan_decodes(decodes, self._max_rows - kept)
             self._has_left_out = False
-        return chunks + self._plan_prefills(prefills, chunks, now_ns) if prefills else chunks
+        if prefills:
+            chunks += self._plan_prefills(prefills, chunks, now_ns)
+        return self._costs.fit(chunks) if self._is_shared else chunks
 
-    def learn(self, chunks: Iterable[Chunk], elapsed_ns: int) -> None:
+    def learn(self, chunks: Sequence[Chunk], elapsed_ns: int) -> None:
         """Learn from a step of these chunks, which took ``elapsed_ns``."""
         decode_rows = prefill_rows = 0
-        cohort_rows: dict[str, int] = {}
         now, step_s, decoded = self._clock() * 1e-9, elapsed_ns * 1e-9, self._decoded
+        first = chunks[0].run.job.principal if chunks else ""
         for chunk in chunks:
             run = chunk.run
             sequence, principal = run.sequence, run.job.principal
-            if sequence is not None and (len(run.token_ids) == 1 or _is_decode(run)):
+            self._is_shared |= principal != first
+            if sequence is not None and (len(run.token_ids) == 1 or is_decode(run)):
                 decode_rows += chunk.num_rows
                 decoded.pop(sequence.handle_id, None)
                 decoded[sequence.handle_id] = now, principal
+                self._decoders[principal] = now
             else:
                 prefill_rows += chunk.num_rows
-                if run.job.cohort:
-                    cohort_rows[principal] = cohort_rows.get(principal, 0) + chunk.num_rows
         self._pace.learn(decode_rows, prefill_rows, step_s)
-        if cohort_rows and (excess_s := self._pace.excess_s(decode_rows, step_s)):
-            self._debts.charge(cohort_rows, now - step_s, now, excess_s)
+        self._costs.note(step_s)
+        if self._is_shared:
+            self._debts.charge(self._costs.learn(chunks, step_s), now - step_s, self._costs.base_s)
+
+    @property
+    def has_debts(self) -> bool:
+        """Return whether a principal that has taken a long step is still ahead of others."""
+        return self._is_shared and self._debts.is_anyone_long
 
     def forget(self, handle_id: str) -> None:
         """Forget a sequence that has ended."""
@@ -125,14 +132,21 @@ class Batcher:
 
     # ---- who may run ------------------------------------------------------------------------------------------------
 
+    def _has_neighbour(self, principal: str) -> bool:
+        """Return whether another principal has decoded within the last second."""
+        return len(self._decoders) > (principal in self._decoders)
+
+    def _are_several(self, running: Collection[RunningAppend], now: float) -> bool:
+        """Return whether there is somebody besides a principal that has decoded lately."""
+        self._decoders = {name: at for name, at in self._decoders.items() if at > now - _DECODING_S}
+        self._waiting = {run.job.principal for run in running}
+        return bool(self._decoders) and len(self._waiting | self._decoders.keys()) > 1
+
     def _free(self, running: Collection[RunningAppend], now: float) -> Collection[RunningAppend]:
-        """Leave out prompts, and cohorts with prompts, of principals that let others go first; set ``hold_s``."""
-        principals = (run.job.principal for run in running)
-        held = self._debts.held(now, principals, reversed(self._decoded.values()))
-        long = {run.job.cohort for run in running if run.job.principal in held and not _is_decode(run)} - {0}
-        free = [
-            run for run in running if run.job.principal not in held or (_is_decode(run) and run.job.cohort not in long)
-        ]
+        """Leave out the appends of principals that let others go first; set ``hold_s``."""
+        self._costs.forget(self._debts.forget(now, {*self._waiting, *self._decoders}))
+        held = self._debts.held(now, self._waiting, self._decoders, self._costs.base_s)
+        free = [run for run in running if run.job.principal not in held] if held else running
         if not free:
             self.hold_s = min(held.values(), default=0.0)
         return free
@@ -176,7 +190,7 @@ class Batcher:
 
     def _plan_prefills(self, prefills: list[RunningAppend], chosen: list[Chunk], now_ns: int) -> list[Chunk]:
         """Share the room that the rows chosen so far leave to prefills."""
-        decodes = [chunk for chunk in chosen if _is_decode(chunk.run)]
+        decodes = [chunk for chunk in chosen if is_decode(chunk.run)]
         num_rows, num_decodes = _num_rows(chosen), _num_rows(decodes)
         room = self._max_rows - num_rows
         if decodes or self._is_another_decoding(prefills, now_ns * 1e-9):
@@ -248,13 +262,6 @@ def _equal_shares(wanted: Mapping[str, int], room: int) -> dict[str, int]:
         room -= shares[name]
         num_left -= 1
     return shares
-
-
-def _is_decode(run: RunningAppend) -> bool:
-    if run.sequence is None:
-        return False
-    drafts = run.job.drafts
-    return len(run.token_ids) - (0 if drafts is None else drafts.count) <= DECODE_ROWS
 
 
 def _num_rows(chunks: Iterable[Chunk]) -> int:

@@ -1,57 +1,119 @@
-"""Debts: which principals let others go first, because their cohorts made steps long.
+"""Debts: which principals let others go first, because they have had more of the engine's time.
 
-A cohort runs whole, even if that makes its step longer than the pace allows. The excess is charged to the principal of
-the cohort. Until it is paid off, the principal's prompts and its cohorts with prompts wait::
+While several principals are active, each step is charged to those with rows in it (:class:`Costs`). Who has taken a
+long step, and is ahead of another one, waits until that one has had as much time, or has let it pass::
 
-    engine   | decode | cohort of A .......... | decode | decode | decode | cohort of A .......... | decode
-    A owes            .        |<-- excess --->| ---- paid off by time -->|
+    engine   | decode | rows of A .......... | decode | decode | decode |      | rows of A .......... | decode
+    A is ahead        .   <----------------> | -- less by what others have had, and by idle time --> |
 
-A debt is paid off by time, whether or not others use all of it: a client needs some between two decodes. Time by which
-another cohort makes a step long does not count, so each of n principals with cohorts leaves others their n-th part.
+This is start-time fair queueing (Goyal, Vin and Cheng, 1996) of measured seconds, with one exception: time that A waits
+while the engine is idle counts as if others had used it. A client needs some between two decodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+_KEPT_S: Final = 1.0
+_SLACK: Final = 0.5
+"""How far a principal may be ahead, in shortest steps: principals with as many rows as each other share their steps."""
+_LONG: Final = 1.5
+"""Part of a step that makes it long, in shortest steps. A few rows never do, so a client with few never waits."""
+
+
+@dataclass(slots=True)
+class _Used:
+    """What a principal has had.
+
+    Attributes:
+        seconds: Its time.
+        began: When the step began that it was charged for last.
+        long_s: The longest of its long steps since it was last not ahead; 0.0: there was none.
+    """
+
+    seconds: float
+    began: float = 0.0
+    long_s: float = 0.0
 
 
 class Debts:
-    """The time that principals owe. All times are seconds on one monotonic clock.
+    """The time that active principals have had. All times are seconds on one monotonic clock.
 
-    Attributes:
-        owed: By principal: when the step that was charged last began, and when the debt is paid off. The latter is on a
-            clock that stands still for the sum of all that was ever charged. Debts that are paid off may still be here.
+    Invariant: a principal that comes begins with as much as the one that has had least, so only time in which others
+    were active counts.
     """
 
     def __init__(self) -> None:
-        self.owed: dict[str, tuple[float, float]] = {}
-        self._stretched_s = 0.0
+        self._used: dict[str, _Used] = {}
+        self._idle_since: float | None = None
+        self._waiting: frozenset[str] = frozenset()
 
-    def charge(self, num_rows: Mapping[str, int], began: float, now: float, excess_s: float) -> None:
-        """Charge a step's excess to principals, in proportion to their rows.
+    @property
+    def is_anyone_long(self) -> bool:
+        """Return whether somebody has taken a long step and may still be ahead."""
+        return any(used.long_s for used in self._used.values())
 
-        Debts do not add up: a principal that was alone for long owes no more than its longest step.
-        """
-        self._stretched_s += excess_s
-        share_s = excess_s / sum(num_rows.values())
-        for name, count in num_rows.items():
-            _, until = self.owed.get(name, (0.0, 0.0))
-            self.owed[name] = began, max(until, now - self._stretched_s + share_s * count)
+    def charge(self, costs: Mapping[str, float], began: float, base_s: float) -> None:
+        """Charge principals for a step that began then, each with its seconds; the shortest step has ``base_s``."""
+        for name, cost_s in costs.items():
+            used = self._of(name)
+            used.seconds += cost_s
+            used.began = began
+            if cost_s > _LONG * base_s:
+                used.long_s = max(used.long_s, cost_s)
 
-    def held(self, now: float, waiting: Iterable[str], decoded: Iterable[tuple[float, str]]) -> dict[str, float]:
-        """Return how long each principal that owes time has to wait, and forget the debts that are paid off.
+    def held(
+        self, now: float, waiting: Collection[str], decoded: Mapping[str, float], base_s: float
+    ) -> dict[str, float]:
+        """Return how long each principal that is ahead has to wait if nobody else comes.
 
-        A principal waits for others that owe nothing, if they have rows waiting or have decoded since the step that it
-        is charged for began. So a principal that is alone never waits.
+        A principal waits for others only if they have rows waiting or have decoded since the step that it was charged
+        for last began, and owes them no more than its longest step. So a principal that is alone never waits.
 
         Args:
             now: The time.
             waiting: Principals with rows left.
-            decoded: When a sequence was decoded and its principal, the latest first.
+            decoded: When principals have decoded last.
+            base_s: The shortest step.
         """
-        calm = now - self._stretched_s
-        self.owed = {name: debt for name, debt in self.owed.items() if debt[1] > calm}
-        seen = now
-        if all(name in self.owed for name in waiting):
-            seen = next((at for at, name in decoded if name not in self.owed), 0.0)
-        return {name: until - calm for name, (began, until) in self.owed.items() if seen > began}
+        self._let_pass(now)
+        held: dict[str, float] = {}
+        for name in waiting:
+            own = self._used.get(name)
+            if own is None:
+                continue
+            others = [self._of(other).seconds for other in waiting if other != name]
+            others += [self._of(other).seconds for other, at in decoded.items() if other != name and at > own.began]
+            least = min(others, default=own.seconds)
+            own.seconds = min(own.seconds, max(least, least + own.long_s))
+            ahead_s = own.seconds - least - _SLACK * base_s
+            if ahead_s <= 0.0:
+                own.long_s = 0.0
+            elif own.long_s:
+                held[name] = ahead_s
+        if held and len(held) == len(waiting):
+            self._idle_since, self._waiting = now, frozenset(held)
+        return held
+
+    def forget(self, now: float, active: Collection[str]) -> list[str]:
+        """Forget all others that have had no step for a second, and return them."""
+        gone = [name for name, used in self._used.items() if name not in active and used.began < now - _KEPT_S]
+        for name in gone:
+            del self._used[name]
+        return gone
+
+    def _let_pass(self, now: float) -> None:
+        """Count the time in which all waited as if others had used it."""
+        if self._idle_since is not None:
+            for name in self._waiting & self._used.keys():
+                self._used[name].seconds -= now - self._idle_since
+            self._idle_since = None
+
+    def _of(self, name: str) -> _Used:
+        used = self._used.get(name)
+        if used is None:
+            least = min((each.seconds for each in self._used.values()), default=0.0)
+            used = self._used[name] = _Used(least)
+        return used

@@ -15,7 +15,7 @@ So prefills have ``spare_s`` if no decode has waited for most of a decode step, 
 long. If decodes always come late, prefills get every second step. A step without decodes directly after one with
 decodes is short, because the decodes that are about to come back would wait for all of it.
 
-Cohorts are not limited by the pace. It only says how much longer than its decodes a step of theirs was.
+Cohorts that run whole are not limited by the pace.
 """
 
 from __future__ import annotations
@@ -99,12 +99,6 @@ class Pace:
             self._learn_row(self._base_s(size), prefill_rows, step_s)
         else:
             self._learn_decode(size, step_s)
-
-    def excess_s(self, decode_rows: int, step_s: float) -> float:
-        """Return how much longer than its decodes alone a step took; 0.0 if prefill rows may make it that long."""
-        decode_s = self._base_s(decode_rows.bit_length())
-        excess_s = step_s - decode_s
-        return excess_s if excess_s > self._spare_s(decode_s) else 0.0
 
     def _is_unsure(self, size: int) -> bool:
         """Return whether the time of this many decodes alone has to be measured again."""

@@ -164,8 +164,9 @@ class Stepper:
         return claimed or self._batcher.plan(self.lanes.running)
 
     def _are_all(self, chunks: list[Chunk]) -> bool:
-        """Return whether only the appends in this step are waiting for a step."""
+        """Return whether only the appends in this step are waiting for a step, and none of them will have to wait."""
         is_wanted = self.lanes.num_waiting or self.warmup.queue or self.settings.debug_top_tokens
+        is_wanted = is_wanted or self._batcher.has_debts
         return len(chunks) == len(self.lanes.running) and not is_wanted
 
     # ---- run --------------------------------------------------------------------------------------------------------

@@ -356,7 +356,6 @@ def _on_processor(
             max_context=config.max_context or model.config.max_positions,
             max_step_rows=config.max_step_rows,
             fallback_reason=reason,
-            is_deterministic=config.is_deterministic,
         )
         return NumbaCpuExecutor(model, options, prepared)
 
@@ -365,18 +364,16 @@ def _on_torch(config: ServerConfig, model: LoadedModel, reason: str) -> Executor
     """Return torch on the processor, which reports why no other executor runs, if there is a reason."""
     from ferrule_server.executor.torch import TorchExecutor
 
+    if reason:
+        _log.warning("event=torch_serves reason=%r", reason)
     with _allocating(config) as kv_memory_bytes:
-        executor = TorchExecutor(
+        return TorchExecutor(
             model,
             kv_memory_bytes=kv_memory_bytes,
             max_context=config.max_context or model.config.max_positions,
             block_size=BLOCK_SIZE,
+            fallback_reason=reason,
         )
-    if not reason:
-        return executor
-    from ferrule_server.executor.fallback.executor import FallbackExecutor
-
-    return FallbackExecutor(executor, reason=reason)
 
 
 @contextlib.contextmanager

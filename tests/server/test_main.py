@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import re
@@ -413,6 +414,68 @@ def test_a_device_fault_loses_the_handles_turns_health_and_ends_with_1() -> None
             _, err = process.communicate(timeout=20)
         assert process.returncode == 1
         assert "every handle is lost" in err
+
+
+_FAILING_THREAD = """
+import sys
+from ferrule_server.__main__ import main
+from ferrule_server.executor.cpu.workers import Workers
+
+run_step, num_steps = Workers.run_step, [0]
+
+def run_some(self):
+    num_steps[0] += 1
+    if num_steps[0] == %d:
+        run = self._run
+
+        def fail(sync, thread):
+            if thread:
+                raise RuntimeError("no such page")
+            return run(sync, thread)
+
+        self.close()
+        self.__init__(fail, 2, 128)
+    return run_step(self)
+
+Workers.run_step = run_some
+sys.exit(main())
+"""
+"""A server of which a thread ends in some step."""
+
+_Decoded = tuple[int, types_pb2.KvCacheHandle]
+
+
+def _greedy(channel: grpc.Channel, handle: types_pb2.KvCacheHandle, token: int) -> Iterator[_Decoded]:
+    """Yield greedy tokens, each with the handle after the one that it follows."""
+    stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+    while True:
+        message = executor_pb2.DecodeInput(kv_cache=handle, input_ids=[token], logits_policy=GREEDY)
+        output = stub.Decode(executor_pb2.DecodeRequest(input=message), timeout=60).output
+        token, handle = output.outputs.tokens[0], output.kv_cache
+        yield token, handle
+
+
+def test_a_fault_in_the_kernels_of_the_processor_ends_with_1_and_durable_handles_go_on(tmp_path: Path) -> None:
+    """One line says what failed. The process after it continues a handle with the tokens of one that never failed."""
+    model = ("--executor", "numba-cpu", "--model", "demo", "--threads", "2", "--kv-memory", "16MiB")
+    flags = (*model, "--durable", str(tmp_path / "journal"), "--listen", "127.0.0.1:0", "--instance", "box-1")
+    found: list[_Decoded] = []
+    with _running(*flags, command=[sys.executable, "-c", _FAILING_THREAD % 6]) as (process, values):
+        assert values["executor"] == "numba-cpu"
+        with grpc.insecure_channel(values["listen"]) as channel:
+            with pytest.raises(grpc.RpcError):
+                found += _greedy(channel, _prefill(channel), 7)
+            _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    lines = [line for line in err.splitlines() if "DeviceLost: the kernels of the processor failed: a thread" in line]
+    assert len(lines) == 1
+    assert len(found) >= 2
+    with _running(*flags) as (process, values), grpc.insecure_channel(values["listen"]) as channel:
+        expected = list(itertools.islice(_greedy(channel, _prefill(channel), 7), 12))
+        token, handle = found[-1]
+        found += itertools.islice(_greedy(channel, handle, token), 12 - len(found))
+        _end(process)
+    assert [token for token, _ in found] == [token for token, _ in expected]
 
 
 def _before_all_else(folder: Path) -> str:

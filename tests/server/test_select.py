@@ -184,9 +184,9 @@ def test_torch_runs_what_the_kernels_cannot(
     monkeypatch.setitem(make_random_model.SHAPES, "odd", make_random_model.SHAPES["tiny"] | {"head_dim": 24})
     make_random_model.write_model(tmp_path, "odd")
     executor = _created(executor=name, model=str(tmp_path))
-    assert isinstance(executor, FallbackExecutor)
-    assert executor.state.name == "torch"
-    assert "head_dim 24 is not a multiple of 16" in executor.state.fallback_reason
+    assert isinstance(executor, TorchExecutor)
+    assert executor.info.name == "torch"
+    assert "head_dim 24 is not a multiple of 16" in executor.info.fallback_reason
     assert len(_warnings(caplog)) == 1
     executor.close()
     with pytest.raises(ConfigError, match=r"--deterministic needs kernels, not torch: .*head_dim 24"):
@@ -198,7 +198,7 @@ def test_torch_runs_what_the_kernels_cannot(
 def test_float16_runs_in_torch_on_the_processor(name: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
     """With the reason, unless torch was asked for."""
     executor = _created(executor=name, dtype="float16")
-    assert isinstance(executor, FallbackExecutor if reason else TorchExecutor)
+    assert isinstance(executor, TorchExecutor)
     info = executor.info
     assert (info.model.dtype, info.kv_dtype) == ("float16", "float16")
     assert "float16" in info.supported_dtypes
@@ -236,8 +236,8 @@ def test_kernels_of_a_gpu_that_were_asked_for_without_one_leave_it_to_the_proces
     executor = _created(executor="numba-cuda")
     assert isinstance(executor, NumbaCpuExecutor)
     reason = "no GPU here; the model runs on the processor"
-    assert (executor.state.name, executor.state.fallback_reason) == ("numba-cpu", reason)
-    assert (executor.info.device, executor.info.fallback_reason) == ("cpu", reason)
+    info = executor.info
+    assert (info.name, info.device, info.fallback_reason) == ("numba-cpu", "cpu", reason)
     executor.close()
 
 
@@ -248,7 +248,7 @@ def test_a_gpu_that_cannot_be_used_is_told_of_unasked(
     monkeypatch.setattr(devices, "find_device", lambda _: Device(None, "GPU 0 is taken", is_broken=True))
     executor = _created()
     assert isinstance(executor, NumbaCpuExecutor)
-    assert executor.state.fallback_reason == "GPU 0 is taken; the model runs on the processor"
+    assert executor.info.fallback_reason == "GPU 0 is taken; the model runs on the processor"
     assert len(_warnings(caplog)) == 1
     executor.close()
 
@@ -545,7 +545,7 @@ def test_threads_are_paid_for_by_the_control_group(quota: str, num_threads: int,
     host = _limited(tmp_path, 4 << 30, quota)
     loaded = create_executor(ServerConfig(device="cpu", **SMALL), _ignore, host)
     assert isinstance(loaded.executor, NumbaCpuExecutor)
-    assert loaded.executor._options.num_threads == num_threads
+    assert len(loaded.executor._workers._threads) == num_threads - 1
     loaded.executor.close()
 
 

@@ -1,6 +1,6 @@
-"""The torch executor: runs steps with the decoder in torch, on any device. It is the oracle and the fallback.
+"""The torch executor: runs steps with the decoder in torch, on any device, and owns the KV pool.
 
-It owns the KV pool.
+It is the reference for results, and runs what the kernels cannot.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class TorchExecutor:
         block_size: Slots per block, a power of two.
         device: A torch device.
         is_plain: Run ``kernels.reference`` for every operation: slow, the definition to compare with.
+        fallback_reason: Why a faster executor is not in use, although one was requested.
 
     Attributes:
         blocks: The KV pool.
@@ -67,6 +68,7 @@ class TorchExecutor:
         block_size: int = 16,
         device: str = "cpu",
         is_plain: bool = False,
+        fallback_reason: str = "",
     ) -> None:
         check_settings(model.config, model.torch_dtype, kv_memory_bytes, max_context, block_size)
         num_bytes = bytes_per_block(model.config, block_size, model.torch_dtype)
@@ -83,6 +85,7 @@ class TorchExecutor:
             bytes_per_block=num_bytes,
             model=describe(model, max_context),
             supported_dtypes=("float32", "bfloat16", "float16"),
+            fallback_reason=fallback_reason,
         )
         self.blocks = BlockPool(self._info, model.torch_dtype)
         self._has_flash = not is_plain and can_compute(model.config) and all(map(can_attend, self.blocks.tensors))

@@ -157,7 +157,7 @@ def test_the_same_bits_in_chunks_of_any_size(family: Family) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", CASES)
 def test_unpacked_weights_are_those_that_were_packed(folder_of: Folder, name: str, dtype: DTypeName) -> None:
-    """Torch can take over after a fault: every tensor is back, bit for bit, and a tied head is the embedding."""
+    """Packing loses nothing: every tensor can be found again, bit for bit, and a tied head is the embedding."""
     folder = folder_of(name)
     expected, found = load_model(folder, dtype=dtype).take_weights(), unpacked(folder, dtype)
     assert (found.head is found.embedding) == (expected.head is expected.embedding)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ferrule_server.executor.base import Float32Array
-from ferrule_server.executor.cpu.weights import unpack_model
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cpu.plan import Instructions, WeightKind
 from ferrule_server.model.tensors import ModelWeights
-from tests.executor.cpu.models import DEMO, KV_BYTES, QUANTISED_SETS, lose_a_thread, running, write_awkward, write_tiny
+from tests.executor.cpu.models import DEMO, KV_BYTES, QUANTISED_SETS, running, write_awkward, write_tiny
 from tests.executor.cpu.test_against_torch import TEXT, all_logits
 from tests.executor.cpu.test_weights import load_packed
+from tests.executor.cpu.unpacking import unpack_model
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 PROMPTS = [list(range(3, 203)), [9], list(range(40, 57))]
@@ -104,15 +104,3 @@ def test_a_row_that_is_not_finite_says_so_and_spoils_no_other(tmp_path: Path, ki
         rows = executor.run(stepper.batch(*pieces)).rows
         assert [row.is_finite for row in rows] == [False, False, True]
         np.testing.assert_array_equal(rows[2].logits, expected[0])
-
-
-def test_torch_takes_over_with_the_same_weights(tmp_path: Path) -> None:
-    """After a fault of the kernels the model is still the quantised one, rounded to bfloat16."""
-    folder = write_tiny(tmp_path / "model")
-    with running(folder, kernels=QUANTISED_SETS[-1], weights="int8") as executor:
-        expected = Stepper(executor).logits(Piece(PooledSequence(), PROMPTS[0], num_outputs=200))
-        lose_a_thread(executor)
-        with pytest.raises(Exception, match="thread"):
-            Stepper(executor).run(Piece(PooledSequence(), [1, 2, 3]))
-        found = Stepper(executor).logits(Piece(PooledSequence(), PROMPTS[0], num_outputs=200))
-    assert np.abs(found - expected).max() < 0.1 * expected.std()

@@ -20,7 +20,7 @@ from ferrule_server.executor.base import (
 )
 from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.fallback.executor import FallbackExecutor
-from tests.executor.fallback.reference_world import GREEDY, MAX_ROWS, PLAN, Torch, World, started, tokens_of
+from tests.executor.fallback.reference_world import GREEDY, MAX_ROWS, PLAN, Torch, World, device_of, started, tokens_of
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 # ---- where steps run ------------------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_the_state_tells_of_graphs() -> None:
 def test_info_names_what_is_to_run() -> None:
     """Fixed at start."""
     assert World().executor.info.name == "numba-cuda"
-    alone = FallbackExecutor(Torch(), reason="there is no GPU")
+    alone = FallbackExecutor(Torch(), device_of(None), reason="there is no GPU")
     assert (alone.info.name, alone.info.fallback_reason) == ("paged-reference", "there is no GPU")
 
 

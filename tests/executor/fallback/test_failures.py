@@ -134,8 +134,8 @@ def test_a_runner_that_cannot_be_made_is_done_without(error: Exception, reason: 
 
 
 def test_a_reason_not_to_begin_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """No device, or switched off: torch serves, on the CPU too."""
-    executor = FallbackExecutor(Torch(), reason="FERRULE_DISABLE_CUDA_RUNNER is set")
+    """No device, or switched off: torch serves."""
+    executor = FallbackExecutor(Torch(), device_of(None), reason="FERRULE_DISABLE_CUDA_RUNNER is set")
     stepper = Stepper(executor)
     stepper.run(Piece(PooledSequence(), [3]))
     assert not executor.tend()

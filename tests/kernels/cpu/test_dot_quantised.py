@@ -7,10 +7,10 @@ import pytest
 import torch
 from numba import njit
 
-from ferrule_server.executor.cpu.quantised import unpack_quantised
 from ferrule_server.kernels.cpu.dot import dot_group
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from tests.executor.cpu.models import QUANTISED_SETS, kernel_set_name
+from tests.executor.cpu.unpacking import unpack_quantised
 
 
 @njit

@@ -114,7 +114,7 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
 
 def _features(serving: Serving) -> list[info_pb2.Feature]:
     """Return the features of this server. The calls of any other one answer FEATURE_UNSUPPORTED."""
-    bits = serving.is_deterministic or bool(_kernel_set(serving.engine.info, serving.executor_state()))
+    bits = serving.is_deterministic or bool(serving.engine.info.kernel_set)
     depends = {
         info_pb2.FEATURE_TOKENIZER: serving.tokenizer is not None,
         info_pb2.FEATURE_CHAT_TEMPLATE: serving.chat_template is not None,
@@ -222,7 +222,7 @@ def _fill_executor(message: info_pb2.ExecutorStatus, info: ExecutorInfo, state: 
     """Write which executor runs the steps and why; only an executor that prepares kernels has a state."""
     message.executor = info.name if state is None else state.name
     message.fallback_reason = info.fallback_reason if state is None else state.fallback_reason
-    debug: dict[str, object] = {"kernel_set": _kernel_set(info, state), "kernel_set_reason": info.kernel_set_reason}
+    debug: dict[str, object] = {"kernel_set": info.kernel_set, "kernel_set_reason": info.kernel_set_reason}
     if state is not None:
         debug["preparation"] = state.preparation
         debug["captured_batch_sizes"] = ",".join(map(str, state.captured_batch_sizes))
@@ -232,11 +232,6 @@ def _fill_executor(message: info_pb2.ExecutorStatus, info: ExecutorInfo, state: 
             debug |= {f"memory_plan.{name}_bytes": max(0, size) for name, size in asdict(state.memory).items()}
             message.memory.device_total_bytes = state.memory.total
     message.debug.update({name: str(value) for name, value in debug.items() if value != ""})
-
-
-def _kernel_set(info: ExecutorInfo, state: ExecutorState | None) -> str:
-    """Return the kernels whose bits are promised now; empty if there are none, or if they failed."""
-    return info.kernel_set if state is None or state.name == info.name else ""
 
 
 def _fill_load(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -> None:

@@ -1,13 +1,7 @@
 """The executor of processors: every step runs on the kernels of ``kernels.cpu``.
 
 A row's results depend on its own sequence alone: on none of its neighbours, on no chunk, prefix or fork, and on no
-number of threads. If a kernel fails, torch takes over for good, and that promise ends with it::
-
-    start              the kernels are compiled or loaded, the weights packed          state.name numba-cpu
-    a thread ends      KvLost: all KV is discarded, the weights are unpacked           state.fallback_reason
-    from then on       every step in torch                                             state.name torch
-
-With ``is_deterministic`` the first failure is a DeviceLost instead, and nothing runs afterwards.
+number of threads. If a thread of a step fails, that is a DeviceLost, and nothing runs afterwards.
 """
 
 from __future__ import annotations
@@ -26,9 +20,7 @@ import torch
 from ferrule_server.executor.base import (
     DeviceLost,
     ExecutorInfo,
-    ExecutorState,
     Int32Array,
-    KvLost,
     RowOutput,
     StepBatch,
     StepResult,
@@ -38,10 +30,10 @@ from ferrule_server.executor.cpu.crowding import ThreadCount
 from ferrule_server.executor.cpu.outputs import ask, read_outputs
 from ferrule_server.executor.cpu.records import ModelRecord, StepMemory
 from ferrule_server.executor.cpu.tasks import TaskPlanner
-from ferrule_server.executor.cpu.weights import Packer, unpack_model
+from ferrule_server.executor.cpu.weights import Packer
 from ferrule_server.executor.cpu.workers import StepAborted, Workers
 from ferrule_server.executor.fallback.split import split_step
-from ferrule_server.executor.torch import TorchExecutor, check_settings, describe
+from ferrule_server.executor.torch import check_settings, describe
 from ferrule_server.kernels.cpu.compiled import Kernels, compile_kernels, usable_cache
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.processor import kernel_set_id
@@ -70,7 +62,6 @@ class CpuOptions:
         max_context: Longest sequence in tokens, at most the model's own.
         max_step_rows: Most rows of a step.
         fallback_reason: Why a faster executor is not in use, although one was requested.
-        is_deterministic: Torch must not take over.
     """
 
     plan: Plan
@@ -80,7 +71,6 @@ class CpuOptions:
     max_context: int
     max_step_rows: int = 512
     fallback_reason: str = ""
-    is_deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +117,7 @@ def prepare(
 class NumbaCpuExecutor:
     """Implements ``executor.base.Executor``.
 
-    Invariant: until a kernel fails every step runs on the kernels, afterwards every step runs in torch.
+    Invariant: every step runs on the kernels. After a step that failed, none runs.
 
     Args:
         model: The executor takes its weights; the model cannot be used for a second executor.
@@ -140,20 +130,16 @@ class NumbaCpuExecutor:
     """
 
     def __init__(self, model: LoadedModel, options: CpuOptions, prepared: Prepared) -> None:
-        self._model, self._options = model, options
-        self._torch: TorchExecutor | None = None
-        self._num_torch_steps = 0
-        self._fallback_reason = options.fallback_reason
+        self._max_step_rows = options.max_step_rows
         if options.fallback_reason:
             _log.warning("event=processor_serves reason=%r", options.fallback_reason)
         self._info = _describe(model, options)
         self._packed = prepared.packer.finish(model.take_weights())
         self._pool = BlockPool(self._info, model.torch_dtype)
-        self._start(prepared.kernels)
+        self._start(model.config, options, prepared.kernels)
 
-    def _start(self, kernels: Kernels) -> None:
+    def _start(self, config: ModelConfig, options: CpuOptions, kernels: Kernels) -> None:
         """Allocate the memory of a step and start the threads."""
-        config, options = self._model.config, self._options
         self._memory = StepMemory(
             config,
             options.plan,
@@ -181,34 +167,21 @@ class NumbaCpuExecutor:
         """The description of this executor; constant."""
         return self._info
 
-    @property
-    def state(self) -> ExecutorState:
-        """The current state; read from any thread."""
-        name = NAME if self._torch is None else "torch"
-        return ExecutorState(name, fallback_reason=self._fallback_reason, num_torch_steps=self._num_torch_steps)
-
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepResult:
         """Write the KV of the step's rows and return what its output rows request.
 
         Raises:
-            KvLost: A kernel failed. Later steps run in torch, over an empty pool.
-            DeviceLost: A kernel failed, and torch must not take over.
+            DeviceLost: A thread of this step or of an earlier one failed.
         """
-        if self._torch is not None:
-            self._num_torch_steps += batch.num_rows > 0
-            return self._torch.run(batch)
         if not batch.num_rows:
             return StepResult()
         try:
-            if batch.num_rows <= self._options.max_step_rows:
+            if batch.num_rows <= self._max_step_rows:
                 return StepResult(self._run(batch))
             return StepResult(self._run_in_parts(batch))
         except StepAborted as error:
-            if self._options.is_deterministic:
-                raise DeviceLost(str(error)) from error
-            self._switch_to_torch(error)
-            raise KvLost(str(error)) from error
+            raise DeviceLost(f"the kernels of the processor failed: {error}") from error
 
     def _run(self, batch: StepBatch) -> list[RowOutput]:
         memory = self._memory
@@ -233,56 +206,34 @@ class NumbaCpuExecutor:
 
     def _run_in_parts(self, batch: StepBatch) -> list[RowOutput]:
         """Run a step with more rows than there is memory for; the parts of a sequence in order."""
-        most = self._options.max_step_rows
+        most = self._max_step_rows
         rows: dict[int, RowOutput] = {}
         for part in split_step(batch, max_rows=most, max_seq_rows=most, small_rows=None):
             rows.update(zip(part.outputs.tolist(), self._run(part.batch), strict=True))
         return [rows[output] for output in range(len(batch.output_rows))]
 
-    def _switch_to_torch(self, error: Exception) -> None:
-        """Run everything in torch from now on; the KV and the packed weights are freed."""
-        _log.error("event=torch_serves reason=%r", str(error), exc_info=error)
-        self._workers.close()
-        model, options = self._model, self._options
-        model.weights = unpack_model(model.config, options.plan, self._packed)
-        del self._packed, self._pool, self._memory
-        self._torch = TorchExecutor(
-            model,
-            kv_memory_bytes=options.kv_memory_bytes,
-            max_context=options.max_context,
-            block_size=options.plan.block_size,
-        )
-        self._fallback_reason = f"the kernels failed: {error}"
-
     @torch.inference_mode()
     def copy_blocks(self, block_pairs: Int32Array) -> None:
         """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct."""
-        self._blocks.copy_blocks(block_pairs)
+        self._pool.copy_blocks(block_pairs)
 
     @torch.inference_mode()
     def copy_slots(self, slot_pairs: Int32Array) -> None:
         """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""
-        self._blocks.copy_slots(slot_pairs)
+        self._pool.copy_slots(slot_pairs)
 
     @torch.inference_mode()
     def read_blocks(self, block_ids: Int32Array) -> npt.NDArray[np.uint8]:
         """Return the raw bytes of blocks: uint8 [n, bytes_per_block], a copy."""
-        return self._blocks.read_blocks(block_ids)
+        return self._pool.read_blocks(block_ids)
 
     @torch.inference_mode()
     def write_blocks(self, block_ids: Int32Array, data: npt.NDArray[np.uint8]) -> None:
         """Overwrite blocks with raw bytes of the same shape as :meth:`read_blocks` returns."""
-        self._blocks.write_blocks(block_ids, data)
-
-    @property
-    def _blocks(self) -> BlockPool:
-        return self._pool if self._torch is None else self._torch.blocks
+        self._pool.write_blocks(block_ids, data)
 
     def close(self) -> None:
         """End the threads and release weights and pool; the executor is not used again."""
-        if self._torch is not None:
-            self._torch.close()
-            return
         self._workers.close()
         del self._packed, self._pool, self._memory
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Protocol
 
-__all__ = ["Device", "DeviceError", "DeviceGone", "Processor"]
+__all__ = ["Device", "DeviceError", "DeviceGone"]
 
 
 class DeviceError(Exception):
@@ -44,24 +44,3 @@ class Device(Protocol):
     def close(self) -> None:
         """Release everything that this object holds."""
         ...
-
-
-class Processor:
-    """Implements :class:`Device` for the processor, where torch waits for its own work."""
-
-    name = ""
-    memory = (0, 0)
-
-    def current(self) -> AbstractContextManager[None]:
-        """Do nothing: work is done when a call returns."""
-        return nullcontext()
-
-    def synchronize(self) -> None:
-        """Do nothing: work is done when a call returns."""
-
-    def translated(self, error: Exception) -> DeviceError | None:  # noqa: ARG002  (no error means the processor)
-        """Return None: no error comes from the processor itself."""
-        return None
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""

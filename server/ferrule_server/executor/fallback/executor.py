@@ -37,7 +37,7 @@ from ferrule_server.executor.base import (
     StepBatch,
     StepResult,
 )
-from ferrule_server.executor.fallback.device import Device, DeviceError, DeviceGone, Processor
+from ferrule_server.executor.fallback.device import Device, DeviceError, DeviceGone
 from ferrule_server.executor.fallback.fast_path import FastPath, MakeRunner, Runner, sentence
 from ferrule_server.executor.fallback.split import SMALL_ROWS, split_step
 from ferrule_server.executor.fallback.submitted import SubmittedStep, fed_back
@@ -54,7 +54,7 @@ class FallbackExecutor:
 
     Args:
         torch_executor: Uses the same device; owned from now on. The runner shares its weights and its pool.
-        device: The device of both; owned from now on. None: the processor.
+        device: The device of both; owned from now on.
         name: Name of the executor while the fast path serves.
         make_runner: Makes the runner of the fast path; None: torch runs every step.
         reason: Why there is none although one was requested, for people.
@@ -68,7 +68,7 @@ class FallbackExecutor:
     def __init__(
         self,
         torch_executor: Executor,
-        device: Device | None = None,
+        device: Device,
         *,
         name: str = "",
         make_runner: MakeRunner | None = None,
@@ -77,7 +77,7 @@ class FallbackExecutor:
         memory: MemoryPlan | None = None,
     ) -> None:
         self._torch = torch_executor
-        self._device = device or Processor()
+        self._device = device
         self._is_deterministic = is_deterministic
         self._memory = memory
         info = torch_executor.info

@@ -68,7 +68,7 @@ def open_side(name: str, folder: Path, num_tokens: int, max_context: int, num_th
     threads = num_threads or Host().num_threads()
     options = CpuOptions(choice.plan, choice.reason, threads, kv_bytes, max_context, max_step_rows=_MAX_STEP_ROWS)
     prepared = prepare(config, choice.plan)
-    model = load_model(folder, dtype="bfloat16", encoding=prepared.encoding)
+    model = load_model(folder, dtype="bfloat16", encoding=prepared.packer)
     return InProcessSide(NumbaCpuExecutor(model, options, prepared), threads)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,24 +116,23 @@ def random_weights(name: str, device: torch.device, seed: int = 0) -> ModelWeigh
         return torch.empty(size, device=device).normal_(1.0, 0.1, generator=generator).bfloat16()
 
     embedding = matrix(config.vocab_size, config.hidden_size)
-    head = embedding if config.is_tied else matrix(config.vocab_size, config.hidden_size)
+    head = {} if config.is_tied else {"head": matrix(config.vocab_size, config.hidden_size)}
     layers = [_random_layer(config, matrix, norm) for _ in range(config.num_layers)]
-    return ModelWeights(embedding, head, norm(config.hidden_size), layers)
+    return ModelWeights({"embedding": embedding, **head, "final_norm": norm(config.hidden_size)}, layers)
 
 
 def _random_layer(config: ModelConfig, matrix: Any, norm: Any) -> LayerWeights:
     hidden, intermediate = config.hidden_size, config.intermediate_size
     num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return LayerWeights(
+    layer = LayerWeights(
         attention_norm=norm(hidden),
         qkv=matrix(num_q + 2 * num_kv, hidden),
         attention_out=matrix(hidden, num_q),
         mlp_norm=norm(hidden),
         gate_up=matrix(2 * intermediate, hidden),
         down=matrix(hidden, intermediate),
-        q_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
-        k_norm=norm(config.head_dim) if config.qk_norm == "head" else None,
     )
+    return layer | {name: norm(config.head_dim) for name in ("q_norm", "k_norm") if config.qk_norm == "head"}
 
 
 def loaded(name: str, weights: ModelWeights) -> LoadedModel:
@@ -142,7 +140,7 @@ def loaded(name: str, weights: ModelWeights) -> LoadedModel:
 
     An executor clears the fields of the objects that it is given, so it gets others.
     """
-    kept = replace(weights, layers=[replace(layer) for layer in weights.layers])
+    kept = ModelWeights(dict(weights.parts), [dict(layer) for layer in weights.layers])
     config = config_of(name)
     tensors = dict(checkpoint_tensors(config, weights))
     return LoadedModel(
@@ -168,18 +166,16 @@ def checkpoint_tensors(config: ModelConfig, weights: ModelWeights) -> Iterator[t
 
 def _layer_tensors(config: ModelConfig, layer: LayerWeights) -> Iterator[tuple[str, Tensor]]:
     num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    for name, norm in (("input_layernorm", layer.attention_norm), ("post_attention_layernorm", layer.mlp_norm)):
-        assert norm is not None
-        yield f"{name}.weight", norm
-    for name, part in zip("qkv", torch.split(layer.qkv, [num_q, num_kv, num_kv]), strict=True):
+    yield "input_layernorm.weight", layer["attention_norm"]
+    yield "post_attention_layernorm.weight", layer["mlp_norm"]
+    for name, part in zip("qkv", torch.split(layer["qkv"], [num_q, num_kv, num_kv]), strict=True):
         yield f"self_attn.{name}_proj.weight", part
-    yield "self_attn.o_proj.weight", layer.attention_out
-    for name, half in zip(("gate", "up"), torch.split(layer.gate_up, config.intermediate_size), strict=True):
+    yield "self_attn.o_proj.weight", layer["attention_out"]
+    for name, half in zip(("gate", "up"), torch.split(layer["gate_up"], config.intermediate_size), strict=True):
         yield f"mlp.{name}_proj.weight", half
-    yield "mlp.down_proj.weight", layer.down
-    if layer.q_norm is not None and layer.k_norm is not None:
-        yield "self_attn.q_norm.weight", layer.q_norm
-        yield "self_attn.k_norm.weight", layer.k_norm
+    yield "mlp.down_proj.weight", layer["down"]
+    for name in layer.keys() & {"q_norm", "k_norm"}:
+        yield f"self_attn.{name}.weight", layer[name]
 
 
 def write_folder(name: str, weights: ModelWeights, folder: Path) -> int:

@@ -71,12 +71,12 @@ class PlainLayer(nn.Module):
         self.config = config
         self.kind = config.layers[0]  # its sizes are plain numbers, as torch.compile needs them
         for name in ("attention_norm", "qkv", "attention_out", "mlp_norm", "gate_up", "down"):
-            self.register_buffer(name, getattr(weights, name))
-        self.register_buffer("q_norm", weights.q_norm)
-        self.register_buffer("k_norm", weights.k_norm)
+            self.register_buffer(name, weights[name])
+        self.register_buffer("q_norm", weights.get("q_norm"))
+        self.register_buffer("k_norm", weights.get("k_norm"))
         size = (batch, self.kind.num_kv_heads, length, self.kind.head_dim)
         for name in ("keys", "values"):
-            self.register_buffer(name, torch.zeros(size, dtype=weights.qkv.dtype, device=weights.qkv.device))
+            self.register_buffer(name, torch.zeros(size, dtype=weights["qkv"].dtype, device=weights["qkv"].device))
 
     def forward(self, hidden: Tensor, positions: Tensor, rotation: tuple[Tensor, Tensor], is_seen: Tensor) -> Tensor:
         """Return the residual stream behind this layer: [batch, tokens, hidden_size]."""

@@ -58,21 +58,19 @@ def _layer(
     config: ModelConfig, weights: LayerWeights, hidden: Tensor, rotation: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Return the residual stream behind a layer, what its buffers hold, and its K and V."""
-    assert weights.attention_norm is not None
-    assert weights.mlp_norm is not None
-    normed = rms_norm(hidden, weights.attention_norm, config.norm_eps)
-    qkv = F.linear(normed, weights.qkv.to(dtype))
+    normed = rms_norm(hidden, weights["attention_norm"], config.norm_eps)
+    qkv = F.linear(normed, weights["qkv"].to(dtype))
     query, key, value = _heads(config, weights, qkv, rotation)
     made = [
         F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
         for q, k, v in zip(query, key, value, strict=True)
     ]
     attended = torch.stack(made).transpose(1, 2).flatten(2)
-    hidden = hidden + F.linear(attended, weights.attention_out.to(dtype))
-    normed = rms_norm(hidden, weights.mlp_norm, config.norm_eps)
-    gate, up = F.linear(normed, weights.gate_up.to(dtype)).chunk(2, -1)
+    hidden = hidden + F.linear(attended, weights["attention_out"].to(dtype))
+    normed = rms_norm(hidden, weights["mlp_norm"], config.norm_eps)
+    gate, up = F.linear(normed, weights["gate_up"].to(dtype)).chunk(2, -1)
     gated = F.silu(gate) * up
-    hidden = hidden + F.linear(gated, weights.down.to(dtype))
+    hidden = hidden + F.linear(gated, weights["down"].to(dtype))
     return hidden, {"qkv": qkv, "attended": attended, "gated": gated}, torch.stack((key, value)).transpose(2, 3)
 
 
@@ -82,7 +80,7 @@ def _heads(
     """Return query, key and value, each [batch, its heads, tokens, head_dim], the first two rotated."""
     heads = qkv.view(*qkv.shape[:2], -1, config.head_dim).transpose(1, 2)
     query, key, value = torch.split(heads, [config.num_heads, config.num_kv_heads, config.num_kv_heads], 1)
-    if weights.q_norm is not None and weights.k_norm is not None:
-        query = rms_norm(query, weights.q_norm, config.norm_eps)
-        key = rms_norm(key, weights.k_norm, config.norm_eps)
+    if "q_norm" in weights:
+        query = rms_norm(query, weights["q_norm"], config.norm_eps)
+        key = rms_norm(key, weights["k_norm"], config.norm_eps)
     return turned(query, rotation), turned(key, rotation), value

@@ -186,7 +186,7 @@ def _load(config: ServerConfig, on_progress: OnProgress, host: Host) -> LoadedEx
         note_no_tokenizer(folder, _log.warning)
     with _preparing(config, model_config, device, dtype) as preparation:
         prepared = _prepare_processor(config, model_config, choice, on_progress)
-        encoding = None if prepared is None else prepared.encoding
+        encoding = None if prepared is None else prepared.packer
         model = load_model(folder, dtype=dtype, config=model_config, on_progress=on_bytes, encoding=encoding)
         _log_left_out(model_config)
         if config.model == DEMO_MODEL or commit is not None:
@@ -225,12 +225,8 @@ def note_no_tokenizer(folder: Path, note: Note) -> None:
 
 def _log_left_out(model_config: ModelConfig) -> None:
     """Log which parts of a model of several modalities are not loaded."""
-    from ferrule_server.model.tensors import wrapper_of
-
-    wrapper = wrapper_of(model_config)
-    if wrapper is not None:
-        parts = ",".join(wrapper.parts_left_out())
-        _log.info("event=text_model_only architecture=%s left_out=%s", wrapper.architecture, parts)
+    if parts := ",".join(model_config.names.parts_left_out()):
+        _log.info("event=text_model_only architecture=%s left_out=%s", model_config.architecture, parts)
 
 
 def device_of(config: ServerConfig) -> Device:

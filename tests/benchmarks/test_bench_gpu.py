@@ -143,7 +143,7 @@ def test_steps_ahead_choose_the_tokens_of_steps_in_turns() -> None:
     """Two in flight, each fed with the tokens of the one before; twice over the same KV."""
     weights = models.random_weights(TINY, CPU)
     for layer in weights.layers:
-        layer.down.mul_(40)  # else a tied head repeats the token before
+        layer["down"].mul_(40)  # else a tied head repeats the token before
     plain = Ours(_executor(weights), is_dry=True)
     plain.prepare(3, 37, 8)
     inner, seen = _executor(weights), list[list[int]]()

@@ -69,9 +69,8 @@ def test_plain_weights_are_those_of_the_checkpoint(folder: Path) -> None:
     assert torch.equal(plain.final_norm, stored["model.norm.weight"].bfloat16())
     assert len(plain.layers) == executor.info.model.config.num_layers
     for index, layer in enumerate(plain.layers):
-        assert torch.equal(layer.down, stored[f"model.layers.{index}.mlp.down_proj.weight"].bfloat16())
-        assert layer.q_norm is not None
-        assert torch.equal(layer.q_norm, stored[f"model.layers.{index}.self_attn.q_norm.weight"].bfloat16())
+        assert torch.equal(layer["down"], stored[f"model.layers.{index}.mlp.down_proj.weight"].bfloat16())
+        assert torch.equal(layer["q_norm"], stored[f"model.layers.{index}.self_attn.q_norm.weight"].bfloat16())
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16], ids=str)

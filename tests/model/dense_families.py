@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from ferrule_server.model import config_reader, tensors
+from ferrule_server.model import config_reader
 from ferrule_server.model.config import ClampedSwiglu, ModelConfig
 from ferrule_server.model.families import FAMILIES
 from ferrule_server.model.families.family import Family
@@ -118,8 +118,7 @@ DENSE: Final = {
 def dense_families_known() -> Iterator[None]:
     """Have the loader know these families inside the block."""
     with pytest.MonkeyPatch.context() as patch:
-        for importer in (config_reader, tensors):
-            patch.setattr(importer, "FAMILIES", (*FAMILIES, *DENSE.values()))
+        patch.setattr(config_reader, "FAMILIES", (*FAMILIES, *DENSE.values()))
         yield
 
 

@@ -73,8 +73,8 @@ def test_grouped_attention_equals_the_plain_one(
     query = (3 * torch.randn(num_rows, num_heads, head_dim)).to(dtype)
     key, value = torch.randn(2, num_rows, num_kv_heads, head_dim).to(dtype)
     for layer in (0, 1):
-        plain = PlainAttention(pools[0], step).attend(layer, query, key, value)
-        grouped = GroupedAttention(pools[1], step, num_heads).attend(layer, query, key, value)
+        plain = PlainAttention(pools[0], step).attend(layer, query, (key, value))
+        grouped = GroupedAttention(pools[1], step, num_heads).attend(layer, query, (key, value))
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(grouped, plain, rtol=tolerance, atol=tolerance)
         error = (grouped.float() - plain.float()).norm() / plain.float().norm()
@@ -98,14 +98,14 @@ def test_windows_chunks_sinks_and_caps_equal_the_plain_ones(
     pool = make_pool(step, (num_blocks, 1, 2, 2, BLOCK_SIZE, 8), dtype)
     num_rows = len(step.positions)
     query, (key, value) = torch.randn(num_rows, 4, 8).to(dtype), torch.randn(2, num_rows, 2, 8).to(dtype)
-    whole = PlainAttention(pool.clone(), step).attend(0, query, key, value, rule, sinks=sinks)
+    whole = PlainAttention(pool.clone(), step).attend(0, query, (key, value), rule, sinks=sinks)
     for table, (past, _) in zip(step.block_tables, seqs, strict=True):
         first = max(past - past % (rule.chunk or past + 1), past + 1 - (rule.window or past + 1))
         table[: first // BLOCK_SIZE] = 0
     assert not step.block_tables.all()
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for made in (PlainAttention(pool.clone(), step), GroupedAttention(pool.clone(), step, 4)):
-        found = made.attend(0, query, key, value, rule, sinks=sinks)
+        found = made.attend(0, query, (key, value), rule, sinks=sinks)
         torch.testing.assert_close(found, whole, rtol=tolerance, atol=tolerance)
 
 
@@ -118,4 +118,4 @@ def test_a_sink_takes_weight_from_the_values_of_its_head() -> None:
     query, key, value = torch.randn(1, 2, 8), torch.zeros(1, 1, 8), torch.ones(1, 1, 8)
     expected = (3 / (3 + sinks.exp())).view(1, 2, 1).expand(1, 2, 8).flatten(1)
     for made in (PlainAttention(pool.clone(), step), GroupedAttention(pool.clone(), step, 2)):
-        torch.testing.assert_close(made.attend(0, query, key, value, sinks=sinks), expected)
+        torch.testing.assert_close(made.attend(0, query, (key, value), sinks=sinks), expected)

@@ -93,7 +93,7 @@ LAYERS: dict[str, Callable[[LayerKind], LayerKind]] = {
 def dropped(weights: ModelWeights, config: ModelConfig) -> Iterator[Switch]:
     """Yield the features that are tensors."""
     for name in TENSORS:
-        if getattr(weights.layers[0], name) is not None:
+        if name in weights.layers[0]:
             pair = (name, "k_norm") if name == "q_norm" else (name,)
             yield Switch(name, config, pair)
 
@@ -110,7 +110,7 @@ def logits_of(example: Example, switch: Switch | None) -> Float32Array:
     assert model.weights is not None
     for layer in model.weights.layers:
         for name in switch.drop if switch is not None else ():
-            setattr(layer, name, None)
+            layer.pop(name, None)
     executor = TorchExecutor(model, kv_memory_bytes=4 << 20, max_context=512)
     logits = Stepper(executor).logits(Piece(PooledSequence(), PROMPT, num_outputs=len(PROMPT)))
     executor.close()
@@ -133,7 +133,7 @@ def test_every_field_of_a_network_is_covered() -> None:
     """A new field is switched off here, or is one of those that decide shapes."""
     shapes = {
         "architecture", "vocab_size", "hidden_size", "num_heads", "max_positions", "layers", "norm_eps", "is_tied",
-        "eos_ids", "has_norm_before", "is_gated", "is_parallel", "activation", "has_norm_bias", "has_mlp_bias",
+        "eos_ids", "names", "has_norm_before", "is_gated", "is_parallel", "activation", "has_norm_bias", "has_mlp_bias",
     }  # fmt: skip
     by_tensor = {
         "qk_norm", "has_norm_after", "has_qkv_bias", "has_attention_out_bias", "has_layer_scale", "per_layer_input",

@@ -74,8 +74,8 @@ def assert_same_attention(pool: torch.Tensor, step: StepArrays, num_heads: int, 
     heads = torch.randn(num_rows, 2 * num_kv_heads, head_dim).to(pool)
     key, value = heads[:, :num_kv_heads], heads[:, num_kv_heads:]
     for layer in range(num_layers):
-        plain = PlainAttention(plain_pool, step).attend(layer, query.float(), key.float(), value.float())
-        flash = FlashAttention(pool, step, num_heads).attend(layer, query, key, value)
+        plain = PlainAttention(plain_pool, step).attend(layer, query.float(), (key.float(), value.float()))
+        flash = FlashAttention(pool, step, num_heads).attend(layer, query, (key, value))
         assert flash.dtype == dtype
         torch.testing.assert_close(flash.float(), plain, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(pool, plain_pool.to(dtype), rtol=0, atol=0, equal_nan=True)
@@ -315,11 +315,10 @@ def make_weights(config: ModelConfig, device: str) -> ModelWeights:
 
     layers = [
         LayerWeights(
+            **(dict.fromkeys(("q_norm", "k_norm"), empty(config.head_dim)) if config.qk_norm == "head" else {}),
+            **({"qkv_bias": empty(qkv)} if config.has_qkv_bias else {}),
             attention_norm=empty(hidden),
             qkv=empty(qkv, hidden),
-            qkv_bias=empty(qkv) if config.has_qkv_bias else None,
-            q_norm=empty(config.head_dim) if config.qk_norm == "head" else None,
-            k_norm=empty(config.head_dim) if config.qk_norm == "head" else None,
             attention_out=empty(hidden, attended),
             mlp_norm=empty(hidden),
             gate_up=empty(2 * intermediate, hidden),
@@ -327,8 +326,7 @@ def make_weights(config: ModelConfig, device: str) -> ModelWeights:
         )
         for _ in range(config.num_layers)
     ]
-    embedding = empty(config.vocab_size, hidden)
-    return ModelWeights(embedding, embedding, empty(hidden), layers)
+    return ModelWeights({"embedding": empty(config.vocab_size, hidden), "final_norm": empty(hidden)}, layers)
 
 
 CHUNK: list[Seq] = [(1024, 512)]

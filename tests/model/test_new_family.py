@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from ferrule_server.errors import ModelError
 from ferrule_server.executor.torch import TorchExecutor
-from ferrule_server.model import config_reader, families, tensors
+from ferrule_server.model import config_reader, families
 from ferrule_server.model.families import FAMILIES
 from ferrule_server.model.families.family import Family
 from ferrule_server.model_check import catalogue
@@ -41,7 +41,7 @@ def family(monkeypatch: pytest.MonkeyPatch) -> Family:
     exec(compile(code, "README.md", "exec", dont_inherit=True), module.__dict__)
     (name,) = module.__all__
     made: Family = getattr(module, name)
-    for importer in (config_reader, tensors, catalogue):
+    for importer in (config_reader, catalogue):
         monkeypatch.setattr(importer, "FAMILIES", (*FAMILIES, made))
     return made
 

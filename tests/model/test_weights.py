@@ -12,14 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import ferrule_server
 from ferrule_server.errors import ModelError
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.rope import stored_order
-from ferrule_server.model.weights import LoadedModel, check_tensors, load_model
+from ferrule_server.model.tensors import EMBEDDING
+from ferrule_server.model.weights import LoadedModel, _fingerprint, check_tensors, load_model
 from tests.model.conftest import CASES, Example, make_example
 
 Tensors = dict[str, torch.Tensor]
 LAYER = "model.layers.1."
+DEMO = Path(ferrule_server.__file__).parent / "demo_model"
+FINGERPRINTS: dict[str, str] = json.loads(Path(__file__).with_name("fingerprints.json").read_text())
 
 
 @pytest.fixture
@@ -82,13 +86,13 @@ def test_tensors_arrive_in_their_places(example: Example) -> None:
             num_rotated = len(qkv) - kind.num_kv_heads * kind.head_dim
             rotated = qkv[:num_rotated].view(-1, kind.head_dim, qkv.shape[1])[:, order].flatten(0, 1)
             qkv = torch.cat([rotated, qkv[num_rotated:]])
-        assert torch.equal(layer.qkv, qkv)
-        assert torch.equal(layer.attention_out, joined(attention, "o_proj.weight"))
+        assert torch.equal(layer["qkv"], qkv)
+        assert torch.equal(layer["attention_out"], joined(attention, "o_proj.weight"))
         gate_up = joined(mlp, *(f"{name}.weight" for name in ("gate_proj", "up_proj", "gate_up_proj", "c_fc")))
-        assert torch.equal(layer.gate_up, gate_up)
-        assert torch.equal(layer.down, joined(mlp, "down_proj.weight", "c_proj.weight"))
-        assert (layer.sinks is not None) == kind.has_sinks
-        assert layer.sinks is None or torch.equal(layer.sinks, stored[f"{attention}sinks"])
+        assert torch.equal(layer["gate_up"], gate_up)
+        assert torch.equal(layer["down"], joined(mlp, "down_proj.weight", "c_proj.weight"))
+        assert ("sinks" in layer) == kind.has_sinks
+        assert not kind.has_sinks or torch.equal(layer["sinks"], stored[f"{attention}sinks"])
     assert model.num_parameters == sum(tensor.numel() for tensor in stored.values())
     assert model.weights_bytes == 4 * model.num_parameters
 
@@ -113,7 +117,7 @@ def test_shards_load_like_one_file(folder: Path) -> None:
     shard(folder)
     parts = load(folder)
     assert parts.fingerprint == whole.fingerprint
-    assert torch.equal(parts.take_weights().layers[1].qkv, whole.take_weights().layers[1].qkv)
+    assert torch.equal(parts.take_weights().layers[1]["qkv"], whole.take_weights().layers[1]["qkv"])
 
 
 def test_fingerprint_follows_everything_that_decides_the_kv(folder: Path) -> None:
@@ -131,12 +135,23 @@ def test_fingerprint_follows_everything_that_decides_the_kv(folder: Path) -> Non
     assert len(set(prints)) == 4
 
 
+def test_fingerprints_stay(example: Example, request: pytest.FixtureRequest) -> None:
+    """A journal is bound to the fingerprint of its model. These were recorded once, without the random weights."""
+    network = _fingerprint(read_config(example.folder), {EMBEDDING: b""}, "float32", None)
+    assert network.hex()[:16] == FINGERPRINTS[request.node.callspec.params["example"]]
+
+
+def test_the_fingerprint_of_the_bundled_model_stays() -> None:
+    """With its weights."""
+    assert load_model(DEMO, dtype="bfloat16").fingerprint.hex()[:16] == FINGERPRINTS["the bundled model"]
+
+
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
 def test_stored_half_precision_is_converted(folder: Path, stored: torch.dtype) -> None:
     """A float16 or bfloat16 checkpoint loads as float32 with the very values stored."""
     edit(folder, lambda tensors: tensors.update({name: t.to(stored) for name, t in tensors.items()}))
     expected = load_file(folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight"].float()
-    assert torch.equal(load(folder).take_weights().layers[0].down, expected)
+    assert torch.equal(load(folder).take_weights().layers[0]["down"], expected)
 
 
 def test_progress_counts_every_byte(folder: Path) -> None:

@@ -26,7 +26,7 @@ from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.families import FAMILIES, WRAPPERS
 from ferrule_server.model.families.others import SMALL
 from ferrule_server.model.hub import fetch_model
-from ferrule_server.model.weights import DTypeName, Encoding, load_model
+from ferrule_server.model.weights import DTypeName, load_model
 from ferrule_server.model_check import paths
 from ferrule_server.model_check.__main__ import main, size
 from ferrule_server.model_check.catalogue import KNOWN, Published
@@ -111,7 +111,7 @@ def test_bytes_of_packed_weights_are_those_of_a_loaded_model(
     plan = choose(config, dtype, weights).plan
     assert plan is not None
     packer = packing.Packer(config, plan, lambda *_: 0)
-    model = load_model(folder, dtype=dtype, config=config, encoding=Encoding(packer.name, packer.encode))
+    model = load_model(folder, dtype=dtype, config=config, encoding=packer)
     details = checked(folder, dtype=dtype, weights=weights)
     assert details.weights_bytes == model.weights_bytes
     assert details.executor == "numba-cpu"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 
 from ferrule_server.executor.base import BLOCK_SIZE
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.tensors import ModelWeights, on_meta
+from ferrule_server.model.tensors import on_meta, specs
 from ferrule_server.model.weights import TORCH_DTYPES
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ def weights_bytes(config: ModelConfig, dtype: torch.dtype, plan: Plan | None = N
     total = sum(tensor.nbytes for tensor in weights.tensors())
     if plan is None:
         return total
-    from ferrule_server.executor.cpu.weights import matrices, packed_bytes
+    from ferrule_server.executor.cpu.weights import packed_bytes
 
-    packed = matrices(config)
-    return total + sum(packed_bytes(config, plan, *it) - _matrix(weights, *it).nbytes for it in packed)
+    linear = [spec for spec in specs(config) if spec.is_linear]
+    return total + sum(packed_bytes(config, plan, spec) - prod(spec.shape) * dtype.itemsize for spec in linear)
 
 
 def largest_matrix_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -45,19 +46,10 @@ def largest_matrix_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
     A head that is tied is not: it is the embedding, which files begin with.
     """
-    from ferrule_server.executor.cpu.weights import matrices
-
-    weights, _ = on_meta(config, dtype)
-    found = (_matrix(weights, *it) for it in matrices(config))
-    return max(matrix.nbytes for matrix in found if matrix is not weights.embedding)
+    linear = (spec for spec in specs(config) if spec.is_linear and spec.part.name != "embedding")
+    return max(prod(spec.shape) for spec in linear) * dtype.itemsize
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> int:
     """Return the bytes of K and V of a sequence, in whole blocks."""
     return -(-num_tokens // BLOCK_SIZE) * BLOCK_SIZE * config.kv_values * dtype.itemsize
-
-
-def _matrix(weights: ModelWeights, name: str, layer: int) -> torch.Tensor:
-    """Return a matrix by its field and its layer; -1: a field of the whole model."""
-    matrix: torch.Tensor = getattr(weights if layer < 0 else weights.layers[layer], name)
-    return matrix

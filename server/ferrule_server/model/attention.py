@@ -26,6 +26,7 @@ from ferrule_server.model.pool_shape import KvWriter, PoolShape, index_tensor
 
 __all__ = [
     "GroupedAttention",
+    "Kv",
     "LayerAttention",
     "PlainAttention",
     "PoolAttention",
@@ -73,19 +74,20 @@ class StepArrays:
     block_tables: Int32Array
 
 
+Kv = tuple[Tensor, Tensor] | None
+"""K and V of the rows, each [num_rows, num_kv_heads, head_dim]; None if a layer reads those of an earlier one."""
+
+
 class StepAttention(Protocol):
     """Gives the layers of the decoder access to the KV pool during one step."""
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None, *, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, kv: Kv, *, sinks: Tensor | None = None) -> Tensor:
         """Write K and V of the rows, then return the attention of every row over its own sequence.
 
         Args:
             layer: Number of the layer.
             query: [num_rows, num_heads, head_dim].
-            key: [num_rows, num_kv_heads, head_dim]; None if the layer reads the K and V of an earlier one.
-            value: Like ``key``.
+            kv: K and V of the rows.
             sinks: [num_heads], a score of each head that joins the softmax and has no value; None: there is none.
 
         Returns:
@@ -98,14 +100,7 @@ class PoolAttention(Protocol):
     """Attention over one pool, whose layers have equal heads. ``layer`` counts those of the pool."""
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        rule: AttentionRule | None = None,
-        *,
-        sinks: Tensor | None = None,
+        self, layer: int, query: Tensor, kv: Kv, rule: AttentionRule | None = None, *, sinks: Tensor | None = None
     ) -> Tensor:
         """See :meth:`StepAttention.attend`; ``rule`` says how scores are made, by default plainly."""
         ...
@@ -123,12 +118,10 @@ class LayerAttention:
         self._layers = attention_layers(config)
         self._pools = pools
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor | None, value: Tensor | None, *, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, kv: Kv, *, sinks: Tensor | None = None) -> Tensor:
         """See :class:`StepAttention`."""
         place, index, rule = self._layers[layer]
-        return self._pools[place].attend(index, query, key, value, rule, sinks=sinks)
+        return self._pools[place].attend(index, query, kv, rule, sinks=sinks)
 
 
 @cache
@@ -159,20 +152,13 @@ class PlainAttention:
         self._step = {name: torch.tensor(getattr(step, name), device=pool.device) for name in names}
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        rule: AttentionRule | None = None,
-        *,
-        sinks: Tensor | None = None,
+        self, layer: int, query: Tensor, kv: Kv, rule: AttentionRule | None = None, *, sinks: Tensor | None = None
     ) -> Tensor:
         """See :class:`PoolAttention`."""
         step = dict(self._step)
         slots = step.pop("slot_mapping")
-        if key is not None and value is not None:
-            reference.kv_append(self._pool, layer, key, value, slots)
+        if kv is not None:
+            reference.kv_append(self._pool, layer, *kv, slots)
         out = reference.paged_attention(query, self._pool, layer, **step, rule=rule, sinks=sinks)
         return out.flatten(1)
 
@@ -195,18 +181,11 @@ class GroupedAttention:
         self._groups = [_Group(self._shape, step, seqs, pool) for seqs in _group_seqs(step, self._shape)]
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        rule: AttentionRule | None = None,
-        *,
-        sinks: Tensor | None = None,
+        self, layer: int, query: Tensor, kv: Kv, rule: AttentionRule | None = None, *, sinks: Tensor | None = None
     ) -> Tensor:
         """See :class:`PoolAttention`."""
-        if key is not None and value is not None:
-            self._writer.write(layer, key, value)
+        if kv is not None:
+            self._writer.write(layer, *kv)
         rule = rule or AttentionRule(query.shape[-1] ** -0.5)
         pieces = self._shape.layer_pieces(self._pool, layer)
         if len(self._groups) == 1:

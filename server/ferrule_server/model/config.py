@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Set
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Mapping, Set
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from ferrule_server.model.rope import LongScaling, Rope
 
 __all__ = [
     "Activation",
+    "CheckpointNames",
     "ClampedSwiglu",
     "LayerKind",
     "ModelConfig",
     "PerLayerInput",
     "QueryTemperature",
+    "other_fields",
     "unknown_features",
 ]
 
@@ -97,6 +99,27 @@ class PerLayerInput:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointNames:
+    """What the tensors of a checkpoint are called, where that is not what Llama calls them.
+
+    Attributes:
+        tensors: For each part of a layer with other names (``tensors.py``): those of the tensors that follow each other
+            in it, without ``model.layers.N.`` and their ending.
+        renamed: What the names of a text model inside another begin with, and with what those of the text model begin.
+        left_out: What the names of tensors around the text model begin with, which are not loaded.
+    """
+
+    tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    renamed: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def parts_left_out(self, names: Collection[str] | None = None) -> tuple[str, ...]:
+        """Return the parts that are not loaded: those with tensors among these names; None: all that there may be."""
+        parts = [part for part in self.left_out if names is None or any(name.startswith(part) for name in names)]
+        return tuple(dict.fromkeys(part.rstrip(".").rpartition(".")[2] for part in parts))
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The network of a model, and the one record of its sizes.
 
@@ -132,6 +155,7 @@ class ModelConfig:
         has_attention_out_bias: The projection after attention carries a bias.
         has_mlp_bias: The feed-forward projections carry biases.
         eos_ids: Tokens that end a text: those of generation_config.json, else those of config.json.
+        names: Of the tensors in the checkpoint; no part of the network, and not compared.
     """
 
     architecture: str
@@ -165,6 +189,7 @@ class ModelConfig:
     has_attention_out_bias: bool = False
     has_mlp_bias: bool = False
     eos_ids: tuple[int, ...] = ()
+    names: CheckpointNames = field(default=CheckpointNames(), compare=False)
 
     @property
     def num_layers(self) -> int:
@@ -230,6 +255,12 @@ def _for_context(rope: Rope | None, max_context: int) -> Rope | None:
     return replace(rope, scaling=replace(rope.scaling, is_long=max_context > rope.scaling.original_max_positions))
 
 
+def other_fields(record: ModelConfig | LayerKind, known: Set[str]) -> list[str]:
+    """Return the fields that are not known and differ from their defaults."""
+    others = [item for item in fields(record) if item.compare and item.name not in known]
+    return [item.name for item in others if getattr(record, item.name) != item.default]
+
+
 def unknown_features(config: ModelConfig, known: Set[str]) -> list[str]:
     """Return what a network needs that kernels for equal layers of full attention do not compute, for people.
 
@@ -237,9 +268,7 @@ def unknown_features(config: ModelConfig, known: Set[str]) -> list[str]:
         config: The network.
         known: The fields that the kernels compute; any other must have its default.
     """
-    others = {field.name: field.default for field in fields(config) if field.name not in known}
-    values = {name: getattr(config, name) for name in others}
-    reasons = [f"the default {name}, not {value!r}" for name, value in values.items() if value != others[name]]
+    reasons = [f"the default {name}, not {getattr(config, name)!r}" for name in other_fields(config, known)]
     if config.qk_norm == "row":
         reasons.append("norms of single heads, not of all heads of a row")
     kind = config.layers[0]

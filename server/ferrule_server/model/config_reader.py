@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model.config import LayerKind, ModelConfig
+from ferrule_server.model.config import CheckpointNames, LayerKind, ModelConfig
 from ferrule_server.model.families import FAMILIES, WRAPPERS
 from ferrule_server.model.families.family import Family, Wrapper
 from ferrule_server.model.families.others import NotSupported, check_not_quantised, files_advice, refusal_of
@@ -101,6 +102,7 @@ def parse_config(
         has_attention_out_bias=values.flag("attention_bias"),
         has_mlp_bias=values.flag("mlp_bias"),
         eos_ids=_eos_ids((generation, raw, text), vocab_size, note),
+        names=replace(CheckpointNames() if wrapper is None else wrapper.names, tensors=family.tensors),
     )
     return family.refine(config, values)
 

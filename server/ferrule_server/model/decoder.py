@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ferrule_server.kernels import reference
-from ferrule_server.model.attention import StepAttention
+from ferrule_server.model.attention import Kv, StepAttention
 from ferrule_server.model.config import LayerKind, ModelConfig
 from ferrule_server.model.linear import (
     AddLinear,
@@ -27,7 +26,7 @@ from ferrule_server.model.linear import (
     tied_ends,
 )
 from ferrule_server.model.rope import Rope, inverse_frequencies, magnitudes
-from ferrule_server.model.tensors import LayerWeights, ModelWeights
+from ferrule_server.model.tensors import LAYER_PARTS, LayerWeights, ModelWeights
 
 __all__ = ["Decoder"]
 
@@ -40,44 +39,38 @@ _TILE_ROWS = 512
 # Rows normalised and rotated at a time: bounds their float32 copies, but leaves each thread enough work.
 _ROTATED_ROWS = 256
 _ALL_ROWS = 1 << 30
+_NORMS = {part.name for part in LAYER_PARTS if part.kind == "norm"} - {"q_norm", "k_norm"}
+_LINEARS = {part.name for part in LAYER_PARTS if part.kind == "linear"}
+_ADDERS = {"attention_out": "attention_out_norm", "down": "mlp_out_norm"}
+"""The linear layers that add to the residual stream, each with the norm after it."""
 
-
-_Holder = TypeVar("_Holder", LayerWeights, ModelWeights)
 
 Norm = Callable[[Tensor], Tensor]
 """Maps [rows, hidden_size] to the same shape and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
-class _PerLayerInput:
-    """How a layer adds its part of the second embedding to the residual stream."""
-
-    gate: Linear
-    projection: Linear
-    norm: Norm
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
-    """One decoder layer, ready to run. What is None does not exist.
+    """One decoder layer, ready to run.
 
-    ``head_norm`` is [query and key heads, head_dim]; ``row_norms`` are one weight for all query heads of a row, and one
-    for all key heads. ``rotation`` is the number of its table.
+    Attributes:
+        kind: What it computes.
+        rotation: The number of its table.
+        linears: By the names of their matrices; those that add to the residual stream are in ``adders``.
+        adders: ``attention_out`` and ``down``, each with the norm after it.
+        norms: Of the residual stream, by name.
+        head_norms: Of single heads: one weight [query and key heads, head_dim]; of rows: one for all query heads, and
+            one for all key heads.
+        rest: The other tensors.
     """
 
     kind: LayerKind
     rotation: int
-    attention_norm: Norm | None
-    qkv: Linear
-    head_norm: Tensor | None
-    row_norms: tuple[Tensor, ...]
-    attention_out: AddLinear
-    mlp_norm: Norm | None
-    gate_up: Linear
-    down: AddLinear
-    per_layer_input: _PerLayerInput | None
-    scale: Tensor | None
-    sinks: Tensor | None
+    linears: dict[str, Linear]
+    adders: dict[str, AddLinear]
+    norms: dict[str, Norm]
+    head_norms: tuple[Tensor, ...]
+    rest: LayerWeights
 
 
 class Decoder:
@@ -98,19 +91,21 @@ class Decoder:
         self._tile_rows, self._rotated_rows = (_ALL_ROWS,) * 2 if self._is_fused else (_TILE_ROWS, _ROTATED_ROWS)
         ropes = list(dict.fromkeys((kind.rope, kind.head_dim) for kind in config.layers))
         self._tables = [_rotation_table(rope, head_dim).to(device) for rope, head_dim in ropes]
-        ends = _take_ends(weights, device)
-        self._final_norm = self._make_norm(ends.final_norm, ends.final_norm_bias)
-        can_be_packed = not is_plain and can_pack(ends.final_norm.to(ends.embedding.dtype).unsqueeze(0))
+        parts = _moved(weights.parts, device)
+        weights.parts.clear()
+        final_norm = parts["final_norm"]
+        self._final_norm = self._make_norm(final_norm, parts.get("final_norm_bias"))
+        can_be_packed = not is_plain and can_pack(final_norm.to(parts["embedding"].dtype).unsqueeze(0))
         self._make: MakeLinear = packed_linear if can_be_packed else plain_linear
-        self._plain = replace(ends) if self._make is plain_linear else None
-        self._inputs = _InputEmbedding(config, ends) if config.per_layer_input is not None else None
-        self._embed, self._head = _prepare_ends(ends, self._make)
-        self._scale = torch.tensor(config.embedding_scale, dtype=ends.final_norm.dtype, device=device)
+        self._plain = ModelWeights(dict(parts)) if self._make is plain_linear else None
+        self._inputs = _InputEmbedding(config, parts) if config.per_layer_input is not None else None
+        self._embed, self._head = _prepare_ends(parts, self._make)
+        self._scale = torch.tensor(config.embedding_scale, dtype=final_norm.dtype, device=device)
         self._layers = []
         for kind in config.layers:
             layer = _moved(weights.layers.pop(0), device)
             if self._plain is not None:
-                self._plain.layers.append(replace(layer))
+                self._plain.layers.append(dict(layer))
             self._layers.append(self._prepare(kind, layer, ropes.index((kind.rope, kind.head_dim))))
 
     @property
@@ -137,16 +132,16 @@ class Decoder:
         rotations = [_rotation(positions, table) for table in self._tables]
         temperature = _temperature(self._config, positions)
         for index, layer in enumerate(self._layers):
-            query, key, value = self._project(layer, hidden, rotations[layer.rotation])
+            query, kv = self._project(layer, hidden, rotations[layer.rotation])
             if temperature is not None:
                 query = (query * temperature).to(query.dtype)
-            attended = attention.attend(index, query, key, value, sinks=layer.sinks)
+            attended = attention.attend(index, query, kv, sinks=layer.rest.get("sinks"))
             for tile in _tiles(len(hidden), self._tile_rows):
                 self._feed_forward(layer, hidden[tile], attended[tile])
-            if layer.per_layer_input is not None and inputs is not None:
-                self._add_input(layer.per_layer_input, hidden, inputs[:, index])
-            if layer.scale is not None:
-                hidden *= layer.scale
+            if inputs is not None and "input_norm" in layer.norms:
+                self._add_input(layer, hidden, inputs[:, index])
+            if "scale" in layer.rest:
+                hidden *= layer.rest["scale"]
         return self._final_norm(hidden.index_select(0, output_rows))
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -164,12 +159,12 @@ class Decoder:
             logits *= config.logit_scale
         return reference.softcap(logits, config.logit_softcap) if config.logit_softcap else logits
 
-    def _project(self, layer: _Layer, hidden: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return query, key and value [rows, heads, head_dim], normalised and rotated; None for K and V of others."""
+    def _project(self, layer: _Layer, hidden: Tensor, rotation: Tensor) -> tuple[Tensor, Kv]:
+        """Return queries and K and V [rows, heads, head_dim], normalised and rotated; None for K and V of others."""
         config, kind = self._config, layer.kind
         tiles = _tiles(len(hidden), self._tile_rows)
-        norm = layer.attention_norm
-        parts = [layer.qkv(hidden[tile] if norm is None else norm(hidden[tile])) for tile in tiles]
+        norm, qkv_of = layer.norms.get("attention_norm", _unchanged), layer.linears["qkv"]
+        parts = [qkv_of(norm(hidden[tile])) for tile in tiles]
         qkv = parts[0] if len(parts) == 1 else torch.cat(parts)
         heads = qkv.view(len(qkv), -1, kind.head_dim)
         num_keys = kind.num_kv_heads if kind.kv_layer is None else 0
@@ -182,10 +177,10 @@ class Decoder:
             for tile in _tiles(len(heads), self._rotated_rows):
                 rotated[tile] = self._rotate(layer, rotated[tile], rotation[:, tile])
         if not num_keys:
-            return rotated, None, None
+            return rotated, None
         if config.has_v_norm:
             value = self._scaled(value.float(), 1).to(value.dtype)
-        return rotated[:, : config.num_heads], rotated[:, config.num_heads :], value
+        return rotated[:, : config.num_heads], (rotated[:, config.num_heads :], value)
 
     def _rotate(self, layer: _Layer, heads: Tensor, rotation: Tensor) -> Tensor:
         """Return heads [rows, num_heads + num_kv_heads, head_dim], normalised if the network does so, and rotated.
@@ -193,11 +188,11 @@ class Decoder:
         It computes in float32. ``roll`` swaps the halves; the sine carries the sign of the first half.
         """
         wide = heads.float()
-        if layer.head_norm is not None:
-            wide = self._scaled(wide, 1).mul_(layer.head_norm)
-        elif layer.row_norms:
+        if layer.head_norms and self._config.qk_norm == "head":
+            wide = self._scaled(wide, 1).mul_(layer.head_norms[0])
+        elif layer.head_norms:
             num_heads = self._config.num_heads
-            parts = zip((wide[:, :num_heads], wide[:, num_heads:]), layer.row_norms, strict=True)
+            parts = zip((wide[:, :num_heads], wide[:, num_heads:]), layer.head_norms, strict=True)
             wide = torch.cat([self._scaled(part, 2).mul_(weight.view(part.shape[1:])) for part, weight in parts], 1)
         swapped = torch.roll(wide, wide.shape[-1] // 2, -1)
         return torch.addcmul(wide * rotation[0], swapped, rotation[1]).to(heads.dtype)
@@ -211,12 +206,12 @@ class Decoder:
 
     def _feed_forward(self, layer: _Layer, hidden: Tensor, attended: Tensor) -> None:
         """Add the output of attention to ``hidden`` in place, then that of the feed-forward part."""
-        config = self._config
-        normed = layer.attention_norm(hidden) if config.is_parallel and layer.attention_norm is not None else None
-        layer.attention_out(hidden, attended)
+        norms = layer.norms
+        normed = norms["attention_norm"](hidden) if self._config.is_parallel and "attention_norm" in norms else None
+        layer.adders["attention_out"](hidden, attended)
         if normed is None:
-            normed = hidden if layer.mlp_norm is None else layer.mlp_norm(hidden)
-        layer.down(hidden, self._activate(layer.gate_up(normed)))
+            normed = norms.get("mlp_norm", _unchanged)(hidden)
+        layer.adders["down"](hidden, self._activate(layer.linears["gate_up"](normed)))
 
     def _activate(self, projected: Tensor) -> Tensor:
         """Return what the feed-forward part computes between its projections."""
@@ -225,9 +220,10 @@ class Decoder:
             return reference.clamped_swiglu(projected, clamped.limit, clamped.alpha)
         return reference.activate(projected, self._config.activation, is_gated=self._config.is_gated)
 
-    def _add_input(self, part: _PerLayerInput, hidden: Tensor, values: Tensor) -> None:
-        gate = reference.activate(part.gate(hidden), self._config.activation, is_gated=False)
-        hidden += part.norm(part.projection(gate * values))
+    def _add_input(self, layer: _Layer, hidden: Tensor, values: Tensor) -> None:
+        """Add the layer's part of the second embedding to ``hidden`` in place."""
+        gate = reference.activate(layer.linears["input_gate"](hidden), self._config.activation, is_gated=False)
+        hidden += layer.norms["input_norm"](layer.linears["input_projection"](gate * values))
 
     def _make_norm(self, weight: Tensor, bias: Tensor | None = None) -> Norm:
         """Return a norm over the residual stream; if fused, rounded once, after the multiplication."""
@@ -240,55 +236,33 @@ class Decoder:
 
     def _prepare(self, kind: LayerKind, weights: LayerWeights, rotation: int) -> _Layer:
         """Return a layer that is ready to run; each plain weight is dropped as soon as it is packed."""
+        scale = self._config.residual_scale
+        norms = {name: self._make_norm(weights[name], weights.get(f"{name}_bias")) for name in _NORMS & weights.keys()}
 
         def linear(name: str) -> Linear:
-            weight, bias = getattr(weights, name), getattr(weights, f"{name}_bias", None)
-            setattr(weights, name, None)
-            return self._make(weight, bias)
-
-        def norm(name: str) -> Norm | None:
-            weight = getattr(weights, name)
-            return None if weight is None else self._make_norm(weight, getattr(weights, f"{name}_bias", None))
+            return self._make(weights.pop(name), weights.get(f"{name}_bias"))
 
         def add(name: str, out_norm: Norm | None) -> AddLinear:
-            if out_norm is None and self._is_fused and self._config.residual_scale == 1:
-                return fused_adding(getattr(weights, name), getattr(weights, f"{name}_bias"))
-            return adding(linear(name), out_norm, self._config.residual_scale)
+            if out_norm is None and self._is_fused and scale == 1:
+                return fused_adding(weights.pop(name), weights.get(f"{name}_bias"))
+            return adding(linear(name), out_norm, scale)
 
-        input_norm = norm("input_norm")
-        return _Layer(
-            kind=kind,
-            rotation=rotation,
-            attention_norm=norm("attention_norm"),
-            qkv=linear("qkv"),
-            head_norm=_stack_norms(self._config, kind, weights) if self._config.qk_norm == "head" else None,
-            row_norms=_present(weights.q_norm, weights.k_norm) if self._config.qk_norm == "row" else (),
-            attention_out=add("attention_out", norm("attention_out_norm")),
-            mlp_norm=norm("mlp_norm"),
-            gate_up=linear("gate_up"),
-            down=add("down", norm("mlp_out_norm")),
-            per_layer_input=None
-            if input_norm is None
-            else _PerLayerInput(linear("input_gate"), linear("input_projection"), input_norm),
-            scale=weights.scale,
-            sinks=None if weights.sinks is None else weights.sinks.float(),
-        )
+        adders = {name: add(name, norms.get(out_norm)) for name, out_norm in _ADDERS.items()}
+        linears = {name: linear(name) for name in sorted(_LINEARS & weights.keys())}
+        rest = {name: weights[name] for name in ("scale",) if name in weights}
+        if "sinks" in weights:
+            rest["sinks"] = weights["sinks"].float()
+        return _Layer(kind, rotation, linears, adders, norms, _head_norms(self._config, kind, weights), rest)
 
 
 class _InputEmbedding:
     """The second embedding, of which every layer has its own part ("Gemma 3n", 2025)."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+    def __init__(self, config: ModelConfig, parts: Mapping[str, Tensor]) -> None:
         assert config.per_layer_input is not None
-        assert weights.input_embedding is not None
-        assert weights.input_projection is not None
-        assert weights.input_norm is not None
         self._size, self._eps = config.per_layer_input.size, config.norm_eps
-        self._embedding, self._projection, self._norm = (
-            weights.input_embedding,
-            weights.input_projection,
-            weights.input_norm,
-        )
+        self._embedding, self._norm = parts["input_embedding"], parts["input_norm"]
+        self._projection = parts["input_projection"]
 
     def of(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """Return what each layer reads: [rows, num_layers, size], given embeddings [rows, hidden_size]."""
@@ -300,15 +274,18 @@ class _InputEmbedding:
         return out
 
 
-def _present(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-    return tuple(tensor for tensor in tensors if tensor is not None)
+def _unchanged(hidden: Tensor) -> Tensor:
+    """Return the rows: the norm of a layer that has none."""
+    return hidden
 
 
-def _stack_norms(config: ModelConfig, kind: LayerKind, weights: LayerWeights) -> Tensor | None:
-    """Return the norm of heads, repeated for each query and key head, so that one norm covers all."""
+def _head_norms(config: ModelConfig, kind: LayerKind, weights: LayerWeights) -> tuple[Tensor, ...]:
+    """Return the norms of queries and keys; those of single heads as one, repeated for each head."""
+    norms = tuple(weights[name] for name in ("q_norm", "k_norm") if name in weights)
+    if not norms or config.qk_norm == "row":
+        return norms
     counts = (config.num_heads, kind.num_kv_heads)
-    norms = _present(weights.q_norm, weights.k_norm)
-    return torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=False)]) if norms else None
+    return (torch.cat([norm.expand(count, -1) for norm, count in zip(norms, counts, strict=False)]),)
 
 
 def _temperature(config: ModelConfig, positions: Tensor) -> Tensor | None:
@@ -335,27 +312,14 @@ def _rotation(positions: Tensor, table: Tensor) -> Tensor:
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))).unsqueeze(2)
 
 
-def _take_ends(weights: ModelWeights, device: torch.device) -> ModelWeights:
-    """Move everything but the layers to the device; remove the matrices from ``weights``."""
-    is_tied = weights.head is weights.embedding
-    moved = _moved(replace(weights, layers=[]), device)
-    if is_tied:
-        moved.head = moved.embedding
-    del weights.embedding, weights.head
-    return moved
-
-
-def _prepare_ends(ends: ModelWeights, make: MakeLinear) -> tuple[Embed, Linear]:
-    """Return embedding and output head, ready to run; remove the plain matrices from ``ends``."""
-    embedding, head = ends.embedding, ends.head
-    del ends.embedding, ends.head
-    if head is not embedding:
+def _prepare_ends(parts: dict[str, Tensor], make: MakeLinear) -> tuple[Embed, Linear]:
+    """Return embedding and output head, ready to run; remove the plain matrices from ``parts``."""
+    embedding, head = parts.pop("embedding"), parts.pop("head", None)
+    if head is not None:
         return plain_embedding(embedding), make(head, None)
     return (plain_embedding(embedding), plain_linear(embedding, None)) if make is plain_linear else tied_ends(embedding)
 
 
-def _moved(holder: _Holder, device: torch.device) -> _Holder:
-    """Return the holder with its tensors on the device."""
-    tensors = {field.name: getattr(holder, field.name) for field in fields(holder)}
-    moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    return replace(holder, **moved)
+def _moved(weights: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return tensors on the device."""
+    return {name: tensor.to(device) for name, tensor in weights.items()}

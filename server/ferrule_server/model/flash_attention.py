@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ferrule_server.kernels.reference import AttentionRule
-from ferrule_server.model.attention import StepArrays
+from ferrule_server.model.attention import Kv, StepArrays
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.pool_shape import Int32Array, KvWriter, PoolShape, index_tensor
 
@@ -83,19 +83,12 @@ class FlashAttention:
         self._packs = [_Pack(self._shape, step, seqs, pool) for seqs in _pack_seqs(num_blocks, most_blocks)]
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        rule: AttentionRule | None = None,
-        *,
-        sinks: Tensor | None = None,
+        self, layer: int, query: Tensor, kv: Kv, rule: AttentionRule | None = None, *, sinks: Tensor | None = None
     ) -> Tensor:
         """See :class:`PoolAttention`; there are no sinks, see :func:`can_compute`."""
         assert sinks is None
-        if key is not None and value is not None:
-            self._writer.write(layer, key, value)
+        if kv is not None:
+            self._writer.write(layer, *kv)
         scale = None if rule is None else rule.scale
         pieces = self._shape.layer_pieces(self._pool, layer)
         parts = [pack.attend(query[pack.rows], pieces, scale) for pack in self._packs]

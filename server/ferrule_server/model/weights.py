@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from io import FileIO
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -23,17 +24,7 @@ from ferrule_server.model.checkpoint import DTYPE_BYTES, StoredTensor, list_tens
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.memory import new_tensor
-from ferrule_server.model.tensors import (
-    EMBEDDING,
-    HEAD,
-    INPUT_PROJECTION,
-    ModelWeights,
-    Place,
-    allocate,
-    layer_parts,
-    on_meta,
-    wrapper_of,
-)
+from ferrule_server.model.tensors import EMBEDDING, HEAD, ModelWeights, Place, TensorSpec, allocate, on_meta, specs
 from ferrule_server.model_files import name_of, open_file, read_up_to
 
 __all__ = ["TORCH_DTYPES", "Encoding", "LoadedModel", "check_tensors", "is_ignorable", "load_model", "of_text_model"]
@@ -44,25 +35,23 @@ Progress = Callable[[int, int], None]
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CHUNK_BYTES = 8 << 20
-_MATRICES = ("qkv", "attention_out", "gate_up", "down", "input_gate", "input_projection")
 _MAX_PROBLEMS = 100
 _FIRST_BYTES = 1 << 16
 _OTHER_HEAD = f"config.json ties the output head, yet {HEAD} differs from {EMBEDDING}"
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
+class Encoding(Protocol):
     """In what form matrices are kept after they have been read: those of linear layers, the output head included.
 
     Attributes:
         name: Names the form and its version; part of the fingerprint. Empty: values are as they were.
-        encode: Called with the name of a field of :class:`LayerWeights` and the number of the layer, or with that of
-            :class:`ModelWeights` and -1, and with a matrix [rows, inputs]; returns what replaces it. Called by one
-            thread at a time, while the next matrix is read.
     """
 
     name: str
-    encode: Callable[[str, int, torch.Tensor], torch.Tensor]
+
+    def encode(self, spec: TensorSpec, matrix: torch.Tensor) -> torch.Tensor:
+        """Return what replaces a matrix [rows, inputs]; called by one thread, while the next matrix is read."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -183,14 +172,11 @@ def _first_bytes(entry: StoredTensor) -> bytes:
 
 def of_text_model(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the tensors of the text model in a model of several modalities, by the names that they have alone."""
-    wrapper = wrapper_of(config)
-    if wrapper is None:
-        return stored
     found = {}
     for name, entry in stored.items():
-        if name.startswith(wrapper.left_out):
+        if name.startswith(config.names.left_out):
             continue
-        old, new = next((pair for pair in wrapper.renamed if name.startswith(pair[0])), ("", ""))
+        old, new = next((pair for pair in config.names.renamed if name.startswith(pair[0])), ("", ""))
         found[new + name.removeprefix(old)] = replace(entry, name=new + name.removeprefix(old))
     return found
 
@@ -265,19 +251,11 @@ class _Encoder:
         config: ModelConfig,
         weights: ModelWeights,
         places: dict[str, Place],
-        encode: Callable[[str, int, torch.Tensor], torch.Tensor],
+        encode: Callable[[TensorSpec, torch.Tensor], torch.Tensor],
     ) -> None:
         self._weights, self._places, self._encode = weights, places, encode
-        self._missing = {
-            (index, field_name): {f"model.layers.{index}.{part}" for part in parts}
-            for index, kind in enumerate(config.layers)
-            for field_name, parts in layer_parts(config, kind).items()
-            if field_name in _MATRICES
-        }
-        self._missing[-1, "head"] = {EMBEDDING if config.is_tied else HEAD}
-        if config.per_layer_input is not None:
-            self._missing[-1, "input_projection"] = {INPUT_PROJECTION}
-        self._matrix_of = {name: matrix for matrix, names in self._missing.items() for name in names}
+        self._spec_of = {name: spec for spec in specs(config) if spec.is_linear for name in spec.names}
+        self._missing = Counter(self._spec_of.values())
         self._worker = ThreadPoolExecutor(1, "encode")
         self._running: Future[None] | None = None
 
@@ -291,25 +269,20 @@ class _Encoder:
 
     def add(self, name: str) -> None:
         """Note that a tensor has been read."""
-        if name not in self._matrix_of:
+        spec = self._spec_of.get(name)
+        if spec is None:
             return
-        matrix = self._matrix_of.pop(name)
         del self._places[name]
-        self._missing[matrix].discard(name)
-        if self._missing[matrix]:
+        self._missing[spec] -= 1
+        if self._missing[spec]:
             return
         if self._running is not None:
             self._running.result()
-        self._running = self._worker.submit(self._replace, *matrix)
+        self._running = self._worker.submit(self._replace, spec)
 
-    def _replace(self, index: int, field_name: str) -> None:
-        holder = self._weights if index < 0 else self._weights.layers[index]
-        matrix = getattr(holder, field_name)
-        is_embedding = matrix is self._weights.embedding
-        encoded = self._encode(field_name, index, matrix)
-        setattr(holder, field_name, encoded)
-        if is_embedding:
-            self._weights.embedding = encoded
+    def _replace(self, spec: TensorSpec) -> None:
+        holder = self._weights.holder(spec.layer)
+        holder[spec.part.name] = self._encode(spec, holder[spec.part.name])
 
 
 class _ChunkReader:
@@ -371,6 +344,7 @@ def _check_tied_head(config: ModelConfig, digests: dict[str, bytes]) -> None:
 def _fingerprint(config: ModelConfig, digests: dict[str, bytes], dtype: DTypeName, encoding: Encoding | None) -> bytes:
     """Return 32 bytes that are equal for equal networks, however their files are sharded."""
     network = asdict(replace(config, eos_ids=(), max_positions=1))
+    del network["names"]  # the digests are by name
     digest = hashlib.sha256(b"ferrule-model-1\0")
     types = {"dtype": (encoding.name if encoding else "") or dtype, "kv_dtype": dtype}
     digest.update(json.dumps({"network": network, **types}, sort_keys=True).encode())

@@ -18,7 +18,7 @@ from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import Note, read_config
 from ferrule_server.model.families.others import NotSupported
 from ferrule_server.model.hub import Outline, cached_models, has_weights, is_hub_name, outline_model, weights_of
-from ferrule_server.model.tensors import HEAD, on_meta, wrapper_of
+from ferrule_server.model.tensors import HEAD, on_meta
 from ferrule_server.model.weights import check_tensors, is_ignorable, of_text_model
 from ferrule_server.model_check.paths import gpu_reason, path_of
 from ferrule_server.model_files import listed
@@ -237,15 +237,9 @@ def _details(
         weights_bytes_by_type=sizes,
         kv_bytes_per_token=network.kv_values * dtype.itemsize,
         kv_bytes=kv_bytes(network, dtype, max_context),
-        left_out=_left_out(network, names),
+        left_out=network.names.parts_left_out(names),
         stored_bytes=source.outline.stored_bytes if source.outline else sum(file.stat().st_size for file in files),
         download_bytes=source.outline.missing_bytes if source.outline else 0,
         memory=path.memory,
         warnings=tuple(warnings),
     )
-
-
-def _left_out(network: ModelConfig, names: frozenset[str] | None) -> tuple[str, ...]:
-    """Return the parts of a checkpoint that are not loaded; while its names are not known, all that it may have."""
-    wrapper = wrapper_of(network)
-    return () if wrapper is None else wrapper.parts_left_out(names)

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from safetensors.torch import save_file
 from benchmarks.make_random_model import write_model
 from ferrule_server.executor.cpu.crowding import ThreadCount
 from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor, Prepared, prepare
-from ferrule_server.executor.cpu.support import plan_for
 from ferrule_server.executor.cpu.weights import Packer
 from ferrule_server.executor.cpu.workers import Workers
 from ferrule_server.kernels.cpu.compiled import Kernels, compile_kernels, usable_cache
@@ -100,8 +98,14 @@ def plan_of(
     has_int8_inputs: bool = False,
 ) -> Plan:
     """Return how kernels of a model are compiled in a test."""
-    plan = plan_for(config, instructions, dtype, weights, has_int8_inputs=has_int8_inputs)
-    return replace(plan, is_emulated=is_emulated)
+    return Plan(
+        instructions=instructions,
+        is_emulated=is_emulated,
+        is_bfloat16=dtype == "bfloat16",
+        head_dim=config.head_dim,
+        weights=weights,
+        has_int8_inputs=has_int8_inputs,
+    )
 
 
 KV_BYTES = 12 << 20
@@ -149,7 +153,7 @@ def opened(
     config = read_config(folder)
     plan = plan_of(config, dtype, kernels[0], weights, is_emulated=kernels[1], has_int8_inputs=has_int8_inputs)
     prepared = prepared_of(config, plan) if kernel_cache is None else prepare(config, plan, kernel_cache)
-    model = load_model(folder, dtype=dtype, encoding=prepared.encoding)
+    model = load_model(folder, dtype=dtype, encoding=prepared.packer)
     assert model.weights is not None
     change(model.weights)
     settings: dict[str, Any] = {"kv_memory_bytes": KV_BYTES, "max_context": 1024, "max_step_rows": 512} | options

@@ -24,8 +24,8 @@ PROMPTS = [list(range(3, 203)), [9], list(range(40, 57))]
 
 def oracle_of(folder: Path, kind: WeightKind) -> TorchExecutor:
     """Return plain torch with a float32 model whose weights are what the quantised ones stand for."""
-    plan, prepared, model = load_packed(folder, "float32", kind)
-    model.weights = unpack_model(model.config, plan, prepared.packer.finish(model.take_weights()))
+    prepared, model = load_packed(folder, "float32", kind)
+    model.weights = unpack_model(model.config, prepared.packer.finish(model.take_weights()), torch.float32)
     return TorchExecutor(model, kv_memory_bytes=KV_BYTES, max_context=1024, is_plain=True)
 
 

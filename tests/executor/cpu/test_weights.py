@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ferrule_server.executor.cpu.executor import Prepared
-from ferrule_server.kernels.cpu.plan import Plan, WeightKind
+from ferrule_server.executor.cpu.weights import PackedMatrix
+from ferrule_server.kernels.cpu.plan import WeightKind
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.tensors import ModelWeights
 from ferrule_server.model.weights import DTypeName, LoadedModel, load_model
@@ -20,27 +21,30 @@ from tests.executor.cpu.unpacking import unpack_model
 MATRICES = ("qkv", "attention_out", "gate_up", "down")
 
 
-def load_packed(folder: Path, dtype: DTypeName, kind: WeightKind = "float") -> tuple[Plan, Prepared, LoadedModel]:
+def load_packed(folder: Path, dtype: DTypeName, kind: WeightKind = "float") -> tuple[Prepared, LoadedModel]:
     """Return a model whose matrices are packed for kernels that other tests compile too."""
     config = read_config(folder)
     instructions, is_emulated = QUANTISED_SETS[0 if kind == "float" or dtype == "float32" else -1]
     plan = plan_of(config, dtype, instructions, kind, is_emulated=is_emulated)
     prepared = prepared_of(config, plan)
-    return plan, prepared, load_model(folder, dtype=dtype, encoding=prepared.encoding)
+    return prepared, load_model(folder, dtype=dtype, encoding=prepared.packer)
 
 
 def unpacked(folder: Path, dtype: DTypeName, kind: WeightKind = "float") -> ModelWeights:
     """Return the weights of a model that were packed in between."""
-    plan, prepared, model = load_packed(folder, dtype, kind)
-    return unpack_model(model.config, plan, prepared.packer.finish(model.take_weights()))
+    prepared, model = load_packed(folder, dtype, kind)
+    return unpack_model(model.config, prepared.packer.finish(model.take_weights()), model.torch_dtype)
 
 
 def test_packed_matrices_are_streams_of_64_outputs(tmp_path: Path) -> None:
     """Output 64 g + n, input 2 p + i is at [g][p][n][i]; the arena holds all matrices and nothing else."""
     folder = write_tiny(tmp_path / "model")
-    plain = load_model(folder, dtype="bfloat16").take_weights().layers[0].down
-    _, prepared, model = load_packed(folder, "bfloat16")
-    packed = prepared.packer.finish(model.take_weights()).layers[0].down
+    plain = load_model(folder, dtype="bfloat16").take_weights().layers[0]["down"]
+    prepared, model = load_packed(folder, "bfloat16")
+    matrix = prepared.packer.finish(model.take_weights()).layers[0]["down"]
+    assert isinstance(matrix, PackedMatrix)
+    assert matrix.kind.name == "bfloat16"
+    packed = matrix.data
     blocks = packed.view(torch.bfloat16).view(-1, plain.shape[1] // 2, 64, 2)
     assert blocks[1, 53, 39, 1] == plain[64 + 39, 106 + 1]
     assert packed.data_ptr() % 64 == 0
@@ -79,13 +83,10 @@ def test_quantised_matrices_are_the_nearest_ones(
     for weights in rounded.values():
         assert (weights.head is weights.embedding) == (exact.head is exact.embedding)
         assert weights.head is weights.embedding or torch.equal(weights.embedding, exact.embedding)
-        norm, exact_norm = weights.layers[1].attention_norm, exact.layers[1].attention_norm
-        assert norm is not None
-        assert exact_norm is not None
-        assert torch.equal(norm, exact_norm)
+        assert torch.equal(weights.layers[1]["attention_norm"], exact.layers[1]["attention_norm"])
     triples = [(exact.head, rounded["int8"].head, rounded["int4"].head)]
     for layers in zip(exact.layers, rounded["int8"].layers, rounded["int4"].layers, strict=True):
-        triples += [tuple(getattr(layer, name) for layer in layers) for name in MATRICES]
+        triples += [(layers[0][name], layers[1][name], layers[2][name]) for name in MATRICES]
     for weight, int8, int4 in triples:
         assert torch.equal(int8, rounded_to_int8(weight).to(weight.dtype))
         both, errors = nearest_int4(weight)
@@ -98,7 +99,7 @@ def test_quantised_matrices_are_the_nearest_ones(
 def test_quantised_weights_have_another_fingerprint_and_are_smaller(tmp_path: Path) -> None:
     """No handle of one form of a model is valid for another; metrics show the bytes that are in memory."""
     folder = write_tiny(tmp_path / "model")
-    models = [load_packed(folder, "bfloat16", kind)[2] for kind in ("float", "int8", "int4")]
+    models = [load_packed(folder, "bfloat16", kind)[1] for kind in ("float", "int8", "int4")]
     assert models[0].fingerprint == load_model(folder, dtype="bfloat16").fingerprint
     assert len({model.fingerprint for model in models}) == 3
     sizes = [model.weights_bytes / model.num_parameters for model in models]
@@ -108,6 +109,6 @@ def test_quantised_weights_have_another_fingerprint_and_are_smaller(tmp_path: Pa
 def test_a_failure_while_a_matrix_is_packed_ends_the_load(tmp_path: Path) -> None:
     """It happens in another thread, while the next matrix is read."""
     folder = write_tiny(tmp_path / "model")
-    _, prepared, _ = load_packed(folder, "bfloat16")
-    with pytest.raises(AssertionError, match="head"):
-        load_model(folder, dtype="bfloat16", encoding=prepared.encoding)  # the arena is full already
+    prepared, _ = load_packed(folder, "bfloat16")
+    with pytest.raises(AssertionError, match="the arena is full"):
+        load_model(folder, dtype="bfloat16", encoding=prepared.packer)  # the arena is full already

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.cpu.weights import HeadUnits, PackedLayer, PackedModel
+from ferrule_server.executor.cpu.weights import HeadUnits, Packed, PackedMatrix, PackedModel
 from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
-from ferrule_server.kernels.cpu.plan import Plan
-from ferrule_server.model.config import LayerKind, ModelConfig
-from ferrule_server.model.tensors import LayerWeights, ModelWeights
+from ferrule_server.kernels.cpu.plan import MatrixKind
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.tensors import ModelWeights, TensorSpec, on_meta, specs
 
 _HALF: Final = GROUP // 2
-_VECTORS: Final = (
-    *("attention_norm", "attention_norm_bias", "attention_out_norm", "mlp_norm", "mlp_norm_bias", "mlp_out_norm"),
-    *("q_norm", "k_norm", "input_norm"),
-)
 _WORDS: Final = 4
 """int32 words of 32 inputs in int4."""
 _TILE_BYTES: Final = _WORDS * 4 * GROUP
 
 
-def unpack_quantised(plan: Plan, packed: Tensor, num_inputs: int) -> Tensor:
-    """Return the matrix [whole groups, inputs] of packed memory, uint8: float32."""
+def unpack_rows(kind: MatrixKind, packed: Tensor, num_inputs: int) -> Tensor:
+    """Return the matrix [whole groups, inputs] of packed memory, uint8: float32 if it is quantised."""
     num_tiles = -(-num_inputs // TILE_INPUTS)
-    values = _unpack_int8(packed, num_tiles) if plan.weights == "int8" else _unpack_int4(packed, num_tiles)
-    return values[:, :num_inputs]
+    unpack = {"int8": _unpack_int8, "int4": _unpack_int4, "bfloat16": _unpack_bfloat16, "float32": _unpack_float32}
+    return unpack[kind.name](packed, num_tiles)[:, :num_inputs]
+
+
+def _unpack_bfloat16(packed: Tensor, num_tiles: int) -> Tensor:
+    pairs = packed.view(torch.bfloat16).view(-1, num_tiles * TILE_INPUTS // 2, GROUP, 2)
+    return pairs.transpose(1, 2).reshape(-1, num_tiles * TILE_INPUTS)
+
+
+def _unpack_float32(packed: Tensor, num_tiles: int) -> Tensor:
+    values = packed.view(torch.float32).view(-1, num_tiles * TILE_INPUTS, GROUP)
+    return values.transpose(1, 2).reshape(-1, num_tiles * TILE_INPUTS)
 
 
 def _unpack_int8(packed: Tensor, num_tiles: int) -> Tensor:
@@ -49,89 +54,32 @@ def _unpack_int4(packed: Tensor, num_tiles: int) -> Tensor:
     return (integers.flatten(3) * scales.float().unsqueeze(3)).flatten(0, 1).flatten(1)
 
 
-def _as_rows(plan: Plan, packed: Tensor, inputs: int) -> Tensor:
-    """Return the matrix [whole groups, inputs] of packed memory."""
-    if plan.is_quantised:
-        return unpack_quantised(plan, packed, inputs).to(_dtype(plan))
-    width = -(-inputs // TILE_INPUTS) * TILE_INPUTS
-    values = packed.view(_dtype(plan))
-    blocks = values.view(-1, width // 2, GROUP, 2) if plan.is_bfloat16 else values.view(-1, width, GROUP)
-    return blocks.transpose(1, 2).reshape(-1, width)[:, :inputs]
-
-
-def _dtype(plan: Plan) -> torch.dtype:
-    return torch.bfloat16 if plan.is_bfloat16 else torch.float32
-
-
-def _norm_dtype(config: ModelConfig, plan: Plan) -> torch.dtype:
-    """Return the type of norms: sums with an offset are kept as they are."""
-    return torch.float32 if config.norm_offset else _dtype(plan)
-
-
-def unpack_model(config: ModelConfig, plan: Plan, packed: PackedModel) -> ModelWeights:
-    """Return the weights as they were before; the layers of ``packed`` are freed one by one.
+def unpack_model(config: ModelConfig, packed: PackedModel, dtype: torch.dtype) -> ModelWeights:
+    """Return the weights as they were before.
 
     Quantised ones are what their integers and scales stand for, rounded to the type of the others.
     """
-    hidden, vocab = config.hidden_size, config.vocab_size
-    head = _as_rows(plan, packed.head, hidden)[:vocab].contiguous()
-    is_tied = packed.embedding is packed.head
-    embedding = head if is_tied else packed.embedding.view(vocab, hidden).clone()
-    dtype = _dtype(plan)
-    weights = ModelWeights(embedding, head, packed.final_norm.to(_norm_dtype(config, plan)))
-    weights.final_norm_bias = _narrow(packed.final_norm_bias, dtype)
-    weights.input_embedding, weights.input_norm = packed.input_embedding, _narrow(packed.input_norm, dtype)
-    if config.per_layer_input is not None:
-        weights.input_projection = _rows_of(
-            plan, packed.input_projection, config.num_layers * config.per_layer_input.size, hidden
-        )
-    for kind in config.layers:
-        weights.layers.append(_unpack_layer(config, kind, plan, packed.layers.pop(0)))
+    like, _ = on_meta(config, dtype)
+    weights = ModelWeights(layers=[{} for _ in packed.layers])
+    holders: list[Packed] = [*packed.layers, packed.parts]  # that of the model is the last, at -1
+    for spec in specs(config):
+        name = spec.part.name
+        found = _unpack(config, spec, holders[spec.layer].pop(name))
+        weights.holder(spec.layer)[name] = found.to(like.holder(spec.layer)[name].dtype)
+    assert not any(holders)
     return weights
 
 
-def _narrow(values: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if values is None else values.to(dtype)
-
-
-def _rows_of(plan: Plan, packed: Tensor | None, num_rows: int, inputs: int) -> Tensor | None:
-    """Return the matrix [num_rows, inputs] of packed memory."""
-    return None if packed is None else _as_rows(plan, packed, inputs)[:num_rows].contiguous()
-
-
-def _unpack_layer(config: ModelConfig, kind: LayerKind, plan: Plan, layer: PackedLayer) -> LayerWeights:
-    units, dtype = HeadUnits.of(config, kind), _dtype(plan)
-    hidden, query, inner = config.hidden_size, config.num_heads * kind.head_dim, kind.intermediate_size
-    size = 0 if config.per_layer_input is None else config.per_layer_input.size
-
-    def vector(name: str) -> Tensor | None:
-        return _narrow(getattr(layer, name), _norm_dtype(config, plan) if name.endswith("norm") else dtype)
-
-    def heads(values: Tensor) -> Tensor:
-        parts = values.view(-1, units.stride, *values.shape[1:])[: units.num_heads, : kind.head_dim]
+def _unpack(config: ModelConfig, spec: TensorSpec, found: Tensor | PackedMatrix) -> Tensor:
+    if spec.inputs is not None and isinstance(found, PackedMatrix):
+        found = unpack_rows(found.kind, found.data, spec.inputs)
+    assert isinstance(found, Tensor)
+    name = spec.part.name.removesuffix("_bias")
+    if name == "qkv":
+        units, width = HeadUnits.of(config, config.layers[spec.layer]), config.layers[spec.layer].head_dim
+        parts = found.view(-1, units.stride, *found.shape[1:])[: units.num_heads, :width]
         return parts.flatten(0, 1).contiguous()
-
-    def gate_up(values: Tensor) -> Tensor:
-        if not config.is_gated:
-            return values[:inner].contiguous()
-        parts = values.view(-1, 2, _HALF, *values.shape[1:])
-        halves = [parts[:, i].flatten(0, 1)[:inner] for i in range(2)]
-        return torch.cat(halves)
-
-    def bias(values: Tensor | None, place: Callable[[Tensor], Tensor]) -> Tensor | None:
-        return None if values is None else place(values).to(dtype)
-
-    return LayerWeights(
-        qkv=heads(_as_rows(plan, layer.qkv, hidden)),
-        attention_out=_as_rows(plan, layer.out, query)[:hidden].contiguous(),
-        gate_up=gate_up(_as_rows(plan, layer.gate_up, hidden)),
-        down=_as_rows(plan, layer.down, inner)[:hidden].contiguous(),
-        input_gate=_rows_of(plan, layer.input_gate, size, hidden),
-        input_projection=_rows_of(plan, layer.input_projection, hidden, size),
-        scale=layer.scale,
-        **{name: vector(name) for name in _VECTORS},
-        qkv_bias=bias(layer.qkv_bias, heads),
-        attention_out_bias=bias(layer.out_bias, lambda values: values[:hidden]),
-        gate_up_bias=bias(layer.gate_up_bias, gate_up),
-        down_bias=bias(layer.down_bias, lambda values: values[:hidden]),
-    )
+    if name == "gate_up" and config.is_gated:
+        parts = found.view(-1, 2, _HALF, *found.shape[1:])
+        return torch.cat([parts[:, i].flatten(0, 1)[: spec.shape[0] // 2] for i in range(2)])
+    return found[: spec.shape[0]].view(spec.shape).clone()

@@ -23,7 +23,8 @@ from ferrule_server.executor.cuda.graphs import NODE_BYTES, GraphKey
 from ferrule_server.executor.cuda.memory_plan import format_plan, num_launches, plan_memory
 from ferrule_server.executor.cuda.runner import CudaDecodeRunner, create_runner
 from ferrule_server.executor.sizes import weights_bytes
-from ferrule_server.model.config import ClampedSwiglu, ModelConfig
+from ferrule_server.model.config import CheckpointNames, ClampedSwiglu, ModelConfig
+from ferrule_server.model.families.gemma2 import GEMMA_TENSORS
 from ferrule_server.model.tensors import allocate
 from tests.configs import uniform_config, with_layers
 from tests.executor.cuda.fake_gpu import FakeGpu, FakeLaunch
@@ -76,7 +77,7 @@ def plan(config: ModelConfig = QWEN3_8B, **changed: Any) -> MemoryPlan:
         {"qk_norm": "none", "layers": with_layers(TINY, num_kv_heads=4).layers},
         {"hidden_size": 96, "layers": with_layers(TINY, head_dim=10, num_layers=3).layers},
         {"layers": with_layers(TINY, has_sinks=True).layers},
-        {"architecture": "Gemma2ForCausalLM", "norm_offset": 1.0, "has_norm_after": True, "layers": MIXED_HEADS},
+        {"names": CheckpointNames(GEMMA_TENSORS), "norm_offset": 1.0, "has_norm_after": True, "layers": MIXED_HEADS},
     ],
     ids=str,
 )

@@ -66,14 +66,14 @@ def tiny_model(kind: str = "qwen3", *, num_layers: int = 2, seed: int = 0) -> Lo
 
     layers = [_layer(config, matrix, vector) for _ in range(num_layers)]
     embedding = matrix(vocab, hidden)
-    head = embedding if config.is_tied else matrix(vocab, hidden)
+    head = {} if config.is_tied else {"head": matrix(vocab, hidden)}
     return LoadedModel(
         config=config,
         model_id=kind,
         dtype="bfloat16",
         fingerprint=bytes(32),
         num_parameters=1,
-        weights=ModelWeights(embedding, head, vector(hidden, 1), layers),
+        weights=ModelWeights({"embedding": embedding, **head, "final_norm": vector(hidden, 1)}, layers),
     )
 
 
@@ -100,11 +100,11 @@ def _layer(
         down=matrix(hidden, intermediate),
     )
     if config.qk_norm != "none":
-        layer.q_norm, layer.k_norm = vector(config.head_dim, 1), vector(config.head_dim, 1)
+        layer["q_norm"], layer["k_norm"] = vector(config.head_dim, 1), vector(config.head_dim, 1)
     if config.has_qkv_bias:
-        layer.qkv_bias = vector(num_q + 2 * num_kv, 0)
+        layer["qkv_bias"] = vector(num_q + 2 * num_kv, 0)
     if config.has_attention_out_bias:
-        layer.attention_out_bias = vector(hidden, 0)
+        layer["attention_out_bias"] = vector(hidden, 0)
     if config.has_mlp_bias:
-        layer.gate_up_bias, layer.down_bias = vector(2 * intermediate, 0), vector(hidden, 0)
+        layer["gate_up_bias"], layer["down_bias"] = vector(2 * intermediate, 0), vector(hidden, 0)
     return layer

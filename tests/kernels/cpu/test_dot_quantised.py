@@ -10,7 +10,7 @@ from numba import njit
 from ferrule_server.kernels.cpu.dot import dot_group
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from tests.executor.cpu.models import QUANTISED_SETS, kernel_set_name
-from tests.executor.cpu.unpacking import unpack_quantised
+from tests.executor.cpu.unpacking import unpack_rows
 
 
 @njit
@@ -43,7 +43,7 @@ def test_sums_are_exact(kernels: tuple[Instructions, bool], kind: str, num_tiles
         packed.view(num_tiles, -1)[:, 1024:] = scales.bfloat16().view(torch.uint8)
     else:
         packed[-256:] = torch.ones(64).view(torch.uint8)
-    weight = unpack_quantised(plan, packed, 32 * num_tiles).double()
+    weight = unpack_rows(plan.kind, packed, 32 * num_tiles).double()
     most = plan.rows_at_once
     limit, kind_of_input = (127, torch.int8) if has_int8_inputs else (32767, torch.int16)
     inputs = torch.randint(-limit, limit + 1, (most, 32 * num_tiles), generator=generator, dtype=kind_of_input)

@@ -38,7 +38,7 @@ from ferrule_server.kernels.cpu.compiled import Kernels, compile_kernels, usable
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.processor import kernel_set_id
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.weights import Encoding, LoadedModel
+from ferrule_server.model.weights import LoadedModel
 
 __all__ = ["NAME", "CpuOptions", "NumbaCpuExecutor", "Prepared", "prepare"]
 
@@ -79,16 +79,11 @@ class Prepared:
 
     Attributes:
         kernels: The machine code.
-        packer: Packs matrices while they are read.
+        packer: Packs matrices while they are read (``Encoding``).
     """
 
     kernels: Kernels
     packer: Packer
-
-    @property
-    def encoding(self) -> Encoding:
-        """In what form weights are loaded."""
-        return Encoding(self.packer.name, self.packer.encode)
 
 
 def prepare(

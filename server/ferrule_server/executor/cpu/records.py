@@ -6,7 +6,6 @@ All memory is allocated here, once. A step writes its inputs into it and reads i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ferrule_server.executor.base import Float32Array, Int32Array, StepBatch
 from ferrule_server.executor.cpu.tasks import Tasks
-from ferrule_server.executor.cpu.weights import HeadUnits, PackedLayer, PackedModel
+from ferrule_server.executor.cpu.weights import HeadUnits, Packed, PackedMatrix, PackedModel
 from ferrule_server.kernels.cpu.activations import SCALE_BYTES
 from ferrule_server.kernels.cpu.attention import TILE_TOKENS, attention_scratch_bytes, partial_bytes
 from ferrule_server.kernels.cpu.compiled import Kernels
@@ -30,6 +29,7 @@ from ferrule_server.model.attention import attention_layers
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.rope import Rope, inverse_frequencies, magnitudes
+from ferrule_server.model.tensors import LAYER_PARTS, MODEL_PARTS
 
 __all__ = ["ModelRecord", "StepMemory"]
 
@@ -81,9 +81,7 @@ class ModelRecord:
         self._model = np.zeros(1, MODEL)
         for index, layer in enumerate(packed.layers):
             values = _weights_of(layer) | _sizes_of(config, index) | _places_of(config, index, pools, kernels)
-            _fill(
-                self._layers[index : index + 1], values | {"scale": 1.0 if layer.scale is None else layer.scale.item()}
-            )
+            _fill(self._layers[index : index + 1], values)
         size = config.per_layer_input.size if config.per_layer_input is not None else 0
         sizes = {
             "num_layers": config.num_layers,
@@ -93,7 +91,7 @@ class ModelRecord:
             "num_rotations": len(tables),
             "vocab_size": config.vocab_size,
             "input_size": size,
-            "is_tied": packed.embedding is packed.head,
+            "is_tied": config.is_tied,
             "hidden_tiles": _inputs(config.hidden_size) // TILE_INPUTS,
             "input_tiles": _inputs(size) // TILE_INPUTS,
             "num_hidden_units": _groups(config.hidden_size),
@@ -101,14 +99,9 @@ class ModelRecord:
             "num_head_units": _groups(config.vocab_size),
         }
         addresses = {
+            **{part.name: _address(packed.parts.get(part.name)) for part in MODEL_PARTS},
+            "head": _address(packed.parts["embedding" if config.is_tied else "head"]),
             "layers": self._layers.ctypes.data,
-            "embedding": packed.embedding.data_ptr(),
-            "head": packed.head.data_ptr(),
-            "final_norm": packed.final_norm.data_ptr(),
-            "final_norm_bias": _address(packed.final_norm_bias),
-            "input_embedding": _address(packed.input_embedding),
-            "input_projection": _address(packed.input_projection),
-            "input_norm": _address(packed.input_norm),
             "rotations": tables.data_ptr(),
             "linear_kernel": kernels.linear,
         }
@@ -117,14 +110,18 @@ class ModelRecord:
         self.num_stages = num_stages(config.num_layers)
 
 
-def _address(tensor: Tensor | None) -> int:
+def _address(weight: Tensor | PackedMatrix | None) -> int:
+    tensor = weight.data if isinstance(weight, PackedMatrix) else weight
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _weights_of(layer: PackedLayer) -> dict[str, Any]:
-    """Return the addresses of the weights of a layer."""
-    names = [field.name for field in fields(layer) if field.name != "scale"]
-    return {name: _address(getattr(layer, name)) for name in names}
+def _weights_of(layer: Packed) -> dict[str, Any]:
+    """Return the addresses of the weights of a layer, and the number that it multiplies the residual stream by."""
+    addresses = {part.name: _address(layer.get(part.name)) for part in LAYER_PARTS}
+    del addresses["sinks"]
+    addresses["out"], addresses["out_bias"] = addresses.pop("attention_out"), addresses.pop("attention_out_bias")
+    scale = layer.get("scale")
+    return addresses | {"scale": scale.item() if isinstance(scale, Tensor) else 1.0}
 
 
 def _sizes_of(config: ModelConfig, index: int) -> dict[str, Any]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 from ferrule_server.kernels.cpu.dot import TILE_INPUTS
-from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
+from ferrule_server.kernels.cpu.plan import Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import choose_instructions
-from ferrule_server.model.config import LayerKind, ModelConfig
+from ferrule_server.model.config import LayerKind, ModelConfig, other_fields
 
-__all__ = ["Choice", "WeightKind", "choose", "plan_for", "unsupported"]
+__all__ = ["Choice", "WeightKind", "choose", "unsupported"]
 
 _HEAD_STEP: Final = 16
 _HIDDEN_STEP: Final = 16
@@ -22,15 +22,10 @@ _KNOWN_FIELDS: Final = frozenset(
         "activation", "is_gated", "score_softcap", "query_temperature", "embedding_scale", "residual_scale",
         "logit_scale", "logit_softcap", "has_layer_scale", "per_layer_input", "is_tied", "has_qkv_bias",
         "has_attention_out_bias", "has_mlp_bias", "eos_ids",
-    }
-)  # fmt: skip
-"""The fields of a network that the kernels compute; any other must have its default."""
-_KNOWN_LAYER_FIELDS: Final = frozenset(
-    {
         "head_dim", "num_kv_heads", "intermediate_size", "score_scale", "rope", "window", "kv_layer", "is_value_key",
     }
 )  # fmt: skip
-"""Those of a layer."""
+"""The fields of a network and of its layers that the kernels compute; any other must have its default."""
 _FEATURES: Final = {
     "clamped_swiglu": "a clamped SwiGLU",
     "chunk": "attention in chunks",
@@ -67,7 +62,15 @@ def choose(config: ModelConfig, dtype: str, weights: WeightKind = "float", *, ha
         return Choice(None, f"the kernels of the processor cannot run: {why_not or reason}")
     if has_int8_inputs and instructions != "avx512-vnni":
         return Choice(None, "inputs in int8 need a processor with AVX512-VNNI")
-    return Choice(plan_for(config, instructions, dtype, weights, has_int8_inputs=has_int8_inputs), reason)
+    plan = Plan(
+        instructions=instructions,
+        is_emulated=False,
+        is_bfloat16=dtype == "bfloat16",
+        head_dim=config.head_dim,
+        weights=weights,
+        has_int8_inputs=has_int8_inputs,
+    )
+    return Choice(plan, reason)
 
 
 def unsupported(config: ModelConfig, dtype: str = "bfloat16") -> str:
@@ -83,14 +86,9 @@ def unsupported(config: ModelConfig, dtype: str = "bfloat16") -> str:
 
 
 def _unknown_fields(config: ModelConfig) -> Iterator[str]:
-    for field in fields(config):
-        if field.name not in _KNOWN_FIELDS and getattr(config, field.name) != field.default:
-            yield _FEATURES.get(field.name, field.name)
-    for field in fields(LayerKind):
-        if field.name not in _KNOWN_LAYER_FIELDS and any(
-            getattr(kind, field.name) != field.default for kind in config.layers
-        ):
-            yield _FEATURES.get(field.name, field.name)
+    records: tuple[ModelConfig | LayerKind, ...] = (config, *config.layers)
+    found = dict.fromkeys(name for record in records for name in other_fields(record, _KNOWN_FIELDS))
+    yield from (_FEATURES.get(name, name) for name in found)
     if config.has_norm_after and (config.has_layer_norm or config.is_parallel):
         yield "has_norm_after"
 
@@ -111,30 +109,3 @@ def _unlike_layers(config: ModelConfig) -> Iterator[str]:
 
 def _heads(kind: LayerKind) -> tuple[int, int]:
     return kind.num_kv_heads, kind.head_dim
-
-
-def plan_for(
-    config: ModelConfig,
-    instructions: Instructions,
-    dtype: str,
-    weights: WeightKind = "float",
-    *,
-    has_int8_inputs: bool = False,
-) -> Plan:
-    """Return how kernels for a model are compiled.
-
-    Args:
-        config: The network.
-        instructions: What the processor has.
-        dtype: As for :func:`choose`.
-        weights: As for :func:`choose`.
-        has_int8_inputs: As for :func:`choose`.
-    """
-    return Plan(
-        instructions=instructions,
-        is_emulated=False,
-        is_bfloat16=dtype == "bfloat16",
-        head_dim=config.head_dim,
-        weights=weights,
-        has_int8_inputs=has_int8_inputs,
-    )

@@ -18,21 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
+from ferrule_server.kernels.cpu.dot import GROUP
 from ferrule_server.kernels.cpu.pack import pack_scratch_bytes
-from ferrule_server.kernels.cpu.plan import Plan
+from ferrule_server.kernels.cpu.plan import MatrixKind, Plan
 from ferrule_server.kernels.cpu.processor import QUANTISERS
 from ferrule_server.model.config import LayerKind, ModelConfig
 from ferrule_server.model.memory import new_tensor
-from ferrule_server.model.tensors import LayerWeights, ModelWeights
+from ferrule_server.model.tensors import ModelWeights, TensorSpec, specs
 
-__all__ = ["HeadUnits", "PackedLayer", "PackedModel", "Packer", "matrices", "packed_bytes"]
+__all__ = ["HeadUnits", "Packed", "PackedMatrix", "PackedModel", "Packer", "in_units", "kind_of", "packed_bytes"]
 
-_VECTORS: Final = (
-    *("attention_norm", "attention_norm_bias", "attention_out_norm", "mlp_norm", "mlp_norm_bias", "mlp_out_norm"),
-    *("q_norm", "k_norm", "input_norm"),
-)
-"""Fields of a layer that have the same name and shape when they are packed."""
 _HALF: Final = GROUP // 2
 _ALIGNMENT: Final = 64
 
@@ -67,103 +62,61 @@ class HeadUnits:
         return HeadUnits(num_heads, 1, groups, groups * GROUP, num_heads)
 
 
-@dataclass(slots=True)
-class PackedLayer:
-    """The weights of a layer: linear layers packed, all others but ``scale`` float32; None: the layer has none."""
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """The matrix of a linear layer as the kernels read it.
 
-    qkv: Tensor
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
-    attention_norm: Tensor | None = None
-    attention_norm_bias: Tensor | None = None
-    attention_out_norm: Tensor | None = None
-    mlp_norm: Tensor | None = None
-    mlp_norm_bias: Tensor | None = None
-    mlp_out_norm: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    qkv_bias: Tensor | None = None
-    out_bias: Tensor | None = None
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    input_gate: Tensor | None = None
-    input_projection: Tensor | None = None
-    input_norm: Tensor | None = None
-    scale: Tensor | None = None
+    Attributes:
+        kind: How it is packed.
+        data: uint8.
+    """
+
+    kind: MatrixKind
+    data: Tensor
 
 
-@dataclass(slots=True)
+Packed = dict[str, Tensor | PackedMatrix]
+"""Weights by the names of their parts (``model/tensors.py``): the matrices of linear layers packed, the rows of
+embeddings as they were, all others float32, biases as long as the packed rows."""
+
+
+@dataclass(frozen=True, slots=True)
 class PackedModel:
     """The weights of a model as the kernels read them.
 
     Attributes:
-        embedding: The packed head itself if they are tied, else [vocab_size, hidden_size].
-        head: Packed.
-        final_norm: float32 [hidden_size].
+        parts: Those outside the layers; a tied embedding is the packed head.
         layers: In order.
-        final_norm_bias: float32 [hidden_size], or None.
-        input_embedding: As in ``ModelWeights``, or None.
-        input_projection: Packed, or None.
-        input_norm: float32 [per_layer_input.size], or None.
     """
 
-    embedding: Tensor
-    head: Tensor
-    final_norm: Tensor
-    layers: list[PackedLayer]
-    final_norm_bias: Tensor | None = None
-    input_embedding: Tensor | None = None
-    input_projection: Tensor | None = None
-    input_norm: Tensor | None = None
+    parts: Packed
+    layers: list[Packed]
 
 
-def matrices(config: ModelConfig) -> list[tuple[str, int]]:
-    """Return the matrices that are packed: each field, and its layer; -1: a field of the whole model."""
-    names, ends = ["qkv", "attention_out", "gate_up", "down"], ["head"]
-    if config.per_layer_input is not None:
-        names, ends = [*names, "input_gate", "input_projection"], [*ends, "input_projection"]
-    layers = range(config.num_layers)
-    return [(name, -1) for name in ends] + [(name, layer) for layer in layers for name in names]
+def kind_of(plan: Plan, spec: TensorSpec) -> MatrixKind:  # noqa: ARG001  (all matrices are of one kind today)
+    """Return how a matrix is packed."""
+    return plan.kind
 
 
-def packed_bytes(config: ModelConfig, plan: Plan, name: str, layer: int) -> int:
-    """Return the bytes of a matrix that is packed."""
-    num_rows, num_inputs = _packed_shape(config, name, layer)
-    tiles = -(-num_inputs // TILE_INPUTS) * plan.tile_bytes
-    return -(-num_rows // GROUP * (tiles + plan.group_end_bytes) // _ALIGNMENT) * _ALIGNMENT
+def packed_bytes(config: ModelConfig, plan: Plan, spec: TensorSpec) -> int:
+    """Return the bytes of a matrix once it is packed."""
+    rows = in_units(config, spec, torch.empty(spec.shape, device="meta"))
+    return kind_of(plan, spec).packed_bytes(*rows.shape)
 
 
-def _packed_shape(config: ModelConfig, name: str, layer: int) -> tuple[int, int]:
-    """Return the packed rows of a matrix, and its inputs."""
-    kind, hidden = config.layers[layer], config.hidden_size
-    size = 0 if config.per_layer_input is None else config.per_layer_input.size
-    units = HeadUnits.of(config, kind)
-    num_rows, num_inputs = {
-        "head": (config.vocab_size, hidden),
-        "qkv": (units.count * units.groups * GROUP, hidden),
-        "attention_out": (hidden, config.num_heads * kind.head_dim),
-        "gate_up": (_activated_rows(config, kind), hidden),
-        "down": (hidden, kind.intermediate_size),
-        "input_gate": (size, hidden),
-        "input_projection": (config.num_layers * size, hidden) if layer < 0 else (hidden, size),
-    }[name]
-    return -(-num_rows // GROUP) * GROUP, num_inputs
+def in_units(config: ModelConfig, spec: TensorSpec, values: Tensor) -> Tensor:
+    """Return the rows of a matrix, or the numbers of its bias, in whole units."""
+    name = spec.part.name.removesuffix("_bias")
+    if name == "qkv":
+        kind = config.layers[spec.layer]
+        return _by_units(HeadUnits.of(config, kind), values, kind.head_dim)
+    return _interleaved(values) if name == "gate_up" and config.is_gated else _padded(values, GROUP)
 
 
-def _activated_rows(config: ModelConfig, kind: LayerKind) -> int:
-    """Return the rows of ``gate_up``; those of gate and up alternate."""
-    return 2 * -(-kind.intermediate_size // _HALF) * _HALF if config.is_gated else kind.intermediate_size
-
-
-def _padded(values: Tensor, num_rows: int) -> Tensor:
-    """Return a matrix or vector with rows of zeros at its end."""
-    missing = num_rows - values.shape[0]
+def _padded(values: Tensor, step: int) -> Tensor:
+    """Return a matrix or vector with rows of zeros at its end, up to a multiple of ``step``."""
+    missing = -len(values) % step
     return values if not missing else F.pad(values, (0, 0, 0, missing) if values.dim() == 2 else (0, missing))
-
-
-def _whole_groups(values: Tensor) -> Tensor:
-    return _padded(values, -(-values.shape[0] // GROUP) * GROUP)
 
 
 def _by_units(units: HeadUnits, values: Tensor, head_dim: int) -> Tensor:
@@ -172,14 +125,12 @@ def _by_units(units: HeadUnits, values: Tensor, head_dim: int) -> Tensor:
         heads = values.view(-1, head_dim, *values.shape[1:])
         padding = (0, 0, 0, units.stride - head_dim) if values.dim() == 2 else (0, units.stride - head_dim)
         values = F.pad(heads, padding).flatten(0, 1)
-    return _padded(values, units.count * units.groups * GROUP)
+    return _padded(values, units.groups * GROUP)
 
 
 def _interleaved(values: Tensor) -> Tensor:
     """Return rows of gate, then up, as units of 32 rows of gate and the same 32 rows of up."""
-    half = values.shape[0] // 2
-    rows = -(-half // _HALF) * _HALF
-    gate, up = (_padded(part, rows).view(-1, _HALF, *values.shape[1:]) for part in torch.split(values, half))
+    gate, up = (_padded(part, _HALF).view(-1, _HALF, *values.shape[1:]) for part in values.chunk(2))
     return torch.cat((gate, up), 1).flatten(0, 1)
 
 
@@ -200,64 +151,35 @@ class Packer:
 
     def __init__(self, config: ModelConfig, plan: Plan, pack: Callable[..., int]) -> None:
         self._config, self._plan, self._pack = config, plan, pack
-        num_bytes = sum(packed_bytes(config, plan, *matrix) for matrix in matrices(config))
+        num_bytes = sum(packed_bytes(config, plan, spec) for spec in specs(config) if spec.is_linear)
         self._arena = new_tensor((num_bytes,), torch.uint8)
         self._used = 0
         self.name = f"{plan.weights}/{QUANTISERS[plan.weights]}" if plan.is_quantised else ""
         self.name += " inputs int8" if plan.has_int8_inputs else ""
 
-    def encode(self, name: str, layer: int, matrix: Tensor) -> Tensor:
-        """Return a matrix packed, uint8; it is named by its field, and by its layer or -1."""
-        shape, size = _packed_shape(self._config, name, layer), packed_bytes(self._config, self._plan, name, layer)
-        rows = self._in_units(name, layer, matrix).contiguous()
-        assert rows.shape == shape, (name, rows.shape)
+    def encode(self, spec: TensorSpec, matrix: Tensor) -> Tensor:
+        """Return a matrix packed, uint8."""
+        rows = in_units(self._config, spec, matrix).contiguous()
+        size = kind_of(self._plan, spec).packed_bytes(*rows.shape)
         packed = self._arena[self._used : self._used + size]
-        assert len(packed) == size, f"{name}: the arena is full"
+        assert len(packed) == size, f"{spec.names}: the arena is full"
         self._used += size
-        scratch = torch.empty(pack_scratch_bytes(shape[1]) + _ALIGNMENT, dtype=torch.uint8)
+        scratch = torch.empty(pack_scratch_bytes(rows.shape[1]) + _ALIGNMENT, dtype=torch.uint8)
         addresses = packed.data_ptr(), scratch.data_ptr()
-        self._pack(None, rows.data_ptr(), rows.stride(0) * rows.itemsize, *shape, *addresses)
+        self._pack(None, rows.data_ptr(), rows.stride(0) * rows.itemsize, *rows.shape, *addresses)
         return packed
-
-    def _in_units(self, name: str, layer: int, values: Tensor) -> Tensor:
-        """Return the rows of a matrix, or the numbers of a bias, in whole units."""
-        if name == "qkv":
-            kind = self._config.layers[layer]
-            return _by_units(HeadUnits.of(self._config, kind), values, kind.head_dim)
-        return _interleaved(values) if name == "gate_up" and self._config.is_gated else _whole_groups(values)
 
     def finish(self, weights: ModelWeights) -> PackedModel:
         """Return the model, when all matrices have been packed."""
-        return PackedModel(
-            embedding=weights.embedding,
-            head=weights.head,
-            final_norm=weights.final_norm.float(),
-            layers=[self._finish_layer(index, layer) for index, layer in enumerate(weights.layers)],
-            final_norm_bias=_wide(weights.final_norm_bias),
-            input_embedding=weights.input_embedding,
-            input_projection=weights.input_projection,
-            input_norm=_wide(weights.input_norm),
-        )
+        model = PackedModel({}, [{} for _ in weights.layers])
+        for spec in specs(self._config):
+            holder = model.parts if spec.layer < 0 else model.layers[spec.layer]
+            holder[spec.part.name] = self._finish(spec, weights.holder(spec.layer)[spec.part.name])
+        return model
 
-    def _finish_layer(self, index: int, layer: LayerWeights) -> PackedLayer:
-        def bias(name: str, values: Tensor | None) -> Tensor | None:
-            return None if values is None else self._in_units(name, index, values).float().contiguous()
-
-        return PackedLayer(
-            qkv=layer.qkv,
-            out=layer.attention_out,
-            gate_up=layer.gate_up,
-            down=layer.down,
-            **{name: _wide(getattr(layer, name)) for name in _VECTORS},
-            qkv_bias=bias("qkv", layer.qkv_bias),
-            out_bias=bias("attention_out", layer.attention_out_bias),
-            gate_up_bias=bias("gate_up", layer.gate_up_bias),
-            down_bias=bias("down", layer.down_bias),
-            input_gate=layer.input_gate,
-            input_projection=layer.input_projection,
-            scale=layer.scale,
-        )
-
-
-def _wide(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.float()
+    def _finish(self, spec: TensorSpec, values: Tensor) -> Tensor | PackedMatrix:
+        if spec.is_linear:
+            return PackedMatrix(kind_of(self._plan, spec), values)
+        if spec.part.kind == "embedding":
+            return values
+        return (in_units(self._config, spec, values) if spec.part.kind == "bias" else values).float().contiguous()

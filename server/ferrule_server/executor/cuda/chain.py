@@ -118,11 +118,10 @@ class StepChain:
 
     def _attend(self, layer: int) -> Launch:
         parts, buffers, weights = self._parts, self._parts.buffers, self._parts.weights
-        q_norm, k_norm = weights.layers[layer].q_norm, weights.layers[layer].k_norm
         arguments: Arguments = {
             "qkv": buffers.qkv,
-            "q_norm": 0 if q_norm is None else q_norm,
-            "k_norm": 0 if k_norm is None else k_norm,
+            "q_norm": weights.layers[layer].get("q_norm", 0),
+            "k_norm": weights.layers[layer].get("k_norm", 0),
             "rope": weights.rope,
             "positions": buffers.input["positions"],
             "slot_mapping": buffers.input["slot_mapping"],

@@ -127,13 +127,12 @@ def linears_for(parts: StepParts, num_rows: int, *, is_deterministic: bool) -> L
 def _weight(parts: StepParts, layer: int, name: str) -> tuple[Tensor, Tensor | None]:
     """Return weight and bias of a linear."""
     weights = parts.weights.layers[layer]
-    return getattr(weights, name), getattr(weights, f"{name}_bias")
+    return weights[name], weights.get(f"{name}_bias")
 
 
 def _norm_weight(parts: StepParts, layer: int, name: str) -> Tensor:
     """Return the weight of a norm; the kernels refuse models that lack one."""
-    weight: Tensor = getattr(parts.weights.layers[layer], name)
-    return weight
+    return parts.weights.layers[layer][name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -57,12 +57,6 @@ def adopt_weights(gpu: Gpu, weights: ModelWeights, config: ModelConfig, max_cont
 
 def _named(weights: ModelWeights) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor once."""
-    yield "embedding", weights.embedding
-    if weights.head is not weights.embedding:
-        yield "head", weights.head
-    yield "final_norm", weights.final_norm
+    yield from weights.parts.items()
     for index, layer in enumerate(weights.layers):
-        for field in fields(layer):
-            tensor = getattr(layer, field.name)
-            if tensor is not None:
-                yield f"{field.name}{index}", tensor
+        yield from ((f"{name}{index}", tensor) for name, tensor in layer.items())

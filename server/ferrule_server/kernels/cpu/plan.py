@@ -12,10 +12,42 @@ from typing import Any, Final, Literal
 from numba import types
 from numba.extending import NativeValue, models, overload_attribute, register_model, typeof_impl, unbox
 
-__all__ = ["Instructions", "Plan", "PlanType", "WeightKind"]
+__all__ = ["Instructions", "MatrixKind", "Plan", "PlanType", "WeightKind"]
 
 Instructions = Literal["fma", "avx512-bf16", "avx512-vnni", "amx-bf16"]
 WeightKind = Literal["float", "int8", "int4"]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixKind:
+    """How the matrix of a linear layer is packed: groups of 64 outputs, each with tiles of 32 inputs.
+
+    Attributes:
+        name: Of the numbers.
+        tile_bytes: Bytes of a tile.
+        group_end_bytes: Bytes after the last tile of a group.
+        is_quantised: The weights are integers with scales, and so are the inputs.
+    """
+
+    name: Literal["float32", "bfloat16", "int8", "int4"]
+    tile_bytes: int
+    group_end_bytes: int = 0
+    is_quantised: bool = False
+
+    def packed_bytes(self, num_rows: int, num_inputs: int) -> int:
+        """Return the bytes of a matrix whose rows are whole groups."""
+        return num_rows // 64 * (-(-num_inputs // 32) * self.tile_bytes + self.group_end_bytes)
+
+
+_KINDS: Final = {
+    kind.name: kind
+    for kind in (
+        MatrixKind("float32", 8192),
+        MatrixKind("bfloat16", 4096),
+        MatrixKind("int8", 2048, 256, is_quantised=True),
+        MatrixKind("int4", 1024 + 128, is_quantised=True),
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +76,11 @@ class Plan:
     has_int8_inputs: bool = False
 
     @property
+    def kind(self) -> MatrixKind:
+        """How the matrices are packed that these kernels read."""
+        return _KINDS[self.weights if self.weights != "float" else "bfloat16" if self.is_bfloat16 else "float32"]
+
+    @property
     def input_tile_bytes(self) -> int:
         """Bytes of 32 inputs of a row, as linear layers read them."""
         if self.is_quantised:
@@ -53,19 +90,17 @@ class Plan:
     @property
     def is_quantised(self) -> bool:
         """Weights of linear layers are integers, and so are their inputs."""
-        return self.weights != "float"
+        return self.kind.is_quantised
 
     @property
     def tile_bytes(self) -> int:
         """Bytes of the weights of 32 inputs and 64 outputs."""
-        if self.is_quantised:
-            return {"int8": 2048, "int4": 1024 + 128}[self.weights]
-        return 4096 if self.is_bfloat16 else 8192
+        return self.kind.tile_bytes
 
     @property
     def group_end_bytes(self) -> int:
         """Bytes behind the last tile of 64 outputs."""
-        return 256 if self.weights == "int8" else 0
+        return self.kind.group_end_bytes
 
     @property
     def tiles_at_once(self) -> int:
@@ -135,15 +170,7 @@ def _unbox_plan(_type: Any, _obj: Any, context: Any) -> NativeValue:
 
 _ATTRIBUTES: Final = (
     *(field.name for field in fields(Plan) if field.name not in ("instructions", "weights")),
-    "group_end_bytes",
-    "has_rounded_inputs",
-    "has_wide_inputs",
-    "input_tile_bytes",
-    "is_quantised",
-    "rows_at_once",
-    "rows_stored",
-    "tile_bytes",
-    "tiles_at_once",
+    *(name for name, value in vars(Plan).items() if isinstance(value, property) and name != "kind"),
 )
 
 

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from ferrule_server.model.config import CheckpointNames
 from ferrule_server.model.families.cohere2 import COHERE2
 from ferrule_server.model.families.family import Wrapper
 from ferrule_server.model.families.gemma2 import GEMMA2
@@ -64,8 +65,8 @@ _OTHERS: Final = ("model.vision_tower.", "model.embed_vision.", "model.audio_tow
 _VISION: Final = ("model.vision_tower.", "vision_tower.", "model.multi_modal_projector.", "multi_modal_projector.")
 
 WRAPPERS: Final = (
-    Wrapper("Gemma3ForConditionalGeneration", ("gemma3_text",), _INNER, _VISION),
-    Wrapper("Gemma4ForConditionalGeneration", ("gemma4_text",), _INNER, _OTHERS),
-    Wrapper("Mistral3ForConditionalGeneration", ("mistral", "ministral3"), _INNER, _VISION),
+    Wrapper("Gemma3ForConditionalGeneration", ("gemma3_text",), CheckpointNames({}, _INNER, _VISION)),
+    Wrapper("Gemma4ForConditionalGeneration", ("gemma4_text",), CheckpointNames({}, _INNER, _OTHERS)),
+    Wrapper("Mistral3ForConditionalGeneration", ("mistral", "ministral3"), CheckpointNames({}, _INNER, _VISION)),
 )
 """Every model of several modalities whose text model can be loaded."""

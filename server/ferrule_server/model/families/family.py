@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config import CheckpointNames, ModelConfig
 from ferrule_server.model.families.harmless import has_experts, is_harmless
 from ferrule_server.model.families.rotary import ROPE_KEYS, rope_problems
 from ferrule_server.model.families.values import ConfigValues
@@ -51,8 +51,7 @@ class Family:
             states; refuses what only this family can say, with a :class:`ModelError`.
         norm_eps_key: The setting that is added to the mean square or the variance in every norm.
         only: Settings with the only value that the decoder computes for this family, or a tuple of such values.
-        tensors: For each part of a layer that a checkpoint of this family names unlike Llama: the names of the tensors
-            that follow each other in it, without ``model.layers.N.``; see ``weights.py``.
+        tensors: As in :class:`CheckpointNames`.
         without_effect: Settings of this family that do not change logits.
         rope_extra: Settings inside those of rotary positions that ``refine`` reads.
         has_scaled_length: ``max_position_embeddings`` counts linear scaling already; see :func:`longest_sequence`.
@@ -112,19 +111,12 @@ class Wrapper:
     Attributes:
         architecture: The only entry of ``architectures`` in config.json; the text model is in ``text_config`` there.
         model_types: The values of ``model_type`` in ``text_config`` that it may hold; the first if there is none.
-        renamed: What the names of tensors begin with in the checkpoint, and with what those of the text model begin.
-        left_out: What the names of the tensors begin with that are not loaded.
+        names: What surrounds the text model in the checkpoint.
     """
 
     architecture: str
     model_types: tuple[str, ...]
-    renamed: tuple[tuple[str, str], ...]
-    left_out: tuple[str, ...]
-
-    def parts_left_out(self, names: Collection[str] | None = None) -> tuple[str, ...]:
-        """Return the parts that are not loaded: those with tensors among these names; None: all that there may be."""
-        parts = [part for part in self.left_out if names is None or any(name.startswith(part) for name in names)]
-        return tuple(dict.fromkeys(part.rstrip(".").rpartition(".")[2] for part in parts))
+    names: CheckpointNames
 
 
 def _problem_of_value(key: str, value: object, only: object) -> str:

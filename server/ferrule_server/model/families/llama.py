@@ -2,7 +2,7 @@
 
 Attention: grouped queries, rotary positions; no norm of heads.
 Biases: ``attention_bias`` adds one to all four projections of attention, ``mlp_bias`` to the three of the feed-forward
-part. Weights have the names of the table in ``weights.py``.
+part. Weights have the names of the table in ``tensors.py``.
 
 Not supported: activations other than SiLU, quantised checkpoints, text models inside multimodal ones.
 """

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5, the dense text models, and what has their architecture: QwQ, DeepSeek-R1-Distill-Qwen.
 
 Attention: as Llama, but the projections of queries, keys and values always carry biases, and the one after attention
-never does. Weights have the names of the table in ``weights.py``.
+never does. Weights have the names of the table in ``tensors.py``.
 
 Not supported: partial rotation, activations other than SiLU, quantised checkpoints, Qwen2-MoE and Qwen2-VL.
 """

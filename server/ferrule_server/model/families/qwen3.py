@@ -2,7 +2,7 @@
 
 Attention: as Llama, but each query and key head passes its own RMSNorm before the rotation. ``head_dim`` is
 independent of ``hidden_size``. Biases: ``attention_bias`` adds one to all four projections of attention. Weights have
-the names of the table in ``weights.py``, with ``q_norm`` and ``k_norm``.
+the names of the table in ``tensors.py``, with ``q_norm`` and ``k_norm``.
 
 Not supported: partial rotation, activations other than SiLU, quantised checkpoints, Qwen3-MoE, Qwen3-Next and Qwen3-VL.
 """

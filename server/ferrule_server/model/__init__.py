@@ -3,7 +3,7 @@
 config.py           ModelConfig: the network, and what each of its layers computes
 config_reader.py    config.json and generation_config.json -> one validated ModelConfig
 checkpoint.py       which tensors the safetensors files hold
-tensors.py          the tensors of the decoder, and where those of a checkpoint go
+tensors.py          the table of the tensors, and where those of a checkpoint go
 weights.py          safetensors -> these tensors
 decoder.py          the decoder
 attention.py        attention over the block pool

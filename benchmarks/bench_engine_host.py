@@ -211,6 +211,7 @@ def _measure_engine(size: int, num_steps: int, *, is_branching: bool, executor: 
 
 
 def _engine(executor: Any) -> Engine:
+    from ferrule_server.engine.assembly.assemble import Setup
     from ferrule_server.engine.engine import Engine
     from ferrule_server.engine.settings import EngineSettings
     from ferrule_server.kv.block_pool import BlockPool
@@ -225,7 +226,7 @@ def _engine(executor: Any) -> Engine:
         max_context=info.model.max_context,
         max_ttl_s=3600.0,
     )
-    return Engine(executor, store, EngineSettings(max_step_rows=1 << 14), lambda call: call())
+    return Engine(Setup(executor, store, EngineSettings(max_step_rows=1 << 14), lambda call: call()))
 
 
 def _generate(index: int, num_branches: int) -> Job[object]:

@@ -98,6 +98,7 @@ def load_executor(folder: Path, *, kv_bytes: int, max_context: int, dtype: str =
 @contextmanager
 def in_process(executor: Executor, *, max_step_rows: int = 512) -> Iterator[InProcess]:
     """Run an engine over ``executor``; closed at the end."""
+    from ferrule_server.engine.assembly.assemble import Setup
     from ferrule_server.engine.engine import Engine
     from ferrule_server.engine.settings import EngineSettings
     from ferrule_server.kv.block_pool import BlockPool
@@ -112,7 +113,7 @@ def in_process(executor: Executor, *, max_step_rows: int = 512) -> Iterator[InPr
         max_context=info.model.max_context,
         max_ttl_s=3600.0,
     )
-    engine = Engine(executor, store, EngineSettings(max_step_rows=max_step_rows), lambda call: call())
+    engine = Engine(Setup(executor, store, EngineSettings(max_step_rows=max_step_rows), lambda call: call()))
     engine.start()
     try:
         yield InProcess(engine)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # imported after the process is set up, because they import l
     from ferrule_server.api.telemetry.tracing import Tracer
     from ferrule_server.engine.durable.opening import Durability
     from ferrule_server.engine.engine import Engine
-    from ferrule_server.engine.failpoints import Failpoints
+    from ferrule_server.engine.faults.failpoints import Failing
     from ferrule_server.executor.base import Executor
     from ferrule_server.loading import LoadedExecutor, OnProgress
 
@@ -204,7 +204,7 @@ async def _run_engine(
     loaded: LoadedExecutor,
     stopping: asyncio.Task[signal.Signals],
     *,
-    failpoints: Failpoints | None,
+    failpoints: Failing,
 ) -> int:
     """Start the engine and serve until a signal, an administrator or a lost device stops the server; then drain."""
     has_failed = False
@@ -238,7 +238,7 @@ def _make_engine(
     fail: Callable[[], None],
     loop: asyncio.AbstractEventLoop,
     *,
-    failpoints: Failpoints | None,
+    failpoints: Failing,
 ) -> Engine:
     """Return the engine; it calls ``fail`` on the event loop when the device is lost.
 
@@ -246,6 +246,7 @@ def _make_engine(
         ConfigError: The journal of durable handles cannot be used.
     """
     from ferrule_server.durability.directory import cannot_write
+    from ferrule_server.engine.assembly.assemble import Setup
     from ferrule_server.engine.engine import Engine
     from ferrule_server.engine.settings import EngineSettings
     from ferrule_server.kv.block_pool import BlockPool
@@ -274,16 +275,18 @@ def _make_engine(
 
     try:
         return Engine(
-            executor,
-            store,
-            settings,
-            loop.call_soon_threadsafe,
-            partial(loop.call_soon_threadsafe, fail),
-            later=loop.call_later,
-            limits_of=state.limits_of,
-            shares=state.shares,
-            durability=durability,
-            failpoints=failpoints,
+            Setup(
+                executor,
+                store,
+                settings,
+                loop.call_soon_threadsafe,
+                partial(loop.call_soon_threadsafe, fail),
+                later=loop.call_later,
+                limits_of=state.limits_of,
+                shares=state.shares,
+                durability=durability,
+                failpoints=failpoints,
+            )
         )
     except OSError as error:
         assert config.durable is not None, "only a journal is written"
@@ -315,16 +318,16 @@ def _durability(config: ServerConfig, state: ServerState, executor: Executor) ->
     return durability
 
 
-def _failpoints(config: ServerConfig) -> Failpoints | None:
-    """Return the failpoints, with a warning in the log; None in production.
+def _failpoints(config: ServerConfig) -> Failing:
+    """Return the failpoints, with a warning in the log; none of them in production.
 
     Raises:
         ConfigError: ``--failpoints`` is unusable.
     """
-    from ferrule_server.engine.failpoints import Failpoints
+    from ferrule_server.engine.faults.failpoints import Failpoints, NoFailpoints
 
     if not config.failpoints:
-        return None
+        return NoFailpoints()
     try:
         failpoints = Failpoints.parse(config.failpoints)
     except ValueError as error:

@@ -208,7 +208,7 @@ class ServerConfig:
     needs more is answered with RESTORING meanwhile, and clients repeat it
     """
     failpoints: str = Group("").setting("--failpoints", TEXT, "")
-    """where to fail on purpose, for tests: see engine/failpoints.py"""
+    """where to fail on purpose, for tests: see engine/faults/failpoints.py"""
     log_level: str = _LOGS.setting("--log-level", one_of("debug", "info", "warning", "error"), "info")
     """level of the log on stderr"""
     log_format: str = _LOGS.setting("--log-format", one_of("text", "json"), "text")

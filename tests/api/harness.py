@@ -29,6 +29,7 @@ from ferrule_server.api.security.auth import Access, OpenAccess, TokenAccess
 from ferrule_server.api.security.tls import TlsFiles
 from ferrule_server.api.security.token_file import TokenFile
 from ferrule_server.api.serve import ApiServer
+from ferrule_server.engine.assembly.assemble import Setup
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.engine.settings import EngineSettings
@@ -200,13 +201,15 @@ class RunningServer:
             has_prefix_cache=self.has_prefix_cache,
         )
         self.engine = Engine(
-            self.executor,
-            self.store,
-            self.settings,
-            self.loop.call_soon_threadsafe,
-            later=self.loop.call_later,
-            limits_of=self.access.limits_of,
-            shares=self.state.shares,
+            Setup(
+                self.executor,
+                self.store,
+                self.settings,
+                self.loop.call_soon_threadsafe,
+                later=self.loop.call_later,
+                limits_of=self.access.limits_of,
+                shares=self.state.shares,
+            )
         )
         self.engine.start()
         await self.server.start()

@@ -136,7 +136,7 @@ def test_a_caller_who_leaves_gives_everything_back(leaves_by: str) -> None:
         wait_until(lambda: not server.state.streams)
         wait_until(lambda: server.engine.snapshot().num_streams == 0)
         wait_until(lambda: server.free_blocks == server.engine.info.num_blocks - 1)
-        wait_until(lambda: server.engine._gate.num_jobs == 0)
+        wait_until(lambda: server.engine._parts.gate.num_jobs == 0)
 
 
 def test_a_draining_server_refuses_new_ones_and_ends_what_runs() -> None:

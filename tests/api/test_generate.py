@@ -162,7 +162,7 @@ def test_what_a_principal_may_not_use_is_refused() -> None:
                 generate(server, 1, 2, 3, **fields)
             assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
             wait_until(lambda server=server: server.engine.snapshot().num_streams == 0)
-            wait_until(lambda server=server: server.engine._gate.num_jobs == 0)
+            wait_until(lambda server=server: server.engine._parts.gate.num_jobs == 0)
     with RunningServer(FakeExecutor(step_time_s=0.01), settings=EngineSettings(max_waiting_jobs=1)) as server:
         call = server.stub.Generate(request_of(1, 2, max_tokens=None), timeout=20)
         next(call)
@@ -267,7 +267,7 @@ def test_a_parked_call_that_is_cancelled_gives_everything_back() -> None:
         call.cancel()
         wait_until(lambda: not server.state.streams)
         wait_until(lambda: server.engine.snapshot().num_streams == 0)
-        wait_until(lambda: server.engine._gate.num_jobs == 0)
+        wait_until(lambda: server.engine._parts.gate.num_jobs == 0)
 
 
 def test_a_call_thatis_parked_for_longer_than_its_lease_hears_of_that() -> None:

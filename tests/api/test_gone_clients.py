@@ -13,7 +13,7 @@ from ferrule_server import errors
 from ferrule_server.api.rpc.calls import CallEnded, Context, refuse
 from ferrule_server.api.rpc.status import code_of, fault_of, to_status
 from ferrule_server.api.security.principal import Caller, enter
-from ferrule_server.engine.faults import fault
+from ferrule_server.engine.faults.unexpected import fault
 from ferrule_server.errors import FerruleError
 from ferrule_server.log_format import set_up
 from tests.api.test_status import TABLE

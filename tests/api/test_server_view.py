@@ -15,6 +15,7 @@ from ferrule_server.api.responses import view as server_view
 from ferrule_server.api.responses.view import FRESH_S, as_array, block_map
 from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.engine.jobs import Entry
+from ferrule_server.engine.metrics.views import View
 from tests.api.harness import PROMPT, RunningServer, refused
 
 
@@ -160,13 +161,14 @@ def test_many_watchers_cost_one_snapshot(own: RunningServer, monkeypatch: pytest
     """Whoever asks within a tenth of a second is shown the same; other bounds do not make it more than four."""
     own.prefill()
     looks: list[tuple[int, int]] = []
-    look = own.engine._host.viewer.look
+    entrance = own.engine._parts.entrance
+    look = entrance.host.look
 
-    def counting(_viewer: object, max_sequences: int, max_principals: int) -> object:
+    def counting(max_sequences: int, max_principals: int) -> View:
         looks.append((max_sequences, max_principals))
         return look(max_sequences, max_principals)
 
-    monkeypatch.setattr(type(own.engine._host.viewer), "look", counting)
+    monkeypatch.setattr(entrance, "host", entrance.host._replace(look=counting))
     now = [100.0]
     monkeypatch.setattr(own.server.views, "_clock", lambda: now[0])
     with ThreadPoolExecutor(8) as pool:

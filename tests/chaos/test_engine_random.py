@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from ferrule_server.engine import host_calls
+from ferrule_server.engine.assembly.assemble import Setup
 from ferrule_server.engine.engine import Engine
-from ferrule_server.engine.failpoints import PLACES, Failpoints, fail
+from ferrule_server.engine.faults.failpoints import PLACES, Failpoints, fail
 from ferrule_server.engine.jobs import (
     Acceptance,
     AppendJob,
@@ -204,7 +205,9 @@ class Campaign:
         settings = EngineSettings(
             max_step_rows=self.random.choice([2, 5, 64]), gather_share=0.0, retained_bytes=retained
         )
-        self.engine = Engine(self.executor, self.store, settings, lambda call: call(), failpoints=self.failpoints)
+        self.engine = Engine(
+            Setup(self.executor, self.store, settings, lambda call: call(), failpoints=self.failpoints)
+        )
         self.sessions: list[Session] = []
         self.num_ids = 0
         self.num_cohorts = 0
@@ -554,8 +557,8 @@ class Campaign:
     def check_integrity(self) -> None:
         """Every part of the engine, between steps."""
         self.store.check_integrity()
-        self.engine._records.check_integrity()
-        self.engine._creations.check_integrity({each.handle_id for each in self.store.registry})
+        self.engine._parts.records.check_integrity()
+        self.engine._parts.creations.check_integrity({each.handle_id for each in self.store.registry})
         check_lanes(self.engine._lanes)
 
     def check_tip(self, session: Session) -> None:
@@ -594,7 +597,7 @@ class Campaign:
         assert not self.engine._lanes.running
         assert not self.engine._lanes._lanes
         assert self.store.pool.num_used == 0
-        assert (len(self.engine._records), self.engine._records.used_bytes) == (0, 0)
+        assert (len(self.engine._parts.records), self.engine._parts.records.used_bytes) == (0, 0)
         self.check_integrity()
         for name in ("joined", "replays", "recomputed", "accepted_tokens"):
             self.count[name] += getattr(self.engine.counters, name)

@@ -13,9 +13,10 @@ from ferrule_server.durability.directory import Wanted
 from ferrule_server.durability.files import Files
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.appends.lanes import Lanes
+from ferrule_server.engine.assembly.assemble import Setup
 from ferrule_server.engine.durable.opening import open_durability
 from ferrule_server.engine.engine import Engine
-from ferrule_server.engine.failpoints import Failpoints
+from ferrule_server.engine.faults.failpoints import Failpoints, NoFailpoints
 from ferrule_server.engine.jobs import AppendJob, AppendResult, Job, Outcome, OutputRequest
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.errors import FerruleError
@@ -127,14 +128,16 @@ class Harness:
         )
         self.num_failures = 0
         self.engine = Engine(
-            self.executor,
-            self.store,
-            EngineSettings(**{"max_step_time_s": 60.0, **settings}),  # type: ignore[arg-type]
-            self._post,
-            self._fail,
-            limits_of=limits_of,
-            durability=durability,
-            failpoints=failpoints,
+            Setup(
+                self.executor,
+                self.store,
+                EngineSettings(**{"max_step_time_s": 60.0, **settings}),  # type: ignore[arg-type]
+                self._post,
+                self._fail,
+                limits_of=limits_of,
+                durability=durability,
+                failpoints=failpoints or NoFailpoints(),
+            )
         )
 
     def _now(self) -> float:
@@ -156,14 +159,14 @@ class Harness:
         self.engine.close()
         if kind is None:
             self.check_integrity()
-            self.engine._gate.check_integrity()
-            assert self.engine._gate.num_jobs == 0, "a job that was delivered is still counted"
+            self.engine._parts.gate.check_integrity()
+            assert self.engine._parts.gate.num_jobs == 0, "a job that was delivered is still counted"
 
     def check_integrity(self) -> None:
         """Check everything the engine owns; only while it stands still."""
         self.store.check_integrity()
-        self.engine._records.check_integrity()
-        self.engine._creations.check_integrity({each.handle_id for each in self.store.registry})
+        self.engine._parts.records.check_integrity()
+        self.engine._parts.creations.check_integrity({each.handle_id for each in self.store.registry})
         check_lanes(self.engine._lanes)
 
     def submit(self, job: Job[object]) -> Pending:

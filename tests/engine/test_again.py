@@ -33,19 +33,19 @@ Scene = Callable[[Harness], object]
 
 def make_anew(harness: Harness) -> None:
     """Have no append used again."""
-    harness.engine._lanes.enter_again = lambda *_: False  # type: ignore[method-assign]
+    harness.engine._lanes._enter_again = lambda *_: False  # type: ignore[method-assign]
 
 
 def count_again(harness: Harness) -> Counter[bool]:
     """Count the appends that are used again, and those that were to be."""
     counts: Counter[bool] = Counter()
-    enter_again = harness.engine._lanes.enter_again
+    enter_again = harness.engine._lanes._enter_again
 
     def counted(run: RunningAppend, at: float) -> bool:
         counts[taken := enter_again(run, at)] += 1
         return taken
 
-    harness.engine._lanes.enter_again = counted  # type: ignore[method-assign]
+    harness.engine._lanes._enter_again = counted  # type: ignore[method-assign]
     return counts
 
 
@@ -67,7 +67,7 @@ def state_of(harness: Harness) -> object:
         (list(each.token_ids), each.block_ids, each.ttl_s, each.spare_ids, each.num_pins, each.reserved_length)
         for each in harness.store.registry
     )
-    held = harness.engine._records._records.values()
+    held = harness.engine._parts.records._records.values()
     records = sorted(
         (each.start, each.num_tokens, str(each.seed), str(each.result and each.result.rows)) for each in held
     )

@@ -42,8 +42,7 @@ def test_frames_come_in_order_also_behind_more_outcomes_than_the_loop_takes_at_a
     assert gate.admit([(job, stream)]) == ([(job, stream)], [])
     frames = [GenerateFrame((), StepTiming(), is_last=index == 4) for index in range(5)]
     for frame, num_others in zip(frames, (0, 3 * _LOOP_SLICE, 0, _LOOP_SLICE, 0), strict=True):
-        delivery.finished = [*many(num_others), (job, stream, frame)]
-        delivery.hand_over()
+        delivery.hand_over([*many(num_others), (job, stream, frame)])
     loop.run()
     assert stream.outcomes == frames
     assert gate.num_jobs == 0
@@ -54,8 +53,7 @@ def test_a_large_step_leaves_others_their_turns_on_the_loop() -> None:
     loop, own = Loop(), Pending()
     delivery = Delivery(loop.posted.append, Gate(10))
     outcomes = many(3 * _LOOP_SLICE)
-    delivery.finished = [(job, own, outcome) for job, _, outcome in outcomes]
-    delivery.hand_over()
+    delivery.hand_over([(job, own, outcome) for job, _, outcome in outcomes])
     turns = 0
     loop.posted.append(lambda: None)
     while loop.posted:
@@ -70,12 +68,12 @@ def test_small_steps_behind_a_large_one_are_delivered_too() -> None:
     loop = Loop()
     delivery = Delivery(loop.posted.append, Gate(10))
     late = [many(1) for _ in range(5)]
-    delivery.deliver(many(_LOOP_SLICE + 1))
+    delivery.hand_over(many(_LOOP_SLICE + 1))
     for each in late:
         delivery.refuse(each)
     loop.run()
     assert all(sink.num_flushes == 1 for ((_, sink, _),) in late if isinstance(sink, Pending))
-    delivery.deliver(last := many(1))
+    delivery.hand_over(last := many(1))
     loop.run()
     assert isinstance(last[0][1], Pending)
     assert last[0][1].is_done
@@ -116,8 +114,7 @@ class Call:
     def say(self, *others: Finished, is_last: bool = False) -> GenerateFrame:
         """Hand over a frame as of a step of its own, after outcomes of others."""
         frame = GenerateFrame((), StepTiming(), is_last=is_last)
-        self.delivery.finished = [*others, (self.job, self.stream, frame)]
-        self.delivery.hand_over()
+        self.delivery.hand_over([*others, (self.job, self.stream, frame)])
         return frame
 
 
@@ -209,8 +206,7 @@ def test_the_last_frame_ends_the_wait_of_those_before_it() -> None:
     paused.loop.run()
     assert ended.stream.outcomes[1:] == frames
     frame, error = failed.say(), Draining()
-    paused.delivery.finished = [(failed.job, failed.stream, error)]
-    paused.delivery.hand_over()
+    paused.delivery.hand_over([(failed.job, failed.stream, error)])
     paused.loop.run()
     assert failed.stream.outcomes[1:] == [frame, error]
     assert paused.gate.num_jobs == 0
@@ -247,9 +243,9 @@ def test_a_frame_that_crosses_while_a_pause_ends_is_delivered() -> None:
     (call,) = paused.calls
     handed_over = paused.delivery.hand_over
 
-    def end_first() -> None:
+    def end_first(finished: list[Finished]) -> None:
         paused.pauses.end()
-        handed_over()
+        handed_over(finished)
 
     paused.delivery.hand_over = end_first  # type: ignore[method-assign]
     call.say()

@@ -10,7 +10,7 @@ import pytest
 
 from ferrule_server.engine import engine as engine_module
 from ferrule_server.engine import host_calls
-from ferrule_server.engine.failpoints import PLACES, FailpointHit, Failpoints, Place, fail
+from ferrule_server.engine.faults.failpoints import PLACES, FailpointHit, Failpoints, Place, fail
 from ferrule_server.engine.generation.generate import Generation
 from ferrule_server.engine.jobs import Finish, GenerateFrame, StopRules, StreamJob, Window
 from ferrule_server.errors import (
@@ -442,7 +442,7 @@ def test_a_stream_holds_one_place_in_the_queue_until_its_last_frame() -> None:
         executor.run_freely()
         other.result()
         stream.branches()
-        assert harness.engine._gate.num_jobs == 0
+        assert harness.engine._parts.gate.num_jobs == 0
         assert harness.engine.snapshot().num_streams == 0
         assert harness.engine.counters.generates == 1
 
@@ -488,7 +488,6 @@ def test_a_refusal_by_surprise_is_an_outcome_like_any(number: int, monkeypatch: 
             return fail_third
 
         monkeypatch.setattr(lanes, "enter", failing(lanes.enter))
-        monkeypatch.setattr(lanes, "enter_again", failing(lanes.enter_again))
         branch = start(harness, generate(None, 1, 2)).branch()
         assert (len(branch.tokens), type(branch.last.error)) == (number, EngineFault)
         error: FerruleError | None = branch.last.error

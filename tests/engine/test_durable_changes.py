@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ferrule_server.engine import host_calls
+from ferrule_server.engine.durable.confirmations import Confirmations
+from ferrule_server.engine.durable.journal import Journal
 from ferrule_server.engine.jobs import AppendResult, CacheInfo, ForkJob, ForkResult, HostCall
 from ferrule_server.errors import Cancelled, HandleUnknown, Restoring
 from ferrule_server.executor.base import KvLost
@@ -110,8 +112,8 @@ def test_a_request_id_used_again_during_a_snapshot_is_written_once(servers: Serv
     live = server.submit(durable(5, 5, 5, request_id="b", ttl_s=3000.0)).result().handle
     server.release(server.submit(durable(1, 2, 3, request_id="a")).result().handle)
     server.clock = lambda: now + 1000
-    journal = server.engine._journal
-    assert journal is not None
+    journal = server.engine._parts.endings.journal
+    assert isinstance(journal, Journal)
     snapshot = journal._write_snapshot()
 
     def begin(*_: object) -> None:
@@ -134,8 +136,8 @@ def test_what_waits_for_the_disk_is_not_overtaken_by_what_need_not(servers: Serv
     """A group is on the disk a moment before its outcomes are sent; others of the principal come after these."""
     server = servers.start()
     handle = server.submit(durable(1, 2, 3)).result().handle
-    confirmations = server.engine._confirmations
-    assert confirmations is not None
+    confirmations = server.engine._outlet
+    assert isinstance(confirmations, Confirmations)
     is_synced, may_release, release = threading.Event(), threading.Event(), confirmations._barrier.release
 
     def late(group: int) -> None:

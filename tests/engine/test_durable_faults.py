@@ -18,6 +18,7 @@ import pytest
 from ferrule_server.engine import engine as engine_module
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.durable import journal as journal_module
+from ferrule_server.engine.durable.journal import Journal
 from ferrule_server.engine.jobs import (
     AppendResult,
     CacheInfo,
@@ -124,8 +125,8 @@ def test_a_snapshot_waits_for_the_disk(server: Harness, files: FaultFiles, monke
     monkeypatch.setattr(journal_module, "_SLICE_NS", -1)
     for number in range(20):
         server.submit(durable(1, 2, number)).result()
-    journal = server.engine._journal
-    assert journal is not None
+    journal = server.engine._parts.endings.journal
+    assert isinstance(journal, Journal)
     files.is_flowing.clear()
     monkeypatch.setattr(journal_module, "_LEAST_BYTES", 0)
     plain = server.prefill(1, 2, 3).handle
@@ -143,8 +144,8 @@ def test_the_state_is_written_between_steps_when_the_disk_works_again(
     monkeypatch.setattr(journal_module, "_SLICE_NS", -1)
     first, *handles = [server.submit(durable(1, 2, number)).result().handle for number in range(20)]
     other = server.prefill(1, 2, 3).handle
-    journal = server.engine._journal
-    assert journal is not None
+    journal = server.engine._parts.endings.journal
+    assert isinstance(journal, Journal)
     write_slice = journal._write_slice
 
     def slowly() -> None:

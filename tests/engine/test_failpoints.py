@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.engine import failpoints as module
 from ferrule_server.engine import host_calls
-from ferrule_server.engine.failpoints import PLACES, FailpointHit, Failpoints, Place, fail
+from ferrule_server.engine.faults import failpoints as module
+from ferrule_server.engine.faults.failpoints import PLACES, FailpointHit, Failpoints, Place, fail
 from ferrule_server.engine.jobs import (
     AppendResult,
     CacheInfo,
@@ -35,8 +35,8 @@ UNSEEDED = OutputRequest(OutputSpec(sample=SampleSpec()), is_seeded=False)
 
 def arm(harness: Harness, text: str) -> None:
     """Arm more while the engine stands still; hits before count."""
-    failpoints = harness.engine._failpoints
-    assert failpoints is not None
+    failpoints = harness.engine._setup.failpoints
+    assert isinstance(failpoints, Failpoints)
     for place, armed in Failpoints.parse(text)._armed.items():
         for each in armed:
             nth = None if each.nth is None else each.nth + failpoints.num_hits(place)
@@ -45,8 +45,8 @@ def arm(harness: Harness, text: str) -> None:
 
 def disarm(harness: Harness) -> None:
     """Let everything pass again."""
-    assert harness.engine._failpoints is not None
-    harness.engine._failpoints._armed.clear()
+    assert isinstance(harness.engine._setup.failpoints, Failpoints)
+    harness.engine._setup.failpoints._armed.clear()
 
 
 def breakable(max_step_rows: int = 512) -> Harness:
@@ -107,15 +107,15 @@ def test_after_any_failure_a_retry_gives_the_answer_and_nothing_is_lost(place: P
         assert set(failed) <= {"ENGINE_FAULT"}
         if action.startswith("sleep"):
             assert not failed
-        hits = harness.engine._failpoints
-        assert hits is not None
+        hits = harness.engine._setup.failpoints
+        assert isinstance(hits, Failpoints)
         assert hits.num_hits(place) >= 1
 
 
 def test_exit_ends_the_process_at_once() -> None:
     """As if killed: 137, and nothing runs afterwards."""
     script = (
-        "from ferrule_server.engine.failpoints import Failpoints\n"
+        "from ferrule_server.engine.faults.failpoints import Failpoints\n"
         "from tests.engine.harness import Harness\n"
         "from tests.engine.test_failpoints import exercise\n"
         "harness = Harness(failpoints=Failpoints.parse('during_copy=exit'))\n"
@@ -264,8 +264,8 @@ def test_leases_that_could_not_be_ended_are_ended_later() -> None:
         harness.clock = lambda: now + 61
         harness.end_leases()
         assert harness.engine.counters.expired == 1
-        assert harness.engine._failpoints is not None
-        assert harness.engine._failpoints.num_hits("during_free") == 2
+        assert isinstance(harness.engine._setup.failpoints, Failpoints)
+        assert harness.engine._setup.failpoints.num_hits("during_free") == 2
 
 
 @pytest.mark.parametrize("num_neighbours", [0, 2])
@@ -334,8 +334,8 @@ def test_text_arms_places_and_counts_hits() -> None:
 
 def _call_once(harness: Harness, place: Place, act: Callable[[], object]) -> None:
     """Call ``act`` at the next hit of the place."""
-    failpoints = harness.engine._failpoints
-    assert failpoints is not None
+    failpoints = harness.engine._setup.failpoints
+    assert isinstance(failpoints, Failpoints)
     failpoints.arm(place, act, failpoints.num_hits(place) + 1)
 
 

@@ -379,7 +379,7 @@ def test_an_engine_that_has_answered_everything_has_an_empty_gate() -> None:
         long.result()
         late.error()
         harness.release(first.handle)
-        gate = harness.engine._gate
+        gate = harness.engine._parts.gate
     assert gate.num_jobs == 0
     gate.check_integrity()
 

@@ -6,14 +6,14 @@ import dataclasses
 import logging
 import random
 import time
-from typing import Any
 
 import pytest
 
 from ferrule_server.engine import engine as engine_module
 from ferrule_server.engine import host_calls
+from ferrule_server.engine.assembly.assemble import Setup
 from ferrule_server.engine.engine import Engine
-from ferrule_server.engine.failpoints import Failpoints, Place
+from ferrule_server.engine.faults.failpoints import Failpoints, Place
 from ferrule_server.engine.jobs import (
     AppendJob,
     Entry,
@@ -540,9 +540,10 @@ def run_campaign(seed: int, num_jobs: int, monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(Stepper, "_are_all", lambda _, chunks: bool(chunks))
     engines: list[GuessingEngine] = []
 
-    def new_engine(executor: FakeExecutor, *args: Any, **kwargs: Any) -> Engine:  # as the class takes them
-        deferred = DeferredExecutor(executor, is_eager=None, chance=random.Random(seed))
-        engines.append(GuessingEngine(deferred, *args, **kwargs))
+    def new_engine(setup: Setup) -> Engine:
+        assert isinstance(setup.executor, FakeExecutor)
+        deferred = DeferredExecutor(setup.executor, is_eager=None, chance=random.Random(seed))
+        engines.append(GuessingEngine(dataclasses.replace(setup, executor=deferred)))
         return engines[-1]
 
     monkeypatch.setattr(test_engine_random, "Engine", new_engine)
@@ -552,6 +553,6 @@ def run_campaign(seed: int, num_jobs: int, monkeypatch: pytest.MonkeyPatch, capl
     while campaign.count["jobs"] < num_jobs or not (engine.counters.discarded_rows or campaign.count["jobs"] > 20_000):
         campaign.tick()
     campaign.finish()
-    assert isinstance(engine._executor, DeferredExecutor)
-    assert engine._executor.misuse == []
+    assert isinstance(engine._setup.executor, DeferredExecutor)
+    assert engine._setup.executor.misuse == []
     assert engine.counters.discarded_rows > 0

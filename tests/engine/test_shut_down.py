@@ -42,15 +42,15 @@ def _crowd(harness: Harness) -> tuple[list[Pending], list[Stream]]:
     [
         "_store.reservations.abort",
         "_store.release",
-        "_creations.abandon",
+        "_parts.creations.abandon",
         "_lanes._leave",
         "_lanes.end_all",
         "_drivers.end_all",
         "_drivers.release",
-        "_warmup.end_all",
+        "_parts.warmup.end_all",
         "_store.next_expiry",
         "_store.resolve",
-        "_executor.close",
+        "_setup.executor.close",
     ],
 )
 def test_everybody_is_answered_whatever_breaks(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +69,8 @@ def test_everybody_is_answered_whatever_breaks(part: str, monkeypatch: pytest.Mo
     assert not closer.is_alive()
     waiting: dict[str, Sequence[Pending | Stream]] = {"lanes": pending[:-1], "drivers": loops, "warmup": pending[-1:]}
     for name, callers in waiting.items():
-        if part != f"_{name}.end_all":  # which answers them
+        if part.removeprefix("_parts.").strip("_") != f"{name}.end_all":  # which answers them
             assert all(_is_answered(each) for each in callers)
-    assert executor.is_closed or part == "_executor.close"
+    assert executor.is_closed or part == "_setup.executor.close"
     late = harness.submit(append(None, 5))
     assert late.error().REASON == "DRAINING"

@@ -1,9 +1,10 @@
 """The engine: one thread that owns the KV cache and the executor. No gRPC and no torch here.
 
     engine.py       the thread: take jobs, form a step, run it, hand over the results
+    assembly/       makes the parts of an engine and joins them; where each job goes
     jobs.py         the requests that the engine accepts and their results; the class of a job says what kind it is
     host_calls.py   operations that need no step: release, reserve, keep-alive, describe, list, view
-    bridge/         between the event loop and the engine thread: gate, inbox, delivery. The only room with locks
+    bridge/         between the event loop and the engine thread: gate, inbox, outlet, delivery. The only room with locks
     appends/        one append: judged, reserved, run row by row, committed, recorded for a retry
     steps/          one step: which rows, copy-on-write, the executor, steps queued ahead, warm-up
     durable/        sequences that survive the process: the journal, and replies that wait for it
@@ -13,8 +14,7 @@
     shares.py       how much host time each principal has used, and which one may work next
     masks.py        token masks that clients have registered
     settings.py     limits of the engine
-    failpoints.py   places where tests make the engine fail on purpose
-    faults.py       unexpected exceptions: logged in full, reported to the client by an id
+    faults/         unexpected exceptions, and places where tests make the engine fail on purpose
 
 The life of an append::
 

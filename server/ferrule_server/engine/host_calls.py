@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ferrule_server.engine.appends.caches import Caches
 from ferrule_server.engine.appends.endings import Endings
-from ferrule_server.engine.durable.journal import Journal
+from ferrule_server.engine.appends.running import Reports
 from ferrule_server.engine.jobs import CacheInfo, HostCall, Lease, ListResult, SlotsWanted
 from ferrule_server.engine.metrics.views import View
-from ferrule_server.engine.viewer import Viewer
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import TokenMask
 from ferrule_server.kv.handle import Handle
@@ -21,8 +21,8 @@ class Host(NamedTuple):
 
     caches: Caches
     endings: Endings
-    viewer: Viewer
-    journal: Journal | None = None
+    journal: Reports
+    look: Callable[[int, int], View]
 
 
 def reserve(principal: str, wanted: tuple[SlotsWanted, ...]) -> HostCall[SlotReservation]:
@@ -62,14 +62,9 @@ def list_caches(principal: str, after_handle_id: str = "", limit: int = 100) -> 
 
 def keep_masks(principal: str, masks: tuple[TokenMask, ...]) -> HostCall[None]:
     """Return the call that writes masks to the journal, so that they are known after a restart."""
-
-    def carry_out(host: Host, _: float) -> None:
-        if host.journal is not None:
-            host.journal.note_masks(principal, masks)
-
-    return HostCall(principal, carry_out)
+    return HostCall(principal, lambda host, _: host.journal.note_masks(principal, masks))
 
 
 def view(principal: str, max_sequences: int = 256, max_principals: int = 64) -> HostCall[View]:
     """Return the call that takes a view of the whole server, with at most so many sequences and principals."""
-    return HostCall(principal, lambda host, _: host.viewer.look(max_sequences, max_principals))
+    return HostCall(principal, lambda host, _: host.look(max_sequences, max_principals))

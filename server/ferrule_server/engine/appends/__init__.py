@@ -9,5 +9,6 @@ commits.py    makes a finished append part of its sequence
 records.py    results kept for retries of appends
 creations.py  sequences created for each request_id, kept for retries
 endings.py    releases sequences, and notifies every part that keeps data on them
-caches.py     operations that need no step: fork, truncate, reserve, keep-alive, describe, list
+shapes.py     operations that take their turn in a lane and need no step: fork, truncate
+caches.py     operations that need neither: reserve, keep-alive, describe, list
 """

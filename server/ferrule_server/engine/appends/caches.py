@@ -1,31 +1,25 @@
-"""Operations on sequences that touch no device: fork, truncate, reserve, keep-alive, describe, list.
+"""Operations on sequences that need no step and no turn: reserve, keep-alive, describe, list.
 
 All of them judge leases at ``at``, the job's time of arrival on the store's clock, and raise:
 
     HandleUnknown, HandleExpired, EpochChanged, WrongInstance     The handle names no sequence here.
-    HandleStale, TruncateBeyond, KvGivenBack                      The request does not fit the sequence.
     ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted  There is no room; nothing changed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.running import Reports
 from ferrule_server.engine.jobs import (
     CacheInfo,
-    ForkJob,
-    ForkResult,
     Lease,
     ListResult,
     SlotsWanted,
-    TruncateJob,
-    TruncateResult,
 )
 from ferrule_server.errors import FerruleError
-from ferrule_server.kv.append_rule import check_handle
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.reserved_slots import SlotRequest, SlotReservation
 from ferrule_server.kv.sequence import Sequence
@@ -39,48 +33,14 @@ class Caches:
     Args:
         store: The sequences; called from the engine thread only.
         bytes_per_block: K and V of all layers of one block.
-        num_pending: Returns the number of jobs in flight or waiting on a sequence.
-        warm: Computes a cold sequence, and raises Restoring.
-        journal: Writes what happens to durable sequences; None: there are none.
+        lanes: The jobs in flight or waiting on them.
+        journal: Writes what happens to durable sequences.
     """
 
     store: SequenceStore
     bytes_per_block: int
-    num_pending: Callable[[Sequence], int]
-    warm: Callable[[Sequence], None]
-    journal: Reports | None = None
-
-    def repeat_fork(self, job: ForkJob, handles: tuple[Handle, ...], at: float) -> ForkResult:
-        """Answer a fork again with the handles that it created, and renew the leases of the live ones.
-
-        Each lease keeps its duration.
-
-        Raises:
-            HandleUnknown, HandleExpired, HandleLost: None of them is live; this is the error of the first one.
-        """
-        granted: list[float] = []
-        gone: list[FerruleError] = []
-        for handle in handles:
-            try:
-                granted.append(self.store.renew(self.store.resolve(handle, job.principal, at)))
-            except FerruleError as error:
-                gone.append(error)
-        if not granted:
-            raise gone[0]
-        return ForkResult(handles, min(granted), replayed=True)
-
-    def fork(self, job: ForkJob, at: float) -> ForkResult:
-        """Create new sequences that share the first tokens of one."""
-        sequence = self.store.resolve(job.handle, job.principal, at)
-        check_handle(sequence, job.handle)
-        branches = self.store.fork(sequence, job.length, job.count, job.ttl_s)
-        return ForkResult(tuple(branch.handle_at() for branch in branches), branches[0].ttl_s)
-
-    def truncate(self, job: TruncateJob, at: float) -> TruncateResult:
-        """Shorten a sequence."""
-        sequence = self.store.resolve(job.handle, job.principal, at)
-        freed_blocks = self.store.truncate(sequence, job.handle, job.new_length)
-        return TruncateResult(sequence.handle_at(), freed_blocks)
+    lanes: Lanes
+    journal: Reports
 
     def reserve(self, principal: str, wanted: tuple[SlotsWanted, ...], at: float) -> SlotReservation:
         """Reserve room for sequences, all or nothing.
@@ -91,12 +51,11 @@ class Caches:
         requests = [SlotRequest(self.store.resolve(each.handle, principal, at), *each[1:]) for each in wanted]
         for request in requests:
             if request.sequence.is_cold:
-                self.warm(request.sequence)
+                self.lanes.warm(request.sequence)
         reservation = self.store.reserve_slots(requests)
-        if self.journal is not None:
-            for request in requests:
-                if request.sequence.is_durable:
-                    self.journal.note_reserve(request.sequence)
+        for request in requests:
+            if request.sequence.is_durable:
+                self.journal.note_reserve(request.sequence)
         return reservation
 
     def keep_alive(
@@ -145,7 +104,7 @@ class Caches:
             age_s=now - sequence.created_at,
             lease=Lease(sequence.ttl_s, max(0.0, sequence.expires_at - now)),
             parent_handle_id=sequence.parent_handle_id,
-            num_pending=self.num_pending(sequence),
+            num_pending=self.lanes.num_pending(sequence),
             reserved_length=sequence.reserved_length,
             is_durable=sequence.is_durable,
             tokens_to_recompute=sequence.length if sequence.is_cold else 0,

@@ -8,7 +8,7 @@ from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.records import ReplayRecords
 from ferrule_server.engine.appends.rows import verify, with_numbers, with_row_handles, with_tokens
 from ferrule_server.engine.appends.running import Reports, RunningAppend
-from ferrule_server.engine.failpoints import Failpoints
+from ferrule_server.engine.faults.failpoints import Failing
 from ferrule_server.engine.jobs import Acceptance, AppendResult, Verified
 from ferrule_server.engine.metrics.counters import EngineCounters, OwnCounters
 from ferrule_server.errors import NonFiniteLogits
@@ -28,16 +28,16 @@ class Commits:
         records: Keeps the answer to each append.
         creations: Keeps the sequences that were created.
         counters: Counts prefills, decodes and verifies, and how long they took.
-        journal: Writes what happens to durable sequences; None: there are none.
-        failpoints: For tests.
+        journal: Writes what happens to durable sequences.
+        failpoints: Where to fail on purpose.
     """
 
     store: SequenceStore
     records: ReplayRecords
     creations: Creations
     counters: EngineCounters
-    journal: Reports | None = None
-    failpoints: Failpoints | None = None
+    journal: Reports
+    failpoints: Failing
 
     def commit(self, run: RunningAppend) -> AppendResult:
         """Move the tip, renew the lease, keep the record, and return the answer.
@@ -67,7 +67,7 @@ class Commits:
             if run.reservation is not None and run.reservation.sequence is None and run.creation is None:
                 self.store.release(sequence.handle_at(), sequence.principal)
                 self.records.forget(sequence.handle_id)
-            if self.journal is not None and sequence.is_durable:
+            if sequence.is_durable:
                 self.journal.note_state(sequence)
             raise
 
@@ -92,15 +92,14 @@ class Commits:
             answer.verified = with_row_handles(run.verified, job.drafts, sequence, handle.length)
         if job.keeps_record and (run.verdict in _RECORDED or run.creation is not None):
             self.records.keep(sequence.handle_id, run.start, job, answer)
-        if self.journal is not None and sequence.is_durable:
+        if sequence.is_durable:
             self.journal.note_append(run, sequence, answer)
         if run.reservation is not None:
             _count(self.counters, run)
             _count(self.counters.own.of(job.principal), run)
         if not job.is_internal:
             self._measure(run, timing.queue_ns)
-        if self.failpoints is not None:
-            self.failpoints.hit("after_commit")
+        self.failpoints.hit("after_commit")
         return answer
 
     def _measure(self, run: RunningAppend, queue_ns: int) -> None:

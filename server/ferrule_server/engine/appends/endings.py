@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ferrule_server.durability.records import End
 from ferrule_server.engine.appends.lanes import Lanes
-from ferrule_server.engine.failpoints import Failpoints
+from ferrule_server.engine.appends.running import Reports
+from ferrule_server.engine.faults.failpoints import Failing
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence_store import SequenceStore
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -20,15 +25,17 @@ class Endings:
         store: The sequences.
         lanes: The appends in flight on them.
         on_release: Called with the cache_id of each sequence that is released.
-        counters: Counts released sequences.
-        failpoints: For tests.
+        counters: Counts sequences that have ended.
+        journal: Writes what happens to durable sequences.
+        failpoints: Where to fail on purpose.
     """
 
     store: SequenceStore
     lanes: Lanes
     on_release: Callable[[str], object]
     counters: EngineCounters
-    failpoints: Failpoints | None = None
+    journal: Reports
+    failpoints: Failing
     _listeners: list[Callable[[str], object]] = field(default_factory=list, init=False)
 
     def subscribe(self, *listeners: Callable[[str], object]) -> None:
@@ -43,8 +50,7 @@ class Endings:
         """
         freed_blocks: list[int | None] = []
         for handle in handles:
-            if self.failpoints is not None:
-                self.failpoints.hit("during_free")
+            self.failpoints.hit("during_free")
             freed = self.release_one(handle, principal)
             freed_blocks.append(freed)
             self.counters.released += freed is not None
@@ -57,13 +63,24 @@ class Endings:
             freed = self.store.release(handle, principal)
             if freed is not None:
                 self.on_release(handle.cache_id)
-                self.notify(handle.handle_id)
+                self._notify(handle.handle_id)
         finally:  # jobs that wait must be answered even after a failure
             if stopped is not None:
                 self.lanes.advance(stopped)
         return freed
 
-    def notify(self, handle_id: str) -> None:
+    def expire(self, until: float | None) -> None:
+        """End the sequences whose leases have ended; ``until`` as for :meth:`SequenceStore.expire`."""
+        if self.store.next_expiry() == 0.0:
+            self.failpoints.hit("during_free")
+        for handle_id in self.store.expire(until):
+            self.counters.expired += 1
+            self.journal.note_ended(handle_id, End.EXPIRED)
+            self._notify(handle_id)
+            _LOG.info("lease expired handle_id=%s", handle_id)
+
+    def _notify(self, handle_id: str) -> None:
         """Notify every listener that a sequence has ended, for whatever reason."""
         for listener in self._listeners:
             listener(handle_id)
+        self.journal.note_ended(handle_id)

@@ -25,12 +25,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from ferrule_server.engine.appends.admission import Admission
-from ferrule_server.engine.appends.caches import Caches
 from ferrule_server.engine.appends.cold import Cold
 from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.running import Reports, RunningAppend
-from ferrule_server.engine.failpoints import Failpoints
-from ferrule_server.engine.faults import fault
+from ferrule_server.engine.appends.shapes import Shapes
+from ferrule_server.engine.faults.failpoints import Failing
+from ferrule_server.engine.faults.unexpected import fault
 from ferrule_server.engine.jobs import (
     AppendJob,
     AppendResult,
@@ -65,13 +65,13 @@ class Lanes:
     Args:
         store: The sequences; called from the engine thread only.
         admission: Turns jobs into running appends.
-        caches: Carries out forks and truncates.
+        shapes: Carries out forks and truncates.
         creations: The sequences created for each request_id.
         cold: Starts the computation of cold sequences.
         counters: Counts replays and joins.
         finish: Takes the outcome of each job, once.
-        journal: Writes what happens to durable sequences; None: there are none.
-        failpoints: For tests.
+        journal: Writes what happens to durable sequences.
+        failpoints: Where to fail on purpose.
 
     Attributes:
         running: The appends in flight, oldest first.
@@ -79,13 +79,13 @@ class Lanes:
 
     store: SequenceStore
     admission: Admission
-    caches: Caches
+    shapes: Shapes
     creations: Creations
     cold: Cold
     counters: EngineCounters
     finish: Callable[[Job[object], Sink, Outcome], None]
-    journal: Reports | None = None
-    failpoints: Failpoints | None = None
+    journal: Reports
+    failpoints: Failing
     running: dict[RunningAppend, None] = field(default_factory=dict, init=False)
     num_waiting: int = field(default=0, init=False)
     _lanes: dict[Sequence, RunningAppend] = field(default_factory=dict, init=False)
@@ -93,35 +93,47 @@ class Lanes:
 
     # ---- coming -----------------------------------------------------------------------------------------------------
 
-    def enter(self, job: LaneJob[object], sink: Sink, at: float) -> None:
+    def enter(
+        self, job: LaneJob[object], sink: Sink, at: float, spent: RunningAppend | None = None
+    ) -> RunningAppend | None:
         """Judge the job now, or after the append that is in flight on its sequence.
 
         Args:
             job: The request.
             sink: Receives its outcome.
             at: Time of arrival on the store's clock, at which leases are judged.
+            spent: The last append of the same job, which has the next token and the answered handle now: repeatable and
+                not in flight. It is used again if it can be, so that no new objects are made.
+
+        Returns:
+            The append that is in flight for the job on a sequence that exists; None: there is none yet.
 
         Raises:
             FerruleError: The job is refused; nothing changed.
         """
         if job.is_cancelled:
             raise Cancelled
+        if spent is not None and self._enter_again(spent, at):
+            return spent
         if job.request_id and self._take_repeat(job, sink, at):
-            return
+            return None
         if job.handle is None:
             assert isinstance(job, AppendJob)
             if job.is_repeat_only:
                 raise Draining
             self._start(self.admission.create(job, sink), job, sink)
-            return
+            return None
         sequence = self.store.resolve(job.handle, job.principal, at)
         run = self._lanes.get(sequence)
         if run is None:
             self._judge(job, sink, sequence, at)
-        elif not run.waiting and self._may_join(job, run):
+            run = self._lanes.get(sequence)
+            return run if run is not None and run.job is job else None
+        if not run.waiting and self._may_join(job, run):
             self._join(job, sink, run)
         else:
             self._wait(job, sink, run, sequence)
+        return None
 
     def warm(self, sequence: Sequence) -> None:
         """Compute a cold sequence, for a caller that cannot wait for it.
@@ -136,21 +148,10 @@ class Lanes:
             self._start(run, run.job, run.sink)
         raise self.cold.restoring(run)
 
-    def enter_again(self, run: RunningAppend, at: float) -> bool:
-        """Reuse a finished append as the next one of its job: like :meth:`enter`, but no new objects are made.
-
-        Args:
-            run: Repeatable and not in flight; its job has the next token and the answered handle.
-            at: Time on the store's clock, at which leases are judged.
-
-        Returns:
-            Whether it is in flight. False: nothing changed; :meth:`enter` decides what happens to the job.
-
-        Raises:
-            FerruleError: The job is refused; nothing changed.
-        """
+    def _enter_again(self, run: RunningAppend, at: float) -> bool:
+        """Let a finished append run again if its sequence is live, idle and at the handle of the job."""
         sequence = run.sequence
-        if sequence is None or sequence.is_released or run.job.is_cancelled or sequence in self._lanes:
+        if sequence is None or sequence.is_released or sequence in self._lanes:
             return False
         if (sequence.expires_at <= at and not sequence.num_pins) or not self.admission.append_again(run, sequence):
             return False
@@ -175,7 +176,7 @@ class Lanes:
         if creation is None:
             return False
         if isinstance(job, ForkJob):
-            result = self.caches.repeat_fork(job, creation.handles, at)
+            result = self.shapes.repeat_fork(job, creation.handles, at)
             self.counters.replay(job.principal)
             self.finish(job, sink, result)
             return True
@@ -197,19 +198,18 @@ class Lanes:
             return
         result: ForkResult | TruncateResult
         if isinstance(job, ForkJob):
-            result = self.caches.fork(job, at)
+            result = self.shapes.fork(job, at)
             creation = self.creations.begin(job) if job.request_id else None
             if creation is not None:
                 self.creations.finish(creation, result.handles)
-            if self.journal is not None and sequence.is_durable:
+            if sequence.is_durable:
                 self.journal.note_fork(sequence, result, creation)
         else:
             assert isinstance(job, TruncateJob)
-            result = self.caches.truncate(job, at)
-            if self.journal is not None and sequence.is_durable:
+            result = self.shapes.truncate(job, at)
+            if sequence.is_durable:
                 self.journal.note_truncate(sequence, job, result.freed_blocks)
-        if self.failpoints is not None:
-            self.failpoints.hit("after_commit")
+        self.failpoints.hit("after_commit")
         self.finish(job, sink, result)
 
     def _proceed(
@@ -235,7 +235,7 @@ class Lanes:
             self._branches.setdefault(admitted.sequence, {})[admitted] = None
         else:
             self._lanes[admitted.sequence] = admitted
-            if self.journal is not None and admitted.verdict is Verdict.REWIND and admitted.sequence.is_durable:
+            if admitted.verdict is Verdict.REWIND and admitted.sequence.is_durable:
                 self.journal.note_rewind(admitted.sequence)  # its tail is gone, whatever happens to the append
 
     def _wait(self, job: LaneJob[object], sink: Sink, run: RunningAppend, sequence: Sequence) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from ferrule_server.durability.records import End
 from ferrule_server.engine.jobs import (
     AppendJob,
     AppendResult,
@@ -20,7 +22,7 @@ from ferrule_server.engine.jobs import (
     TruncateJob,
     Verified,
 )
-from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput
+from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput, TokenMask
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.reservation import Reservation
@@ -196,3 +198,19 @@ class Reports(Protocol):
 
     def note_state(self, sequence: Sequence, /) -> None:
         """Note a sequence that may have changed without a report, or has ended."""
+
+    def note_ended(self, handle_id: str, how: End = ..., /) -> None:
+        """Note that a sequence has ended, durable or not."""
+
+    def note_masks(self, principal: str, masks: SequenceOf[TokenMask], /) -> None:
+        """Note token masks that a client has registered."""
+
+
+class NoReports:
+    """Takes reports where no sequence is durable, and drops them."""
+
+    def _drop(self, *_: object) -> None:
+        """Do nothing."""
+
+    note_append = note_rewind = note_fork = note_truncate = note_reserve = _drop
+    note_state = note_ended = note_masks = _drop

@@ -2,5 +2,6 @@
 
 gate.py      refuses jobs that exceed a queue or a quota, before they reach the engine thread
 inbox.py     jobs on their way to the engine thread; principals take turns
+outlet.py    where outcomes leave: at once, or when a journal has confirmed them
 delivery.py  outcomes on their way back, once per step
 """

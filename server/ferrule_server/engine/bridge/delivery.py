@@ -62,16 +62,12 @@ class Delivery:
         post: Runs a callable on the event loop's thread.
         gate: Notified of each outcome of a job that it admitted.
         later: Ends pauses; None: there are none, and everything crosses at once.
-
-    Attributes:
-        finished: Outcomes for the next :meth:`hand_over`; appended to by the engine thread only.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], object], gate: Gate, later: Later | None = None) -> None:
         self._post = post
         self._gate = gate
         self._later = later
-        self.finished: list[Finished] = []
         self._crossing: deque[list[Finished]] = deque()
         self._held: list[Finished] = []
         self._chain_of: dict[int, _Chain] = {}
@@ -79,17 +75,12 @@ class Delivery:
         self._worked_s = 0.0
         self._last_pause_s = _SHORTEST_PAUSE_S
 
-    def hand_over(self) -> None:
-        """Deliver all finished jobs with one call on the event loop, or at the end of a pause; engine thread only.
+    def hand_over(self, finished: list[Finished]) -> None:
+        """Deliver outcomes of admitted jobs with one call on the event loop, or after a pause; any thread.
 
         The outcomes are added before ``_is_pausing`` is read. At the end of a pause it is cleared before ``_crossing``
         is read. So at least one of the two threads sees the change of the other.
         """
-        finished, self.finished = self.finished, []
-        self.deliver(finished)
-
-    def deliver(self, finished: list[Finished]) -> None:
-        """Deliver outcomes of jobs that the gate admitted; any thread."""
         frames = [each for each in finished if isinstance(each[0], GenerateJob)]
         others = [each for each in finished if not isinstance(each[0], GenerateJob)] if frames else finished
         if others:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.records import ReplayRecords
@@ -20,25 +21,29 @@ from ferrule_server.errors import DurabilityLost, RequestIdReused
 from ferrule_server.kv.sequence_store import SequenceStore
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Confirmations:
-    """The journal of an engine, and the outcomes that wait for it. Engine thread only, except the figures.
+    """The outlet with a journal: outcomes wait for it. Engine thread only, except the figures; see ``bridge/outlet``.
 
     Args:
         journal: Writes what happens to durable sequences.
         store: The sequences.
         delivery: Takes outcomes that may be sent.
+
+    Attributes:
+        masks: Packed bits of restored token masks, by principal and fingerprint.
     """
 
     journal: Journal
     store: SequenceStore
     delivery: Delivery
-    _barrier: Barrier = field(init=False)
+    masks: Mapping[tuple[str, bytes], bytes] = field(init=False, default_factory=dict)
+    has_journal: Final = True
     _num_restored: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         """Let the barrier deliver where everything else is delivered."""
-        self._barrier = Barrier(self.delivery.deliver)
+        self._barrier = Barrier(self.delivery.hand_over)
 
     def restore(
         self, durability: Durability, records: ReplayRecords, creations: Creations, wake: Callable[[], None]
@@ -57,7 +62,27 @@ class Confirmations:
         restored = restore(durability.state, self.store, records, creations, knows_digests=durability.knows_digests)
         self.journal.attach(self.store, records, creations, on_synced=self._barrier.release, wake=wake)
         self.journal.begin(restored, durability.state.masks)
-        self._num_restored = len(restored)
+        self.masks, self._num_restored = durability.state.masks, len(restored)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the journal cannot be written now."""
+        return self.journal.is_lost
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the journal should be tended without waiting for requests."""
+        return self.journal.has_work
+
+    @property
+    def has_open(self) -> bool:
+        """Whether records wait to be given to the disk."""
+        return self.journal.has_open
+
+    @property
+    def num_durable(self) -> int:
+        """Number of live durable sequences; from any thread."""
+        return len(self.journal)
 
     def check(self, job: Job[object]) -> None:
         """Return if a job may begin.
@@ -65,10 +90,10 @@ class Confirmations:
         Raises:
             DurabilityLost: It depends on the journal, which cannot be written now.
         """
-        if self.journal.is_lost and isinstance(job, QueuedJob) and self.is_durable(job):
+        if self.journal.is_lost and isinstance(job, QueuedJob) and self.concerns(job):
             raise DurabilityLost
 
-    def is_durable(self, job: Job[object]) -> bool:
+    def concerns(self, job: Job[object]) -> bool:
         """Return whether the outcome of a job may show a durable sequence: it names one, creates one, or lists all."""
         registry = self.store.registry
         if isinstance(job, QueuedJob):
@@ -79,25 +104,25 @@ class Confirmations:
             return not job.handles or any(registry.is_durable(handle.cache_id) for handle in job.handles)
         return False
 
-    def hand_over(self) -> None:
-        """Deliver finished jobs; those that show state of durable sequences wait for the journal."""
-        finished, self.delivery.finished = self.delivery.finished, []
+    def hand_over(self, finished: list[Finished]) -> None:
+        """Give the records of this turn to the disk, and deliver outcomes; some of them wait for these records."""
+        self.journal.close_group()
         self._barrier.pass_on([self._awaited(each) for each in finished])
 
-    def lose(self) -> None:
-        """Answer what waits for the journal with DURABILITY_LOST: it is unknown whether it will be there.
+    def tend(self) -> list[Finished] | None:
+        """Tend the journal; if it has just been lost, return what waited for it, with DURABILITY_LOST as the outcome.
 
-        Frames before the last one of a job are dropped; its driver ends it.
+        It is unknown whether that will be there. Frames before the last one of a job are dropped; its driver ends it.
         """
-        self.delivery.finished += [
-            (job, sink, DurabilityLost()) for job, sink, outcome in self._barrier.take_all() if is_last(outcome)
-        ]
+        if not self.journal.tend():
+            return None
+        return [(job, sink, DurabilityLost()) for job, sink, outcome in self._barrier.take_all() if is_last(outcome)]
 
     def close(self) -> None:
         """Write what is left, and answer what still waits for a disk that does not answer."""
         self.journal.close()
         with contextlib.suppress(RuntimeError):  # the event loop may be closed already: then no caller waits
-            self.delivery.deliver([(job, sink, DurabilityLost()) for job, sink, _ in self._barrier.take_all()])
+            self.delivery.hand_over([(job, sink, DurabilityLost()) for job, sink, _ in self._barrier.take_all()])
 
     def figures(self, num_recomputed_tokens: int) -> DurabilityFigures:
         """Return the figures of the journal; from any thread."""
@@ -106,7 +131,7 @@ class Confirmations:
     def _awaited(self, finished: Finished) -> tuple[int, Finished]:
         """Return an outcome with the group of records that it depends on; while the journal is lost, an error."""
         job, sink, outcome = finished
-        is_durable = self.is_durable(job) or isinstance(outcome, RequestIdReused)
+        is_durable = self.concerns(job) or isinstance(outcome, RequestIdReused)
         if not is_durable or not self.journal.concerns(job.principal):
             return 0, finished
         if self.journal.is_lost:

@@ -320,6 +320,11 @@ class Journal:
                 self._oldest = (group, time.monotonic())
 
     @property
+    def has_open(self) -> bool:
+        """Whether records wait for :meth:`close_group`."""
+        return self._writer.has_open
+
+    @property
     def has_work(self) -> bool:
         """Whether :meth:`tend` should be called without waiting for requests."""
         if self._failure is not None:

@@ -4,7 +4,7 @@ A driver lives on the engine thread. Its appends pass through the lanes like all
 fairness apply to them. Their outcomes are handed back right after the commit, so that the next append is in the next
 step::
 
-    lanes -- outcome --> collect    during a step, or at once if there is nothing to run
+    lanes -- outcome --> Outcomes   during a step, or at once if there is nothing to run
                          turn       after each step: drivers take their outcomes and enter what comes next,
                                     then each that has news gives one frame
                                     +- no reader has room: the driver is parked until its window opens
@@ -26,7 +26,7 @@ from typing import Protocol
 
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.running import RunningAppend
-from ferrule_server.engine.faults import fault
+from ferrule_server.engine.faults.unexpected import fault
 from ferrule_server.engine.jobs import (
     SEED_BITS,
     GenerateJob,
@@ -86,18 +86,13 @@ class Driver(Protocol):
 
 
 class DriverSink:
-    """Receives the outcomes of one branch of a driver. Called on the engine thread, not on the event loop.
+    """Receives the outcomes of one branch of a driver. They stay on the engine thread: see :class:`Outcomes`."""
 
-    Attributes:
-        spent: The branch's last committed append, for :meth:`Drivers.enter_again`; None: a new one must be made.
-    """
-
-    __slots__ = ("branch", "driver", "spent")
+    __slots__ = ("branch", "driver")
 
     def __init__(self, driver: Driver, branch: int) -> None:
         self.driver = driver
         self.branch = branch
-        self.spent: RunningAppend | None = None
 
     def deliver(self, job: Job[object], outcome: Outcome) -> None:
         """Pass the outcome to the driver."""
@@ -105,6 +100,35 @@ class DriverSink:
 
     def flush(self) -> None:
         """Do nothing: frames are made at the end of the turn."""
+
+
+Returned = tuple[DriverSink, LaneJob[object], Outcome]
+
+
+class Outcomes:
+    """The outcomes of all jobs, each kept once until somebody takes it.
+
+    Args:
+        counters: Counts what clients are refused.
+
+    Attributes:
+        finished: For clients: to be handed over after this turn.
+        returned: For drivers: to be taken in the next turn.
+    """
+
+    def __init__(self, counters: EngineCounters) -> None:
+        self._counters = counters
+        self.finished: list[tuple[Job[object], Sink, Outcome]] = []
+        self.returned: deque[Returned] = deque()
+
+    def collect(self, job: Job[object], sink: Sink, outcome: Outcome) -> None:
+        """Keep the outcome of a job."""
+        if isinstance(sink, DriverSink):
+            self.returned.append((sink, job, outcome))  # type: ignore[arg-type]  # drivers enter no other jobs
+            return
+        if isinstance(outcome, FerruleError):
+            self._counters.refuse(job.principal, outcome.reason)
+        self.finished.append((job, sink, outcome))
 
 
 @dataclass(eq=False)
@@ -121,7 +145,7 @@ class Drivers:
         counters: Counts how branches ended, and how long tokens took.
         check_loop: Refuses a Generate whose request_id belongs to another request.
         release: Releases a sequence, whatever is in flight on it.
-        finish: Takes each frame or error.
+        outcomes: Takes each frame or error, and has the outcomes of the appends and forks that drivers enter.
         seed_key: 16 secret bytes from which seeds are derived.
 
     Attributes:
@@ -133,14 +157,17 @@ class Drivers:
     counters: EngineCounters
     check_loop: Callable[[GenerateJob, bytes], None]
     release: Callable[[Handle, str], object]
-    finish: Callable[[Job[object], Sink, Outcome], None]
+    outcomes: Outcomes
     seed_key: bytes = field(repr=False)
     active: dict[Driver, None] = field(default_factory=dict, init=False)
     _parked: dict[Driver, set[str]] = field(default_factory=dict, init=False)
     _touched: dict[Driver, None] = field(default_factory=dict, init=False)
-    _outcomes: deque[tuple[DriverSink, LaneJob[object], Outcome]] = field(default_factory=deque, init=False)
     _ended: set[str] = field(default_factory=set, init=False)
     _is_woken: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        """Share what is returned."""
+        self._returned = self.outcomes.returned
 
     @property
     def num_parked(self) -> int:
@@ -150,7 +177,7 @@ class Drivers:
     @property
     def has_work(self) -> bool:
         """Whether a turn would do something."""
-        return bool(self._outcomes or self._touched or self._is_woken)
+        return bool(self._returned or self._touched or self._is_woken)
 
     # ---- for the engine ---------------------------------------------------------------------------------------------
 
@@ -162,11 +189,6 @@ class Drivers:
         except BaseException:
             self._leave(driver)
             raise
-
-    def collect(self, job: LaneJob[object], sink: DriverSink, outcome: Outcome) -> None:
-        """Keep the outcome of an append or a fork for the next turn."""
-        if sink.driver in self.active:
-            self._outcomes.append((sink, job, outcome))
 
     def wake(self) -> None:
         """Make the next turn check for open windows and cancelled jobs."""
@@ -188,7 +210,7 @@ class Drivers:
         self._give_all()
         while self._parked:
             self._unpark()
-            if not self._outcomes:
+            if not self._returned:
                 break
             self._give_all()  # refused at once: another driver may take its place
         for driver in [driver for driver in self.active if driver.job.is_cancelled]:
@@ -205,7 +227,7 @@ class Drivers:
 
     def end_all(self, why: Why) -> None:
         """End every driver; waiting outcomes are dropped."""
-        self._outcomes.clear()
+        self._returned.clear()
         for driver in list(self.active):
             self._end(driver, why)
         self._touched.clear()
@@ -213,33 +235,17 @@ class Drivers:
 
     # ---- for drivers ------------------------------------------------------------------------------------------------
 
-    def enter(self, job: LaneJob[object], sink: DriverSink, at: float | None = None) -> None:
-        """Enter an append or a fork; a refusal is handed back like any outcome."""
+    def enter(
+        self, job: LaneJob[object], sink: DriverSink, at: float | None = None, spent: RunningAppend | None = None
+    ) -> RunningAppend | None:
+        """Enter an append or a fork, as :meth:`Lanes.enter` does; a refusal is handed back like any outcome."""
         try:
-            self.lanes.enter(job, sink, self.store.clock() if at is None else at)
+            return self.lanes.enter(job, sink, self.store.clock() if at is None else at, spent)
         except FerruleError as error:
-            self._outcomes.append((sink, job, error))
+            self._returned.append((sink, job, error))
         except Exception:  # noqa: BLE001 - a bug must end its own branch only
-            self._outcomes.append((sink, job, fault(f"job failed kind={type(job).__name__}")))
-
-    def enter_again(self, run: RunningAppend, sink: DriverSink) -> None:
-        """Enter the next append of a job whose last one is done, like :meth:`enter`; the job has its next token.
-
-        Args:
-            run: The last append, ``sink.spent``.
-            sink: The sink of its branch.
-        """
-        try:
-            if self.lanes.enter_again(run, self.store.clock()):
-                return
-        except FerruleError as error:
-            self._outcomes.append((sink, run.job, error))
-            return
-        except Exception:  # noqa: BLE001 - a bug must end its own branch only
-            self._outcomes.append((sink, run.job, fault("job failed kind=AppendJob")))
-            return
-        sink.spent = None
-        self.enter(run.job, sink)
+            self._returned.append((sink, job, fault(f"job failed kind={type(job).__name__}")))
+        return None
 
     def touch(self, driver: Driver) -> None:
         """Record that the driver has news at the end of this turn."""
@@ -276,8 +282,8 @@ class Drivers:
     # ---- inside -----------------------------------------------------------------------------------------------------
 
     def _give_all(self) -> None:
-        while self._outcomes:
-            sink, job, outcome = self._outcomes.popleft()
+        while self._returned:
+            sink, job, outcome = self._returned.popleft()
             if sink.driver not in self.active:
                 continue
             try:
@@ -324,18 +330,18 @@ class Drivers:
         if driver.is_over:
             self._leave(driver)
         if outcome is not None:
-            self.finish(driver.job, driver.sink, outcome)
+            self.outcomes.collect(driver.job, driver.sink, outcome)
 
     def _lose(self, driver: Driver, error: FerruleError) -> None:
         self._leave(driver)
         self._parked.pop(driver, None)
-        self.finish(driver.job, driver.sink, error)
+        self.outcomes.collect(driver.job, driver.sink, error)
 
     def _leave(self, driver: Driver) -> None:
         """Forget a driver that is over; if it was the last one, its remaining outcomes are dropped."""
         del self.active[driver]
         if not self.active:
-            self._outcomes.clear()
+            self._returned.clear()
             self._touched.pop(driver, None)
             self._is_woken = False
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ferrule_server.engine.appends.creations import FORK, loop_of, part_of
+from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.generation.drivers import Drivers, DriverSink, Why, seeded
 from ferrule_server.engine.generation.stops import StopCheck
 from ferrule_server.engine.jobs import (
@@ -52,7 +53,7 @@ class _Branch:
         output: What each of its appends returns, drawn with ``seed``.
         on_stale, request_id: Of its next append; once it is at the tip, FAIL and empty.
         handle: Covers all tokens before ``token``.
-        in_flight: Its append in progress.
+        in_flight: Its append in progress. spent: its last append if it can be run again with the next token.
         rows: Drawn since the last frame.
         drawn_ns: When the token was drawn; 0: the time to the next token is not measured.
         finish: Why it ended; None: it continues. error: set with Finish.ERROR.
@@ -68,6 +69,7 @@ class _Branch:
     handle: Handle | None = None
     token: int = -1
     in_flight: AppendJob | None = None
+    spent: RunningAppend | None = None
     rows: list[RowOutput] = field(default_factory=list)
     finish: Finish | None = None
     error: FerruleError | None = None
@@ -259,7 +261,7 @@ class Generation:
         return window.sent_bytes + self._num_in_flight * job.row_bytes - window.taken_bytes < window.limit_bytes
 
     def _enter(self, branch: _Branch) -> None:
-        spent = branch.sink.spent
+        spent = branch.spent
         if spent is None:
             token_ids = (branch.token,) if branch.token >= 0 else ()
             job = AppendJob(
@@ -277,10 +279,9 @@ class Generation:
             job.follow = Follow.NOTHING
         elif self._has_room():  # for one more after this one
             job.follow = Follow.LIKELY
-        if spent is None:
-            self._drivers.enter(job, branch.sink)
-        else:
-            self._drivers.enter_again(spent, branch.sink)
+        run = self._drivers.enter(job, branch.sink, None, spent)
+        if run is not spent:
+            branch.spent = run if run is not None and run.is_repeatable else None
 
     def _park(self, branch: _Branch, handle: Handle) -> None:
         branch.drawn_ns = 0
@@ -301,7 +302,7 @@ class Generation:
             self._finish(branch, Finish.ERROR, error)
 
     def _finish(self, branch: _Branch, finish: Finish, error: FerruleError | None = None) -> None:
-        branch.finish, branch.error, branch.in_flight, branch.sink.spent = finish, error, None, None
+        branch.finish, branch.error, branch.in_flight, branch.spent = finish, error, None, None
         self._num_live -= 1
         self._counters.finish("cancelled" if isinstance(error, Cancelled) else finish.value)
         if branch not in self._touched:
@@ -319,7 +320,7 @@ class Generation:
         self.is_over = True
         self.job.rows_run = self._first.rows_run
         for branch in self._branches:
-            branch.sink.spent = None
+            branch.spent = None
         self._branches.clear()  # breaks the cycle with their sinks, so the garbage collector is not needed
 
     def _frame_of(self, branch: _Branch) -> BranchFrame:

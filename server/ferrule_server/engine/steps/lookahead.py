@@ -219,7 +219,7 @@ class Lookahead:
         return not self.has_more and all(map(_is_token_of_generate, chunks))
 
     def _run_claimed(self, chunks: list[Chunk], *, is_followed: bool) -> StepOutcome:
-        self._steps.begin()
+        self._steps.failpoints.hit("after_schedule")
         rows, self._claimed = self._claimed, []
         return self._queue_and_read(self._pending[0], chunks, rows, is_followed=is_followed)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ferrule_server.engine.failpoints import Failpoints
+from ferrule_server.engine.faults.failpoints import Failing
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.engine.steps import top_tokens
 from ferrule_server.engine.steps.batcher import Chunk, build_batch
@@ -32,13 +32,13 @@ class StepRunner:
     Args:
         executor: Called from the engine thread only.
         counters: Counts each step.
-        failpoints: For tests.
+        failpoints: Where to fail on purpose.
         logs_top_tokens: Log the likeliest tokens of every output row.
     """
 
     executor: Executor
     counters: EngineCounters
-    failpoints: Failpoints | None = None
+    failpoints: Failing
     logs_top_tokens: bool = False
 
     def __post_init__(self) -> None:
@@ -50,14 +50,9 @@ class StepRunner:
         """Make the copies that the chunks need and run their rows as one batch; raises what the executor raises."""
         return self.run_batch(self.prepare(chunks), chunks)
 
-    def begin(self) -> None:
-        """Note that the rows of a step are chosen; from now on a cancel has no effect on them."""
-        if self.failpoints is not None:
-            self.failpoints.hit("after_schedule")
-
     def prepare(self, chunks: list[Chunk]) -> StepBatch:
         """Make the copies that the chunks need and return their rows as one batch; raises what the executor raises."""
-        self.begin()
+        self.failpoints.hit("after_schedule")
         self._copy_on_write(chunks)
         return build_batch(chunks, self.executor.info.block_size)
 
@@ -88,16 +83,9 @@ class StepRunner:
             if chunk.run.reservation is not None and chunk.run.cursor == 0
             for pair in chunk.run.reservation.copies
         ]
-        if pairs and self.failpoints is not None:
-            num_first = len(pairs) // 2
-            self._copy(pairs[:num_first])
-            self.failpoints.hit("during_copy")
-            pairs = pairs[num_first:]
-        self._copy(pairs)
-
-    def _copy(self, pairs: list[tuple[int, int]]) -> None:
-        if pairs:
-            self.executor.copy_blocks(np.array(pairs, np.int32))
+        for part in self.failpoints.halves(pairs, "during_copy") if pairs else ():
+            if part:
+                self.executor.copy_blocks(np.array(part, np.int32))
 
     def _count(self, batch: StepBatch, started_ns: int, elapsed_ns: int) -> None:
         counters, num_rows = self.counters, batch.num_rows

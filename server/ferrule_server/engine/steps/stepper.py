@@ -18,9 +18,8 @@ from itertools import islice
 from ferrule_server.engine.appends.commits import Commits
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.running import RunningAppend
-from ferrule_server.engine.failpoints import Failpoints
-from ferrule_server.engine.faults import fault
-from ferrule_server.engine.generation.drivers import DriverSink
+from ferrule_server.engine.faults.failpoints import Failing
+from ferrule_server.engine.faults.unexpected import fault
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.engine.shares import Shares
@@ -50,7 +49,7 @@ class Stepper:
         gather: Waits for the sequences of a step to come back with their next token.
         counters: Counts steps.
         shares: Counts for whom a step ran.
-        failpoints: For tests.
+        failpoints: Where to fail on purpose.
 
     Attributes:
         hold_s: After a step that ran nothing: how long all appends have to wait unless another one comes.
@@ -65,7 +64,7 @@ class Stepper:
     gather: GatherWindow
     counters: EngineCounters
     shares: Shares
-    failpoints: Failpoints | None = None
+    failpoints: Failing
     hold_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -156,8 +155,7 @@ class Stepper:
 
     def _plan(self) -> list[Chunk]:
         """Choose the rows of the next step. Cancelled appends are removed first; a later cancel has no effect."""
-        if self.failpoints is not None:
-            self.failpoints.hit("before_schedule")
+        self.failpoints.hit("before_schedule")
         for run in [run for run in self.lanes.running if run.job.is_cancelled and run.is_abandoned]:
             self.lanes.fail(run, Cancelled())
         claimed = [] if self._lookahead is None else self._lookahead.claim(self.lanes.running)
@@ -227,8 +225,5 @@ class Stepper:
             self.lanes.fail(run, fault("append could not be committed"))
             return ""
         is_awaited = not run.job.is_internal or bool(run.joined)
-        sink = run.sink
-        if isinstance(sink, DriverSink) and sink.spent is None and run.is_repeatable:
-            sink.spent = run
         self.lanes.complete(run, answer)
         return answer.handle.cache_id if is_awaited else ""

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from ferrule_server.engine.faults import fault
+from ferrule_server.engine.faults.unexpected import fault
 from ferrule_server.engine.jobs import Job, Outcome, Sink, WarmStep, WarmupJob, WarmupResult
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import (

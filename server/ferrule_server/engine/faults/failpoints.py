@@ -1,4 +1,4 @@
-"""Failpoints: places where a test makes the engine fail on purpose. If none is armed, each costs one test for None.
+"""Failpoints: places where a test makes the engine fail on purpose. In production each is one call that does nothing.
 
 =================  =====================================================================================
 place              state of the engine
@@ -20,9 +20,9 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal, Protocol, TypeVar, get_args
 
 Place = Literal["before_schedule", "after_schedule", "during_copy", "after_commit", "during_free"]
 PLACES: Final[tuple[Place, ...]] = get_args(Place)
@@ -33,8 +33,33 @@ EXIT_CODE: Final = 137
 _TERM: Final = re.compile(r"(?P<place>\w+)=(?P<action>error|exit|sleep\((?P<ms>\d{1,6})\))(@(?P<nth>[1-9]\d{0,8}))?")
 
 
+_T = TypeVar("_T")
+
+
 class FailpointHit(Exception):
     """Raised on purpose by a failpoint."""
+
+
+class Failing(Protocol):
+    """Where the engine may fail on purpose: :class:`Failpoints` in a test, :class:`NoFailpoints` in production."""
+
+    def hit(self, place: Place, /) -> None:
+        """Note that the engine has reached ``place``; raises what a test wants."""
+
+    def halves(self, items: list[_T], place: Place, /) -> Iterator[list[_T]]:
+        """Return the items in the lists in which they are to be carried out, with ``place`` in between."""
+        ...
+
+
+class NoFailpoints:
+    """Nothing fails on purpose."""
+
+    def hit(self, _: Place, /) -> None:
+        """Do nothing."""
+
+    def halves(self, items: list[_T], _: Place, /) -> Iterator[list[_T]]:
+        """Return all items at once."""
+        return iter((items,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +104,13 @@ class Failpoints:
         for armed in self._armed.get(place, ()):
             if armed.nth is None or armed.nth == self._num_hits[place]:
                 armed.act()
+
+    def halves(self, items: list[_T], place: Place) -> Iterator[list[_T]]:
+        """Return the first half of the items, hit ``place``, and return the others."""
+        num_first = len(items) // 2
+        yield items[:num_first]
+        self.hit(place)
+        yield items[num_first:]
 
     def num_hits(self, place: Place) -> int:
         """Return how often the engine has reached ``place``."""

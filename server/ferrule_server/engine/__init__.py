@@ -4,7 +4,7 @@
     assembly/       makes the parts of an engine and joins them; where each job goes
     jobs.py         the requests that the engine accepts and their results; the class of a job says what kind it is
     host_calls.py   operations that need no step: release, reserve, keep-alive, describe, list, view
-    bridge/         between the event loop and the engine thread: gate, inbox, outlet, delivery. The only room with locks
+    bridge/         between the event loop and the engine thread. The only room with locks
     appends/        one append: judged, reserved, run row by row, committed, recorded for a retry
     steps/          one step: which rows, copy-on-write, the executor, steps queued ahead, warm-up
     durable/        sequences that survive the process: the journal, and replies that wait for it

@@ -28,10 +28,10 @@ from ferrule_server.engine.appends.cold import lost
 from ferrule_server.engine.assembly.assemble import Setup, assemble
 from ferrule_server.engine.bridge.gate import Finished
 from ferrule_server.engine.faults.unexpected import fault
-from ferrule_server.engine.jobs import Entry, Job, Sink, StreamJob
+from ferrule_server.engine.jobs import Entry, StreamJob
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.engine.metrics.durability import DurabilityFigures
-from ferrule_server.errors import Draining, DurabilityLost, FerruleError, HandleExpired
+from ferrule_server.errors import Draining, DurabilityLost
 from ferrule_server.executor.base import DeviceLost, KvLost
 from ferrule_server.kv.metrics import KvMetrics
 
@@ -80,11 +80,12 @@ class Engine:
         self._parts = parts = assemble(setup, self.counters)
         self._lanes, self._drivers, self._stepper = parts.lanes, parts.drivers, parts.stepper
         self._inbox, self._outlet, self._outcomes = parts.inbox, parts.outlet, parts.outcomes
+        self._entrance = parts.entrance
         self._store, self._shares = setup.store, setup.shares
         self.snapshot, self.own_figures = parts.gauges.snapshot, parts.gauges.own_figures
         self.restored_masks = parts.outlet.masks
         self._is_stopping = self._is_closed = False
-        self._next_expiry_check = self._hold_s = 0.0
+        self._next_expiry_check = self._lease_ends_at = self._hold_s = 0.0
         self._taken_until: float | None = None
         self._thread = threading.Thread(target=self._main, name="ferrule-engine", daemon=True)
 
@@ -157,10 +158,11 @@ class Engine:
     def _round(self) -> None:
         """Take new jobs, run a step if appends wait for one, hand over the results, and tend executor and journal."""
         self._take()
-        if (undelivered := self._outlet.tend()) is not None:
+        if self._outlet.has_journal and (undelivered := self._outlet.tend()) is not None:
             self._outcomes.finished += undelivered
             self._drivers.end_some(self._outlet.concerns, lambda _: DurabilityLost())
-        self._expire()
+        if time.monotonic() >= self._next_expiry_check:
+            self._expire()
         self._turn()
         if self._lanes.running:
             self._stepper.step()
@@ -187,7 +189,8 @@ class Engine:
             begun_ns = time.monotonic_ns()
             at = self._arrival(entries[0][0].submitted_ns)
             for job, sink in entries:
-                self._accept(job, sink, at)
+                if self._entrance.accept(job, sink, at):
+                    self._next_expiry_check = 0.0  # what is answered now must be recorded with this round
             work_ns = time.monotonic_ns() - begun_ns
             busy_ns += work_ns
             self._inbox.charge(work_ns)
@@ -200,8 +203,22 @@ class Engine:
         self._taken_until = None
 
     def _next_entries(self) -> list[Entry] | None:
-        """Return the next jobs that arrived together; None if the loop should continue without more."""
-        patience_s = self._patience_s()
+        """Return the next jobs that arrived together; None if the loop should continue without more.
+
+        It does not wait if rows are ready to run and all awaited rows have returned.
+        """
+        patience_s = 0.0
+        if self._lanes.running:
+            patience_s = max(self._parts.gather.remaining_s(time.monotonic()), self._hold_s)
+        elif not (
+            self._outcomes.finished
+            or self._outlet.has_work
+            or self._stepper.has_work
+            or (self._drivers.active and self._drivers.has_work)
+        ):
+            is_waiting = self._parts.warmup.queue or self._outlet.is_lost
+            until_lease_s = max(0.001, self._lease_ends_at - time.monotonic())
+            patience_s = min(_POLL_S if is_waiting else _IDLE_S, until_lease_s)
         try:
             entries = self._inbox.next(patience_s)
         except queue.Empty:
@@ -210,23 +227,8 @@ class Engine:
             return None
         finally:
             self._hold_s = 0.0
-        self._is_stopping = self._is_stopping or entries is None
+        self._is_stopping = self._entrance.is_closed = self._is_stopping or entries is None
         return entries
-
-    def _patience_s(self) -> float:
-        """Return how many seconds to wait for the next job.
-
-        It is 0 if rows are ready to run and all awaited rows have returned.
-        """
-        if self._lanes.running:
-            return max(self._parts.gather.remaining_s(time.monotonic()), self._hold_s)
-        has_work = self._drivers.active and self._drivers.has_work
-        if self._outcomes.finished or has_work or self._outlet.has_work or self._stepper.has_work:
-            return 0.0
-        is_waiting = self._parts.warmup.queue or self._outlet.is_lost
-        most_s = _POLL_S if is_waiting else _IDLE_S
-        expiry_s = self._store.next_expiry()
-        return most_s if expiry_s is None else min(most_s, max(0.001, expiry_s))
 
     def _expire(self) -> None:
         """Free sequences whose leases ended before the time up to which jobs have been taken.
@@ -234,13 +236,13 @@ class Engine:
         Jobs left in the inbox arrived later. If this fails, it is tried again, so that no sequence stays forever.
         """
         now = time.monotonic()
-        if now < self._next_expiry_check:
-            return
-        self._next_expiry_check = now + 0.05
+        self._next_expiry_check = self._lease_ends_at = now + 0.05
         if self._outlet.is_lost:
             self._store.renew_restored()  # their owners cannot do that now
         try:
             self._parts.endings.expire(self._taken_until)
+            expiry_s = self._store.next_expiry()  # a lease that begins later lasts longer than the engine ever sleeps
+            self._lease_ends_at = now + (_IDLE_S if expiry_s is None else expiry_s)
         except Exception:  # noqa: BLE001 - the next check tries again
             fault("leases could not be ended")
 
@@ -248,9 +250,6 @@ class Engine:
         """Let streams continue, then hand over all finished jobs."""
         if self._drivers.active or self._outcomes.returned:
             self._drivers.turn()
-        self._hand_over()
-
-    def _hand_over(self) -> None:
         finished = self._outcomes.finished
         if finished or self._outlet.has_open:
             self._outcomes.finished = []
@@ -276,7 +275,7 @@ class Engine:
     def _answer_rest(self) -> None:
         self._is_closed = True
         with contextlib.suppress(RuntimeError):  # the event loop may be closed already: then no caller waits
-            self._hand_over()
+            self._turn()
             self._refuse_rest()
 
     def _refuse_rest(self) -> None:
@@ -290,19 +289,6 @@ class Engine:
     def _arrival(self, submitted_ns: int) -> float:
         """Return when a job was submitted, on the store's clock: a step since then must not cost it its lease."""
         return self._store.clock() - (time.monotonic_ns() - submitted_ns) * 1e-9
-
-    def _accept(self, job: Job[object], sink: Sink, at: float) -> None:
-        """Let a job in that arrived at ``at`` on the store's clock, or collect why it is refused. Never raises."""
-        try:
-            if self._is_stopping:
-                raise Draining
-            self._parts.entrance.accept(job, sink, at)
-        except FerruleError as error:
-            if isinstance(error, HandleExpired):
-                self._next_expiry_check = 0.0  # what is answered now must be recorded with this round
-            self._outcomes.collect(job, sink, error)
-        except Exception:  # noqa: BLE001 - a bug must end only its own job
-            self._outcomes.collect(job, sink, fault(f"job failed kind={type(job).__name__}"))
 
     # ---- durability -------------------------------------------------------------------------------------------------
 

@@ -10,5 +10,4 @@ records.py    results kept for retries of appends
 creations.py  sequences created for each request_id, kept for retries
 endings.py    releases sequences, and notifies every part that keeps data on them
 shapes.py     operations that take their turn in a lane and need no step: fork, truncate
-caches.py     operations that need neither: reserve, keep-alive, describe, list
 """

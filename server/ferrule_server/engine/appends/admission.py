@@ -90,27 +90,24 @@ class Admission:
             admitted = self._reading(job, sink, sequence, verdict, rows)
             self.counters.queries += 1
             return admitted
-        return self._reserve(job, sink, sequence, verdict)
+        if verdict is Verdict.APPEND:
+            reservation = self.store.reservations.reserve_append(sequence, len(job.token_ids))
+            return _writing(job, sink, reservation, sequence, verdict)
+        return self._branch_or_rewind(job, sink, sequence, verdict)
 
-    def _reserve(self, job: AppendJob, sink: Sink, sequence: Sequence, verdict: Verdict) -> RunningAppend:
-        """Reserve what an append needs that will write."""
+    def _branch_or_rewind(self, job: AppendJob, sink: Sink, sequence: Sequence, verdict: Verdict) -> RunningAppend:
+        """Reserve what an append needs that does not begin at the tip."""
         handle = job.handle
         assert handle is not None
-        match verdict:
-            case Verdict.APPEND:
-                reservation = self.store.reservations.reserve_append(sequence, len(job.token_ids))
-                return _writing(job, sink, reservation, sequence, verdict)
-            case Verdict.FORK:
-                self.creations.check_free(job)
-                reservation = self.store.reservations.reserve_branch(sequence, handle.length, len(job.token_ids))
-                run = _writing(job, sink, reservation, sequence, verdict)
-                if run.ttl_s is None:  # its current value: later jobs may change the source's lease while this one runs
-                    run.ttl_s = sequence.ttl_s
-                return self._creating(run)
-            case _:
-                assert verdict is Verdict.REWIND, "queries and replays write nothing"
-                reservation = self.store.reservations.reserve_rewind(sequence, handle.length, len(job.token_ids))
-                return _writing(job, sink, reservation, sequence, verdict)
+        if verdict is Verdict.REWIND:
+            reservation = self.store.reservations.reserve_rewind(sequence, handle.length, len(job.token_ids))
+            return _writing(job, sink, reservation, sequence, verdict)
+        self.creations.check_free(job)
+        reservation = self.store.reservations.reserve_branch(sequence, handle.length, len(job.token_ids))
+        run = _writing(job, sink, reservation, sequence, verdict)
+        if run.ttl_s is None:  # its current value: later jobs may change the source's lease while this one runs
+            run.ttl_s = sequence.ttl_s
+        return self._creating(run)
 
     def append_again(self, run: RunningAppend, sequence: Sequence) -> bool:
         """Reuse a committed append as the next one of its job, whose handle and token have been replaced.

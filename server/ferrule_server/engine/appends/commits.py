@@ -95,8 +95,7 @@ class Commits:
         if sequence.is_durable:
             self.journal.note_append(run, sequence, answer)
         if run.reservation is not None:
-            _count(self.counters, run)
-            _count(self.counters.own.of(job.principal), run)
+            _count(run, self.counters, self.counters.own.of(job.principal))
         if not job.is_internal:
             self._measure(run, timing.queue_ns)
         self.failpoints.hit("after_commit")
@@ -115,24 +114,25 @@ class Commits:
             timings.record_decode(job.submitted_ns)
 
 
-def _count(counters: OwnCounters, run: RunningAppend) -> None:
+def _count(run: RunningAppend, *all_counters: OwnCounters) -> None:
     """Count a committed append."""
-    if run.first_step_ns > run.job.submitted_ns:
-        counters.queue_ns += run.first_step_ns - run.job.submitted_ns
-    if run.job.drafts is not None:
-        assert run.verified is not None
-        counters.verifies += 1
-        counters.verify_ns += run.run_ns
-        counters.draft_tokens += run.job.drafts.count
-        counters.accepted_tokens += run.verified.accepted_count
-        counters.verify_tokens += len(run.token_ids)
-    elif run.sequence is None or len(run.token_ids) > 1:
-        counters.prefills += 1
-        counters.prefill_tokens += len(run.token_ids) - run.num_cached
-        counters.prefill_ns += run.run_ns
-    else:
-        counters.decodes += 1
-        counters.decode_ns += run.run_ns
+    for counters in all_counters:
+        if run.first_step_ns > run.job.submitted_ns:
+            counters.queue_ns += run.first_step_ns - run.job.submitted_ns
+        if run.job.drafts is not None:
+            assert run.verified is not None
+            counters.verifies += 1
+            counters.verify_ns += run.run_ns
+            counters.draft_tokens += run.job.drafts.count
+            counters.accepted_tokens += run.verified.accepted_count
+            counters.verify_tokens += len(run.token_ids)
+        elif run.sequence is None or len(run.token_ids) > 1:
+            counters.prefills += 1
+            counters.prefill_tokens += len(run.token_ids) - run.num_cached
+            counters.prefill_ns += run.run_ns
+        else:
+            counters.decodes += 1
+            counters.decode_ns += run.run_ns
 
 
 def _settle_drafts(run: RunningAppend) -> None:

@@ -121,12 +121,15 @@ class Lanes:
             assert isinstance(job, AppendJob)
             if job.is_repeat_only:
                 raise Draining
-            self._start(self.admission.create(job, sink), job, sink)
+            self.running[self.admission.create(job, sink)] = None
             return None
         sequence = self.store.resolve(job.handle, job.principal, at)
         run = self._lanes.get(sequence)
         if run is None:
-            self._judge(job, sink, sequence, at)
+            if isinstance(job, AppendJob):
+                self._proceed(self.admission.append(job, sink, sequence), job, sink, sequence)
+            else:
+                self._judge(job, sink, sequence, at)
             run = self._lanes.get(sequence)
             return run if run is not None and run.job is job else None
         if not run.waiting and self._may_join(job, run):
@@ -145,7 +148,7 @@ class Lanes:
         run = self._lanes.get(sequence)
         if run is None:
             run = self.cold.start(sequence, self.running)
-            self._start(run, run.job, run.sink)
+            self._begin(run, sequence)
         raise self.cold.restoring(run)
 
     def _enter_again(self, run: RunningAppend, at: float) -> bool:
@@ -216,27 +219,24 @@ class Lanes:
         self, admitted: RunningAppend | AppendResult | None, job: AppendJob, sink: Sink, sequence: Sequence
     ) -> None:
         """Let the append run, answer it, or let it wait until its cold sequence is computed."""
-        if admitted is not None:
-            self._start(admitted, job, sink)
-            return
-        run = self.cold.start(sequence, self.running)
-        self._start(run, run.job, run.sink)
-        self._wait(job, sink, run, sequence)
-
-    def _start(self, admitted: RunningAppend | AppendResult, job: AppendJob, sink: Sink) -> None:
-        """Let the append run, or answer it at once."""
-        if isinstance(admitted, AppendResult):
+        if admitted is None:
+            run = self.cold.start(sequence, self.running)
+            self._begin(run, sequence)
+            self._wait(job, sink, run, sequence)
+        elif isinstance(admitted, AppendResult):
             self.finish(job, sink, admitted)
-            return
-        self.running[admitted] = None
-        if admitted.sequence is None:
-            return
-        if admitted.verdict is Verdict.FORK:
-            self._branches.setdefault(admitted.sequence, {})[admitted] = None
         else:
-            self._lanes[admitted.sequence] = admitted
-            if admitted.verdict is Verdict.REWIND and admitted.sequence.is_durable:
-                self.journal.note_rewind(admitted.sequence)  # its tail is gone, whatever happens to the append
+            self._begin(admitted, sequence)
+
+    def _begin(self, run: RunningAppend, sequence: Sequence) -> None:
+        """Let an append run, in the lane of its sequence unless it is a branch."""
+        self.running[run] = None
+        if run.verdict is Verdict.FORK:
+            self._branches.setdefault(sequence, {})[run] = None
+        else:
+            self._lanes[sequence] = run
+            if run.verdict is Verdict.REWIND and sequence.is_durable:
+                self.journal.note_rewind(sequence)  # its tail is gone, whatever happens to the append
 
     def _wait(self, job: LaneJob[object], sink: Sink, run: RunningAppend, sequence: Sequence) -> None:
         if run.is_warming:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ferrule_server.engine.appends.admission import Admission
-from ferrule_server.engine.appends.caches import Caches
 from ferrule_server.engine.appends.cold import Cold
 from ferrule_server.engine.appends.commits import Commits
 from ferrule_server.engine.appends.creations import Creations
@@ -27,7 +26,7 @@ from ferrule_server.engine.durable.confirmations import Confirmations
 from ferrule_server.engine.durable.opening import Durability
 from ferrule_server.engine.faults.failpoints import Failing, NoFailpoints
 from ferrule_server.engine.generation.drivers import Drivers, Outcomes
-from ferrule_server.engine.host_calls import Host
+from ferrule_server.engine.host_calls import Caches, Host
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.engine.shares import Shares

@@ -43,7 +43,7 @@ class FailpointHit(Exception):
 class Failing(Protocol):
     """Where the engine may fail on purpose: :class:`Failpoints` in a test, :class:`NoFailpoints` in production."""
 
-    def hit(self, place: Place, /) -> None:
+    def hit(self, place: Place, /) -> object:
         """Note that the engine has reached ``place``; raises what a test wants."""
 
     def halves(self, items: list[_T], place: Place, /) -> Iterator[list[_T]]:
@@ -54,8 +54,8 @@ class Failing(Protocol):
 class NoFailpoints:
     """Nothing fails on purpose."""
 
-    def hit(self, _: Place, /) -> None:
-        """Do nothing."""
+    hit: Final[Callable[[Place], object]] = frozenset[Place]().__contains__
+    """Do nothing. A builtin costs half of what a function does, and this is called for every token."""
 
     def halves(self, items: list[_T], _: Place, /) -> Iterator[list[_T]]:
         """Return all items at once."""

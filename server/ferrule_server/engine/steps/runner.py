@@ -73,8 +73,14 @@ class StepRunner:
         """
         if len(rows) != len(batch.output_specs):
             raise RuntimeError(f"the executor gave {len(rows)} rows for {len(batch.output_specs)} asked for")
-        self._count(batch, started_ns, elapsed_ns)
-        return StepOutcome(rows, started_ns, elapsed_ns, batch.num_rows)
+        counters, num_rows = self.counters, batch.num_rows
+        counters.steps += 1
+        counters.step_ns += elapsed_ns
+        counters.last_step_seqs = batch.num_seqs
+        counters.last_step_unix_ns = time.time_ns()
+        counters.max_step_rows = max(counters.max_step_rows, num_rows)
+        counters.timings.record_step(started_ns + elapsed_ns, elapsed_ns, num_rows, batch.num_seqs)
+        return StepOutcome(rows, started_ns, elapsed_ns, num_rows)
 
     def _copy_on_write(self, chunks: Iterable[Chunk]) -> None:
         pairs = [
@@ -86,12 +92,3 @@ class StepRunner:
         for part in self.failpoints.halves(pairs, "during_copy") if pairs else ():
             if part:
                 self.executor.copy_blocks(np.array(part, np.int32))
-
-    def _count(self, batch: StepBatch, started_ns: int, elapsed_ns: int) -> None:
-        counters, num_rows = self.counters, batch.num_rows
-        counters.steps += 1
-        counters.step_ns += elapsed_ns
-        counters.last_step_seqs = batch.num_seqs
-        counters.last_step_unix_ns = time.time_ns()
-        counters.max_step_rows = max(counters.max_step_rows, num_rows)
-        counters.timings.record_step(started_ns + elapsed_ns, elapsed_ns, num_rows, batch.num_seqs)

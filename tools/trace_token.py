@@ -1,6 +1,6 @@
 """Count the functions of the server that one decoded token passes: a measure of how far a reader must follow it.
 
-    python -m tools.trace_token [--tokens 200] [--calls]
+    python -m tools.trace_token [--tokens 200] [--calls | --order]
 
 A server with the paged reference executor runs in this process, a client on a thread of it decodes one warm handle over
 StreamDecode, one token for each frame, and a profile hook counts the calls of functions in ``server/ferrule_server``,
@@ -99,7 +99,7 @@ def _start(code: CodeType) -> int:
 
 
 def trace(num_tokens: int) -> Counter[Function]:
-    """Return the calls that one warm token takes, the median over ``num_tokens`` of them.
+    """Return the calls that one warm token takes, the median over ``num_tokens`` of them, in the order of the last one.
 
     Raises:
         RuntimeError: The client of the trace failed.
@@ -121,7 +121,7 @@ def trace(num_tokens: int) -> Counter[Function]:
     samples = outcome.get(timeout=_REPLY_TIMEOUT_S)
     if isinstance(samples, Exception):
         raise RuntimeError("the client of the trace failed") from samples
-    functions = set().union(*samples)
+    functions = dict.fromkeys(each for sample in reversed(samples) for each in sample)
     medians = {each: int(statistics.median(sample[each] for sample in samples)) for each in functions}
     return Counter({each: number for each, number in medians.items() if number})
 
@@ -182,8 +182,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=200, help="tokens to take the median of (default: %(default)s)")
     parser.add_argument("--calls", action="store_true", help="name each function")
+    parser.add_argument("--order", action="store_true", help="name each function once, in the order of the calls")
     arguments = parser.parse_args()
     calls = trace(arguments.tokens)
+    if arguments.order:
+        print(*(f"{each.file} {each.name}" for each in calls), sep="\n")
     for line in _lines(calls, names_functions=arguments.calls):
         print(line)
 

@@ -11,8 +11,8 @@ import pytest
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_pb2, types_pb2
 from ferrule_cli import app
 from ferrule_server.durability.writer import SYNC_BOUNDS_S, JournalCounters
-from ferrule_server.engine.host_calls import Caches
 from ferrule_server.engine.engine import Engine
+from ferrule_server.engine.host_calls import Caches
 from ferrule_server.engine.jobs import AppendJob, CacheInfo, GenerateJob, Lease
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest

@@ -39,7 +39,7 @@ class Commits:
     journal: Reports
     failpoints: Failing
 
-    def commit(self, run: RunningAppend) -> AppendResult:
+    def conclude(self, run: RunningAppend) -> AppendResult:
         """Move the tip, renew the lease, keep the record, and return the answer.
 
         If anything fails after the tip has moved, the append stays committed: a retry is answered as a replay. A new

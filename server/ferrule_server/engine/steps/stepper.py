@@ -217,7 +217,7 @@ class Stepper:
     def _complete(self, run: RunningAppend) -> str:
         """Commit and answer an append whose rows have all run; return the cache_id that may come back."""
         try:
-            answer = self.commits.commit(run)
+            answer = self.commits.conclude(run)
         except FerruleError as error:
             self.lanes.fail(run, error)
             return ""

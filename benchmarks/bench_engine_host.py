@@ -222,7 +222,6 @@ def _engine(executor: Any) -> Engine:
         BlockPool(info.num_blocks, info.block_size),
         instance="benchmark",
         epoch="1",
-        fingerprint=info.model.fingerprint,
         max_context=info.model.max_context,
         max_ttl_s=3600.0,
     )

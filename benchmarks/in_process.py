@@ -109,7 +109,6 @@ def in_process(executor: Executor, *, max_step_rows: int = 512) -> Iterator[InPr
         BlockPool(info.num_blocks, info.block_size),
         instance="benchmark",
         epoch="1",
-        fingerprint=info.model.fingerprint,
         max_context=info.model.max_context,
         max_ttl_s=3600.0,
     )

@@ -258,7 +258,6 @@ def _make_engine(
         BlockPool(info.num_blocks, info.block_size),
         instance=state.instance,
         epoch=state.epoch,
-        fingerprint=info.model.fingerprint,
         max_context=info.model.max_context,
         max_ttl_s=config.max_ttl_s,
         limits_of=state.limits_of,

@@ -193,7 +193,6 @@ class RunningServer:
             BlockPool(info.num_blocks, info.block_size),
             instance=INSTANCE,
             epoch=self.epoch,
-            fingerprint=info.model.fingerprint,
             max_context=info.model.max_context,
             max_ttl_s=self.limits.max_ttl_s,
             clock=self.clock,

@@ -57,11 +57,11 @@ each_call = pytest.mark.parametrize("read", [_prefill, _unified, _generate])
 def test_a_new_sequence_has_the_level_that_was_asked_for(read: Read) -> None:
     """Unset is the server's default, with and without other options."""
     for options in (None, CacheOptions(reserve_length=9)):
-        assert read(options or CacheOptions(), True, None).is_durable
-        assert not read(options or CacheOptions(), False, None).is_durable
-    assert read(CacheOptions(durability=JOURNALED), True, None).is_durable
-    assert not read(CacheOptions(durability=NONE), True, None).is_durable
-    assert not read(CacheOptions(durability=NONE), False, None).is_durable
+        assert read(options or CacheOptions(), True, None).new.is_durable
+        assert not read(options or CacheOptions(), False, None).new.is_durable
+    assert read(CacheOptions(durability=JOURNALED), True, None).new.is_durable
+    assert not read(CacheOptions(durability=NONE), True, None).new.is_durable
+    assert not read(CacheOptions(durability=NONE), False, None).new.is_durable
 
 
 @each_call

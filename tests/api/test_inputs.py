@@ -86,14 +86,14 @@ def test_a_piece_that_makes_no_sense_is_refused_by_its_path(name: str) -> None:
 def test_how_a_new_sequence_is_kept_is_read(read: Any) -> None:
     """Unset hints are on; lease and room as asked for."""
     job = read().job
-    assert (job.ttl_s, job.reserved_length, job.reuse_prefix, job.publish_prefix) == (None, 0, True, True)
+    assert (job.ttl_s, job.new.reserved_length, job.new.reuse_prefix, job.new.publish_prefix) == (None, 0, True, True)
     options = Options(ttl={"seconds": 7, "nanos": 500_000_000}, skip_prefix_reuse=True, reserve_length=9)
     job = read(cache=options).job
-    assert (job.ttl_s, job.reserved_length, job.reuse_prefix, job.publish_prefix) == (7.5, 9, False, True)
+    assert (job.ttl_s, job.new.reserved_length, job.new.reuse_prefix, job.new.publish_prefix) == (7.5, 9, False, True)
     job = read(cache=Options(skip_prefix_publish=True)).job
-    assert (job.reuse_prefix, job.publish_prefix) == (True, False)
+    assert (job.new.reuse_prefix, job.new.publish_prefix) == (True, False)
     job = read(cache=options, kv_cache=HANDLE).job
-    assert (job.ttl_s, job.reserved_length) == (7.5, 0)
+    assert (job.ttl_s, job.new.reserved_length) == (7.5, 0)
 
 
 BAD_PROMPTS: list[tuple[dict[str, Any], str]] = [

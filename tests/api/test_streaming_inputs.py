@@ -73,7 +73,7 @@ def test_everything_asked_for_arrives() -> None:
     assert job.handle is not None
     assert job.output.spec == OutputSpec(greedy=True, full_logits=True)
     assert (job.request_id, job.on_stale, job.ttl_s, job.num_branches) == ("g", StalePolicy.REWIND, 9.0, 3)
-    assert job.reserved_length == 0  # of an existing sequence only the lease counts
+    assert job.new.reserved_length == 0  # of an existing sequence only the lease counts
     assert (job.stop.max_tokens, job.stop.eos_ids, job.stop.token_ids) == (12, frozenset(), frozenset((5, 6)))
     assert job.stop.sequences == ((1, 2), (3,))
 
@@ -82,9 +82,9 @@ def test_how_a_new_sequence_is_kept_arrives() -> None:
     """Room, and both hints about prefixes."""
     options = executor_pb2.CacheOptions(reserve_length=40, skip_prefix_reuse=True, skip_prefix_publish=True)
     job = _generate(cache=options)[0]
-    assert (job.reserved_length, job.reuse_prefix, job.publish_prefix) == (40, False, False)
+    assert (job.new.reserved_length, job.new.reuse_prefix, job.new.publish_prefix) == (40, False, False)
     job = _generate()[0]
-    assert (job.reserved_length, job.reuse_prefix, job.publish_prefix) == (0, True, True)
+    assert (job.new.reserved_length, job.new.reuse_prefix, job.new.publish_prefix) == (0, True, True)
 
 
 def test_a_policy_that_chooses_nothing_draws() -> None:

@@ -196,7 +196,6 @@ class Campaign:
             BlockPool(info.num_blocks, info.block_size),
             instance="chaos",
             epoch="e1",
-            fingerprint=info.model.fingerprint,
             max_context=info.model.max_context,
             max_ttl_s=LONG_TTL_S,
             clock=lambda: self.now,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.new_sequence import NewSequence
 from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.quotas import LimitsOf, unlimited
 from tests.fakes import FakeExecutor
@@ -119,7 +121,6 @@ class Harness:
             BlockPool(info.num_blocks, info.block_size),
             instance="test",
             epoch="e1",
-            fingerprint=info.model.fingerprint,
             max_context=info.model.max_context,
             max_ttl_s=3600,
             clock=self._now,
@@ -250,7 +251,14 @@ def append(
     output: OutputRequest = GREEDY,
     on_stale: StalePolicy = StalePolicy.FAIL,
     principal: str = "me",
-    **fields: Any,  # of the job
+    **fields: Any,  # of the job, or of its NewSequence
 ) -> AppendJob:
     """An append job, as a rule of the principal ``me``."""
-    return AppendJob(principal, token_ids, handle, output, on_stale, **fields)
+    return AppendJob(principal, token_ids, handle, output, on_stale, **with_new(fields))
+
+
+def with_new(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a job, with those of its NewSequence in one."""
+    names = {each.name for each in dataclasses.fields(NewSequence)}
+    new = NewSequence(**{name: value for name, value in given.items() if name in names})
+    return {"new": new, **{name: value for name, value in given.items() if name not in names}}

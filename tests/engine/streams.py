@@ -23,7 +23,7 @@ from ferrule_server.engine.jobs import (
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec
 from ferrule_server.kv.handle import Handle, StalePolicy
-from tests.engine.harness import Harness
+from tests.engine.harness import Harness, with_new
 from tests.fakes import FakeExecutor
 
 VOCAB = 32
@@ -195,7 +195,7 @@ def generate(
 ) -> GenerateJob:
     """A Generate of the principal ``me``."""
     stop = stop or StopRules(max_tokens=max_tokens)
-    return GenerateJob("me", token_ids, handle, output, stop, window or Window(1 << 30), on_stale, **fields)
+    return GenerateJob("me", token_ids, handle, output, stop, window or Window(1 << 30), on_stale, **with_new(fields))
 
 
 def forward(

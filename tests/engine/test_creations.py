@@ -22,6 +22,7 @@ from ferrule_server.engine.jobs import (
 from ferrule_server.errors import Cancelled, Draining, HandleExpired, HandleStale, HandleUnknown, RequestIdReused
 from ferrule_server.executor.base import OutputSpec, SampleSpec
 from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.new_sequence import NewSequence
 from tests.engine.harness import GREEDY, NOTHING, Harness, append
 from tests.fakes import FakeExecutor, fake_next_token
 
@@ -374,7 +375,7 @@ def test_while_draining_only_what_was_made_is_answered() -> None:
         jobs = [append(None, 1, 2, request_id="done"), append(None, *([1] * 8), request_id="flight")]
         jobs += [append(None, 1, request_id="new"), append(None, 1)]
         for job in jobs:
-            job.is_repeat_only = True
+            job.new = NewSequence(is_repeat_only=True)
         sinks = harness.submit_all(*jobs)
         harness.let_go()
         assert sinks[0].result().handle == done.handle

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,10 +47,9 @@ UNSEEDED = OutputRequest(OutputSpec(sample=SampleSpec(), logprobs=True), is_seed
 LOGITS = OutputRequest(OutputSpec(greedy=True, full_logits=True))
 
 
-def durable(*token_ids: int, output: OutputRequest = GREEDY, request_id: str = "", **options: object) -> AppendJob:
+def durable(*token_ids: int, output: OutputRequest = GREEDY, request_id: str = "", **options: Any) -> AppendJob:
     """A prefill whose sequence survives."""
-    job = append(None, *token_ids, output=output, request_id=request_id, is_durable=True)
-    return replace(job, **options)  # type: ignore[arg-type]
+    return append(None, *token_ids, output=output, request_id=request_id, is_durable=True, **options)
 
 
 def info(server: Harness, handle: Handle) -> CacheInfo:

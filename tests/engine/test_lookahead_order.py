@@ -31,6 +31,7 @@ from ferrule_server.engine.steps.lookahead import Lookahead
 from ferrule_server.engine.steps.stepper import Stepper
 from ferrule_server.errors import Draining, HandleLost
 from ferrule_server.executor.base import DeviceLost, OutputSpec, SampleSpec, Shaping
+from ferrule_server.kv.new_sequence import NewSequence
 from tests.chaos import test_engine_random
 from tests.engine.deferred import Call, DeferredExecutor, DeferredHarness, Rounds, check_pool, what_became_of
 from tests.engine.harness import GREEDY, Harness, append, wait_until
@@ -264,7 +265,7 @@ def test_room_that_is_set_aside_is_foreseen() -> None:
     """Spares come before the pool's blocks."""
     with DeferredHarness() as harness:
         job = long_job()
-        job.reserved_length = 30
+        job.new = NewSequence(reserved_length=30)
         others = [start(harness, long_job()) for _ in range(2)]
         assert len(start(harness, job).branch().tokens) == 40
         assert [len(other.branch().tokens) for other in others] == [40, 40]

@@ -46,7 +46,6 @@ def store(clock: _Clock) -> Iterator[SequenceStore]:
         BlockPool(16, 4),
         instance="here",
         epoch="e1",
-        fingerprint=b"model",
         max_context=50,
         max_ttl_s=100.0,
         clock=clock,
@@ -67,7 +66,7 @@ def put(store: SequenceStore) -> Put:
     ) -> Sequence:
         num_tokens = len(token_ids)
         if sequence is None:
-            reservation = store.reservations.reserve_new(principal, num_tokens)
+            reservation = store.reservations.reserve_new(principal, b"model", num_tokens)
         else:
             reservation = store.reservations.reserve_append(sequence, num_tokens)
         return store.commit(reservation, token_ids, ttl_s)

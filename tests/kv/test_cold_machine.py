@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ferrule_server.errors import BlocksExhausted, ExceedsPool
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.lineage import LineageChain
+from ferrule_server.kv.new_sequence import NewSequence
 from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import SequenceStore
@@ -49,7 +50,6 @@ class ColdMachine(RuleBasedStateMachine):
             BlockPool(num_blocks, block_size),
             instance="i",
             epoch="e",
-            fingerprint=FINGERPRINT,
             max_context=60,
             max_ttl_s=1000.0,
             clock=lambda: 0.0,
@@ -94,7 +94,11 @@ class ColdMachine(RuleBasedStateMachine):
         """Make a sequence; what its prompt finds was published and is right."""
         try:
             made = self.store.reservations.reserve_new(
-                principal, len(tokens), room, prompt=tokens, publish=publish, is_durable=True
+                principal,
+                FINGERPRINT,
+                len(tokens),
+                NewSequence(reserved_length=room, publish_prefix=publish, is_durable=True),
+                tokens,
             )
         except (BlocksExhausted, ExceedsPool):
             return

@@ -41,7 +41,7 @@ def test_the_way_tokens_arrive_does_not_matter(step: int) -> None:
     for start in range(0, 97, step):
         chain.extend(token_ids[start : start + step])
     assert chain.at(97) == chain_of(token_ids).at(97)
-    chain.check_integrity(b"model")
+    chain.check_integrity()
 
 
 def test_other_tokens_another_order_or_another_model_give_another_lineage() -> None:
@@ -69,7 +69,7 @@ def test_truncate_and_copy_leave_the_chain_of_a_prefix(length: int) -> None:
     chain.truncate(length)
     chain.extend([5, 6])
     assert chain.at(length + 2) == twin.at(length + 2)
-    chain.check_integrity(b"model")
+    chain.check_integrity()
 
 
 @pytest.mark.parametrize("length", [-1, 4])
@@ -109,4 +109,4 @@ def test_whole_copies_share_their_tokens_until_one_changes() -> None:
     ):
         assert each.token_ids.tolist() == expected
         assert each.at(len(expected)) == lineage_of(expected, b"model")
-        each.check_integrity(b"model")
+        each.check_integrity()

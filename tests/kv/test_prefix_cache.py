@@ -18,7 +18,7 @@ PROMPT = list(range(100, 114))  # three full blocks of four slots, and a half
 
 def look_up(store: SequenceStore, prompt: list[int], principal: str = "alice") -> Reservation:
     """Reserve a new sequence, looking for its prompt."""
-    return store.reservations.reserve_new(principal, len(prompt), prompt=prompt)
+    return store.reservations.reserve_new(principal, b"model", len(prompt), prompt=prompt)
 
 
 def num_found(store: SequenceStore, prompt: list[int], principal: str = "alice") -> int:
@@ -39,7 +39,6 @@ def make(block_size: int = 4, num_blocks: int = 16, **settings: object) -> Seque
         BlockPool(num_blocks, block_size),
         instance="here",
         epoch="e1",
-        fingerprint=b"model",
         max_context=100,
         max_ttl_s=100.0,
         **settings,  # type: ignore[arg-type]
@@ -74,7 +73,7 @@ def test_blocks_of_any_size_are_found(block_size: int) -> None:
     """The chunks of the lineage are of sixteen tokens, whatever the pool's are."""
     store = make(block_size, 128)
     prompt = [index * 7 % 50 for index in range(70)]
-    sequence = store.commit(store.reservations.reserve_new("alice", 70), prompt)
+    sequence = store.commit(store.reservations.reserve_new("alice", b"model", 70), prompt)
     for length in (1, 15, 16, 17, 33, 64, 70):
         assert num_found(store, prompt[:length]) == length // block_size * block_size
     end(store, sequence)
@@ -127,9 +126,9 @@ def test_a_hit_counts_on_the_account_of_who_uses_it() -> None:
     """Once, however many of its sequences share it; cached blocks count on nobody's."""
     limits = QuotaLimits(kv_tokens=16)
     store = make(limits_of=lambda _principal: limits)
-    end(store, store.commit(store.reservations.reserve_new("alice", 12), PROMPT[:12]))
+    end(store, store.commit(store.reservations.reserve_new("alice", b"model", 12), PROMPT[:12]))
     assert store.usage.of("alice") == Holding()
-    other = store.commit(store.reservations.reserve_new("alice", 5), [7] * 5)
+    other = store.commit(store.reservations.reserve_new("alice", b"model", 5), [7] * 5)
     with pytest.raises(QuotaExceeded) as caught:
         look_up(store, PROMPT[:12])
     assert (caught.value.metadata["used"], caught.value.metadata["needed"]) == ("8", "12")
@@ -149,7 +148,7 @@ def test_what_is_committed_is_what_was_looked_up(store: SequenceStore, put: Put)
     """Anything else would put tokens beside KV that is not theirs; fewer are as good, down to what was found."""
     put(PROMPT)
     with pytest.raises(ValueError, match="the prompt has 14 tokens, not 13"):
-        store.reservations.reserve_new("alice", 13, prompt=PROMPT)
+        store.reservations.reserve_new("alice", b"model", 13, prompt=PROMPT)
     reservation = look_up(store, [*PROMPT, 1])
     for wrong, message in (([*PROMPT, 2], "not those"), ([0] * 12, "not those"), (PROMPT[:11], "12 tokens are cached")):
         with pytest.raises(ValueError, match=message):

@@ -75,9 +75,7 @@ def test_instance_and_epoch_must_fit_into_a_cache_id(name: str) -> None:
     """A dot in either would make names ambiguous."""
     for instance, epoch in ((name, "e"), ("i", name)):
         with pytest.raises(ValueError, match="must be 1 to 64"):
-            SequenceStore(
-                BlockPool(4, 4), instance=instance, epoch=epoch, fingerprint=b"", max_context=9, max_ttl_s=60.0
-            )
+            SequenceStore(BlockPool(4, 4), instance=instance, epoch=epoch, max_context=9, max_ttl_s=60.0)
 
 
 def test_the_owner_of_an_expired_handle_hears_so_for_a_while(store: SequenceStore, put: Put, advance: Advance) -> None:

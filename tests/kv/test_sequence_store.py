@@ -35,7 +35,7 @@ def test_nothing_of_an_append_shows_before_commit(store: SequenceStore, put: Put
 
 def test_a_new_sequence_exists_from_commit_on(store: SequenceStore) -> None:
     """Its blocks are held before, its handle comes with the commit."""
-    reservation = store.reservations.reserve_new("alice", 5)
+    reservation = store.reservations.reserve_new("alice", b"model", 5)
     assert (len(store.registry), store.pool.num_used, reservation.sequence) == (0, 2, None)
     sequence = store.commit(reservation, [1, 2, 3, 4, 5])
     assert (len(store.registry), store.pool.num_used) == (1, 2)
@@ -69,22 +69,20 @@ def test_the_context_is_the_limit_of_a_sequence(store: SequenceStore, put: Put) 
     with pytest.raises(ContextExceeded):
         store.reservations.reserve_rewind(sequence, 48, 3)
     with pytest.raises(ContextExceeded):
-        store.reservations.reserve_new("alice", 51)
+        store.reservations.reserve_new("alice", b"model", 51)
     assert sequence.length == 49
     assert put([7], sequence).length == 50
 
 
 def test_a_need_beyond_the_whole_pool_is_told_apart_from_a_full_pool() -> None:
     """Waiting helps against the second only."""
-    store = SequenceStore(
-        BlockPool(4, 4), instance="here", epoch="e1", fingerprint=b"model", max_context=100, max_ttl_s=60.0
-    )
+    store = SequenceStore(BlockPool(4, 4), instance="here", epoch="e1", max_context=100, max_ttl_s=60.0)
     with pytest.raises(ExceedsPool) as exceeds:
-        store.reservations.reserve_new("alice", 13)
+        store.reservations.reserve_new("alice", b"model", 13)
     assert exceeds.value.metadata == {"needed_blocks": "4", "total_blocks": "3"}
-    sequence = store.commit(store.reservations.reserve_new("alice", 5), [1, 2, 3, 4, 5])
+    sequence = store.commit(store.reservations.reserve_new("alice", b"model", 5), [1, 2, 3, 4, 5])
     with pytest.raises(BlocksExhausted) as exhausted:
-        store.reservations.reserve_new("alice", 12)
+        store.reservations.reserve_new("alice", b"model", 12)
     assert exhausted.value.metadata == {"needed_blocks": "3", "free_blocks": "1"}
     with pytest.raises(ExceedsPool):  # the source's own partial block stays, so 3 + 1 blocks can never be had
         store.reservations.reserve_branch(sequence, 5, 5)
@@ -121,10 +119,8 @@ def test_forks_cost_no_block_until_they_diverge(store: SequenceStore, put: Put) 
 
 def test_sixteen_forks_of_a_long_handle_take_less_than_a_millisecond() -> None:
     """Integers only: no block is copied, or taken, until one of the branches goes on."""
-    store = SequenceStore(
-        BlockPool(600, 16), instance="here", epoch="e1", fingerprint=b"model", max_context=9000, max_ttl_s=60.0
-    )
-    sequence = store.commit(store.reservations.reserve_new("alice", 8192), range(8192))
+    store = SequenceStore(BlockPool(600, 16), instance="here", epoch="e1", max_context=9000, max_ttl_s=60.0)
+    sequence = store.commit(store.reservations.reserve_new("alice", b"model", 8192), range(8192))
     fastest_s = math.inf
     for _ in range(10):
         started = time.perf_counter()
@@ -225,7 +221,7 @@ def test_an_append_of_nothing_cannot_be_reserved(store: SequenceStore, put: Put,
     with pytest.raises(ValueError, match="num_tokens"):
         store.reservations.reserve_append(put([1]), num_tokens)
     with pytest.raises(ValueError, match="num_tokens"):
-        store.reservations.reserve_new("alice", num_tokens)
+        store.reservations.reserve_new("alice", b"model", num_tokens)
 
 
 @pytest.mark.parametrize("length", [0, 4])
@@ -244,6 +240,6 @@ def test_branches_forks_and_rewinds_stay_within_the_sequence(store: SequenceStor
 )
 def test_impossible_settings_are_refused(settings: dict[str, float]) -> None:
     """The constructor says which value is out of range."""
-    arguments = {"instance": "a", "epoch": "b", "fingerprint": b"", "max_context": 9, "max_ttl_s": 60.0, **settings}
+    arguments = {"instance": "a", "epoch": "b", "max_context": 9, "max_ttl_s": 60.0, **settings}
     with pytest.raises(ValueError, match=next(iter(settings))):
         SequenceStore(BlockPool(4, 4), **arguments)  # type: ignore[arg-type]

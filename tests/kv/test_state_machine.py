@@ -37,6 +37,7 @@ from ferrule_server.kv.append_rule import Verdict, judge
 from ferrule_server.kv.block_pool import NULL_BLOCK, BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.leases import PIN_RECHECK_S
+from ferrule_server.kv.new_sequence import NewSequence
 from ferrule_server.kv.registry import TOMBSTONE_S
 from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.reserved_slots import SlotRequest
@@ -111,7 +112,6 @@ class KvMachine(RuleBasedStateMachine):
             self.pool,
             instance="i",
             epoch="e",
-            fingerprint=FINGERPRINT,
             max_context=max_context,
             max_ttl_s=MAX_TTL_S,
             clock=lambda: self.model.clock_s,
@@ -241,7 +241,11 @@ class KvMachine(RuleBasedStateMachine):
         def ask() -> Reservation:
             prompt = list(tokens) if is_looked_up else None
             return self.store.reservations.reserve_new(
-                principal, len(tokens), reserved_length, prompt=prompt, publish=is_published, window=window
+                principal,
+                FINGERPRINT,
+                len(tokens),
+                NewSequence(reserved_length=reserved_length, publish_prefix=is_published, attention_window=window),
+                prompt,
             )
 
         if shortage is not None:

@@ -30,7 +30,6 @@ def store(limits: dict[str, QuotaLimits]) -> Iterator[SequenceStore]:
         BlockPool(16, 4),
         instance="here",
         epoch="e1",
-        fingerprint=b"model",
         max_context=64,
         max_ttl_s=100.0,
         limits_of=lambda principal: limits.get(principal, QuotaLimits()),
@@ -41,7 +40,7 @@ def store(limits: dict[str, QuotaLimits]) -> Iterator[SequenceStore]:
 
 def put(store: SequenceStore, num_tokens: int, principal: str = "alice") -> Sequence:
     """Make a sequence."""
-    return store.commit(store.reservations.reserve_new(principal, num_tokens), [7] * num_tokens)
+    return store.commit(store.reservations.reserve_new(principal, b"model", num_tokens), [7] * num_tokens)
 
 
 def refusal(call: Callable[[], object]) -> tuple[str, dict[str, str]]:
@@ -56,9 +55,9 @@ def test_nobody_is_remembered_who_holds_nothing(store: SequenceStore) -> None:
     sequence = put(store, 5)
     assert store.usage.of("alice") == Holding(1, 2)
     store.release(sequence.handle_at(), "alice")
-    store.reservations.abort(store.reservations.reserve_new("bob", 5))
+    store.reservations.abort(store.reservations.reserve_new("bob", b"model", 5))
     with pytest.raises(QuotaExceeded):
-        store.reservations.reserve_new("alice", 40)
+        store.reservations.reserve_new("alice", b"model", 40)
     assert [store.usage.of(name) for name in ("alice", "bob", "nobody")] == [NOTHING] * 3
     assert store.usage._holdings == {}
 
@@ -66,9 +65,9 @@ def test_nobody_is_remembered_who_holds_nothing(store: SequenceStore) -> None:
 def test_a_sequence_in_creation_is_a_handle(store: SequenceStore) -> None:
     """Else a principal could start any number at once; an abort gives it back, a commit counts it no second time."""
     sequence = put(store, 1)
-    creating = [store.reservations.reserve_new("alice", 1), store.reservations.reserve_branch(sequence, 1, 1)]
+    creating = [store.reservations.reserve_new("alice", b"model", 1), store.reservations.reserve_branch(sequence, 1, 1)]
     refused = ("HANDLES", {"used": "3", "limit": "3", "needed": "1"})
-    assert refusal(lambda: store.reservations.reserve_new("alice", 1)) == refused
+    assert refusal(lambda: store.reservations.reserve_new("alice", b"model", 1)) == refused
     assert refusal(lambda: store.reservations.reserve_branch(sequence, 1, 1)) == refused
     assert refusal(lambda: store.fork(sequence, 1, 1)) == refused
     store.commit(creating[0], [1])
@@ -84,7 +83,7 @@ def test_tokens_are_refused_in_whole_blocks(store: SequenceStore) -> None:
     refused = ("KV_TOKENS", {"used": "32", "limit": "32", "needed": "4"})
     assert refusal(lambda: store.reservations.reserve_append(sequence, 4)) == refused
     assert refusal(lambda: store.reservations.reserve_branch(sequence, 24, 1)) == refused
-    assert refusal(lambda: store.reservations.reserve_new("alice", 1)) == refused
+    assert refusal(lambda: store.reservations.reserve_new("alice", b"model", 1)) == refused
     store.commit(store.reservations.reserve_append(sequence, 3), [1] * 3)
     store.commit(store.reservations.reserve_append(other, 2), [1] * 2)
     assert put(store, 28, "bob").length == 28
@@ -94,7 +93,7 @@ def test_a_need_beyond_the_quota_itself_says_so(store: SequenceStore) -> None:
     """No release would ever make room, so nobody is told to wait."""
     sequence = put(store, 20)
     for call, whole in (
-        (lambda: store.reservations.reserve_new("alice", 33), "36"),
+        (lambda: store.reservations.reserve_new("alice", b"model", 33), "36"),
         (lambda: store.reservations.reserve_append(sequence, 14), "36"),
         (lambda: store.reservations.reserve_rewind(sequence, 4, 32), "36"),
         (lambda: store.reservations.reserve_branch(sequence, 19, 14), "40"),  # the source's partial block stays as well
@@ -113,16 +112,16 @@ def test_what_never_changes_is_said_first(store: SequenceStore, limits: dict[str
     limits["alice"] = QuotaLimits(handles=1, kv_tokens=32)
     put(store, 12)
     with pytest.raises(ContextExceeded):
-        store.reservations.reserve_new("alice", 65)
+        store.reservations.reserve_new("alice", b"model", 65)
     with pytest.raises(ExceedsPool):
-        store.reservations.reserve_new("alice", 61)
-    assert refusal(lambda: store.reservations.reserve_new("alice", 33))[0] == "KV_TOKENS"
-    assert refusal(lambda: store.reservations.reserve_new("alice", 32))[0] == "HANDLES"
+        store.reservations.reserve_new("alice", b"model", 61)
+    assert refusal(lambda: store.reservations.reserve_new("alice", b"model", 33))[0] == "KV_TOKENS"
+    assert refusal(lambda: store.reservations.reserve_new("alice", b"model", 32))[0] == "HANDLES"
     limits["alice"] = QuotaLimits(kv_tokens=32)
     put(store, 48, "bob")
-    assert refusal(lambda: store.reservations.reserve_new("alice", 21))[0] == "KV_TOKENS"
+    assert refusal(lambda: store.reservations.reserve_new("alice", b"model", 21))[0] == "KV_TOKENS"
     with pytest.raises(BlocksExhausted):
-        store.reservations.reserve_new("alice", 20)
+        store.reservations.reserve_new("alice", b"model", 20)
 
 
 def test_a_lowered_quota_takes_nothing_away(store: SequenceStore, limits: dict[str, QuotaLimits]) -> None:
@@ -138,6 +137,6 @@ def test_a_lowered_quota_takes_nothing_away(store: SequenceStore, limits: dict[s
 def test_a_lost_device_leaves_nothing_on_any_account(store: SequenceStore) -> None:
     """Reservations and sequences of everybody."""
     put(store, 9)
-    store.reservations.reserve_new("bob", 9)
+    store.reservations.reserve_new("bob", b"model", 9)
     store.lose_all()
     assert store.usage._holdings == {}

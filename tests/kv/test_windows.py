@@ -8,6 +8,7 @@ import pytest
 
 from ferrule_server.errors import ExceedsPool, KvGivenBack, QuotaExceeded
 from ferrule_server.kv.block_pool import BlockPool, count_shared
+from ferrule_server.kv.new_sequence import NewSequence
 from ferrule_server.kv.reserved_slots import SlotRequest
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import SequenceStore
@@ -23,7 +24,9 @@ def make(store: SequenceStore) -> Make:
 
     def made(num_tokens: int, *, window: int = WINDOW, publish: bool = True, first: int = 0) -> Sequence:
         tokens = range(first, first + num_tokens)
-        reservation = store.reservations.reserve_new("alice", num_tokens, publish=publish, window=window)
+        reservation = store.reservations.reserve_new(
+            "alice", b"model", num_tokens, NewSequence(publish_prefix=publish, attention_window=window)
+        )
         return store.commit(reservation, list(tokens))
 
     return made
@@ -87,12 +90,13 @@ def test_a_sequence_grows_past_the_pool(make: Make) -> None:
         BlockPool(8, SIZE),
         instance="here",
         epoch="e1",
-        fingerprint=b"model",
         max_context=200,
         max_ttl_s=100.0,
         limits_of=lambda _: limits,
     )
-    sequence = store.commit(store.reservations.reserve_new("alice", 1, window=WINDOW), [0])
+    sequence = store.commit(
+        store.reservations.reserve_new("alice", b"model", 1, NewSequence(attention_window=WINDOW)), [0]
+    )
     put(store, sequence, range(1, 150))
     assert (len(sequence.block_ids), sequence.num_blocks) == (38, 3)
     with pytest.raises(ExceedsPool):

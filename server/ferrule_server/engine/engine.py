@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -85,7 +86,8 @@ class Engine:
         self.snapshot, self.own_figures = parts.gauges.snapshot, parts.gauges.own_figures
         self.restored_masks = parts.outlet.masks
         self._is_stopping = self._is_closed = False
-        self._next_expiry_check = self._lease_ends_at = self._hold_s = 0.0
+        self._next_expiry_check = self._hold_s = 0.0
+        self._lease_ends_at = math.inf
         self._taken_until: float | None = None
         self._thread = threading.Thread(target=self._main, name="ferrule-engine", daemon=True)
 

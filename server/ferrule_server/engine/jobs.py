@@ -25,6 +25,7 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import DraftDistribution, Float32Array, OutputSpec, RowOutput, TokenMask
 from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.new_sequence import USUAL, NewSequence
 from ferrule_server.suffixes import Suffixes
 
 SEED_BITS: Final = 52
@@ -173,12 +174,7 @@ class _Prompt:
     is_cancelled: bool = False
     submitted_ns: int = 0
     rows_run: int = 0
-    is_repeat_only: bool = False
-    reserved_length: int = 0
-    reuse_prefix: bool = True
-    publish_prefix: bool = True
-    is_durable: bool = False
-    attention_window: int = 0
+    new: NewSequence = USUAL
 
 
 @dataclass(eq=False, slots=True)
@@ -192,13 +188,7 @@ class AppendJob(_Prompt, LaneJob["AppendResult"]):
         output: What the rows return.
         on_stale: What to do if the handle is behind the tip.
         ttl_s: Lease in seconds, clamped by the engine; None keeps the current one (60 s on a new sequence).
-        is_repeat_only: Create no sequence: the job is answered only if it repeats a creation, else with DRAINING.
-        reserved_length: Of a new sequence: tokens up to which room is reserved with it; 0: only what it needs itself.
-        reuse_prefix: Of a new sequence: its prompt may be looked up in the prefix cache. publish_prefix: later prompts
-            may find its blocks there.
-        is_durable: Of a new sequence: it survives the process.
-        attention_window: Of a new sequence: tokens that a row attends to, if blocks outside are given back; 0: all are
-            kept.
+        new: How a new sequence is kept.
         drafts: Set for a verify; ``output`` then applies to row 0 and every draft, whatever ``all_positions`` says.
         cohort: Jobs that the client scheduled for one step, by a number of their own; 0: none.
         is_internal: Made by the engine itself for a Generate or Forward: no client will return with its handle.
@@ -340,9 +330,8 @@ class GenerateJob(_Prompt, StreamJob["GenerateFrame"]):
     instead of the first. Each token is an append of its own, committed as it is drawn.
 
     Attributes:
-        principal, token_ids, handle, on_stale, ttl_s, request_id, is_cancelled, is_repeat_only, reserved_length,
-        reuse_prefix, publish_prefix, is_durable, attention_window: As in :class:`AppendJob`; ``token_ids`` may be empty
-            with a handle.
+        principal, token_ids, handle, on_stale, ttl_s, request_id, is_cancelled, new: As in :class:`AppendJob`;
+            ``token_ids`` may be empty with a handle.
         output: What each token returns; its spec has a selection. Branch i draws with seed + i modulo 2^64.
         num_branches: Number of sequences: the given or new one, and forks of it.
         stop: The conditions that end a branch.

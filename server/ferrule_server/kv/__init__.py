@@ -4,6 +4,7 @@ sequence_store.py   the one place where sequences, blocks and leases change toge
 sequence.py        the state of the server for the handles of one cache_id
 handle.py          the handle: the first `length` tokens of one sequence
 append_rule.py     what tokens sent with a handle mean
+new_sequence.py    how a sequence is kept that a request creates
 reservation.py     everything an append needs, held from admission to commit
 reserved_slots.py  blocks set aside for sequences
 block_pool.py      free and shared blocks

@@ -2,8 +2,8 @@
 
 BLAKE2b with 16-byte digests, chained over chunks of 16 tokens whatever the pool's block size is::
 
-    root        = H[root](fingerprint)
-    link[i + 1] = H[full](link[i] + 16 tokens)          link[0] = root
+    link[0]     = H[root](root)
+    link[i + 1] = H[full](link[i] + 16 tokens)
     at(length)  = link[n]                                   length == 16 * n
                 = H[part](link[n] + the 1..15 tokens left)  otherwise
 
@@ -43,7 +43,7 @@ class LineageChain:
     Invariant: there are ``len(token_ids) // 16 + 1`` links, and link i is the lineage of the first 16 * i tokens.
 
     Args:
-        fingerprint: Identifies the model: weights, data types and all else that determines the KV.
+        root: Identifies the model: weights, data types and all else that determines the KV.
 
     Attributes:
         token_ids: array("I"), index = position; read only (slices are copies). Keep no buffer of it: an array with an
@@ -52,9 +52,9 @@ class LineageChain:
 
     __slots__ = ("_is_shared", "_last_at", "_links", "token_ids")
 
-    def __init__(self, fingerprint: bytes) -> None:
+    def __init__(self, root: bytes) -> None:
         self.token_ids: array[int] = array("I")
-        self._links = [_digest(fingerprint, _ROOT)]
+        self._links = [_digest(root, _ROOT)]
         self._is_shared = False
         # The last result of `at`: the tip of one append is the handle of the next.
         self._last_at = (0, self._links[0])
@@ -134,9 +134,10 @@ class LineageChain:
         twin._last_at = (0, self._links[0])
         return twin
 
-    def check_integrity(self, fingerprint: bytes) -> None:
-        """Raise AssertionError unless the invariant holds; computes every link again."""
-        fresh = LineageChain(fingerprint)
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the invariant holds; computes every link after the first again."""
+        fresh = LineageChain(b"")
+        fresh._links, fresh._last_at = self._links[:1], (0, self._links[0])
         fresh.extend(self.token_ids)
         assert fresh._links == self._links, "links differ from those computed again"
         length, lineage = self._last_at

@@ -11,6 +11,7 @@ from ferrule_server.errors import ContextExceeded, ExceedsPool
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.lineage import LineageChain
 from ferrule_server.kv.metrics import KvLedger
+from ferrule_server.kv.new_sequence import USUAL, NewSequence
 from ferrule_server.kv.prefix_cache import PrefixCache
 from ferrule_server.kv.reserved_slots import ReservedSlots
 from ferrule_server.kv.sequence import Sequence, require_idle
@@ -35,14 +36,13 @@ class Reservation:
         chain: The chain of the sequence to be created: its tokens before ``start``, or the whole prompt if that was
             looked up. None if a sequence exists already.
         is_live: Neither committed nor aborted.
-        reserved_length: Of the sequence to be created; ``held_ids`` beyond the table become its spares.
         num_cached: How many of the tokens to be written the first blocks of the table hold already: these blocks came
             from the prefix cache, or were computed and are in it, and must not be written. Whole blocks; may be all of
             the tokens.
-        is_published: Whether the full blocks of the sequence to be created are registered in the prefix cache.
-        is_durable: Whether the sequence to be created survives the process.
         is_warming: Nothing is appended: the tokens that a cold sequence has are written again.
-        window: Of the sequence to be created; 0: it keeps all blocks. num_given_back: blocks that its table lacks.
+        num_given_back: Blocks that the table of a branch lacks.
+        new: How the sequence to be created is kept, unless it is a branch, which is kept like its source. ``held_ids``
+            beyond the table become its spares.
     """
 
     sequence: Sequence | None
@@ -55,13 +55,10 @@ class Reservation:
     held_ids: list[int]
     chain: LineageChain | None = field(default=None, repr=False)
     is_live: bool = True
-    reserved_length: int = 0
     num_cached: int = 0
-    is_published: bool = False
-    is_durable: bool = False
     is_warming: bool = False
-    window: int = 0
     num_given_back: int = 0
+    new: NewSequence = USUAL
 
     @property
     def pinned(self) -> Sequence | None:
@@ -115,7 +112,6 @@ class Reservations:
         cache: Finds prompts.
         slots: Blocks set aside for sequences.
         ledger: Counts the tokens found.
-        fingerprint: Of the model; root of every lineage.
         max_context: Longest sequence in tokens.
 
     Attributes:
@@ -127,20 +123,16 @@ class Reservations:
     cache: PrefixCache
     slots: ReservedSlots
     ledger: KvLedger
-    fingerprint: bytes
     max_context: int
     live: set[Reservation] = field(default_factory=set, init=False)
 
     def reserve_new(
         self,
         principal: str,
+        root: bytes,
         num_tokens: int,
-        reserved_length: int = 0,
-        *,
+        new: NewSequence = USUAL,
         prompt: SequenceOf[int] | None = None,
-        publish: bool = True,
-        is_durable: bool = False,
-        window: int = 0,
     ) -> Reservation:
         """Hold the blocks of a sequence to be created with ``num_tokens`` tokens.
 
@@ -150,35 +142,28 @@ class Reservations:
 
         Args:
             principal: The owner.
+            root: Identifies the model: the root of its lineage.
             num_tokens: Tokens to be written.
-            reserved_length: Tokens up to which blocks are set aside, as by :meth:`SequenceStore.reserve_slots`.
+            new: How it is kept.
             prompt: These tokens, to be looked up in the prefix cache; the commit then takes no others, and at least the
                 cached ones. None: nothing is looked up.
-            publish: Whether its full blocks, and those of its forks, are registered for others of the principal.
-            is_durable: Whether it survives the process.
-            window: Tokens that a row attends to, if it and its forks give back blocks outside the window; 0: they keep
-                all blocks. See ``kv/windows.py``.
 
         Raises:
             ValueError: The prompt has another length.
         """
         if prompt is not None and len(prompt) != num_tokens:
             raise ValueError(f"the prompt has {len(prompt)} tokens, not {num_tokens}")
-        self._check_need(0, num_tokens, reserved_length)
-        chain = LineageChain(self.fingerprint)
+        self._check_need(0, num_tokens, new.reserved_length)
+        chain = LineageChain(root)
         found_ids: list[int] = []
         looked_up = prompt if self.cache.is_on else None
         if looked_up is not None:
             chain.extend(looked_up)
             found_ids = self.cache.find(principal, chain)
-        held_ids = self._hold(principal, found_ids, self.pool.num_blocks_for(max(num_tokens, reserved_length)))
+        held_ids = self._hold(principal, found_ids, self.pool.num_blocks_for(max(num_tokens, new.reserved_length)))
         table = held_ids[: self.pool.num_blocks_for(num_tokens)]
         reservation = Reservation(None, None, principal, 0, num_tokens, table, [], held_ids, chain)
-        reservation.reserved_length = reserved_length
-        reservation.num_cached = len(found_ids) * self.pool.block_size
-        reservation.is_published = publish and self.cache.is_on
-        reservation.is_durable = is_durable
-        reservation.window = window
+        reservation.num_cached, reservation.new = len(found_ids) * self.pool.block_size, new
         if looked_up is not None:
             self.ledger.add(principal, "num_prefix_lookup_tokens", num_tokens)
             self.ledger.add(principal, "num_prefix_hit_tokens", reservation.num_cached)
@@ -271,7 +256,7 @@ class Reservations:
         block_ids, copies = _extended(prefix, fresh_ids, is_copied=is_copied)
         held_ids, chain = shared_ids + fresh_ids, source.chain.copy(length)
         branch = Reservation(None, source, source.principal, length, num_tokens, block_ids, copies, held_ids, chain)
-        branch.window, branch.num_given_back = source.window, num_gone
+        branch.num_given_back = num_gone
         return self._open(branch)
 
     def reserve_rewind(self, sequence: Sequence, length: int, num_tokens: int) -> Reservation:
@@ -333,7 +318,7 @@ class Reservations:
         needs one. The room of a sequence to be created stays whole: blocks that leave its table become spares.
         """
         num_kept = self.pool.num_blocks_for(reservation.start + num_tokens)
-        num_room = self.pool.num_blocks_for(reservation.reserved_length)
+        num_room = self.pool.num_blocks_for(reservation.new.reserved_length)
         reservation.num_tokens = num_tokens
         surplus = set(reservation.block_ids[max(num_kept, num_room) :])
         reservation.block_ids = reservation.block_ids[:num_kept]

@@ -65,7 +65,6 @@ class SequenceStore:
     Args:
         pool: The blocks; the store alone allocates from it.
         instance: Name of this server: 1 to 64 of ``A-Z a-z 0-9 _ -``. epoch: name of this run of it, likewise.
-        fingerprint: Identifies the model; root of every lineage.
         max_context: Longest sequence in tokens.
         max_ttl_s: Longest lease in seconds, at least MIN_TTL_S.
         clock: Monotonic seconds.
@@ -91,7 +90,6 @@ class SequenceStore:
         *,
         instance: str,
         epoch: str,
-        fingerprint: bytes,
         max_context: int,
         max_ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -112,13 +110,10 @@ class SequenceStore:
         self.usage = Usage(pool, limits_of)
         self.ledger = KvLedger()
         self.on_lease: Callable[[Sequence], None] | None = None
-        self._fingerprint = fingerprint
         self._leases = LeaseHeap(self.registry.sequences)
         self._cache = PrefixCache(pool, is_on=has_prefix_cache)
         self._slots = ReservedSlots(pool, self.usage, self._cache, self.ledger, max_context)
-        self.reservations = Reservations(
-            pool, self.usage, self._cache, self._slots, self.ledger, fingerprint, max_context
-        )
+        self.reservations = Reservations(pool, self.usage, self._cache, self._slots, self.ledger, max_context)
 
     def metrics(self) -> KvMetrics:
         """Return counters and state; from any thread. During a step some figures may be those before it."""
@@ -317,17 +312,18 @@ class SequenceStore:
         at = self._leases.next_at()
         return None if at is None else max(0.0, at - self.clock())
 
-    def restore(self, secret: bytes, principal: str, token_ids: array[int], ttl_s: float) -> Sequence:
+    def restore(self, root: bytes, secret: bytes, principal: str, token_ids: array[int], ttl_s: float) -> Sequence:
         """Return a durable sequence of an earlier run, cold, for :meth:`register_restored`; quotas are not checked.
 
         Args:
+            root: Identifies the model: the root of its lineage.
             secret: The secret part of its cache_id.
             principal: The owner.
             token_ids: Its tokens, at least one.
             ttl_s: Length of its lease.
         """
         cache_id = self.registry.durable_cache_id(secret)
-        chain = LineageChain(self._fingerprint)
+        chain = LineageChain(root)
         chain.extend(token_ids)
         now = self.clock()
         sequence = Sequence(cache_id, handle_id_of(cache_id), principal, chain, [], self._clamp_ttl(ttl_s), now, now)
@@ -414,7 +410,7 @@ class SequenceStore:
             most = self.pool.refcount(before) + num_without.get(block_id, 0)
             assert self.pool.refcount(block_id) <= most, f"{name} shares a block and not those before it"
         self._slots.check_integrity(sequence)
-        sequence.chain.check_integrity(self._fingerprint)
+        sequence.chain.check_integrity()
         assert MIN_TTL_S <= sequence.ttl_s <= self.max_ttl_s, f"{name} has a lease of {sequence.ttl_s} s"
         assert sequence.num_pins >= int(sequence.is_appending), f"{name} is appended to and not pinned"
 
@@ -438,6 +434,7 @@ class SequenceStore:
         return sequence
 
     def _create_reserved(self, reservation: Reservation, token_ids: SequenceOf[int]) -> Sequence:
+        new = reservation.new
         assert reservation.chain is not None, "a reservation without a sequence has a chain"
         if len(reservation.chain) == reservation.start:
             reservation.chain.extend(token_ids)
@@ -448,15 +445,16 @@ class SequenceStore:
             reservation.chain,
             reservation.block_ids,
             reservation.source,
-            is_durable=reservation.is_durable,
+            is_durable=new.is_durable,
         )
-        set_window(sequence, reservation.window, reservation.num_given_back, self.pool.block_size)
+        window = new.attention_window if reservation.source is None else reservation.source.window
+        set_window(sequence, window, reservation.num_given_back, self.pool.block_size)
         if reservation.source is None:
-            sequence.is_published = reservation.is_published
+            sequence.is_published = new.publish_prefix and self._cache.is_on
         else:
             self.ledger.add(reservation.principal, "num_forks")
-        if reservation.reserved_length:
-            sequence.reserved_length = reservation.reserved_length
+        if new.reserved_length:
+            sequence.reserved_length = new.reserved_length
             sequence.spare_ids = tuple(reservation.held_ids[len(reservation.block_ids) :])
         return sequence
 

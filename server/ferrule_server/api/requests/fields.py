@@ -16,6 +16,7 @@ from ferrule_server.api.limits import ApiLimits
 from ferrule_server.engine.jobs import AppendJob, GenerateJob
 from ferrule_server.errors import ContextExceeded, FeatureUnsupported, InvalidRequest, ReplyTooLarge, TokenOutOfVocab
 from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.new_sequence import NewSequence
 
 _LINEAGE_BYTES: Final = 16
 _REPLY_OVERHEAD_BYTES: Final = 640
@@ -159,11 +160,13 @@ class FieldReader:
         if 0 < length < num_tokens:
             path = f"{at}cache.reserve_length"
             raise InvalidRequest(path, f"{length} is less than the {num_tokens} tokens of the input")
-        job.reserved_length = length
-        job.reuse_prefix = not options.skip_prefix_reuse
-        job.publish_prefix = not options.skip_prefix_publish
-        job.attention_window = self.attention_window if options.drop_outside_window else 0
-        job.is_durable = self._durability(options.durability, at) if options.durability else self.is_durable
+        job.new = NewSequence(
+            reserved_length=length,
+            reuse_prefix=not options.skip_prefix_reuse,
+            publish_prefix=not options.skip_prefix_publish,
+            is_durable=self._durability(options.durability, at) if options.durability else self.is_durable,
+            attention_window=self.attention_window if options.drop_outside_window else 0,
+        )
 
     def _durability(self, value: int, at: str) -> bool:
         """Return whether a new sequence is durable, where the request says so."""

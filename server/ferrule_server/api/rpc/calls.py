@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
@@ -126,7 +126,7 @@ def admit_new(state: ServerState, job: AppendJob | GenerateJob) -> None:
     if job.handle is None and state.phase is Phase.DRAINING:
         if not job.request_id:
             raise Draining
-        job.is_repeat_only = True
+        job.new = replace(job.new, is_repeat_only=True)
 
 
 def refuse(context: Context, rpc: str, error: FerruleError) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
 from ferrule_server.api.requests.fields import lease, require
@@ -67,7 +68,8 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         serving = self.state.use_for_new() if is_new and not request_id else self.state.use()
         require(request, "input")
         planned = serving.inputs.prefill(request.input, "input.", principal_of(context))
-        planned.job.is_repeat_only = is_new and self.state.phase is Phase.DRAINING
+        if is_new and self.state.phase is Phase.DRAINING:
+            planned.job.new = replace(planned.job.new, is_repeat_only=True)
         result = await _append(serving, planned, context)
         response = executor_pb2.PrefillResponse()
         outputs.fill_prefill(response.output, result, planned)

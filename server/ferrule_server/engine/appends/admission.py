@@ -29,12 +29,14 @@ class Admission:
         records: The result of the last append of each sequence.
         creations: The sequences created for each request_id.
         counters: Counts queries, replays and recomputed replays.
+        root: Identifies the model: the root of the lineage of each new sequence.
     """
 
     store: SequenceStore
     records: ReplayRecords
     creations: Creations
     counters: EngineCounters
+    root: bytes
 
     def create(self, job: AppendJob, sink: Sink) -> RunningAppend:
         """Reserve a new sequence.
@@ -44,12 +46,10 @@ class Admission:
         """
         reservation = self.store.reservations.reserve_new(
             job.principal,
+            self.root,
             len(job.token_ids),
-            job.reserved_length,
-            prompt=job.token_ids if job.reuse_prefix and _wants_last_row_at_most(job) else None,
-            publish=job.publish_prefix,
-            is_durable=job.is_durable,
-            window=job.attention_window,
+            job.new,
+            job.token_ids if job.new.reuse_prefix and _wants_last_row_at_most(job) else None,
         )
         run = _writing(job, sink, reservation)
         if reservation.num_cached:

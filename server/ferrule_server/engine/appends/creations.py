@@ -257,8 +257,8 @@ def _own(request_id: str) -> str:
 
 def loop_of(job: GenerateJob) -> bytes:
     """Return a digest of what a Generate is to create: of everything except its request_id and its stop rules."""
-    handle = None if job.handle is None else tuple(job.handle)
-    kept = (job.ttl_s, job.reserved_length, job.attention_window, job.is_durable)
+    handle, new = None if job.handle is None else tuple(job.handle), job.new
+    kept = (job.ttl_s, new.reserved_length, new.attention_window, new.is_durable)
     asked = (handle, job.output, job.on_stale, *kept, job.num_branches, len(job.token_ids))
     digest = hashlib.blake2b(repr(("generate", *asked)).encode(), digest_size=16)
     digest.update(array("I", job.token_ids).tobytes())
@@ -271,8 +271,8 @@ def _content_of(job: CreatingJob) -> bytes:
     if isinstance(job, ForkJob):
         digest.update(repr(("fork", tuple(job.handle), job.length, job.count, job.ttl_s)).encode())
     else:
-        handle = None if job.handle is None else tuple(job.handle)
-        kept = (job.ttl_s, job.reserved_length, job.attention_window, job.is_durable)
+        handle, new = None if job.handle is None else tuple(job.handle), job.new
+        kept = (job.ttl_s, new.reserved_length, new.attention_window, new.is_durable)
         asked = (handle, job.output, job.on_stale, *kept, job.drafts, len(job.token_ids))
         digest.update(repr(("append", *asked)).encode())
         digest.update(array("I", job.token_ids).tobytes())

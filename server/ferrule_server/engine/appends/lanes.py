@@ -119,7 +119,7 @@ class Lanes:
             return None
         if job.handle is None:
             assert isinstance(job, AppendJob)
-            if job.is_repeat_only:
+            if job.new.is_repeat_only:
                 raise Draining
             self.running[self.admission.create(job, sink)] = None
             return None

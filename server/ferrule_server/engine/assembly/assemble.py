@@ -109,7 +109,7 @@ def assemble(setup: Setup, counters: EngineCounters) -> Parts:
         outlet.restore(durability, records, creations, partial(inbox.put, []))
     lanes = Lanes(
         store,
-        Admission(store, records, creations, counters),
+        Admission(store, records, creations, counters, setup.executor.info.model.fingerprint),
         Shapes(store),
         creations,
         Cold(store, counters, settings.restore_wait_tokens),

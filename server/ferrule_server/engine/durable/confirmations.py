@@ -59,7 +59,14 @@ class Confirmations:
         Raises:
             OSError: It cannot be written.
         """
-        restored = restore(durability.state, self.store, records, creations, knows_digests=durability.knows_digests)
+        restored = restore(
+            durability.state,
+            durability.root,
+            self.store,
+            records,
+            creations,
+            knows_digests=durability.knows_digests,
+        )
         self.journal.attach(self.store, records, creations, on_synced=self._barrier.release, wake=wake)
         self.journal.begin(restored, durability.state.masks)
         self.masks, self._num_restored = durability.state.masks, len(restored)
@@ -99,7 +106,7 @@ class Confirmations:
         if isinstance(job, QueuedJob):
             if job.handle is not None:
                 return registry.is_durable(job.handle.cache_id)
-            return isinstance(job, AppendJob | GenerateJob) and job.is_durable
+            return isinstance(job, AppendJob | GenerateJob) and job.new.is_durable
         if isinstance(job, HostCall):
             return not job.handles or any(registry.is_durable(handle.cache_id) for handle in job.handles)
         return False

@@ -23,6 +23,7 @@ class Durability:
     Attributes:
         journal: Writes what happens from now on.
         state: What the journal described.
+        root: Identifies the model that it is of: the root of every lineage.
         epoch: The epoch in the cache_ids of durable sequences.
         seed_key: 16 secret bytes from which seeds of Generate are derived.
         knows_digests: The digests of requests in the records can be compared with those of this version.
@@ -30,6 +31,7 @@ class Durability:
 
     journal: Journal
     state: JournalState
+    root: bytes
     epoch: str
     seed_key: bytes
     knows_digests: bool
@@ -67,5 +69,5 @@ def open_durability(
     except ConfigError:
         directory.close()
         raise
-    knows_digests = found.digests <= {DIGESTS}
-    return Durability(journal, found.state, directory.identity.epoch, directory.identity.seed_key, knows_digests)
+    knows_digests, identity = found.digests <= {DIGESTS}, directory.identity
+    return Durability(journal, found.state, identity.fingerprint, identity.epoch, identity.seed_key, knows_digests)

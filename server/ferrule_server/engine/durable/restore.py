@@ -16,7 +16,13 @@ from ferrule_server.kv.sequence_store import SequenceStore
 
 
 def restore(
-    state: JournalState, store: SequenceStore, records: ReplayRecords, creations: Creations, *, knows_digests: bool
+    state: JournalState,
+    root: bytes,
+    store: SequenceStore,
+    records: ReplayRecords,
+    creations: Creations,
+    *,
+    knows_digests: bool,
 ) -> dict[int, Sequence]:
     """Add what a journal describes to an empty store, and return the sequences by their numbers in the journal.
 
@@ -24,13 +30,14 @@ def restore(
 
     Args:
         state: What the journal describes.
+        root: Identifies the model that the journal is of: the root of every lineage.
         store: Where the sequences go.
         records: Where their last answers go.
         creations: Where goes what requests have created.
         knows_digests: False: another version has written the digests of requests. Then a repeated request is known by
             its tokens, its drafts and its request_id alone, since a wrong refusal would be worse.
     """
-    sequences = {no: _sequence_of(each, store) for no, each in state.sequences.items()}
+    sequences = {no: _sequence_of(each, root, store) for no, each in state.sequences.items()}
     store.register_restored(list(sequences.values()))
     for no, each in state.sequences.items():
         answer = each.answer
@@ -48,8 +55,8 @@ def restore(
     return sequences
 
 
-def _sequence_of(state: SequenceState, store: SequenceStore) -> Sequence:
-    sequence = store.restore(state.secret, state.principal, state.token_ids, state.ttl_s)
+def _sequence_of(state: SequenceState, root: bytes, store: SequenceStore) -> Sequence:
+    sequence = store.restore(root, state.secret, state.principal, state.token_ids, state.ttl_s)
     sequence.is_published = state.is_published
     sequence.reserved_length = min(state.reserved_length, store.max_context)  # which may be lower than before
     sequence.parent_handle_id = state.parent_handle_id

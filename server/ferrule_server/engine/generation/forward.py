@@ -29,6 +29,7 @@ from ferrule_server.engine.jobs import (
 from ferrule_server.errors import FerruleError, HandleExpired, SlowConsumer
 from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput
 from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.new_sequence import NewSequence
 
 
 class ForwardPass:
@@ -99,9 +100,7 @@ class ForwardPass:
             self._handle,
             self._output_of(stop),
             submitted_ns=submitted_ns or time.monotonic_ns(),
-            reserved_length=0 if self._handle else len(job.token_ids),
-            reuse_prefix=False,
-            publish_prefix=False,
+            new=NewSequence(len(job.token_ids), reuse_prefix=False, publish_prefix=False),
             is_internal=True,
             keeps_record=False,
         )

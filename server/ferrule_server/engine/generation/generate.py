@@ -127,12 +127,7 @@ class Generation:
             job.ttl_s,
             job.request_id,
             submitted_ns=job.submitted_ns,
-            is_repeat_only=job.is_repeat_only,
-            reserved_length=job.reserved_length,
-            reuse_prefix=job.reuse_prefix,
-            publish_prefix=job.publish_prefix,
-            is_durable=job.is_durable,
-            attention_window=job.attention_window,
+            new=job.new,
             is_internal=True,
             loop=self._loop,
         )

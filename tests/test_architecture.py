@@ -14,6 +14,7 @@ bounds the code lines of each product. Whoever raises a bound of rooms says why 
 """
 
 import ast
+import dataclasses
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Set
@@ -24,7 +25,13 @@ from pathlib import Path
 
 import pytest
 
-from tools.code_lines import SERVER, count_below, product_lines
+from ferrule_server.api.requests.planned import PlannedAppend
+from ferrule_server.engine.appends.records import AppendRecord
+from ferrule_server.engine.appends.running import RunningAppend
+from ferrule_server.engine.jobs import AppendJob, AppendResult, OutputRequest
+from ferrule_server.kv.new_sequence import NewSequence
+from ferrule_server.kv.reservation import Reservation
+from tools.code_lines import SERVER, count_below, numbers, product_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (ROOT / "server", ROOT / "client")
@@ -187,6 +194,15 @@ MAX_FILES = 10
 MAX_FILE_LINES = 400
 """Code lines of a file."""
 LONGER_FILES: dict[str, int] = {}
+MAX_CONSTRUCTOR_LINES = 25
+"""Code lines of a constructor of the engine."""
+RECORDS = (
+    *(PlannedAppend, AppendJob, OutputRequest, NewSequence),
+    *(Reservation, RunningAppend, AppendResult, AppendRecord),
+)
+"""What is said of an append on its way."""
+MAX_RECORD_FIELDS = 88
+"""Of all these together."""
 BUDGET: dict[str, int] = {
     "server": 32268,
     "client": 11646,
@@ -402,6 +418,24 @@ def test_packages_have_maps() -> None:
 def test_code_stays_within_its_budget() -> None:
     """A feature pays for itself: what is new is made room for by what it generalises."""
     assert {name: lines for name, lines in product_lines().items() if lines > BUDGET[name]} == {}
+
+
+def test_an_append_is_said_in_few_fields() -> None:
+    """Each thing once; a new field of one takes the place of another."""
+    assert sum(len(dataclasses.fields(record)) for record in RECORDS) <= MAX_RECORD_FIELDS
+
+
+def test_constructors_of_the_engine_are_short() -> None:
+    """Parts are made by an assembly and not by each other."""
+    long: dict[str, int] = {}
+    for path in (SERVER / "engine").rglob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        code = numbers(source)
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and node.name in ("__init__", "__post_init__"):
+                lines = len(code & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
+                long |= {f"{path.name}:{node.lineno}": lines} if lines > MAX_CONSTRUCTOR_LINES else {}
+    assert long == {}
 
 
 def test_files_are_not_long() -> None:

@@ -28,12 +28,16 @@ _NO_CODE = frozenset(
 
 def count(path: Path) -> int:
     """Return the code lines of one Python file."""
-    source = path.read_text(encoding="utf-8")
+    return len(numbers(path.read_text(encoding="utf-8")))
+
+
+def numbers(source: str) -> set[int]:
+    """Return the numbers of the code lines of a Python source, from 1."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - _docstring_lines(ast.parse(source)))
+    return lines - _docstring_lines(ast.parse(source))
 
 
 def count_below(paths: Iterable[Path]) -> dict[Path, int]:

@@ -69,7 +69,7 @@ def state_of(harness: Harness) -> object:
     )
     held = harness.engine._parts.records._records.values()
     records = sorted(
-        (each.start, each.num_tokens, str(each.seed), str(each.result and each.result.rows)) for each in held
+        (each.start, each.num_tokens, str(each.result.seed), str(each.is_whole and each.result.rows)) for each in held
     )
     names = ("decodes", "prefills", "replays", "recomputed", "queries", "joined", "released", "discarded_rows")
     return (sequences, records, [getattr(counters, name) for name in names])

@@ -45,7 +45,6 @@ def running(num_tokens: int, principal: str, sequence: Sequence | None) -> Runni
         token_ids=job.token_ids,
         start=0,
         block_ids=[],
-        length_after=num_tokens,
         specs={},
         seed=None,
         ttl_s=None,

@@ -40,8 +40,8 @@ def has_rows(records: ReplayRecords, handle_id: str) -> bool:
     """Whether the rows are still there; the record itself must be."""
     record = records.find(handle_id, 1, 1, asking(SPEC))
     assert record is not None
-    assert record.seed == 11
-    return record.result is not None
+    assert record.result.seed == 11
+    return record.is_whole
 
 
 def test_bulky_rows_are_dropped_beyond_the_bound_the_oldest_first() -> None:
@@ -93,8 +93,8 @@ def test_a_long_request_counts_as_well_and_is_known_again_when_it_was_dropped() 
         records.check_integrity()
     assert records.used_bytes > 4096 * 100
     kept = [records.find(name, 1, 1, asking(output)) for name in "abc"]
-    assert [each is not None and each.seed for each in kept] == [11, 11, 11]
-    assert [each is not None and each.result is None for each in kept] == [True, False, False]
+    assert [each is not None and each.result.seed for each in kept] == [11, 11, 11]
+    assert [each is not None and not each.is_whole for each in kept] == [True, False, False]
     assert [records.find(name, 1, 1, asking(other)) for name in "abc"] == [None] * 3
     assert kept[0] is not None
     assert isinstance(kept[0].output, bytes)
@@ -157,5 +157,5 @@ def test_the_next_token_of_the_same_request_replaces_the_record() -> None:
             assert records.find("a", 1, 1, first) is None
             found = records.find("a", 2, 1, second)
             assert found is not None
-            assert (found.result, found.seed, found.num_tokens, found.start) == (answer, 2, 1, 2)
+            assert (found.result, found.result.seed, found.num_tokens, found.start) == (answer, 2, 1, 2)
             assert (found is record) == (row is small and other is output)

@@ -77,8 +77,8 @@ class Admission:
         else:
             verdict, record = self._judge_verify(job, sequence)
             if record is not None:
-                end = record.start + record.num_tokens
-                rows = _Rows(record.start, end, seed=record.seed, verified=record.verified)
+                result = record.result
+                rows = _Rows(record.start, result.handle.length, seed=result.seed, verified=result.verified)
                 return self._replay(job, sink, sequence, rows)
         if verdict is Verdict.REPLAY:
             rows = _Rows(handle.length, handle.length + len(job.token_ids))
@@ -181,11 +181,10 @@ class Admission:
         """
         record = self.records.find(sequence.handle_id, rows.start, rows.end - rows.start, job)
         if record is not None:
-            if record.result is not None:
+            if record.is_whole:
                 self.counters.replay(job.principal)
-                ttl_s = self.store.renew(sequence, rows.ttl_s)
-                return _again(record, record.result, job, sequence, ttl_s)
-            rows.seed, rows.numbers = record.seed, record.numbers
+                return _again(record.result, job, sequence, self.store.renew(sequence, rows.ttl_s))
+            rows.seed, rows.numbers = record.result.seed, record.result.rows
         spec = job.output.spec
         if spec is not None and spec.sample is not None and not job.output.is_seeded and rows.seed is None:
             raise SeedRequired
@@ -221,7 +220,6 @@ class Admission:
             token_ids=token_ids[first:],
             start=start + first,
             block_ids=sequence.block_ids,
-            length_after=end,
             specs={row - first: specs[row] for row in specs} if first else specs,
             seed=seed,
             ttl_s=rows.ttl_s,
@@ -277,20 +275,17 @@ def _writing(
         token_ids=job.token_ids,
         start=reservation.start,
         block_ids=reservation.block_ids,
-        length_after=reservation.start + reservation.num_tokens,
         specs=specs,
         seed=seed,
         ttl_s=job.ttl_s,
     )
 
 
-def _again(
-    record: AppendRecord, result: AppendResult, job: AppendJob, sequence: Sequence, ttl_s: float
-) -> AppendResult:
+def _again(result: AppendResult, job: AppendJob, sequence: Sequence, ttl_s: float) -> AppendResult:
     """Return the answer of a record to a repeated request; what depends on the request alone is not in the record."""
     verified = result.verified
-    if job.drafts is not None and record.verified is not None:
-        verified = with_row_handles(record.verified, job.drafts, sequence, result.handle.length)
+    if job.drafts is not None and verified is not None:
+        verified = with_row_handles(verified, job.drafts, sequence, result.handle.length)
     is_forked = job.branched_to(sequence.cache_id)
     return dataclasses.replace(result, replayed=True, ttl_s=ttl_s, verified=verified, forked=is_forked)
 

@@ -85,7 +85,6 @@ class Cold:
             token_ids=token_ids,
             start=0,
             block_ids=reservation.block_ids,
-            length_after=len(token_ids),
             specs={},
             seed=None,
             ttl_s=None,

@@ -78,11 +78,12 @@ class Commits:
 
     def _settle(self, run: RunningAppend, sequence: Sequence) -> AppendResult:
         """Record the committed append, and return its answer."""
-        job, handle = run.job, sequence.handle_at(run.length_after)
+        job, handle = run.job, sequence.handle_at(run.start + len(run.token_ids))
         if run.creation is not None:
             self.creations.finish(run.creation, (handle,), run.start, run.seed, run.verified)
         is_replay, is_forked = run.verdict is Verdict.REPLAY, job.branched_to(handle.cache_id)
         rows, timing = tuple(run.outputs), run.timing
+        timing.queue_ns = max(0, timing.started_ns - job.submitted_ns)
         # Positional: keywords would take 0.3 us of each token's 8.
         answer = AppendResult(
             handle, rows, run.seed, run.num_cached, timing, is_replay, is_replay, is_forked, sequence.ttl_s
@@ -117,22 +118,21 @@ class Commits:
 def _count(run: RunningAppend, *all_counters: OwnCounters) -> None:
     """Count a committed append."""
     for counters in all_counters:
-        if run.first_step_ns > run.job.submitted_ns:
-            counters.queue_ns += run.first_step_ns - run.job.submitted_ns
+        counters.queue_ns += run.timing.queue_ns
         if run.job.drafts is not None:
             assert run.verified is not None
             counters.verifies += 1
-            counters.verify_ns += run.run_ns
+            counters.verify_ns += run.timing.run_ns
             counters.draft_tokens += run.job.drafts.count
             counters.accepted_tokens += run.verified.accepted_count
             counters.verify_tokens += len(run.token_ids)
         elif run.sequence is None or len(run.token_ids) > 1:
             counters.prefills += 1
             counters.prefill_tokens += len(run.token_ids) - run.num_cached
-            counters.prefill_ns += run.run_ns
+            counters.prefill_ns += run.timing.run_ns
         else:
             counters.decodes += 1
-            counters.decode_ns += run.run_ns
+            counters.decode_ns += run.timing.run_ns
 
 
 def _settle_drafts(run: RunningAppend) -> None:
@@ -150,4 +150,3 @@ def _settle_drafts(run: RunningAppend) -> None:
     run.verified = verify(drafts, draft_ids, run.outputs)
     del run.outputs[run.verified.accepted_count + 1 :]
     run.token_ids = run.token_ids[: first + run.verified.accepted_count]
-    run.length_after = run.start + len(run.token_ids)

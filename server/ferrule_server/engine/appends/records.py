@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from ferrule_server.engine.appends.rows import without_arrays
-from ferrule_server.engine.jobs import AppendJob, AppendResult, Drafts, OutputRequest, Verified
+from ferrule_server.engine.jobs import AppendJob, AppendResult, Drafts, OutputRequest
 from ferrule_server.executor.base import DraftDistribution, OutputSpec, RowOutput, Shaping, TokenMask
 from ferrule_server.quotas import LimitsOf, unlimited
 
@@ -36,32 +36,33 @@ class AppendRecord:
 
     Attributes:
         principal: The bytes count for it.
-        start: Length before the append. num_tokens: how many were appended.
+        start: Length before the append.
         output: The request as it came (an unseeded one matches an unseeded retry), with only the fingerprints of masks.
             If the request is long and the rows are dropped, or it was restored, its digest.
-        seed: The seed that was used, None if nothing was drawn. Kept when the rows are not.
-        result: The answer; None once its rows are dropped.
-        numbers: The rows without their arrays; set when the rows are dropped, so that a replay answers the same tokens.
+        result: The answer.
+        is_whole: ``result`` has all that was answered. False: its rows were dropped but for their numbers, if they are
+            few, so that a replay answers the same tokens; and so were its row handles.
         num_bytes: Bytes that it counts: those of its rows, except for a single row without arrays, and those of a
             request with many biases or ids.
         drafts: Of a verify: the request as it came, with only the digests of distributions and masks; if it was
             restored, its digest. draft_ids: the drafts.
         num_certain: Of a verify: its tokens before the drafts.
-        verified: Of a verify: the answered result, without the row handles. Kept when the rows are not.
     """
 
     principal: str
     start: int
-    num_tokens: int
     output: OutputRequest | bytes
-    seed: int | None
-    result: AppendResult | None
-    num_bytes: int
-    numbers: tuple[RowOutput, ...] = ()
+    result: AppendResult
+    num_bytes: int = 0
+    is_whole: bool = True
     drafts: Drafts | bytes | None = None
     draft_ids: tuple[int, ...] = ()
     num_certain: int = 0
-    verified: Verified | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens were appended."""
+        return self.result.handle.length - self.start
 
 
 class ReplayRecords:
@@ -109,10 +110,9 @@ class ReplayRecords:
         num_bytes = _bytes_answered(rows) + _bytes_asked(job.output)
         spec = job.output.spec
         output = job.output if spec is None or spec.shaping is None else _without_mask(job.output, spec, spec.shaping)
-        num_tokens = result.handle.length - start
-        record = AppendRecord(job.principal, start, num_tokens, output, result.seed, result, num_bytes)
+        record = AppendRecord(job.principal, start, output, result, num_bytes)
         if job.drafts is not None:
-            _add_drafts(record, job, job.drafts, result)
+            _add_drafts(record, job, job.drafts)
         self._records[handle_id] = record
         if num_bytes:
             self._hold_rows(handle_id, record)
@@ -127,8 +127,7 @@ class ReplayRecords:
             return False
         if job.drafts is not None or len(result.rows) != 1 or not _is_small(result.rows[0]):
             return False
-        record.start, record.num_tokens = start, result.handle.length - start
-        record.seed, record.result = result.seed, result
+        record.start, record.result, record.is_whole = start, result, True
         return True
 
     def find(self, handle_id: str, start: int, num_tokens: int, job: AppendJob) -> AppendRecord | None:
@@ -214,9 +213,10 @@ class ReplayRecords:
         self._used_bytes_of[record.principal] -= record.num_bytes
         if not own:
             del self._bulky_of[record.principal], self._used_bytes_of[record.principal]
-        assert record.result is not None, "a bulky record has rows"
-        record.numbers = numbers_of(record.result.rows)
-        record.result, record.num_bytes = None, 0
+        result = record.result
+        verified = result.verified and replace(result.verified, row_handles=())
+        record.result = replace(result, rows=numbers_of(result.rows), verified=verified)
+        record.is_whole, record.num_bytes = False, 0
         return record
 
 
@@ -269,7 +269,7 @@ def _bytes_asked(output: OutputRequest) -> int:
 
 def _bytes_kept(record: AppendRecord) -> int:
     """Return the size of what the record holds, computed again."""
-    if record.result is None or isinstance(record.output, bytes):
+    if not record.is_whole or isinstance(record.output, bytes):
         return 0
     return _bytes_answered(record.result.rows) + _bytes_asked(record.output)
 
@@ -279,14 +279,12 @@ def digest_of(asked: OutputRequest | Drafts) -> bytes:
     return hashlib.blake2b(repr(asked).encode(), digest_size=16).digest()
 
 
-def _add_drafts(record: AppendRecord, job: AppendJob, drafts: Drafts, result: AppendResult) -> None:
-    """Add to the record of a verify its drafts and their result."""
+def _add_drafts(record: AppendRecord, job: AppendJob, drafts: Drafts) -> None:
+    """Add to the record of a verify its drafts."""
     distributions = tuple(DraftDistribution(each.digest, None, _NO_PROBS) for each in drafts.distributions)
     masks = tuple(TokenMask(mask.fingerprint, _NO_BITS) for mask in drafts.row_masks)
     record.drafts = replace(drafts, distributions=distributions, row_masks=masks)
     record.num_certain, record.draft_ids = _split(job, drafts)
-    assert result.verified is not None
-    record.verified = replace(result.verified, row_handles=())
 
 
 def _split(job: AppendJob, drafts: Drafts) -> tuple[int, tuple[int, ...]]:

@@ -69,7 +69,6 @@ class RunningAppend:
         sequence: The sequence of the handle, whose lane it holds unless it is a branch; None for a new sequence.
         token_ids: The rows' tokens. start: position of the first one.
         block_ids: Block table that covers all of them.
-        length_after: Length of the answered handle; for a verify known only when its drafts are judged.
         specs: Row index, ascending -> what it returns; rows without an entry return nothing.
         ttl_s: The lease to set at the end; None keeps the sequence's own.
         creation: Set if it creates a sequence and has a request_id.
@@ -79,7 +78,7 @@ class RunningAppend:
         numbers: Of a replay: the numbers of its rows as they were answered, without arrays; empty: unknown.
         joined: Jobs with the same request, answered together with ``job``.
         waiting: Jobs that wait for it in the lane of ``sequence``.
-        outputs: Results so far, in row order.
+        outputs: Results so far, in row order. timing: of its steps so far.
     """
 
     job: AppendJob
@@ -90,7 +89,6 @@ class RunningAppend:
     token_ids: tuple[int, ...]
     start: int
     block_ids: list[int]
-    length_after: int
     specs: Mapping[int, OutputSpec]
     seed: int | None
     ttl_s: float | None
@@ -103,9 +101,7 @@ class RunningAppend:
     waiting: deque[tuple[LaneJob[object], Sink]] | None = None
     cursor: int = 0
     outputs: list[RowOutput] = field(default_factory=list)
-    first_step_ns: int = 0
-    run_ns: int = 0
-    step_rows: int = 0
+    timing: StepTiming = field(default_factory=StepTiming)
 
     @property
     def is_warming(self) -> bool:
@@ -134,10 +130,9 @@ class RunningAppend:
         self.reservation = reservation
         self.token_ids, self.ttl_s = self.job.token_ids, self.job.ttl_s
         self.start, self.block_ids = reservation.start, reservation.block_ids
-        self.length_after = reservation.start + 1
         self.joined, self.waiting = (), None
         self.cursor, self.outputs = 0, []
-        self.first_step_ns = self.run_ns = self.step_rows = 0
+        self.timing = StepTiming()
 
     @property
     def is_abandoned(self) -> bool:
@@ -170,12 +165,6 @@ class RunningAppend:
             assert self.sequence is not None
             before = self.sequence.token_ids
         return np.concatenate((np.array(before[first : self.start], np.int32), own))
-
-    @property
-    def timing(self) -> StepTiming:
-        """How its time has been spent so far."""
-        queue_ns = self.first_step_ns - self.job.submitted_ns
-        return StepTiming(queue_ns if queue_ns > 0 else 0, self.run_ns, self.step_rows, self.first_step_ns)
 
 
 class Reports(Protocol):

@@ -21,8 +21,8 @@ from ferrule_server.engine.assembly.gauges import Gauges
 from ferrule_server.engine.bridge.delivery import Delivery, Later
 from ferrule_server.engine.bridge.gate import Gate
 from ferrule_server.engine.bridge.inbox import Inbox
-from ferrule_server.engine.bridge.outlet import Direct, Outlet
-from ferrule_server.engine.durable.confirmations import Confirmations
+from ferrule_server.engine.bridge.outlet import Direct
+from ferrule_server.engine.durable.confirmations import Confirmations, Outlet
 from ferrule_server.engine.durable.opening import Durability
 from ferrule_server.engine.faults.failpoints import Failing, NoFailpoints
 from ferrule_server.engine.generation.drivers import Drivers, Outcomes

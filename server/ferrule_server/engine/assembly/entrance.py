@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from ferrule_server.engine.appends.lanes import Lanes
-from ferrule_server.engine.bridge.outlet import Outlet
+from ferrule_server.engine.durable.confirmations import Outlet
 from ferrule_server.engine.faults.unexpected import fault
 from ferrule_server.engine.generation.drivers import Drivers, Outcomes
 from ferrule_server.engine.generation.forward import ForwardPass

@@ -54,13 +54,13 @@ def answer_of_record(record: AppendRecord, policies: Policies) -> Answer:
     result, output, answered = record.result, record.output, None
     if record.drafts is not None:
         digest = record.drafts if isinstance(record.drafts, bytes) else digest_of(record.drafts)
-        verified = record.verified or Verified()
+        verified = result.verified or Verified()
         answered = DraftsAnswer(
             digest, record.num_certain, record.draft_ids, verified.accepted_count, verified.next_token
         )
     policy = output if isinstance(output, bytes) else policies.digest_of(output)
-    answer = Answer(record.start, record.num_tokens, policy, record.seed, is_whole=result is not None, drafts=answered)
-    return _with_rows(answer, record.numbers if result is None else result.rows)
+    answer = Answer(record.start, record.num_tokens, policy, result.seed, is_whole=record.is_whole, drafts=answered)
+    return _with_rows(answer, result.rows)
 
 
 def _with_rows(answer: Answer, rows: tuple[RowOutput, ...]) -> Answer:
@@ -77,20 +77,15 @@ def record_of(answer: Answer, sequence: Sequence) -> AppendRecord:
     if drafts is not None:
         verified = Verified(drafts.accepted_count, drafts.next_token)
     handle = sequence.handle_at(answer.start + answer.num_tokens)
-    result = AppendResult(handle, rows, answer.seed, verified=verified) if answer.is_whole else None
     return AppendRecord(
         sequence.principal,
         answer.start,
-        answer.num_tokens,
         answer.policy,
-        answer.seed,
-        result,
-        num_bytes=0,
-        numbers=() if answer.is_whole else rows,
+        AppendResult(handle, rows, answer.seed, verified=verified),
+        is_whole=answer.is_whole,
         drafts=None if drafts is None else drafts.digest,
         draft_ids=() if drafts is None else drafts.draft_ids,
         num_certain=0 if drafts is None else drafts.num_certain,
-        verified=verified,
     )
 
 

@@ -11,6 +11,7 @@ from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.records import ReplayRecords
 from ferrule_server.engine.bridge.delivery import Delivery
 from ferrule_server.engine.bridge.gate import Finished, is_last
+from ferrule_server.engine.bridge.outlet import Direct
 from ferrule_server.engine.durable.barrier import Barrier
 from ferrule_server.engine.durable.journal import Journal
 from ferrule_server.engine.durable.opening import Durability
@@ -144,3 +145,7 @@ class Confirmations:
         if self.journal.is_lost:
             return 0, (job, sink, DurabilityLost())
         return self.journal.group_of(job.principal), finished
+
+
+Outlet = Direct | Confirmations
+"""Where finished jobs leave the engine thread."""

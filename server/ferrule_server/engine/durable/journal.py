@@ -124,8 +124,7 @@ class Journal:
         self._snapshot_group = self._slice_group = 0
         self._snapshot_bytes = 0
         self._released = 0
-        self._retry_s = _RETRY_S
-        self._retry_at = 0.0
+        self._retry_s, self._retry_at = _RETRY_S, 0.0
         self._oldest: tuple[int, float] | None = None
         self._writer = writer(self._note_synced, self._note_failed)
 

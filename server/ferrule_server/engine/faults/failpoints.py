@@ -22,7 +22,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, TypeVar, get_args
+from typing import Final, Literal, TypeVar, get_args
 
 Place = Literal["before_schedule", "after_schedule", "during_copy", "after_commit", "during_free"]
 PLACES: Final[tuple[Place, ...]] = get_args(Place)
@@ -38,17 +38,6 @@ _T = TypeVar("_T")
 
 class FailpointHit(Exception):
     """Raised on purpose by a failpoint."""
-
-
-class Failing(Protocol):
-    """Where the engine may fail on purpose: :class:`Failpoints` in a test, :class:`NoFailpoints` in production."""
-
-    def hit(self, place: Place, /) -> object:
-        """Note that the engine has reached ``place``; raises what a test wants."""
-
-    def halves(self, items: list[_T], place: Place, /) -> Iterator[list[_T]]:
-        """Return the items in the lists in which they are to be carried out, with ``place`` in between."""
-        ...
 
 
 class NoFailpoints:
@@ -115,6 +104,10 @@ class Failpoints:
     def num_hits(self, place: Place) -> int:
         """Return how often the engine has reached ``place``."""
         return self._num_hits[place]
+
+
+Failing = Failpoints | NoFailpoints
+"""Where the engine may fail on purpose."""
 
 
 def fail() -> None:

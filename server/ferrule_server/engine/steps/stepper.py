@@ -204,9 +204,10 @@ class Stepper:
                 run.outputs += islice(rows, run.num_outputs(num_rows))
             run.cursor += num_rows
             run.job.rows_run += num_rows
-            run.first_step_ns = run.first_step_ns or outcome.started_ns
-            run.run_ns += outcome.elapsed_ns
-            run.step_rows = outcome.num_rows
+            timing = run.timing
+            timing.started_ns = timing.started_ns or outcome.started_ns
+            timing.run_ns += outcome.elapsed_ns
+            timing.step_rows = outcome.num_rows
             if run.cursor == len(run.token_ids):
                 awaited.add(self._complete(run))
             elif run.is_warming:

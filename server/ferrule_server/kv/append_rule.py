@@ -47,7 +47,7 @@ def check_handle(sequence: Sequence, handle: Handle) -> None:
     Raises:
         HandleStale: The sequence is shorter, or holds other tokens now; or no handle has this length.
     """
-    if not 1 <= handle.length <= sequence.length or sequence.chain.at(handle.length) != handle.lineage:
+    if not 1 <= handle.length <= len(sequence.chain.token_ids) or sequence.chain.at(handle.length) != handle.lineage:
         raise _stale(sequence, handle)
 
 
@@ -70,7 +70,7 @@ def judge(
     check_handle(sequence, handle)
     if not token_ids:
         return Verdict.QUERY
-    if handle.length == sequence.length:
+    if handle.length == len(sequence.chain.token_ids):
         return Verdict.APPEND
     if may_replay and is_committed(sequence, handle.length, token_ids):
         return Verdict.REPLAY

@@ -109,28 +109,6 @@ class Admission:
             run.ttl_s = sequence.ttl_s
         return self._creating(run)
 
-    def append_again(self, run: RunningAppend, sequence: Sequence) -> bool:
-        """Reuse a committed append as the next one of its job, whose handle and token have been replaced.
-
-        Args:
-            run: Repeatable, and no longer in flight.
-            sequence: Its own sequence, live, with no append in flight.
-
-        Returns:
-            True if the handle is at the tip: ``run`` is then what :meth:`append` would return. False: nothing changed.
-
-        Raises:
-            ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
-        """
-        handle, reservation = run.job.handle, run.reservation
-        assert handle is not None
-        if handle.length != len(sequence.chain.token_ids) or sequence.chain.at(handle.length) != handle.lineage:
-            return False
-        if reservation is None or not self.store.reservations.reserve_again(reservation):
-            reservation = self.store.reservations.reserve_append(sequence, 1)
-        run.restart(reservation)
-        return True
-
     def replay_creation(
         self, job: AppendJob, sink: Sink, sequence: Sequence, creation: Creation
     ) -> RunningAppend | AppendResult | None:

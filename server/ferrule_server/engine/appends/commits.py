@@ -81,9 +81,11 @@ class Commits:
         job, handle = run.job, sequence.handle_at(run.start + len(run.token_ids))
         if run.creation is not None:
             self.creations.finish(run.creation, (handle,), run.start, run.seed, run.verified)
-        is_replay, is_forked = run.verdict is Verdict.REPLAY, job.branched_to(handle.cache_id)
+        is_replay = run.verdict is Verdict.REPLAY
+        is_forked = run.verdict is not Verdict.APPEND and job.branched_to(handle.cache_id)
         rows, timing = tuple(run.outputs), run.timing
-        timing.queue_ns = max(0, timing.started_ns - job.submitted_ns)
+        if timing.started_ns > job.submitted_ns:
+            timing.queue_ns = timing.started_ns - job.submitted_ns
         # Positional: keywords would take 0.3 us of each token's 8.
         answer = AppendResult(
             handle, rows, run.seed, run.num_cached, timing, is_replay, is_replay, is_forked, sequence.ttl_s

@@ -152,12 +152,23 @@ class Lanes:
         raise self.cold.restoring(run)
 
     def _enter_again(self, run: RunningAppend, at: float) -> bool:
-        """Let a finished append run again if its sequence is live, idle and at the handle of the job."""
-        sequence = run.sequence
+        """Let a finished append run again if its sequence is live, idle and at the handle of the job.
+
+        Raises:
+            ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
+        """
+        sequence, reservation, handle = run.sequence, run.reservation, run.job.handle
         if sequence is None or sequence.is_released or sequence in self._lanes:
             return False
-        if (sequence.expires_at <= at and not sequence.num_pins) or not self.admission.append_again(run, sequence):
+        if sequence.expires_at <= at and not sequence.num_pins:
             return False
+        assert handle is not None
+        if handle.length != len(sequence.chain.token_ids) or sequence.chain.at(handle.length) != handle.lineage:
+            return False
+        reservations = self.store.reservations
+        if reservation is None or not reservations.reserve_again(reservation):
+            reservation = reservations.reserve_append(sequence, 1)
+        run.restart(reservation)
         self.running[run] = None
         self._lanes[sequence] = run
         return True

@@ -8,7 +8,7 @@ BLAKE2b with 16-byte digests, chained over chunks of 16 tokens whatever the pool
                 = H[part](link[n] + the 1..15 tokens left)  otherwise
 
 Tokens are hashed as little-endian uint32. The three kinds of hash differ in BLAKE2b's ``person`` parameter, so a
-partial chunk never has the hash of a full one, and a fingerprint has the hash of neither.
+partial chunk never has the hash of a full one, and a root has the hash of neither.
 """
 
 from __future__ import annotations

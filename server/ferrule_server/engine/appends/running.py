@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -27,6 +27,11 @@ from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.sequence import Sequence
+
+DECODE_ROWS: Final = 8
+"""An append of at most this many tokens to a sequence, without its drafts, is a decode. It is scheduled whole, before
+prefill chunks. (Drafts stand for as many decodes; only the context limits the certain tokens before them.) New
+sequences are prefills whatever their length, so that a flood of short prompts counts as a flood of prompts."""
 
 
 @dataclass(eq=False, slots=True)
@@ -102,6 +107,14 @@ class RunningAppend:
     cursor: int = 0
     outputs: list[RowOutput] = field(default_factory=list)
     timing: StepTiming = field(default_factory=StepTiming)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is a decode, see ``DECODE_ROWS``."""
+        if self.sequence is None:
+            return False
+        drafts = self.job.drafts
+        return len(self.token_ids) - (0 if drafts is None else drafts.count) <= DECODE_ROWS
 
     @property
     def is_warming(self) -> bool:

@@ -8,8 +8,8 @@ from itertools import chain
 
 import numpy as np
 
-from ferrule_server.engine.appends.running import RunningAppend
-from ferrule_server.engine.steps.costs import DECODE_ROWS, Chunk, Costs, is_decode
+from ferrule_server.engine.appends.running import DECODE_ROWS, RunningAppend
+from ferrule_server.engine.steps.costs import Chunk, Costs
 from ferrule_server.engine.steps.debts import Debts
 from ferrule_server.engine.steps.pace import Pace
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, Int32Array, OutputSpec, StepBatch
@@ -50,6 +50,7 @@ class Batcher:
 
     Attributes:
         hold_s: How long all appends of the last plan have to wait because others go first; 0.0: they do not.
+        has_debts: A principal that has taken a long step may still be ahead of others.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Batcher:
         self._clock = clock
         self._pace = Pace(max_step_time_s)
         self.hold_s = 0.0
+        self.has_debts = False
         self._costs = Costs(max_step_time_s)
         self._debts = Debts()
         self._has_left_out = False
@@ -85,10 +87,14 @@ class Batcher:
         prefills: list[RunningAppend] = []
         scheduled: list[RunningAppend] = []
         self.hold_s = 0.0
-        self._is_shared = self._are_several(running, now_ns * 1e-9)
+        self._waiting = {run.job.principal for run in running}
+        if len(self._waiting) > 1 or self._decoders.keys() - self._waiting:
+            self._is_shared = self._are_several(now_ns * 1e-9)
+        else:
+            self._is_shared = self.has_debts = False
         for run in self._free(running, now_ns * 1e-9) if self._is_shared else running:
             is_whole = run.job.cohort and not self._has_neighbour(run.job.principal)
-            (scheduled if is_whole else decodes if is_decode(run) else prefills).append(run)
+            (scheduled if is_whole else decodes if run.is_decode else prefills).append(run)
         if scheduled and not (self._has_left_out and (decodes or prefills)):
             chunks = self._plan_cohorts(scheduled, decodes)
             self._has_left_out = sum(not chunk.run.job.cohort for chunk in chunks) < len(decodes) or bool(prefills)
@@ -109,7 +115,7 @@ class Batcher:
             run = chunk.run
             sequence, principal = run.sequence, run.job.principal
             self._is_shared |= principal != first
-            if sequence is not None and (len(run.token_ids) == 1 or is_decode(run)):
+            if sequence is not None and (len(run.token_ids) == 1 or run.is_decode):
                 decode_rows += chunk.num_rows
                 decoded.pop(sequence.handle_id, None)
                 decoded[sequence.handle_id] = now, principal
@@ -117,14 +123,11 @@ class Batcher:
             else:
                 prefill_rows += chunk.num_rows
         self._pace.learn(decode_rows, prefill_rows, step_s)
-        self._costs.note(step_s)
+        if not 0.0 < self._costs.base_s <= step_s:
+            self._costs.base_s = step_s
         if self._is_shared:
             self._debts.charge(self._costs.learn(chunks, step_s), now - step_s, self._costs.base_s)
-
-    @property
-    def has_debts(self) -> bool:
-        """Return whether a principal that has taken a long step is still ahead of others."""
-        return self._is_shared and self._debts.is_anyone_long
+            self.has_debts = self._debts.is_anyone_long
 
     def forget(self, handle_id: str) -> None:
         """Forget a sequence that has ended."""
@@ -136,10 +139,9 @@ class Batcher:
         """Return whether another principal has decoded within the last second."""
         return len(self._decoders) > (principal in self._decoders)
 
-    def _are_several(self, running: Collection[RunningAppend], now: float) -> bool:
+    def _are_several(self, now: float) -> bool:
         """Return whether there is somebody besides a principal that has decoded lately."""
         self._decoders = {name: at for name, at in self._decoders.items() if at > now - _DECODING_S}
-        self._waiting = {run.job.principal for run in running}
         return bool(self._decoders) and len(self._waiting | self._decoders.keys()) > 1
 
     def _free(self, running: Collection[RunningAppend], now: float) -> Collection[RunningAppend]:
@@ -190,7 +192,7 @@ class Batcher:
 
     def _plan_prefills(self, prefills: list[RunningAppend], chosen: list[Chunk], now_ns: int) -> list[Chunk]:
         """Share the room that the rows chosen so far leave to prefills."""
-        decodes = [chunk for chunk in chosen if is_decode(chunk.run)]
+        decodes = [chunk for chunk in chosen if chunk.run.is_decode]
         num_rows, num_decodes = _num_rows(chosen), _num_rows(decodes)
         room = self._max_rows - num_rows
         if decodes or self._is_another_decoding(prefills, now_ns * 1e-9):

@@ -21,11 +21,6 @@ from typing import Final
 from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.executor.base import OutputSpec
 
-DECODE_ROWS: Final = 8
-"""An append of at most this many tokens to a sequence, without its drafts, is a decode. It is scheduled whole, before
-prefill chunks. (Drafts stand for as many decodes; only the context limits the certain tokens before them.) New
-sequences are prefills whatever their length, so that a flood of short prompts counts as a flood of prompts."""
-
 LONGEST_S: Final = 0.025
 """Longest step while several principals are active, unless a longer one is allowed or its first rows take more."""
 _LEAST_SHARE: Final = 0.5
@@ -74,7 +69,7 @@ class Costs:
         max_step_time_s: Longest step that prefills may make; None: not given.
 
     Attributes:
-        base_s: The shortest step of late, in seconds.
+        base_s: The shortest step of late, in seconds; written by its owner whenever one is shorter.
     """
 
     def __init__(self, max_step_time_s: float | None) -> None:
@@ -96,8 +91,8 @@ class Costs:
             room = min(int(left_s[principal] / price.row_s), 2 * price.reach - tried.get(id(price), 0))
             if room < chunk.num_rows:
                 is_first = principal not in begun and (spare_s > 0.0 or principal not in heavy)
-                least = 0 if not is_first else chunk.num_rows if is_decode(chunk.run) else 1
-                chunk.num_rows = least if is_decode(chunk.run) else max(least, room)
+                least = 0 if not is_first else chunk.num_rows if chunk.run.is_decode else 1
+                chunk.num_rows = least if chunk.run.is_decode else max(least, room)
             if principal in heavy:
                 spare_s -= price.row_s * chunk.num_rows
             if chunk.num_rows > 0:
@@ -105,12 +100,6 @@ class Costs:
             left_s[principal] -= price.row_s * chunk.num_rows
             tried[id(price)] = tried.get(id(price), 0) + chunk.num_rows
         return [chunk for chunk in chunks if chunk.num_rows > 0]
-
-    def note(self, step_s: float) -> None:
-        """Learn from the time of any step."""
-        if 0.0 < self.base_s < step_s:
-            step_s = self.base_s + _FORGETTING * (step_s - self.base_s)
-        self.base_s = step_s
 
     def learn(self, chunks: Iterable[Chunk], step_s: float) -> dict[str, float]:
         """Learn from a step while several principals are active; return the seconds of it that each has had.
@@ -122,6 +111,7 @@ class Costs:
             key = _key(chunk)
             num_rows[key] = num_rows.get(key, 0) + chunk.num_rows
         added_s = max(0.0, step_s - self.base_s)
+        self.base_s += _FORGETTING * added_s
         self._correct(num_rows, added_s)
         estimates = {key: self._price(key).row_s * count for key, count in num_rows.items()}
         principals = {principal for principal, _ in estimates}
@@ -154,17 +144,9 @@ class Costs:
         return price
 
 
-def is_decode(run: RunningAppend) -> bool:
-    """Return whether an append is a decode, see ``DECODE_ROWS``."""
-    if run.sequence is None:
-        return False
-    drafts = run.job.drafts
-    return len(run.token_ids) - (0 if drafts is None else drafts.count) <= DECODE_ROWS
-
-
 def _key(chunk: Chunk) -> _Key:
     run = chunk.run
-    if len(run.specs) <= 1 and not is_decode(run):  # at most the last row of a prompt returns anything
+    if len(run.specs) <= 1 and not run.is_decode:  # at most the last row of a prompt returns anything
         return run.job.principal, ()
     return run.job.principal, _kind(next(iter(run.specs.values()), _NOTHING))
 

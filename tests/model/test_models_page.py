@@ -11,8 +11,9 @@ import torch
 from ferrule_server.executor.sizes import kv_bytes, weights_bytes
 from ferrule_server.model.families import WRAPPERS
 from ferrule_server.model_check.__main__ import size
-from ferrule_server.model_check.catalogue import KNOWN, known_families
+from ferrule_server.model_check.catalogue import known_families
 from tests.model.conftest import CASES
+from tests.model.published_sizes import MODELS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
 
@@ -33,15 +34,13 @@ def cases_of(architecture: str) -> str:
 def memory_rows() -> list[str]:
     """Return the rows of memory in bfloat16: weights, KV of a token, and of the longest sequence."""
     rows = []
-    for architecture, known in KNOWN.items():
-        for model in known.published:
-            if model.name:
-                network, dtype = model.network(architecture), torch.bfloat16
-                per_token = network.kv_values * dtype.itemsize
-                longest = network.max_positions
-                sizes = weights_bytes(network, dtype), per_token, kv_bytes(network, dtype, longest)
-                weights, token, all_tokens = map(size, sizes)
-                rows.append(f"| {model.name} | {weights} | {token} | {all_tokens} ({longest}) |")
+    for model in MODELS:
+        network, dtype = model.network, torch.bfloat16
+        per_token = network.kv_values * dtype.itemsize
+        longest = network.max_positions
+        sizes = weights_bytes(network, dtype), per_token, kv_bytes(network, dtype, longest)
+        weights, token, all_tokens = map(size, sizes)
+        rows.append(f"| {model.name} | {weights} | {token} | {all_tokens} ({longest}) |")
     return rows
 
 

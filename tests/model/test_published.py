@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ferrule_server.errors import ModelError
 from ferrule_server.model.config_reader import parse_config
 from ferrule_server.model.families import FAMILIES, WRAPPERS
-from ferrule_server.model_check.catalogue import KNOWN
+from ferrule_server.model.families.catalogue import KNOWN
 from tests.model.published import PUBLISHED, config_json
 
 _GENERATION: Final = transformers.GenerationConfig()  # type: ignore[no-untyped-call]

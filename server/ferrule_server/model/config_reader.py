@@ -137,8 +137,7 @@ def _find(raw: Mapping[str, Any]) -> tuple[Family, Wrapper | None, Mapping[str, 
     for wrapper in WRAPPERS:
         if names == [wrapper.architecture]:
             return _unwrapped(wrapper, raw)
-    known = {family.architecture: family.model_type for family in FAMILIES}
-    raise refusal_of(raw, known | {wrapper.architecture: "" for wrapper in WRAPPERS})
+    raise refusal_of(raw)
 
 
 def _unwrapped(wrapper: Wrapper, raw: Mapping[str, Any]) -> tuple[Family, Wrapper, Mapping[str, Any]]:

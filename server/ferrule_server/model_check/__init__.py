@@ -2,6 +2,6 @@
 
 __main__.py   the two commands: arguments, output, exit codes
 report.py     one model: whether it loads, and how; the models in the cache of the hub
-catalogue.py  every family: what it differs by, and the sizes of one of its models
+catalogue.py  every family: its models, what it differs by, and which kernels run it
 paths.py      which kernels run a network, and what a server on this machine uses
 """

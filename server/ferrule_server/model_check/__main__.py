@@ -16,7 +16,8 @@ from typing import Final
 from ferrule_server.arguments import as_given, parse_config
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError
-from ferrule_server.model_check.catalogue import KnownFamily, known_families, known_wrappers
+from ferrule_server.model.families import WRAPPERS
+from ferrule_server.model_check.catalogue import KnownFamily, known_families
 from ferrule_server.model_check.report import Cached, Details, Report, check_model, list_cached
 
 _FLAGS: Final = ("--dtype", "--ignore-config-key", "--max-context", "--weights")
@@ -111,7 +112,8 @@ def _weights_text(details: Details) -> str:
 
 
 def _models(*, is_json: bool) -> int:
-    families, wrappers, cached = known_families(), known_wrappers(), list_cached()
+    families, cached = known_families(), list_cached()
+    wrappers = [wrapper.architecture for wrapper in WRAPPERS]
     if is_json:
         facts = {"families": [asdict(family) for family in families], "wrappers": wrappers}
         sys.stdout.write(json.dumps(facts | {"cached": [asdict(model) for model in cached]}) + "\n")

@@ -5,7 +5,8 @@ family.py      the frame: a family's names, its defaults, and the allow-list of 
 harmless.py    which other settings change no logits, by rule
 rotary.py      reads the settings of rotary positions
 windows.py     which layers attend to a window
-others.py      architectures that do not load, and what to try instead
+catalogue.py   names of the models of each family, and one to try
+others.py      architectures that do not load: what they have, and what to try instead
 cohere2.py     Command R7B and Command A
 gemma2.py      Gemma 2
 gemma3.py      Gemma 3

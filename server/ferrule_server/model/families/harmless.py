@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["OFF", "has_experts", "is_harmless"]
+__all__ = ["EXPERTS", "MAX_KEY", "OFF", "has_experts", "is_harmless"]
 
 OFF: Final[tuple[object, ...]] = (None, False, 0, [], {}, "", "none")
 """Values that switch a feature off."""
@@ -76,9 +76,11 @@ _LACKING: Final = re.compile(
     r"|\w*scaling_beta|finetuned|hidden_size_per_layer_input|qk_layernorm"
 )  # fmt: skip
 """Features that the decoder lacks, or that a family has otherwise: a value of :data:`OFF` changes nothing."""
-_EXPERTS: Final = re.compile(r"(num|n|moe_num)_(\w+_)?experts|(use|enable|is|has)_moe\w*")
+EXPERTS: Final = r"(num|n|moe_num)_(\w+_)?experts|(use|enable|is|has)_moe\w*"
+"""What a key matches that says whether there are experts."""
 _OF_EXPERTS: Final = re.compile(r"\w*(expert|moe|router|topk)\w*|decoder_sparse_step|mlp_only_layers|first_k_dense_\w+")
-_MAX_KEY: Final = 100
+MAX_KEY: Final = 100
+"""Longest key that is compared with rules: strangers write them, and a comparison may take the square of its length."""
 
 
 def is_harmless(key: str, raw: Mapping[str, Any], *, lacks_experts: bool) -> bool:
@@ -89,7 +91,7 @@ def is_harmless(key: str, raw: Mapping[str, Any], *, lacks_experts: bool) -> boo
         raw: The object of config.json: settings of windows are harmless if there are none.
         lacks_experts: Settings of experts are harmless.
     """
-    if key.startswith("_") or len(key) > _MAX_KEY:
+    if key.startswith("_") or len(key) > MAX_KEY:
         return key.startswith("_")
     if (_HARMLESS.fullmatch(key) and not _DECIDES.search(key)) or (raw[key] in OFF and _LACKING.fullmatch(key)):
         return True
@@ -102,7 +104,7 @@ def is_harmless(key: str, raw: Mapping[str, Any], *, lacks_experts: bool) -> boo
 
 def has_experts(raw: Mapping[str, Any]) -> bool | None:
     """Return whether a configuration says that there are experts; None: it says nothing about them."""
-    values = [value for key, value in raw.items() if len(key) <= _MAX_KEY and _EXPERTS.fullmatch(key)]
+    values = [value for key, value in raw.items() if len(key) <= MAX_KEY and re.fullmatch(EXPERTS, key)]
     said = [value for value in values if isinstance(value, int)]
     has = all(value is not False for value in said) and any(value is True or value > 1 for value in said)
     return has if said else None

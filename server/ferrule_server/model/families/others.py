@@ -1,96 +1,37 @@
-"""Architectures that are known and do not load: what each is, and a model to try in its place.
+"""What does not load: what the model has that is not supported, and a model to try in its place.
 
-Mixtures of experts, layers with recurrent state, quantised checkpoints and LoRA adapters are refused here by name.
+Architectures are not listed one by one. Rules over the keys of config.json and over the end of the architecture's name
+say what a model has, and the words of the catalogue say which family is the nearest.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model.families.harmless import OFF, has_experts
+from ferrule_server.model.families.catalogue import KNOWN
+from ferrule_server.model.families.harmless import EXPERTS, MAX_KEY, OFF
 from ferrule_server.model_files import shown
 
-__all__ = ["SMALL", "NotSupported", "Other", "check_not_quantised", "files_advice", "refusal_of"]
+__all__ = ["SMALL", "NotSupported", "check_not_quantised", "files_advice", "refusal_of"]
 
 SMALL: Final = "Qwen/Qwen3-0.6B"
 """A small model that loads."""
 
-_MOE: Final = "a mixture of experts, which is not supported yet"
-_HYBRID: Final = "a hybrid of attention and layers with recurrent state, which is not supported yet"
-_RECURRENT: Final = "a recurrent network without a KV cache, which is not supported"
-_MODALITIES: Final = "a model of several modalities whose text model is not supported yet"
-_ENCODER: Final = "an encoder, which does not generate text"
-_BOTH: Final = "an encoder with a decoder; only models with a decoder alone are supported"
-_DENSE: Final = "a dense decoder of a family that is not supported yet"
-
-
-class NotSupported(ModelError):
-    """A model that is known and cannot be loaded.
-
-    Args:
-        reason: What it is, as the end of a message.
-        instead: What to try in its place: a model of the hub, or an action.
-    """
-
-    def __init__(self, reason: str, instead: str) -> None:
-        super().__init__(f"{reason}. Try {instead}")
-        self.reason, self.instead = reason, instead
-
-
-@dataclass(frozen=True, slots=True)
-class Other:
-    """An architecture that does not load.
-
-    Attributes:
-        kind: What it is.
-        instead: The nearest model that loads, as the hub names it.
-    """
-
-    kind: str
-    instead: str = SMALL
-
-
-_KINDS: Final[Mapping[str, str]] = {
-    "Qwen3(Next|_5)|MoeHybrid|MiniMax|Jamba|[BZ]amba|FalconH1|Lfm2|NemotronH|RecurrentGemma": _HYBRID,
-    "Mamba|Rwkv": _RECURRENT,
-    "[Mm]o[eE]|Mixtral|DeepseekV|GptOss|Llama4|Dbrx": _MOE,
-    "VLFor|Multimodal|Llava|Mllama|PaliGemma|Gemma3nForCond|Glm4v": _MODALITIES,
-    "(Bert|Roberta)Model$": _ENCODER,
-    "^(T5|Bart|Marian|Whisper)": _BOTH,
-    "^ChatGLM": _DENSE,
-    "^(Gemma(3n)?|Phi|Olmo|Cohere|Falcon|GPT(BigCode|J|NeoX)|OPT|Bloom|Mpt|StableLm|Nemotron)ForCausalLM$": _DENSE,
-    "^GPT2LMHeadModel$": _DENSE,
+_PARTS: Final = r"(vision|audio|image|video|speech|mm|visual)(_\w+)?"
+_LACKING: Final[Mapping[str, str]] = {
+    "an encoder with a decoder": "is_encoder_decoder",
+    "an output that is not text": r"\w*([Bb]ert[A-Za-z]*Model|For(MaskedLM|(Sequence|Token)Classification))",
+    "layers with recurrent state": (
+        r"(mamba|ssm|lru|conv\dd|conv|state|linear_(conv|attn|key|value|num))_\w+|rescale_every"
+    ),
+    "a mixture of experts": EXPERTS,
+    "several modalities": _PARTS,
 }
-"""By a part of the entry of ``architectures`` in config.json; the first counts."""
-_ENDINGS: Final[Mapping[str, str]] = {
-    "ForMaskedLM$": _ENCODER,
-    "For(Sequence|Token)Classification$": "a classifier, which does not generate text",
-}
-_NEAREST: Final[Mapping[str, str]] = {
-    "Qwen2": "Qwen/Qwen2.5-7B-Instruct",
-    "Qwen3|GptOss|MiniMax": "Qwen/Qwen3-8B",
-    "Mixtral": "mistralai/Mistral-7B-Instruct-v0.3",
-    "Deepseek": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
-    "Olmo": "allenai/OLMo-2-1124-7B-Instruct",
-    "Granite": "ibm-granite/granite-3.3-2b-instruct",
-    "Phi": "microsoft/Phi-4-mini-instruct",
-    "ChatGLM": "zai-org/glm-4-9b-hf",
-    "Glm4": "zai-org/GLM-4-9B-0414",
-    "Falcon": "tiiuae/Falcon3-7B-Instruct",
-    "PaliGemma|Gemma3n": "google/gemma-3-4b-it",
-    "(Recurrent)?Gemma": "google/gemma-2-2b-it",
-    "Cohere": "CohereLabs/c4ai-command-r7b-12-2024",
-    "GPTBigCode": "bigcode/starcoder2-3b",
-    "Llama4|Llava|Mllama|Dbrx|Jamba|[BZ]amba|Lfm2|Nemotron": "meta-llama/Llama-3.1-8B-Instruct",
-}
-"""By how the entry begins; :data:`SMALL` for all others."""
-_PARTS: Final = re.compile(r"(vision|audio|image|video|speech|mm|visual)(_\w+)?")
-"""Settings of other modalities in config.json."""
+"""By what is not supported, what the whole of a key of config.json, or of the architecture's name, matches."""
 _QUANTISED: Final = (
     "the original repository, which is not quantised; --weights int8 or int4 quantises it when it is read"
 )
@@ -105,59 +46,57 @@ _FORMATS: Final = {
 }
 
 
-def refusal_of(raw: Mapping[str, Any], known: Mapping[str, str]) -> ModelError:
-    """Return the error of a configuration whose architecture does not load: what it is, or the most similar one.
+class NotSupported(ModelError):
+    """A model that cannot be loaded, although it may be whole.
+
+    Args:
+        reason: What it is, as the end of a message.
+        instead: What to try in its place: a model of the hub, or an action.
+    """
+
+    def __init__(self, reason: str, instead: str) -> None:
+        super().__init__(f"{reason}. Try {instead}")
+        self.reason, self.instead = reason, instead
+
+
+def refusal_of(raw: Mapping[str, Any]) -> NotSupported:
+    """Return the error of a configuration whose architecture does not load: what the model has, and the nearest family.
 
     Args:
         raw: Parsed config.json.
-        known: ``model_type`` of each architecture that loads.
     """
-    names = raw.get("architectures")
-    text = f"config.json: architectures is {shown(names)}"
-    if (other := _other_of(names, raw)) is not None:
-        return NotSupported(f"{text}, {other.kind}", other.instead)
-    near = _nearest(names, raw.get("model_type"), known)
-    guess = f"the nearest that loads is {near}" if near else "none that loads is similar"
-    return ModelError(f"{text}, which is not supported; {guess}. docs/models.md lists all; {SMALL} is a small one")
+    names, settings = raw.get("architectures"), _settings(raw)
+    name = str(names[0])[:MAX_KEY] if isinstance(names, list) and len(names) == 1 else ""
+    keys = [name, *(key for key, value in settings.items() if value not in OFF and len(key) <= MAX_KEY)]
+    found = [
+        f"{part} ({key})"
+        for part, pattern in _LACKING.items()
+        if (key := next((key for key in keys if re.fullmatch(pattern, key)), None)) is not None
+    ]
+    parts = f": it has {', '.join(found)}" if found else ""
+    text = f"config.json: architectures is {shown(names)}, which is not supported{parts}"
+    near = _nearest(name.partition("For")[0]) or _nearest(str(raw.get("model_type"))[:MAX_KEY])
+    if not near:
+        return NotSupported(f"{text}; docs/models.md lists what loads", SMALL)
+    return NotSupported(f"{text}; the nearest that loads is {near}", KNOWN[near].example or SMALL)
 
 
-def _other_of(names: object, raw: Mapping[str, Any]) -> Other | None:
-    """Return what is known of an architecture that does not load; None: nothing."""
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        return None
-    (name,) = names
-    kind, has = _first(re.search, _KINDS, name), has_experts(raw)
-    if kind == _MOE and has is False:
-        kind = _DENSE
-    if kind is None and has:
-        kind = _MOE
-    kind = kind or _first(re.search, _ENDINGS, name) or _of_conditional(name, raw)
-    return None if kind is None else Other(kind, _first(re.match, _NEAREST, name) or SMALL)
+def _settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of config.json, and of the objects in it that are not about another modality."""
+    inner = (part for key, part in raw.items() if isinstance(part, dict) and not re.fullmatch(_PARTS, key[:MAX_KEY]))
+    return {key: value for part in (*inner, raw) for key, value in part.items()}
 
 
-def _of_conditional(name: str, raw: Mapping[str, Any]) -> str | None:
-    """Return what a model is whose name says only that it generates text given something."""
-    if not name.endswith("ForConditionalGeneration"):
-        return None
-    if any(_PARTS.fullmatch(key) for key in raw):
-        return _MODALITIES
-    return _BOTH if raw.get("is_encoder_decoder") is True else None
-
-
-def _nearest(names: object, model_type: object, known: Mapping[str, str]) -> str:
-    """Return the architecture that loads with this ``model_type``, else with the most similar name; empty: none."""
-    if exact := [f"{name} (model_type {kind!r})" for name, kind in known.items() if kind and kind == model_type]:
-        return exact[0]
-    stems = {name.partition("For")[0].lower(): name for name in known}
-    for word in [*(names[:1] if isinstance(names, list) else []), model_type]:
-        stem = re.sub("(For|LMHead|Model|PreTrained).*", "", str(word)[:100]).lower()
-        if near := difflib.get_close_matches(stem, stems, 1):
-            return stems[near[0]]
-    return ""
-
-
-def _first(finds: Callable[[str, str], object], table: Mapping[str, str], name: str) -> str | None:
-    return next((value for pattern, value in table.items() if finds(pattern, name)), None)
+def _nearest(name: str) -> str:
+    """Return the architecture that loads whose name or models have the longest word of a name; empty: none has."""
+    words: dict[str, str] = {}
+    for architecture, known in KNOWN.items():
+        stem = architecture.partition("For")[0]
+        for word in (stem, stem.rstrip("0123456789"), *re.findall("[A-Z][A-Za-z]{4,}", known.models)):
+            words.setdefault(word.lower(), architecture)
+    text = name.lower()
+    found = sorted((word for word in words if word in text), key=len) or difflib.get_close_matches(text, words, 1, 0.7)
+    return words[found[-1]] if found else ""
 
 
 def check_not_quantised(raw: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from ferrule import Client
 from ferrule.v1 import executor_pb2, info_pb2, types_pb2
 from ferrule_cli.app import main
-from ferrule_server.__main__ import _serving
+from ferrule_server.composition import serving_of
 from ferrule_server.config import ServerConfig
 from ferrule_server.executor.base import ExecutorState, MemoryPlan, PendingStep, StepBatch
 from ferrule_server.executor.reference import PagedReferenceExecutor
@@ -123,7 +123,7 @@ def test_the_process_hands_state_and_promise_on(executor: PreparingExecutor) -> 
     """From the settings and the executor to what describes them."""
     with RunningServer(executor) as server:
         config = ServerConfig(is_deterministic=True)
-        serving = _serving(config, server.state, server.engine, LoadedExecutor(executor, None))
+        serving = serving_of(config, server.state, server.engine, LoadedExecutor(executor, None))
         assert serving.is_deterministic
         assert serving.executor_state() is STATE
 

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from ferrule.v1 import cache_pb2, executor_pb2
-from ferrule_server import __main__, __version__
+from ferrule_server import __version__, composition
 from ferrule_server.api.rpc.observe import Call
 from ferrule_server.api.telemetry import tracing
 from ferrule_server.api.telemetry.tracing import Tracer
@@ -355,19 +355,19 @@ def test_without_the_extra_the_flag_says_what_to_install(monkeypatch: pytest.Mon
         for name in [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]:
             patch.setitem(sys.modules, name, None)
         with pytest.raises(ConfigError, match=r"install ferrule-server\[otel\]"):
-            __main__._tracer(config)
+            composition.tracer_of(config)
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "-1")
     with pytest.raises(ConfigError, match="OTEL_"):
-        __main__._tracer(config)
+        composition.tracer_of(config)
 
 
 def test_nothing_of_it_is_imported_unless_it_is_asked_for() -> None:
     """A server without the flag does not know OpenTelemetry."""
     code = (
-        "import sys; import ferrule_server.__main__ as main, ferrule_server.api.serve\n"
+        "import sys; from ferrule_server import composition\n"
         "import ferrule_server.api.telemetry.call_log\n"
         "from ferrule_server.config import ServerConfig\n"
-        "assert main._tracer(ServerConfig()) is None\n"
+        "assert composition.tracer_of(ServerConfig()) is None\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=300).returncode == 0

@@ -116,8 +116,8 @@ def test_settings_come_from_the_environment_and_ctrl_c_ends_with_0(tmp_path: Pat
 def test_grpc_knows_the_listener_that_is_asked_for() -> None:
     """A name that gRPC does not know makes it write a line. A variable that is already set is kept."""
     code = (
-        "import os; from ferrule_server import __main__, arguments\n"
-        "__main__._set_up_process(arguments.parse_config([], {}))\n"
+        "import os; from ferrule_server import arguments, process\n"
+        "process.set_up_process(arguments.parse_config([], {}))\n"
         "import grpc; grpc.insecure_channel('unix:nobody'); print(os.environ['GRPC_EXPERIMENTS'])"
     )
     for given, used in (({}, "-event_engine_listener\n"), ({"GRPC_EXPERIMENTS": "other"}, "other\n")):
@@ -523,17 +523,17 @@ def test_while_it_loads_the_status_tells_the_stage_and_a_signal_ends_it(
     assert not socket_path.exists()
 
 
-@pytest.mark.parametrize("place", ["parse_config", "_failpoints"])
-def test_ctrl_c_while_it_starts_is_no_traceback(place: str) -> None:
+@pytest.mark.parametrize(("module", "place"), [("__main__", "parse_config"), ("composition", "failpoints_of")])
+def test_ctrl_c_while_it_starts_is_no_traceback(module: str, place: str) -> None:
     """Before the loop runs, and during the imports before the address is bound."""
     code = f"""
 import os, signal, sys
-from ferrule_server import __main__ as server
-call = server.{place}
+from ferrule_server import __main__ as server, {module} as module
+call = module.{place}
 def interrupted(*arguments):
     os.kill(os.getpid(), signal.SIGINT)
     return call(*arguments)
-server.{place} = interrupted
+module.{place} = interrupted
 sys.exit(server.main(["--executor", "paged-reference", "--listen", "127.0.0.1:0"]))
 """
     done = subprocess.run(
@@ -561,9 +561,9 @@ def test_the_log_does_not_run_into_the_bar() -> None:
     """While a server loads, a line of the log begins where the bar was wiped, and is not broken at 80 cells."""
     code = f"""\
 import logging, time
-from ferrule_server import __main__ as server, log_format
+from ferrule_server import console, log_format
 log_format.set_up("info", "text")
-with server._bar() as show:
+with console.bar() as show:
     show("reading", 0.5)
     time.sleep(0.3)
     logging.info("{"long " * 20}")

@@ -79,7 +79,7 @@ def test_without_the_flag_nothing_listens_and_nothing_of_it_is_imported() -> Non
     """It costs nothing where nobody asks for it."""
     code = (
         "import sys; from ferrule_server.__main__ import main\n"
-        "import ferrule_server.__main__ as server; server._say_ready = lambda *_: (\n"
+        "from ferrule_server import console; console.say_ready = lambda *_: (\n"
         "    print([name for name in sys.modules if 'api.web' in name or 'prometheus' in name], flush=True),\n"
         "    __import__('os')._exit(0))\n"
         "main(['--executor', 'paged-reference', '--listen', '127.0.0.1:0'])"

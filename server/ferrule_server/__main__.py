@@ -10,19 +10,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ferrule_server import console, log_format
+from ferrule_server import console, log_format, process
 from ferrule_server.arguments import as_given, log_format_of, parse_config, settings_text, unknown_variables
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
-from ferrule_server.process import (
-    EXIT_FAULT,
-    EXIT_INTERRUPTED,
-    EXIT_UNUSABLE,
-    exit_now,
-    ignore_signals,
-    set_up_process,
-    stop_signal,
-)
 
 _LOG = logging.getLogger("ferrule_server")
 
@@ -41,18 +32,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, ModelError) as error:
         problem = as_given(str(error), given, os.environ)
     except KeyboardInterrupt:  # before or after the loop, which has a handler of its own
-        return EXIT_INTERRUPTED
+        return process.EXIT_INTERRUPTED
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("ferrule"):
             raise
         problem = f"the module {error.name!r} is missing: install ferrule-server"
     console.say_unusable(problem)
-    return EXIT_UNUSABLE
+    return process.EXIT_UNUSABLE
 
 
 def _run(config: ServerConfig, printed: str | None) -> int:
     """Do what the settings say, and return the exit code; ``printed``: the settings as text, if they are asked for."""
-    set_up_process(config)
+    process.set_up(config)
     if unknown := unknown_variables(os.environ):
         _LOG.warning("unknown FERRULE_* variables are ignored variables=%s", ", ".join(unknown))
     if printed is not None:
@@ -61,18 +52,18 @@ def _run(config: ServerConfig, printed: str | None) -> int:
     if config.is_download_only:
         return _download(config)
     code = asyncio.run(_serve(config))
-    return code if code != EXIT_FAULT else exit_now(code)
+    return code if code != process.EXIT_FAULT else process.exit_now(code)
 
 
 async def _serve(config: ServerConfig) -> int:
-    stopping = stop_signal()  # before the imports, which take a second
+    stopping = process.stop_signal()  # before the imports, which take a second
     from ferrule_server.composition import serve
 
     try:
         return await serve(config, stopping)
     finally:
         stopping.cancel()
-        ignore_signals()
+        process.ignore_signals()
 
 
 def _download(config: ServerConfig) -> int:
@@ -81,7 +72,7 @@ def _download(config: ServerConfig) -> int:
 
     def on_interrupt(*_: object) -> NoReturn:
         console.show_cursor()
-        exit_now(EXIT_INTERRUPTED)
+        process.exit_now(process.EXIT_INTERRUPTED)
 
     signal.signal(signal.SIGINT, on_interrupt)
     with console.bar() as show:
@@ -93,4 +84,4 @@ def _download(config: ServerConfig) -> int:
 if __name__ == "__main__":
     # Everything is closed by now. A normal exit of the interpreter would only wait 2 s longer: gRPC with certificates
     # waits for objects that are never freed.
-    exit_now(main())
+    process.exit_now(main())

@@ -1,4 +1,4 @@
-"""What the process may use of its machine: cores and memory, by affinity, control groups and what others use.
+"""The machine: its processor, and the cores and memory that this process may use, by control groups and what is free.
 
 Control groups are followed from that of the process up to the root of the hierarchy, in version 1, version 2, or both;
 the tightest limit counts. Whatever cannot be read limits nothing.
@@ -19,6 +19,7 @@ _MOST_THREADS: Final = 256
 """As many as ``kernels.cpu.sync`` has room for."""
 _ALL_ABOVE: Final = "hierarchical_memory_limit"
 """Version 1 says in a group's statistics what the groups above it allow, even those that a container does not see."""
+_BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _NO_LIMIT_BYTES: Final = 1 << 60
 """Version 1 writes the largest number of pages where there is no limit."""
 _MEMORY_FILES: Final = (
@@ -74,7 +75,7 @@ class Host:
 
         Swap is not counted, and neither is a limit on address space, which refuses allocations one by one.
         """
-        status = sizes_in(self.root / "proc/self/status")
+        status = self.own_sizes()
         own = status["RssAnon"] + status.get("RssShmem", 0) if "RssAnon" in status else status.get("VmRSS", 0)
         limits = [limit for group in self._groups("memory") if (limit := self._limit(group, own)) is not None]
         machine = sizes_in(self.root / "proc/meminfo")
@@ -84,6 +85,25 @@ class Host:
             total = machine["MemTotal"]
             limits.append(MemoryLimit("this machine", total, min(total, machine["MemAvailable"] + cache + own)))
         return sorted(limits, key=lambda limit: limit.free_bytes)
+
+    def has_bfloat16(self) -> bool:
+        """Return whether the flags of the processor say that it multiplies bfloat16 in hardware."""
+        return any(_BFLOAT16_FLAGS & set(value.split()) for value in self._processors("flags", "Features"))
+
+    def processor_name(self) -> str:
+        """Return the name of the processor as the system reports it; ``cpu`` if it reports none."""
+        return next(self._processors("model name"), "cpu")
+
+    def own_sizes(self) -> dict[str, int]:
+        """Return what the system says of this process, such as ``VmRSS``, in bytes; empty if it says nothing."""
+        return sizes_in(self.root / "proc/self/status")
+
+    def _processors(self, *names: str) -> Iterator[str]:
+        """Yield what the system says of each processor under one of these names."""
+        for line in lines_of(self.root / "proc/cpuinfo"):
+            name, _, value = line.partition(":")
+            if name.strip() in names:
+                yield value.strip()
 
     def _core(self, number: int) -> str:
         """Return what names the core of a logical processor; the processor itself if the system does not say."""

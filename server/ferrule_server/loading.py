@@ -16,7 +16,7 @@ from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor.base import BLOCK_SIZE, Executor
 from ferrule_server.executor.host_plan import HostPlan, gib
 from ferrule_server.executor.reference import PagedReferenceExecutor
-from ferrule_server.host import Host, lines_of
+from ferrule_server.host import Host
 from ferrule_server.model.config_reader import Note, read_config
 from ferrule_server.model_files import is_folder, listed, name_of
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ferrule_server.executor.cpu.support import Choice, WeightKind
     from ferrule_server.executor.cuda.compose import Preparation
     from ferrule_server.executor.devices import Device
+    from ferrule_server.kernels.cpu.plan import Plan
     from ferrule_server.model.config import ModelConfig
     from ferrule_server.model.weights import DTypeName, LoadedModel
     from ferrule_server.text.chat_template import ChatTemplate
@@ -36,9 +37,7 @@ OnProgress = Callable[[str, float], None]
 """Called with the current stage, for people, and the progress of the whole load from 0 to 1; from any thread."""
 
 _DEMO_FOLDER: Final = Path(__file__).parent / "demo_model"
-_CPUINFO: Final = Path("/proc/cpuinfo")
 _HOST: Final = Host()
-_BFLOAT16_FLAGS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 _PAGED_REFERENCE_CONTEXT: Final = 512
 _SMALL_WEIGHTS_BYTES: Final = 128 << 20
 _NO_CUDA: Final = "this PyTorch was built without CUDA"
@@ -67,6 +66,30 @@ class LoadedExecutor:
     tokenizer: Tokenizer | None
     chat_template: ChatTemplate | None = None
     commit: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """How a model will run, decided before its weights are read.
+
+    Attributes:
+        network: Its configuration.
+        device: The GPU, or the processor.
+        choice: How the processor runs it; None: a GPU does, or torch, as the settings say.
+        dtype: Type of weights that are not quantised, activations and KV.
+        memory: What the memory of the host will be for.
+    """
+
+    network: ModelConfig
+    device: Device
+    choice: Choice | None
+    dtype: DTypeName
+    memory: HostPlan
+
+    @property
+    def kernels(self) -> Plan | None:
+        """How the kernels of the processor are compiled; None: they do not run the model."""
+        return None if self.choice is None else self.choice.plan
 
 
 def create_executor(config: ServerConfig, on_progress: OnProgress, host: Host = _HOST) -> LoadedExecutor:
@@ -109,35 +132,33 @@ def suggested_threads(weights_bytes: int, num_cores: int) -> int:
     return 1 if weights_bytes < _SMALL_WEIGHTS_BYTES else num_cores
 
 
-def has_bfloat16_instructions(cpuinfo: str) -> bool:
-    """Return whether the flags of ``/proc/cpuinfo`` say that the processor multiplies bfloat16 in hardware."""
-    lines = (line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
-    return any(_BFLOAT16_FLAGS & set(line.partition(":")[2].split()) for line in lines)
+def plan_load(config: ServerConfig, network: ModelConfig, host: Host = _HOST) -> LoadPlan:
+    """Return how a model will run.
 
-
-def host_plan(
-    config: ServerConfig, network: ModelConfig, device: Device, choice: Choice | None, *, host: Host = _HOST
-) -> HostPlan:
-    """Return what the memory of the host will be for. On the way to a GPU all weights are there, and no pool."""
+    Raises:
+        ConfigError: The settings require kernels that cannot run, or a GPU that is not there.
+    """
     from ferrule_server.executor.sizes import TORCH_DTYPES, largest_matrix_bytes, weights_bytes
     from ferrule_server.executor.torch import least_kv_bytes
 
-    name = dtype_of(config, device, choice)
-    dtype, packing = TORCH_DTYPES[name], None if choice is None else choice.plan
-    plan = HostPlan(
+    device = _device_of(config)
+    choice = None if device.index is not None else _cpu_choice(config, network)
+    kernels = None if choice is None else choice.plan
+    name = _dtype_of(config, device, kernels, host)
+    dtype = TORCH_DTYPES[name]
+    memory = HostPlan(
         limits=host.memory_limits(),
-        weights=weights_bytes(network, dtype, packing),
+        weights=weights_bytes(network, dtype, kernels),
         weights_source=f"--model {name_of(config.model)} as {name if config.weights == 'float' else config.weights}",
-        loading=0 if packing is None else largest_matrix_bytes(network, dtype),
+        loading=0 if kernels is None else largest_matrix_bytes(network, dtype),
     )
-    if device.index is not None:
-        return plan
-    return plan.with_pool(config.kv_memory_bytes, DEFAULT_KV_BYTES, least_kv_bytes(network, dtype, BLOCK_SIZE))
+    if device.index is None:  # on the way to a GPU all weights are in the memory of the host, and no pool
+        least_bytes = least_kv_bytes(network, dtype, BLOCK_SIZE)
+        memory = memory.with_pool(config.kv_memory_bytes, DEFAULT_KV_BYTES, least_bytes)
+    return LoadPlan(network, device, choice, name, memory)
 
 
-def _for_host(
-    config: ServerConfig, network: ModelConfig, device: Device, choice: Choice | None, *, host: Host
-) -> ServerConfig:
+def _for_host(config: ServerConfig, plan: LoadPlan) -> ServerConfig:
     """Return the settings with the size of the pool, if it is in the memory of the host.
 
     Raises:
@@ -146,15 +167,17 @@ def _for_host(
     from ferrule_server.executor.sizes import TORCH_DTYPES
     from ferrule_server.executor.torch import check_settings
 
-    plan = host_plan(config, network, device, choice, host=host)
-    plan.check()
-    if device.index is not None:
+    plan.memory.check()
+    if plan.device.index is not None:
         return config
-    if config.kv_memory_bytes is None and plan.kv_pool < DEFAULT_KV_BYTES:
-        _log.warning("event=kv_pool_reduced kv_memory=%r limit=%r", gib(plan.kv_pool), plan.limits[0].name)
-    dtype = TORCH_DTYPES[dtype_of(config, device, choice)]
-    check_settings(network, dtype, plan.kv_pool, config.max_context or network.max_positions, BLOCK_SIZE)
-    return replace(config, kv_memory_bytes=plan.kv_pool)
+    kv_pool = plan.memory.kv_pool
+    if config.kv_memory_bytes is None and kv_pool < DEFAULT_KV_BYTES:
+        limit = plan.memory.limits[0].name
+        _log.warning("event=kv_pool_reduced kv_memory=%r limit=%r", gib(kv_pool), limit)
+    check_settings(
+        plan.network, TORCH_DTYPES[plan.dtype], kv_pool, config.max_context or plan.network.max_positions, BLOCK_SIZE
+    )
+    return replace(config, kv_memory_bytes=kv_pool)
 
 
 def _paged_reference(config: ServerConfig) -> Executor:
@@ -177,17 +200,15 @@ def _load(config: ServerConfig, on_progress: OnProgress, host: Host) -> LoadedEx
     def on_bytes(done_bytes: int, total_bytes: int) -> None:
         on_progress("reading weights", 2 * _IMPORT_SHARE + _WEIGHTS_SHARE * done_bytes / max(1, total_bytes))
 
-    device = device_of(config)
-    choice = None if device.index is not None else cpu_choice(config, model_config)
-    dtype = dtype_of(config, device, choice)
-    config = _for_host(config, model_config, device, choice, host=host)
+    plan = plan_load(config, model_config, host)
+    config = _for_host(config, plan)
     tokenizer, chat_template = load_texts(folder)
     if tokenizer is None:
         note_no_tokenizer(folder, _log.warning)
-    with _preparing(config, model_config, device, dtype) as preparation:
-        prepared = _prepare_processor(config, model_config, choice, on_progress)
+    with _preparing(config, plan) as preparation:
+        prepared = _prepare_processor(config, plan, on_progress)
         encoding = None if prepared is None else prepared.packer
-        model = load_model(folder, dtype=dtype, config=model_config, on_progress=on_bytes, encoding=encoding)
+        model = load_model(folder, dtype=plan.dtype, config=model_config, on_progress=on_bytes, encoding=encoding)
         _log_left_out(model_config)
         if config.model == DEMO_MODEL or commit is not None:
             model.model_id = config.model or ""
@@ -197,7 +218,7 @@ def _load(config: ServerConfig, on_progress: OnProgress, host: Host) -> LoadedEx
         on_progress("allocating the KV pool", 2 * _IMPORT_SHARE + _WEIGHTS_SHARE)
         if preparation is None:
             config = replace(config, num_threads=config.num_threads or num_cores)
-            executor = _on_processor(config, model, choice, prepared, device)
+            executor = _on_processor(config, plan, model, prepared)
         else:
             executor = preparation.finish(model, lambda stage: on_progress(stage, 0.05 + _WEIGHTS_SHARE))
     return LoadedExecutor(executor, tokenizer, chat_template, commit)
@@ -229,7 +250,7 @@ def _log_left_out(model_config: ModelConfig) -> None:
         _log.info("event=text_model_only architecture=%s left_out=%s", model_config.architecture, parts)
 
 
-def device_of(config: ServerConfig) -> Device:
+def _device_of(config: ServerConfig) -> Device:
     """Return the device that the model will run on; the processor for an executor that runs only there.
 
     Raises:
@@ -252,10 +273,9 @@ def _reason(device: Device) -> str:
 
 
 @contextlib.contextmanager
-def _preparing(
-    config: ServerConfig, model_config: ModelConfig, device: Device, dtype: DTypeName
-) -> Iterator[Preparation | None]:
+def _preparing(config: ServerConfig, plan: LoadPlan) -> Iterator[Preparation | None]:
     """Begin on a GPU what can be done before the model is read, and close it if the body fails; None without a GPU."""
+    device = plan.device
     if device.index is None:
         yield None
         return
@@ -268,8 +288,8 @@ def _preparing(
         device=device.name,
         free_bytes=free_bytes,
         total_bytes=total_bytes,
-        dtype=getattr(torch, dtype),
-        max_context=config.max_context or model_config.max_positions,
+        dtype=getattr(torch, plan.dtype),
+        max_context=config.max_context or plan.network.max_positions,
         max_step_rows=config.max_step_rows,
         memory_fraction=config.gpu_memory_fraction,
         kv_memory_bytes=config.kv_memory_bytes,
@@ -281,7 +301,7 @@ def _preparing(
         early_launch=config.early_launch,
         has_graphs=config.has_cuda_graphs,
     )
-    preparation = prepare(model_config, options)
+    preparation = prepare(plan.network, options)
     try:
         yield preparation
     except BaseException:
@@ -289,7 +309,7 @@ def _preparing(
         raise
 
 
-def cpu_choice(config: ServerConfig, model_config: ModelConfig) -> Choice | None:
+def _cpu_choice(config: ServerConfig, model_config: ModelConfig) -> Choice | None:
     """Return how the processor runs a model; None: in torch, as the settings say.
 
     Raises:
@@ -310,22 +330,20 @@ def cpu_choice(config: ServerConfig, model_config: ModelConfig) -> Choice | None
     return choice
 
 
-def _prepare_processor(
-    config: ServerConfig, model_config: ModelConfig, choice: Choice | None, on_progress: OnProgress
-) -> Prepared | None:
+def _prepare_processor(config: ServerConfig, plan: LoadPlan, on_progress: OnProgress) -> Prepared | None:
     """Return what the kernels of the processor need before the weights are read; None: they do not run.
 
     Raises:
         ModelError: There is no memory for the weights.
     """
-    if choice is None or choice.plan is None:
+    if plan.kernels is None:
         return None
     from ferrule_server.executor.cpu.executor import prepare
 
     try:
         return prepare(
-            model_config,
-            choice.plan,
+            plan.network,
+            plan.kernels,
             config.kernel_cache,
             lambda stage, share: on_progress(stage, _IMPORT_SHARE * (1 + share)),
         )
@@ -333,20 +351,19 @@ def _prepare_processor(
         raise ModelError(f"--model {name_of(config.model)}: no memory for the weights: {error}") from error
 
 
-def _on_processor(
-    config: ServerConfig, model: LoadedModel, choice: Choice | None, prepared: Prepared | None, device: Device
-) -> Executor:
+def _on_processor(config: ServerConfig, plan: LoadPlan, model: LoadedModel, prepared: Prepared | None) -> Executor:
     """Return the executor of the processor. If another one was requested, it reports why that one does not run."""
-    needs_gpu = config.executor == "numba-cuda" or device.is_broken
-    reason = f"{_reason(device)}; the model runs on the processor" if needs_gpu else ""
-    if choice is None or choice.plan is None or prepared is None:
-        return _on_torch(config, model, "; ".join(filter(None, [reason, choice.reason if choice else ""])))
+    needs_gpu = config.executor == "numba-cuda" or plan.device.is_broken
+    reason = f"{_reason(plan.device)}; the model runs on the processor" if needs_gpu else ""
+    kernels_reason = "" if plan.choice is None else plan.choice.reason
+    if plan.kernels is None or prepared is None:
+        return _on_torch(config, model, "; ".join(filter(None, [reason, kernels_reason])))
     from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
 
     with _allocating(config) as kv_memory_bytes:
         options = CpuOptions(
-            plan=choice.plan,
-            reason=choice.reason,
+            plan=plan.kernels,
+            reason=kernels_reason,
             num_threads=config.num_threads or 1,
             kv_memory_bytes=kv_memory_bytes,
             max_context=config.max_context or model.config.max_positions,
@@ -482,15 +499,11 @@ def network_of(config: ServerConfig, folder: Path, note: Note = _log.debug) -> M
     return model_config.for_context(config.max_context or most)
 
 
-def dtype_of(config: ServerConfig, device: Device, choice: Choice | None) -> DTypeName:
+def _dtype_of(config: ServerConfig, device: Device, kernels: Plan | None, host: Host) -> DTypeName:
     """Return the type of the weights; the kernels of either processor run bfloat16 unless told otherwise."""
-    if choice is not None and choice.plan is not None:
-        return "bfloat16" if choice.plan.is_bfloat16 else "float32"
+    if kernels is not None:
+        return "bfloat16" if kernels.is_bfloat16 else "float32"
     if config.dtype == "auto":
-        return "bfloat16" if device.index is not None or _has_bfloat16() else "float32"
+        return "bfloat16" if device.index is not None or host.has_bfloat16() else "float32"
     dtype: DTypeName = config.dtype  # type: ignore[assignment]
     return dtype
-
-
-def _has_bfloat16() -> bool:
-    return has_bfloat16_instructions("\n".join(lines_of(_CPUINFO)))

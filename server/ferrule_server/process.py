@@ -19,7 +19,7 @@ EXIT_INTERRUPTED: Final = 130
 _SWITCH_INTERVAL_S: Final = 0.0005
 
 
-def set_up_process(config: ServerConfig) -> None:
+def set_up(config: ServerConfig) -> None:
     """Set the variables and intervals that libraries read when they start their threads.
 
     Compute threads that spin while they wait starve the event loop and each other: beside one busy process, decoding

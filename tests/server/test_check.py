@@ -16,6 +16,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from ferrule_cli import app
+from ferrule_server import loading
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.cpu import weights as packing
@@ -29,7 +30,6 @@ from ferrule_server.model.families.catalogue import KNOWN
 from ferrule_server.model.families.others import SMALL
 from ferrule_server.model.hub import fetch_model
 from ferrule_server.model.weights import DTypeName, load_model
-from ferrule_server.model_check import paths
 from ferrule_server.model_check.__main__ import main, size
 from ferrule_server.model_check.report import Details, Report, check_model
 from tests.executor.cpu.models import DEMO, write_awkward
@@ -197,7 +197,7 @@ def test_a_gpu_runs_what_its_kernels_know(
     settings: dict[str, Any], executor: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The GPU is a stand-in; weights have no packed form there, and cannot be quantised."""
-    monkeypatch.setattr(paths, "device_of", lambda _config: Device(0))
+    monkeypatch.setattr(loading, "_device_of", lambda _config: Device(0))
     details = checked("demo", device="auto", **settings)
     assert (details.executor, details.device) == (executor, "cuda:0")
     assert details.dtype == settings.get("dtype", "bfloat16")

@@ -117,7 +117,7 @@ def test_grpc_knows_the_listener_that_is_asked_for() -> None:
     """A name that gRPC does not know makes it write a line. A variable that is already set is kept."""
     code = (
         "import os; from ferrule_server import arguments, process\n"
-        "process.set_up_process(arguments.parse_config([], {}))\n"
+        "process.set_up(arguments.parse_config([], {}))\n"
         "import grpc; grpc.insecure_channel('unix:nobody'); print(os.environ['GRPC_EXPERIMENTS'])"
     )
     for given, used in (({}, "-event_engine_listener\n"), ({"GRPC_EXPERIMENTS": "other"}, "other\n")):

@@ -31,7 +31,7 @@ from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.host_plan import RESERVE_BYTES, HostPlan
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.host import Host
-from ferrule_server.loading import create_executor, has_bfloat16_instructions
+from ferrule_server.loading import create_executor
 from ferrule_server.model import weights
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import read_config
@@ -102,9 +102,13 @@ def test_a_start_imports_only_what_it_uses(settings: dict[str, Any], left_out: t
         ("", False),
     ],
 )
-def test_bfloat16_is_chosen_by_processor_flags(cpuinfo: str, has: bool) -> None:
+def test_bfloat16_is_chosen_by_processor_flags(cpuinfo: str, has: bool, tmp_path: Path) -> None:
     """Without the instructions bfloat16 is emulated and slower than float32."""
-    assert has_bfloat16_instructions(cpuinfo) is has
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(cpuinfo)
+    assert Host(tmp_path).has_bfloat16() is has
+    assert Host(tmp_path).processor_name() == (re.findall("model name : (.+)", cpuinfo) or ["cpu"])[0]
+    assert not Host(tmp_path / "none").has_bfloat16()
 
 
 _HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
@@ -142,7 +146,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(Device, "name", "cpu")
     monkeypatch.setattr(TorchGpu, "open", lambda *_, **__: fake)
     monkeypatch.setattr(bundle, "_places", list)
-    monkeypatch.setattr(select, "_has_bfloat16", lambda: False)
+    monkeypatch.setattr(Host, "has_bfloat16", lambda _: False)
     num_threads = torch.get_num_threads()
     yield fake
     torch.set_num_threads(num_threads)
@@ -519,12 +523,11 @@ def test_a_pool_without_a_size_takes_what_the_control_group_leaves(
     assert roomy.with_pool(None, 1 << 30, 1 << 20).kv_pool == 1 << 30
 
 
-def test_weights_pass_through_the_host_on_their_way_to_a_gpu(tmp_path: Path) -> None:
+def test_weights_pass_through_the_host_on_their_way_to_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are counted, the pool is not: a plan of its own is for the memory of the GPU."""
-    network = read_config(DEMO)
-    plan = select.host_plan(
-        ServerConfig(kv_memory_bytes=1 << 40), network, Device(0), None, host=_limited(tmp_path, 1 << 30)
-    )
+    monkeypatch.setattr(select, "_device_of", lambda _config: Device(0))
+    config = ServerConfig(kv_memory_bytes=1 << 40)
+    plan = select.plan_load(config, read_config(DEMO), _limited(tmp_path, 1 << 30)).memory
     assert (plan.kv_pool, plan.fits) == (0, True)
     assert plan.weights > 8 << 20
 

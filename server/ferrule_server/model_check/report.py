@@ -12,7 +12,7 @@ from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor.cpu.support import unsupported
 from ferrule_server.executor.host_plan import HostPlan
 from ferrule_server.executor.sizes import TORCH_DTYPES, kv_bytes, num_parameters
-from ferrule_server.loading import as_folder, find_model, load_texts, network_of, note_no_tokenizer
+from ferrule_server.loading import as_folder, find_model, load_texts, network_of, note_no_tokenizer, plan_load
 from ferrule_server.model.checkpoint import StoredTensor, list_tensors
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import Note, read_config
@@ -20,7 +20,7 @@ from ferrule_server.model.families.others import NotSupported
 from ferrule_server.model.hub import Outline, cached_models, has_weights, is_hub_name, outline_model, weights_of
 from ferrule_server.model.tensors import HEAD, on_meta
 from ferrule_server.model.weights import check_tensors, is_ignorable, of_text_model
-from ferrule_server.model_check.paths import gpu_reason, path_of
+from ferrule_server.model_check.paths import bytes_by_type, executor_of, gpu_reason
 from ferrule_server.model_files import listed
 
 __all__ = ["Cached", "Details", "Report", "check_model", "list_cached"]
@@ -216,8 +216,9 @@ def _check_index(network: ModelConfig, names: frozenset[str]) -> None:
 def _details(
     config: ServerConfig, network: ModelConfig, source: _Source, names: frozenset[str] | None, warnings: list[str]
 ) -> Details:
-    path, sizes = path_of(config, network)
-    dtype = TORCH_DTYPES[path.dtype]
+    plan = plan_load(config, network)
+    (executor, path_reason), sizes = executor_of(config, plan), bytes_by_type(config, plan)
+    dtype = TORCH_DTYPES[plan.dtype]
     max_context = config.max_context or network.max_positions
     files = [source.folder / name for name in weights_of(source.folder)]
     return Details(
@@ -226,20 +227,20 @@ def _details(
         num_layers=network.num_layers,
         num_parameters=num_parameters(network),
         max_context=max_context,
-        executor=path.executor,
-        device=path.device,
-        dtype=path.dtype,
-        path_reason=path.reason,
+        executor=executor,
+        device=plan.device.name,
+        dtype=plan.dtype,
+        path_reason=path_reason,
         processor_kernels=unsupported(network),
         gpu_kernels=gpu_reason(network),
         weights=config.weights,
-        weights_bytes=sizes[path.dtype if config.weights == "float" else config.weights],
+        weights_bytes=sizes[plan.dtype if config.weights == "float" else config.weights],
         weights_bytes_by_type=sizes,
         kv_bytes_per_token=network.kv_values * dtype.itemsize,
         kv_bytes=kv_bytes(network, dtype, max_context),
         left_out=network.names.parts_left_out(names),
         stored_bytes=source.outline.stored_bytes if source.outline else sum(file.stat().st_size for file in files),
         download_bytes=source.outline.missing_bytes if source.outline else 0,
-        memory=path.memory,
+        memory=plan.memory,
         warnings=tuple(warnings),
     )

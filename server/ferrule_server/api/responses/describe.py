@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -16,7 +15,7 @@ from ferrule_server.api.security.principal import Caller
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot, OwnCounters, OwnFigures
 from ferrule_server.executor.base import ExecutorInfo, ExecutorState
-from ferrule_server.host import lines_of, sizes_in
+from ferrule_server.host import Host
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import QuotaLimits
 
@@ -53,8 +52,9 @@ _ALWAYS: Final = (
 """Features of every server; trees of drafts are of none."""
 _SHARED_FIELDS: Final = ("shared_blocks", "tombstones", "num_prefix_evictions", "num_exhausted")
 """Fields of GetCacheMetrics that only an administrator sees: the pool counts them for all principals together."""
-_PROC_STATUS: Final = Path("/proc/self/status")
-_CPUINFO: Final = Path("/proc/cpuinfo")
+_HOST: Final = Host()
+_CPU_NAME: Final = _HOST.processor_name()
+"""Read once, before the event loop runs: the file has a page for each core."""
 
 
 def same_fields(record: Any, message: type[Message]) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _executor_state(phase: Phase, snapshot: EngineSnapshot) -> info_pb2.Executor
 
 def _memory_usage() -> info_pb2.MemoryUsage:
     """Return the memory of the process as Linux counts it; zeros on other systems."""
-    sizes = sizes_in(_PROC_STATUS)
+    sizes = _HOST.own_sizes()
     return info_pb2.MemoryUsage(host_resident_bytes=sizes.get("VmRSS", 0), host_peak_bytes=sizes.get("VmHWM", 0))
 
 
@@ -292,12 +292,3 @@ def _device_type(info: ExecutorInfo) -> types_pb2.DeviceType:
 def _device_name(info: ExecutorInfo) -> str:
     """Return the name of the device as its driver reports it, or the name of the CPU as the system reports it."""
     return info.device_name or (_CPU_NAME if info.device == "cpu" else info.device)
-
-
-def _read_cpu_name() -> str:
-    names = (line.partition(":")[2].strip() for line in lines_of(_CPUINFO) if line.startswith("model name"))
-    return next(names, "cpu")
-
-
-_CPU_NAME: Final = _read_cpu_name()
-"""Read once, before the event loop runs: the file has a page for each core."""

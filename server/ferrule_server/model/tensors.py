@@ -171,7 +171,8 @@ def specs(config: ModelConfig) -> Iterator[TensorSpec]:
             rows = tuple(size for name in part.rows if (size := sizes[name]))
             if not rows or (part.needs and not getattr(config, part.needs)):
                 continue
-            stored = config.names.tensors.get(part.name.removesuffix("_bias"), part.stored)
+            others = config.names.tensors if layer >= 0 else {}
+            stored = others.get(part.name.removesuffix("_bias"), part.stored)
             yield TensorSpec(
                 part,
                 layer,

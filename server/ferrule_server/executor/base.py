@@ -275,10 +275,10 @@ class ExecutorInfo:
     Attributes:
         name: ``torch``, ``paged-reference``, ...
         device: ``cpu`` or ``cuda:0``.
-        kv_dtype: Data type of K and V in the pool.
+        kv_dtype: Data type of K and V in the pool: ``float32``, ``bfloat16`` or ``float16``.
         block_size: Slots per block, a power of two.
         num_blocks: Blocks in the pool, the null block included.
-        bytes_per_block: K and V of all layers of one block.
+        bytes_per_block: Bytes of one block, K and V of all layers that write them: its rows in all arrays of the pool.
         supported_dtypes: Types of weights that this executor can run.
         fallback_reason: Why a faster executor is not in use; empty if none was requested.
         device_name: The name that the driver reports; empty if it is unknown.
@@ -382,8 +382,14 @@ class StepResult:
 class Executor(Protocol):
     """Runs steps over a block pool that it owns. Called only from the engine thread.
 
-    A ``run`` that raises leaves every KV slot outside ``slot_mapping`` untouched. The KV pool is laid out
-    ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``.
+    A ``run`` that raises leaves every KV slot outside ``slot_mapping`` untouched.
+
+    The pool is one array for each of ``ModelConfig.kv_groups``, the layers that write K and V and have equal heads:
+    ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, of type ``ExecutorInfo.kv_dtype``, contiguous,
+    allocated once and zeroed; 0 is K, 1 is V. ``num_layers`` counts the layers of the group; a layer that reads the K
+    and V of an earlier one is in no group. Most models have a single group, and GPU kernels run only those. A block is
+    the row of that index in every array. Its bytes, as they are transferred, are these rows one after another, in the
+    order of the groups: ``bytes_per_block`` in all.
     """
 
     @property

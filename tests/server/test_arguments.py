@@ -170,7 +170,7 @@ def test_a_bad_value_is_one_line_and_exit_code_2(
     row: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The line begins with the flag or the variable, whichever the value came from."""
-    monkeypatch.setattr(server, "_set_up_process", lambda _: None)
+    monkeypatch.setattr(server, "set_up_process", lambda _: None)
     for name in [name for name in os.environ if name.startswith("FERRULE_")]:
         monkeypatch.delenv(name)
     if row.bad and not row.is_switch:

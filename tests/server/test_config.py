@@ -247,7 +247,7 @@ def test_a_setting_of_the_environment_bears_its_variable(
     for name, value in environment.items():
         monkeypatch.setenv(f"FERRULE_{name}", value)
     monkeypatch.setattr(server, "_serve", _create)
-    monkeypatch.setattr(server, "_set_up_process", lambda _: None)
+    monkeypatch.setattr(server, "set_up_process", lambda _: None)
     assert server.main(arguments.split()) == 2
     assert capsys.readouterr().err.startswith(f"ferrule serve: {said}")
 

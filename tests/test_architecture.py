@@ -70,10 +70,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "ferrule_server.quotas",
         "ferrule_server.settings",
     ),
+    # Turns, places and rates of principals, without knowledge of what these do.
+    "ferrule_server.fairness": ("ferrule_server.fairness", "ferrule_server.errors"),
     "ferrule_server.kv": ("ferrule_server.kv", "ferrule_server.errors", "ferrule_server.quotas", "numpy"),
     "ferrule_server.engine": (
         "ferrule_server.engine",
         "ferrule_server.durability",
+        "ferrule_server.fairness",
         "ferrule_server.kv",
         "ferrule_server.suffixes",
         *HOST_ONLY,
@@ -81,6 +84,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_server.api": (
         "ferrule_server.api",
         "ferrule_server.engine",
+        "ferrule_server.fairness",
         "ferrule_server.kv",
         "ferrule_server.text",
         "ferrule_server.addresses",

@@ -1,0 +1,8 @@
+"""Fairness between principals: who is next, who may hold how much, and how fast each may go.
+
+queue.py   FairQueue: whose item is next, by the measured cost of earlier ones
+places.py  Places: how many places of a shared total each principal may hold
+bucket.py  Bucket: a rate that may be overdrawn; Meter: one for each principal
+
+These run nothing and wait for nothing; each is for one thread, or used under its owner's lock.
+"""

@@ -1,0 +1,165 @@
+"""Rates that may be overdrawn: a bucket, and a meter with one for each principal.
+
+The size of a piece of work is often known only afterwards, and a piece may be larger than any burst. So a piece of any
+size is admitted while the level is below the burst; the next ones wait until the rate has worked the excess off (the
+continuous-state leaky bucket of the generic cell rate algorithm, ITU-T I.371)::
+
+    level |      .
+          |    . |   .
+    burst |....|.......  .............. admitted again
+          |  . |             .
+        0 |____|____________________________ time
+             a large piece
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Final
+
+from ferrule_server.errors import QuotaExceeded
+
+BURST_S: Final = 1.0
+"""A principal that was idle may spend this many seconds of its rate at once."""
+
+_MIN_RETRY_S: Final = 0.02
+_MIN_SWEEP: Final = 64
+
+RateOf = Callable[[str], int | None]
+"""Returns the rate of a principal per second; None: it has no limit."""
+
+
+class Bucket:
+    """How far the work is ahead of a rate. Times are in one unit, and the rate is per that unit.
+
+    Invariant: ``level`` is at least 0.
+
+    Args:
+        now: The time.
+
+    Attributes:
+        level: Work done beyond what the rate has allowed, as of ``at``.
+        rate: The rate since ``at``.
+    """
+
+    __slots__ = ("at", "level", "rate")
+
+    def __init__(self, now: float, rate: float = 1.0) -> None:
+        self.level = 0.0
+        self.at = now
+        self.rate = rate
+
+    def settle(self, now: float) -> float:
+        """Reduce the level by what the rate has allowed since the last time, and return it."""
+        self.level = max(0.0, self.level - self.rate * (now - self.at))
+        self.at = now
+        return self.level
+
+    def pour(self, amount: float, now: float) -> None:
+        """Count work; a negative amount takes back what was not done, down to nothing."""
+        self.level = max(0.0, self.settle(now) + amount)
+
+    def is_empty(self, now: float) -> bool:
+        """Return whether nothing is left at ``now``, so that the bucket can be forgotten."""
+        return self.level <= self.rate * (now - self.at)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the invariant of the class holds."""
+        assert self.level >= 0.0, f"the level is {self.level}"
+
+
+class Meter:
+    """Measures one rate of every principal. For one thread, or under the owner's lock; no method waits.
+
+    While a principal is less than ``BURST_S`` ahead of its rate, it may spend, whatever the amount; after that it is
+    refused until its bucket has sunk.
+
+    Invariant: principals without a limit are never remembered. Principals with an empty bucket are forgotten whenever
+    twice as many are remembered as remained the last time.
+
+    Args:
+        quota: Name of the quota in the error, such as ``CALL_RATE``.
+        rate_of: Returns the rate of a principal; called each time, so that a new limit applies at once.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, quota: str, rate_of: RateOf, clock: Callable[[], float] = time.monotonic) -> None:
+        self._quota = quota
+        self._rate_of = rate_of
+        self._clock = clock
+        self._buckets: dict[str, Bucket] = {}
+        self._sweep_at = _MIN_SWEEP
+
+    @property
+    def num_principals(self) -> int:
+        """Principals that are remembered."""
+        return len(self._buckets)
+
+    def check(self, principal: str) -> None:
+        """Check that the principal may spend now; nothing is charged.
+
+        Raises:
+            QuotaExceeded: It is ahead of its rate by ``BURST_S`` or more; the error says when to try again.
+        """
+        if (error := self.excess(principal)) is not None:
+            raise error
+
+    def excess(self, principal: str) -> QuotaExceeded | None:
+        """Return the error that :meth:`check` raises, or None."""
+        wait_s = self.wait_s(principal)
+        if not wait_s:
+            return None
+        bucket = self._buckets[principal]
+        retry_after_s = None if math.isinf(wait_s) else wait_s
+        return QuotaExceeded(self._quota, math.ceil(bucket.level), int(bucket.rate), retry_after_s)
+
+    def charge(self, principal: str, amount: int) -> None:
+        """Add to what the principal has spent. A charge is never refused, so call :meth:`check` first."""
+        bucket = self._settled(principal)
+        if bucket is None:
+            rate = self._rate_of(principal)
+            if rate is None:
+                return
+            now = self._clock()
+            self._sweep(now)
+            bucket = self._buckets[principal] = Bucket(now, rate)
+        bucket.pour(amount, bucket.at)
+
+    def refund(self, principal: str, amount: int) -> None:
+        """Reverse a charge for work that was not done."""
+        if (bucket := self._settled(principal)) is not None:
+            bucket.pour(-amount, bucket.at)
+
+    def wait_s(self, principal: str) -> float:
+        """Return the time until :meth:`check` allows the principal to spend, in seconds; 0.0: now."""
+        bucket = self._settled(principal)
+        if bucket is None or bucket.level < bucket.rate * BURST_S:
+            return 0.0
+        return (bucket.level - bucket.rate * BURST_S) / bucket.rate + _MIN_RETRY_S if bucket.rate else math.inf
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the invariant of the class holds."""
+        for bucket in self._buckets.values():
+            bucket.check_integrity()
+        assert len(self._buckets) <= self._sweep_at, f"{len(self._buckets)} principals are remembered"
+
+    def _settled(self, principal: str) -> Bucket | None:
+        """Return the bucket of a principal as of now; None: it has spent nothing, or has no limit any more."""
+        bucket = self._buckets.get(principal)
+        if bucket is None:
+            return None
+        rate = self._rate_of(principal)
+        if rate is None:
+            del self._buckets[principal]
+            return None
+        bucket.rate = rate
+        bucket.settle(self._clock())
+        return bucket
+
+    def _sweep(self, now: float) -> None:
+        """Forget the empty buckets, whenever twice as many are remembered as remained the last time."""
+        if len(self._buckets) >= self._sweep_at:
+            self._buckets = {name: bucket for name, bucket in self._buckets.items() if not bucket.is_empty(now)}
+            self._sweep_at = max(_MIN_SWEEP, 2 * len(self._buckets))

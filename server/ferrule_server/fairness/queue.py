@@ -30,22 +30,22 @@ class FairQueue(Generic[_T]):
     time logarithmic in the number of principals that wait.
 
     Invariant: every principal in ``_waiting`` has an item, a tag of at least ``_now``, and exactly one entry in
-    ``_heap``, whose tag is at most its own; ``len`` is the number of items.
+    ``_heap``, whose tag is at most its own.
+
+    Attributes:
+        num_items: How many items wait; read only.
     """
 
-    __slots__ = ("_heap", "_now", "_num_entries", "_num_items", "_sweep_at", "_tags", "_waiting")
+    __slots__ = ("_heap", "_now", "_num_entries", "_sweep_at", "_tags", "_waiting", "num_items")
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[_T]] = {}
         self._tags: dict[str, float] = {}
         self._heap: list[tuple[float, int, str]] = []
         self._num_entries = 0  # made so far; with equal tags the oldest entry is first
-        self._num_items = 0
+        self.num_items = 0
         self._now = 0.0
         self._sweep_at = _MIN_SWEEP
-
-    def __len__(self) -> int:
-        return self._num_items
 
     def __iter__(self) -> Iterator[_T]:
         """Yield the items, those of one principal in order."""
@@ -60,39 +60,36 @@ class FairQueue(Generic[_T]):
         """Add an item; a principal that had none begins at the virtual time at the earliest."""
         items = self._waiting.get(principal)
         if items is None:
-            items = self._waiting[principal] = deque()
-            tag = self._tags[principal] = max(self._tags.get(principal, self._now), self._now)
-            self._enter(tag, principal)
+            items = self._enter(principal)
         items.append(item)
-        self._num_items += 1
+        self.num_items += 1
 
     def take(self) -> tuple[str, _T] | None:
         """Take the next item out, and return it with its principal; None: nothing waits."""
-        if not self._waiting:
+        if not self._heap:
             return None
-        tag, _, principal = heapq.heappop(self._heap)
-        while tag != self._tags[principal]:  # it was charged since
-            self._enter(self._tags[principal], principal)
-            tag, _, principal = heapq.heappop(self._heap)
+        heap, tags = self._heap, self._tags
+        tag, _, principal = heap[0]
+        while tag != tags[principal]:  # it was charged since it was entered
+            self._num_entries += 1
+            heapq.heapreplace(heap, (tags[principal], self._num_entries, principal))
+            tag, _, principal = heap[0]
         self._now = tag
         items = self._waiting[principal]
         item = items.popleft()
-        self._num_items -= 1
-        if items:
-            self._enter(tag, principal)
-        else:
+        self.num_items -= 1
+        if not items:
             del self._waiting[principal]
+            heapq.heappop(heap)
         return principal, item
 
     def charge(self, principal: str, cost: float) -> None:
-        """Count the cost of an item that was taken out, at least 0, in any unit."""
+        """Count the cost of an item that was taken out, in any unit; with a cost of 0 its principal stays first."""
         if not self._waiting:
             self._tags.clear()
             self._now = 0.0
             return
-        self._tags[principal] = max(self._tags.get(principal, self._now), self._now) + cost
-        if len(self._tags) >= self._sweep_at:
-            self._sweep()
+        self._tags[principal] = self._tags.get(principal, self._now) + cost
 
     def remove(self, principal: str, item: _T) -> bool:
         """Take a waiting item out of turn; return False if it does not wait."""
@@ -100,7 +97,7 @@ class FairQueue(Generic[_T]):
         if items is None or item not in items:
             return False
         items.remove(item)
-        self._num_items -= 1
+        self.num_items -= 1
         if not items:
             del self._waiting[principal]
             self._heap = [entry for entry in self._heap if entry[2] != principal]
@@ -113,20 +110,26 @@ class FairQueue(Generic[_T]):
         with contextlib.suppress(KeyError):  # another thread took the last one
             while self._waiting:
                 drained.extend(self._waiting.popitem()[1])
-        self._heap, self._num_items = [], 0
+        self._heap, self.num_items = [], 0
         return drained
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""
         assert all(self._waiting.values()), "a principal waits with nothing"
-        assert self._num_items == sum(map(len, self._waiting.values())), f"{self._num_items} items are counted"
+        assert self.num_items == sum(map(len, self._waiting.values())), f"{self.num_items} items are counted"
         assert sorted(name for _, _, name in self._heap) == sorted(self._waiting), "an entry for each that waits"
         for tag, _, name in self._heap:
             assert self._tags[name] >= max(tag, self._now), f"{name} has the tag {self._tags[name]} at {self._now}"
 
-    def _enter(self, tag: float, principal: str) -> None:
+    def _enter(self, principal: str) -> deque[_T]:
+        """Let a principal wait, and return the place of its items, which must get one."""
+        if len(self._tags) >= self._sweep_at:
+            self._sweep()
+        items = self._waiting[principal] = deque()
+        tag = self._tags[principal] = max(self._tags.get(principal, 0.0), self._now)
         self._num_entries += 1
         heapq.heappush(self._heap, (tag, self._num_entries, principal))
+        return items
 
     def _sweep(self) -> None:
         """Forget tags without effect, whenever twice as many are kept as remained the last time."""

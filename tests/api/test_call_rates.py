@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ferrule_server.api.receiving.meter import BURST_S, CallRates, Meter
+from ferrule_server.api.receiving.meter import CallRates
 from ferrule_server.errors import QuotaExceeded
+from ferrule_server.fairness.bucket import BURST_S, Meter
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
 
 

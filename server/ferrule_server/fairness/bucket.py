@@ -74,7 +74,7 @@ class Meter:
     """Measures one rate of every principal. For one thread, or under the owner's lock; no method waits.
 
     While a principal is less than ``BURST_S`` ahead of its rate, it may spend, whatever the amount; after that it is
-    refused until its bucket has sunk.
+    refused until its bucket has sunk. With a rate of 0 it is always refused.
 
     Invariant: principals without a limit are never remembered. Principals with an empty bucket are forgotten whenever
     twice as many are remembered as remained the last time.
@@ -117,19 +117,12 @@ class Meter:
 
     def charge(self, principal: str, amount: int) -> None:
         """Add to what the principal has spent. A charge is never refused, so call :meth:`check` first."""
-        bucket = self._settled(principal)
-        if bucket is None:
-            rate = self._rate_of(principal)
-            if rate is None:
-                return
-            now = self._clock()
-            self._sweep(now)
-            bucket = self._buckets[principal] = Bucket(now, rate)
-        bucket.pour(amount, bucket.at)
+        if (bucket := self._settled(principal)) is not None:
+            bucket.pour(amount, bucket.at)
 
     def refund(self, principal: str, amount: int) -> None:
         """Reverse a charge for work that was not done."""
-        if (bucket := self._settled(principal)) is not None:
+        if principal in self._buckets and (bucket := self._settled(principal)) is not None:
             bucket.pour(-amount, bucket.at)
 
     def wait_s(self, principal: str) -> float:
@@ -146,16 +139,18 @@ class Meter:
         assert len(self._buckets) <= self._sweep_at, f"{len(self._buckets)} principals are remembered"
 
     def _settled(self, principal: str) -> Bucket | None:
-        """Return the bucket of a principal as of now; None: it has spent nothing, or has no limit any more."""
-        bucket = self._buckets.get(principal)
-        if bucket is None:
-            return None
+        """Return the bucket of a principal as of now; None: it has no limit."""
         rate = self._rate_of(principal)
         if rate is None:
-            del self._buckets[principal]
+            self._buckets.pop(principal, None)
             return None
+        now = self._clock()
+        bucket = self._buckets.get(principal)
+        if bucket is None:
+            self._sweep(now)
+            bucket = self._buckets[principal] = Bucket(now)
         bucket.rate = rate
-        bucket.settle(self._clock())
+        bucket.settle(now)
         return bucket
 
     def _sweep(self, now: float) -> None:

@@ -47,17 +47,26 @@ class Places:
 
     def has_room(self, principal: str, num_places: int = 1, headroom: float = 1.0) -> bool:
         """Return whether a principal may take this many more places."""
-        num_free, held = self.total - self.num_held, self._held.get(principal, 0)
-        return num_places <= num_free and (not held or held + num_places <= headroom * num_free)
+        num_free = self.total - self.num_held
+        if num_places > num_free:
+            return False
+        held = self._held.get(principal)
+        return held is None or held + num_places <= headroom * num_free
 
     def take(self, principal: str, num_places: int = 1) -> None:
-        """Take places, or give them back if ``num_places`` is negative; this never fails."""
+        """Take places, at least 1; this never fails."""
+        held = self._held
+        held[principal] = held[principal] + num_places if principal in held else num_places
         self.num_held += num_places
-        held = self._held.get(principal, 0) + num_places
-        if held:
-            self._held[principal] = held
+
+    def give_back(self, principal: str, num_places: int = 1) -> None:
+        """Give back places that were taken."""
+        held = self._held
+        if held[principal] == num_places:
+            del held[principal]
         else:
-            self._held.pop(principal, None)
+            held[principal] -= num_places
+        self.num_held -= num_places
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""

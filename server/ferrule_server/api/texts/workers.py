@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from ferrule_server.api.receiving.meter import Meter
 from ferrule_server.api.texts.queue import TextLane, TextQueue, Ticket
+from ferrule_server.fairness.bucket import Meter
 from ferrule_server.quotas import LimitsOf
 
 MAX_JOBS: Final = 1024

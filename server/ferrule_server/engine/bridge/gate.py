@@ -14,7 +14,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 from ferrule_server.engine.jobs import (
@@ -30,64 +29,36 @@ from ferrule_server.engine.jobs import (
     Sink,
 )
 from ferrule_server.errors import QueueFull, QuotaExceeded, ResourceExhausted
+from ferrule_server.fairness.bucket import Meter
+from ferrule_server.fairness.places import Company, Places
 from ferrule_server.kv.per_principal import PerPrincipal
-from ferrule_server.quotas import LimitsOf, QuotaLimits, unlimited
+from ferrule_server.quotas import LimitsOf, unlimited
 
 MAX_HOST_CALLS: Final = 1024
 """Most host calls of one principal that are not carried out yet: many times what arrives during a step. They have
 places of their own: a full queue must not prevent releases, renewals and views."""
 
-BURST_S: Final = 1.0
-"""A principal that was idle may send this many seconds of its prefill rate at once."""
-
 _HEADROOM: Final = 8
 """While other principals are active, a principal may hold this many times the places that are left."""
-_ABOUT_S: Final = 60.0
-"""Other principals are active if one of them was seen within this time."""
 _MIN_RETRY_S: Final = 0.02
 _MAX_RETRY_S: Final = 5.0
 _UNKNOWN_RETRY_S: Final = 0.1
 _MIN_RATE: Final = 0.1
-_MIN_SWEEP: Final = 64
 
 Finished = tuple[Job[object], Sink, Outcome]
-
-
-@dataclass(slots=True)
-class _Usage:
-    """The unfinished jobs of one principal, and the tokens by which it is ahead of its prefill rate."""
-
-    num_jobs: int = 0
-    num_host_calls: int = 0
-    rows: int = 0
-    debt: float = 0.0
-    debt_at: float = 0.0
-    rate: int = 0
-
-    def settle(self, rate: int | None, now: float) -> None:
-        """Reduce the debt by what the rate has allowed since the last time."""
-        self.debt = 0.0 if rate is None else max(0.0, self.debt - rate * (now - self.debt_at))
-        self.debt_at, self.rate = now, rate or 0
-
-    def is_idle(self, now: float) -> bool:
-        """Return whether forgetting it changes nothing."""
-        return not (self.num_jobs or self.num_host_calls) and self.debt <= self.rate * (now - self.debt_at)
 
 
 class Gate:
     """Counts jobs in and out, and refuses excess ones at once and from any thread.
 
-    The places of the queue are shared by dynamic thresholds (Choudhury and Hahne, "Dynamic queue length thresholds for
-    shared-memory packet switches", 1998): while several principals are active, each may hold at most ``_HEADROOM``
-    times the places that are left. So a principal that floods leaves some places to the next one. A principal that is
-    alone may take them all.
+    The places of the queue are shared by a dynamic threshold (:class:`~ferrule_server.fairness.places.Places`): a
+    principal that floods leaves some places to the next one, and a principal that is alone may take them all.
 
-    The prefill rate is a bucket that may be overdrawn: a prompt of any length is admitted while the principal is less
-    than a burst ahead of its rate, and the next ones wait until the debt is worked off. Charges for tokens that were
-    not run (refused later, cancelled, answered from a record, joined) are refunded.
+    The prefill rate may be overdrawn (:class:`~ferrule_server.fairness.bucket.Meter`): a prompt of any length is
+    admitted while the principal is less than a burst ahead of its rate, and the next ones wait. Charges for tokens that
+    were not run (refused later, cancelled, answered from a record, joined) are refunded.
 
-    Invariant: ``num_jobs`` is the sum over principals, and every count is that of the jobs admitted and not yet
-    finished. Principals without jobs and debt are forgotten once there are many.
+    Invariant: every count is that of the jobs admitted and not yet finished, and only principals with jobs hold rows.
 
     Args:
         max_jobs: Most jobs accepted and not finished.
@@ -95,31 +66,33 @@ class Gate:
         clock: Monotonic seconds.
 
     Attributes:
-        num_jobs: Jobs admitted and not finished; read only.
         refused: Jobs refused here, by reason; a new mapping with each refusal, so that readers need no lock.
     """
 
     def __init__(
         self, max_jobs: int, limits_of: LimitsOf = unlimited, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._max_jobs = max_jobs
         self._limits_of = limits_of
         self._clock = clock
         self._lock = threading.Lock()
-        self.num_jobs = 0
-        self._usages: dict[str, _Usage] = {}
-        self._sweep_at = _MIN_SWEEP
-        self._last_principal: str | None = None
-        self._shared_until = -math.inf
-        self._finished_jobs = _Rate()
-        self._finished_rows = _Rate()
+        self._jobs = Places(max_jobs)
+        self._rows = Places()
+        self._host_calls = Places()
+        self._prefills = Meter("PREFILL_RATE", lambda principal: limits_of(principal).prefill_tokens_per_s, clock)
+        self._company = Company()
+        self._finished = _Finished()
         self.refused: Mapping[str, int] = {}
         self._refused_of: PerPrincipal[dict[str, int]] = PerPrincipal(dict)
 
     @property
+    def num_jobs(self) -> int:
+        """Jobs admitted and not finished."""
+        return self._jobs.num_held
+
+    @property
     def num_principals(self) -> int:
-        """Number of principals with a usage record."""
-        return len(self._usages)
+        """Number of principals that are remembered; one that has jobs and is ahead of its rate counts twice."""
+        return len(self._jobs.held) + len(self._host_calls.held) + self._prefills.num_principals
 
     def refused_of(self, principal: str) -> Mapping[str, int]:
         """Return how many jobs of one principal were refused here, by reason; a copy."""
@@ -142,12 +115,11 @@ class Gate:
             now = self._clock()
             for entry in entries:
                 job, sink = entry
-                cache_id = job.handle.cache_id if isinstance(job, QueuedJob) and job.handle is not None else ""
-                error = blocked.get(cache_id) or self._enter(job, now)
+                error = (blocked.get(_sequence_of(job)) if blocked else None) or self._enter(job, now)
                 if error is None:
                     admitted.append(entry)
                     continue
-                if cache_id:
+                if cache_id := _sequence_of(job):
                     blocked[cache_id] = error
                 self._count_refused(job.principal, error.reason)
                 refused.append((job, sink, error))
@@ -161,32 +133,29 @@ class Gate:
             for job, _, outcome in finished:
                 if isinstance(job, QueuedJob) and (type(outcome) is AppendResult or is_last(outcome)):
                     num_jobs += 1
-                    num_rows += self._leave(job, now)
+                    num_rows += self._leave(job)
                 elif isinstance(job, GenerateJob) and not job.has_begun:
-                    self._begin(job, now)
+                    self._begin(job)
                 elif isinstance(job, HostCall):
-                    self._usages[job.principal].num_host_calls -= 1
-            self.num_jobs -= num_jobs
+                    self._host_calls.give_back(job.principal)
             if num_jobs:
-                self._finished_jobs.add(num_jobs, now)
-                self._finished_rows.add(num_rows, now)
+                self._finished.add(num_jobs, num_rows, now)
 
     def pending(self) -> dict[str, tuple[int, int]]:
         """Return the number of unfinished jobs of each principal, and of their rows, without principals that have none.
 
-        This takes 0.1 us for each principal with a usage record.
+        This takes 0.1 us for each of them.
         """
         with self._lock:
-            return {name: (usage.num_jobs, usage.rows) for name, usage in self._usages.items() if usage.num_jobs}
+            return {name: (num_jobs, self._rows.of(name)) for name, num_jobs in self._jobs.held.items()}
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""
         with self._lock:
-            total = sum(usage.num_jobs for usage in self._usages.values())
-            assert total == self.num_jobs >= 0, f"{total} jobs of principals, {self.num_jobs} counted"
-            for name, usage in self._usages.items():
-                assert min(usage.num_jobs, usage.rows) >= 0 <= usage.debt, f"{name} has {usage}"
-                assert usage.num_jobs or not usage.rows, f"{name} has rows of no job: {usage}"
+            for places in (self._jobs, self._rows, self._host_calls):
+                places.check_integrity()
+            self._prefills.check_integrity()
+            assert self._rows.held.keys() <= self._jobs.held.keys(), f"rows of no job: {self._rows.held}"
 
     # ---- with the lock held -----------------------------------------------------------------------------------------
 
@@ -194,21 +163,28 @@ class Gate:
         """Count one job in, or return why not; a warm-up is not counted."""
         if not isinstance(job, QueuedJob):
             return self._enter_host(job.principal, now) if isinstance(job, HostCall) else None
-        usage = self._usage_of(job.principal, now)
-        limits = self._limits_of(job.principal)
-        num_rows, num_tokens = job.num_rows, job.num_prompt_tokens
+        principal, num_rows, num_tokens = job.principal, job.num_rows, job.num_prompt_tokens
+        headroom = _HEADROOM if self._company.joins(principal, now) else math.inf
+        if not self._jobs.has_room(principal, 1, headroom):
+            return self._queue_full(principal, now)
+        max_rows = self._limits_of(principal).queued_rows
+        if max_rows is not None and self._rows.of(principal) + num_rows > max_rows:
+            return self._too_many_rows(principal, num_rows, max_rows, now)
         if num_tokens:
-            usage.settle(limits.prefill_tokens_per_s, now)
-        free = self._max_jobs - self.num_jobs
-        if free <= 0 or (now < self._shared_until and usage.num_jobs >= _HEADROOM * free):
-            return self._queue_full(usage, free, now)
-        if (error := self._too_much(usage, limits, num_rows, num_tokens, now)) is not None:
-            return error
-        self.num_jobs += 1
-        usage.num_jobs += 1
-        usage.rows += num_rows
-        if limits.prefill_tokens_per_s is not None:
-            usage.debt += num_tokens
+            if (error := self._prefills.excess(principal)) is not None:
+                return error
+            self._prefills.charge(principal, num_tokens)
+        self._jobs.take(principal)
+        if num_rows:
+            self._rows.take(principal, num_rows)
+        return None
+
+    def _enter_host(self, principal: str, now: float) -> QueueFull | None:
+        """Count one host call in, or return why not."""
+        self._company.joins(principal, now)
+        if (num_host_calls := self._host_calls.of(principal)) >= MAX_HOST_CALLS:
+            return QueueFull(num_host_calls, MAX_HOST_CALLS)
+        self._host_calls.take(principal)
         return None
 
     def _count_refused(self, principal: str, reason: str) -> None:
@@ -216,92 +192,67 @@ class Gate:
         own = self._refused_of.of(principal)
         own[reason] = own.get(reason, 0) + 1
 
-    def _enter_host(self, principal: str, now: float) -> QueueFull | None:
-        """Count one host call in, or return why not."""
-        usage = self._usage_of(principal, now)
-        if usage.num_host_calls >= MAX_HOST_CALLS:
-            return QueueFull(usage.num_host_calls, MAX_HOST_CALLS)
-        usage.num_host_calls += 1
-        return None
-
-    def _queue_full(self, usage: _Usage, free: int, now: float) -> QueueFull:
+    def _queue_full(self, principal: str, now: float) -> QueueFull:
         """Return an error with the bound that was hit: that of all jobs, or the principal's if it is not alone."""
-        num_jobs, limit = (self.num_jobs, self._max_jobs) if free <= 0 else (usage.num_jobs, _HEADROOM * free)
-        return QueueFull(num_jobs, limit, self._finished_jobs.wait_s(self.num_jobs, now))
+        num_jobs, limit = self.num_jobs, int(self._jobs.total)
+        wait_s = self._finished.wait_s(num_jobs, self._finished.num_jobs, now)
+        if num_jobs < limit:
+            num_jobs, limit = self._jobs.of(principal), _HEADROOM * (limit - num_jobs)
+        return QueueFull(num_jobs, limit, wait_s)
 
-    def _too_much(
-        self, usage: _Usage, limits: QuotaLimits, num_rows: int, num_tokens: int, now: float
-    ) -> QuotaExceeded | None:
-        """Return the error of the first quota of the principal that the job exceeds, None if it fits."""
-        max_rows, rate = limits.queued_rows, limits.prefill_tokens_per_s
-        if max_rows is not None and num_rows > max_rows:
-            return QuotaExceeded("QUEUED_ROWS", usage.rows, max_rows, None, needed=num_rows)
-        if max_rows is not None and usage.rows + num_rows > max_rows:
-            wait_s = self._finished_rows.wait_s(usage.rows + num_rows - max_rows, now)
-            return QuotaExceeded("QUEUED_ROWS", usage.rows, max_rows, wait_s, needed=num_rows)
-        if rate is not None and num_tokens and usage.debt >= rate * BURST_S:
-            owed_s = (usage.debt - rate * BURST_S) / rate + _MIN_RETRY_S if rate else None
-            return QuotaExceeded("PREFILL_RATE", math.ceil(usage.debt), rate, owed_s)
-        return None
+    def _too_many_rows(self, principal: str, num_rows: int, max_rows: int, now: float) -> QuotaExceeded:
+        """Return an error that says when the rows of a job would fit; never, if they are more than the quota."""
+        held = self._rows.of(principal)
+        wait_s = None
+        if num_rows <= max_rows:
+            wait_s = self._finished.wait_s(held + num_rows - max_rows, self._finished.num_rows, now)
+        return QuotaExceeded("QUEUED_ROWS", held, max_rows, wait_s, needed=num_rows)
 
-    def _leave(self, job: QueuedJob[object], now: float) -> int:
+    def _leave(self, job: QueuedJob[object]) -> int:
         """Count one job out, and return its rows."""
-        usage, num_rows = self._usages[job.principal], job.num_rows
-        usage.num_jobs -= 1
-        usage.rows -= num_rows
-        if usage.debt and not (isinstance(job, GenerateJob) and job.has_begun):
-            _refund(usage, job, now)
+        principal, num_rows = job.principal, job.num_rows
+        self._jobs.give_back(principal)
+        if num_rows:
+            self._rows.give_back(principal, num_rows)
+        if self._prefills.num_principals and not (isinstance(job, GenerateJob) and job.has_begun):
+            self._refund(job)
         return num_rows
 
-    def _begin(self, job: GenerateJob, now: float) -> None:
+    def _begin(self, job: GenerateJob) -> None:
         """Count a Generate whose prompt has been run as one row for each branch, however long it continues."""
-        usage = self._usages[job.principal]
-        _refund(usage, job, now)
-        usage.rows -= job.num_rows
+        self._refund(job)
+        self._rows.give_back(job.principal, job.num_rows)
         job.has_begun = True
-        usage.rows += job.num_rows
+        self._rows.take(job.principal, job.num_rows)
 
-    def _usage_of(self, principal: str, now: float) -> _Usage:
-        if principal != self._last_principal:
-            if self._last_principal is not None:
-                self._shared_until = now + _ABOUT_S
-            self._last_principal = principal
-        usage = self._usages.get(principal)
-        if usage is None:
-            self._sweep(now)
-            usage = self._usages[principal] = _Usage(debt_at=now)
-        return usage
-
-    def _sweep(self, now: float) -> None:
-        """Forget idle principals when there are twice as many principals as the last sweep left."""
-        if len(self._usages) >= self._sweep_at:
-            self._usages = {name: usage for name, usage in self._usages.items() if not usage.is_idle(now)}
-            self._sweep_at = max(_MIN_SWEEP, 2 * len(self._usages))
+    def _refund(self, job: QueuedJob[object]) -> None:
+        """Return what was charged for prompt tokens that were not run."""
+        if (num_tokens := job.num_prompt_tokens - job.rows_run) > 0:
+            self._prefills.refund(job.principal, num_tokens)
 
 
-class _Rate:
-    """A rate per second, over about the last second."""
+class _Finished:
+    """Jobs and rows that were finished per second, over about the last second."""
 
     def __init__(self) -> None:
-        self._level = 0.0
-        self._at = 0.0
+        self.num_jobs = self.num_rows = self._at = 0.0
 
-    def add(self, amount: int, now: float) -> None:
-        """Count ``amount`` at ``now``."""
-        self._level = self._level * math.exp(self._at - now) + amount
+    def add(self, num_jobs: int, num_rows: int, now: float) -> None:
+        """Count what was finished at ``now``."""
+        kept = math.exp(self._at - now)
+        self.num_jobs = self.num_jobs * kept + num_jobs
+        self.num_rows = self.num_rows * kept + num_rows
         self._at = now
 
-    def wait_s(self, amount: int, now: float) -> float:
-        """Return how long ``amount`` takes at this rate, within bounds; a guess if nothing was finished recently."""
-        rate = self._level * math.exp(min(0.0, self._at - now))
+    def wait_s(self, amount: int, level: float, now: float) -> float:
+        """Return how long ``amount`` takes at one of these rates, within bounds; a guess if there is none."""
+        rate = level * math.exp(min(0.0, self._at - now))
         return min(max(amount / rate, _MIN_RETRY_S), _MAX_RETRY_S) if rate > _MIN_RATE else _UNKNOWN_RETRY_S
 
 
-def _refund(usage: _Usage, job: QueuedJob[object], now: float) -> None:
-    """Return what was charged for prompt tokens that were not run."""
-    if usage.debt and job.num_prompt_tokens:
-        usage.settle(usage.rate, now)
-        usage.debt = max(0.0, usage.debt - max(0, job.num_prompt_tokens - job.rows_run))
+def _sequence_of(job: Job[object]) -> str:
+    """Return the cache id of the sequence that a job appends to, or an empty string."""
+    return job.handle.cache_id if isinstance(job, QueuedJob) and job.handle is not None else ""
 
 
 def is_last(outcome: Outcome) -> bool:

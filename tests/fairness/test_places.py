@@ -32,6 +32,8 @@ def test_one_piece_that_fits_is_always_allowed() -> None:
     places.take("a", 4)
     assert not places.has_room("a", 3)
     assert places.has_room("b", 6)
+    assert not places.has_room("b", 7)
+    assert [places.bound("a", 3, 1), places.bound("b", 7, 1)] == [(4, 6), (4, 10)]
 
 
 def test_nothing_is_given_while_the_total_is_exceeded() -> None:

@@ -53,6 +53,12 @@ class Places:
         held = self._held.get(principal)
         return held is None or held + num_places <= headroom * num_free
 
+    def bound(self, principal: str, num_places: int, headroom: float) -> tuple[int, int]:
+        """Return the bound that keeps a principal from more places: how many are held, and the limit, for an error."""
+        if num_places > self.num_free:
+            return self.num_held, int(self.total)
+        return self._held.get(principal, 0), int(headroom * self.num_free)
+
     def take(self, principal: str, num_places: int = 1) -> None:
         """Take places, at least 1; this never fails."""
         held = self._held

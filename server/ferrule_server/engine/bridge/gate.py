@@ -166,7 +166,8 @@ class Gate:
         principal, num_rows, num_tokens = job.principal, job.num_rows, job.num_prompt_tokens
         headroom = _HEADROOM if self._company.joins(principal, now) else math.inf
         if not self._jobs.has_room(principal, 1, headroom):
-            return self._queue_full(principal, now)
+            wait_s = self._finished.wait_s(self.num_jobs, self._finished.num_jobs, now)
+            return QueueFull(*self._jobs.bound(principal, 1, headroom), wait_s)
         max_rows = self._limits_of(principal).queued_rows
         if max_rows is not None and self._rows.of(principal) + num_rows > max_rows:
             return self._too_many_rows(principal, num_rows, max_rows, now)
@@ -191,14 +192,6 @@ class Gate:
         self.refused = {**self.refused, reason: self.refused.get(reason, 0) + 1}
         own = self._refused_of.of(principal)
         own[reason] = own.get(reason, 0) + 1
-
-    def _queue_full(self, principal: str, now: float) -> QueueFull:
-        """Return an error with the bound that was hit: that of all jobs, or the principal's if it is not alone."""
-        num_jobs, limit = self.num_jobs, int(self._jobs.total)
-        wait_s = self._finished.wait_s(num_jobs, self._finished.num_jobs, now)
-        if num_jobs < limit:
-            num_jobs, limit = self._jobs.of(principal), _HEADROOM * (limit - num_jobs)
-        return QueueFull(num_jobs, limit, wait_s)
 
     def _too_many_rows(self, principal: str, num_rows: int, max_rows: int, now: float) -> QuotaExceeded:
         """Return an error that says when the rows of a job would fit; never, if they are more than the quota."""

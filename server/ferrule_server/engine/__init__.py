@@ -11,7 +11,6 @@
     generation/     Generate and Forward: the engine enters appends for these requests
     metrics/        counters, timings, and the data of a server view
     viewer.py       takes a server view between two steps
-    shares.py       how much host time each principal has used, and which one may work next
     masks.py        token masks that clients have registered
     settings.py     limits of the engine
     faults/         unexpected exceptions, and places where tests make the engine fail on purpose

@@ -3,6 +3,5 @@
 budgets.py  bytes and places for messages that are being received
 bounds.py   the largest useful request of each method
 parsing.py  parses requests, whose messages are counted if they are long
-turns.py    turns on the event loop between principals
 meter.py    quotas of calls and bytes per second
 """

@@ -18,8 +18,8 @@ from typing import Any, Final
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from ferrule_server.api.receiving.turns import Turns
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
+from ferrule_server.fairness.turns import Turns
 
 PIECE_BYTES: Final = 64 << 10
 """A shorter request is parsed in a few milliseconds, and takes little memory."""

@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
-from ferrule_server.api.receiving.turns import Turns
 from ferrule_server.api.requests.caches import page_token
 from ferrule_server.api.requests.fields import LEVELS, WIRE_TYPES
 from ferrule_server.api.requests.planned import PlannedAppend
@@ -19,6 +18,7 @@ from ferrule_server.api.rpc.status import to_status
 from ferrule_server.engine.jobs import AppendResult, CacheInfo, ForkResult, Lease, ListResult
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput
+from ferrule_server.fairness.turns import Turns
 from ferrule_server.kv.handle import Handle, names_of
 from ferrule_server.kv.reserved_slots import SlotReservation
 

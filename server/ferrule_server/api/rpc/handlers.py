@@ -22,7 +22,6 @@ from typing import Any, Final, cast
 import grpc
 from google.protobuf.message import Message
 
-from ferrule_server.api.receiving.turns import metered, take_turns
 from ferrule_server.api.rpc.calls import CallEnded, Context, abort, refuse
 from ferrule_server.api.rpc.intake import CALL_NS, Intake, request_class
 from ferrule_server.api.rpc.observe import Call, Observer
@@ -31,6 +30,7 @@ from ferrule_server.api.rpc.status import fault_of
 from ferrule_server.api.security.auth import Access
 from ferrule_server.api.security.principal import ADMIN, ANYBODY, Caller, caller_of, enter
 from ferrule_server.errors import CallElsewhere, FerruleError
+from ferrule_server.fairness.turns import metered, take_turns
 
 OPEN_SERVICES: Final = frozenset({"grpc.health.v1.Health"})
 """Services without credentials: probes and load balancers have none."""

@@ -19,12 +19,12 @@ from ferrule_server.api.receiving.bounds import SLACK_BYTES, ModelSizes, request
 from ferrule_server.api.receiving.budgets import PROBE_TIMEOUT_S, ProbeBudget, ReceiveBudget
 from ferrule_server.api.receiving.meter import CallRates
 from ferrule_server.api.receiving.parsing import MESSAGE_BYTES, PIECE_BYTES, parse
-from ferrule_server.api.receiving.turns import TurnTaker
 from ferrule_server.api.rpc.refusals import StrangerLog
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.security.principal import ANYBODY, Caller, Context
 from ferrule_server.api.security.strangers import Strangers, hang_up
 from ferrule_server.errors import InvalidRequest, RequestTooLarge
+from ferrule_server.fairness.turns import TurnTaker
 
 CALL_NS: Final = 200_000
 """The cost of a call to the event loop outside of our code: gRPC begins it, sends its reply and ends it."""

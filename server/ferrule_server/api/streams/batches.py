@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from ferrule.v1 import executor_pb2
-from ferrule_server.api.receiving.turns import Turns
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.rpc.calls import Context, admit_new, run_jobs
 from ferrule_server.api.rpc.refusals import Refusals
@@ -21,6 +20,7 @@ from ferrule_server.api.rpc.status import to_status
 from ferrule_server.api.security.principal import principal_of
 from ferrule_server.engine.jobs import AppendResult
 from ferrule_server.errors import FerruleError
+from ferrule_server.fairness.turns import Turns
 
 _RESULT_BYTES: Final = 512
 """Size of an error in a reply; the size of an output is known from its request."""

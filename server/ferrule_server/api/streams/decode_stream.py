@@ -21,7 +21,6 @@ from typing import Any, Final, cast
 from google.protobuf.message import Message
 
 from ferrule.v1 import executor_pb2
-from ferrule_server.api.receiving.turns import Turns
 from ferrule_server.api.requests.fields import check_count
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.responses.outputs import fill_append, fill_prefill, fill_verify, release_results
@@ -35,6 +34,7 @@ from ferrule_server.api.streams.writer import Writer
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import AppendJob, AppendResult, Entry, Job, Outcome
 from ferrule_server.errors import FerruleError, InvalidRequest, SlowConsumer
+from ferrule_server.fairness.turns import Turns
 from ferrule_server.kv.handle import Handle
 
 _RPC: Final = "StreamDecode"

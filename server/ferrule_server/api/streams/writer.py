@@ -19,12 +19,12 @@ from typing import Any, Final, Protocol
 import grpc
 from google.protobuf.message import Message
 
-from ferrule_server.api.receiving.turns import spawn
 from ferrule_server.api.rpc.calls import Context, refuse
 from ferrule_server.api.rpc.state import Ending, ServerState
 from ferrule_server.api.rpc.status import fault_of
 from ferrule_server.api.security.principal import caller_of
 from ferrule_server.errors import FerruleError
+from ferrule_server.fairness.turns import spawn
 
 _LOG = logging.getLogger(__name__)
 

@@ -29,12 +29,12 @@ from ferrule_server.engine.generation.drivers import Drivers, Outcomes
 from ferrule_server.engine.host_calls import Caches, Host
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.engine.settings import EngineSettings
-from ferrule_server.engine.shares import Shares
 from ferrule_server.engine.steps.gather import GatherWindow
 from ferrule_server.engine.steps.stepper import Stepper
 from ferrule_server.engine.steps.warmup import Warmup
 from ferrule_server.engine.viewer import Viewer
 from ferrule_server.executor.base import Executor
+from ferrule_server.fairness.shares import Shares
 from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.quotas import LimitsOf, unlimited
 

@@ -22,7 +22,6 @@ from ferrule_server.engine.faults.failpoints import Failing
 from ferrule_server.engine.faults.unexpected import fault
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.engine.settings import EngineSettings
-from ferrule_server.engine.shares import Shares
 from ferrule_server.engine.steps.batcher import Batcher, Chunk
 from ferrule_server.engine.steps.gather import GatherWindow
 from ferrule_server.engine.steps.lookahead import Lookahead
@@ -30,6 +29,7 @@ from ferrule_server.engine.steps.runner import StepOutcome, StepRunner
 from ferrule_server.engine.steps.warmup import Warmup
 from ferrule_server.errors import Cancelled, FerruleError
 from ferrule_server.executor.base import Executor, KvLost, PipelinedExecutor
+from ferrule_server.fairness.shares import Shares
 from ferrule_server.kv.sequence_store import SequenceStore
 
 _LOG = logging.getLogger(__name__)

@@ -4,12 +4,12 @@ The batcher shares out rows. All other work for a request (parsing, planning, re
 judging and host calls on the engine thread) is measured here, per principal::
 
     event loop     charge(principal, ns) --.
-    engine thread  add_host_work(...) -----+--> Account.free_at_ns: when its next piece of work may begin
+    engine thread  add_host_work(...) -----+--> Account.ahead: when its next piece of work may begin
     engine thread  add_service(...) -------'    demand of each principal: how much the others have to leave
 
 A principal that is alone is never held back, and nothing is measured. While several are active, each may use the larger
 of a part of an equal share and the time that the others leave over. The limit may be exceeded by one piece of work,
-which is worked off before the next one (a generic cell rate algorithm, ITU-T I.371, with nanoseconds of work as cells).
+which is worked off before the next one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from typing import Final
+
+from ferrule_server.fairness.bucket import Bucket
 
 _WINDOW_NS: Final = 100_000_000
 """Demands are measured over windows of this length."""
@@ -37,7 +39,9 @@ class Account:
 
     Attributes:
         principal: Owner of the account.
-        seen_ns: When its last request came. free_at_ns: when its next piece of work may begin.
+        seen_ns: When its last request came.
+        ahead: The time that its work takes at its share, beyond the time that has passed, in nanoseconds. Its next
+            piece of work may begin when it is within a burst.
         loop_ns: Work on the event loop in this window. engine_ns: running sum of work on the engine thread, including
             steps that served it; written by the engine thread only. engine_read_ns: how much of it the event loop has
             counted in a window; host_read_ns: how much of ``host_ns`` it has charged.
@@ -47,10 +51,10 @@ class Account:
     """
 
     __slots__ = (
+        "ahead",
         "demand",
         "engine_ns",
         "engine_read_ns",
-        "free_at_ns",
         "host_ns",
         "host_read_ns",
         "loop_ns",
@@ -61,7 +65,8 @@ class Account:
 
     def __init__(self, principal: str, now_ns: int) -> None:
         self.principal = principal
-        self.seen_ns = self.free_at_ns = now_ns
+        self.seen_ns = now_ns
+        self.ahead = Bucket(now_ns)
         self.loop_ns = self.engine_ns = self.engine_read_ns = self.host_ns = self.host_read_ns = 0
         self.demand = 0.0  # unknown: a new principal takes nothing from others before it is measured
         self.rate = 1.0
@@ -113,7 +118,7 @@ class Shares:
         account = self._accounts.get(principal)
         if account is not None and self.is_contended:
             account.loop_ns += work_ns
-            self._owe(account, work_ns, self._clock())
+            account.ahead.pour(work_ns / account.rate, self._clock())
 
     def wait_ns(self, account: Account) -> int:
         """Return how long the principal's next piece of work has to wait; 0 or less: it may begin."""
@@ -123,9 +128,9 @@ class Shares:
         if not self.is_contended:
             return 0
         if (host_ns := account.host_ns) != account.host_read_ns:
-            self._owe(account, host_ns - account.host_read_ns, now_ns)
+            account.ahead.pour((host_ns - account.host_read_ns) / account.rate, now_ns)
             account.host_read_ns = host_ns
-        return account.free_at_ns - now_ns
+        return int(account.ahead.settle(now_ns)) - _BURST_NS
 
     # ---- on the engine thread ---------------------------------------------------------------------------------------
 
@@ -157,11 +162,6 @@ class Shares:
 
     # ---- inner ------------------------------------------------------------------------------------------------------
 
-    def _owe(self, account: Account, work_ns: int, now_ns: int) -> None:
-        """Move the time at which the next piece of work may begin."""
-        earliest_ns = now_ns - _BURST_NS
-        account.free_at_ns = max(max(account.free_at_ns, earliest_ns) + int(work_ns / account.rate), earliest_ns)
-
     def _end_window(self, now_ns: int) -> None:
         """Measure the work for each principal since the last window, forget idle ones, and divide again."""
         length_ns = now_ns - self._window_from_ns
@@ -171,7 +171,7 @@ class Shares:
             busy_ns = account.loop_ns + engine_ns - account.engine_read_ns
             account.loop_ns, account.engine_read_ns = 0, engine_ns
             account.demand = min(1.0, 0.5 * account.demand + 0.5 * busy_ns / length_ns)
-            if not busy_ns and now_ns - account.seen_ns > _ACTIVE_NS and account.free_at_ns <= now_ns:
+            if not busy_ns and now_ns - account.seen_ns > _ACTIVE_NS and account.ahead.settle(now_ns) <= _BURST_NS:
                 del self._accounts[account.principal]
         self._divide()
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import time
 import types
-from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from ferrule_server.engine.shares import Shares
+from ferrule_server.fairness.queue import FairQueue
+from ferrule_server.fairness.shares import Shares
 
 _T = TypeVar("_T")
 
@@ -42,12 +42,12 @@ class TurnTaker:
 
     def __init__(self, shares: Shares) -> None:
         self.shares = shares
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, FairQueue[asyncio.Future[None]]] = {}
 
     def num_waiting(self, principal: str) -> int:
         """Return the number of calls of a principal that wait for their turn."""
         waiting = self._waiting.get(principal)
-        return 0 if waiting is None else waiting.num_calls
+        return 0 if waiting is None else waiting.num_items
 
     async def turn(self, principal: str, flow: str = "") -> None:
         """Wait until the principal's next piece of work may begin.
@@ -62,7 +62,7 @@ class TurnTaker:
             return
         future = asyncio.get_running_loop().create_future()
         if waiting is None:
-            waiting = self._waiting[principal] = _Waiting()
+            waiting = self._waiting[principal] = FairQueue()
             asyncio.get_running_loop().call_soon(self._wake_next, principal)
         waiting.add(flow, future)
         await future
@@ -75,41 +75,21 @@ class TurnTaker:
             loop.call_later(min(delay_ns * 1e-9, _RECHECK_S), self._wake_next, principal)
             return
         waiting = self._waiting[principal]
-        waiting.wake_one()
-        if waiting.num_calls:
+        _wake_one(waiting)
+        if waiting.num_items:
             loop.call_soon(self._wake_next, principal)  # runs after the call that was woken
         else:
             del self._waiting[principal]
 
 
-class _Waiting:
-    """The waiting calls of one principal: flows take turns, and calls of one flow keep their order.
-
-    Invariant: no flow is empty, and ``num_calls`` is the sum of their lengths.
-    """
-
-    __slots__ = ("_flows", "num_calls")
-
-    def __init__(self) -> None:
-        self._flows: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        self.num_calls = 0
-
-    def add(self, flow: str, future: asyncio.Future[None]) -> None:
-        """Add a call at the end of its flow."""
-        self._flows.setdefault(flow, deque()).append(future)
-        self.num_calls += 1
-
-    def wake_one(self) -> None:
-        """Wake one call, and drop those that are no longer awaited."""
-        while self._flows:
-            flow, futures = self._flows.popitem(last=False)
-            future = futures.popleft()
-            self.num_calls -= 1
-            if futures:
-                self._flows[flow] = futures
-            if not future.done():
-                future.set_result(None)
-                return
+def _wake_one(waiting: FairQueue[asyncio.Future[None]]) -> None:
+    """Wake one call, and drop those that are no longer awaited; the flows take turns."""
+    while (taken := waiting.take()) is not None:
+        flow, future = taken
+        waiting.charge(flow, 1)
+        if not future.done():
+            future.set_result(None)
+            return
 
 
 @dataclass(frozen=True, slots=True)

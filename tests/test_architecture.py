@@ -148,6 +148,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "ferrule_server.loading": (
         "ferrule_server.executor",
+        "ferrule_server.kernels",
         "ferrule_server.model_files",
         "ferrule_server.model",
         "ferrule_server.text",
@@ -211,7 +212,7 @@ RECORDS = (
 MAX_RECORD_FIELDS = 88
 """Of all these together."""
 BUDGET: dict[str, int] = {
-    "server": 32268,
+    "server": 34041,
     "client": 11646,
     "tools": 5842,  # the training of the bundled model came from the server with 650
 }

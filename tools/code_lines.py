@@ -26,11 +26,6 @@ _NO_CODE = frozenset(
 )
 
 
-def count(path: Path) -> int:
-    """Return the code lines of one Python file."""
-    return len(numbers(path.read_text(encoding="utf-8")))
-
-
 def numbers(source: str) -> set[int]:
     """Return the numbers of the code lines of a Python source, from 1."""
     lines: set[int] = set()
@@ -43,19 +38,14 @@ def numbers(source: str) -> set[int]:
 def count_below(paths: Iterable[Path]) -> dict[Path, int]:
     """Return the code lines of each Python file that is, or lies below, one of the paths."""
     files = {file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))}
-    return {file: count(file) for file in sorted(files)}
-
-
-def package_of(file: Path) -> str:
-    """Return the package of the server that a file counts for: its folder, two levels deep at most."""
-    return "/".join(file.relative_to(SERVER).parts[:-1][:2]) or "."
+    return {file: len(numbers(file.read_text(encoding="utf-8"))) for file in sorted(files)}
 
 
 def server_packages() -> dict[str, int]:
-    """Return the code lines of each package of the server, subpackages counted for themselves."""
+    """Return the code lines of each folder of the server, two levels deep."""
     total: Counter[str] = Counter()
     for file, lines in count_below([SERVER]).items():
-        total[package_of(file)] += lines
+        total["/".join(file.relative_to(SERVER).parts[:-1][:2]) or "."] += lines
     return dict(total)
 
 

@@ -9,14 +9,17 @@ kernels/     every operation in plain torch, and as GPU kernels
 text/        tokenizer, text of drawn tokens, chat templates
 training/    how the bundled model was made
 
-__main__.py     puts everything together and serves
+__main__.py     reads the settings and does what they say
+composition.py  puts the parts of a server together, and serves
+console.py      what is printed for people: the line `ready`, progress, what is wrong
+process.py      what libraries read when they start, signals, exit codes
 config.py       the settings, each declared once
 settings.py     how a setting is declared: kinds of values, groups
 arguments.py    the command line, the environment and the file, read into the settings
 config_file.py  settings in a TOML file
 addresses.py    addresses to listen on, parsed and checked
 loading.py      chooses and loads model and executor by the settings
-host.py         cores and memory that the process may use, by its control groups
+host.py         the machine: its processor, and the cores and memory that the process may use
 model_files.py  reads the small files of a model folder, which strangers write
 errors.py       every error of the server, with its reason
 quotas.py       what one principal may use at most

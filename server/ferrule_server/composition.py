@@ -65,26 +65,26 @@ async def serve(config: ServerConfig, stopping: asyncio.Task[signal.Signals]) ->
     failpoints = failpoints_of(config)
     tls, access = tls_of(config), access_of(config)
     state = ServerState(config.instance, secrets.token_hex(6), __version__, limits, access.limits_of)
-    async with _tracer(config) as tracer:
-        observers = (*((tracer,) if tracer is not None else ()), watch_calls())
-        server = ApiServer(
-            state,
-            access,
-            has_reflection=config.has_reflection,
-            drain_grace_s=config.drain_grace_s,
-            observers=observers,
-        )
-        async with _web(config, server) as metrics_address:
-            addresses = {"listen": server.bind(config.listen, tls), **metrics_address}
-            await server.start()
-            target = addresses["listen"].target
-            _LOG.info("listening address=%s instance=%s epoch=%s", target, state.instance, state.epoch)
-            try:
-                loaded = await _loaded(config, server, stopping)
-                return await _run_engine(config, server, addresses, loaded, stopping, failpoints=failpoints)
-            finally:
-                stopping.cancel()
-                await server.stop()
+    tracer = tracer_of(config)
+    server = ApiServer(
+        state,
+        access,
+        has_reflection=config.has_reflection,
+        drain_grace_s=config.drain_grace_s,
+        observers=(*((tracer,) if tracer is not None else ()), watch_calls()),
+    )
+    async with _web(config, server) as metrics_address:
+        addresses = {"listen": server.bind(config.listen, tls), **metrics_address}
+        await server.start()
+        _LOG.info("listening address=%s instance=%s epoch=%s", addresses["listen"].target, state.instance, state.epoch)
+        try:
+            loaded = await _loaded(config, server, stopping)
+            return await _run_engine(config, server, addresses, loaded, stopping, failpoints=failpoints)
+        finally:
+            stopping.cancel()
+            await server.stop()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
 
 
 async def _loaded(config: ServerConfig, server: ApiServer, stopping: asyncio.Task[signal.Signals]) -> LoadedExecutor:
@@ -117,17 +117,6 @@ async def _web(config: ServerConfig, server: ApiServer) -> AsyncIterator[dict[st
         yield {"metrics_listen": listener.address}
     finally:
         await asyncio.to_thread(listener.close)
-
-
-@contextlib.asynccontextmanager
-async def _tracer(config: ServerConfig) -> AsyncIterator[Tracer | None]:
-    """Yield the tracer of calls, and send what it holds at the end; if traces are off, yield None."""
-    tracer = tracer_of(config)
-    try:
-        yield tracer
-    finally:
-        if tracer is not None:
-            await asyncio.to_thread(tracer.close)
 
 
 def tracer_of(config: ServerConfig) -> Tracer | None:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from ferrule_server.executor.cpu.support import Choice, WeightKind
     from ferrule_server.executor.cuda.compose import Preparation
     from ferrule_server.executor.devices import Device
-    from ferrule_server.kernels.cpu.plan import Plan
     from ferrule_server.model.config import ModelConfig
     from ferrule_server.model.weights import DTypeName, LoadedModel
     from ferrule_server.text.chat_template import ChatTemplate
@@ -75,21 +74,16 @@ class LoadPlan:
     Attributes:
         network: Its configuration.
         device: The GPU, or the processor.
-        choice: How the processor runs it; None: a GPU does, or torch, as the settings say.
+        choice: How the kernels of the processor run it; without a reason if a GPU does, or torch, as the settings say.
         dtype: Type of weights that are not quantised, activations and KV.
         memory: What the memory of the host will be for.
     """
 
     network: ModelConfig
     device: Device
-    choice: Choice | None
+    choice: Choice
     dtype: DTypeName
     memory: HostPlan
-
-    @property
-    def kernels(self) -> Plan | None:
-        """How the kernels of the processor are compiled; None: they do not run the model."""
-        return None if self.choice is None else self.choice.plan
 
 
 def create_executor(config: ServerConfig, on_progress: OnProgress, host: Host = _HOST) -> LoadedExecutor:
@@ -142,15 +136,14 @@ def plan_load(config: ServerConfig, network: ModelConfig, host: Host = _HOST) ->
     from ferrule_server.executor.torch import least_kv_bytes
 
     device = _device_of(config)
-    choice = None if device.index is not None else _cpu_choice(config, network)
-    kernels = None if choice is None else choice.plan
-    name = _dtype_of(config, device, kernels, host)
+    choice = _cpu_choice(config, device, network)
+    name = _dtype_of(config, device, choice, host)
     dtype = TORCH_DTYPES[name]
     memory = HostPlan(
         limits=host.memory_limits(),
-        weights=weights_bytes(network, dtype, kernels),
+        weights=weights_bytes(network, dtype, choice.plan),
         weights_source=f"--model {name_of(config.model)} as {name if config.weights == 'float' else config.weights}",
-        loading=0 if kernels is None else largest_matrix_bytes(network, dtype),
+        loading=0 if choice.plan is None else largest_matrix_bytes(network, dtype),
     )
     if device.index is None:  # on the way to a GPU all weights are in the memory of the host, and no pool
         least_bytes = least_kv_bytes(network, dtype, BLOCK_SIZE)
@@ -309,21 +302,21 @@ def _preparing(config: ServerConfig, plan: LoadPlan) -> Iterator[Preparation | N
         raise
 
 
-def _cpu_choice(config: ServerConfig, model_config: ModelConfig) -> Choice | None:
-    """Return how the processor runs a model; None: in torch, as the settings say.
+def _cpu_choice(config: ServerConfig, device: Device, network: ModelConfig) -> Choice:
+    """Return how the kernels of the processor run a model.
 
     Raises:
-        ConfigError: The kernels cannot run, although the settings require them.
+        ConfigError: They cannot run, although the settings require them.
     """
-    if config.executor == "torch":
-        return None
     from ferrule_server.executor.cpu.support import Choice, choose
 
+    if device.index is not None or config.executor == "torch":
+        return Choice(None, "")
     if config.dtype == "float16":
         return Choice(None, "the kernels of the processor compute in bfloat16 or float32, not in float16")
     weights: WeightKind = config.weights  # type: ignore[assignment]
     dtype = "float32" if config.dtype == "float32" else "bfloat16"
-    choice = choose(model_config, dtype, weights, has_int8_inputs=config.activations == "int8")
+    choice = choose(network, dtype, weights, has_int8_inputs=config.activations == "int8")
     needs_kernels = "--deterministic" if config.is_deterministic else f"--weights {weights}"
     if choice.plan is None and (config.is_deterministic or weights != "float"):
         raise ConfigError(f"{needs_kernels} needs kernels, not torch: {choice.reason}")
@@ -336,14 +329,14 @@ def _prepare_processor(config: ServerConfig, plan: LoadPlan, on_progress: OnProg
     Raises:
         ModelError: There is no memory for the weights.
     """
-    if plan.kernels is None:
+    if plan.choice.plan is None:
         return None
     from ferrule_server.executor.cpu.executor import prepare
 
     try:
         return prepare(
             plan.network,
-            plan.kernels,
+            plan.choice.plan,
             config.kernel_cache,
             lambda stage, share: on_progress(stage, _IMPORT_SHARE * (1 + share)),
         )
@@ -355,15 +348,14 @@ def _on_processor(config: ServerConfig, plan: LoadPlan, model: LoadedModel, prep
     """Return the executor of the processor. If another one was requested, it reports why that one does not run."""
     needs_gpu = config.executor == "numba-cuda" or plan.device.is_broken
     reason = f"{_reason(plan.device)}; the model runs on the processor" if needs_gpu else ""
-    kernels_reason = "" if plan.choice is None else plan.choice.reason
-    if plan.kernels is None or prepared is None:
-        return _on_torch(config, model, "; ".join(filter(None, [reason, kernels_reason])))
+    if plan.choice.plan is None or prepared is None:
+        return _on_torch(config, model, "; ".join(filter(None, [reason, plan.choice.reason])))
     from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor
 
     with _allocating(config) as kv_memory_bytes:
         options = CpuOptions(
-            plan=plan.kernels,
-            reason=kernels_reason,
+            plan=plan.choice.plan,
+            reason=plan.choice.reason,
             num_threads=config.num_threads or 1,
             kv_memory_bytes=kv_memory_bytes,
             max_context=config.max_context or model.config.max_positions,
@@ -499,10 +491,10 @@ def network_of(config: ServerConfig, folder: Path, note: Note = _log.debug) -> M
     return model_config.for_context(config.max_context or most)
 
 
-def _dtype_of(config: ServerConfig, device: Device, kernels: Plan | None, host: Host) -> DTypeName:
+def _dtype_of(config: ServerConfig, device: Device, choice: Choice, host: Host) -> DTypeName:
     """Return the type of the weights; the kernels of either processor run bfloat16 unless told otherwise."""
-    if kernels is not None:
-        return "bfloat16" if kernels.is_bfloat16 else "float32"
+    if choice.plan is not None:
+        return "bfloat16" if choice.plan.is_bfloat16 else "float32"
     if config.dtype == "auto":
         return "bfloat16" if device.index is not None or host.has_bfloat16() else "float32"
     dtype: DTypeName = config.dtype  # type: ignore[assignment]

@@ -25,7 +25,6 @@ __all__ = [
     "kv_append",
     "layer_norm",
     "linear",
-    "linear_int8",
     "paged_attention",
     "qk_norm_rope",
     "rms_norm",
@@ -99,22 +98,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         [rows, out_features], dtype of ``x``.
     """
     return F.linear(x, weight, bias)
-
-
-def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x @ (scales * weight).T + bias``, computed in float32 and rounded once.
-
-    Args:
-        x: [rows, in_features].
-        weight: int8 [out_features, in_features].
-        scales: float32 [out_features], the value of one unit in each row of ``weight``.
-        bias: [out_features], or None.
-
-    Returns:
-        [rows, out_features], dtype of ``x``.
-    """
-    product = F.linear(x.float(), weight.float()) * scales
-    return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -26,17 +26,18 @@ def gpu_reason(network: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> str
 
 def executor_of(config: ServerConfig, plan: LoadPlan) -> tuple[str, str]:
     """Return what runs a model, ``numba-cuda``, ``numba-cpu`` or ``torch``, and why, for people; may be empty."""
-    if plan.choice is not None:
-        return "torch" if plan.kernels is None else "numba-cpu", plan.choice.reason
-    if plan.device.index is None or config.executor == "torch" or not config.has_cuda_runner:
+    is_gpu = plan.device.index is not None
+    if config.executor == "torch" or (is_gpu and not config.has_cuda_runner):
         return "torch", "the settings say so"
+    if not is_gpu:
+        return "torch" if plan.choice.plan is None else "numba-cpu", plan.choice.reason
     reason = gpu_reason(plan.network, TORCH_DTYPES[plan.dtype])
     return "torch" if reason else "numba-cuda", reason
 
 
 def bytes_by_type(config: ServerConfig, plan: LoadPlan) -> dict[str, int]:
     """Return the bytes of the weights for each type of ``--dtype``, and of ``--weights`` that can be used."""
-    network, has_kernels = plan.network, plan.choice is not None
+    network, has_kernels = plan.network, plan.device.index is None and config.executor != "torch"
     sizes = {}
     for name, dtype in TORCH_DTYPES.items():
         kernels = choose(network, name).plan if has_kernels and name != "float16" else None

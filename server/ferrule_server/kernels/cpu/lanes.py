@@ -21,7 +21,6 @@ __all__ = [
     "divide",
     "exp",
     "fma",
-    "lane_numbers",
     "load",
     "load_bfloat16",
     "max_of",
@@ -298,12 +297,6 @@ def _emit_maximum(builder: Builder, x: Value, y: Value) -> Value:
 def maximum(typing: Any, x: Any, y: Any) -> Any:
     """Return the larger of x and y; y where one of them is NaN."""
     return lanes(lanes, lanes), lambda _c, b, _s, a: _emit_maximum(b, *a)
-
-
-@intrinsic
-def lane_numbers(typing: Any) -> Any:
-    """Return the numbers 0 to 15."""
-    return lanes(), lambda _c, _b, _s, _a: ir.Constant(F32X16, [float(i) for i in range(LANES)])
 
 
 @intrinsic

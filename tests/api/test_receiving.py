@@ -125,7 +125,8 @@ async def test_no_room_is_lost_whatever_becomes_of_calls(seed: int) -> None:
     assert {type(result) for result in results} <= {type(None), RequestTimeout, asyncio.CancelledError}
     held = sum(100 for result, each in zip(results, calls, strict=True) if isinstance(result, asyncio.CancelledError))
     assert budget.held_bytes <= held  # of calls that were cancelled behind their read
-    assert not budget._waiting
+    assert not budget._waiting.calls
+    budget._bytes.check_integrity()
 
 
 # ---- strangers ------------------------------------------------------------------------------------------------------

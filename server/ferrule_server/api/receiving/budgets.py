@@ -18,11 +18,14 @@ import mmap
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from functools import partial
+from typing import Final, Generic, TypeVar
 
 from ferrule_server.errors import QueueFull, RequestTimeout
+from ferrule_server.fairness.places import Places
 
 _T = TypeVar("_T")
+_Key = TypeVar("_Key")
 
 _LOG = logging.getLogger(__name__)
 
@@ -132,16 +135,57 @@ class _Readings:
             deadline.reschedule(asyncio.get_running_loop().time())
 
 
+class _Waiting(Generic[_Key]):
+    """Calls that wait for a permit, by the key of their turn. The newest call of a key is first.
+
+    Invariant: every key has a call, and each call either waits here, has a permit, or was refused or cancelled.
+    """
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls: dict[_Key, dict[asyncio.Future[None], None]] = {}
+
+    async def wait(self, key: _Key, give_back: Callable[[], None]) -> None:
+        """Wait for a permit; if the call is cancelled when it has just been given one, call ``give_back``."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.calls.setdefault(key, {})[future] = None
+        try:
+            await future
+        except asyncio.CancelledError:
+            if future.cancelled():
+                self._forget(key, future)
+            elif future.exception() is None:
+                give_back()
+            raise
+
+    def take(self, key: _Key, *, oldest: bool = False) -> asyncio.Future[None] | None:
+        """Take out the newest call of a key, or the oldest, whose future the caller must set; None: none waits."""
+        while key in self.calls:
+            calls = self.calls[key]
+            future = next(iter(calls) if oldest else reversed(calls))
+            self._forget(key, future)
+            if not future.done():
+                return future
+        return None
+
+    def _forget(self, key: _Key, future: asyncio.Future[None]) -> None:
+        calls = self.calls.get(key, {})
+        calls.pop(future, None)
+        if not calls:
+            self.calls.pop(key, None)
+
+
 class ReceiveBudget:
     """The bytes of requests until they are parsed, shared by principal.
 
-    A principal may hold at most as much as is left (the dynamic thresholds of Choudhury and Hahne, as in the engine's
-    gate), but always one request. Other calls wait: the principal that holds least goes first, and the newest call of
-    each principal. While calls wait, messages that have been awaited for long are given up, so a client that sends none
-    delays others of its principal for that long at most.
+    A principal may hold at most as much as is left (:class:`~ferrule_server.fairness.places.Places`), but always one
+    request. Other calls wait: the principal that holds least goes first, and the newest call of each principal. While
+    calls wait, messages that have been awaited for long are given up, so a client that sends none delays others of its
+    principal for that long at most.
 
-    Invariant: ``held_bytes`` is the sum over principals. Room is given only within the budget. The real size of a
-    request may overdraw the budget; then no room is given until enough is returned.
+    Invariant: room is given only within the budget. The real size of a request may overdraw the budget; then no room is
+    given until enough is returned.
 
     Args:
         total_bytes: The budget.
@@ -150,13 +194,17 @@ class ReceiveBudget:
     """
 
     def __init__(self, total_bytes: int, request_bytes: int, timeout_s: float) -> None:
-        self._total_bytes = max(total_bytes, request_bytes)
+        total_bytes = max(total_bytes, request_bytes)
+        self._bytes = Places(total_bytes)
         self._request_bytes = request_bytes
-        self.held_bytes = 0
-        self._held: dict[str, int] = {}
-        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
-        self._unsettled: list[asyncio.Future[None]] = []
-        self._readings = _Readings(timeout_s, timeout_s * _PATIENCE, self._total_bytes)
+        self._waiting = _Waiting[str]()
+        self._returned = asyncio.Event()
+        self._readings = _Readings(timeout_s, timeout_s * _PATIENCE, total_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are held."""
+        return self._bytes.num_held
 
     async def read(self, principal: str, read: Callable[[], Awaitable[bytes | None]]) -> bytes | None:
         """Return what ``read`` returns, None for no message; bytes are held until :meth:`resize` gives them back.
@@ -167,7 +215,7 @@ class ReceiveBudget:
         await self.acquire(principal)
         kept_bytes = 0
         try:
-            data = await self._readings.read(read, others_wait=bool(self._waiting))
+            data = await self._readings.read(read, others_wait=bool(self._waiting.calls))
             kept_bytes = len(data or b"")
         finally:
             self.resize(principal, self._request_bytes, kept_bytes)
@@ -175,72 +223,34 @@ class ReceiveBudget:
 
     async def acquire(self, principal: str) -> None:
         """Take the room of one request that is not read yet; wait until there is room."""
-        if principal not in self._waiting and self._has_room(principal):
-            self._take(principal, self._request_bytes)
+        if principal not in self._waiting.calls and self._bytes.has_room(principal, self._request_bytes):
+            self._bytes.take(principal, self._request_bytes)
             return
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(principal, []).append(future)
         self._readings.hurry()
-        try:
-            await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                self.resize(principal, self._request_bytes, 0)
-            else:
-                self._forget(principal, future)
-            raise
+        await self._waiting.wait(principal, partial(self.resize, principal, self._request_bytes, 0))
 
     async def settled(self) -> None:
         """Wait until no more is held than the budget."""
-        while self.held_bytes > self._total_bytes:
-            future = asyncio.get_running_loop().create_future()
-            self._unsettled.append(future)
-            await future
+        while self._bytes.num_free < 0:
+            self._returned.clear()
+            await self._returned.wait()
 
     def resize(self, principal: str, held_bytes: int, new_bytes: int) -> None:
         """Hold ``new_bytes`` in place of ``held_bytes``; if that is less, give room to calls that wait."""
-        if new_bytes == held_bytes:
-            return
-        self._take(principal, new_bytes - held_bytes)
-        if self._waiting and new_bytes < held_bytes:
-            self._give_room()
-        if self._unsettled and self.held_bytes <= self._total_bytes:
-            unsettled, self._unsettled = self._unsettled, []
-            for future in unsettled:
-                if not future.done():
-                    future.set_result(None)
-
-    def _forget(self, principal: str, future: asyncio.Future[None]) -> None:
-        waiting = self._waiting.get(principal, [])
-        if future in waiting:
-            waiting.remove(future)
-        if not waiting:
-            self._waiting.pop(principal, None)
-
-    def _has_room(self, principal: str) -> bool:
-        free_bytes = self._total_bytes - self.held_bytes
-        held_bytes = self._held.get(principal, 0)
-        return free_bytes >= self._request_bytes and held_bytes + self._request_bytes <= max(
-            self._request_bytes, free_bytes
-        )
-
-    def _take(self, principal: str, num_bytes: int) -> None:
-        self.held_bytes += num_bytes
-        held_bytes = self._held[principal] = self._held.get(principal, 0) + num_bytes
-        if not held_bytes:
-            del self._held[principal]
+        if new_bytes > held_bytes:
+            self._bytes.take(principal, new_bytes - held_bytes)
+        elif new_bytes < held_bytes:
+            self._bytes.give_back(principal, held_bytes - new_bytes)
+            self._returned.set()
+            if self._waiting.calls:
+                self._give_room()
 
     def _give_room(self) -> None:
         """Give room to calls that wait, beginning with the principal that holds least."""
-        for principal in sorted(self._waiting, key=lambda name: self._held.get(name, 0)):
-            waiting = self._waiting[principal]
-            while waiting and self._has_room(principal):
-                future = waiting.pop()
-                if not future.done():
-                    self._take(principal, self._request_bytes)
-                    future.set_result(None)
-            if not waiting:
-                del self._waiting[principal]
+        for principal in sorted(self._waiting.calls, key=self._bytes.of):
+            while self._bytes.has_room(principal, self._request_bytes) and (call := self._waiting.take(principal)):
+                self._bytes.take(principal, self._request_bytes)
+                call.set_result(None)
 
 
 class ProbeBudget:
@@ -259,8 +269,8 @@ class ProbeBudget:
     def __init__(self, timeout_s: float = PROBE_TIMEOUT_S) -> None:
         self._num_free = _PROBES_AT_ONCE
         self._readings = _Readings(timeout_s, PROBE_PATIENCE_S, _PROBE_BYTES)
-        self._waiting: tuple[list[asyncio.Future[None]], list[asyncio.Future[None]]] = ([], [])
-        self._num_waiting_of: dict[str, int] = {}
+        self._waiting = _Waiting[bool]()  # by whether the connection was late
+        self._waiting_of = Places()  # by connection
         self._late: OrderedDict[str, None] = OrderedDict()
 
     async def read(self, peer: str, read: Callable[[], Awaitable[_T]]) -> _T:
@@ -276,64 +286,40 @@ class ProbeBudget:
         """
         await self._enter(peer)
         try:
-            return await self._readings.read(read, others_wait=bool(self._num_waiting))
+            return await self._readings.read(read, others_wait=bool(self._waiting.calls))
         except RequestTimeout:
             self._note_late(peer)
             raise
         finally:
             self._leave()
 
-    @property
-    def _num_waiting(self) -> int:
-        return len(self._waiting[0]) + len(self._waiting[1])
-
     async def _enter(self, peer: str) -> None:
         """Take a permit."""
         if self._num_free:
             self._num_free -= 1
             return
-        num_of_peer = self._num_waiting_of.get(peer, 0)
-        if num_of_peer >= _MAX_PROBES_OF_ONE:
-            raise QueueFull(num_of_peer, _MAX_PROBES_OF_ONE, _RETRY_S)
-        if self._num_waiting >= _MAX_PROBES:
+        if (num_waiting := self._waiting_of.of(peer)) >= _MAX_PROBES_OF_ONE:
+            raise QueueFull(num_waiting, _MAX_PROBES_OF_ONE, _RETRY_S)
+        if self._waiting_of.num_held >= _MAX_PROBES:
             self._give_up_oldest()
-        future = asyncio.get_running_loop().create_future()
-        waiting = self._waiting[peer in self._late]
-        waiting.append(future)
-        self._num_waiting_of[peer] = num_of_peer + 1
+        self._waiting_of.take(peer)
         self._readings.hurry()
         try:
-            await future
-        except asyncio.CancelledError:
-            if future in waiting:
-                waiting.remove(future)
-            elif future.done() and not future.cancelled() and future.exception() is None:
-                self._leave()
-            raise
+            await self._waiting.wait(peer in self._late, self._leave)
         finally:
-            self._forget_waiting(peer)
+            self._waiting_of.give_back(peer)
 
     def _give_up_oldest(self) -> None:
         """Refuse the call that has waited longest, from connections that were late if there are any."""
-        waiting = self._waiting[1] or self._waiting[0]
-        future = waiting.pop(0)
-        if not future.done():
-            future.set_exception(QueueFull(_MAX_PROBES, _MAX_PROBES, _RETRY_S))
-
-    def _forget_waiting(self, peer: str) -> None:
-        self._num_waiting_of[peer] -= 1
-        if not self._num_waiting_of[peer]:
-            del self._num_waiting_of[peer]
+        if call := self._waiting.take(True, oldest=True) or self._waiting.take(False, oldest=True):
+            call.set_exception(QueueFull(_MAX_PROBES, _MAX_PROBES, _RETRY_S))
 
     def _leave(self) -> None:
         """Give the permit to the newest call that waits, from connections that were not late first."""
-        for waiting in self._waiting:
-            while waiting:
-                future = waiting.pop()
-                if not future.done():
-                    future.set_result(None)
-                    return
-        self._num_free += 1
+        if call := self._waiting.take(False) or self._waiting.take(True):
+            call.set_result(None)
+        else:
+            self._num_free += 1
 
     def _note_late(self, peer: str) -> None:
         self._late[peer] = None

@@ -267,7 +267,7 @@ async def test_strangers_are_remembered_in_bounded_memory_and_displace_no_princi
         await world.strangers.pause(f"ipv6:[2001:db8::{index:x}]:1")
     assert len(world.strangers._refused) == MAX_REMEMBERED
     assert len(world.strangers._lately) == 1
-    assert not world.strangers._open
+    assert not world.strangers._open.held
 
 
 # ---- finding the connection -----------------------------------------------------------------------------------------

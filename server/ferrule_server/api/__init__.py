@@ -6,7 +6,7 @@ requests/       message -> job: every field is checked here
 responses/      result -> message
 streams/        StreamDecode, Generate, Forward, and batches
 rpc/            the code around every method: registration, admission, observers, errors
-receiving/      memory, time and turns for messages before they are parsed
+receiving/      memory, time and rates for messages before they are parsed
 texts/          the queue and the threads for Tokenize, Detokenize and ApplyChatTemplate
 security/       tokens, certificates, TLS, principals
 telemetry/      call log, metrics, traces

@@ -1,4 +1,4 @@
-"""The bounds on a message before it becomes a request: memory, time, and its turn on the event loop.
+"""The bounds on a message before it becomes a request: memory, time, size and rates.
 
 budgets.py  bytes and places for messages that are being received
 bounds.py   the largest useful request of each method

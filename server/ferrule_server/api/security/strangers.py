@@ -21,11 +21,13 @@ import math
 import os
 import socket
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
+
+from ferrule_server.fairness.places import Places
 
 _T = TypeVar("_T")
 
@@ -87,7 +89,7 @@ class Strangers:
     hang_up: Callable[[str], Awaitable[bool]]
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    _open: Counter[str] = field(default_factory=Counter)
+    _open: Places = field(default_factory=Places)
     _lately: OrderedDict[str, float] = field(default_factory=OrderedDict)
     _refused: OrderedDict[str, _Refused] = field(default_factory=OrderedDict)
     _last_end_s: float = 0.0
@@ -95,13 +97,12 @@ class Strangers:
     @contextmanager
     def admitted(self, peer: str) -> Iterator[None]:
         """Count a call with valid credentials as under way on its connection."""
-        self._open[peer] += 1
+        self._open.take(peer)
         try:
             yield
         finally:
-            self._open[peer] -= 1
-            if not self._open[peer]:
-                del self._open[peer]
+            self._open.give_back(peer)
+            if peer not in self._open.held:
                 _remember(self._lately, peer, self.clock())
 
     async def pause(self, peer: str) -> None:
@@ -136,7 +137,7 @@ class Strangers:
                 await self.sleep(LONGEST_S)
 
     def _is_shared(self, peer: str) -> bool:
-        return peer in self._open or self.clock() - self._lately.get(peer, -math.inf) < SHARED_S
+        return peer in self._open.held or self.clock() - self._lately.get(peer, -math.inf) < SHARED_S
 
     def _count(self, peer: str) -> _Refused:
         """Count a refused call, and return those of its connection."""

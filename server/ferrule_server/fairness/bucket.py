@@ -83,19 +83,17 @@ class Meter:
         quota: Name of the quota in the error, such as ``CALL_RATE``.
         rate_of: Returns the rate of a principal; called each time, so that a new limit applies at once.
         clock: Monotonic seconds.
+
+    Attributes:
+        buckets: Those of the principals that are remembered; read only.
     """
 
     def __init__(self, quota: str, rate_of: RateOf, clock: Callable[[], float] = time.monotonic) -> None:
         self._quota = quota
         self._rate_of = rate_of
         self._clock = clock
-        self._buckets: dict[str, Bucket] = {}
+        self.buckets: dict[str, Bucket] = {}
         self._sweep_at = _MIN_SWEEP
-
-    @property
-    def num_principals(self) -> int:
-        """Principals that are remembered."""
-        return len(self._buckets)
 
     def check(self, principal: str) -> None:
         """Check that the principal may spend now; nothing is charged.
@@ -111,50 +109,61 @@ class Meter:
         wait_s = self.wait_s(principal)
         if not wait_s:
             return None
-        bucket = self._buckets[principal]
+        bucket = self.buckets[principal]
         retry_after_s = None if math.isinf(wait_s) else wait_s
         return QuotaExceeded(self._quota, math.ceil(bucket.level), int(bucket.rate), retry_after_s)
 
-    def charge(self, principal: str, amount: int) -> None:
-        """Add to what the principal has spent. A charge is never refused, so call :meth:`check` first."""
-        if (bucket := self._settled(principal)) is not None:
-            bucket.pour(amount, bucket.at)
+    def charge(self, principal: str, amount: int) -> float:
+        """Add to what the principal has spent, and return the time until it may spend more, in seconds; 0.0: now.
+
+        A charge is never refused, so call :meth:`check` first.
+        """
+        bucket = self._settled(principal)
+        if bucket is None:
+            return 0.0
+        bucket.pour(amount, bucket.at)
+        return _wait_s(bucket)
 
     def refund(self, principal: str, amount: int) -> None:
         """Reverse a charge for work that was not done."""
-        if principal in self._buckets and (bucket := self._settled(principal)) is not None:
+        if principal in self.buckets and (bucket := self._settled(principal)) is not None:
             bucket.pour(-amount, bucket.at)
 
     def wait_s(self, principal: str) -> float:
         """Return the time until :meth:`check` allows the principal to spend, in seconds; 0.0: now."""
         bucket = self._settled(principal)
-        if bucket is None or bucket.level < bucket.rate * BURST_S:
-            return 0.0
-        return (bucket.level - bucket.rate * BURST_S) / bucket.rate + _MIN_RETRY_S if bucket.rate else math.inf
+        return 0.0 if bucket is None else _wait_s(bucket)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""
-        for bucket in self._buckets.values():
+        for bucket in self.buckets.values():
             bucket.check_integrity()
-        assert len(self._buckets) <= self._sweep_at, f"{len(self._buckets)} principals are remembered"
+        assert len(self.buckets) <= self._sweep_at, f"{len(self.buckets)} principals are remembered"
 
     def _settled(self, principal: str) -> Bucket | None:
         """Return the bucket of a principal as of now; None: it has no limit."""
         rate = self._rate_of(principal)
         if rate is None:
-            self._buckets.pop(principal, None)
+            self.buckets.pop(principal, None)
             return None
         now = self._clock()
-        bucket = self._buckets.get(principal)
+        bucket = self.buckets.get(principal)
         if bucket is None:
             self._sweep(now)
-            bucket = self._buckets[principal] = Bucket(now)
+            bucket = self.buckets[principal] = Bucket(now)
         bucket.rate = rate
         bucket.settle(now)
         return bucket
 
     def _sweep(self, now: float) -> None:
         """Forget the empty buckets, whenever twice as many are remembered as remained the last time."""
-        if len(self._buckets) >= self._sweep_at:
-            self._buckets = {name: bucket for name, bucket in self._buckets.items() if not bucket.is_empty(now)}
-            self._sweep_at = max(_MIN_SWEEP, 2 * len(self._buckets))
+        if len(self.buckets) >= self._sweep_at:
+            self.buckets = {name: bucket for name, bucket in self.buckets.items() if not bucket.is_empty(now)}
+            self._sweep_at = max(_MIN_SWEEP, 2 * len(self.buckets))
+
+
+def _wait_s(bucket: Bucket) -> float:
+    """Return the time until the level is below a burst, and a little more."""
+    if bucket.level < bucket.rate * BURST_S:
+        return 0.0
+    return (bucket.level - bucket.rate * BURST_S) / bucket.rate + _MIN_RETRY_S if bucket.rate else math.inf

@@ -15,8 +15,8 @@ class CallRates:
     Call :meth:`admit` once for each call, after its credentials are accepted and before its request is read or parsed.
     Call :meth:`charge_bytes` for each message that arrives: the one request of a unary call, every frame of a stream.
     The quota of bytes may be overdrawn, since the size of a message is only known when it has arrived; the next calls
-    are then refused. A frame cannot be refused without ending its stream, so let a stream sleep for :meth:`delay_s`
-    before its next frame is read: HTTP/2 flow control then slows the sender.
+    are then refused. A frame cannot be refused without ending its stream, so let a stream sleep as long
+    as :meth:`charge_bytes` says before its next frame is read: HTTP/2 flow control then slows the sender.
 
     Principals that have sent nothing lately are forgotten; nothing is kept for principals without these quotas.
 
@@ -32,7 +32,7 @@ class CallRates:
     @property
     def num_principals(self) -> int:
         """Principals that are remembered; one that both meters remember counts twice."""
-        return self._calls.num_principals + self._bytes.num_principals
+        return len(self._calls.buckets) + len(self._bytes.buckets)
 
     def admit(self, principal: str) -> None:
         """Count one call, or refuse it; a refused call is not counted.
@@ -44,10 +44,10 @@ class CallRates:
         self._bytes.check(principal)
         self._calls.charge(principal, 1)
 
-    def charge_bytes(self, principal: str, num_bytes: int) -> None:
-        """Count the bytes of a request or frame that has arrived; never refuses."""
-        self._bytes.charge(principal, num_bytes)
+    def charge_bytes(self, principal: str, num_bytes: int) -> float:
+        """Count the bytes of a request or frame that has arrived; never refuses.
 
-    def delay_s(self, principal: str) -> float:
-        """Return how long a stream of the principal should wait before it reads another frame, in seconds; often 0."""
-        return self._bytes.wait_s(principal)
+        Returns:
+            How long a stream of the principal should wait before it reads another frame, in seconds; often 0.
+        """
+        return self._bytes.charge(principal, num_bytes)

@@ -117,8 +117,7 @@ class Intake:
         """
         while (data := await context.read()) is not grpc.aio.EOF:
             caller.check()
-            self.rates.charge_bytes(caller.principal, len(data))
-            if (delay_s := self.rates.delay_s(caller.principal)) > 0.0:
+            if (delay_s := self.rates.charge_bytes(caller.principal, len(data))) > 0.0:
                 await asyncio.sleep(delay_s)
             if len(data) <= PIECE_BYTES:
                 yield (await self._parse(kind, data, caller.principal))[0]

@@ -92,7 +92,7 @@ class Gate:
     @property
     def num_principals(self) -> int:
         """Number of principals that are remembered; one that has jobs and is ahead of its rate counts twice."""
-        return len(self._jobs.held) + len(self._host_calls.held) + self._prefills.num_principals
+        return len(self._jobs.held) + len(self._host_calls.held) + len(self._prefills.buckets)
 
     def refused_of(self, principal: str) -> Mapping[str, int]:
         """Return how many jobs of one principal were refused here, by reason; a copy."""
@@ -207,7 +207,7 @@ class Gate:
         self._jobs.give_back(principal)
         if num_rows:
             self._rows.give_back(principal, num_rows)
-        if self._prefills.num_principals and not (isinstance(job, GenerateJob) and job.has_begun):
+        if self._prefills.buckets and not (isinstance(job, GenerateJob) and job.has_begun):
             self._refund(job)
         return num_rows
 

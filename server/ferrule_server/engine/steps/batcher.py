@@ -94,7 +94,8 @@ class Batcher:
             self._is_shared = self.has_debts = False
         for run in self._free(running, now_ns * 1e-9) if self._is_shared else running:
             is_whole = run.job.cohort and not self._has_neighbour(run.job.principal)
-            (scheduled if is_whole else decodes if run.is_decode else prefills).append(run)
+            is_decode = run.sequence is not None and (len(run.token_ids) == 1 or run.is_decode)
+            (scheduled if is_whole else decodes if is_decode else prefills).append(run)
         if scheduled and not (self._has_left_out and (decodes or prefills)):
             chunks = self._plan_cohorts(scheduled, decodes)
             self._has_left_out = sum(not chunk.run.job.cohort for chunk in chunks) < len(decodes) or bool(prefills)

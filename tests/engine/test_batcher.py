@@ -330,3 +330,21 @@ def test_every_plan_makes_progress() -> None:
             left = advance(chunks, left)
             num_steps += 1
             assert num_steps < 500
+
+
+def test_a_step_that_was_queued_ahead_is_charged_too() -> None:
+    """It was not planned; from now on no step is queued ahead until nobody is ahead of others any more."""
+    clock = Clock()
+    each = Batcher(512, None, clock)
+    calm, flood = decode("calm"), [decode("flood") for _ in range(64)]
+    each.learn(each.plan([calm]), 1_000_000)
+    each.learn([Chunk(run, 1) for run in (*flood, calm)], 20_000_000)
+    assert each.has_debts
+    clock.now_ns += 1_000_000
+    assert by_principal(each.plan([*flood, calm])) == {"calm": 1}
+    assert each.plan(flood) == []
+    clock.now_ns += int(each.hold_s * 1e9) + 1
+    assert by_principal(each.plan(flood))["flood"] >= 1
+    clock.now_ns += 2 * 10**9
+    assert by_principal(each.plan(flood)) == {"flood": 64}
+    assert not each.has_debts

@@ -88,10 +88,9 @@ class Batcher:
         scheduled: list[RunningAppend] = []
         self.hold_s = 0.0
         self._waiting = {run.job.principal for run in running}
-        if len(self._waiting) > 1 or self._decoders.keys() - self._waiting:
-            self._is_shared = self._are_several(now_ns * 1e-9)
-        else:
-            self._is_shared = self.has_debts = False
+        may_be_shared = len(self._waiting) > 1 or bool(self._decoders.keys() - self._waiting)
+        self._is_shared = may_be_shared and self._are_several(now_ns * 1e-9)
+        self.has_debts &= self._is_shared
         for run in self._free(running, now_ns * 1e-9) if self._is_shared else running:
             is_whole = run.job.cohort and not self._has_neighbour(run.job.principal)
             is_decode = run.sequence is not None and (len(run.token_ids) == 1 or run.is_decode)

@@ -300,7 +300,7 @@ def _no_space(*_: object, **_settings: object) -> None:
 REFUSED: dict[str, tuple[Spoil, str]] = {
     "a family that is not supported": (
         _write("config.json", {**CONFIG, "architectures": ["GPT2LMHeadModel"]}),
-        r"architectures is .'GPT2LMHeadModel'., which is not supported",
+        r"architectures is .'GPT2LMHeadModel'., which is not supported; docs/models.md lists what loads",
     ),
     "pickles alone": (_lack("*safetensors*"), r"has no safetensors, only pytorch_model.bin, which is not read"),
     "no configuration": (_lack("config.json"), r"the repository has no config.json"),

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 from ferrule_server import __main__ as server
+from ferrule_server import process
 from ferrule_server.addresses import ListenAddress
 from ferrule_server.arguments import build_parser, parse_config, unknown_variables
 from ferrule_server.config import ServerConfig, instance_of_host
@@ -170,7 +171,7 @@ def test_a_bad_value_is_one_line_and_exit_code_2(
     row: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The line begins with the flag or the variable, whichever the value came from."""
-    monkeypatch.setattr(server, "set_up_process", lambda _: None)
+    monkeypatch.setattr(process, "set_up", lambda _: None)
     for name in [name for name in os.environ if name.startswith("FERRULE_")]:
         monkeypatch.delenv(name)
     if row.bad and not row.is_switch:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ferrule_server import __main__ as server
+from ferrule_server import process
 from ferrule_server.arguments import parse_config
 from ferrule_server.config import CONNECTIONS_OF_STRANGERS, DEFAULT_CONNECTIONS, ServerConfig, instance_of_host
 from ferrule_server.errors import ConfigError
@@ -247,7 +248,7 @@ def test_a_setting_of_the_environment_bears_its_variable(
     for name, value in environment.items():
         monkeypatch.setenv(f"FERRULE_{name}", value)
     monkeypatch.setattr(server, "_serve", _create)
-    monkeypatch.setattr(server, "set_up_process", lambda _: None)
+    monkeypatch.setattr(process, "set_up", lambda _: None)
     assert server.main(arguments.split()) == 2
     assert capsys.readouterr().err.startswith(f"ferrule serve: {said}")
 

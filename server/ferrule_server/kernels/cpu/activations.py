@@ -244,7 +244,7 @@ def read_quantised(plan: Plan, group: int, row: int, k: int, num_tiles: int) -> 
 
 @kernel
 def quantise_row(plan: Plan, row: int, num_tiles: int, out: int) -> None:
-    """Write a float32 row as integers and, behind them, what belongs to every ``plan.tiles_at_once`` tiles of inputs.
+    """Write a float32 row as integers, then the data of every ``plan.tiles_at_once`` tiles of inputs.
 
     That is a float32 scale, NaN if an input is not finite, so that the outputs are not either; and for int8 what all
     sums begin with, because the products are with weights that are 128 larger: int32, -128 times the sum of the inputs.

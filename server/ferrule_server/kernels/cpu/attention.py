@@ -174,7 +174,7 @@ def _attend_item(
 ) -> None:
     """Compute one KV head of one task; write the outputs of its rows, or the partials of its tiles.
 
-    The keys of each tile are brought near during the one before it; ``following`` is the item that comes next.
+    The keys of each tile are prefetched during the one before it; ``following`` is the item that comes next.
     """
     task, head = _task_of(layer, step, item), item % layer.num_kv_heads
     group = layer.num_queries_per_kv
@@ -344,7 +344,7 @@ def _weigh(
     num_next: int,
     next_keys: int,
 ) -> None:
-    """Write the weighted sum of V of each query, from a block on; meanwhile bring the keys of the next tile near."""
+    """Write the weighted sum of V of each query, from a block on; meanwhile prefetch the keys of the next tile."""
     for i in range(0, num_queries * plan.head_dim, LANES):
         store(sums + 4 * i, splat(np.float32(0)))
     for first in range(first_block * _BLOCK, num_tokens, _BLOCK):

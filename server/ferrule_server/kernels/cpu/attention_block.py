@@ -69,7 +69,7 @@ def _for_each_count(builder: Builder, count: Value, write_code: Callable[[int], 
 
 
 def _bring(builder: Builder, ahead: Value, place: Value, num_bytes: int) -> None:
-    """Write the code that brings memory near from a place behind an address on, unless the address is 0."""
+    """Write the code that prefetches memory from an offset after an address, unless the address is 0."""
     with builder.if_then(builder.icmp_signed("!=", ahead, ir.Constant(I64, 0)), likely=True):
         here = builder.add(ahead, place)
         for line in range(0, num_bytes, _LINE):
@@ -113,7 +113,7 @@ def score_block(
         keys: Address of [16, head_dim].
         scores: Address of float32 [num_queries, 16].
         score_bytes: From the scores of one query to the next.
-        ahead: Address of as much memory as the keys, to be brought near meanwhile; 0: of none.
+        ahead: Address of as much memory as the keys, prefetched meanwhile; 0: nothing is prefetched.
     """
     chosen: Plan = plan.plan
 
@@ -174,7 +174,7 @@ def weigh_block(
         values: Address of [16, head_dim].
         num_tokens: From 1 to 16.
         out: Address of float32 [num_queries, head_dim].
-        ahead: Address of as much memory as 16 values, to be brought near meanwhile; 0: of none.
+        ahead: Address of as much memory as 16 values, prefetched meanwhile; 0: nothing is prefetched.
     """
     chosen: Plan = plan.plan
 

@@ -1,7 +1,7 @@
 """The product of a few rows of inputs and 64 rows of a weight, some tiles at a time: what linear layers are made of.
 
 Weights are packed so that a group of 64 outputs is one stream in memory, read from its begin to its end, whatever its
-width: the processor brings such a stream near by itself. Every 16 outputs of a pair of inputs are what AVX512-BF16
+width: the processor prefetches such a stream automatically. Every 16 outputs of a pair of inputs are what AVX512-BF16
 loads, and every 16 outputs of 32 inputs are a tile of AMX::
 
     weight[64 g + n][2 p + i]  at  packed[g][p][n][i]       bfloat16, by pairs of inputs
@@ -91,7 +91,7 @@ def dot_group(
         scales: Address of the scale of the first row's inputs, float32, if weights are quantised; it lies in the row.
         out: Address of the sums, float32 [num_rows, 64].
         out_row_bytes: From one row of sums to the next.
-        ahead: Address of weights that are multiplied later, to be brought near meanwhile.
+        ahead: Address of weights that are multiplied later; they are prefetched meanwhile.
         num_lines: How many cache lines of them for each tile of inputs; a multiple of 32 unless weights are quantised.
     """
     chosen: Plan = plan.plan
@@ -156,7 +156,7 @@ class _Group:
         ahead: Value,
         num_lines: Value,
     ) -> None:
-        """Write the code; the builder is left behind it."""
+        """Write the code; the builder is positioned after it."""
         builder = self._builder
         lines = sweep_of_lines(builder, ahead, num_lines, num_tiles, (self._tiles[0], len(self._tiles)))
         rows = [builder.add(inputs, builder.mul(row_bytes, ir.Constant(I64, m))) for m in range(self._num_rows)]

@@ -8,9 +8,9 @@ multiplied in float32, in the order of the inputs.
 Weights are packed as streams of 64 outputs, like others (``dot``)::
 
     int8   [inputs / 4][64][4]                        bytes of a weight: inputs 0, 2, 1, 3
-           [64] float32                               behind them: one scale for each output
+           [64] float32                               then one scale for each output
     int4   [inputs / 32] of  [4][64][8]               two to a byte, low one first: inputs 0, 2, 4, 6, 1, 3, 5, 7
-                             [64] bfloat16            behind them: one scale for each output and 32 inputs
+                             [64] bfloat16            then one scale for each output and 32 inputs
 
 The order within a weight is that in which shifts of 16-bit lanes yield pairs of neighbours, which the processor
 multiplies with a pair of inputs and adds to one 32-bit lane (``vpdpwssd`` of AVX512-VNNI, ``vpmaddwd`` of AVX2).
@@ -74,7 +74,7 @@ def emit_quantised_product(
     ahead: Value,
     num_lines: Value,
 ) -> None:
-    """Write the code of ``dot.dot_group`` for a number of rows; the builder is left behind it."""
+    """Write the code of ``dot.dot_group`` for a number of rows; the builder is positioned after it."""
     at_once = _tiles_at_once(plan, num_rows)
     sweeps = _TILES // at_once
     num_lines = _ceil(builder, num_lines, sweeps)
@@ -204,7 +204,7 @@ class _Product:
         return loop(builder, ir.Constant(I64, self._pieces), sums, piece)
 
     def _bring(self, ahead: Value, lines: Value) -> None:
-        """Bring lines of later weights near."""
+        """Prefetch cache lines of later weights."""
         builder = self._builder
 
         def line(number: Value, _: list[Value]) -> list[Value]:

@@ -422,7 +422,7 @@ def tanh(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def prefetch(typing: Any, address: Any) -> Any:
-    """Bring the cache line of an address near; nothing happens if there is no memory at it."""
+    """Prefetch the cache line of an address; nothing happens if no memory is mapped there."""
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
         emit_prefetch(builder, args[0])
@@ -432,7 +432,7 @@ def prefetch(typing: Any, address: Any) -> Any:
 
 
 def emit_prefetch(builder: Builder, address: Value) -> None:
-    """Bring the cache line of an address near all caches, for reading."""
+    """Prefetch the cache line of an address into all caches, for reading."""
     kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     builder.call(function, [pointer(builder, address, I8), *(ir.Constant(I32, value) for value in (0, 2, 1))])

@@ -2,14 +2,14 @@
 
 A layer is cut into *units* of outputs, which the threads claim one by one, and its rows into blocks whose inputs stay
 in the L2 cache. The weights of a unit are read once, those of some inputs at a time, and multiplied with a few rows
-after the other, while the weights that come next are brought near::
+after the other, while the weights that come next are prefetched::
 
     unit          inputs 0-255    inputs 256-511   ...     the first weights of the unit that is claimed next
     rows 0-11     sums     ->     sums     ->
     rows 12-23    sums     ->     sums     ->              sums go to the function that finishes them
 
-The sums lie in the thread's scratch memory in between. Behind the thread's last unit come the weights that it will
-multiply first in the next layer, which it goes on to bring near while it waits for other threads.
+Between two blocks of inputs the sums lie in the thread's scratch memory. During its last unit a thread prefetches the
+weights that it multiplies first in the next layer, and it continues while it waits at the barrier.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def linear(
 ) -> int:
     """Run this thread's part of one linear layer of a kind: multiply and finish the units that it claims.
 
-    ``ahead`` is the address of what the thread reads after this stage, to be brought near with the last unit.
+    ``ahead`` is the address of what the thread reads after this stage; it is prefetched during the last unit.
     """
     model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
     weight, num_units, groups_at_once, num_tiles = _weight_of(plan, model, layer, kind)
@@ -208,7 +208,7 @@ def rows_of_part(plan: Plan, num_rows: int, num_parts: int) -> int:
 
 @kernel
 def lines_of_part(plan: Plan, num_parts: int) -> int:
-    """Return how many cache lines of later weights each part of the rows brings near, for each tile of inputs."""
+    """Return how many cache lines of later weights each part of the rows prefetches, for each tile of inputs."""
     lines = (plan.tile_bytes // 64 + num_parts - 1) // num_parts
     return lines if plan.is_quantised else max(32, lines // 32 * 32)
 

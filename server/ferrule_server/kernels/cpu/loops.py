@@ -17,7 +17,7 @@ def loop(
     """Write a loop of at least one round that carries values in registers, and return what they are after it.
 
     Args:
-        builder: Left behind the loop.
+        builder: It is positioned after the loop on return.
         count: int64, rounds.
         values: Before the first round.
         body: Writes one round; gets its number and the values, and returns the next values.

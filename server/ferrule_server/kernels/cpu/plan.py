@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def group_end_bytes(self) -> int:
-        """Bytes behind the last tile of 64 outputs."""
+        """Bytes after the last tile of 64 outputs."""
         return self.kind.group_end_bytes
 
     @property

@@ -95,7 +95,7 @@ MODEL: Final = _record(
     input_size               values that each layer reads of it
     head_dim                 of the widest heads
     rotations                float32 [num_rotations, 2, head_dim / 2]: radians per position; what multiplies the cosine
-                             and sine of each pair; zeros behind the pairs of narrower heads
+                             and sine of each pair; zeros after the pairs of narrower heads
     has_layer_norm           norms of the residual stream subtract the mean
     has_norm_after           what attention and feed-forward part return is normed before it is added
     has_row_norm             all query heads of a row are normed together, and all key heads

@@ -8,17 +8,20 @@
     activate     |       units: gate and up, silu(gate) * up
     add          |       units: the last layer, added to the residual stream
     norm       ------    rows: norm of the next layer; after the last one, of the output rows
-    head                 units of logits, then rows: what the threads have kept is merged
+    head                 units of logits, then rows: the results of the threads are merged
 
-Every line ends at a barrier. If weights are quantised, the norms write integers, and so do two more lines, over rows,
-behind attention and behind the activation. If all heads of a row are normed together, that is a line behind ``project``
-of its own. If what is added is normed first, ``add`` writes it beside the residual stream, and ``norm`` adds it. If
-attention and feed-forward part read the same rows, the first ``norm`` is left out. If there is a second embedding, a
-step begins with what the layers read of it (rows, units of the projection), and each layer ends with adding that (rows,
-units of the gate, units of the projection).
+Every line is a stage that ends at a barrier. Some models change the list:
 
-Threads claim units; rows are shared out evenly. Nothing that a thread computes depends on which thread it is. The first
-unit of a thread is fixed, so that it can bring the weights near while it waits for the others.
+* Quantised weights: the norms write integers, and two more stages over rows quantise the outputs of attention and of
+  the activation.
+* All heads of a row normed together: a stage over rows after ``project``.
+* A norm of what is added: ``add`` writes its output beside the residual stream, and ``norm`` adds it.
+* Attention and feed-forward part in parallel: both read the same rows, and the first ``norm`` is left out.
+* A second embedding: the step begins by preparing what the layers read of it (rows, units of the projection), and each
+  layer ends by adding it (rows, units of the gate, units of the projection).
+
+Threads claim units; rows are shared out evenly. The results do not depend on which thread computes them. The first unit
+of a thread is fixed, so that it can prefetch its weights while it waits at the barrier.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ def num_stages(num_layers: int) -> int:
 
 @intrinsic
 def _call(typing, kernel, model, layer, step, sync, thread, stage, kind, ahead):  # type: ignore[no-untyped-def]
-    """Call the machine code of a kernel; its plan is nothing at run time."""
+    """Call the machine code of a kernel; a plan has no value at run time."""
 
     def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
         function = ir.FunctionType(I64, [I8.as_pointer(), *[I64] * 8])
@@ -120,7 +123,7 @@ def _run(plan: Plan, model_address: int, step_address: int, sync: int, thread: i
 @kernel
 def _run_stages(plan: Plan, model_address: int, step_address: int, sync: int, thread: int) -> bool:
     model, step = model_at(model_address), step_at(step_address)
-    has_outputs = step.num_outputs > 0  # behind the last barrier the step may already be the next one
+    has_outputs = step.num_outputs > 0  # after the last barrier the record may already hold the next step
     if step.is_head_only:
         return _run_head(plan, model_address, step_address, sync, thread)
     _embed(plan, model, step, thread)
@@ -150,7 +153,7 @@ def _embed(plan: Plan, model: Record, step: Record, thread: int) -> None:
 
 @kernel
 def _embed_inputs(plan: Plan, model_address: int, step_address: int, sync: int, thread: int) -> bool:
-    """Run one thread's part of what layers read of the second embedding; return False if the step was aborted."""
+    """Prepare one thread's part of the second embedding for all layers; return False if the step was aborted."""
     model, step = model_at(model_address), step_at(step_address)
     first, stage = layer_at(model.layers), model.num_layers * _STAGES_PER_LAYER + 1
     _norm(plan, model, step, 0, 0, thread)
@@ -193,7 +196,7 @@ def _norm_row(plan: Plan, model: Record, step: Record, row: int, weight: int, bi
 
 @kernel
 def _add_normed(model: Record, step: Record, weight: int, factor: np.float32, thread: int) -> None:
-    """Add the norm of what a part of a layer has returned to this thread's rows; without a weight it is added."""
+    """Add the norm of the output of a part of a layer to this thread's rows; without a weight it is there already."""
     if weight == 0:
         return
     begin, end = share(step.num_rows, step.num_threads, thread)

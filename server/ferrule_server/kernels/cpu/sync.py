@@ -171,7 +171,7 @@ def reset(sync: int, num_stages: int, num_threads: int) -> None:
 def barrier(sync: int, num_threads: int, ahead: int) -> bool:
     """Wait until all threads of the step have come; return False if the step was aborted.
 
-    Meanwhile memory from the address ``ahead`` on is brought near, unless it is 0: a thread that waits for another one
+    Meanwhile memory from the address ``ahead`` on is prefetched, unless it is 0: a thread that waits for another one
     leaves the memory to it, but threads that all wait for each other would leave it idle.
 
     The last thread to come lets the others go by changing the generation, which never returns to an old value. So a

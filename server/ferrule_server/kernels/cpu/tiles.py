@@ -91,7 +91,7 @@ def end_tiles(typing: Any, plan: Any) -> Any:
 def sweep_of_lines(
     builder: Builder, ahead: Value, num_lines: Value, num_tiles: Value, tiles: tuple[int, int]
 ) -> Callable[[Value, Value, int], None]:
-    """Return what writes the code that brings lines near during one of the sweeps over the tiles of a group.
+    """Return what writes the code that prefetches cache lines during one of the sweeps over the tiles of a group.
 
     Args:
         builder: Writes the code.
@@ -136,7 +136,7 @@ def emit_tile_product(
     ahead: Value,
     num_lines: Value,
 ) -> None:
-    """Write the code of ``dot.dot_group`` for up to 16 or up to 32 rows; the builder is left behind it."""
+    """Write the code of ``dot.dot_group`` for up to 16 or up to 32 rows; the builder is positioned after it."""
     halves = [0] if num_rows <= TILE_ROWS else [0, 1]
     at_once = _GROUP_TILES // len(halves)
     for first in range(0, _GROUP_TILES, at_once):

@@ -159,7 +159,7 @@ def linear(
         count = min(block_rows, num_rows - row)
         _clear(sums, count * sum_bytes)
         here = weight + unit * groups_at_once * group_bytes
-        behind = ahead if following >= num_items else weight + following % num_units * groups_at_once * group_bytes
+        upcoming = ahead if following >= num_items else weight + following % num_units * groups_at_once * group_bytes
         for group in range(groups_at_once):
             _multiply(
                 plan,
@@ -170,7 +170,7 @@ def linear(
                 input_bytes,
                 sums + 4 * GROUP * group,
                 sum_bytes,
-                behind if group + 1 == groups_at_once else here + (group + 1) * group_bytes,
+                upcoming if group + 1 == groups_at_once else here + (group + 1) * group_bytes,
             )
             if plan.group_end_bytes:
                 scales = here + (group + 1) * group_bytes - plan.group_end_bytes

@@ -23,7 +23,7 @@ def loop(
         body: Writes one round; gets its number and the values, and returns the next values.
     """
     before = builder.block
-    inside, behind = builder.append_basic_block("loop"), builder.append_basic_block("behind")
+    inside, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
     builder.branch(inside)
     builder.position_at_end(inside)
     number = builder.phi(I64)
@@ -37,6 +37,6 @@ def loop(
     number.add_incoming(following, last)
     for phi, value in zip(carried, results, strict=True):
         phi.add_incoming(value, last)
-    builder.cbranch(builder.icmp_signed("<", following, count), inside, behind)
-    builder.position_at_end(behind)
+    builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
+    builder.position_at_end(after)
     return results

@@ -345,6 +345,15 @@ def test_cohorts_of_two_principals_that_fit_together_share_a_step() -> None:
     assert len(shared) >= 0.9 * len(simulation.steps)
 
 
+def test_a_cohort_beside_prompts_of_others_is_whole() -> None:
+    """Nobody else decodes: decodes and a chunk are one step, though another principal floods with prompts."""
+    simulation = Simulation(Client("a", [*([1] * 100), 100], away_s=0.0), Client("b", [300], is_cohort=False))
+    simulation.run(5.0)
+    assert {step["a"] for step in simulation.steps} == {0, 200}
+    assert sum(step["a"] > 0 for step in simulation.steps) >= 50
+    assert sum(step["b"] for step in simulation.steps) >= 5000
+
+
 def test_principals_with_as_many_decodes_as_each_other_share_their_steps() -> None:
     """Their rows are cheaper together: nobody waits for somebody who has had as much."""
     simulation = Simulation(*(Client(name, [1] * 64) for name in ("a", "b")))

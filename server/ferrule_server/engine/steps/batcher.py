@@ -104,7 +104,9 @@ class Batcher:
             self._has_left_out = False
         if prefills:
             chunks += self._plan_prefills(prefills, chunks, now_ns)
-        return self._costs.fit(chunks) if self._is_shared else chunks
+        if not self._is_shared:
+            return chunks
+        return self._costs.fit(chunks, exempt=None if len(self._decoders) > 1 else next(iter(self._decoders)))
 
     def learn(self, chunks: Sequence[Chunk], elapsed_ns: int) -> None:
         """Learn from a step of these chunks, which took ``elapsed_ns``."""

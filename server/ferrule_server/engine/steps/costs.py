@@ -77,9 +77,15 @@ class Costs:
         self.base_s = 0.0
         self._prices: dict[_Key, _Price] = {}
 
-    def fit(self, chunks: list[Chunk]) -> list[Chunk]:
-        """Leave out the rows beyond the part of each principal; cuts are between the rows of prefills."""
-        priced = [(chunk, chunk.run.job.principal, self._price(_key(chunk))) for chunk in chunks]
+    def fit(self, chunks: list[Chunk], exempt: str | None) -> list[Chunk]:
+        """Leave out the rows beyond the part of each principal; cuts are between the rows of prefills.
+
+        Args:
+            chunks: Changed where rows are left out.
+            exempt: The principal that is not limited, because no other one decodes.
+        """
+        principals = ((chunk, chunk.run.job.principal) for chunk in chunks)
+        priced = [(chunk, name, self._price(_key(chunk))) for chunk, name in principals if name != exempt]
         wanted: dict[str, float] = {}
         for chunk, principal, price in priced:
             wanted[principal] = wanted.get(principal, 0.0) + price.row_s * chunk.num_rows
@@ -114,8 +120,8 @@ class Costs:
         self.base_s += _FORGETTING * added_s
         self._correct(num_rows, added_s)
         estimates = {key: self._price(key).row_s * count for key, count in num_rows.items()}
-        principals = {principal for principal, _ in estimates}
-        costs = dict.fromkeys(principals, (step_s - added_s) / len(principals))
+        costs = dict.fromkeys((principal for principal, _ in estimates), 0.0)
+        costs = dict.fromkeys(costs, (step_s - added_s) / len(costs))
         for (principal, _), estimate in estimates.items():
             costs[principal] += added_s * estimate / sum(estimates.values())
         return costs

@@ -57,8 +57,9 @@ class Debts:
 
     def charge(self, costs: Mapping[str, float], began: float, base_s: float) -> None:
         """Charge principals for a step that began then, each with its seconds; the shortest step has ``base_s``."""
-        for name, cost_s in costs.items():
-            used = self._of(name)
+        entries = {name: self._of(name) for name in costs}  # all of them before anybody is charged
+        for name, used in entries.items():
+            cost_s = costs[name]
             used.seconds += cost_s
             used.began = began
             if cost_s > _LONG * base_s:

@@ -389,9 +389,10 @@ def test_an_append_that_cannot_be_cut_runs_though_its_rows_are_dear() -> None:
     many = [Client(name, [1] * 8) for name in names]
     simulation = Simulation(calm := decoder(), *many, row_s=dict.fromkeys(names, 0.011))
     simulation.run(20.0)
-    assert max(sum(step.values()) for step in simulation.steps[150:]) <= 4
+    assert max(sum(step.values()) for step in simulation.steps[200:]) <= 4
     assert all(sum(step[name] for step in simulation.steps) >= 20 for name in names)
     assert max(calm.latencies_s[-50:]) <= LONGEST_S + 0.011 + 2 * STEP_S
+    assert len(calm.latencies_s) / 20.0 >= 2 / 31 * alone_per_s()
 
 
 def test_a_row_that_is_dear_has_a_step_of_its_own() -> None:

@@ -106,6 +106,7 @@ class Batcher:
             chunks += self._plan_prefills(prefills, chunks, now_ns)
         if not self._is_shared:
             return chunks
+        chunks.sort(key=lambda chunk: self._debts.seconds_of(chunk.run.job.principal))
         return self._costs.fit(chunks, exempt=None if len(self._decoders) > 1 else next(iter(self._decoders)))
 
     def learn(self, chunks: Sequence[Chunk], elapsed_ns: int) -> None:

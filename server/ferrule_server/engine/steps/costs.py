@@ -35,7 +35,7 @@ _MAX_RISE: Final = 8.0
 """Most by which one step multiplies a price: one slow step (a page fault, another process) says little."""
 _FALL: Final = 0.25
 """Part of an error that is corrected downwards: prices err towards short steps."""
-_FORGETTING: Final = 1 / 256
+_FORGETTING: Final = 1 / 4096
 """How fast the shortest step is forgotten."""
 
 Kind = tuple[bool, ...]
@@ -81,7 +81,7 @@ class Costs:
         """Leave out the rows beyond the part of each principal; cuts are between the rows of prefills.
 
         Args:
-            chunks: Changed where rows are left out.
+            chunks: Changed where rows are left out; those of the principal that has had least come first.
             exempt: The principal that is not limited, because no other one decodes.
         """
         principals = ((chunk, chunk.run.job.principal) for chunk in chunks)

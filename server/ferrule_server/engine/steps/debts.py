@@ -55,6 +55,10 @@ class Debts:
         """Return whether somebody has taken a long step and may still be ahead."""
         return any(used.long_s for used in self._used.values())
 
+    def seconds_of(self, principal: str) -> float:
+        """Return how many seconds a principal has had; one that is new begins with the least."""
+        return self._of(principal).seconds
+
     def charge(self, costs: Mapping[str, float], began: float, base_s: float) -> None:
         """Charge principals for a step that began then, each with its seconds; the shortest step has ``base_s``."""
         entries = {name: self._of(name) for name in costs}  # all of them before anybody is charged

@@ -56,8 +56,8 @@ def add_norm(
     ptx.grid_launch_dependents()
     ptx.grid_wait()
     row = i32(ptx.cta_id())
-    # Two sets of sums in turn: a thread that overwrites one has passed the barrier of the row between, which comes
-    # after the last read of it.
+    # Two sets of sums in turn: who writes one again has passed the barrier of the row between, and that comes after
+    # the last read of it.
     base = i32(0)
     while row < num_rows:
         chunks = registers(1, X)

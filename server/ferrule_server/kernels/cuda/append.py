@@ -31,7 +31,7 @@ ROWS = 16
 FRAGMENT_WORDS = (0, 8, 512, 520)
 """Where the four words of 16 bytes of a row lie: two per mma step, the other row of the lane between them."""
 NEW_PAD = 16
-"""Bytes after each new K and V in shared memory: spread what a quarter of a warp reads over the banks."""
+"""Bytes behind each new K and V in shared memory: spread what a quarter of a warp reads over the banks."""
 
 # Shared memory of attention, by head_dim: Q; K and V of the new tokens; the folded sums of the segment and of those
 # before it, then their maxima and sums of weights; the flag of the ticket; results of the warps, their maxima and sums.

@@ -7,7 +7,7 @@ Both products run on ``mma.sync`` m16n8k16, and nothing changes lanes between th
   of token ``8 i + 2 t + e`` and query row ``8 n + g``.
 * ``O^T = V^T P^T``, 8 query rows as the columns. What a lane has in ``x``, packed to bf16, is its part of P^T.
   ``v[i, h]`` is the 16 bytes at dims ``64 h + 8 g`` of tokens 2t, 2t+1, 2t+8, 2t+9; byte permutes pair the tokens, so
-  that row g of product m is dim ``8 g + 2 m`` and row ``g + 8`` the dim after it. ``acc[n, h, m]`` holds these two
+  that row g of product m is dim ``8 g + 2 m`` and row ``g + 8`` the dim behind it. ``acc[n, h, m]`` holds these two
   dims, each for query rows ``8 n + 2 t`` and ``+ 1``: a lane ends up with 8 neighbouring dims of its query rows.
 
 Query rows from 8 on (n = 1) have a softmax and a second product of their own, which tiles of up to 8 rows skip.

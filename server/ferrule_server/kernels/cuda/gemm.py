@@ -1,4 +1,4 @@
-"""Matrix times 3 to 64 vectors on tensor cores, with residual, SwiGLU or float32 logits after it.
+"""Matrix times 3 to 64 vectors on tensor cores, with residual, SwiGLU or float32 logits behind it.
 
 Maths: ``y[m, n] = sum_k x[m, k] * weight[n, k]`` with float32 sums, then the epilogue. The 16 rows of an ``m16n8k16``
 are rows of the weight and its 8 columns are tokens, so that tokens are padded to 8 and no further.

@@ -1,4 +1,4 @@
-"""Matrix times one or two vectors on CUDA cores, RMSNorm in front of it, residual or SwiGLU after it.
+"""Matrix times one or two vectors on CUDA cores, RMSNorm in front of it, residual or SwiGLU behind it.
 
 Maths: ``y[m, n] = sum_k bf16(rms_norm(x)[m, k]) * weight[n, k]`` with float32 sums, then the epilogue. A warp owns R
 rows of the weight at a time and reads them in tiles of U chunks of every row, 16 bytes per lane and chunk. The vectors

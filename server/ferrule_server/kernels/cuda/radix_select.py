@@ -37,7 +37,7 @@ PROBABILITY_BITS = 62
 LOWEST = -3.4028234663852886e38
 ALL_IDS = (1 << ID_BITS) - 1
 LOWEST_RANK = (0xFF7FFFFF << ID_BITS) | ALL_IDS
-"""Rank of the lowest float32: what ranks after it is -inf."""
+"""Of the lowest float32: what ranks behind is -inf."""
 RANK_BITS = 32 + ID_BITS
 RANGE = 64
 """Logits below the largest one that have bins of their own."""

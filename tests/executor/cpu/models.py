@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from ferrule_server.executor.cpu.workers import Workers
 from ferrule_server.kernels.cpu.compiled import Kernels, compile_kernels, usable_cache
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import target_features
+from ferrule_server.kernels.cpu.sync import _IS_ABORTED
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.tensors import ModelWeights
@@ -167,10 +169,12 @@ def lose_a_thread(executor: NumbaCpuExecutor) -> None:
     workers.close()
     run = workers._run
 
-    def fail_in_helpers(sync: int, thread: int) -> int:
+    def fail_in_helpers(thread: int) -> int:
         if thread:
             time.sleep(0.05)
             raise RuntimeError("a thread failed")
-        return run(sync, thread)
+        return run(thread)
 
-    executor._workers = Workers(fail_in_helpers, 2, 128)
+    sync = workers._sync
+    ctypes.c_int64.from_address(sync.address + _IS_ABORTED).value = 0  # closing has aborted it
+    executor._workers = Workers(fail_in_helpers, 2, sync)

@@ -44,18 +44,19 @@ def test_a_thread_that_fails_during_a_step_ends_it_within_a_second(caplog: pytes
     """The caller waits at a barrier of the kernels, and leaves it."""
     caplog.set_level(logging.CRITICAL)
     waits: list[float] = []
+    sync = SyncBlock(1)
 
-    def run(sync: int, thread: int) -> int:
+    def run(thread: int) -> int:
         if thread:
             time.sleep(0.2)
             raise SystemExit
         begun = time.monotonic()
-        while not SyncBlock.is_aborted_at(sync):
+        while not SyncBlock.is_aborted_at(sync.address):
             time.sleep(0.001)
         waits.append(time.monotonic() - begun)
         return 0
 
-    workers = Workers(run, 3, 1)
+    workers = Workers(run, 3, sync)
     with pytest.raises(StepAborted):
         workers.run_step()
     assert waits
@@ -71,22 +72,23 @@ def test_a_block_that_was_aborted_says_so_itself(
     """A thread that has aborted the step may live for a while; the next step is refused all the same, and not begun."""
     caplog.set_level(logging.CRITICAL)
     abort, num_begun, may_end = SyncBlock.abort, [0], threading.Event()
+    sync = SyncBlock(1)
 
     def abort_and_linger(block: SyncBlock, num_threads: int) -> None:
         abort(block, num_threads)
         if threading.current_thread() is not threading.main_thread():
             may_end.wait(10)
 
-    def run(sync: int, thread: int) -> int:
+    def run(thread: int) -> int:
         if thread:
             raise SystemExit
         num_begun[0] += 1
-        while not SyncBlock.is_aborted_at(sync):
+        while not SyncBlock.is_aborted_at(sync.address):
             time.sleep(0.001)
         return 0
 
     monkeypatch.setattr(SyncBlock, "abort", abort_and_linger)
-    workers = Workers(run, 2, 1)
+    workers = Workers(run, 2, sync)
     with pytest.raises(StepAborted):
         workers.run_step()
     begun_before = num_begun[0]
@@ -102,17 +104,18 @@ def test_a_block_that_was_aborted_says_so_itself(
 def test_a_caller_that_leaves_a_step_ends_it_for_all() -> None:
     """The other threads would wait at a barrier of that step for good, or take part in the next one."""
     left = queue.SimpleQueue[bool]()
+    sync = SyncBlock(1)
 
-    def run(sync: int, thread: int) -> int:
+    def run(thread: int) -> int:
         if not thread:
             raise KeyboardInterrupt
         give_up = time.monotonic() + 5
-        while not SyncBlock.is_aborted_at(sync) and time.monotonic() < give_up:
+        while not SyncBlock.is_aborted_at(sync.address) and time.monotonic() < give_up:
             time.sleep(0.001)
-        left.put(SyncBlock.is_aborted_at(sync))
+        left.put(SyncBlock.is_aborted_at(sync.address))
         return 0
 
-    workers = Workers(run, 2, 1)
+    workers = Workers(run, 2, sync)
     with pytest.raises(KeyboardInterrupt):
         workers.run_step()
     assert left.get(timeout=10)
@@ -136,14 +139,15 @@ def test_only_threads_that_compute_alone_are_nice(is_refused: bool, monkeypatch:
     if is_refused:
         monkeypatch.setattr(os, "nice", Mock(side_effect=PermissionError))
     found: queue.SimpleQueue[int] = queue.SimpleQueue()
+    sync = SyncBlock(1)
 
-    def run(_: int, thread: int) -> int:
+    def run(thread: int) -> int:
         if thread:
             found.put(os.getpriority(os.PRIO_PROCESS, 0))
         return 1
 
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    workers = Workers(run, 3, 1)
+    workers = Workers(run, 3, sync)
     wanted = before if is_refused else min(19, before + _NICENESS)
     assert [found.get(timeout=10) for _ in range(2)] == [wanted] * 2
     assert os.getpriority(os.PRIO_PROCESS, 0) == before

@@ -30,9 +30,9 @@ def product(  # noqa: PLR0917
 
 KERNELS: dict[str, tuple[Any, int]] = {
     "product": (product, 7),
-    "linear": (linear, 8),
-    "attend": (attend, 8),
-    "work": (work, 4),
+    "linear": (linear, 2),
+    "attend": (attend, 2),
+    "work": (work, 1),
 }
 
 

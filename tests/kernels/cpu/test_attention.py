@@ -14,12 +14,11 @@ import torch
 from numba import njit
 
 from ferrule_server.executor.base import StepBatch
-from ferrule_server.executor.cpu.records import StepMemory
+from ferrule_server.executor.cpu.memory import StepMemory
 from ferrule_server.executor.cpu.tasks import TaskPlanner
 from ferrule_server.kernels import reference
-from ferrule_server.kernels.cpu.linear import ATTEND
 from ferrule_server.kernels.cpu.plan import Plan
-from ferrule_server.kernels.cpu.records import LAYER, MODEL
+from ferrule_server.kernels.cpu.records import LAYER, MODEL, STAGE, THREAD
 from ferrule_server.kernels.cpu.sync import SyncBlock, reset
 from ferrule_server.model.config import ModelConfig
 from tests.configs import uniform_config
@@ -30,7 +29,7 @@ FAST = KERNEL_SETS[1] if HAS_AVX512_BF16 else KERNEL_SETS[0]
 """The instructions of this processor, as far as attention has forms for them."""
 
 
-_STAGE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 8)
+_KERNEL = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
 
 
 @njit
@@ -42,7 +41,7 @@ def _reset(sync):  # type: ignore[no-untyped-def]
 def stages_of(plan: Plan) -> list[Callable[..., int]]:
     """Return ``attend`` and ``merge`` as a server calls them; their machine code is shared with other tests."""
     kernels = kernels_of(plan, frozenset())
-    return [_STAGE(address) for address in kernels.attention[plan.head_dim]]
+    return [_KERNEL(address) for address in kernels.attention[plan.head_dim]]
 
 
 @dataclass
@@ -120,8 +119,12 @@ def run(
     layer["pool_offset"] = pool.stride(1) * pool.itemsize
     sync = SyncBlock(2)
     _reset(sync.address)
-    for number, stage in enumerate(stages_of(plan)):
-        stage(None, model.ctypes.data, layer.ctypes.data, memory.address, sync.address, 0, number, ATTEND, 0)
+    thread, stage = np.zeros(1, THREAD), np.zeros(1, STAGE)
+    thread["model"], thread["step"], thread["sync"] = model.ctypes.data, memory.address, sync.address
+    stage["layer"] = layer.ctypes.data
+    for number, kernel in enumerate(stages_of(plan)):
+        stage["claim"] = number
+        kernel(None, thread.ctypes.data, stage.ctypes.data)
     width = config.num_heads * config.head_dim
     return memory.attended[: len(queries), :width].float().view(queries.shape)
 

@@ -27,8 +27,9 @@ from ferrule_server.executor.base import (
 )
 from ferrule_server.executor.block_pool import BlockPool, bytes_per_block
 from ferrule_server.executor.cpu.crowding import ThreadCount
+from ferrule_server.executor.cpu.memory import StepMemory
 from ferrule_server.executor.cpu.outputs import ask, read_outputs
-from ferrule_server.executor.cpu.records import ModelRecord, StepMemory
+from ferrule_server.executor.cpu.records import ModelRecord, ThreadRecords
 from ferrule_server.executor.cpu.tasks import TaskPlanner
 from ferrule_server.executor.cpu.weights import Packer
 from ferrule_server.executor.cpu.workers import StepAborted, Workers
@@ -37,6 +38,7 @@ from ferrule_server.executor.torch import check_settings, describe
 from ferrule_server.kernels.cpu.compiled import Kernels, compile_kernels, usable_cache
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.processor import kernel_set_id
+from ferrule_server.kernels.cpu.sync import SyncBlock
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.weights import LoadedModel
 
@@ -148,13 +150,14 @@ class NumbaCpuExecutor:
             options.num_threads,
             self._memory.num_partials,
         )
-        record = ModelRecord(config, self._packed, self._pool.tensors, kernels)
-        step_address = self._memory.address
+        record = ModelRecord(config, self._packed, self._pool.tensors, kernels, self._memory)
+        sync = SyncBlock(record.num_claims)
+        threads = ThreadRecords(record, self._memory, sync, options.num_threads)
 
-        def run(sync: int, thread: int) -> int:
-            return kernels.work(None, record.address, step_address, sync, thread)
+        def run(thread: int) -> int:
+            return kernels.work(None, threads.addresses[thread])
 
-        self._workers = Workers(run, options.num_threads, record.num_stages)
+        self._workers = Workers(run, options.num_threads, sync)
         self._threads = ThreadCount(options.num_threads)
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ferrule_server.executor.base import Float32Array, Int32Array, OutputSpec, RowOutput
-from ferrule_server.executor.cpu.records import StepMemory
+from ferrule_server.executor.cpu.memory import StepMemory
 from ferrule_server.executor.sampling.distributions import Choice
 from ferrule_server.executor.sampling.ranking import ranked_largest
 from ferrule_server.executor.sampling.selection import (

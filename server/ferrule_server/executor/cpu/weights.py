@@ -41,14 +41,12 @@ class HeadUnits:
         heads: Those of a unit.
         groups: Groups of 64 rows of a unit.
         stride: Rows from one head of a unit to the next.
-        count: Units.
     """
 
     num_heads: int
     heads: int
     groups: int
     stride: int
-    count: int
 
     @staticmethod
     def of(config: ModelConfig, kind: LayerKind) -> HeadUnits:
@@ -57,9 +55,9 @@ class HeadUnits:
         num_heads, width = config.num_heads + num_kv, kind.head_dim
         if GROUP % width == 0:
             heads = GROUP // width
-            return HeadUnits(num_heads, heads, 1, width, -(-num_heads // heads))
+            return HeadUnits(num_heads, heads, 1, width)
         groups = -(-width // GROUP)
-        return HeadUnits(num_heads, 1, groups, groups * GROUP, num_heads)
+        return HeadUnits(num_heads, 1, groups, groups * GROUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +66,12 @@ class PackedMatrix:
 
     Attributes:
         kind: How it is packed.
+        num_inputs: Of a row.
         data: uint8.
     """
 
     kind: MatrixKind
+    num_inputs: int
     data: Tensor
 
 
@@ -179,7 +179,8 @@ class Packer:
 
     def _finish(self, spec: TensorSpec, values: Tensor) -> Tensor | PackedMatrix:
         if spec.is_linear:
-            return PackedMatrix(kind_of(self._plan, spec), values)
+            assert spec.inputs is not None
+            return PackedMatrix(kind_of(self._plan, spec), spec.inputs, values)
         if spec.part.kind == "embedding":
             return values
         return (in_units(self._config, spec, values) if spec.part.kind == "bias" else values).float().contiguous()

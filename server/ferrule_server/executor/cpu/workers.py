@@ -33,15 +33,15 @@ class Workers:
     Invariant: between two steps all threads but the caller's are parked or on their way there.
 
     Args:
-        run: Called with the address of the sync block and the number of a thread. Thread 0 runs one step and returns
-            whether it was completed; any other returns when the block is aborted.
+        run: Called with the number of a thread. Thread 0 runs one step and returns whether it was completed; any other
+            returns when the block is aborted.
         num_threads: Threads of a step, the caller's included.
-        num_stages: The most stages of a step.
+        sync: The sync block at which they meet.
     """
 
-    def __init__(self, run: Callable[[int, int], int], num_threads: int, num_stages: int) -> None:
+    def __init__(self, run: Callable[[int], int], num_threads: int, sync: SyncBlock) -> None:
         self._run = run
-        self._sync = SyncBlock(num_stages)
+        self._sync = sync
         self._threads = [
             Thread(target=self._help, args=(number,), name=f"step-{number}", daemon=True)
             for number in range(1, num_threads)
@@ -61,7 +61,7 @@ class Workers:
             raise StepAborted("a thread of an earlier step has ended")
         is_complete = 0
         try:
-            is_complete = self._run(self._sync.address, 0)
+            is_complete = self._run(0)
         finally:
             if not is_complete:  # an exception too: the others wait for this thread in the middle of a step
                 self._abort()
@@ -78,7 +78,7 @@ class Workers:
     def _help(self, number: int) -> None:
         try:
             _be_nice()
-            self._run(self._sync.address, number)
+            self._run(number)
         except BaseException:  # noqa: BLE001 - the other threads must not wait for this one, whatever ended it
             _log.exception("event=step_thread_failed thread=%d", number)
         finally:

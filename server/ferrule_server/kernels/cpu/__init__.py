@@ -1,8 +1,11 @@
 """Kernels of processors: a whole decoder step as machine code that Numba compiles at start, run by several threads.
 
 pack.py             weights as the kernels read them, quantised on the way
-step.py             the step: its stages, and the barriers between them
+step.py             the step: its stages in order, and the barriers between them
+kinds.py            the kinds of stages
+rows.py             stages that are shared out by rows
 linear.py           linear layers, with what follows each of them
+heads.py            heads that have been projected: norm, rotation, and the pool
 dot.py              the product of a few rows and 64 outputs, for each set of instructions
 tiles.py            the same product with the tiles of AMX
 dot_quantised.py    the same product of quantised weights, in integers
@@ -13,7 +16,7 @@ activations.py      embedding, norms, rotation, and how inputs of linear layers 
 lanes.py            16 float32 lanes as a type of Numba
 scalars.py          single numbers in memory
 loops.py            loops of LLVM code
-records.py          the records that kernels read: model, layer, step
+records.py          the records that kernels read: thread, stage, layer, model, step
 plan.py             what is constant in compiled code: instructions and sizes
 sync.py             barrier, claims of work, parking
 compiled.py         machine code of a plan, kept on disk

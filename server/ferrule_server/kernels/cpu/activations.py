@@ -30,16 +30,24 @@ from ferrule_server.kernels.cpu.lanes import (
     tanh,
 )
 from ferrule_server.kernels.cpu.plan import Plan
-from ferrule_server.kernels.cpu.scalars import read_bfloat16, read_float32, read_int8, write_float32, write_int32
+from ferrule_server.kernels.cpu.scalars import (
+    read_bfloat16,
+    read_float32,
+    read_int8,
+    read_int32,
+    write_float32,
+    write_int32,
+)
 
 __all__ = [
     "SCALE_BYTES",
     "add_normed",
+    "copy_values",
     "embed_row",
-    "finish_input",
     "head_scale",
     "layer_norm_row",
     "load_element",
+    "mix_inputs",
     "norm_head",
     "norm_row",
     "quantise_row",
@@ -71,6 +79,13 @@ def load_element(plan: Plan, base: int, index: int) -> Lanes:
     if plan.is_bfloat16:
         return load_bfloat16(base + 2 * index)
     return load(base + 4 * index)
+
+
+@kernel
+def copy_values(source: int, size: int, target: int) -> None:
+    """Copy float32 values; ``size`` is a multiple of 16."""
+    for i in range(0, size, LANES):
+        store(target + 4 * i, load(source + 4 * i))
 
 
 @kernel
@@ -200,15 +215,18 @@ def embed_row(plan: Plan, model: Record, token_id: int, out: int) -> None:
 
 
 @kernel
-def finish_input(plan: Plan, model: Record, token_id: int, layer: int, out: int) -> None:
-    """Norm what a layer reads of the embedding of a token, float32 [input_size], and add the second embedding."""
-    size = model.input_size
-    scale_row(out, size, model.projection_scale)
-    norm_head(out, model.input_norm, size, model.norm_eps)
-    begin, factor, half = (token_id * model.num_layers + layer) * size, splat(model.input_scale), splat(_ROOT_HALF)
-    for i in range(0, size, LANES):
-        own = multiply(load_element(plan, model.input_embedding, begin + i), factor)
-        store(out + 4 * i, multiply(add(load(out + 4 * i), own), half))
+def mix_inputs(plan: Plan, model: Record, step: Record, stage: Record, row: int) -> None:
+    """Norm what each layer reads of the embedding of a row, float32 [input_size], and add the second embedding."""
+    size, half, factor = model.input_size, splat(_ROOT_HALF), splat(model.input_scale)
+    token_id = read_int32(step.token_ids + 4 * row)
+    for layer in range(model.num_layers):
+        out = step.inputs + 4 * (row * model.num_layers + layer) * size
+        scale_row(out, size, stage.factor)
+        norm_head(out, stage.weight, size, model.norm_eps)
+        begin = (token_id * model.num_layers + layer) * size
+        for i in range(0, size, LANES):
+            own = multiply(load_element(plan, model.input_embedding, begin + i), factor)
+            store(out + 4 * i, multiply(add(load(out + 4 * i), own), half))
 
 
 @kernel

@@ -37,7 +37,7 @@ from ferrule_server.kernels.cpu.lanes import (
     sum_of,
 )
 from ferrule_server.kernels.cpu.plan import Plan
-from ferrule_server.kernels.cpu.records import layer_at, model_at, step_at
+from ferrule_server.kernels.cpu.records import layer_at, model_at, stage_at, step_at, thread_at
 from ferrule_server.kernels.cpu.scalars import read_float32, read_int32, read_int64, write_float32
 from ferrule_server.kernels.cpu.sync import claim
 
@@ -101,48 +101,30 @@ def _state_bytes(plan: Plan, num_queries: int) -> int:
 
 
 @kernel
-def attend(
-    plan: Plan,
-    model_address: int,
-    layer_address: int,
-    step_address: int,
-    sync: int,
-    thread: int,
-    stage: int,
-    kind: np.int64,
-    ahead: int,
-) -> int:
-    """Run this thread's part of the attention of a layer: the tasks that it claims, one KV head at a time."""
-    model, layer, step = model_at(model_address), layer_at(layer_address), step_at(step_address)
-    scratch = step.scratch + thread * step.scratch_bytes
+def attend(plan: Plan, thread: int, stage_address: int) -> int:
+    """Run a thread's part of the attention of a layer: the tasks that it claims, one KV head at a time."""
+    here, stage = thread_at(thread), stage_at(stage_address)
+    model, layer, step = model_at(here.model), layer_at(stage.layer), step_at(here.step)
+    scratch = step.scratch + here.number * step.scratch_bytes
     num_items = step.num_tasks * layer.num_kv_heads
-    item = thread
+    item = here.number
     while item < num_items:
-        following = claim(sync, stage)
+        following = claim(here.sync, stage.claim)
         _attend_item(plan, model, layer, step, item, min(following, num_items - 1), scratch)
         item = following
     return 0
 
 
 @kernel
-def merge(
-    plan: Plan,
-    model_address: int,
-    layer_address: int,
-    step_address: int,
-    sync: int,
-    thread: int,
-    stage: int,
-    kind: np.int64,
-    ahead: int,
-) -> int:
-    """Run this thread's part of merging the partials of a layer."""
-    layer, step = layer_at(layer_address), step_at(step_address)
-    item = thread
+def merge(plan: Plan, thread: int, stage_address: int) -> int:
+    """Run a thread's part of merging the partials of a layer."""
+    here, stage = thread_at(thread), stage_at(stage_address)
+    layer, step = layer_at(stage.layer), step_at(here.step)
+    item = here.number
     while item < step.num_merges * layer.num_kv_heads:
         task = step.merges + item // layer.num_kv_heads * (4 * TASK_FIELDS)
         _merge_partials(plan, layer, step, task, item % layer.num_kv_heads)
-        item = claim(sync, stage)
+        item = claim(here.sync, stage.claim)
     return 0
 
 

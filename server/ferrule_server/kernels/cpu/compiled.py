@@ -26,7 +26,7 @@ from numba.core import config
 from ferrule_server.kernels.cpu.attention import attend, merge
 from ferrule_server.kernels.cpu.linear import linear
 from ferrule_server.kernels.cpu.pack import pack
-from ferrule_server.kernels.cpu.plan import Plan, PlanType
+from ferrule_server.kernels.cpu.plan import MatrixKind, Plan, PlanType
 from ferrule_server.kernels.cpu.step import work
 
 __all__ = ["Kernels", "compile_kernels", "usable_cache"]
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 _MEMORY: Final = Path("/dev/shm")  # noqa: S108  (a folder of its own is made there)
 _SOURCES: Final = Path(__file__).parent
-_WORK: Final = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 4)
+_WORK: Final = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 _PACK: Final = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 6)
 
 
@@ -44,15 +44,15 @@ class Kernels:
     """The machine code of a plan.
 
     Attributes:
-        work: Called with (null, model, step, sync block, thread), all addresses but the last; releases the GIL.
+        work: Called with (null, address of THREAD); releases the GIL.
         pack: Called with null and what ``pack.pack`` takes; releases the GIL.
-        linear: Address, for the model's record.
-        attention: Addresses of ``attend`` and ``merge`` for each width of heads, for the records of layers.
+        linear: Address for each kind of matrix, for stages.
+        attention: Addresses of ``attend`` and ``merge`` for each width of heads, for stages.
     """
 
-    work: Callable[[None, int, int, int, int], int]
+    work: Callable[[None, int], int]
     pack: Callable[[None, int, int, int, int, int, int], int]
-    linear: int
+    linear: Mapping[MatrixKind, int]
     attention: Mapping[int, tuple[int, int]]
     owners: tuple[Any, ...]
 
@@ -71,16 +71,15 @@ def compile_kernels(
     if cache is not None:
         config.CACHE_DIR = str(cache / _VERSION)
     general = PlanType(replace(plan, head_dim=0))
-    of_layer = [types.int64] * 8
     wanted = [
-        (linear, types.int64(general, *of_layer)),
-        (work, types.int64(general, *[types.int64] * 4)),
+        (linear, types.int64(general, types.int64, types.int64)),
+        (work, types.int64(general, types.int64)),
         (pack, types.int64(general, *[types.int64] * 6)),
     ]
     widths = sorted({plan.head_dim, *head_dims})
     for width in widths:
         attention = PlanType(_attention_plan(plan, width))
-        wanted += [(kernel, types.int64(attention, *of_layer)) for kernel in (attend, merge)]
+        wanted += [(kernel, types.int64(attention, types.int64, types.int64)) for kernel in (attend, merge)]
     compiled: list[Any] = []
     for kernel, signature in wanted:
         on_progress(len(compiled), len(wanted))
@@ -89,7 +88,7 @@ def compile_kernels(
     linear_code, work_code, pack_code, *attention_code = (each.address for each in compiled)
     pairs = zip(attention_code[::2], attention_code[1::2], strict=True)
     by_width = dict(zip(widths, pairs, strict=True))
-    return Kernels(_WORK(work_code), _PACK(pack_code), linear_code, by_width, tuple(compiled))
+    return Kernels(_WORK(work_code), _PACK(pack_code), {plan.kind: linear_code}, by_width, tuple(compiled))
 
 
 def _attention_plan(plan: Plan, head_dim: int) -> Plan:

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from ferrule_server.kernels.cpu.activations import softcap
+from ferrule_server.kernels.cpu.activations import copy_values, softcap
 from ferrule_server.kernels.cpu.dot import GROUP
 from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import (
@@ -29,18 +29,27 @@ from ferrule_server.kernels.cpu.lanes import (
     subtract,
     sum_of,
 )
-from ferrule_server.kernels.cpu.records import BEST_BYTES, MOST_TOP, RESULT_FIELDS, WANTS_LOGITS, WANTS_SUMS
+from ferrule_server.kernels.cpu.records import (
+    BEST_BYTES,
+    MOST_TOP,
+    RESULT_FIELDS,
+    WANTS_LOGITS,
+    WANTS_SUMS,
+    model_at,
+    step_at,
+    sums_of,
+)
 from ferrule_server.kernels.cpu.scalars import read_float32, read_int32, write_float32, write_float64, write_int32
 
-__all__ = ["clear_outputs", "merge_outputs", "read_logits"]
+__all__ = ["clear_output", "merge_output", "read_logits"]
 
 _LOWEST = np.float32(-np.inf)
 
 
 @kernel
-def clear_outputs(step: Record, thread: int) -> None:
-    """Begin the rows of a step: this thread has seen no logits."""
-    for row in range(step.num_outputs):
+def clear_output(step: Record, row: int) -> None:
+    """Begin an output: no thread has seen any of its logits."""
+    for thread in range(step.num_threads):
         best = step.best + (thread * step.num_outputs + row) * BEST_BYTES
         write_float32(best, _LOWEST)
         write_int32(best + 4, -1)
@@ -50,10 +59,10 @@ def clear_outputs(step: Record, thread: int) -> None:
 
 
 @kernel
-def read_logits(
-    model: Record, step: Record, thread: int, unit: int, row: int, num_rows: int, sums: int, sum_bytes: int
-) -> None:
+def read_logits(here: Record, stage: Record, unit: int, row: int, num_rows: int) -> None:
     """Take what the outputs of some rows need of 64 logits."""
+    model, step, thread = model_at(here.model), step_at(here.step), here.number
+    sums, sum_bytes = sums_of(here, stage)
     first = unit * GROUP
     width = min(GROUP, model.vocab_size - first)
     for i in range(num_rows):
@@ -67,7 +76,7 @@ def read_logits(
         best = step.best + (thread * step.num_outputs + row + i) * BEST_BYTES
         top = _keep_best(logits, first, width, best)
         if wants & WANTS_LOGITS:
-            _copy(logits, step.logits + (row + i) * step.logit_bytes + 4 * first)
+            copy_values(logits, GROUP, step.logits + (row + i) * step.logit_bytes + 4 * first)
         if wants & WANTS_SUMS:
             _keep_sums(
                 logits, width, top, step.sums + ((row + i) * ((model.vocab_size + GROUP - 1) // GROUP) + unit) * 16
@@ -90,12 +99,6 @@ def _finish_logits(model: Record, logits: int) -> None:
     for j in range(0, GROUP, LANES):
         x = multiply(load(logits + 4 * j), splat(model.logit_scale))
         store(logits + 4 * j, softcap(x, model.logit_softcap) if model.logit_softcap != 0 else x)
-
-
-@kernel
-def _copy(source: int, target: int) -> None:
-    for j in range(0, GROUP, LANES):
-        store(target + 4 * j, load(source + 4 * j))
 
 
 @kernel
@@ -154,7 +157,7 @@ def _keep_top(logits: int, first: int, width: int, top: float, count: int, best:
 
 
 @kernel
-def merge_outputs(model: Record, step: Record, row: int) -> None:
+def merge_output(model: Record, step: Record, row: int) -> None:
     """Merge what the threads have kept of one row into its results."""
     results = step.results + row * RESULT_FIELDS * 8
     top, token, invalid = _LOWEST, -1, np.float32(0)

@@ -1,4 +1,4 @@
-"""The records that kernels read: addresses and sizes of a model, of its layers, and of one step.
+"""The records that kernels read: a thread, the stages of a model, its layers, the model itself, and one step.
 
 Every address is that of memory owned by the executor, aligned to 64 bytes. Rows of activations have the stride that the
 record names, and the memory holds some rows more than a step has, so that a kernel may read whole tiles.
@@ -13,6 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
+from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import Builder, Value, pointer
 
 __all__ = [
@@ -21,12 +22,17 @@ __all__ = [
     "MODEL",
     "MOST_TOP",
     "RESULT_FIELDS",
+    "STAGE",
     "STEP",
+    "THREAD",
     "WANTS_LOGITS",
     "WANTS_SUMS",
     "layer_at",
     "model_at",
+    "stage_at",
     "step_at",
+    "sums_of",
+    "thread_at",
 ]
 
 WANTS_LOGITS: Final = 1
@@ -46,68 +52,73 @@ def _record(addresses: str, sizes: str = "", numbers: str = "") -> np.dtype[Any]
     return np.dtype([*whole, *((name, np.float32) for name in numbers.split())], align=True)
 
 
-LAYER: Final = _record(
-    "attention_norm attention_norm_bias qkv qkv_bias q_norm k_norm out out_bias attention_out_norm "
-    "mlp_norm mlp_norm_bias gate_up gate_up_bias down down_bias mlp_out_norm "
-    "input_gate input_projection input_norm pool attend_kernel merge_kernel",
-    "head_dim num_kv_heads num_queries_per_kv is_value_key num_projected_heads heads_at_once groups_at_once "
-    "head_stride num_qkv_units query_tiles intermediate_tiles num_activated_units "
-    "pool_offset block_bytes head_bytes rotation_offset window input_offset",
-    "score_scale scale",
+THREAD: Final = _record("model step sync", "number")
+"""What one thread of a step is called with: MODEL, STEP, the sync block (``sync``), and which thread it is."""
+
+STAGE: Final = _record(
+    "kernel layer following weight bias inputs",
+    "kind is_of_outputs num_together claim num_units unit_bytes groups_at_once sum_bytes num_tiles input_bytes offset",
+    "factor",
 )
-"""Weights of a layer. Linear layers are packed (``dot``), all others are float32; 0: the layer has none.
+"""One stage of a step, prepared when a model is loaded; which fields have a meaning depends on its kind (``kinds``).
 
-Biases are as long as the packed rows. A group of ``gate_up`` holds 32 rows of gate, then the same 32 of up; without a
-gate it holds 64 rows.
+    kernel           machine code that claims the stage's work, for matrices of one kind; 0: its rows are shared out
+    layer            LAYER, of what follows heads
+    following        STAGE of the next linear layer, whose weights a thread prefetches when it has no work
+    weight, bias     of a linear layer or a norm; 0: there is none. Biases are as long as the packed rows
+    inputs           rows that are read, in steps of ``input_bytes``
+    is_of_outputs    its rows are the output rows of the step
+    num_together     stages from this one on between two barriers, all of the same rows; 0 after the first of them
+    claim            number of the stage among those whose work is claimed
+    num_units        units of a linear layer, of ``unit_bytes``
+    groups_at_once   groups of 64 outputs of a unit, which are ``sum_bytes`` of each row
+    num_tiles        tiles of 32 inputs
+    offset           values from the begin of a row of the second embedding to those of this layer
+    factor           multiplies what is written or added
+"""
 
-    input_*              of the second embedding, if there is one
-    *_kernel             machine code for heads of this width (``compiled``)
-    is_value_key         values are the projected keys; there are no other values in ``qkv``
-    num_projected_heads  query, key and value heads in ``qkv``; without keys the layer reads K and V of an earlier one
-    heads_at_once        heads of one unit of ``qkv``: 1, or as many as fit in 64 outputs
-    groups_at_once       groups of 64 outputs of one unit
+LAYER: Final = _record(
+    "q_norm k_norm pool",
+    "head_dim num_kv_heads num_queries_per_kv is_value_key num_projected_heads heads_at_once head_stride "
+    "pool_offset block_bytes head_bytes rotation_offset window",
+    "score_scale",
+)
+"""The heads of a layer.
+
+    q_norm, k_norm       float32 weights of norms; 0: heads are not normed
+    is_value_key         values are the projected keys; there are no other values among the projected heads
+    num_projected_heads  query, key and value heads; without keys the layer reads K and V of an earlier one
+    heads_at_once        heads of one unit: 1, or as many as fit in 64 outputs
     head_stride          outputs from one head of a unit to the next
-    num_*_units          units of ``qkv`` and ``gate_up``
-    *_tiles              tiles of 32 inputs of ``out`` and ``down``
     pool                 the KV pool
     pool_offset          bytes from the begin of a block
     block_bytes, head_bytes   strides of the pool; K and V are ``num_kv_heads * head_bytes`` apart
     rotation_offset      bytes from the begin of a row of rotations
     window               how many tokens a row attends to, itself included; 0: all
-    input_offset         values from the begin of a row of ``inputs``
     score_scale          multiplies the products of queries and keys
-    scale                multiplies the residual stream at the end of the layer
 """
 
 MODEL: Final = _record(
-    "layers embedding head final_norm final_norm_bias input_embedding input_projection input_norm rotations "
-    "linear_kernel",
-    "num_layers hidden_size num_heads head_dim num_rotations vocab_size input_size is_tied has_layer_norm "
-    "has_norm_after has_row_norm has_v_norm is_parallel is_gated is_gelu hidden_tiles input_tiles num_hidden_units "
-    "num_input_units num_head_units",
-    "norm_eps embedding_scale residual_scale score_softcap logit_scale logit_softcap input_scale projection_scale",
+    "stages embedding input_embedding rotations",
+    "num_stages first_of_head num_claims num_layers hidden_size num_heads head_dim num_rotations vocab_size input_size "
+    "is_tied has_v_norm is_gated is_gelu hidden_tiles",
+    "norm_eps embedding_scale score_softcap logit_scale logit_softcap input_scale",
 )
 """Sizes of a model, its features, and memory that does not change between steps.
 
-    layers                   LAYER [num_layers]
+    stages                   STAGE [num_stages]; those from ``first_of_head`` on compute the outputs
+    num_claims               how many of them have work that is claimed
     input_embedding          [vocab_size, num_layers * input_size], the second embedding; 0: there is none
-    input_projection         packed, what the residual stream adds to it; it is normed by ``input_norm``
     input_size               values that each layer reads of it
     head_dim                 of the widest heads
     rotations                float32 [num_rotations, 2, head_dim / 2]: radians per position; what multiplies the cosine
                              and sine of each pair; zeros after the pairs of narrower heads
-    has_layer_norm           norms of the residual stream subtract the mean
-    has_norm_after           what attention and feed-forward part return is normed before it is added
-    has_row_norm             all query heads of a row are normed together, and all key heads
+    is_tied                  the embedding is the packed head
     has_v_norm               each value head is normed, without a weight
-    is_parallel              attention and feed-forward part read the same normed rows
     is_gated, is_gelu        activation(gate) * up, else activation(up); GELU by tanh, else SiLU
+    hidden_tiles             tiles of 32 inputs of the packed head
     *_softcap                scores and logits become cap * tanh(score / cap); 0: they do not
-    *_kernel                 machine code (``compiled``)
-    *_tiles                  tiles of 32 inputs of the linear layers that read this width
-    num_*_units              units of linear layers, by what they write
     input_scale              multiplies the second embedding
-    projection_scale         multiplies what is projected and added to it
 """
 
 STEP: Final = _record(
@@ -115,7 +126,7 @@ STEP: Final = _record(
     "tasks merges partials hidden added normed queries keys temperatures attended activated quantised rotations inputs "
     "scratch wants targets top_counts logits best sums tops results top_results",
     "is_head_only num_rows table_width num_outputs num_tasks num_merges partial_bytes "
-    "normed_bytes attended_bytes activated_bytes quantised_bytes scratch_bytes logit_bytes num_stages num_threads",
+    "normed_bytes attended_bytes activated_bytes quantised_bytes scratch_bytes logit_bytes num_threads",
 )
 """One step: inputs, and memory for what is between its stages.
 
@@ -131,7 +142,7 @@ STEP: Final = _record(
     normed, attended, activated   inputs of linear layers, float32 or bfloat16, with their strides in bytes
     quantised        the same as integers, of one linear layer at a time (``quantise_row``)
     queries          float32 [num_rows, num_heads * head_dim of the layer], times ``score_scale``
-    keys             float32 [num_rows, num_kv_heads * head_dim], before they are normed, if ``has_row_norm``
+    keys             float32 [num_rows, num_kv_heads * head_dim], before all of a row are normed together
     temperatures     float32 [num_rows], multiplies the queries of a row; 0: nothing does
     rotations        float32 [num_rows, num_rotations, head_dim], cosines then sines
     inputs           float32 [num_rows, num_layers * input_size], what the layers read of the second embedding
@@ -155,4 +166,13 @@ def _record_at(kind: np.dtype[Any]) -> Any:
 
 layer_at = _record_at(LAYER)
 model_at = _record_at(MODEL)
+stage_at = _record_at(STAGE)
 step_at = _record_at(STEP)
+thread_at = _record_at(THREAD)
+
+
+@kernel
+def sums_of(here: Record, stage: Record) -> tuple[int, int]:
+    """Return the address of the sums of a unit, in the scratch memory of a thread, and the bytes of a row of them."""
+    step = step_at(here.step)
+    return step.scratch + here.number * step.scratch_bytes, stage.sum_bytes

@@ -96,14 +96,14 @@ class SyncBlock:
     """The sync block of one group of threads.
 
     Args:
-        num_stages: The most stages of a step.
+        num_claims: Stages of a step in which work is claimed.
 
     Attributes:
         address: Where the words are; they live as long as this object.
     """
 
-    def __init__(self, num_stages: int) -> None:
-        num_bytes = _FIRST_CLAIM + num_stages * _LINE
+    def __init__(self, num_claims: int) -> None:
+        num_bytes = _FIRST_CLAIM + num_claims * _LINE
         self._words = np.zeros((num_bytes + _LINE) // 8, np.int64)
         self.address = self._words.ctypes.data + -self._words.ctypes.data % _LINE
         for thread in range(_MOST_THREADS):
@@ -161,10 +161,10 @@ def is_aborted(sync: int) -> bool:
 
 
 @kernel
-def reset(sync: int, num_stages: int, num_threads: int) -> None:
+def reset(sync: int, num_claims: int, num_threads: int) -> None:
     """Begin a step: each thread has the piece of its own number. The others are parked, or leave the last barrier."""
-    for stage in range(num_stages):
-        _atomic_write(sync + _FIRST_CLAIM + stage * _LINE, num_threads)
+    for number in range(num_claims):
+        _atomic_write(sync + _FIRST_CLAIM + number * _LINE, num_threads)
 
 
 @kernel
@@ -201,9 +201,9 @@ def barrier(sync: int, num_threads: int, ahead: int) -> bool:
 
 
 @kernel
-def claim(sync: int, stage: int) -> int:
-    """Return the number of the next piece of work of a stage that no thread has; its first one is its own number."""
-    return _atomic_add(sync + _FIRST_CLAIM + stage * _LINE, 1)
+def claim(sync: int, number: int) -> int:
+    """Return the next piece of work of a stage that no thread has; a thread's first one is its own number."""
+    return _atomic_add(sync + _FIRST_CLAIM + number * _LINE, 1)
 
 
 @kernel

@@ -3,7 +3,9 @@
 executor.py  the executor: steps and blocks
 support.py   which models the kernels run, and why not
 weights.py   the weights, packed in one arena of huge pages
-records.py   the records that the kernels read, and the memory of a step
+stages.py    the list of stages of a model: what the kernels do in a step
+records.py   the records that the kernels read, of a model and of its threads
+memory.py    the record of a step, and the memory that it names
 tasks.py     how the attention of a step is cut into tasks
 outputs.py   what output rows ask of the kernels, and what they return
 workers.py   the threads of a step

@@ -29,7 +29,7 @@ from ferrule_server.model.rope import Rope
 __all__ = ["StepMemory", "ropes"]
 
 _PADDING_ROWS: Final = 32
-"""Rows behind the last that kernels read, and never use."""
+"""Rows after the last one, which kernels read and never use."""
 _PIECE_BYTES: Final = 256
 _LOGIT_BYTES: Final = 32 << 20
 """Logits that exist at a time: 55 rows of 152 000."""

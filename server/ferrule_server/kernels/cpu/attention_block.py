@@ -68,7 +68,7 @@ def _for_each_count(builder: Builder, count: Value, write_code: Callable[[int], 
     builder.position_at_end(done)
 
 
-def _bring(builder: Builder, ahead: Value, place: Value, num_bytes: int) -> None:
+def _emit_prefetches(builder: Builder, ahead: Value, place: Value, num_bytes: int) -> None:
     """Write the code that prefetches memory from an offset after an address, unless the address is 0."""
     with builder.if_then(builder.icmp_signed("!=", ahead, ir.Constant(I64, 0)), likely=True):
         here = builder.add(ahead, place)
@@ -77,12 +77,12 @@ def _bring(builder: Builder, ahead: Value, place: Value, num_bytes: int) -> None
 
 
 def _products(
-    builder: Builder, plan: Plan, queries: Value, count: int, keys: list[Value], bring: Callable[[int], None]
+    builder: Builder, plan: Plan, queries: Value, count: int, keys: list[Value], prefetch: Callable[[int], None]
 ) -> list[Value]:
     """Return the products of queries and keys as 16 parts of a sum: query by query, key by key.
 
-    All keys are taken together if there are registers for all parts, else one after the other. ``bring`` is called with
-    0, 1, ... as often as a head has 16 dimensions.
+    All keys are taken together if there are registers for all parts, else one after the other. ``prefetch`` is called
+    with 0, 1, ... as often as a head has 16 dimensions.
     """
     parts = [constant(0.0)] * (count * len(keys))
     columns = range(0, plan.head_dim, LANES)
@@ -91,7 +91,7 @@ def _products(
         order.sort(key=lambda each: each[1])
     for number, (i, k) in enumerate(order):
         if number % len(keys) == 0:
-            bring(number // len(keys))
+            prefetch(number // len(keys))
         key = _elements(builder, plan, offset(builder, keys[k], i * _element_bytes(plan)))
         for query in range(count):
             value = read(builder, offset(builder, queries, 4 * (query * plan.head_dim + i)), F32X16, 64)
@@ -131,10 +131,10 @@ def score_block(
                 piece = tokens * key_bytes // (chosen.head_dim // LANES)
                 begin = builder.mul(number, ir.Constant(I64, tokens * key_bytes))
 
-                def bring(column: int) -> None:
-                    _bring(builder, ahead, offset(builder, begin, column * piece), piece)
+                def prefetch(column: int) -> None:
+                    _emit_prefetches(builder, ahead, offset(builder, begin, column * piece), piece)
 
-                products = _products(builder, chosen, queries, count, at, bring)
+                products = _products(builder, chosen, queries, count, at, prefetch)
                 products += [constant(0.0)] * (_BLOCK - len(products))
                 sums = sum_all(builder, products)
                 place = builder.add(scores, builder.mul(number, ir.Constant(I64, 4 * tokens)))
@@ -197,7 +197,9 @@ def weigh_block(
                     values, builder.mul(number, ir.Constant(I64, chosen.head_dim * _element_bytes(chosen)))
                 )
                 begin = builder.mul(number, ir.Constant(I64, piece))
-                _bring(builder, ahead, offset(builder, begin, _BLOCK * parts[0] * _element_bytes(chosen)), piece)
+                _emit_prefetches(
+                    builder, ahead, offset(builder, begin, _BLOCK * parts[0] * _element_bytes(chosen)), piece
+                )
                 loaded = [_elements(builder, chosen, offset(builder, value, i * _element_bytes(chosen))) for i in parts]
                 results = []
                 for q in range(count):

@@ -181,7 +181,9 @@ class _Group:
     def _input_bytes(self, count: int) -> int:
         return count * (4 if self._plan.has_wide_inputs else 2)
 
-    def _chain(self, start: Value, rows: list[Value], sums: list[Value], bring: Callable[[Value], None]) -> list[Value]:
+    def _chain(
+        self, start: Value, rows: list[Value], sums: list[Value], prefetch: Callable[[Value], None]
+    ) -> list[Value]:
         """Add the products of one tile of inputs to the sums, pair by pair."""
         step = _PAIRS_AT_ONCE
 
@@ -191,7 +193,7 @@ class _Group:
                 self._builder.add(row, self._builder.mul(i, ir.Constant(I64, self._input_bytes(2 * step))))
                 for row in rows
             ]
-            bring(i)
+            prefetch(i)
             for u in range(step):
                 weights = [
                     self._weights(offset(self._builder, at, _TILE_BYTES * t + u * self._pair_bytes))
@@ -244,14 +246,14 @@ class _Group:
         return emit_fma(self._builder, weight, value, total)
 
     def _tile_sums(
-        self, start: Value, rows: list[Value], sums: list[Value], bring: Callable[[Value], None]
+        self, start: Value, rows: list[Value], sums: list[Value], prefetch: Callable[[Value], None]
     ) -> list[Value]:
         """Add the products of one tile of inputs to the sums as the tiles of AMX do."""
         builder = self._builder
         count = len(sums)
 
         def pair(p: Value, parts: list[Value]) -> list[Value]:
-            bring(builder.udiv(p, ir.Constant(I64, _PAIRS_AT_ONCE)))
+            prefetch(builder.udiv(p, ir.Constant(I64, _PAIRS_AT_ONCE)))
             at = builder.add(start, builder.mul(p, ir.Constant(I64, self._pair_bytes)))
             weights = [self._weights(offset(builder, at, _TILE_BYTES * t)) for t in self._tiles]
             x = [builder.add(row, builder.mul(p, ir.Constant(I64, self._input_bytes(2)))) for row in rows]

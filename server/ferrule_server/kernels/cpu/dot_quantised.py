@@ -187,7 +187,9 @@ class _Product:
         words_at_once = words * _READ_BYTES // piece_bytes
 
         def piece(i: Value, sums: list[Value]) -> list[Value]:
-            self._bring(builder.add(ahead, builder.mul(builder.mul(i, lines), ir.Constant(I64, _LINE))), lines)
+            self._emit_prefetches(
+                builder.add(ahead, builder.mul(builder.mul(i, lines), ir.Constant(I64, _LINE))), lines
+            )
             at = builder.add(start, builder.mul(i, ir.Constant(I64, piece_bytes)))
             columns = [builder.add(row, builder.mul(i, ir.Constant(I64, 4 * words))) for row in rows]
             sums = list(sums)
@@ -203,7 +205,7 @@ class _Product:
 
         return loop(builder, ir.Constant(I64, self._pieces), sums, piece)
 
-    def _bring(self, ahead: Value, lines: Value) -> None:
+    def _emit_prefetches(self, ahead: Value, lines: Value) -> None:
         """Prefetch cache lines of later weights."""
         builder = self._builder
 

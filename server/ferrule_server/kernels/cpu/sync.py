@@ -2,7 +2,7 @@
 
 All of it lies in one array of int64 words, the *sync block*, and every word that threads write has a cache line of its
 own. Threads meet at a barrier some hundred times in a step, so a barrier that is not contended takes about 0.1 us: a
-thread spins briefly, then it yields its processor, because the thread that it waits for may need it. Between steps
+thread spins briefly, then it yields its processor, which the thread that it waits for may need. Between steps
 threads are parked in semaphores of the C library and use no time.
 """
 
@@ -81,7 +81,7 @@ def _atomic_write(typing: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def _relax(typing: Any) -> Any:
-    """Tell the processor that this thread spins."""
+    """Hint to the processor that this thread spins."""
 
     def emit(context: Any, builder: Builder, _signature: Any, _args: Any) -> Value:
         if builder.module.triple.startswith("x86_64"):
@@ -169,12 +169,12 @@ def reset(sync: int, num_claims: int, num_threads: int) -> None:
 
 @kernel
 def barrier(sync: int, num_threads: int, ahead: int) -> bool:
-    """Wait until all threads of the step have come; return False if the step was aborted.
+    """Wait until all threads of the step have arrived; return False if the step was aborted.
 
     Meanwhile memory from the address ``ahead`` on is prefetched, unless it is 0: a thread that waits for another one
     leaves the memory to it, but threads that all wait for each other would leave it idle.
 
-    The last thread to come lets the others go by changing the generation, which never returns to an old value. So a
+    The last thread to arrive releases the others by changing the generation, which never returns to an old value. So a
     thread that is slow to leave cannot be caught by the next barrier, or by the next step.
     """
     generation = _atomic_read(sync + _GENERATION)
@@ -221,5 +221,5 @@ def park(sync: int, thread: int) -> None:
 
 @kernel
 def release(sync: int, thread: int) -> None:
-    """Let a parked thread go on; if it is not parked, its next :func:`park` returns at once."""
+    """Wake a parked thread; if it is not parked, its next :func:`park` returns at once."""
     _sem_post(sync + _FIRST_SEMAPHORE + thread * _LINE)

@@ -55,7 +55,7 @@ def told(pending: Pending) -> object:
     if isinstance(outcome, FerruleError):
         return outcome.reason
     if isinstance(outcome, AppendResult):
-        kind = (outcome.replayed, outcome.recomputed, outcome.forked, outcome.cached_tokens, outcome.ttl_s)
+        kind = (outcome.replayed, outcome.recomputed, outcome.cached_tokens, outcome.ttl_s)
         return (outcome.handle.length, outcome.handle.lineage, outcome.rows, outcome.seed, kind)
     return type(outcome)
 

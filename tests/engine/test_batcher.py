@@ -12,6 +12,7 @@ from ferrule_server.engine.jobs import AppendJob, Drafts, OutputRequest
 from ferrule_server.engine.steps.batcher import DECODE_ROWS, Batcher, Chunk
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.reservation import Reservation
 from ferrule_server.kv.sequence import Sequence
 from tests.engine.harness import Pending
 
@@ -36,19 +37,9 @@ def running(num_tokens: int, principal: str, sequence: Sequence | None) -> Runni
     """An append of which nothing has been run."""
     handle = None if sequence is None else Handle("id", 4, bytes(16))
     job = AppendJob(principal, (1,) * num_tokens, handle, OutputRequest(None))
-    return RunningAppend(
-        job=job,
-        sink=SINK,
-        verdict=None if sequence is None else Verdict.APPEND,
-        sequence=sequence,
-        reservation=None,
-        token_ids=job.token_ids,
-        start=0,
-        block_ids=[],
-        specs={},
-        seed=None,
-        ttl_s=None,
-    )
+    verdict = Verdict.CREATE if sequence is None else Verdict.APPEND
+    reservation = Reservation(verdict, sequence, principal, 0, num_tokens, [], [], [])
+    return RunningAppend(job, SINK, reservation, job.token_ids, specs={})
 
 
 def prompt(num_tokens: int, principal: str = "me") -> RunningAppend:

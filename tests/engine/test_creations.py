@@ -295,18 +295,18 @@ def test_a_branch_sent_again_is_the_same_branch(harness: Harness, output: Output
     first = harness.prefill(1, 2, 3).handle
     tip = harness.decode(first, 4).handle
     made = harness.submit(branch(first, 9, output=output)).result()
-    assert made.forked
+    assert made.handle.cache_id != first.cache_id
     again = harness.submit(branch(first, 9, output=output)).result()
     assert again == dataclasses.replace(made, replayed=True)
     harness.submit(TruncateJob("me", tip, 3)).outcome()  # at the tip again: it would append now
     assert harness.submit(branch(first, 9, output=output)).result().handle == made.handle
     harness.release(first)
     again = harness.submit(branch(first, 9, output=output)).result()
-    assert (again.handle, again.seed, again.forked) == (made.handle, made.seed, True)
+    assert (again.handle, again.seed) == (made.handle, made.seed)
     assert num_sequences(harness) == 1
     tip = harness.decode(made.handle, 5).handle
     recomputed = harness.submit(branch(first, 9, output=output)).result()
-    assert (recomputed.handle, recomputed.seed, recomputed.forked) == (made.handle, made.seed, True)
+    assert (recomputed.handle, recomputed.seed) == (made.handle, made.seed)
     assert [row.token for row in recomputed.rows] == [row.token for row in made.rows]
 
 
@@ -361,7 +361,7 @@ def test_a_duplicate_that_waits_for_a_released_source_still_gets_its_branch() ->
             append(first, *([7] * 20), on_stale=StalePolicy.FORK),
             branch(first, 9),
         )
-        assert other.result().forked
+        assert other.result().handle.cache_id != first.cache_id
         assert isinstance(long.error(), HandleUnknown)
         assert again.result() == dataclasses.replace(made.result(), replayed=True)
         assert num_sequences(harness) == 2

@@ -202,7 +202,7 @@ def outcome_of(pending: Pending) -> object:
     told: object = outcome
     match outcome:
         case AppendResult():
-            told = (outcome.handle.length, outcome.handle.lineage, outcome.rows[0].token, outcome.forked)
+            told = (outcome.handle.length, outcome.handle.lineage, outcome.rows[0].token)
         case ForkResult():
             told = [(handle.length, handle.lineage) for handle in outcome.handles]
         case TruncateResult():

@@ -17,16 +17,16 @@ SCORED = OutputRequest(SPEC, all_positions=True, wants_targets=True)
 
 def test_each_row_has_the_token_behind_it_as_its_target() -> None:
     """The last one has none, or the one that is known to follow."""
-    specs, seed = row_specs(SCORED, (5, 6, 7))
-    assert seed is None
+    specs = row_specs(SCORED, (5, 6, 7))
+    assert all(spec.sample is None for spec in specs.values())
     assert [(row, spec.target_id) for row, spec in specs.items()] == [(0, 6), (1, 7), (2, -1)]
-    specs, _ = row_specs(dataclasses.replace(SCORED, last_target=9), (5, 6, 7))
+    specs = row_specs(dataclasses.replace(SCORED, last_target=9), (5, 6, 7))
     assert [spec for spec in specs.values() if spec.target_id == 9] == [dataclasses.replace(SPEC, target_id=9)]
 
 
 def test_of_a_verify_the_drafts_are_targets() -> None:
     """Rows are those of the last certain token and of each draft."""
-    specs, _ = row_specs(SCORED, (5, 6, 7, 8), Drafts(2))
+    specs = row_specs(SCORED, (5, 6, 7, 8), Drafts(2))
     assert [(row, spec.target_id) for row, spec in specs.items()] == [(1, 7), (2, 8), (3, -1)]
     assert (0 in specs, 1 in specs, len(specs)) == (False, True, 3)
 
@@ -41,7 +41,7 @@ def test_a_long_prompt_to_be_scored_costs_the_engine_thread_next_to_nothing(monk
         return dataclasses.replace(spec, target_id=target_id)
 
     monkeypatch.setattr(module, "replace", replace)
-    specs, _ = row_specs(SCORED, tuple(range(100_000)))
+    specs = row_specs(SCORED, tuple(range(100_000)))
     assert len(specs) == 100_000
     assert num_made == 0
     assert specs[99_998].target_id == 99_999

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -16,6 +17,7 @@ from ferrule_server.errors import (
     HandleUnknown,
     TruncateBeyond,
 )
+from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.sequence_store import SequenceStore
 from tests.kv.conftest import Put
@@ -50,6 +52,23 @@ def test_a_closed_reservation_cannot_be_committed(store: SequenceStore, put: Put
     with pytest.raises(RuntimeError, match="before"):
         store.commit(reservation, [2])
     assert sequence.length == 2
+
+
+def test_a_read_keeps_a_sequence_and_changes_only_its_lease(
+    store: SequenceStore, put: Put, advance: Callable[[float], None]
+) -> None:
+    """Rows of its tokens run again while another append is reserved; it does not expire meanwhile."""
+    sequence = put([1, 2, 3], ttl_s=10.0)
+    read = store.reservations.reserve_read(sequence, Verdict.QUERY, 2, 3)
+    append = store.reservations.reserve_append(sequence, 6)
+    assert (read.block_ids, read.held_ids, sequence.num_pins) == (sequence.block_ids, [], 2)
+    store.check_integrity()
+    store.reservations.abort(append)
+    advance(20.0)
+    assert store.expire() == []
+    before = sequence.handle_at()
+    assert store.commit(read, [3]) is sequence
+    assert (sequence.handle_at(), sequence.num_pins, sequence.expires_at) == (before, 0, store.clock() + 10.0)
 
 
 @pytest.mark.parametrize("token_ids", [[], [2, 3, 4]])

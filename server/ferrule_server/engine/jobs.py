@@ -219,10 +219,6 @@ class AppendJob(_Prompt, LaneJob["AppendResult"]):
         num_tokens = len(self.token_ids) - (self.drafts.count if self.drafts is not None else 0)
         return 0 if num_tokens == 1 and self.handle is not None else num_tokens
 
-    def branched_to(self, cache_id: str) -> bool:
-        """Return whether the sequence ``cache_id`` of the answer is a branch, not the handle's own sequence."""
-        return self.handle is not None and self.handle.cache_id != cache_id
-
 
 @dataclass(eq=False, slots=True)
 class ForkJob(LaneJob["ForkResult"]):
@@ -477,7 +473,6 @@ class AppendResult:
         cached_tokens: Input tokens whose KV was taken from the prefix cache.
         replayed: True if these tokens were appended before and nothing was appended now.
         recomputed: True if a replay's rows had to be run again.
-        forked: True if ``on_stale=FORK`` created a new sequence.
         ttl_s: Seconds of the sequence's lease, as granted; it has just been renewed.
         verified: Set for a verify.
     """
@@ -489,7 +484,6 @@ class AppendResult:
     timing: StepTiming = field(default_factory=StepTiming)
     replayed: bool = False
     recomputed: bool = False
-    forked: bool = False
     ttl_s: float = 0.0
     verified: Verified | None = None
 

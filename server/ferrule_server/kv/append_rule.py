@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as SequenceOf
+from typing import Final
 
 from ferrule_server.errors import HandleStale
 from ferrule_server.kv.handle import Handle, StalePolicy
@@ -24,7 +25,7 @@ from ferrule_server.kv.sequence import Sequence
 
 
 class Verdict(enum.Enum):
-    """What an append means."""
+    """What an append means: what :func:`judge` returns, and CREATE and WARM, which need no judgement."""
 
     QUERY = "query"
     """No tokens: the last row is run again; nothing is appended."""
@@ -36,6 +37,16 @@ class Verdict(enum.Enum):
     """Branch at the handle's length, then append."""
     REWIND = "rewind"
     """Drop the tokens after the handle's length, then append."""
+    CREATE = "create"
+    """There is no handle: a new sequence begins with the tokens."""
+    WARM = "warm"
+    """The tokens of a cold sequence are run again; nothing is appended."""
+
+
+READS: Final = (Verdict.QUERY, Verdict.REPLAY)
+"""They write no row."""
+BIRTHS: Final = (Verdict.FORK, Verdict.CREATE)
+"""They make a sequence."""
 
 
 _STALE_VERDICTS = {StalePolicy.FORK: Verdict.FORK, StalePolicy.REWIND: Verdict.REWIND}

@@ -6,8 +6,10 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import Final
 
 from ferrule_server.errors import ContextExceeded, ExceedsPool
+from ferrule_server.kv.append_rule import BIRTHS, READS, Verdict
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.lineage import LineageChain
 from ferrule_server.kv.metrics import KvLedger
@@ -18,35 +20,37 @@ from ferrule_server.kv.sequence import Sequence, require_idle
 from ferrule_server.kv.usage import Usage
 from ferrule_server.kv.windows import num_outside, without_first
 
+_MOVES: Final = (Verdict.APPEND, Verdict.REWIND, Verdict.WARM)
+"""They change the sequence that they name."""
+
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Blocks for one append. No sequence shows any of it before the commit.
+    """Blocks for the rows of one append. No sequence shows any of it before the commit.
 
     Attributes:
-        sequence: The sequence that the append extends; None if the commit creates one.
-        source: The sequence that the append branches from (``on_stale=FORK``), else None.
-        principal: The owner of a created sequence.
-        start: Tokens before the first one written.
-        num_tokens: Tokens to be written; the commit takes as many, or fewer.
-        block_ids: The whole block table, for start + num_tokens tokens. Replaced as a whole, never changed in place.
+        verdict: What the rows mean.
+        sequence: The sequence that the append extends, branches from (FORK) or only reads (QUERY, REPLAY), or whose
+            tokens are run again (WARM); None with CREATE.
+        principal: The owner of it, or of the one to be created.
+        start: Tokens before the first row.
+        num_tokens: Number of rows; the commit takes as many, or fewer.
+        block_ids: The block table, at least for start + num_tokens tokens. Replaced as a whole, never changed in place.
         copies: (source block, destination block) pairs to copy before the first row is written. The sources stay
             alive until commit or abort.
         held_ids: Blocks that the reservation itself owns; an abort gives them back.
         chain: The chain of the sequence to be created: its tokens before ``start``, or the whole prompt if that was
             looked up. None if a sequence exists already.
         is_live: Neither committed nor aborted.
-        num_cached: How many of the tokens to be written the first blocks of the table hold already: these blocks came
-            from the prefix cache, or were computed and are in it, and must not be written. Whole blocks; may be all of
-            the tokens.
-        is_warming: Nothing is appended: the tokens that a cold sequence has are written again.
+        num_cached: How many of the first rows need not be written, since the table has their KV: their blocks came from
+            the prefix cache, or were computed and are in it (whole blocks, and maybe all). Of a read: all rows.
         num_given_back: Blocks that the table of a branch lacks.
         new: How the sequence to be created is kept, unless it is a branch, which is kept like its source. ``held_ids``
             beyond the table become its spares.
     """
 
+    verdict: Verdict
     sequence: Sequence | None
-    source: Sequence | None
     principal: str
     start: int
     num_tokens: int
@@ -56,14 +60,13 @@ class Reservation:
     chain: LineageChain | None = field(default=None, repr=False)
     is_live: bool = True
     num_cached: int = 0
-    is_warming: bool = False
     num_given_back: int = 0
     new: NewSequence = USUAL
 
     @property
-    def pinned(self) -> Sequence | None:
-        """The sequence that must not expire while the reservation lives."""
-        return self.sequence or self.source
+    def moves(self) -> bool:
+        """Whether the commit changes the sequence, so that nothing else may change it until then."""
+        return self.verdict in _MOVES
 
     def check_tokens(self, token_ids: SequenceOf[int]) -> None:
         """Return if these tokens can be committed.
@@ -162,7 +165,7 @@ class Reservations:
             found_ids = self.cache.find(principal, chain)
         held_ids = self._hold(principal, found_ids, self.pool.num_blocks_for(max(num_tokens, new.reserved_length)))
         table = held_ids[: self.pool.num_blocks_for(num_tokens)]
-        reservation = Reservation(None, None, principal, 0, num_tokens, table, [], held_ids, chain)
+        reservation = Reservation(Verdict.CREATE, None, principal, 0, num_tokens, table, [], held_ids, chain)
         reservation.num_cached, reservation.new = len(found_ids) * self.pool.block_size, new
         if looked_up is not None:
             self.ledger.add(principal, "num_prefix_lookup_tokens", num_tokens)
@@ -181,9 +184,8 @@ class Reservations:
         num_blocks = self.pool.num_blocks_for(max(length, sequence.reserved_length))
         held_ids = self._hold(principal, found_ids, num_blocks, num_sequences=0)
         table = held_ids[: self.pool.num_blocks_for(length)]
-        reservation = Reservation(sequence, None, principal, 0, length, table, [], held_ids)
+        reservation = Reservation(Verdict.WARM, sequence, principal, 0, length, table, [], held_ids)
         reservation.num_cached = len(found_ids) * self.pool.block_size
-        reservation.is_warming = True
         return self._open(reservation)
 
     def num_cached(self, sequence: Sequence) -> int:
@@ -204,6 +206,17 @@ class Reservations:
         require_idle(sequence)
         self._check_need(len(sequence.chain.token_ids), num_tokens, num_gone=sequence.num_given_back)
         return self._extend(sequence, num_tokens)
+
+    def reserve_read(self, sequence: Sequence, verdict: Verdict, start: int, stop: int) -> Reservation:
+        """Keep a sequence alive while the rows of its tokens ``start`` to ``stop`` run again; nothing is written.
+
+        An append of the sequence may be reserved meanwhile.
+        """
+        count, table = stop - start, sequence.block_ids
+        reservation = Reservation(verdict, sequence, sequence.principal, start, count, table, [], [], num_cached=count)
+        self.live.add(reservation)
+        sequence.num_pins += 1
+        return reservation
 
     def reserve_again(self, reservation: Reservation) -> bool:
         """Use a committed append of one token to a sequence again, for one more token after its tip.
@@ -255,8 +268,8 @@ class Reservations:
         self.pool.share(shared_ids)
         block_ids, copies = _extended(prefix, fresh_ids, is_copied=is_copied)
         held_ids, chain = shared_ids + fresh_ids, source.chain.copy(length)
-        branch = Reservation(None, source, source.principal, length, num_tokens, block_ids, copies, held_ids, chain)
-        branch.num_given_back = num_gone
+        branch = Reservation(Verdict.FORK, source, source.principal, length, num_tokens, block_ids, copies, held_ids)
+        branch.chain, branch.num_given_back = chain, num_gone
         return self._open(branch)
 
     def reserve_rewind(self, sequence: Sequence, length: int, num_tokens: int) -> Reservation:
@@ -271,7 +284,7 @@ class Reservations:
         """
         self._check_rewind(sequence, length, num_tokens)
         self.slots.truncate(sequence, length)
-        return self._extend(sequence, num_tokens, is_checked=True)
+        return self._extend(sequence, num_tokens, Verdict.REWIND)
 
     def foresee(self, reservations: SequenceOf[Reservation]) -> list[list[int] | None]:
         """Return, for appends in flight, the block table that one more token after each is likely to get.
@@ -285,7 +298,7 @@ class Reservations:
         empty blocks of the pool; the cache knows neither, and their next owner writes to a slot before it is read.
 
         Args:
-            reservations: Live ones on sequences, in the order in which the next appends are likely to come.
+            reservations: Live ones at tips, in the order in which the next appends are likely to come.
 
         Returns:
             For each a table that covers one token more than its own; None: there is no room for one.
@@ -331,17 +344,16 @@ class Reservations:
         self.live.remove(reservation)
         reservation.is_live = False
         if (sequence := reservation.sequence) is not None:
-            sequence.is_appending = False
             sequence.num_pins -= 1
-        elif reservation.source is not None:
-            reservation.source.num_pins -= 1
+            if reservation.verdict in _MOVES:
+                sequence.is_appending = False
 
     def abort(self, reservation: Reservation) -> None:
         """Give back what was reserved and nothing else; a closed reservation is left alone."""
         if reservation.is_live:
             self.close(reservation)
             self.usage.release(reservation.principal, reservation.held_ids)
-            if reservation.sequence is None:
+            if reservation.verdict in BIRTHS:
                 self.usage.leave(reservation.principal)
 
     def count_owners(self) -> Counter[int]:
@@ -354,22 +366,23 @@ class Reservations:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""
-        num_users = Counter(each.pinned for each in self.live if each.pinned is not None)
-        num_appends = Counter(each.sequence for each in self.live if each.sequence is not None)
+        num_users = Counter(each.sequence for each in self.live if each.sequence is not None)
+        num_appends = Counter(each.sequence for each in self.live if each.moves)
         for sequence, count in num_users.items():
             assert sequence.num_pins >= count, f"{sequence.handle_id} is pinned {sequence.num_pins} times by {count}"
             assert num_appends[sequence] == int(sequence.is_appending), f"{sequence.handle_id} has other appends"
         for reservation in self.live:
             assert reservation.is_live, "a closed reservation is kept"
-            if reservation.sequence is None or not reservation.sequence.is_released:
+            is_void = reservation.moves and reservation.sequence is not None and reservation.sequence.is_released
+            if not is_void and reservation.verdict not in READS:
                 self._check_table(reservation)
 
     def _check_table(self, reservation: Reservation) -> None:
         """Check a reservation that can still be committed; the table of any other one is void until its abort."""
         start, stop = reservation.start, reservation.start + reservation.num_tokens
-        sequence = reservation.sequence
-        length = stop if reservation.is_warming else start
-        assert sequence is None or sequence.length == length, "a sequence moved under its reservation"
+        length = stop if reservation.verdict is Verdict.WARM else start
+        if reservation.moves and (sequence := reservation.sequence) is not None:
+            assert sequence.length == length, "a sequence moved under its reservation"
         assert len(reservation.block_ids) == self.pool.num_blocks_for(stop), "a reserved table has another size"
         written_ids = reservation.block_ids[(start + reservation.num_cached) // self.pool.block_size :]
         for block_id in written_ids:
@@ -423,23 +436,23 @@ class Reservations:
             self.usage.enter(principal, num_sequences)
         return found_ids + fresh_ids
 
-    def _extend(self, sequence: Sequence, num_tokens: int, *, is_checked: bool = False) -> Reservation:
-        """Hold the blocks for tokens at the tip that fit the context; with ``is_checked`` they fit the quota too."""
+    def _extend(self, sequence: Sequence, num_tokens: int, verdict: Verdict = Verdict.APPEND) -> Reservation:
+        """Hold the blocks for tokens at the tip that fit the context; after a rewind they fit the quota too."""
         principal, table, start = sequence.principal, sequence.block_ids, len(sequence.chain.token_ids)
         is_copied = self.pool.refcount(table[-1]) > 1 and self._is_partial(start)
         num_whole = self.pool.num_blocks_for(start + num_tokens)
         num_fresh = num_whole - len(table) + is_copied
         if not num_fresh:
-            return self._open(Reservation(sequence, None, principal, start, num_tokens, table, [], []))
+            return self._open(Reservation(verdict, sequence, principal, start, num_tokens, table, [], []))
         # Spares stay with the sequence until the commit, so an abort has nothing to put back.
         spare_ids = list(sequence.spare_ids[:num_fresh])
         fresh_ids: list[int] = []
         if num_more := num_fresh - len(spare_ids):
-            if not is_checked:
+            if verdict is Verdict.APPEND:
                 self.usage.check(principal, num_blocks=num_more, num_whole=num_whole - sequence.num_given_back)
             fresh_ids = self.usage.allocate(principal, num_more)
         block_ids, copies = _extended(table, spare_ids + fresh_ids, is_copied=is_copied)
-        return self._open(Reservation(sequence, None, principal, start, num_tokens, block_ids, copies, fresh_ids))
+        return self._open(Reservation(verdict, sequence, principal, start, num_tokens, block_ids, copies, fresh_ids))
 
     def _is_partial(self, length: int) -> bool:
         return length % self.pool.block_size > 0
@@ -456,10 +469,9 @@ class Reservations:
             self.cache.withdraw(block_id)
         self.live.add(reservation)
         if (sequence := reservation.sequence) is not None:
-            sequence.is_appending = True
             sequence.num_pins += 1
-        elif reservation.source is not None:
-            reservation.source.num_pins += 1
+            if reservation.verdict in _MOVES:
+                sequence.is_appending = True
         return reservation
 
 

@@ -9,9 +9,10 @@ from array import array
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import pairwise
+from typing import Final
 
 from ferrule_server.errors import HandleExpired, HandleUnknown, TruncateBeyond
-from ferrule_server.kv.append_rule import check_handle
+from ferrule_server.kv.append_rule import BIRTHS, READS, Verdict, check_handle
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, handle_id_of
 from ferrule_server.kv.leases import LeaseHeap
@@ -28,10 +29,9 @@ from ferrule_server.quotas import MIN_TTL_S, LimitsOf, unlimited
 
 DEFAULT_TTL_S = 60.0
 """Lease of a new sequence if the request names none."""
-
-
 RESTORED_LEASE_S = 120.0
 """Least time for which a restored sequence lives after a restart: clients may take a minute or two to reconnect."""
+_RUN_AGAIN: Final = (Verdict.WARM, *READS)
 
 
 def _new_secret() -> bytes:
@@ -164,7 +164,7 @@ class SequenceStore:
         """Append the tokens whose KV was written, create the sequence if there is none, and renew the lease.
 
         Args:
-            reservation: A live one.
+            reservation: A live one. After a read only the lease is renewed.
             token_ids: Tokens of the first rows: as many as were reserved, or fewer if a verify accepted fewer. The
                 result is as if only these had been reserved: surplus blocks go back.
             ttl_s: As in :meth:`renew`; a created sequence has the lease of its source, or DEFAULT_TTL_S.
@@ -175,15 +175,16 @@ class SequenceStore:
             ValueError: No token, more than were reserved, or others than those of the prompt that was looked up.
         """
         reservation.check_tokens(token_ids)
-        if reservation.is_warming:
-            return self._warm(reservation)
         sequence, num_tokens = reservation.sequence, len(token_ids)
-        if sequence is not None and sequence.is_released:
+        if sequence is not None and sequence.is_released and reservation.moves:
             self.reservations.abort(reservation)
             raise HandleUnknown(sequence.handle_id)
+        if reservation.verdict in _RUN_AGAIN:
+            assert sequence is not None, "only tokens of a sequence are run again"
+            return self._end_rerun(reservation, sequence, ttl_s)
         if num_tokens != reservation.num_tokens:
             self.reservations.shorten(reservation, num_tokens)
-        if sequence is None:
+        if sequence is None or reservation.verdict is Verdict.FORK:
             sequence = self._create_reserved(reservation, token_ids)
         else:
             sequence.chain.extend(token_ids)
@@ -202,7 +203,7 @@ class SequenceStore:
             self.ledger.add(sequence.principal, "num_block_copies", len(reservation.copies))
             self.usage.release(sequence.principal, [source_id for source_id, _ in reservation.copies])
         sequence.last_truncate = None
-        if (source := reservation.source) is not None and not source.is_released:
+        if (source := reservation.sequence) is not sequence and source is not None and not source.is_released:
             self.renew(source)
         self.renew(sequence, ttl_s)
         return sequence
@@ -389,7 +390,7 @@ class SequenceStore:
             blocks.setdefault(each.principal, set()).update(each.held_ids, each.spare_ids)
         for reservation in self.reservations.live:
             held = holdings.setdefault(reservation.principal, Holding())
-            held.num_sequences += reservation.sequence is None
+            held.num_sequences += reservation.verdict in BIRTHS
             blocks.setdefault(reservation.principal, set()).update(reservation.held_ids)
         for principal, block_ids in blocks.items():
             holdings[principal].num_blocks = len(block_ids)
@@ -414,23 +415,15 @@ class SequenceStore:
         assert MIN_TTL_S <= sequence.ttl_s <= self.max_ttl_s, f"{name} has a lease of {sequence.ttl_s} s"
         assert sequence.num_pins >= int(sequence.is_appending), f"{name} is appended to and not pinned"
 
-    def _warm(self, reservation: Reservation) -> Sequence:
-        """Give a cold sequence the blocks to which its tokens were written.
-
-        Raises:
-            HandleUnknown: The sequence was released meanwhile; the reservation is aborted.
-        """
-        sequence = reservation.sequence
-        assert sequence is not None, "only a sequence that exists is cold"
-        if sequence.is_released:
-            self.reservations.abort(reservation)
-            raise HandleUnknown(sequence.handle_id)
-        self.reservations.note_computed(reservation, sequence.length)
-        table = reservation.block_ids
-        sequence.block_ids, sequence.spare_ids = table, tuple(reservation.held_ids[len(table) :])
-        sequence.is_cold = False
+    def _end_rerun(self, reservation: Reservation, sequence: Sequence, ttl_s: float | None) -> Sequence:
+        """Renew the lease after tokens were run again; a cold sequence gets the blocks to which they were written."""
+        if reservation.verdict is Verdict.WARM:
+            self.reservations.note_computed(reservation, sequence.length)
+            table = reservation.block_ids
+            sequence.block_ids, sequence.spare_ids = table, tuple(reservation.held_ids[len(table) :])
+            sequence.is_cold = False
         self.reservations.close(reservation)
-        self.renew(sequence)
+        self.renew(sequence, ttl_s)
         return sequence
 
     def _create_reserved(self, reservation: Reservation, token_ids: SequenceOf[int]) -> Sequence:
@@ -440,22 +433,17 @@ class SequenceStore:
             reservation.chain.extend(token_ids)
         elif len(reservation.chain) > len(token_ids):
             reservation.chain.truncate(len(token_ids))
-        sequence = self._create(
-            reservation.principal,
-            reservation.chain,
-            reservation.block_ids,
-            reservation.source,
-            is_durable=new.is_durable,
-        )
-        window = new.attention_window if reservation.source is None else reservation.source.window
+        source, chain, table = reservation.sequence, reservation.chain, reservation.block_ids
+        sequence = self._create(reservation.principal, chain, table, source, is_durable=new.is_durable)
+        window = new.attention_window if source is None else source.window
         set_window(sequence, window, reservation.num_given_back, self.pool.block_size)
-        if reservation.source is None:
+        if source is None:
             sequence.is_published = new.publish_prefix and self._cache.is_on
         else:
             self.ledger.add(reservation.principal, "num_forks")
         if new.reserved_length:
             sequence.reserved_length = new.reserved_length
-            sequence.spare_ids = tuple(reservation.held_ids[len(reservation.block_ids) :])
+            sequence.spare_ids = tuple(reservation.held_ids[len(table) :])
         return sequence
 
     def _create(

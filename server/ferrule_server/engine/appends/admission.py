@@ -52,8 +52,7 @@ class Admission:
             job.token_ids if job.new.reuse_prefix and _wants_last_row_at_most(job) else None,
         )
         run = _writing(job, sink, reservation)
-        if reservation.num_cached:
-            run.skip_cached(reservation.num_cached)
+        run.skip_cached(reservation.num_cached)
         return self._creating(run)
 
     def append(self, job: AppendJob, sink: Sink, sequence: Sequence) -> RunningAppend | AppendResult | None:
@@ -92,7 +91,7 @@ class Admission:
             return admitted
         if verdict is Verdict.APPEND:
             reservation = self.store.reservations.reserve_append(sequence, len(job.token_ids))
-            return _writing(job, sink, reservation, sequence, verdict)
+            return _writing(job, sink, reservation)
         return self._branch_or_rewind(job, sink, sequence, verdict)
 
     def _branch_or_rewind(self, job: AppendJob, sink: Sink, sequence: Sequence, verdict: Verdict) -> RunningAppend:
@@ -101,10 +100,10 @@ class Admission:
         assert handle is not None
         if verdict is Verdict.REWIND:
             reservation = self.store.reservations.reserve_rewind(sequence, handle.length, len(job.token_ids))
-            return _writing(job, sink, reservation, sequence, verdict)
+            return _writing(job, sink, reservation)
         self.creations.check_free(job)
         reservation = self.store.reservations.reserve_branch(sequence, handle.length, len(job.token_ids))
-        run = _writing(job, sink, reservation, sequence, verdict)
+        run = _writing(job, sink, reservation)
         if run.ttl_s is None:  # its current value: later jobs may change the source's lease while this one runs
             run.ttl_s = sequence.ttl_s
         return self._creating(run)
@@ -178,7 +177,7 @@ class Admission:
         start, end = rows.start, rows.end
         is_replay = verdict is Verdict.REPLAY
         token_ids = tuple(sequence.token_ids[start:end])
-        specs, seed = row_specs(job.output, job.token_ids or token_ids, job.drafts, rows.seed)
+        specs = row_specs(job.output, job.token_ids or token_ids, job.drafts, rows.seed)
         if job.drafts is not None:  # rejected drafts were not committed
             specs = {row: specs[row] for row in specs if row < len(token_ids)}
         if not specs:  # no row returns anything, so nothing is run
@@ -188,29 +187,16 @@ class Admission:
         first = next(iter(specs))
         sequence.require_kv(start + first + 1)
         self.counters.recomputed += is_replay
-        sequence.num_pins += 1
-        return RunningAppend(
-            job=job,
-            sink=sink,
-            verdict=verdict,
-            sequence=sequence,
-            reservation=None,
-            token_ids=token_ids[first:],
-            start=start + first,
-            block_ids=sequence.block_ids,
-            specs={row - first: specs[row] for row in specs} if first else specs,
-            seed=seed,
-            ttl_s=rows.ttl_s,
-            is_read_only=True,
-            verified=rows.verified,
-            numbers=rows.numbers,
-        )
+        reservation = self.store.reservations.reserve_read(sequence, verdict, start + first, end)
+        specs = {row - first: specs[row] for row in specs} if first else specs
+        run = RunningAppend(job, sink, reservation, token_ids[first:], specs, rows.ttl_s)
+        run.verified, run.numbers = rows.verified, rows.numbers
+        return run
 
     def _answer(self, job: AppendJob, sequence: Sequence, rows: _Rows, *, is_replay: bool) -> AppendResult:
         """Return the answer if no row is requested."""
         ttl_s = self.store.renew(sequence, rows.ttl_s)
-        handle = sequence.handle_at(rows.end)
-        answer = AppendResult(handle, replayed=is_replay, forked=job.branched_to(handle.cache_id), ttl_s=ttl_s)
+        answer = AppendResult(sequence.handle_at(rows.end), replayed=is_replay, ttl_s=ttl_s)
         if job.drafts is not None:
             verified = rows.verified or Verified()
             answer.verified = with_row_handles(verified, job.drafts, sequence, rows.end)
@@ -236,27 +222,9 @@ class _Rows:
     numbers: tuple[RowOutput, ...] = ()
 
 
-def _writing(
-    job: AppendJob,
-    sink: Sink,
-    reservation: Reservation,
-    sequence: Sequence | None = None,
-    verdict: Verdict | None = None,
-) -> RunningAppend:
-    specs, seed = row_specs(job.output, job.token_ids, job.drafts)
-    return RunningAppend(
-        job=job,
-        sink=sink,
-        verdict=verdict,
-        sequence=sequence,
-        reservation=reservation,
-        token_ids=job.token_ids,
-        start=reservation.start,
-        block_ids=reservation.block_ids,
-        specs=specs,
-        seed=seed,
-        ttl_s=job.ttl_s,
-    )
+def _writing(job: AppendJob, sink: Sink, reservation: Reservation) -> RunningAppend:
+    specs = row_specs(job.output, job.token_ids, job.drafts)
+    return RunningAppend(job, sink, reservation, job.token_ids, specs, job.ttl_s)
 
 
 def _again(result: AppendResult, job: AppendJob, sequence: Sequence, ttl_s: float) -> AppendResult:
@@ -264,8 +232,7 @@ def _again(result: AppendResult, job: AppendJob, sequence: Sequence, ttl_s: floa
     verified = result.verified
     if job.drafts is not None and verified is not None:
         verified = with_row_handles(verified, job.drafts, sequence, result.handle.length)
-    is_forked = job.branched_to(sequence.cache_id)
-    return dataclasses.replace(result, replayed=True, ttl_s=ttl_s, verified=verified, forked=is_forked)
+    return dataclasses.replace(result, replayed=True, ttl_s=ttl_s, verified=verified)
 
 
 def _wants_last_row_at_most(job: AppendJob) -> bool:

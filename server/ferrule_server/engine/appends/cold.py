@@ -76,19 +76,7 @@ class Cold:
         reservation = self.store.reservations.reserve_cold(sequence)
         token_ids = tuple(sequence.token_ids)
         job = AppendJob(sequence.principal, token_ids, None, _NOTHING, is_internal=True, keeps_record=False)
-        run = RunningAppend(
-            job=job,
-            sink=self._sink,
-            verdict=None,
-            sequence=sequence,
-            reservation=reservation,
-            token_ids=token_ids,
-            start=0,
-            block_ids=reservation.block_ids,
-            specs={},
-            seed=None,
-            ttl_s=None,
-        )
+        run = RunningAppend(job, self._sink, reservation, token_ids, specs={})
         run.skip_cached(reservation.num_cached)
         self.counters.restored_tokens += run.remaining
         return run
@@ -97,8 +85,9 @@ class Cold:
         """Return how many tokens ``run`` has to compute until its blocks hold all that the sequence can share."""
         if not run.is_warming or run.job.principal != sequence.principal:
             return 0
-        assert run.sequence is not None
-        num_common = run.sequence.chain.num_common(sequence.chain)
+        other = run.reservation.sequence
+        assert other is not None
+        num_common = other.chain.num_common(sequence.chain)
         num_shared = num_common - num_common % self.store.pool.block_size
         return max(0, num_shared - run.cursor) if num_shared > num_cached else 0
 
@@ -113,8 +102,9 @@ class Cold:
 
     def restoring(self, run: RunningAppend) -> Restoring:
         """Return the error of a job that cannot wait for the computation."""
-        assert run.sequence is not None
-        return Restoring(run.sequence.handle_id, run.remaining, self._estimate_s(run.remaining))
+        sequence = run.reservation.sequence
+        assert sequence is not None
+        return Restoring(sequence.handle_id, run.remaining, self._estimate_s(run.remaining))
 
     def _estimate_s(self, num_tokens: int) -> float:
         """Return in how many seconds to ask again, from the measured speed of prompts."""

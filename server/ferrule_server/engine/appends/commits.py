@@ -12,7 +12,7 @@ from ferrule_server.engine.faults.failpoints import Failing
 from ferrule_server.engine.jobs import Acceptance, AppendResult, Verified
 from ferrule_server.engine.metrics.counters import EngineCounters, OwnCounters
 from ferrule_server.errors import NonFiniteLogits
-from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.append_rule import BIRTHS, READS, Verdict
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import SequenceStore
 
@@ -55,16 +55,11 @@ class Commits:
         for row in run.outputs:
             if not row.is_finite:
                 raise NonFiniteLogits(row.position)
-        if run.reservation is not None:
-            sequence = self.store.commit(run.reservation, run.token_ids, run.ttl_s)
-        else:
-            assert run.sequence is not None
-            sequence = run.sequence
-            self.store.renew(sequence, run.ttl_s)
+        sequence = self.store.commit(run.reservation, run.token_ids, run.ttl_s)
         try:
             return self._settle(run, sequence)
         except Exception:  # clean up here; the engine answers with a fault
-            if run.reservation is not None and run.reservation.sequence is None and run.creation is None:
+            if run.reservation.verdict in BIRTHS and run.creation is None:
                 self.store.release(sequence.handle_at(), sequence.principal)
                 self.records.forget(sequence.handle_id)
             if sequence.is_durable:
@@ -73,31 +68,29 @@ class Commits:
 
     def note_computed(self, run: RunningAppend) -> None:
         """Let other cold sequences share what is computed already of a cold one."""
-        assert run.reservation is not None, "a cold sequence is computed in reserved blocks"
         self.store.reservations.note_computed(run.reservation, run.cursor)
 
     def _settle(self, run: RunningAppend, sequence: Sequence) -> AppendResult:
         """Record the committed append, and return its answer."""
-        job, handle = run.job, sequence.handle_at(run.start + len(run.token_ids))
+        job, verdict, start = run.job, run.reservation.verdict, run.reservation.start
+        handle, spec = sequence.handle_at(start + len(run.token_ids)), next(iter(run.specs.values()), None)
+        seed = None if spec is None or spec.sample is None else spec.sample.seed
         if run.creation is not None:
-            self.creations.finish(run.creation, (handle,), run.start, run.seed, run.verified)
-        is_replay = run.verdict is Verdict.REPLAY
-        is_forked = run.verdict is not Verdict.APPEND and job.branched_to(handle.cache_id)
+            self.creations.finish(run.creation, (handle,), start, seed, run.verified)
+        is_replay = verdict is Verdict.REPLAY
         rows, timing = tuple(run.outputs), run.timing
         if timing.started_ns > job.submitted_ns:
             timing.queue_ns = timing.started_ns - job.submitted_ns
         # Positional: keywords would take 0.3 us of each token's 8.
-        answer = AppendResult(
-            handle, rows, run.seed, run.num_cached, timing, is_replay, is_replay, is_forked, sequence.ttl_s
-        )
+        answer = AppendResult(handle, rows, seed, run.num_cached, timing, is_replay, is_replay, sequence.ttl_s)
         if job.drafts is not None:
             assert run.verified is not None
             answer.verified = with_row_handles(run.verified, job.drafts, sequence, handle.length)
-        if job.keeps_record and (run.verdict in _RECORDED or run.creation is not None):
-            self.records.keep(sequence.handle_id, run.start, job, answer)
+        if job.keeps_record and (verdict in _RECORDED or run.creation is not None):
+            self.records.keep(sequence.handle_id, start, job, answer)
         if sequence.is_durable:
             self.journal.note_append(run, sequence, answer)
-        if run.reservation is not None:
+        if verdict not in READS:
             _count(run, self.counters, self.counters.own.of(job.principal))
         if not job.is_internal:
             self._measure(run, timing.queue_ns)
@@ -108,9 +101,9 @@ class Commits:
         """Record how long a client has waited; Generates and Forwards measure their own appends."""
         job, timings = run.job, self.counters.timings
         timings.record_queue(queue_ns)
-        if run.reservation is None:
+        if run.reservation.verdict in READS:
             return
-        if job.drafts is None and (run.sequence is None or len(run.token_ids) > 1):
+        if job.drafts is None and (run.reservation.sequence is None or len(run.token_ids) > 1):
             if run.outputs:
                 timings.record_first_token(job.submitted_ns)
         else:
@@ -128,7 +121,7 @@ def _count(run: RunningAppend, *all_counters: OwnCounters) -> None:
             counters.draft_tokens += run.job.drafts.count
             counters.accepted_tokens += run.verified.accepted_count
             counters.verify_tokens += len(run.token_ids)
-        elif run.sequence is None or len(run.token_ids) > 1:
+        elif run.reservation.sequence is None or len(run.token_ids) > 1:
             counters.prefills += 1
             counters.prefill_tokens += len(run.token_ids) - run.num_cached
             counters.prefill_ns += run.timing.run_ns

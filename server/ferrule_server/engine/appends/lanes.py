@@ -157,7 +157,8 @@ class Lanes:
         Raises:
             ContextExceeded, ExceedsPool, BlocksExhausted, QuotaExceeded: There is no room; nothing was reserved.
         """
-        sequence, reservation, handle = run.sequence, run.reservation, run.job.handle
+        reservation, handle = run.reservation, run.job.handle
+        sequence = reservation.sequence
         if sequence is None or sequence.is_released or sequence in self._lanes:
             return False
         if sequence.expires_at <= at and not sequence.num_pins:
@@ -166,7 +167,7 @@ class Lanes:
         if handle.length != len(sequence.chain.token_ids) or sequence.chain.at(handle.length) != handle.lineage:
             return False
         reservations = self.store.reservations
-        if reservation is None or not reservations.reserve_again(reservation):
+        if not reservations.reserve_again(reservation):
             reservation = reservations.reserve_append(sequence, 1)
         run.restart(reservation)
         self.running[run] = None
@@ -242,11 +243,12 @@ class Lanes:
     def _begin(self, run: RunningAppend, sequence: Sequence) -> None:
         """Let an append run, in the lane of its sequence unless it is a branch."""
         self.running[run] = None
-        if run.verdict is Verdict.FORK:
+        verdict = run.reservation.verdict
+        if verdict is Verdict.FORK:
             self._branches.setdefault(sequence, {})[run] = None
         else:
             self._lanes[sequence] = run
-            if run.verdict is Verdict.REWIND and sequence.is_durable:
+            if verdict is Verdict.REWIND and sequence.is_durable:
                 self.journal.note_rewind(sequence)  # its tail is gone, whatever happens to the append
 
     def _wait(self, job: LaneJob[object], sink: Sink, run: RunningAppend, sequence: Sequence) -> None:
@@ -267,9 +269,10 @@ class Lanes:
 
     def complete(self, run: RunningAppend, answer: AppendResult) -> None:
         """Answer all jobs of a committed append, and let the next job in its lane proceed."""
-        if run.verdict is Verdict.APPEND and not run.joined and not run.waiting:  # the most common case
-            assert run.sequence is not None
-            del self.running[run], self._lanes[run.sequence]
+        held = run.reservation
+        if held.verdict is Verdict.APPEND and not run.joined and not run.waiting:  # the most common case
+            assert held.sequence is not None
+            del self.running[run], self._lanes[held.sequence]
             self.finish(run.job, run.sink, answer)
             return
         self._leave(run)
@@ -306,8 +309,8 @@ class Lanes:
 
     def advance(self, run: RunningAppend) -> None:
         """Judge the jobs that waited for ``run``, until one of them is in flight."""
-        sequence = run.sequence
-        if sequence is None or run.verdict is Verdict.FORK:
+        sequence = run.reservation.sequence
+        if sequence is None or run.reservation.verdict is Verdict.FORK:
             return
         del self._lanes[sequence]
         waiting, run.waiting = run.waiting, None
@@ -327,8 +330,7 @@ class Lanes:
             except Exception:  # noqa: BLE001 - the others still wait for an answer
                 fault("what an append holds could not be taken back")
             for job, sink in run.waiting or ():
-                assert run.sequence is not None
-                run.sequence.num_pins -= 1
+                self._unpin(run)
                 self.finish(job, sink, why(job))
         self._branches.clear()
         self.num_waiting = 0
@@ -336,8 +338,7 @@ class Lanes:
     def _drop(self, run: RunningAppend, error: FerruleError) -> None:
         """Free what the append holds and answer all its jobs, even if freeing raises."""
         try:
-            if run.reservation is not None:
-                self.store.reservations.abort(run.reservation)
+            self.store.reservations.abort(run.reservation)
             if run.creation is not None:
                 self.creations.abandon(run.creation)
             self._leave(run)
@@ -355,22 +356,24 @@ class Lanes:
     def _refuse_waiting(self, run: RunningAppend, error: FerruleError) -> None:
         waiting, run.waiting = run.waiting or (), None
         for job, sink in waiting:
-            assert run.sequence is not None
             self.num_waiting -= 1
-            run.sequence.num_pins -= 1
+            self._unpin(run)
             self.finish(job, sink, error)
 
     def _leave(self, run: RunningAppend) -> None:
         del self.running[run]
-        if run.sequence is None:
-            return
-        if run.reservation is None:
-            run.sequence.num_pins -= 1
-        elif run.verdict is Verdict.FORK:
-            branches = self._branches[run.sequence]
+        source = run.reservation.sequence
+        if source is not None and run.reservation.verdict is Verdict.FORK:
+            branches = self._branches[source]
             del branches[run]
             if not branches:
-                del self._branches[run.sequence]
+                del self._branches[source]
+
+    @staticmethod
+    def _unpin(run: RunningAppend) -> None:
+        """Take back the pin of a job that waited for ``run``."""
+        assert run.reservation.sequence is not None, "only sequences have lanes"
+        run.reservation.sequence.num_pins -= 1
 
     def _wait_behind(self, run: RunningAppend, waiting: deque[LaneEntry], sequence: Sequence) -> None:
         """Let the next jobs with the same request join ``run``, which is now in flight, and the rest wait for it."""

@@ -42,27 +42,37 @@ class AppendRecord:
         result: The answer.
         is_whole: ``result`` has all that was answered. False: its rows were dropped but for their numbers, if they are
             few, so that a replay answers the same tokens; and so were its row handles.
-        num_bytes: Bytes that it counts: those of its rows, except for a single row without arrays, and those of a
-            request with many biases or ids.
         drafts: Of a verify: the request as it came, with only the digests of distributions and masks; if it was
             restored, its digest. draft_ids: the drafts.
-        num_certain: Of a verify: its tokens before the drafts.
     """
 
     principal: str
     start: int
     output: OutputRequest | bytes
     result: AppendResult
-    num_bytes: int = 0
     is_whole: bool = True
     drafts: Drafts | bytes | None = None
     draft_ids: tuple[int, ...] = ()
-    num_certain: int = 0
 
     @property
     def num_tokens(self) -> int:
         """How many tokens were appended."""
         return self.result.handle.length - self.start
+
+    @property
+    def num_certain(self) -> int:
+        """Of a verify: its tokens before the drafts."""
+        verified = self.result.verified
+        assert verified is not None, "a verify has a result"
+        has_chosen = verified.next_token is not None  # else the client decides, and all drafts are appended
+        return self.num_tokens - (verified.accepted_count if has_chosen else len(self.draft_ids))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it counts: those of its rows, except for a single row without arrays, and of a large request."""
+        if not self.is_whole or isinstance(self.output, bytes):
+            return 0
+        return _bytes_answered(self.result.rows) + _bytes_asked(self.output)
 
 
 class ReplayRecords:
@@ -106,16 +116,14 @@ class ReplayRecords:
             return
         if handle_id in self._bulky:
             self._drop_rows(handle_id)
-        rows = result.rows
-        num_bytes = _bytes_answered(rows) + _bytes_asked(job.output)
         spec = job.output.spec
         output = job.output if spec is None or spec.shaping is None else _without_mask(job.output, spec, spec.shaping)
-        record = AppendRecord(job.principal, start, output, result, num_bytes)
+        record = AppendRecord(job.principal, start, output, result)
         if job.drafts is not None:
             _add_drafts(record, job, job.drafts)
         self._records[handle_id] = record
-        if num_bytes:
-            self._hold_rows(handle_id, record)
+        if num_bytes := record.num_bytes:
+            self._hold_rows(handle_id, record, num_bytes)
 
     def _keep_again(self, handle_id: str, start: int, job: AppendJob, result: AppendResult) -> bool:
         """Write the answer to the same request into the existing record if both are small: one token after another.
@@ -123,7 +131,7 @@ class ReplayRecords:
         If a record counts no bytes and its request was kept as it came, that request is small.
         """
         record = self._records.get(handle_id)
-        if record is None or record.output is not job.output or record.num_bytes or record.drafts is not None:
+        if record is None or record.output is not job.output or handle_id in self._bulky or record.drafts is not None:
             return False
         if job.drafts is not None or len(result.rows) != 1 or not _is_small(result.rows[0]):
             return False
@@ -148,7 +156,9 @@ class ReplayRecords:
             return None
         if job.drafts is None:
             return record
-        return record if (record.num_certain, record.draft_ids) == _split(job, job.drafts) else None
+        num_certain = len(job.token_ids) - job.drafts.count
+        are_equal = record.num_certain == num_certain and record.draft_ids == job.token_ids[num_certain:]
+        return record if are_equal else None
 
     def forget(self, handle_id: str) -> None:
         """Remove the record of a sequence that has ended."""
@@ -174,8 +184,7 @@ class ReplayRecords:
         """Raise AssertionError unless the invariant of the class holds."""
         used: dict[str, int] = {}
         for handle_id, record in self._records.items():
-            num_bytes = _bytes_kept(record)
-            assert num_bytes == record.num_bytes, f"{handle_id} holds {num_bytes} bytes, {record.num_bytes} counted"
+            num_bytes = record.num_bytes
             assert (handle_id in self._bulky) == bool(num_bytes), f"{handle_id} is bulky and not listed so"
             if num_bytes:
                 used[record.principal] = used.get(record.principal, 0) + num_bytes
@@ -185,13 +194,13 @@ class ReplayRecords:
             limit = self._limits_of(principal).retained_bytes
             assert limit is None or num_bytes <= limit, f"{principal} holds {num_bytes} bytes of {limit}"
 
-    def _hold_rows(self, handle_id: str, record: AppendRecord) -> None:
+    def _hold_rows(self, handle_id: str, record: AppendRecord, num_bytes: int) -> None:
         """Count a bulky record, then drop the rows of older ones until every bound holds."""
         principal = record.principal
         own = self._bulky_of.setdefault(principal, {})
         self._bulky[handle_id] = own[handle_id] = record
-        self.used_bytes += record.num_bytes
-        self._used_bytes_of[principal] = self._used_bytes_of.get(principal, 0) + record.num_bytes
+        self.used_bytes += num_bytes
+        self._used_bytes_of[principal] = self._used_bytes_of.get(principal, 0) + num_bytes
         while self.used_bytes > self._limit_bytes:
             self._make_small(next(iter(self._bulky)))
         limit = self._limits_of(principal).retained_bytes
@@ -207,16 +216,16 @@ class ReplayRecords:
     def _drop_rows(self, handle_id: str) -> AppendRecord:
         """Stop counting the bytes of a bulky record, and return it without its rows."""
         record = self._bulky.pop(handle_id)
-        own = self._bulky_of[record.principal]
+        own, num_bytes = self._bulky_of[record.principal], record.num_bytes
         del own[handle_id]
-        self.used_bytes -= record.num_bytes
-        self._used_bytes_of[record.principal] -= record.num_bytes
+        self.used_bytes -= num_bytes
+        self._used_bytes_of[record.principal] -= num_bytes
         if not own:
             del self._bulky_of[record.principal], self._used_bytes_of[record.principal]
         result = record.result
         verified = result.verified and replace(result.verified, row_handles=())
         record.result = replace(result, rows=numbers_of(result.rows), verified=verified)
-        record.is_whole, record.num_bytes = False, 0
+        record.is_whole = False
         return record
 
 
@@ -267,13 +276,6 @@ def _bytes_asked(output: OutputRequest) -> int:
     return num_bytes if num_bytes > _SMALL_REQUEST_BYTES else 0
 
 
-def _bytes_kept(record: AppendRecord) -> int:
-    """Return the size of what the record holds, computed again."""
-    if not record.is_whole or isinstance(record.output, bytes):
-        return 0
-    return _bytes_answered(record.result.rows) + _bytes_asked(record.output)
-
-
 def digest_of(asked: OutputRequest | Drafts) -> bytes:
     """Return 16 bytes that are equal for equal requests, in every run of this version."""
     return hashlib.blake2b(repr(asked).encode(), digest_size=16).digest()
@@ -284,12 +286,7 @@ def _add_drafts(record: AppendRecord, job: AppendJob, drafts: Drafts) -> None:
     distributions = tuple(DraftDistribution(each.digest, None, _NO_PROBS) for each in drafts.distributions)
     masks = tuple(TokenMask(mask.fingerprint, _NO_BITS) for mask in drafts.row_masks)
     record.drafts = replace(drafts, distributions=distributions, row_masks=masks)
-    record.num_certain, record.draft_ids = _split(job, drafts)
-
-
-def _split(job: AppendJob, drafts: Drafts) -> tuple[int, tuple[int, ...]]:
-    num_certain = len(job.token_ids) - drafts.count
-    return num_certain, job.token_ids[num_certain:]
+    record.draft_ids = job.token_ids[len(job.token_ids) - drafts.count :]
 
 
 def _without_mask(output: OutputRequest, spec: OutputSpec, shaping: Shaping) -> OutputRequest:

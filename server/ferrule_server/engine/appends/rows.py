@@ -98,29 +98,24 @@ def _numbers_of(row: RowOutput) -> dict[str, Any]:
 
 def row_specs(
     output: OutputRequest, token_ids: tuple[int, ...], drafts: Drafts | None = None, known_seed: int | None = None
-) -> tuple[Mapping[int, OutputSpec], int | None]:
-    """Return what each row returns, in ascending order (rows without an entry return nothing), and the seed.
+) -> Mapping[int, OutputSpec]:
+    """Return what each row returns, in ascending order; rows without an entry return nothing. All draw with one seed.
 
     Args:
         output: The request.
         token_ids: The tokens of all rows, drafts included; at least one, and one more than there are drafts.
         drafts: Of a verify: row 0 and every draft then return something.
         known_seed: The seed that an unseeded draw used before; None: a new one is chosen.
-
-    Returns:
-        The specs by row, and the seed that tokens are drawn with, None if none is drawn.
     """
-    spec, seed = output.spec, None
+    spec = output.spec
     if spec is None:
-        return {}, None
-    if spec.sample is not None:
-        seed = spec.sample.seed
-        if not output.is_seeded:
-            seed = secrets.randbits(SEED_BITS) if known_seed is None else known_seed
-            spec = replace(spec, sample=replace(spec.sample, seed=seed))
+        return {}
+    if spec.sample is not None and not output.is_seeded:
+        seed = secrets.randbits(SEED_BITS) if known_seed is None else known_seed
+        spec = replace(spec, sample=replace(spec.sample, seed=seed))
     last = len(token_ids) - 1
     if last == 0 and drafts is None and not output.wants_targets:
-        return {0: spec}, seed
+        return {0: spec}
     if drafts is not None:
         first = last - drafts.count
         rows = range(first, last + 1)
@@ -129,8 +124,8 @@ def row_specs(
         rows = range(0 if output.all_positions else last, last + 1)
         specs = dict.fromkeys(rows, spec)
     if output.wants_targets:
-        return TargetSpecs(specs, (*token_ids[1:], output.last_target)), seed
-    return specs, seed
+        return TargetSpecs(specs, (*token_ids[1:], output.last_target))
+    return specs
 
 
 @dataclass(frozen=True, slots=True)

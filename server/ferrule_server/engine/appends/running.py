@@ -66,40 +66,32 @@ class RunningAppend:
     """Rows of one append, some of them run already.
 
     Invariant: rows ``0..cursor`` have been run, or need not be: their KV was in the prefix cache. ``reservation`` is
-    None exactly for a query or a recomputed replay, and then the sequence is pinned instead.
+    live until the append has ended.
 
     Attributes:
         job: The first job with this request. sink: receives its answer.
-        verdict: The verdict of the append rule; None for a new sequence.
-        sequence: The sequence of the handle, whose lane it holds unless it is a branch; None for a new sequence.
-        token_ids: The rows' tokens. start: position of the first one.
-        block_ids: Block table that covers all of them.
-        specs: Row index, ascending -> what it returns; rows without an entry return nothing.
+        reservation: What it means, its sequence, and the blocks of its rows. It holds the lane of that sequence unless
+            it is a branch.
+        token_ids: The rows' tokens.
+        specs: Row index, ascending -> what it returns; rows without an entry return nothing. All draw with one seed.
         ttl_s: The lease to set at the end; None keeps the sequence's own.
         creation: Set if it creates a sequence and has a request_id.
         num_cached: Number of first tokens whose KV was in the prefix cache.
-        is_read_only: No row is written: the KV of all of them exists.
         verified: Of a verify that is replayed: the answered result, without its row handles.
         numbers: Of a replay: the numbers of its rows as they were answered, without arrays; empty: unknown.
         joined: Jobs with the same request, answered together with ``job``.
-        waiting: Jobs that wait for it in the lane of ``sequence``.
+        waiting: Jobs that wait for it in the lane of its sequence.
         outputs: Results so far, in row order. timing: of its steps so far.
     """
 
     job: AppendJob
     sink: Sink
-    verdict: Verdict | None
-    sequence: Sequence | None
-    reservation: Reservation | None
+    reservation: Reservation
     token_ids: tuple[int, ...]
-    start: int
-    block_ids: list[int]
     specs: Mapping[int, OutputSpec]
-    seed: int | None
-    ttl_s: float | None
+    ttl_s: float | None = None
     creation: Creation | None = None
     num_cached: int = 0
-    is_read_only: bool = False
     verified: Verified | None = None
     numbers: tuple[RowOutput, ...] = ()
     joined: tuple[tuple[AppendJob, Sink], ...] = ()
@@ -111,7 +103,7 @@ class RunningAppend:
     @property
     def is_decode(self) -> bool:
         """Whether it is a decode, see ``DECODE_ROWS``."""
-        if self.sequence is None:
+        if self.reservation.sequence is None:
             return False
         drafts = self.job.drafts
         return len(self.token_ids) - (0 if drafts is None else drafts.count) <= DECODE_ROWS
@@ -119,13 +111,13 @@ class RunningAppend:
     @property
     def is_warming(self) -> bool:
         """Whether it computes a cold sequence and appends nothing."""
-        return self.reservation is not None and self.reservation.is_warming
+        return self.reservation.verdict is Verdict.WARM
 
     @property
     def is_repeatable(self) -> bool:
         """Whether it can be run again with the job's next token: it is one token of a Generate, at the tip."""
-        job, spec = self.job, self.specs.get(0)
-        if job.follow is Follow.UNKNOWN or job.is_cancelled or self.verdict is not Verdict.APPEND or spec is None:
+        job, spec, verdict = self.job, self.specs.get(0), self.reservation.verdict
+        if job.follow is Follow.UNKNOWN or job.is_cancelled or verdict is not Verdict.APPEND or spec is None:
             return False
         is_drawn_alike = spec.sample is None or job.output.is_seeded
         is_plain = job.drafts is None and not job.request_id and not job.output.wants_targets
@@ -136,13 +128,11 @@ class RunningAppend:
         self.num_cached = self.cursor = num_cached
         if num_cached and self.remaining == 0:
             self.cursor -= 1
-            self.is_read_only = True
 
     def restart(self, reservation: Reservation) -> None:
         """Start again with the current token of its job; the rest of the request is unchanged."""
         self.reservation = reservation
         self.token_ids, self.ttl_s = self.job.token_ids, self.job.ttl_s
-        self.start, self.block_ids = reservation.start, reservation.block_ids
         self.joined, self.waiting = (), None
         self.cursor, self.outputs = 0, []
         self.timing = StepTiming()
@@ -169,15 +159,15 @@ class RunningAppend:
         Returns:
             int32 [start + num_rows - first], empty if that is not above 0; a copy.
         """
-        own = np.array(self.token_ids[max(0, first - self.start) : num_rows], np.int32)
-        if first >= self.start:
+        held = self.reservation
+        own = np.array(self.token_ids[max(0, first - held.start) : num_rows], np.int32)
+        if first >= held.start:
             return own
-        if self.reservation is not None and self.reservation.chain is not None:  # a branch: its source may have changed
-            before = self.reservation.chain.token_ids
-        else:
-            assert self.sequence is not None
-            before = self.sequence.token_ids
-        return np.concatenate((np.array(before[first : self.start], np.int32), own))
+        chain = held.chain  # of a branch: its source may have changed
+        if chain is None:
+            assert held.sequence is not None
+            chain = held.sequence.chain
+        return np.concatenate((np.array(chain.token_ids[first : held.start], np.int32), own))
 
 
 class Reports(Protocol):

@@ -85,7 +85,6 @@ def record_of(answer: Answer, sequence: Sequence) -> AppendRecord:
         is_whole=answer.is_whole,
         drafts=None if drafts is None else drafts.digest,
         draft_ids=() if drafts is None else drafts.draft_ids,
-        num_certain=0 if drafts is None else drafts.num_certain,
     )
 
 

@@ -39,6 +39,7 @@ from ferrule_server.engine.jobs import AppendResult, ForkResult, TruncateJob
 from ferrule_server.engine.masks import MAX_MASK_BYTES
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.executor.base import TokenMask
+from ferrule_server.kv.append_rule import READS, Verdict
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.lineage import CHUNK_TOKENS
 from ferrule_server.kv.sequence import Sequence
@@ -223,13 +224,14 @@ class Journal:
 
     def note_append(self, run: RunningAppend, sequence: Sequence, result: AppendResult) -> None:
         """Write a committed append, or the sequence that it created, and what a retry of it needs."""
-        if run.reservation is None or run.is_warming:
+        held = run.reservation
+        if held.verdict in READS or held.verdict is Verdict.WARM:
             return  # nothing was appended
         known = self._known.get(sequence.handle_id)
         if known is None:
-            self._write(self._enter(sequence, next(self._numbers), run.sequence, run.start))
-        elif self._encoder.knows(known.no) and known.length == run.start:
-            answer = answer_of(run.job, run.start, result, self._policies)
+            self._write(self._enter(sequence, next(self._numbers), held.sequence, held.start))
+        elif self._encoder.knows(known.no) and known.length == held.start:
+            answer = answer_of(run.job, held.start, result, self._policies)
             self._move(known, self._encoder.append(known.no, None, run.token_ids, None, answer))
         else:
             self._write(known)

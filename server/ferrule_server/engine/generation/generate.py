@@ -216,7 +216,8 @@ class Generation:
         if not result.replayed:
             self._timings.record_queue(result.timing.queue_ns)
             self._timings.record_first_token(self.job.submitted_ns)
-        if (self.job.handle is None or result.forked) and not result.replayed:
+        handle = self.job.handle
+        if (handle is None or handle.cache_id != result.handle.cache_id) and not result.replayed:
             self._note_created(result.handle)
         if len(self._branches) > 1:
             request_id = part_of(self.job.request_id, FORK)

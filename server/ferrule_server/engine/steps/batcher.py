@@ -13,6 +13,7 @@ from ferrule_server.engine.steps.costs import Chunk, Costs
 from ferrule_server.engine.steps.debts import Debts
 from ferrule_server.engine.steps.pace import Pace
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, Int32Array, OutputSpec, StepBatch
+from ferrule_server.kv.reservation import Reservation
 
 __all__ = ["DECODE_ROWS", "PREFILL_SHARE", "Batcher", "Chunk", "build_batch", "build_next"]
 
@@ -93,7 +94,7 @@ class Batcher:
         self.has_debts &= self._is_shared
         for run in self._free(running, now_ns * 1e-9) if self._is_shared else running:
             is_whole = run.job.cohort and not self._has_neighbour(run.job.principal)
-            is_decode = run.sequence is not None and (len(run.token_ids) == 1 or run.is_decode)
+            is_decode = run.reservation.sequence is not None and (len(run.token_ids) == 1 or run.is_decode)
             (scheduled if is_whole else decodes if is_decode else prefills).append(run)
         if scheduled and not (self._has_left_out and (decodes or prefills)):
             chunks = self._plan_cohorts(scheduled, decodes)
@@ -116,7 +117,7 @@ class Batcher:
         first = chunks[0].run.job.principal if chunks else ""
         for chunk in chunks:
             run = chunk.run
-            sequence, principal = run.sequence, run.job.principal
+            sequence, principal = run.reservation.sequence, run.job.principal
             self._is_shared |= principal != first
             if sequence is not None and (len(run.token_ids) == 1 or run.is_decode):
                 decode_rows += chunk.num_rows
@@ -158,7 +159,7 @@ class Batcher:
 
     def _is_another_decoding(self, runs: list[RunningAppend], now: float) -> bool:
         """Return whether a live sequence was decoded lately that has no part in these runs."""
-        own = {run.sequence.handle_id for run in runs if run.sequence is not None}
+        own = {it.handle_id for run in runs if (it := run.reservation.sequence) is not None}
         latest = next((at for name, (at, _) in reversed(self._decoded.items()) if name not in own), -_DECODING_S)
         return now < latest + _DECODING_S
 
@@ -327,16 +328,17 @@ def build_batch(chunks: Sequence[Chunk], block_size: int) -> StepBatch:
     is_shaped = False
     for chunk in chunks:
         run, first, base = chunk.run, chunk.run.cursor, len(token_ids)
-        end = run.start + first + chunk.num_rows
+        held = run.reservation
+        end = held.start + first + chunk.num_rows
         if chunk.num_rows == 1:  # most rows of most steps: without the lists that a longer chunk is worth
             token_ids.append(run.token_ids[first])
             positions.append(end - 1)
-            slots.append(_slot(run, end - 1, block_size))
+            slots.append(_slot(held, end - 1, block_size))
         else:
-            chunk_positions = range(run.start + first, end)
+            chunk_positions = range(held.start + first, end)
             token_ids += run.token_ids[first : first + chunk.num_rows]
             positions += chunk_positions
-            slots += _slots(run, chunk_positions, block_size)
+            slots += _slots(held, chunk_positions, block_size)
         for row, spec in _output_specs(run, first, chunk.num_rows):
             output_rows.append(base + row - first)
             output_specs.append(spec)
@@ -399,22 +401,22 @@ def _histories(chunks: Iterable[Chunk]) -> tuple[Int32Array | None, ...]:
             if tokens is None or spec.shaping.penalty_start != start:
                 start = spec.shaping.penalty_start
                 tokens = run.tokens_from(start, run.cursor + chunk.num_rows)
-            histories.append(tokens[: max(0, run.start + row + 1 - start)])
+            histories.append(tokens[: max(0, run.reservation.start + row + 1 - start)])
     return tuple(histories) if any(each is not None for each in histories) else ()
 
 
-def _slot(run: RunningAppend, position: int, block_size: int) -> int:
+def _slot(held: Reservation, position: int, block_size: int) -> int:
     """Return the slot of a position, NO_SLOT for a row that only reads."""
-    if run.is_read_only:
+    if held.num_cached == held.num_tokens:
         return NO_SLOT
-    return run.block_ids[position // block_size] * block_size + position % block_size
+    return held.block_ids[position // block_size] * block_size + position % block_size
 
 
-def _slots(run: RunningAppend, positions: Sequence[int], block_size: int) -> list[int]:
+def _slots(held: Reservation, positions: Sequence[int], block_size: int) -> list[int]:
     """Return the slots of positions, NO_SLOT for rows that only read."""
-    if run.is_read_only:
+    if held.num_cached == held.num_tokens:
         return [NO_SLOT] * len(positions)
-    table = run.block_ids
+    table = held.block_ids
     return [table[position // block_size] * block_size + position % block_size for position in positions]
 
 
@@ -430,5 +432,5 @@ def _block_tables(chunks: Sequence[Chunk], kv_lens: Sequence[int], block_size: i
     counts = [-(-kv_len // block_size) for kv_len in kv_lens]
     tables = np.full((len(chunks), max(counts)), NULL_BLOCK, np.int32)
     for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
-        tables[row, :count] = chunk.run.block_ids[:count]
+        tables[row, :count] = chunk.run.reservation.block_ids[:count]
     return tables

@@ -69,12 +69,10 @@ class _Guess:
 
     def is_right(self, run: RunningAppend) -> bool:
         """Return whether this append of one token would run exactly this row, in the same blocks, none copied."""
-        if run.verdict is not Verdict.APPEND or run.reservation is None:
+        held, spec = run.reservation, run.specs.get(0)
+        if held.verdict is not Verdict.APPEND or held.start != self.start or run.token_ids != (self.token,):
             return False
-        if run.start != self.start or run.token_ids != (self.token,):
-            return False
-        spec = run.specs.get(0)
-        has_blocks = run.block_ids is self.block_ids or run.block_ids == self.block_ids
+        has_blocks = held.block_ids is self.block_ids or held.block_ids == self.block_ids
         return has_blocks and (spec is self.spec or spec == self.spec)
 
 
@@ -128,7 +126,7 @@ class Lookahead:
         chunks: list[Chunk] = []
         claimed = self._claimed = []
         for run in running:
-            row = row_of.get(run.sequence)
+            row = row_of.get(run.reservation.sequence)
             if row is not None and guesses[row].is_right(run):
                 chunks.append(Chunk(run, 1))
                 claimed.append(row)
@@ -250,10 +248,9 @@ class Lookahead:
         """
         rows, reservations = [], []
         for row, chunk in zip(sources, chunks, strict=True):
-            run = chunk.run
-            if run.job.follow is Follow.LIKELY and run.reservation is not None:
+            if chunk.run.job.follow is Follow.LIKELY:
                 rows.append(row)
-                reservations.append(run.reservation)
+                reservations.append(chunk.run.reservation)
         guesses: list[_Guess] = []
         specs = batch.output_specs
         for row, reservation, table in zip(rows, reservations, self._reservations.foresee(reservations), strict=True):
@@ -277,7 +274,7 @@ class Lookahead:
 def _is_token_of_generate(chunk: Chunk) -> bool:
     """Return whether the chunk appends the last token of a Generate and draws the next one from this row alone."""
     run = chunk.run
-    if run.verdict is not Verdict.APPEND or run.job.follow is Follow.UNKNOWN or len(run.token_ids) != 1:
+    if run.reservation.verdict is not Verdict.APPEND or run.job.follow is Follow.UNKNOWN or len(run.token_ids) != 1:
         return False
     spec = run.specs.get(0)
     if spec is None or not (spec.greedy or spec.sample is not None):

@@ -83,12 +83,7 @@ class StepRunner:
         return StepOutcome(rows, started_ns, elapsed_ns, num_rows)
 
     def _copy_on_write(self, chunks: Iterable[Chunk]) -> None:
-        pairs = [
-            pair
-            for chunk in chunks
-            if chunk.run.reservation is not None and chunk.run.cursor == 0
-            for pair in chunk.run.reservation.copies
-        ]
+        pairs = [pair for chunk in chunks if not chunk.run.cursor for pair in chunk.run.reservation.copies]
         for part in self.failpoints.halves(pairs, "during_copy") if pairs else ():
             if part:
                 self.executor.copy_blocks(np.array(part, np.int32))

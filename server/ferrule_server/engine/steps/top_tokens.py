@@ -65,8 +65,9 @@ def log_top_tokens(executor: Executor, batch: StepBatch, chunks: Iterable[Chunk]
 
 
 def _handle_id(chunk: Chunk) -> str:
-    sequence = chunk.run.sequence
-    return "new" if sequence is None or chunk.run.verdict is Verdict.FORK else sequence.handle_id
+    held = chunk.run.reservation
+    sequence = held.sequence
+    return "new" if sequence is None or held.verdict is Verdict.FORK else sequence.handle_id
 
 
 def _best(row: RowOutput) -> str:

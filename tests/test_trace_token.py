@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_CALLS = 140
-MAX_FILES = 44
+MAX_CALLS = 137
+MAX_FILES = 36
 MAX_HOPS = 14
 _HOP = re.compile(r"^\| (\d+) \| `([\w.]+)` \| `([\w/.]+)` \|", re.MULTILINE)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ferrule_server.api.receiving.meter import CallRates
+from ferrule_server.api.rpc.intake import CallRates
 from ferrule_server.errors import QuotaExceeded
 from ferrule_server.fairness.bucket import BURST_S, Meter
 from ferrule_server.quotas import UNLIMITED, QuotaLimits

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from ferrule_server.engine.metrics.histogram import (
+from ferrule_server.engine.metrics.timings import (
     COUNT_BOUNDS,
     NS_PER_S,
     TIME_BOUNDS_S,

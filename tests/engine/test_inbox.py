@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrule_server.engine.bridge.inbox import Inbox
+from ferrule_server.engine.bridge.gate import Inbox
 from ferrule_server.engine.jobs import Entry, Job, Sink, WarmupJob
 
 MS = 1_000_000

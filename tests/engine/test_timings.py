@@ -12,8 +12,7 @@ from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.generation import forward
 from ferrule_server.engine.generation import generate as generation
 from ferrule_server.engine.jobs import Acceptance, AppendJob, Drafts, Window
-from ferrule_server.engine.metrics.histogram import HistogramReading
-from ferrule_server.engine.metrics.timings import EngineTimings
+from ferrule_server.engine.metrics.timings import EngineTimings, HistogramReading
 from ferrule_server.engine.steps import lookahead
 from ferrule_server.engine.steps import runner as steps
 from ferrule_server.executor.base import StepBatch, StepResult

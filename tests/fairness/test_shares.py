@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrule_server.fairness.shares import Shares
+from ferrule_server.fairness.turns import Shares
 
 MS = 1_000_000
 S = 1_000_000_000

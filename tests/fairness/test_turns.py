@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ferrule_server.fairness import turns
-from ferrule_server.fairness.shares import Shares
-from ferrule_server.fairness.turns import SLICE_NS, Turns, TurnTaker, metered, spawn, take_turns, turn
+from ferrule_server.fairness.turns import SLICE_NS, Shares, Turns, TurnTaker, metered, spawn, take_turns, turn
 from tests.api.loops import on_a_loop
 
 MS = 1_000_000

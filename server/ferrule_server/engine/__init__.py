@@ -17,8 +17,8 @@
 
 The life of an append::
 
-    bridge/gate       is there room in the queue, and does the principal's quota allow it?
-    bridge/inbox      lists of jobs, in turn between principals                     ... engine thread from here
+    bridge/gate       is there room in the queue, and does the principal's quota allow it? Then the inbox: lists of
+                      jobs, in turn between principals                              ... engine thread from here
     appends/lanes     one job at a time on each sequence; the others wait in its lane
     appends/admission the append rule judges it; all blocks that it needs are reserved
     steps/batcher     its rows share steps with the rows of other appends

@@ -135,8 +135,8 @@ class SequenceStore:
             WrongInstance: It is of another server.
         """
         now = self.clock() if at is None else at
-        sequence = self.registry.get(handle.cache_id, principal)
-        if sequence is None:
+        sequence = self.registry.sequences.get(handle.cache_id)  # as Registry.get, without the call for each token
+        if sequence is None or sequence.principal != principal:
             raise self.registry.why_missing(handle.cache_id, principal, self.clock())
         if sequence.expires_at <= now and not sequence.num_pins:
             raise HandleExpired(sequence.handle_id)

@@ -24,7 +24,7 @@ from ferrule_server.api.rpc.calls import run_job
 from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.metrics.durability import DurabilityFigures
-from ferrule_server.engine.metrics.histogram import HistogramReading
+from ferrule_server.engine.metrics.timings import HistogramReading
 from ferrule_server.engine.metrics.views import PrincipalSeen, SequenceSeen, View
 from ferrule_server.kv.block_pool import count_shared
 

@@ -1,7 +1,7 @@
 """The code around every method.
 
 handlers.py     registers servicers; admits calls and ends them with a status
-intake.py       receives the request: room, time, size, turn, parsing
+intake.py       receives the request: room, time, size, rates, turn, parsing
 observe.py      notifies observers when a call begins and ends
 calls.py        submits the jobs of a call and awaits their results
 state.py        the phase of the server, and its parts once the model is loaded

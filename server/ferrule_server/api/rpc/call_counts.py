@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from typing import Final
 
 from ferrule_server.api.rpc.observe import Call
-from ferrule_server.engine.metrics.histogram import Histogram, HistogramReading, of_time
+from ferrule_server.engine.metrics.timings import Histogram, HistogramReading, of_time
 
 CALL_BOUNDS_S = (
     *(100e-6, 250e-6, 500e-6, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7.5e-3, 10e-3, 20e-3, 50e-3),

@@ -7,7 +7,8 @@ metadata --> admitted? --> room --> one message --> size --> turn --> parse --> 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, Final
 
@@ -17,14 +18,15 @@ from google.protobuf.message import DecodeError, Message
 
 from ferrule_server.api.receiving.bounds import SLACK_BYTES, ModelSizes, request_bound
 from ferrule_server.api.receiving.budgets import PROBE_TIMEOUT_S, ProbeBudget, ReceiveBudget
-from ferrule_server.api.receiving.meter import CallRates
 from ferrule_server.api.receiving.parsing import MESSAGE_BYTES, PIECE_BYTES, parse
 from ferrule_server.api.rpc.refusals import StrangerLog
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.security.principal import ANYBODY, Caller, Context
 from ferrule_server.api.security.strangers import Strangers, hang_up
 from ferrule_server.errors import InvalidRequest, RequestTooLarge
+from ferrule_server.fairness.bucket import Meter
 from ferrule_server.fairness.turns import TurnTaker
+from ferrule_server.quotas import LimitsOf
 
 CALL_NS: Final = 200_000
 """The cost of a call to the event loop outside of our code: gRPC begins it, sends its reply and ends it."""
@@ -42,6 +44,50 @@ _MAX_PARKED_STRANGERS: Final = 256
 def request_class(method: str) -> type[Message]:
     """Return the type of the requests of a method, by its full name: ``ferrule.v1.ModelExecutorService.Prefill``."""
     return message_factory.GetMessageClass(descriptor_pool.Default().FindMethodByName(method).input_type)
+
+
+class CallRates:
+    """Limits how many calls, and how many bytes of requests, each principal may send per second.
+
+    Call :meth:`admit` once for each call, after its credentials are accepted and before its request is read or parsed.
+    Call :meth:`charge_bytes` for each message that arrives: the one request of a unary call, every frame of a stream.
+    The quota of bytes may be overdrawn, since the size of a message is only known when it has arrived; the next calls
+    are then refused. A frame cannot be refused without ending its stream, so let a stream sleep as long
+    as :meth:`charge_bytes` says before its next frame is read: HTTP/2 flow control then slows the sender.
+
+    Principals that have sent nothing lately are forgotten; nothing is kept for principals without these quotas.
+
+    Args:
+        limits_of: The quotas of a principal.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, limits_of: LimitsOf, clock: Callable[[], float] = time.monotonic) -> None:
+        self._calls = Meter("CALL_RATE", lambda principal: limits_of(principal).calls_per_s, clock)
+        self._bytes = Meter("REQUEST_BYTES", lambda principal: limits_of(principal).request_bytes_per_s, clock)
+
+    @property
+    def num_principals(self) -> int:
+        """Principals that are remembered; one that both meters remember counts twice."""
+        return len(self._calls.buckets) + len(self._bytes.buckets)
+
+    def admit(self, principal: str) -> None:
+        """Count one call, or refuse it; a refused call is not counted.
+
+        Raises:
+            QuotaExceeded: ``CALL_RATE`` or ``REQUEST_BYTES``, with the time after which a call would be admitted.
+        """
+        self._calls.check(principal)
+        self._bytes.check(principal)
+        self._calls.charge(principal, 1)
+
+    def charge_bytes(self, principal: str, num_bytes: int) -> float:
+        """Count the bytes of a request or frame that has arrived; never refuses.
+
+        Returns:
+            How long a stream of the principal should wait before it reads another frame, in seconds; often 0.
+        """
+        return self._bytes.charge(principal, num_bytes)
 
 
 class Intake:
@@ -116,7 +162,8 @@ class Intake:
             TokenInvalid: The credentials have been withdrawn.
         """
         while (data := await context.read()) is not grpc.aio.EOF:
-            caller.check()
+            if caller.is_withdrawn:
+                caller.check()
             if (delay_s := self.rates.charge_bytes(caller.principal, len(data))) > 0.0:
                 await asyncio.sleep(delay_s)
             if len(data) <= PIECE_BYTES:

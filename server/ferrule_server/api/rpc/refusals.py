@@ -55,30 +55,33 @@ class Refusals:
     Args:
         rpc: The method.
         principal: The principal of the caller.
+
+    Attributes:
+        counts: By reason the first error and how many there were since the last lines; read only.
     """
 
-    __slots__ = ("_call", "_counts", "_principal", "_quiet_until", "_rpc")
+    __slots__ = ("_call", "_principal", "_quiet_until", "_rpc", "counts")
 
     def __init__(self, rpc: str, principal: str) -> None:
         self._rpc = rpc
         self._principal = principal
         self._call = current_call()  # lines are logged outside of its task
-        self._counts: dict[str, tuple[FerruleError, int]] = {}
+        self.counts: dict[str, tuple[FerruleError, int]] = {}
         self._quiet_until = 0.0
 
     def add(self, error: FerruleError) -> None:
         """Count one refused item."""
-        first, count = self._counts.get(error.reason, (error, 0))
-        self._counts[error.reason] = (first, count + 1)
+        first, count = self.counts.get(error.reason, (error, 0))
+        self.counts[error.reason] = (first, count + 1)
 
     def log(self, *, is_last: bool = False) -> None:
         """Log one line for each reason since the last time; at most once per second unless it is the last time."""
-        if not self._counts:
+        if not self.counts:
             return
         now = time.monotonic()
         if now < self._quiet_until and not is_last:
             return
         self._quiet_until = now + _QUIET_S
-        for error, count in self._counts.values():
+        for error, count in self.counts.values():
             log_refused(self._rpc, error, self._principal, count, self._call)
-        self._counts.clear()
+        self.counts.clear()

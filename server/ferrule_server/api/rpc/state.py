@@ -17,7 +17,7 @@ from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.jobs import AppendJob
 from ferrule_server.errors import Draining, FerruleError, Starting
 from ferrule_server.executor.base import Executor, ExecutorState, ReportingExecutor
-from ferrule_server.fairness.shares import Shares
+from ferrule_server.fairness.turns import Shares
 from ferrule_server.quotas import LimitsOf, unlimited
 
 if TYPE_CHECKING:

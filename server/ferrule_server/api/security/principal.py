@@ -40,7 +40,7 @@ class Caller:
     is_withdrawn: bool = False
 
     def check(self) -> None:
-        """Check that the credential is still valid. It is called for every frame, so it reads one attribute only.
+        """Check that the credential is still valid.
 
         Raises:
             TokenInvalid: The credential was withdrawn after the call began.

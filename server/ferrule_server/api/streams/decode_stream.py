@@ -170,7 +170,8 @@ class DecodeStream:
 
     def flush(self) -> None:
         """Queue the delivered frames for the writer; end the stream if its client is too far behind."""
-        self._refusals.log()
+        if self._refusals.counts:
+            self._refusals.log()
         if self._writer.is_ended or not self._frames:
             return
         if self._queued_bytes > self._limits.max_stream_queue_bytes:

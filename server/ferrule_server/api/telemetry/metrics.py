@@ -37,7 +37,7 @@ from ferrule_server.api.telemetry.metric_tables import (
     Look,
 )
 from ferrule_server.engine.jobs import Finish
-from ferrule_server.engine.metrics.histogram import HistogramReading
+from ferrule_server.engine.metrics.timings import HistogramReading
 
 _Seen = TypeVar("_Seen")
 

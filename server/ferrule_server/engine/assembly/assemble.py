@@ -19,8 +19,7 @@ from ferrule_server.engine.appends.shapes import Shapes
 from ferrule_server.engine.assembly.entrance import Entrance
 from ferrule_server.engine.assembly.gauges import Gauges
 from ferrule_server.engine.bridge.delivery import Delivery, Later
-from ferrule_server.engine.bridge.gate import Gate
-from ferrule_server.engine.bridge.inbox import Inbox
+from ferrule_server.engine.bridge.gate import Gate, Inbox
 from ferrule_server.engine.bridge.outlet import Direct
 from ferrule_server.engine.durable.confirmations import Confirmations, Outlet
 from ferrule_server.engine.durable.opening import Durability
@@ -29,12 +28,11 @@ from ferrule_server.engine.generation.drivers import Drivers, Outcomes
 from ferrule_server.engine.host_calls import Caches, Host
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.engine.settings import EngineSettings
-from ferrule_server.engine.steps.gather import GatherWindow
-from ferrule_server.engine.steps.stepper import Stepper
+from ferrule_server.engine.steps.stepper import GatherWindow, Stepper
 from ferrule_server.engine.steps.warmup import Warmup
 from ferrule_server.engine.viewer import Viewer
 from ferrule_server.executor.base import Executor
-from ferrule_server.fairness.shares import Shares
+from ferrule_server.fairness.turns import Shares
 from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.quotas import LimitsOf, unlimited
 

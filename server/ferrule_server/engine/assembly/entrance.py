@@ -14,7 +14,7 @@ from ferrule_server.engine.generation.generate import Generation
 from ferrule_server.engine.host_calls import Host
 from ferrule_server.engine.jobs import ForwardJob, GenerateJob, HostCall, Job, LaneJob, QueuedJob, Sink, WarmupJob
 from ferrule_server.engine.metrics.counters import EngineCounters
-from ferrule_server.engine.steps.gather import GatherWindow
+from ferrule_server.engine.steps.stepper import GatherWindow
 from ferrule_server.engine.steps.warmup import Warmup
 from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleExpired
 

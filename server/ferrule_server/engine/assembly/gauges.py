@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ferrule_server.engine.appends.lanes import Lanes
-from ferrule_server.engine.bridge.gate import Gate
-from ferrule_server.engine.bridge.inbox import Inbox
+from ferrule_server.engine.bridge.gate import Gate, Inbox
 from ferrule_server.engine.durable.confirmations import Outlet
 from ferrule_server.engine.generation.drivers import Drivers
 from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot, OwnFigures

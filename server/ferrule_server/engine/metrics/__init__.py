@@ -2,7 +2,6 @@
 
 counters.py    counts of steps, appends, replays, refusals
 durability.py  figures of the journal of durable sequences
-timings.py     histograms of steps, queue times and token latencies
-histogram.py   the histogram itself
+timings.py     the histogram, and those of steps, queue times and token latencies
 views.py       the contents of a server view
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ferrule_server.durability.writer import SYNC_BOUNDS_S, JournalCounters
-from ferrule_server.engine.metrics.histogram import HistogramReading
+from ferrule_server.engine.metrics.timings import HistogramReading
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ferrule_server.engine.metrics.counters import EngineSnapshot
-from ferrule_server.engine.metrics.histogram import HistogramReading
+from ferrule_server.engine.metrics.timings import HistogramReading
 from ferrule_server.kv.metrics import KvMetrics
 
 

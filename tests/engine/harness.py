@@ -23,7 +23,7 @@ from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import OutputSpec
 from ferrule_server.executor.reference import PagedReferenceExecutor
-from ferrule_server.kv.append_rule import BIRTHS, Verdict
+from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.new_sequence import NewSequence
@@ -41,7 +41,7 @@ def check_lanes(lanes: Lanes) -> None:
     """Check what the class says of lanes and branches."""
     waiting = [run.waiting or () for run in lanes._lanes.values()]
     assert sum(map(len, waiting)) == lanes.num_waiting
-    held = {run for run in lanes.running if run.reservation.verdict not in BIRTHS}
+    held = {run for run in lanes.running if not run.reservation.verdict.creates}
     assert set(lanes._lanes.values()) == held, "a lane without its append, or the other way round"
     branches = {run for run in lanes.running if run.reservation.verdict is Verdict.FORK}
     listed = {run: sequence for sequence, runs in lanes._branches.items() for run in runs}

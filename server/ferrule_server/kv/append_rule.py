@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as SequenceOf
-from typing import Final
 
 from ferrule_server.errors import HandleStale
 from ferrule_server.kv.handle import Handle, StalePolicy
@@ -25,7 +24,14 @@ from ferrule_server.kv.sequence import Sequence
 
 
 class Verdict(enum.Enum):
-    """What an append means: what :func:`judge` returns, and CREATE and WARM, which need no judgement."""
+    """What an append means: what :func:`judge` returns, and CREATE and WARM, which need no judgement.
+
+    Attributes:
+        reads: It writes no row.
+        creates: It makes a sequence, and leaves the one that it names as it is.
+        moves: It changes the sequence that it names.
+        appends: It adds tokens to a sequence; False: tokens that it has are run again.
+    """
 
     QUERY = "query"
     """No tokens: the last row is run again; nothing is appended."""
@@ -42,11 +48,12 @@ class Verdict(enum.Enum):
     WARM = "warm"
     """The tokens of a cold sequence are run again; nothing is appended."""
 
-
-READS: Final = (Verdict.QUERY, Verdict.REPLAY)
-"""They write no row."""
-BIRTHS: Final = (Verdict.FORK, Verdict.CREATE)
-"""They make a sequence."""
+    def __init__(self, name: str) -> None:
+        """Note what each verdict does."""
+        self.reads = name in ("query", "replay")
+        self.creates = name in ("fork", "create")
+        self.moves = not (self.reads or self.creates)
+        self.appends = not self.reads and name != "warm"
 
 
 _STALE_VERDICTS = {StalePolicy.FORK: Verdict.FORK, StalePolicy.REWIND: Verdict.REWIND}

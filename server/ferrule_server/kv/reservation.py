@@ -6,10 +6,9 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Final
 
 from ferrule_server.errors import ContextExceeded, ExceedsPool
-from ferrule_server.kv.append_rule import BIRTHS, READS, Verdict
+from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.lineage import LineageChain
 from ferrule_server.kv.metrics import KvLedger
@@ -19,9 +18,6 @@ from ferrule_server.kv.reserved_slots import ReservedSlots
 from ferrule_server.kv.sequence import Sequence, require_idle
 from ferrule_server.kv.usage import Usage
 from ferrule_server.kv.windows import num_outside, without_first
-
-_MOVES: Final = (Verdict.APPEND, Verdict.REWIND, Verdict.WARM)
-"""They change the sequence that they name."""
 
 
 @dataclass(eq=False, slots=True)
@@ -62,11 +58,6 @@ class Reservation:
     num_cached: int = 0
     num_given_back: int = 0
     new: NewSequence = USUAL
-
-    @property
-    def moves(self) -> bool:
-        """Whether the commit changes the sequence, so that nothing else may change it until then."""
-        return self.verdict in _MOVES
 
     def check_tokens(self, token_ids: SequenceOf[int]) -> None:
         """Return if these tokens can be committed.
@@ -345,7 +336,7 @@ class Reservations:
         reservation.is_live = False
         if (sequence := reservation.sequence) is not None:
             sequence.num_pins -= 1
-            if reservation.verdict in _MOVES:
+            if reservation.verdict.moves:
                 sequence.is_appending = False
 
     def abort(self, reservation: Reservation) -> None:
@@ -353,7 +344,7 @@ class Reservations:
         if reservation.is_live:
             self.close(reservation)
             self.usage.release(reservation.principal, reservation.held_ids)
-            if reservation.verdict in BIRTHS:
+            if reservation.verdict.creates:
                 self.usage.leave(reservation.principal)
 
     def count_owners(self) -> Counter[int]:
@@ -367,21 +358,22 @@ class Reservations:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""
         num_users = Counter(each.sequence for each in self.live if each.sequence is not None)
-        num_appends = Counter(each.sequence for each in self.live if each.moves)
+        num_appends = Counter(each.sequence for each in self.live if each.verdict.moves)
         for sequence, count in num_users.items():
             assert sequence.num_pins >= count, f"{sequence.handle_id} is pinned {sequence.num_pins} times by {count}"
             assert num_appends[sequence] == int(sequence.is_appending), f"{sequence.handle_id} has other appends"
         for reservation in self.live:
             assert reservation.is_live, "a closed reservation is kept"
-            is_void = reservation.moves and reservation.sequence is not None and reservation.sequence.is_released
-            if not is_void and reservation.verdict not in READS:
+            named, verdict = reservation.sequence, reservation.verdict
+            is_void = named is not None and named.is_released and verdict.moves
+            if not (is_void or verdict.reads):
                 self._check_table(reservation)
 
     def _check_table(self, reservation: Reservation) -> None:
         """Check a reservation that can still be committed; the table of any other one is void until its abort."""
         start, stop = reservation.start, reservation.start + reservation.num_tokens
         length = stop if reservation.verdict is Verdict.WARM else start
-        if reservation.moves and (sequence := reservation.sequence) is not None:
+        if reservation.verdict.moves and (sequence := reservation.sequence) is not None:
             assert sequence.length == length, "a sequence moved under its reservation"
         assert len(reservation.block_ids) == self.pool.num_blocks_for(stop), "a reserved table has another size"
         written_ids = reservation.block_ids[(start + reservation.num_cached) // self.pool.block_size :]
@@ -470,7 +462,7 @@ class Reservations:
         self.live.add(reservation)
         if (sequence := reservation.sequence) is not None:
             sequence.num_pins += 1
-            if reservation.verdict in _MOVES:
+            if reservation.verdict.moves:
                 sequence.is_appending = True
         return reservation
 

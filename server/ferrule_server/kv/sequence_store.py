@@ -9,10 +9,9 @@ from array import array
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import pairwise
-from typing import Final
 
 from ferrule_server.errors import HandleExpired, HandleUnknown, TruncateBeyond
-from ferrule_server.kv.append_rule import BIRTHS, READS, Verdict, check_handle
+from ferrule_server.kv.append_rule import Verdict, check_handle
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, handle_id_of
 from ferrule_server.kv.leases import LeaseHeap
@@ -31,7 +30,6 @@ DEFAULT_TTL_S = 60.0
 """Lease of a new sequence if the request names none."""
 RESTORED_LEASE_S = 120.0
 """Least time for which a restored sequence lives after a restart: clients may take a minute or two to reconnect."""
-_RUN_AGAIN: Final = (Verdict.WARM, *READS)
 
 
 def _new_secret() -> bytes:
@@ -175,16 +173,16 @@ class SequenceStore:
             ValueError: No token, more than were reserved, or others than those of the prompt that was looked up.
         """
         reservation.check_tokens(token_ids)
-        sequence, num_tokens = reservation.sequence, len(token_ids)
-        if sequence is not None and sequence.is_released and reservation.moves:
+        sequence, verdict, num_tokens = reservation.sequence, reservation.verdict, len(token_ids)
+        if sequence is not None and sequence.is_released and verdict.moves:
             self.reservations.abort(reservation)
             raise HandleUnknown(sequence.handle_id)
-        if reservation.verdict in _RUN_AGAIN:
+        if not verdict.appends:
             assert sequence is not None, "only tokens of a sequence are run again"
             return self._end_rerun(reservation, sequence, ttl_s)
         if num_tokens != reservation.num_tokens:
             self.reservations.shorten(reservation, num_tokens)
-        if sequence is None or reservation.verdict is Verdict.FORK:
+        if sequence is None or verdict.creates:
             sequence = self._create_reserved(reservation, token_ids)
         else:
             sequence.chain.extend(token_ids)
@@ -390,7 +388,7 @@ class SequenceStore:
             blocks.setdefault(each.principal, set()).update(each.held_ids, each.spare_ids)
         for reservation in self.reservations.live:
             held = holdings.setdefault(reservation.principal, Holding())
-            held.num_sequences += reservation.verdict in BIRTHS
+            held.num_sequences += reservation.verdict.creates
             blocks.setdefault(reservation.principal, set()).update(reservation.held_ids)
         for principal, block_ids in blocks.items():
             holdings[principal].num_blocks = len(block_ids)

@@ -12,7 +12,7 @@ from ferrule_server.engine.faults.failpoints import Failing
 from ferrule_server.engine.jobs import Acceptance, AppendResult, Verified
 from ferrule_server.engine.metrics.counters import EngineCounters, OwnCounters
 from ferrule_server.errors import NonFiniteLogits
-from ferrule_server.kv.append_rule import BIRTHS, READS, Verdict
+from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import SequenceStore
 
@@ -59,7 +59,7 @@ class Commits:
         try:
             return self._settle(run, sequence)
         except Exception:  # clean up here; the engine answers with a fault
-            if run.reservation.verdict in BIRTHS and run.creation is None:
+            if run.reservation.verdict.creates and run.creation is None:
                 self.store.release(sequence.handle_at(), sequence.principal)
                 self.records.forget(sequence.handle_id)
             if sequence.is_durable:
@@ -73,7 +73,8 @@ class Commits:
     def _settle(self, run: RunningAppend, sequence: Sequence) -> AppendResult:
         """Record the committed append, and return its answer."""
         job, verdict, start = run.job, run.reservation.verdict, run.reservation.start
-        handle, spec = sequence.handle_at(start + len(run.token_ids)), next(iter(run.specs.values()), None)
+        handle = sequence.handle_at(start + len(run.token_ids))
+        spec = run.specs.get(0) or next(iter(run.specs.values()), None)
         seed = None if spec is None or spec.sample is None else spec.sample.seed
         if run.creation is not None:
             self.creations.finish(run.creation, (handle,), start, seed, run.verified)
@@ -90,7 +91,7 @@ class Commits:
             self.records.keep(sequence.handle_id, start, job, answer)
         if sequence.is_durable:
             self.journal.note_append(run, sequence, answer)
-        if verdict not in READS:
+        if not verdict.reads:
             _count(run, self.counters, self.counters.own.of(job.principal))
         if not job.is_internal:
             self._measure(run, timing.queue_ns)
@@ -101,7 +102,7 @@ class Commits:
         """Record how long a client has waited; Generates and Forwards measure their own appends."""
         job, timings = run.job, self.counters.timings
         timings.record_queue(queue_ns)
-        if run.reservation.verdict in READS:
+        if run.reservation.verdict.reads:
             return
         if job.drafts is None and (run.reservation.sequence is None or len(run.token_ids) > 1):
             if run.outputs:

@@ -39,7 +39,6 @@ from ferrule_server.engine.jobs import AppendResult, ForkResult, TruncateJob
 from ferrule_server.engine.masks import MAX_MASK_BYTES
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.executor.base import TokenMask
-from ferrule_server.kv.append_rule import READS, Verdict
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.lineage import CHUNK_TOKENS
 from ferrule_server.kv.sequence import Sequence
@@ -225,8 +224,8 @@ class Journal:
     def note_append(self, run: RunningAppend, sequence: Sequence, result: AppendResult) -> None:
         """Write a committed append, or the sequence that it created, and what a retry of it needs."""
         held = run.reservation
-        if held.verdict in READS or held.verdict is Verdict.WARM:
-            return  # nothing was appended
+        if not held.verdict.appends:
+            return
         known = self._known.get(sequence.handle_id)
         if known is None:
             self._write(self._enter(sequence, next(self._numbers), held.sequence, held.start))

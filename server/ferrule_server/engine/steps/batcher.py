@@ -407,14 +407,14 @@ def _histories(chunks: Iterable[Chunk]) -> tuple[Int32Array | None, ...]:
 
 def _slot(held: Reservation, position: int, block_size: int) -> int:
     """Return the slot of a position, NO_SLOT for a row that only reads."""
-    if held.num_cached == held.num_tokens:
+    if held.num_cached and held.num_cached == held.num_tokens:
         return NO_SLOT
     return held.block_ids[position // block_size] * block_size + position % block_size
 
 
 def _slots(held: Reservation, positions: Sequence[int], block_size: int) -> list[int]:
     """Return the slots of positions, NO_SLOT for rows that only read."""
-    if held.num_cached == held.num_tokens:
+    if held.num_cached and held.num_cached == held.num_tokens:
         return [NO_SLOT] * len(positions)
     table = held.block_ids
     return [table[position // block_size] * block_size + position % block_size for position in positions]

@@ -9,10 +9,9 @@ import pytest
 
 from ferrule_server.engine.jobs import AppendResult, ForkJob, ForkResult
 from ferrule_server.errors import Restoring
-from ferrule_server.executor.base import KvLost
 from ferrule_server.kv.handle import Handle
 from tests.engine.conftest import Servers
-from tests.engine.harness import Harness, append, wait_until
+from tests.engine.harness import Harness, append
 from tests.engine.test_durable import durable, plain
 from tests.fakes import FakeExecutor, fake_next_token
 
@@ -217,17 +216,3 @@ def test_the_next_fork_computes_the_trunk_if_the_first_one_ends(servers: Servers
     steps.open(server)
     server.release(first)
     assert until_served(server, second, 4).rows[0].token == plain([*prompt, 4], 1)[0]
-
-
-def test_sharing_survives_a_loss_of_all_kv(servers: Servers) -> None:
-    """A device fault makes durable sequences cold in the same process."""
-    fake = executor()
-    server = servers.start(executor=fake)
-    handles = fork(server, trunk(server, tokens(10 * BLOCK), "not published"), 4)
-    handles = [server.decode(each, 3).handle for each in handles]
-    before = num_used(server)
-    fake.errors[len(fake.batches) + 1] = KvLost("a kernel failed")
-    assert isinstance(server.submit(append(handles[0], 4)).error(), Restoring)
-    wait_until(lambda: num_used(server) == 0)
-    all_served(server, handles)
-    assert num_used(server) == before

@@ -31,7 +31,7 @@ from ferrule_server.errors import (
     NonFiniteLogits,
     SeedRequired,
 )
-from ferrule_server.executor.base import DeviceLost, KvLost, OutputSpec, SampleSpec
+from ferrule_server.executor.base import DeviceLost, OutputSpec, SampleSpec
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.handle import Handle, StalePolicy
 from tests.engine.harness import NOTHING, Harness, append
@@ -206,26 +206,6 @@ def test_a_lost_device_loses_every_handle_and_says_so(harness: Harness) -> None:
     assert harness.engine.snapshot().is_failed
     harness.engine.close()
     assert isinstance(harness.submit(append(handle, 3)).error(), Draining)
-
-
-def test_lost_kv_loses_every_handle_and_new_ones_can_be_made() -> None:
-    """After KvLost what runs, waits or rests is lost, and no prefix of it is found; the engine serves on."""
-    executor = FakeExecutor()
-    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    with Harness(executor) as harness:
-        resting, handle = harness.prefill(*tokens).handle, harness.prefill(7, 8).handle
-        assert harness.prefill(*tokens).cached_tokens == 8
-        executor.errors[len(executor.batches) + 1] = KvLost("a kernel failed")
-        for pending in harness.submit_all(append(handle, 3), append(handle, 4)):
-            assert isinstance(pending.error(), HandleLost)
-        assert isinstance(harness.submit(append(resting, 3)).error(), HandleLost)
-        harness.check_integrity()
-        snapshot = harness.engine.snapshot()
-        assert (snapshot.free_blocks, snapshot.num_waiting, snapshot.is_failed) == (snapshot.total_blocks, 0, False)
-        again = harness.prefill(*tokens)
-        assert (again.cached_tokens, again.rows[0].token) == (0, next_token(*tokens))
-        assert harness.decode(again.handle, 5).rows[0].token == next_token(*tokens, 5)
-        assert harness.num_failures == 0
 
 
 def test_release_acts_at_the_next_boundary_and_ends_what_waits() -> None:

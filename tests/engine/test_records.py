@@ -109,10 +109,6 @@ def test_nothing_is_left_of_what_is_forgotten() -> None:
         records.forget(name)
         records.check_integrity()
     assert (len(records), records.used_bytes) == (0, 0)
-    keep(records, "a")
-    records.keep_only(())
-    records.check_integrity()
-    assert (len(records), records.used_bytes) == (0, 0)
 
 
 def test_only_the_append_that_was_recorded_is_found() -> None:

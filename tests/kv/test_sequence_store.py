@@ -12,7 +12,6 @@ from ferrule_server.errors import (
     BlocksExhausted,
     ContextExceeded,
     ExceedsPool,
-    HandleLost,
     HandleStale,
     HandleUnknown,
     TruncateBeyond,
@@ -206,22 +205,6 @@ def test_an_append_to_a_released_sequence_answers_unknown(store: SequenceStore, 
     with pytest.raises(HandleUnknown):
         store.reservations.reserve_append(sequence, 1)
     assert store.pool.num_used == 0
-
-
-def test_after_a_device_fault_every_handle_is_lost(store: SequenceStore, put: Put) -> None:
-    """Owners hear so, others hear what they always hear; reservations are closed."""
-    sequence = put([1, 2, 3])
-    handle = sequence.handle_at()
-    reservation = store.reservations.reserve_append(sequence, 9)
-    store.lose_all()
-    assert (store.pool.num_used, len(store.registry)) == (0, 0)
-    store.reservations.abort(reservation)
-    with pytest.raises(HandleLost):
-        store.resolve(handle, "alice")
-    with pytest.raises(HandleUnknown) as caught:
-        store.resolve(handle, "bob")
-    assert caught.type is HandleUnknown
-    assert store.release(handle, "alice") is None
 
 
 def test_a_token_that_is_no_uint32_commits_nothing(store: SequenceStore, put: Put) -> None:

@@ -24,6 +24,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from ferrule_server.engine.appends.cold import lost
 from ferrule_server.engine.assembly.assemble import Setup, assemble
@@ -32,8 +33,9 @@ from ferrule_server.engine.faults.unexpected import fault
 from ferrule_server.engine.jobs import Entry, StreamJob
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.engine.metrics.durability import DurabilityFigures
-from ferrule_server.errors import Draining, DurabilityLost
-from ferrule_server.executor.base import DeviceLost, KvLost
+from ferrule_server.errors import Draining, DurabilityLost, FerruleError
+from ferrule_server.executor.base import DeviceLost
+from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.metrics import KvMetrics
 
 _LOG = logging.getLogger(__name__)
@@ -141,21 +143,23 @@ class Engine:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
+        why: Callable[[Handle | None], FerruleError] = _draining
         try:
             while not self._is_stopping:
-                try:
-                    self._round()
-                except DeviceLost:
-                    self._lose_device()
-                except KvLost:
-                    _LOG.exception("event=kv_lost every handle is lost, new ones can be made")
-                    self._lose_kv()
+                self._round()
+        except DeviceLost:  # no KV can be trusted any more
+            why = partial(lost, self._store)
+            self._fail("the device is lost: every handle is lost")
         except Exception:  # noqa: BLE001 - whatever failed, the server must report that nothing runs any more
-            _LOG.exception("the engine failed and cannot continue")
-            self._parts.gauges.is_failed = True
-            self._setup.on_failure()
+            self._fail("the engine failed and cannot continue")
         finally:
-            self._shut_down()
+            self._shut_down(why)
+
+    def _fail(self, text: str) -> None:
+        """Log the exception under way, and report that nothing runs any more."""
+        _LOG.exception(text)
+        self._parts.gauges.is_failed = True
+        self._setup.on_failure()
 
     def _round(self) -> None:
         """Take new jobs, run a step if appends wait for one, hand over the results, and tend executor and journal."""
@@ -257,12 +261,15 @@ class Engine:
             self._outcomes.finished = []
             self._outlet.hand_over(finished)
 
-    def _shut_down(self) -> None:
-        """Answer all jobs and close the executor; if one part raises, the others are still done."""
+    def _shut_down(self, why: Callable[[Handle | None], FerruleError]) -> None:
+        """Answer what is in flight with ``why``, all other jobs with DRAINING, and close the executor.
+
+        If one part raises, the others are still done.
+        """
         parts: tuple[Callable[[], object], ...] = (
-            lambda: self._lanes.end_all(lambda _: Draining()),
-            lambda: self._drivers.end_all(lambda _: Draining()),
-            lambda: self._parts.warmup.end_all(Draining),
+            lambda: self._lanes.end_all(lambda job: why(job.handle)),
+            lambda: self._drivers.end_all(why),
+            lambda: self._parts.warmup.end_all(lambda: why(None)),
             self._answer_rest,
             self._outlet.close,
             self._stepper.close,
@@ -308,25 +315,7 @@ class Engine:
         """Return the figures of the journal; from any thread."""
         return self._outlet.figures(self.counters.restored_tokens)
 
-    # ---- faults -----------------------------------------------------------------------------------------------------
 
-    def _lose_device(self) -> None:
-        """Fail everything: no KV can be trusted any more, every handle is lost, and nothing runs again."""
-        _LOG.exception("the device is lost: every handle is lost")
-        self._parts.gauges.is_failed = True
-        self._is_stopping = True
-        self._lose_kv()
-        self._setup.on_failure()
-
-    def _lose_kv(self) -> None:
-        """Answer everything in flight, and every handle from now on, with HANDLE_LOST; nothing stays cached.
-
-        Durable sequences stay: what is in flight on them is answered with RESTORING.
-        """
-        self._lanes.end_all(lambda job: lost(self._store, job.handle))
-        self._drivers.end_all(lambda handle: lost(self._store, handle))
-        self._parts.warmup.end_all(lambda: lost(self._store, None))
-        self._store.lose_all()
-        kept = {sequence.handle_id for sequence in self._store.registry}
-        self._parts.records.keep_only(kept)
-        self._parts.creations.keep_only(kept, self._store.registry.is_durable)
+def _draining(_: Handle | None) -> FerruleError:
+    """Return why a job ends when the engine stops."""
+    return Draining()

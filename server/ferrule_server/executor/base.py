@@ -402,7 +402,6 @@ class Executor(Protocol):
 
         Raises:
             DeviceLost: The device is gone permanently and no KV can be trusted.
-            KvLost: Every sequence is lost, but new ones can be run.
         """
         ...
 
@@ -484,9 +483,5 @@ class PipelinedExecutor(ReportingExecutor, Protocol):
         ...
 
 
-class KvLost(Exception):
-    """The executor continues with other arithmetic, so no KV written before may be used; the step had no effect."""
-
-
-class DeviceLost(KvLost):
+class DeviceLost(Exception):
     """The device is gone permanently; every handle is lost, and the process should end."""

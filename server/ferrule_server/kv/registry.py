@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from types import MappingProxyType
 
-from ferrule_server.errors import EpochChanged, HandleExpired, HandleLost, HandleUnknown, WrongInstance
+from ferrule_server.errors import EpochChanged, HandleExpired, HandleUnknown, WrongInstance
 from ferrule_server.kv.handle import handle_id_of
 from ferrule_server.kv.sequence import Sequence
 
@@ -31,7 +31,7 @@ _SECRET = re.compile(r"[A-Za-z0-9_-]{22}")
 
 
 class Registry:
-    """Sequences by cache_id, and tombstones of those that expired or were lost.
+    """Sequences by cache_id, and tombstones of those that expired.
 
     Invariant: a registered sequence is not released, is listed under its own cache_id and among those of its
     principal, in order of handle_id (a principal without sequences has no list), and has no tombstone; the tombstones
@@ -68,7 +68,6 @@ class Registry:
         # principal -> cache_id -> end on the store's clock
         self._tombstones: dict[str, OrderedDict[str, float]] = {}
         self.num_tombstones = 0
-        self._lost: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -143,14 +142,6 @@ class Registry:
         if self.num_tombstones > MAX_TOMBSTONES:
             self._drop_tombstone(self._dispensable(now))
 
-    def lose_all(self) -> None:
-        """Forget every sequence that is not durable, and answer its owner from now on that it was lost."""
-        for sequence in [each for each in self if not each.is_durable]:
-            self._lost[sequence.cache_id] = sequence.principal
-            del self._sequences[sequence.cache_id]
-        durable = ((name, [each for each in own if each.is_durable]) for name, own in self._own.items())
-        self._own = {name: own for name, own in durable if own}
-
     def why_missing(self, cache_id: str, principal: str, now: float) -> HandleUnknown | WrongInstance:
         """Return the error for a cache_id that :meth:`get` does not find.
 
@@ -160,8 +151,6 @@ class Registry:
         elsewhere = self._why_elsewhere(cache_id, handle_id)
         if elsewhere is not None:
             return elsewhere
-        if self._lost.get(cache_id) == principal:
-            return HandleLost(handle_id)
         own = self._tombstones.get(principal)
         if own is not None and now < own.get(cache_id, now):
             return HandleExpired(handle_id)

@@ -46,7 +46,7 @@ class Sequence:
         num_pins: Pieces of work in flight; above 0 the sequence does not expire.
         is_appending: An append is reserved on it and neither committed nor aborted.
         last_truncate: Set by a truncate, cleared when the tip moves.
-        is_released: Released, expired or lost: it owns no blocks.
+        is_released: Released or expired: it owns no blocks.
         is_published: Its full blocks are registered in the prefix cache as they are committed.
         is_durable: It survives the process: the engine writes what happens to it to the journal.
         is_cold: It was restored and has its tokens, but no blocks: its KV must be computed before an append or a fork

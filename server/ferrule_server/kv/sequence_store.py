@@ -128,7 +128,6 @@ class SequenceStore:
         Raises:
             HandleUnknown: It is malformed, was never issued, was released or is another principal's: identical answers.
             HandleExpired: It is the principal's own, and its lease ended within the last TOMBSTONE_S.
-            HandleLost: It is the principal's own, and was lost to a device fault.
             EpochChanged: It is of an earlier run of this server.
             WrongInstance: It is of another server.
         """
@@ -344,23 +343,6 @@ class SequenceStore:
                 sequence.expires_at = max(sequence.expires_at, now + max(sequence.ttl_s, RESTORED_LEASE_S))
                 if sequence.expires_at < sequence.scheduled_at:
                     self._leases.schedule(sequence)
-
-    def lose_all(self) -> None:
-        """Free everything after a device fault, cached blocks too.
-
-        Durable sequences become cold, since their tokens are known. From now on every other handle answers HandleLost.
-        """
-        self._cache.clear()
-        for reservation in list(self.reservations.live):
-            self.reservations.abort(reservation)
-        for sequence in self.registry:
-            if sequence.is_durable:
-                self.usage.release(sequence.principal, [*sequence.held_ids, *sequence.spare_ids])
-                sequence.block_ids, sequence.spare_ids, sequence.is_cold = [], (), True
-                sequence.num_given_back, sequence.lowest_length = 0, 1
-            else:
-                self._free_sequence(sequence)
-        self.registry.lose_all()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariants of the store and of its parts hold; slow, for tests."""

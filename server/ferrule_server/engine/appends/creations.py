@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection
 from typing import Final
 
 from ferrule_server.engine.appends.records import ANY
@@ -167,26 +167,6 @@ class Creations:
     def is_kept(self, creation: Creation) -> bool:
         """Return whether a creation that was done is not forgotten; its request_id may have created others since."""
         return self._creations.get(creation.key) is creation
-
-    def keep_only(self, handle_ids: Container[str], is_durable: Callable[[str], bool]) -> None:
-        """Forget creations after a device fault: those of which no sequence outlives it, or would have.
-
-        Args:
-            handle_ids: Of the sequences that are still live.
-            is_durable: Whether a cache_id is, or was, that of a sequence that outlives the fault.
-        """
-        dead = [each for own in self._dead.values() for each in own.values() if is_durable(each.handles[0].cache_id)]
-        kept = {maker.key: maker for handle_id, maker in self._makers.items() if handle_id in handle_ids}
-        self._makers = {handle_id: each for handle_id, each in self._makers.items() if handle_id in handle_ids}
-        self._creations = kept
-        for creation in kept.values():
-            creation.num_live = 0
-        for maker in self._makers.values():
-            maker.num_live += 1
-        self._dead.clear()
-        self._num_dead = len(dead)
-        for creation in dead:
-            kept[creation.key] = self._dead.setdefault(creation.key[0], OrderedDict())[creation.key] = creation
 
     def check_integrity(self, handle_ids: Collection[str]) -> None:
         """Raise AssertionError unless the invariant of the class holds.

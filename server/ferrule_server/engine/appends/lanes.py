@@ -184,7 +184,7 @@ class Lanes:
 
         Raises:
             RequestIdReused: Its request_id created something else.
-            HandleUnknown, HandleExpired, HandleLost: Every sequence that was created has ended.
+            HandleUnknown, HandleExpired: Every sequence that was created has ended.
             HandleStale: The answered tokens are no longer there.
         """
         creation = self.creations.find(job)

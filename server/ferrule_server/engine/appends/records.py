@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -174,11 +173,6 @@ class ReplayRecords:
     def get(self, handle_id: str) -> AppendRecord | None:
         """Return the record of a sequence, None if it has none."""
         return self._records.get(handle_id)
-
-    def keep_only(self, handle_ids: Container[str]) -> None:
-        """Remove the records of all sequences except these."""
-        for handle_id in [each for each in self._records if each not in handle_ids]:
-            self.forget(handle_id)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""

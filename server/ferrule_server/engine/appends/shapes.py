@@ -34,7 +34,7 @@ class Shapes:
         Each lease keeps its duration.
 
         Raises:
-            HandleUnknown, HandleExpired, HandleLost: None of them is live; this is the error of the first one.
+            HandleUnknown, HandleExpired: None of them is live; this is the error of the first one.
         """
         granted: list[float] = []
         gone: list[FerruleError] = []

@@ -39,7 +39,7 @@ from ferrule_server.engine.jobs import Follow
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.engine.steps.batcher import Chunk, build_next
 from ferrule_server.engine.steps.runner import StepOutcome, StepRunner
-from ferrule_server.executor.base import KvLost, OutputSpec, PendingStep, PipelinedExecutor, StepBatch
+from ferrule_server.executor.base import DeviceLost, OutputSpec, PendingStep, PipelinedExecutor, StepBatch
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.reservation import Reservations
 from ferrule_server.kv.sequence import Sequence
@@ -140,7 +140,7 @@ class Lookahead:
             is_alone: Nothing else waits for a step, so the next one may be queued.
 
         Raises:
-            KvLost: As the executor says. Whatever else it raises; nothing is pending then.
+            DeviceLost: As the executor says. Whatever else it raises; nothing is pending then.
         """
         is_followed = self._decide_follow(chunks) and is_alone
         self._is_due = True
@@ -153,7 +153,7 @@ class Lookahead:
                 return self._steps.run_batch(batch, chunks)
             step = self._submit(batch, [])
             return self._queue_and_read(step, chunks, range(len(chunks)), is_followed=True)
-        except KvLost:
+        except DeviceLost:
             self._pending.clear()
             raise
         except Exception:  # raised again, with nothing pending, so that the caller can run the parts alone
@@ -164,7 +164,7 @@ class Lookahead:
         """Wait for the queued step and drop its results: no append can claim it, or something else has to run.
 
         Raises:
-            KvLost: As the executor says.
+            DeviceLost: As the executor says.
         """
         self._claimed = []
         while self._pending:
@@ -173,7 +173,7 @@ class Lookahead:
             self._counters.discarded_rows += len(step.guesses)
             try:
                 step.pending.result()
-            except KvLost:
+            except DeviceLost:
                 self._pending.clear()
                 raise
             except Exception:  # noqa: BLE001 - a step that is dropped may fail
@@ -183,7 +183,7 @@ class Lookahead:
         """Drop the queued step, because the executor is about to run something else.
 
         Raises:
-            KvLost: As the executor says.
+            DeviceLost: As the executor says.
         """
         self._is_due = True
         self.drop()
@@ -196,7 +196,7 @@ class Lookahead:
         """Let the executor do one piece of preparation: after each step and when idle, unless the next one is pending.
 
         Raises:
-            KvLost: As the executor says.
+            DeviceLost: As the executor says.
         """
         if self._pending or not (self._is_due or self.has_more):
             return

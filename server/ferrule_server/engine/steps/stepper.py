@@ -33,7 +33,7 @@ from ferrule_server.engine.steps.lookahead import Lookahead
 from ferrule_server.engine.steps.runner import StepOutcome, StepRunner
 from ferrule_server.engine.steps.warmup import Warmup
 from ferrule_server.errors import Cancelled, FerruleError
-from ferrule_server.executor.base import Executor, KvLost, PipelinedExecutor
+from ferrule_server.executor.base import DeviceLost, Executor, PipelinedExecutor
 from ferrule_server.fairness.turns import Shares
 from ferrule_server.kv.sequence_store import SequenceStore
 
@@ -136,7 +136,7 @@ class Stepper:
         """Run one step and commit what it has finished. A failure ends only the appends that cause it.
 
         Raises:
-            KvLost: As the executor says.
+            DeviceLost: As the executor says.
         """
         self.hold_s = 0.0
         try:
@@ -152,7 +152,7 @@ class Stepper:
         self.counters.timings.num_left_out = len(self.lanes.running) - len(chunks)
         try:
             outcome = self._run(chunks, is_alone=self._are_all(chunks))
-        except KvLost:
+        except DeviceLost:
             raise
         except Exception:  # noqa: BLE001 - the parts are run alone to find the one at fault
             self._run_apart(chunks)
@@ -163,7 +163,7 @@ class Stepper:
         """Run one step of the next warm-up. Other steps wait for at most one such step.
 
         Raises:
-            KvLost: As the executor says.
+            DeviceLost: As the executor says.
         """
         if self._lookahead is not None:
             self._lookahead.make_way()
@@ -173,7 +173,7 @@ class Stepper:
         """Drop a queued step that no append can claim, and let the executor prepare itself if none is queued.
 
         Raises:
-            KvLost: As the executor says.
+            DeviceLost: As the executor says.
         """
         if self._lookahead is None:
             return
@@ -181,7 +181,7 @@ class Stepper:
             if not self.lanes.running:
                 self._lookahead.drop()
             self._lookahead.tend()
-        except KvLost:
+        except DeviceLost:
             raise
         except Exception:  # noqa: BLE001 - the executor works without this preparation
             fault("the executor could not be prepared")
@@ -228,7 +228,7 @@ class Stepper:
         for chunk in chunks:
             try:
                 outcome = self._run([chunk])
-            except KvLost:
+            except DeviceLost:
                 raise
             except Exception:  # noqa: BLE001 - only the failing append ends
                 self.lanes.fail(chunk.run, fault("append failed"))

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from ferrule_server.engine.steps.batcher import Chunk
-from ferrule_server.executor.base import NO_SLOT, Executor, KvLost, OutputSpec, RowOutput, StepBatch, StepResult
+from ferrule_server.executor.base import NO_SLOT, DeviceLost, Executor, OutputSpec, RowOutput, StepBatch, StepResult
 from ferrule_server.kv.append_rule import Verdict
 
 _LOG = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def log_top_tokens(executor: Executor, batch: StepBatch, chunks: Iterable[Chunk]
         result: The result of the step.
 
     Raises:
-        KvLost: As the executor raises it.
+        DeviceLost: As the executor raises it.
     """
     query = dataclasses.replace(
         batch,
@@ -46,7 +46,7 @@ def log_top_tokens(executor: Executor, batch: StepBatch, chunks: Iterable[Chunk]
     )
     try:
         best = executor.run(query).rows
-    except KvLost:
+    except DeviceLost:
         raise
     except Exception:  # noqa: BLE001 - the step itself has run, and is answered
         _LOG.exception("top tokens of %d rows could not be found", len(result.rows))

@@ -24,8 +24,8 @@ from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import (
     NO_SLOT,
     NULL_BLOCK,
+    DeviceLost,
     Executor,
-    KvLost,
     OutputSpec,
     PipelinedExecutor,
     StepBatch,
@@ -96,12 +96,12 @@ class Warmup:
         Does nothing if it :attr:`is_waiting`. The caller tends the executor after each call.
 
         Raises:
-            KvLost: As the executor says.
+            DeviceLost: As the executor says.
         """
         warming = self.queue[0]
         try:
             self._run_next(warming)
-        except KvLost:
+        except DeviceLost:
             raise
         except Exception:  # noqa: BLE001 - a failed warm-up must not stop requests
             self.queue.popleft()

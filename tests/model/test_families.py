@@ -14,7 +14,7 @@ from ferrule_server.model.config_reader import parse_config, read_config
 from ferrule_server.model.families import FAMILIES
 from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.mistral import MISTRAL
-from ferrule_server.model.families.qwen3 import QWEN3
+from ferrule_server.model.families.qwen import QWEN3
 
 EACH = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 SIZES = {

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from ferrule_server.errors import ModelError
 from ferrule_server.model.config_reader import parse_config
 from ferrule_server.model.families import FAMILIES, WRAPPERS
-from ferrule_server.model.families.catalogue import KNOWN
 from tests.model.published import PUBLISHED, config_json
 
 _GENERATION: Final = transformers.GenerationConfig()  # type: ignore[no-untyped-call]
@@ -73,7 +72,7 @@ def test_every_family_and_model_has_one() -> None:
     """Of each family, and of each model that docs/models.md names."""
     stems = {f"{stem}ForCausalLM" for stem, _, _ in PUBLISHED.values()}
     assert stems == {family.architecture for family in FAMILIES}
-    named = [model.strip() for known in KNOWN.values() for model in re.split("[,;]", known.models)]
+    named = [model.strip() for family in FAMILIES for model in re.split("[,;]", family.models)]
     first = {re.split("[ (]", name)[0] for name in named if name and name[0].isupper()}
     assert {word for word in first if not any(name.startswith(word) for name in PUBLISHED)} == {
         "Nemo", "Small",

@@ -95,7 +95,7 @@ def parse_config(
         hidden_size=values.count("hidden_size"),
         num_heads=values.count("num_attention_heads"),
         max_positions=longest_sequence(values, note, has_scaled_length=family.has_scaled_length),
-        layers=_layers(values),
+        layers=_layers(values, is_interleaved=family.is_interleaved),
         norm_eps=values.number(family.norm_eps_key),
         is_tied=_is_tied(raw, values),
         has_qkv_bias=values.flag("attention_bias"),
@@ -104,7 +104,7 @@ def parse_config(
         eos_ids=_eos_ids((generation, raw, text), vocab_size, note),
         names=replace(CheckpointNames() if wrapper is None else wrapper.names, tensors=family.tensors),
     )
-    return family.refine(config, values)
+    return family.refine(replace(config, **family.network), values)
 
 
 def _without(raw: Mapping[str, Any], ignored: Collection[str], note: Note) -> Mapping[str, Any]:
@@ -151,7 +151,7 @@ def _unwrapped(wrapper: Wrapper, raw: Mapping[str, Any]) -> tuple[Family, Wrappe
     return next(family for family in FAMILIES if family.model_type == kind), wrapper, text
 
 
-def _layers(values: ConfigValues) -> tuple[LayerKind, ...]:
+def _layers(values: ConfigValues, *, is_interleaved: bool) -> tuple[LayerKind, ...]:
     """Return layers that are all equal."""
     num_heads = values.count("num_attention_heads")
     head_dim = _head_dim(values, num_heads)
@@ -160,7 +160,7 @@ def _layers(values: ConfigValues) -> tuple[LayerKind, ...]:
         num_kv_heads=_num_kv_heads(values, num_heads),
         intermediate_size=values.count("intermediate_size"),
         score_scale=head_dim**-0.5,
-        rope=read_rope(values, head_dim),
+        rope=replace(read_rope(values, head_dim), is_interleaved=is_interleaved),
     )
     return (kind,) * values.count("num_hidden_layers")
 

@@ -11,7 +11,7 @@ from typing import Final
 from ferrule_server.executor.cpu.support import unsupported
 from ferrule_server.model.config_reader import parse_config
 from ferrule_server.model.families import FAMILIES
-from ferrule_server.model.families.catalogue import KNOWN, Known
+from ferrule_server.model.families.family import Family
 from ferrule_server.model_check.paths import gpu_reason
 
 __all__ = ["KnownFamily", "known_families"]
@@ -46,12 +46,10 @@ class KnownFamily:
 
 def known_families() -> list[KnownFamily]:
     """Return every family that loads, in the order of ``FAMILIES``."""
-    return [_family(family.architecture) for family in FAMILIES]
+    return [_known(family) for family in FAMILIES]
 
 
-def _family(architecture: str) -> KnownFamily:
-    known = KNOWN.get(architecture, Known("", ""))
-    network = parse_config({"architectures": [architecture], **_USUAL, **known.settings}, {})
-    return KnownFamily(
-        architecture, known.models, known.differs, known.example, unsupported(network), gpu_reason(network)
-    )
+def _known(family: Family) -> KnownFamily:
+    network = parse_config({"architectures": [family.architecture], **_USUAL, **family.usual}, {})
+    names = (family.architecture, family.models, family.differs, family.example)
+    return KnownFamily(*names, unsupported(network), gpu_reason(network))

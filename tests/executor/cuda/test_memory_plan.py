@@ -24,7 +24,7 @@ from ferrule_server.executor.cuda.memory_plan import format_plan, num_launches, 
 from ferrule_server.executor.cuda.runner import CudaDecodeRunner, create_runner
 from ferrule_server.executor.sizes import weights_bytes
 from ferrule_server.model.config import CheckpointNames, ClampedSwiglu, ModelConfig
-from ferrule_server.model.families.gemma2 import GEMMA_TENSORS
+from ferrule_server.model.families.gemma import GEMMA_TENSORS
 from ferrule_server.model.tensors import allocate
 from tests.configs import uniform_config, with_layers
 from tests.executor.cuda.fake_gpu import FakeGpu, FakeLaunch

@@ -5,11 +5,9 @@ family.py      the frame: a family's names, its defaults, and the allow-list of 
 harmless.py    which other settings change no logits, by rule
 rotary.py      reads the settings of rotary positions
 windows.py     which layers attend to a window
-catalogue.py   names of the models of each family, and one to try
 others.py      architectures that do not load: what they have, and what to try instead
 cohere2.py     Command R7B and Command A
-gemma2.py      Gemma 2
-gemma3.py      Gemma 3
+gemma.py       Gemma 2 and Gemma 3
 gemma4.py      Gemma 4
 glm.py         GLM-4
 granite.py     Granite 3
@@ -17,8 +15,7 @@ llama.py       Llama 2 and 3, and models of the same architecture
 mistral.py     Mistral, Ministral and Ministral 3
 olmo.py        OLMo 2 and OLMo 3
 phi3.py        Phi-3, Phi-3.5 and Phi-4
-qwen2.py       Qwen2 and Qwen2.5
-qwen3.py       Qwen3
+qwen.py        Qwen2, Qwen2.5 and Qwen3
 smollm3.py     SmolLM3
 starcoder2.py  StarCoder2
 
@@ -35,8 +32,7 @@ from typing import Final
 from ferrule_server.model.config import CheckpointNames
 from ferrule_server.model.families.cohere2 import COHERE2
 from ferrule_server.model.families.family import Wrapper
-from ferrule_server.model.families.gemma2 import GEMMA2
-from ferrule_server.model.families.gemma3 import GEMMA3
+from ferrule_server.model.families.gemma import GEMMA2, GEMMA3
 from ferrule_server.model.families.gemma4 import GEMMA4
 from ferrule_server.model.families.glm import GLM, GLM4
 from ferrule_server.model.families.granite import GRANITE
@@ -44,8 +40,7 @@ from ferrule_server.model.families.llama import LLAMA
 from ferrule_server.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from ferrule_server.model.families.olmo import OLMO2, OLMO3
 from ferrule_server.model.families.phi3 import PHI3
-from ferrule_server.model.families.qwen2 import QWEN2
-from ferrule_server.model.families.qwen3 import QWEN3
+from ferrule_server.model.families.qwen import QWEN2, QWEN3
 from ferrule_server.model.families.smollm3 import SMOLLM3
 from ferrule_server.model.families.starcoder2 import STARCODER2
 

@@ -19,15 +19,11 @@ __all__ = ["COHERE2"]
 
 def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     types = layer_types(values, every=values.count("sliding_window_pattern"))
-    ropes = [kind.rope and replace(kind.rope, is_interleaved=True) for kind in config.layers]
     layers = tuple(
-        replace(kind, rope=rope if layer_type == "sliding_attention" else None)
-        for kind, rope, layer_type in zip(config.layers, ropes, types, strict=True)
+        kind if layer_type == "sliding_attention" else replace(kind, rope=None)
+        for kind, layer_type in zip(config.layers, types, strict=True)
     )
-    network = replace(
-        config, layers=layers, has_layer_norm=True, is_parallel=True, logit_scale=values.number("logit_scale")
-    )
-    return with_windows(network, values, types)
+    return with_windows(replace(config, layers=layers, logit_scale=values.number("logit_scale")), values, types)
 
 
 COHERE2: Final = Family(
@@ -45,6 +41,13 @@ COHERE2: Final = Family(
         "layer_types": None,
     },
     refine=_refine,
+    network={"has_layer_norm": True, "is_parallel": True},
+    is_interleaved=True,
+    models="Command R7B, Command A",
+    differs=(
+        "LayerNorm, parallel parts, neighbouring pairs, windows with rotation and full layers without, logit scale"
+    ),
+    example="CohereLabs/c4ai-command-r7b-12-2024",
     norm_eps_key="layer_norm_eps",
     only={
         "use_parallel_block": True,

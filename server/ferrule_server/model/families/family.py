@@ -48,25 +48,37 @@ class Family:
         defaults: For every setting that the family reads, and for sizes that files leave out: what its configuration
             class in transformers assumes if config.json is silent. None means that it is derived from the sizes.
         refine: Returns the network, given one as of Llama with the sizes, biases and plain rotation that config.json
-            states; refuses what only this family can say, with a :class:`ModelError`.
+            states, and the fields of ``network``; refuses what only this family can say, with a :class:`ModelError`.
+        network: Fields of :class:`ModelConfig` that have the same value in every model of the family.
+        is_interleaved: As in :class:`Rope`.
         norm_eps_key: The setting that is added to the mean square or the variance in every norm.
         only: Settings with the only value that the decoder computes for this family, or a tuple of such values.
         tensors: As in :class:`CheckpointNames`.
         without_effect: Settings of this family that do not change logits.
         rope_extra: Settings inside those of rotary positions that ``refine`` reads.
         has_scaled_length: ``max_position_embeddings`` counts linear scaling already; see :func:`longest_sequence`.
+        models: Names of its models, for people; empty if the family is new.
+        differs: What they need that Llama does not, for people.
+        example: One that loads, as the hub names it; empty if none has been published with this architecture.
+        usual: What config.json of the newest ones says that decides which kernels run them.
     """
 
     architecture: str
     model_type: str
     defaults: Mapping[str, Any]
     refine: Callable[[ModelConfig, ConfigValues], ModelConfig] = _unchanged
+    network: Mapping[str, Any] = field(default_factory=dict)
+    is_interleaved: bool = False
     norm_eps_key: str = "rms_norm_eps"
     only: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     without_effect: frozenset[str] = frozenset()
     rope_extra: frozenset[str] = frozenset()
     has_scaled_length: bool = False
+    models: str = ""
+    differs: str = ""
+    example: str = ""
+    usual: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, raw: Mapping[str, Any]) -> ConfigValues:
         """Return the values of config.json, in which nothing changes the computation unseen.

@@ -14,7 +14,7 @@ from typing import Any, Final
 from ferrule_server.errors import ModelError
 from ferrule_server.model.config import LayerKind, ModelConfig, PerLayerInput
 from ferrule_server.model.families.family import Family
-from ferrule_server.model.families.gemma2 import GEMMA_TENSORS, gemma_network
+from ferrule_server.model.families.gemma import GEMMA_NETWORK, GEMMA_TENSORS, gemma_network
 from ferrule_server.model.families.rotary import read_rope
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model.families.windows import layer_types, with_windows
@@ -38,9 +38,6 @@ def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     network = replace(
         gemma_network(config, values),
         layers=_shared(tuple(_kind(config, values, *item) for item in enumerate(types)), types, num_shared, values),
-        qk_norm="head",
-        has_v_norm=True,
-        has_layer_scale=True,
         per_layer_input=inputs,
     )
     return with_windows(network, values, types)
@@ -119,6 +116,9 @@ GEMMA4: Final = Family(
         "tie_word_embeddings": True,
     },
     refine=_refine,
+    network={**GEMMA_NETWORK, "qk_norm": "head", "has_v_norm": True, "has_layer_scale": True},
+    models="Gemma 4, dense text models",
+    differs="norms of values, wider heads in full layers, a second embedding, shared K and V in some models",
     only={
         "hidden_activation": "gelu_pytorch_tanh",
         "enable_moe_block": False,

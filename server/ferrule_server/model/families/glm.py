@@ -6,12 +6,9 @@ tensor holds gate and up. Glm4 has norms after attention and feed-forward part t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
-from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.families.family import Family
-from ferrule_server.model.families.values import ConfigValues
 
 __all__ = ["GLM", "GLM4"]
 
@@ -24,30 +21,32 @@ _DEFAULTS: Final = {
     "attention_bias": True,
     "tie_word_embeddings": False,
 }
+_NETWORK: Final = {"has_attention_out_bias": False}
 _TENSORS: Final = {"gate_up": ("mlp.gate_up_proj",)}
 
-
-def _refine(config: ModelConfig, _values: ConfigValues) -> ModelConfig:
-    layers = tuple(
-        kind if kind.rope is None else replace(kind, rope=replace(kind.rope, is_interleaved=True))
-        for kind in config.layers
-    )
-    return replace(config, layers=layers, has_attention_out_bias=False)
-
-
-def _refine_4(config: ModelConfig, values: ConfigValues) -> ModelConfig:
-    return replace(_refine(config, values), has_norm_after=True)
-
-
-GLM: Final = Family("GlmForCausalLM", "glm", _DEFAULTS, _refine, tensors=_TENSORS)
+GLM: Final = Family(
+    "GlmForCausalLM",
+    "glm",
+    _DEFAULTS,
+    network=_NETWORK,
+    is_interleaved=True,
+    tensors=_TENSORS,
+    models="GLM-4 9B",
+    differs="half of each head is rotated, in neighbouring pairs; biases of queries, keys and values",
+    example="zai-org/glm-4-9b-hf",
+)
 GLM4: Final = Family(
     "Glm4ForCausalLM",
     "glm4",
     _DEFAULTS,
-    _refine_4,
+    network={**_NETWORK, "has_norm_after": True},
+    is_interleaved=True,
     tensors={
         **_TENSORS,
         "attention_out_norm": ("post_self_attn_layernorm",),
         "mlp_out_norm": ("post_mlp_layernorm",),
     },
+    models="GLM-4-0414, dense",
+    differs="as GLM-4, norms after attention and feed-forward part too",
+    example="zai-org/GLM-4-9B-0414",
 )

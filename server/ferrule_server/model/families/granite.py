@@ -39,4 +39,7 @@ GRANITE: Final = Family(
         "logits_scaling": 1.0,
     },
     refine=_refine,
+    models="Granite 3, dense",
+    differs="multipliers of embedding, scores, residual stream and logits",
+    example="ibm-granite/granite-3.3-2b-instruct",
 )

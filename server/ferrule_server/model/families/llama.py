@@ -26,4 +26,6 @@ LLAMA: Final = Family(
         "mlp_bias": False,
         "tie_word_embeddings": False,
     },
+    models="Llama 2, 3, 3.1, 3.2 (text), 3.3, TinyLlama, SmolLM, SmolLM2, Yi, Falcon 3, DeepSeek-R1-Distill-Llama",
+    example="meta-llama/Llama-3.1-8B-Instruct",
 )

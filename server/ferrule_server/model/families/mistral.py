@@ -56,12 +56,31 @@ def _with_temperature(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     return window_everywhere(replace(config, query_temperature=temperature), values)
 
 
-MISTRAL: Final = Family("MistralForCausalLM", "mistral", _DEFAULTS, window_everywhere)
-MINISTRAL: Final = Family("MinistralForCausalLM", "ministral", {**_DEFAULTS, "layer_types": None}, _by_layer)
+MISTRAL: Final = Family(
+    "MistralForCausalLM",
+    "mistral",
+    _DEFAULTS,
+    window_everywhere,
+    models="Mistral 7B, Nemo, Small",
+    differs="windows in every layer (7B v0.1)",
+    example="mistralai/Mistral-7B-Instruct-v0.3",
+    usual={"sliding_window": None},
+)
+MINISTRAL: Final = Family(
+    "MinistralForCausalLM",
+    "ministral",
+    {**_DEFAULTS, "layer_types": None},
+    _by_layer,
+    models="Ministral 8B",
+    differs="windows in some layers",
+    example="mistralai/Ministral-8B-Instruct-2410",
+)
 MINISTRAL3: Final = Family(
     "Ministral3ForCausalLM",
     "ministral3",
     {**_DEFAULTS, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None, "rope_parameters": _MINISTRAL3_ROPE},
     _with_temperature,
     rope_extra=frozenset({_SCALED_QUERIES, "max_position_embeddings"}),
+    models="Ministral 3",
+    differs="yarn; queries grow with their position",
 )

@@ -5,7 +5,6 @@ OLMo 3 adds windows in three of four layers; scaling for long contexts is for fu
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from ferrule_server.model.config import ModelConfig
@@ -26,23 +25,33 @@ _TENSORS: Final = {
     "attention_out_norm": ("post_attention_layernorm",),
     "mlp_out_norm": ("post_feedforward_layernorm",),
 }
-
-
-def _refine(config: ModelConfig, _values: ConfigValues) -> ModelConfig:
-    return replace(config, has_norm_before=False, has_norm_after=True, qk_norm="row")
+_NETWORK: Final = {"has_norm_before": False, "has_norm_after": True, "qk_norm": "row"}
 
 
 def _refine_3(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     types = layer_types(values, every=4)
-    return with_windows(with_ropes(_refine(config, values), values, types), values, types)
+    return with_windows(with_ropes(config, values, types), values, types)
 
 
-OLMO2: Final = Family("Olmo2ForCausalLM", "olmo2", _DEFAULTS, _refine, tensors=_TENSORS)
+OLMO2: Final = Family(
+    "Olmo2ForCausalLM",
+    "olmo2",
+    _DEFAULTS,
+    network=_NETWORK,
+    tensors=_TENSORS,
+    models="OLMo 2",
+    differs="norms after attention and feed-forward part alone; norms of all heads of a row",
+    example="allenai/OLMo-2-1124-7B-Instruct",
+)
 OLMO3: Final = Family(
     "Olmo3ForCausalLM",
     "olmo3",
     {**_DEFAULTS, "rope_theta": 500_000.0, "sliding_window": 4096, "layer_types": None},
     _refine_3,
+    network=_NETWORK,
     tensors=_TENSORS,
     has_scaled_length=True,
+    models="OLMo 3",
+    differs="as OLMo 2, windows in three of four layers",
+    example="allenai/Olmo-3-1025-7B",
 )

@@ -1,7 +1,7 @@
 """What does not load: what the model has that is not supported, and a model to try in its place.
 
 Architectures are not listed one by one. Rules over the keys of config.json and over the end of the architecture's name
-say what a model has, and the words of the catalogue say which family is the nearest.
+say what a model has, and the names of the models of each family say which family is the nearest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model.families.catalogue import KNOWN
+from ferrule_server.model.families import FAMILIES
+from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.harmless import EXPERTS, MAX_KEY, OFF
 from ferrule_server.model_files import shown
 
@@ -76,9 +77,9 @@ def refusal_of(raw: Mapping[str, Any]) -> NotSupported:
     parts = f": it has {', '.join(found)}" if found else ""
     text = f"config.json: architectures is {shown(names)}, which is not supported{parts}"
     near = _nearest(name.partition("For")[0]) or _nearest(str(raw.get("model_type"))[:MAX_KEY])
-    if not near:
+    if near is None:
         return NotSupported(f"{text}; docs/models.md lists what loads", SMALL)
-    return NotSupported(f"{text}; the nearest that loads is {near}", KNOWN[near].example or SMALL)
+    return NotSupported(f"{text}; the nearest that loads is {near.architecture}", near.example or SMALL)
 
 
 def _settings(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,16 +88,16 @@ def _settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for part in (*inner, raw) for key, value in part.items()}
 
 
-def _nearest(name: str) -> str:
-    """Return the architecture that loads whose name or models have the longest word of a name; empty: none has."""
-    words: dict[str, str] = {}
-    for architecture, known in KNOWN.items():
-        stem = architecture.partition("For")[0]
-        for word in (stem, stem.rstrip("0123456789"), *re.findall("[A-Z][A-Za-z]{4,}", known.models)):
-            words.setdefault(word.lower(), architecture)
+def _nearest(name: str) -> Family | None:
+    """Return the family whose architecture or models have the longest word of a name; None: none has."""
+    words: dict[str, Family] = {}
+    for family in FAMILIES:
+        stem = family.architecture.partition("For")[0]
+        for word in (stem, stem.rstrip("0123456789"), *re.findall("[A-Z][A-Za-z]{4,}", family.models)):
+            words.setdefault(word.lower(), family)
     text = name.lower()
     found = sorted((word for word in words if word in text), key=len) or difflib.get_close_matches(text, words, 1, 0.7)
-    return words[found[-1]] if found else ""
+    return words[found[-1]] if found else None
 
 
 def check_not_quantised(raw: Mapping[str, Any]) -> None:

@@ -27,5 +27,8 @@ PHI3: Final = Family(
     },
     refine=window_everywhere,
     only={"attention_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
+    models="Phi-3, Phi-3.5, Phi-4, Phi-4-mini",
+    differs="fused projections; longrope and partial rotation (mini)",
+    example="microsoft/Phi-4-mini-instruct",
     tensors={"qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)},
 )

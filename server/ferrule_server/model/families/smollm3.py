@@ -57,5 +57,8 @@ SMOLLM3: Final = Family(
         "no_rope_layer_interval": 4,
     },
     refine=_refine,
+    models="SmolLM3",
+    differs="no rotation in every fourth layer",
+    example="HuggingFaceTB/SmolLM3-3B",
     without_effect=frozenset({"max_window_layers"}),
 )

@@ -15,16 +15,7 @@ __all__ = ["STARCODER2"]
 
 def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     has_bias = values.flag("use_bias")
-    network = replace(
-        config,
-        has_layer_norm=True,
-        has_norm_bias=True,
-        activation="gelu_tanh",
-        is_gated=False,
-        has_qkv_bias=has_bias,
-        has_attention_out_bias=has_bias,
-        has_mlp_bias=has_bias,
-    )
+    network = replace(config, has_qkv_bias=has_bias, has_attention_out_bias=has_bias, has_mlp_bias=has_bias)
     return window_everywhere(network, values)
 
 
@@ -41,6 +32,10 @@ STARCODER2: Final = Family(
         "tie_word_embeddings": True,
     },
     refine=_refine,
+    network={"has_layer_norm": True, "has_norm_bias": True, "activation": "gelu_tanh", "is_gated": False},
+    models="StarCoder2",
+    differs="LayerNorm with biases, biases everywhere, no gate, windows",
+    example="bigcode/starcoder2-3b",
     norm_eps_key="norm_epsilon",
     only={
         "hidden_act": "gelu_pytorch_tanh",

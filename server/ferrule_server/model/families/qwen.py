@@ -1,0 +1,52 @@
+"""Qwen2, Qwen2.5 and Qwen3, the dense text models, and what has their architecture: QwQ, DeepSeek-R1-Distill-Qwen.
+
+As Llama but: the projections of queries, keys and values of Qwen2 always carry biases, and the one after attention
+never does. Each query and key head of Qwen3 passes its own RMSNorm before the rotation, ``head_dim`` is independent of
+``hidden_size``, and ``attention_bias`` adds a bias to all four projections of attention. Weights have the names of the
+table in ``tensors.py``, with ``q_norm`` and ``k_norm``.
+
+Not supported: partial rotation, activations other than SiLU, quantised checkpoints, and the variants MoE, Next and VL.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ferrule_server.model.families.family import Family
+from ferrule_server.model.families.windows import late_windows
+
+__all__ = ["QWEN2", "QWEN3"]
+
+_DEFAULTS: Final = {
+    "head_dim": None,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+
+QWEN2: Final = Family(
+    "Qwen2ForCausalLM",
+    "qwen2",
+    _DEFAULTS,
+    late_windows,
+    network={"has_qkv_bias": True},
+    models="Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen",
+    differs="biases of queries, keys and values",
+    example="Qwen/Qwen2.5-7B-Instruct",
+)
+QWEN3: Final = Family(
+    "Qwen3ForCausalLM",
+    "qwen3",
+    {**_DEFAULTS, "head_dim": 128, "attention_bias": False},
+    late_windows,
+    network={"qk_norm": "head"},
+    only={"use_qk_norm": True},
+    models="Qwen3, dense, 0.6B to 32B, and their 2507 versions",
+    differs="a norm of each query and key head",
+    example="Qwen/Qwen3-8B",
+)

@@ -7,9 +7,8 @@ a checkpoint keeps them, and the loader orders the rows of queries and keys so; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a configuration is read without torch, which takes seconds to import
     from torch import Tensor
@@ -37,6 +36,10 @@ class LinearScaling:
 
     factor: float
 
+    def scaled(self, frequencies: Tensor, _rope: Rope) -> Tensor:
+        """Return the radians per position of each rotated pair, given the plain ones."""
+        return frequencies / self.factor
+
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
@@ -53,6 +56,13 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int
+
+    def scaled(self, frequencies: Tensor, _rope: Rope) -> Tensor:
+        """Divide low frequencies by the factor, keep high ones, and interpolate between them."""
+        wavelengths = 2 * math.pi / frequencies
+        low, high = self.low_freq_factor, self.high_freq_factor
+        smooth = ((self.original_max_positions / wavelengths - low) / (high - low)).clamp(0, 1)
+        return (1 - smooth) * frequencies / self.factor + smooth * frequencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,21 @@ class YarnScaling:
     beta_slow: float = 1.0
     is_truncated: bool = True
 
+    def scaled(self, frequencies: Tensor, rope: Rope) -> Tensor:
+        """Divide the frequencies of pairs with few rotations, keep those of many, and interpolate between them."""
+        low, high = (self._pair_of(beta, rope) for beta in (self.beta_fast, self.beta_slow))
+        if self.is_truncated:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rope.width - 1)
+        ramp = (frequencies.new_tensor(range(rope.num_pairs)) - low) / (high - low if high != low else 0.001)
+        kept = 1 - ramp.clamp(0, 1)
+        return frequencies / self.factor * (1 - kept) + frequencies * kept
+
+    def _pair_of(self, num_rotations: float, rope: Rope) -> float:
+        """Return the pair that makes so many rotations within the original context, a fraction between pairs."""
+        wavelength = self.original_max_positions / (num_rotations * 2 * math.pi)
+        return rope.width * math.log(wavelength) / (2 * math.log(rope.theta))
+
 
 @dataclass(frozen=True, slots=True)
 class LongScaling:
@@ -94,6 +119,10 @@ class LongScaling:
     original_max_positions: int
     magnitude: float
     is_long: bool = True
+
+    def scaled(self, frequencies: Tensor, _rope: Rope) -> Tensor:
+        """Divide each frequency by its factor in the list that is used."""
+        return frequencies / frequencies.new_tensor(self.long_factors if self.is_long else self.short_factors)
 
 
 Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
@@ -132,7 +161,7 @@ def inverse_frequencies(rope: Rope | None, head_dim: int) -> Tensor:
         return frequencies
     exponents = torch.arange(0, 2 * rope.num_pairs, 2, dtype=torch.float32) / rope.width
     plain = 1.0 / (rope.theta**exponents)
-    frequencies[: rope.num_pairs] = plain if rope.scaling is None else _SCALE[type(rope.scaling)](plain, rope)
+    frequencies[: rope.num_pairs] = plain if rope.scaling is None else rope.scaling.scaled(plain, rope)
     return frequencies
 
 
@@ -155,54 +184,3 @@ def stored_order(rope: Rope | None, head_dim: int) -> list[int] | None:
     seconds = [2 * pair + 1 if rope.is_interleaved else pair + rope.num_pairs for pair in pairs]
     middle = (num_rotated + head_dim) // 2
     return [*firsts, *range(num_rotated, middle), *seconds, *range(middle, head_dim)]
-
-
-def _scale_linear(frequencies: Tensor, rope: Rope) -> Tensor:
-    assert isinstance(rope.scaling, LinearScaling)
-    return frequencies / rope.scaling.factor
-
-
-def _scale_llama3(frequencies: Tensor, rope: Rope) -> Tensor:
-    """Divide low frequencies by the factor, keep high ones, and interpolate between them."""
-    scaling = rope.scaling
-    assert isinstance(scaling, Llama3Scaling)
-    wavelengths = 2 * math.pi / frequencies
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = ((scaling.original_max_positions / wavelengths - low) / (high - low)).clamp(0, 1)
-    return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
-
-
-def _scale_yarn(frequencies: Tensor, rope: Rope) -> Tensor:
-    import torch
-
-    scaling = rope.scaling
-    assert isinstance(scaling, YarnScaling)
-
-    def pair_of(num_rotations: float) -> float:
-        """Return the pair that makes so many rotations within the original context, a fraction between pairs."""
-        wavelength = scaling.original_max_positions / (num_rotations * 2 * math.pi)
-        return rope.width * math.log(wavelength) / (2 * math.log(rope.theta))
-
-    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
-    if scaling.is_truncated:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.width - 1)
-    ramp = (torch.arange(rope.num_pairs, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    return frequencies / scaling.factor * (1 - kept) + frequencies * kept
-
-
-def _scale_long(frequencies: Tensor, rope: Rope) -> Tensor:
-    import torch
-
-    scaling = rope.scaling
-    assert isinstance(scaling, LongScaling)
-    return frequencies / torch.tensor(scaling.long_factors if scaling.is_long else scaling.short_factors)
-
-
-_SCALE: Final[dict[type[Scaling], Callable[[Tensor, Rope], Tensor]]] = {
-    LinearScaling: _scale_linear,
-    Llama3Scaling: _scale_llama3,
-    YarnScaling: _scale_yarn,
-    LongScaling: _scale_long,
-}

@@ -12,6 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -123,11 +124,9 @@ def load_model(
         raise ModelError(f"no memory for the weights of {folder}: {error}") from error
     num_parameters = sum(place.tensor.numel() for place in places.values())
     on_progress = on_progress or (lambda _done, _total: None)
-    if encoding is None:
-        digests = _read_all(stored, places, on_progress, lambda _name: None)
-    else:
-        with _Encoder(config, weights, places, encoding.encode) as encoder:
-            digests = _read_all(stored, places, on_progress, encoder.add)
+    plain = nullcontext(lambda _name: None)
+    with plain if encoding is None else _encoder(config, weights, places, encoding.encode) as on_read:
+        digests = _read_all(stored, places, on_progress, on_read)
     _check_tied_head(config, digests)
     return LoadedModel(
         config=config,
@@ -221,23 +220,28 @@ def _read_all(
     for entry in stored:
         digest = hashlib.sha256(f"{entry.dtype} {list(entry.shape)} ".encode())
         place = places.get(entry.name)
-        reader = _ChunkReader(entry, None if place is None else place.tensor, staging)
-        for chunk in reader.chunks():
+        for chunk in _chunks(entry, None if place is None else place.tensor, staging):
             digest.update(chunk)
             done_bytes += len(chunk)
             on_progress(done_bytes, total_bytes)
         digests[entry.name] = digest.digest()
-        del reader
         if place is not None:
             place.finish()
         on_read(entry.name)
     return digests
 
 
-class _Encoder:
-    """Replaces each matrix of the weights when all its parts have been read, while the next one is read.
+@contextmanager
+def _encoder(
+    config: ModelConfig,
+    weights: ModelWeights,
+    places: dict[str, Place],
+    encode: Callable[[TensorSpec, torch.Tensor], torch.Tensor],
+) -> Iterator[Callable[[str], None]]:
+    """Yield what notes that a tensor has been read: a matrix is replaced once all its parts have been.
 
-    Leaving the block waits for the last one, and raises what went wrong. No more than one matrix is being replaced.
+    The next one is read meanwhile; no more than one is being replaced. Leaving the block waits for the last one, and
+    raises what went wrong.
 
     Args:
         config: The network.
@@ -245,82 +249,53 @@ class _Encoder:
         places: The parts that are still to be read, by name; those of a replaced matrix are removed.
         encode: ``Encoding.encode``.
     """
+    spec_of = {name: spec for spec in specs(config) if spec.is_linear for name in spec.names}
+    missing = Counter(spec_of.values())
+    running = Future[None]()
+    running.set_result(None)
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: ModelWeights,
-        places: dict[str, Place],
-        encode: Callable[[TensorSpec, torch.Tensor], torch.Tensor],
-    ) -> None:
-        self._weights, self._places, self._encode = weights, places, encode
-        self._spec_of = {name: spec for spec in specs(config) if spec.is_linear for name in spec.names}
-        self._missing = Counter(self._spec_of.values())
-        self._worker = ThreadPoolExecutor(1, "encode")
-        self._running: Future[None] | None = None
+    def put(spec: TensorSpec) -> None:
+        holder = weights.holder(spec.layer)
+        holder[spec.part.name] = encode(spec, holder[spec.part.name])
 
-    def __enter__(self) -> _Encoder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._worker.shutdown()
-        if self._running is not None:
-            self._running.result()
-
-    def add(self, name: str) -> None:
-        """Note that a tensor has been read."""
-        spec = self._spec_of.get(name)
-        if spec is None:
+    def note(name: str) -> None:
+        nonlocal running
+        if (spec := spec_of.get(name)) is None:
             return
-        del self._places[name]
-        self._missing[spec] -= 1
-        if self._missing[spec]:
-            return
-        if self._running is not None:
-            self._running.result()
-        self._running = self._worker.submit(self._replace, spec)
+        del places[name]
+        missing[spec] -= 1
+        if not missing[spec]:
+            running.result()
+            running = worker.submit(put, spec)
 
-    def _replace(self, spec: TensorSpec) -> None:
-        holder = self._weights.holder(spec.layer)
-        holder[spec.part.name] = self._encode(spec, holder[spec.part.name])
+    with ThreadPoolExecutor(1, "encode") as worker:
+        yield note
+    running.result()
 
 
-class _ChunkReader:
-    """Reads one tensor in chunks: straight into its place if the dtypes agree, else through ``staging``.
+def _chunks(entry: StoredTensor, place: torch.Tensor | None, staging: torch.Tensor) -> Iterator[memoryview]:
+    """Read a tensor, straight into its place if the dtypes agree, else through ``staging``.
+
+    Yield the stored bytes as buffers; each is valid until the next one is requested.
 
     Args:
         entry: The tensor to read.
         place: Its destination, contiguous; None: it is read for its digest only.
         staging: uint8 [_CHUNK_BYTES], scratch memory that tensors share.
     """
-
-    def __init__(self, entry: StoredTensor, place: torch.Tensor | None, staging: torch.Tensor) -> None:
-        self._entry = entry
-        self._place = None if place is None else place.reshape(-1)
-        self._staging = staging
-        self._stored_dtype = _STORED_DTYPES[entry.dtype]
-
-    def chunks(self) -> Iterator[memoryview]:
-        """Yield the stored bytes as buffers; each is valid until the next one is requested."""
-        with open_file(self._entry.path.parent, self._entry.path.name) as file:
-            file.seek(self._entry.offset)
-            for begin in range(0, self._entry.num_bytes, _CHUNK_BYTES):
-                end = min(begin + _CHUNK_BYTES, self._entry.num_bytes)
-                raw = self._destination(begin, end)
-                buffer = memoryview(raw.numpy().data)
-                _read_exactly(file, buffer, self._entry)
-                self._convert(raw, begin, end)
-                yield buffer
-
-    def _destination(self, begin: int, end: int) -> torch.Tensor:
-        if self._place is not None and self._place.dtype == self._stored_dtype:
-            return self._place.view(torch.uint8)[begin:end]
-        return self._staging[: end - begin]
-
-    def _convert(self, raw: torch.Tensor, begin: int, end: int) -> None:
-        if self._place is not None and self._place.dtype != self._stored_dtype:
-            size = self._stored_dtype.itemsize
-            self._place[begin // size : end // size].copy_(raw.view(self._stored_dtype))
+    dtype = _STORED_DTYPES[entry.dtype]
+    flat = None if place is None else place.reshape(-1)
+    own_bytes = flat.view(torch.uint8) if flat is not None and flat.dtype == dtype else None
+    with open_file(entry.path.parent, entry.path.name) as file:
+        file.seek(entry.offset)
+        for begin in range(0, entry.num_bytes, _CHUNK_BYTES):
+            end = min(begin + _CHUNK_BYTES, entry.num_bytes)
+            raw = staging[: end - begin] if own_bytes is None else own_bytes[begin:end]
+            buffer = memoryview(raw.numpy().data)
+            _read_exactly(file, buffer, entry)
+            if flat is not None and own_bytes is None:
+                flat[begin // dtype.itemsize : end // dtype.itemsize].copy_(raw.view(dtype))
+            yield buffer
 
 
 def _read_exactly(file: FileIO, buffer: memoryview, entry: StoredTensor) -> None:

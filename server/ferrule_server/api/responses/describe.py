@@ -52,6 +52,11 @@ _ALWAYS: Final = (
 """Features of every server; trees of drafts are of none."""
 _SHARED_FIELDS: Final = ("shared_blocks", "tombstones", "num_prefix_evictions", "num_exhausted")
 """Fields of GetCacheMetrics that only an administrator sees: the pool counts them for all principals together."""
+_COUNTED: Final = (
+    *("prefills", "decodes", "verifies", "generates"),
+    *("prefill_tokens", "decode_tokens", "draft_tokens", "accepted_tokens"),
+)
+"""Counters of appends that a status shows, with num_ before the name."""
 _HOST: Final = Host()
 _CPU_NAME: Final = _HOST.processor_name()
 """Read once, before the event loop runs: the file has a page for each core."""
@@ -257,14 +262,8 @@ def _fill_appends(message: info_pb2.ExecutorStatus, figures: EngineSnapshot | Ow
     """Write the counters of sequences and appends, of all principals or of one."""
     counters: OwnCounters = figures.counters
     message.live_sequences = figures.num_sequences
-    message.num_prefills = counters.prefills
-    message.num_decodes = counters.decodes
-    message.num_verifies = counters.verifies
-    message.num_prefill_tokens = counters.prefill_tokens
-    message.num_decode_tokens = counters.decode_tokens
-    message.num_draft_tokens = counters.draft_tokens
-    message.num_accepted_tokens = counters.accepted_tokens
-    message.num_generates = counters.generates
+    for name in _COUNTED:
+        setattr(message, f"num_{name}", getattr(counters, name))
     message.num_errors = sum(figures.refused().values())
     message.avg_prefill_ns = counters.prefill_ns // max(1, counters.prefills)
     message.avg_decode_ns = counters.decode_ns // max(1, counters.decodes)

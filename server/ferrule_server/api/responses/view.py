@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,7 @@ _SEQUENCES: Final = (256, 1024)
 _PRINCIPALS: Final = (64, 1024)
 """The default of each bound, and its maximum."""
 
+_TIMES: Final = ("step", "queue", "first_token", "inter_token", "decode")
 _MAX_MESSAGES: Final = 8
 """Messages kept of one snapshot. Displays use few bounds; a message for any other bounds is made for each call."""
 
@@ -179,6 +180,7 @@ def _size(wanted: int, sizes: tuple[int, int]) -> int:
 def _message(state: ServerState, serving: Serving, snapshot: _Snapshot, bounds: _Bounds) -> admin_pb2.ServerView:
     view = snapshot.view
     counters, size = view.snapshot.counters, view.kv.block_size
+    times: dict[str, Any] = {f"{name}_times": _histogram(view.timings[name]) for name in _TIMES}
     message = admin_pb2.ServerView(
         time=timestamp(view.unix_ns),
         uptime=duration(view.at_s - state.started_at_s),
@@ -192,11 +194,7 @@ def _message(state: ServerState, serving: Serving, snapshot: _Snapshot, bounds: 
         sequences=snapshot.sequences[: bounds.max_sequences],
         principals=[_principal(each, size) for each in view.principals[: bounds.max_principals]],
         known_principals=view.num_principals,
-        step_times=_histogram(view.timings["step"]),
-        queue_times=_histogram(view.timings["queue"]),
-        first_token_times=_histogram(view.timings["first_token"]),
-        inter_token_times=_histogram(view.timings["inter_token"]),
-        decode_times=_histogram(view.timings["decode"]),
+        **times,
     )
     if (journal := serving.engine.durability()) is not None:
         _fill_journal(message, journal)

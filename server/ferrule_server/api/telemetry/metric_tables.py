@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from ferrule.v1 import info_pb2
 from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.kv.metrics import KvMetrics
-
-_Seen = TypeVar("_Seen")
 
 _ALWAYS_SHOWN: Final = (
     *("CANCELLED", "ENGINE_FAULT", "HANDLE_LOST", "HANDLE_STALE"),
@@ -27,6 +24,7 @@ class Look:
 
     Attributes:
         status: The answer of GetStatus.
+        journal: None: there is none, nor a metric of it.
     """
 
     state: ServerState
@@ -34,6 +32,7 @@ class Look:
     status: info_pb2.ExecutorStatus
     snapshot: EngineSnapshot
     kv: KvMetrics
+    journal: DurabilityFigures | None
 
     @property
     def counters(self) -> EngineCounters:
@@ -49,142 +48,128 @@ class Look:
         return total
 
     @property
-    def num_left_out(self) -> int:
-        """Appends in flight that had no room in the newest step."""
-        return min(self.counters.timings.num_left_out, self.snapshot.num_running)
+    def num_running(self) -> int:
+        """Appends in flight without those that had no room in the newest step."""
+        return max(0, self.snapshot.num_running - self.counters.timings.num_left_out)
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that are not accepted or have no row, of those in flight too."""
+        snapshot = self.snapshot
+        return snapshot.num_waiting + snapshot.num_running - self.num_running + snapshot.num_arrived
+
+    @property
+    def kv_usage(self) -> float:
+        """The share of blocks that are used."""
+        return self.kv.used_blocks / max(1, self.kv.total_blocks)
+
+    @property
+    def last_step_s(self) -> float:
+        """When the newest step ended, in Unix time."""
+        return self.counters.last_step_unix_ns * 1e-9
+
+    @property
+    def num_conflicts(self) -> int:
+        """Jobs refused because another append was first."""
+        return self.refused["HANDLE_STALE"]
+
+    @property
+    def num_faults(self) -> int:
+        """Calls that ended with an error of the server."""
+        return self.state.calls.ended_with("INTERNAL", "UNKNOWN")
+
+    @property
+    def num_slow_consumers(self) -> int:
+        """Streams that ended because their readers fell behind."""
+        return self.state.calls.ended_for("SLOW_CONSUMER")
 
 
-class Figure(NamedTuple, Generic[_Seen]):
-    """A metric without labels: its name after ``ferrule_``, its help text, and the function that reads it."""
+class Figure(NamedTuple):
+    """A metric without labels: its name after ``ferrule_``, where a :class:`Look` has it, and its help text."""
 
     name: str
+    path: str
     help: str
-    read: Callable[[_Seen], float]
 
 
-GAUGES: Final[tuple[Figure[Look], ...]] = (
-    Figure("sequences", "Live sequences.", lambda look: look.snapshot.num_sequences),
-    Figure(
-        "jobs_running",
-        "Appends in flight with a row in the newest step or the next.",
-        lambda look: look.snapshot.num_running - look.num_left_out,
-    ),
+GAUGES: Final[tuple[Figure, ...]] = (
+    Figure("sequences", "snapshot.num_sequences", "Live sequences."),
+    Figure("jobs_running", "num_running", "Appends in flight with a row in the newest step or the next."),
     Figure(
         "jobs_waiting",
+        "num_waiting",
         "Jobs that wait for another one on their sequence, for room in a step, or to be accepted.",
-        lambda look: look.snapshot.num_waiting + look.num_left_out + look.snapshot.num_arrived,
     ),
-    Figure("streams_active", "Generates and Forwards under way.", lambda look: look.snapshot.num_streams),
-    Figure(
-        "streams_parked", "Generates and Forwards that wait for their readers.", lambda look: look.snapshot.num_parked
-    ),
-    Figure("kv_blocks_shared", "Used blocks with two owners or more.", lambda look: look.kv.shared_blocks),
-    Figure("kv_blocks_capacity", "Blocks that sequences can use.", lambda look: look.kv.total_blocks),
-    Figure("kv_block_size_tokens", "Tokens in one block.", lambda look: look.kv.block_size),
-    Figure(
-        "kv_usage_ratio",
-        "Used blocks as a share of all; cached ones are free.",
-        lambda look: look.kv.used_blocks / max(1, look.kv.total_blocks),
-    ),
-    Figure("tombstones", "Expired sequences still remembered.", lambda look: look.kv.tombstones),
-    Figure("token_masks", "Token masks registered.", lambda look: look.serving.inputs.masks.num_masks),
-    Figure("token_mask_bytes", "Memory of registered token masks.", lambda look: look.serving.inputs.masks.num_bytes),
-    Figure(
-        "last_step_timestamp_seconds",
-        "End of the newest step, in Unix time; 0 before the first.",
-        lambda look: look.counters.last_step_unix_ns * 1e-9,
-    ),
+    Figure("streams_active", "snapshot.num_streams", "Generates and Forwards under way."),
+    Figure("streams_parked", "snapshot.num_parked", "Generates and Forwards that wait for their readers."),
+    Figure("kv_blocks_shared", "kv.shared_blocks", "Used blocks with two owners or more."),
+    Figure("kv_blocks_capacity", "kv.total_blocks", "Blocks that sequences can use."),
+    Figure("kv_block_size_tokens", "kv.block_size", "Tokens in one block."),
+    Figure("kv_usage_ratio", "kv_usage", "Used blocks as a share of all; cached ones are free."),
+    Figure("tombstones", "kv.tombstones", "Expired sequences still remembered."),
+    Figure("token_masks", "serving.inputs.masks.num_masks", "Token masks registered."),
+    Figure("token_mask_bytes", "serving.inputs.masks.num_bytes", "Memory of registered token masks."),
+    Figure("last_step_timestamp_seconds", "last_step_s", "End of the newest step, in Unix time; 0 before the first."),
+    Figure("durable_healthy", "journal.is_healthy", "1 while records reach the disk."),
+    Figure("durable_sequences", "journal.num_sequences", "Durable sequences that are alive."),
+    Figure("durable_cold_sequences", "journal.num_cold", "Of these, sequences without KV."),
+    Figure("durable_tokens_to_recompute", "journal.tokens_to_recompute", "Tokens of these."),
+    Figure("durable_directory_bytes", "journal.directory_bytes", "Size of the journal on the disk."),
 )
-
-COUNTERS: Final[tuple[Figure[Look], ...]] = (
+COUNTERS: Final[tuple[Figure, ...]] = (
     Figure(
         "prompt_tokens",
+        "counters.prefill_tokens",
         "Tokens appended by prefills, without those found in the prefix cache.",
-        lambda look: look.counters.prefill_tokens,
     ),
     Figure(
         "generated_tokens",
+        "counters.decode_tokens",
         "Tokens appended one by one and by verifies, whether drawn or chosen by the client.",
-        lambda look: look.counters.decode_tokens,
     ),
-    Figure("draft_tokens", "Drafts that verifies brought.", lambda look: look.counters.draft_tokens),
-    Figure("accepted_tokens", "Drafts that a rule accepted.", lambda look: look.counters.accepted_tokens),
+    Figure("draft_tokens", "counters.draft_tokens", "Drafts that verifies brought."),
+    Figure("accepted_tokens", "counters.accepted_tokens", "Drafts that a rule accepted."),
+    Figure("prefills", "counters.prefills", "Finished appends of more than one token, or that created a sequence."),
+    Figure("decodes", "counters.decodes", "Finished appends of one token, including those of Generates."),
+    Figure("verifies", "counters.verifies", "Verifies finished."),
+    Figure("generates", "counters.generates", "Generates begun."),
+    Figure("sequences_created", "kv.num_created", "Sequences created, including forks."),
+    Figure("forks", "kv.num_forks", "Sequences created by forks."),
+    Figure("truncates", "kv.num_truncates", "Truncates and rewinds that dropped tokens."),
+    Figure("released", "kv.num_released", "Sequences released by their owners."),
+    Figure("expired", "kv.num_expired", "Sequences freed because their lease ran out."),
+    Figure("block_copies", "kv.num_block_copies", "Blocks copied because a shared one would have been written."),
+    Figure("prefix_lookup_tokens", "kv.num_prefix_lookup_tokens", "Tokens of prompts looked up in the prefix cache."),
+    Figure("prefix_hit_tokens", "kv.num_prefix_hit_tokens", "Of these, tokens found."),
+    Figure("prefix_evictions", "kv.num_prefix_evictions", "Cached blocks handed out to others."),
+    Figure("kv_blocks_given_back", "kv.num_given_back", "Blocks given back outside windows."),
+    Figure("kv_exhausted", "kv.num_exhausted", "Requests refused because too few blocks were free."),
+    Figure("replays", "counters.replays", "Appends and forks answered from an earlier commit."),
+    Figure("recomputed", "counters.recomputed", "Replays whose rows had to be run again."),
+    Figure("joined", "counters.joined", "Jobs answered together with an equal one in flight."),
+    Figure("conflicts", "num_conflicts", "Jobs refused with HANDLE_STALE: another append was first."),
     Figure(
-        "prefills",
-        "Finished appends of more than one token, or that created a sequence.",
-        lambda look: look.counters.prefills,
-    ),
-    Figure(
-        "decodes", "Finished appends of one token, including those of Generates.", lambda look: look.counters.decodes
-    ),
-    Figure("verifies", "Verifies finished.", lambda look: look.counters.verifies),
-    Figure("generates", "Generates begun.", lambda look: look.counters.generates),
-    Figure("sequences_created", "Sequences created, including forks.", lambda look: look.kv.num_created),
-    Figure("forks", "Sequences created by forks.", lambda look: look.kv.num_forks),
-    Figure("truncates", "Truncates and rewinds that dropped tokens.", lambda look: look.kv.num_truncates),
-    Figure("released", "Sequences released by their owners.", lambda look: look.kv.num_released),
-    Figure("expired", "Sequences freed because their lease ran out.", lambda look: look.kv.num_expired),
-    Figure(
-        "block_copies",
-        "Blocks copied because a shared one would have been written.",
-        lambda look: look.kv.num_block_copies,
-    ),
-    Figure(
-        "prefix_lookup_tokens",
-        "Tokens of prompts looked up in the prefix cache.",
-        lambda look: look.kv.num_prefix_lookup_tokens,
-    ),
-    Figure("prefix_hit_tokens", "Of these, tokens found.", lambda look: look.kv.num_prefix_hit_tokens),
-    Figure("prefix_evictions", "Cached blocks handed out to others.", lambda look: look.kv.num_prefix_evictions),
-    Figure("kv_blocks_given_back", "Blocks given back outside windows.", lambda look: look.kv.num_given_back),
-    Figure("kv_exhausted", "Requests refused because too few blocks were free.", lambda look: look.kv.num_exhausted),
-    Figure("replays", "Appends and forks answered from an earlier commit.", lambda look: look.counters.replays),
-    Figure("recomputed", "Replays whose rows had to be run again.", lambda look: look.counters.recomputed),
-    Figure("joined", "Jobs answered together with an equal one in flight.", lambda look: look.counters.joined),
-    Figure(
-        "conflicts",
-        "Jobs refused with HANDLE_STALE: another append was first.",
-        lambda look: look.refused.get("HANDLE_STALE", 0),
+        "faults", "num_faults", "Calls that ended with INTERNAL or UNKNOWN: errors of the server, not of its callers."
     ),
     Figure(
-        "faults",
-        "Calls that ended with INTERNAL or UNKNOWN: errors of the server, not of its callers.",
-        lambda look: look.state.calls.ended_with("INTERNAL", "UNKNOWN"),
+        "slow_consumers", "num_slow_consumers", "Streams ended with SLOW_CONSUMER because their readers fell behind."
     ),
     Figure(
-        "slow_consumers",
-        "Streams ended with SLOW_CONSUMER because their readers fell behind.",
-        lambda look: look.state.calls.ended_for("SLOW_CONSUMER"),
+        "queued_steps", "counters.queued_steps", "Steps put into the device's queue before their tokens were known."
     ),
-    Figure(
-        "queued_steps",
-        "Steps put into the device's queue before their tokens were known.",
-        lambda look: look.counters.queued_steps,
-    ),
-    Figure("discarded_rows", "Rows of queued steps that were not used.", lambda look: look.counters.discarded_rows),
-)
-
-DURABLE_GAUGES: Final[tuple[Figure[DurabilityFigures], ...]] = (
-    Figure("durable_healthy", "1 while records reach the disk.", lambda seen: seen.is_healthy),
-    Figure("durable_sequences", "Durable sequences that are alive.", lambda seen: seen.num_sequences),
-    Figure("durable_cold_sequences", "Of these, sequences without KV.", lambda seen: seen.num_cold),
-    Figure("durable_tokens_to_recompute", "Tokens of these.", lambda seen: seen.tokens_to_recompute),
-    Figure("durable_directory_bytes", "Size of the journal on the disk.", lambda seen: seen.directory_bytes),
-)
-DURABLE_COUNTERS: Final[tuple[Figure[DurabilityFigures], ...]] = (
-    Figure("durable_restored", "Sequences read from the journal at the start.", lambda seen: seen.num_restored),
+    Figure("discarded_rows", "counters.discarded_rows", "Rows of queued steps that were not used."),
+    Figure("durable_restored", "journal.num_restored", "Sequences read from the journal at the start."),
     Figure(
         "durable_recomputed_tokens",
+        "journal.num_recomputed_tokens",
         "Tokens of restored sequences whose KV was computed again.",
-        lambda seen: seen.num_recomputed_tokens,
     ),
-    Figure("durable_groups", "Group commits: the records of a step or more.", lambda seen: seen.counters.num_groups),
-    Figure("durable_syncs", "Syncs of the journal to the disk.", lambda seen: seen.counters.num_syncs),
-    Figure("durable_written_bytes", "Bytes written to the journal.", lambda seen: seen.counters.num_bytes),
-    Figure("durable_failures", "Writes and syncs that failed.", lambda seen: seen.counters.num_failures),
-    Figure("durable_snapshots", "Complete snapshots written.", lambda seen: seen.num_snapshots),
+    Figure("durable_groups", "journal.counters.num_groups", "Group commits: the records of a step or more."),
+    Figure("durable_syncs", "journal.counters.num_syncs", "Syncs of the journal to the disk."),
+    Figure("durable_written_bytes", "journal.counters.num_bytes", "Bytes written to the journal."),
+    Figure("durable_failures", "journal.counters.num_failures", "Writes and syncs that failed."),
+    Figure("durable_snapshots", "journal.num_snapshots", "Complete snapshots written."),
 )
-"""Metrics of a server with a journal; any other server has none of them."""
 
 DURABLE_SYNC: Final = ("durable_sync_seconds", "Time of a write of the journal and its sync to the disk.")
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import Final, TypeVar
+from operator import attrgetter
+from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -28,8 +29,6 @@ from ferrule_server.api.responses import describe
 from ferrule_server.api.rpc.state import Phase, ServerState
 from ferrule_server.api.telemetry.metric_tables import (
     COUNTERS,
-    DURABLE_COUNTERS,
-    DURABLE_GAUGES,
     DURABLE_SYNC,
     GAUGES,
     HISTOGRAMS,
@@ -38,8 +37,6 @@ from ferrule_server.api.telemetry.metric_tables import (
 )
 from ferrule_server.engine.jobs import Finish
 from ferrule_server.engine.metrics.timings import HistogramReading
-
-_Seen = TypeVar("_Seen")
 
 _PREFIX: Final = "ferrule_"
 _STATES: Final = ("starting", "ready", "busy", "draining", "failed")
@@ -85,17 +82,15 @@ class _ServerCollector(Collector):
         if serving is None:
             return
         snapshot, kv = serving.engine.snapshot(), serving.engine.kv_metrics()
-        look = Look(state, serving, status, snapshot, kv)
+        look = Look(state, serving, status, snapshot, kv, serving.engine.durability())
         yield from _described(look)
         yield from _plain(GAUGES, look)
         yield from _plain(COUNTERS, look, CounterMetricFamily)
         for attribute, reading in look.counters.timings:
             name, meaning = HISTOGRAMS[attribute]
             yield _histogram(name, meaning, reading)
-        if (journal := serving.engine.durability()) is not None:
-            yield from _plain(DURABLE_GAUGES, journal)
-            yield from _plain(DURABLE_COUNTERS, journal, CounterMetricFamily)
-            yield _histogram(*DURABLE_SYNC, journal.sync_times)
+        if look.journal is not None:
+            yield _histogram(*DURABLE_SYNC, look.journal.sync_times)
 
 
 def _always(state: ServerState, status: info_pb2.ExecutorStatus) -> Iterator[Metric]:
@@ -152,13 +147,13 @@ def _described(look: Look) -> Iterator[Metric]:
 
 
 def _plain(
-    figures: Iterable[Figure[_Seen]],
-    seen: _Seen,
+    figures: Iterable[Figure],
+    look: Look,
     family: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
 ) -> Iterator[Metric]:
-    """Return metrics without labels."""
     for figure in figures:
-        yield family(_PREFIX + figure.name, figure.help, figure.read(seen))
+        if look.journal is not None or not figure.path.startswith("journal."):
+            yield family(_PREFIX + figure.name, figure.help, attrgetter(figure.path)(look))
 
 
 def _labelled(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +84,32 @@ class FieldReader:
             raise InvalidRequest(f"{at}kv_cache.lineage", f"must have {_LINEAGE_BYTES} bytes, got {len(lineage)}")
         return Handle(cache_id, length, lineage)
 
+    def prompt(
+        self, message: Any, at: str, ids_field: str = "input_ids"
+    ) -> tuple[Handle | None, tuple[int, ...], StalePolicy]:
+        """Return the handle of a request that appends, its tokens, and the policy for a stale handle.
+
+        Runs for every decoded token, so the usual case takes few calls.
+
+        Raises:
+            InvalidRequest: One of them is not valid, or the request id is not; a new sequence needs a token.
+            ContextExceeded: There are more tokens than a sequence can hold.
+        """
+        handle = self.handle(message.kv_cache, at) if message.HasField("kv_cache") else None
+        sent = getattr(message, ids_field)
+        if len(sent) == 1 and sent[0] < self.vocab_size:
+            token_ids: tuple[int, ...] = (sent[0],)
+        else:
+            token_ids = self.token_ids(sent, at, ids_field, 0 if handle is None else handle.length)
+        if handle is None and not token_ids:
+            raise InvalidRequest(f"{at}{ids_field}", "must have at least one token for a new sequence")
+        on_stale = StalePolicy.FAIL
+        if message.on_stale:
+            on_stale = choice(_STALE_POLICIES, message.on_stale, f"{at}on_stale", "StalePolicy")
+        if message.request_id:
+            self.check_request_id(message.request_id, at)
+        return handle, token_ids, on_stale
+
     def token_ids(self, token_ids: Sequence[int], at: str, field: str, length: int = 0) -> tuple[int, ...]:
         """Return the tokens of an input after a check of their number and values.
 
@@ -112,14 +138,6 @@ class FieldReader:
             index, token_id = next((i, t) for i, t in enumerate(read) if t >= self.vocab_size)
             raise TokenOutOfVocab(f"{path}[{index}]", token_id, self.vocab_size)
         return read
-
-    def on_stale(self, value: int, at: str) -> StalePolicy:
-        """Return the policy for a handle behind the tip.
-
-        Raises:
-            InvalidRequest: The value is not a StalePolicy.
-        """
-        return choice(_STALE_POLICIES, value, f"{at}on_stale", "StalePolicy")
 
     def check_request_id(self, request_id: str, at: str) -> None:
         """Check the length of a request id.

@@ -18,7 +18,7 @@ from ferrule_server.engine.jobs import AppendJob
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.errors import InvalidRequest
 from ferrule_server.executor.base import ModelDescription, TokenMask
-from ferrule_server.kv.handle import Handle, StalePolicy
+from ferrule_server.kv.handle import Handle
 
 if TYPE_CHECKING:
     from ferrule_server.text.tokenizer import Tokenizer
@@ -161,25 +161,14 @@ class InputReader:
         all_positions: bool = False,
         plan: OutputPlan | None = None,
     ) -> PlannedAppend:
-        """Return the job of any append. Runs for every decoded token, so the usual case takes few calls."""
+        """Return the job of any append."""
         fields = self._fields
-        handle = fields.handle(message.kv_cache, at) if message.HasField("kv_cache") else None
-        sent = getattr(message, ids_field)
-        if len(sent) == 1 and sent[0] < fields.vocab_size:
-            token_ids: tuple[int, ...] = (sent[0],)
-        else:
-            token_ids = fields.token_ids(sent, at, ids_field, 0 if handle is None else handle.length)
-        if handle is None and not token_ids:
-            raise InvalidRequest(f"{at}{ids_field}", "must have at least one token for a new sequence")
-        on_stale = fields.on_stale(message.on_stale, at) if message.on_stale else StalePolicy.FAIL
-        request_id = message.request_id
-        if request_id:
-            fields.check_request_id(request_id, at)
+        handle, token_ids, on_stale = fields.prompt(message, at, ids_field)
         if plan is None:
             plan = self._policies.read(message.logits_policy, at, principal, all_positions)
         num_rows = len(token_ids) or 1 if all_positions else 1
-        reply_bytes = fields.reply_bytes(num_rows, plan.row_bytes, request_id, at)
-        job = AppendJob(principal, token_ids, handle, plan.output, on_stale, None, request_id)
+        reply_bytes = fields.reply_bytes(num_rows, plan.row_bytes, message.request_id, at)
+        job = AppendJob(principal, token_ids, handle, plan.output, on_stale, None, message.request_id)
         return PlannedAppend(job, plan, reply_bytes, at)
 
 

@@ -58,11 +58,7 @@ class StreamReader:
             FeatureUnsupported: The request requires a tokenizer, and the model has none.
         """
         fields = self._fields
-        handle = fields.handle(request.kv_cache, "") if request.HasField("kv_cache") else None
-        token_ids = fields.token_ids(request.input_ids, "", "input_ids", 0 if handle is None else handle.length)
-        if handle is None and not token_ids:
-            raise InvalidRequest("input_ids", "must have at least one token for a new sequence")
-        fields.check_request_id(request.request_id, "")
+        handle, token_ids, on_stale = fields.prompt(request, "")
         if request.return_text and self._tokenizer is None:
             raise FeatureUnsupported("return_text", "the loaded model has no tokenizer; leave return_text out")
         plan = self._generate_plan(request.logits_policy, principal)
@@ -73,7 +69,7 @@ class StreamReader:
             plan.output,
             self._stop(request, token_ids),
             Window(max(self._fields.limits.stream_window_bytes, plan.row_bytes)),
-            fields.on_stale(request.on_stale, ""),
+            on_stale,
             request_id=request.request_id,
             num_branches=self._num_branches(request),
             row_bytes=plan.row_bytes + _WAITING_BYTES,

@@ -52,8 +52,8 @@ class VerifyReader:
             FeatureUnsupported: The drafts are a tree.
         """
         require(message, "kv_cache", at)
-        handle = self._fields.handle(message.kv_cache, at)
-        input_ids = self._fields.token_ids(message.input_ids, at, "input_ids", handle.length)
+        handle, input_ids, on_stale = self._fields.prompt(message, at)
+        assert handle is not None, "the field is set"
         if not input_ids:
             raise InvalidRequest(f"{at}input_ids", "must have at least one certain token before the drafts")
         num_drafts, limit = len(message.draft_ids), self._fields.limits.max_draft_tokens
@@ -64,8 +64,6 @@ class VerifyReader:
         if num_tokens > self._fields.max_context:
             raise ContextExceeded(handle.length + num_tokens, self._fields.max_context)
         _check_chain(message.parents, num_drafts, f"{at}parents")
-        if message.request_id:
-            self._fields.check_request_id(message.request_id, at)
         plan = self._policies.read(message.logits_policy, at, principal)
         row_bytes = plan.row_bytes + _INDEX_BYTES + (_HANDLE_BYTES if message.return_row_handles else 0)
         reply_bytes = self._fields.reply_bytes(num_drafts + 1, row_bytes, message.request_id, at)
@@ -74,7 +72,7 @@ class VerifyReader:
             input_ids + draft_ids,
             handle,
             plan.output,
-            self._fields.on_stale(message.on_stale, at),
+            on_stale,
             request_id=message.request_id,
             drafts=self._drafts(message, draft_ids, plan, at, principal),
         )

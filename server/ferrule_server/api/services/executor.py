@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
+from typing import Any, TypeVar
 
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
 from ferrule_server.api.requests.fields import lease, require
-from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.responses import describe, outputs
 from ferrule_server.api.rpc.calls import Context, admit_new, run_job
 from ferrule_server.api.rpc.refusals import Refusals
 from ferrule_server.api.rpc.reply_limit import check_reply
-from ferrule_server.api.rpc.state import Phase, ServerState, Serving
+from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.api.security.principal import caller_of, principal_of
 from ferrule_server.api.streams.answer_stream import AnswerStream
-from ferrule_server.api.streams.batches import Batch
+from ferrule_server.api.streams.batches import Batch, Fill, Read
 from ferrule_server.api.streams.decode_stream import DecodeStream
 from ferrule_server.api.streams.replies import ForwardReplies, GenerateReplies
 from ferrule_server.engine import host_calls
-from ferrule_server.engine.jobs import AppendResult
 from ferrule_server.errors import FerruleError
 from ferrule_server.text.stops import BranchText, StopCut
 from ferrule_server.text.stream_decoder import StreamDecoder
+
+_Response = TypeVar(
+    "_Response", executor_pb2.PrefillResponse, executor_pb2.DecodeResponse, executor_pb2.ForwardVerifyResponse
+)
 
 
 class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
@@ -63,38 +65,32 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
 
     async def Prefill(self, request: executor_pb2.PrefillRequest, context: Context) -> executor_pb2.PrefillResponse:
         """Run a prompt into a new sequence, or more tokens into an existing one."""
-        is_new, request_id = not request.input.HasField("kv_cache"), request.input.request_id
-        # While the server drains, a prompt that was run before is still answered. The engine knows which ones were.
-        serving = self.state.use_for_new() if is_new and not request_id else self.state.use()
-        require(request, "input")
-        planned = serving.inputs.prefill(request.input, "input.", principal_of(context))
-        if is_new and self.state.phase is Phase.DRAINING:
-            planned.job.new = replace(planned.job.new, is_repeat_only=True)
-        result = await _append(serving, planned, context)
-        response = executor_pb2.PrefillResponse()
-        outputs.fill_prefill(response.output, result, planned)
-        return response
+        read, response = self.state.use().inputs.prefill, executor_pb2.PrefillResponse()
+        return await self._append(request, context, read, outputs.fill_prefill, response)
 
     async def Decode(self, request: executor_pb2.DecodeRequest, context: Context) -> executor_pb2.DecodeResponse:
         """Append tokens to a sequence and return the row of the last token."""
-        serving = self.state.use()
-        require(request, "input")
-        planned = serving.inputs.decode(request.input, "input.", principal_of(context))
-        result = await _append(serving, planned, context)
-        response = executor_pb2.DecodeResponse()
-        outputs.fill_append(response.output, result, planned)
-        return response
+        read, response = self.state.use().inputs.decode, executor_pb2.DecodeResponse()
+        return await self._append(request, context, read, outputs.fill_append, response)
 
     async def ForwardVerify(
         self, request: executor_pb2.ForwardVerifyRequest, context: Context
     ) -> executor_pb2.ForwardVerifyResponse:
         """Check drafts against the model, and append the accepted ones."""
+        read, response = self.state.use().inputs.verifies.read, executor_pb2.ForwardVerifyResponse()
+        return await self._append(request, context, read, outputs.fill_verify, response)
+
+    async def _append(self, request: Any, context: Context, read: Read, fill: Fill, response: _Response) -> _Response:
+        """Run the append in ``input`` and return the response with its output."""
         serving = self.state.use()
         require(request, "input")
-        planned = serving.inputs.verifies.read(request.input, "input.", principal_of(context))
-        result = await _append(serving, planned, context)
-        response = executor_pb2.ForwardVerifyResponse()
-        outputs.fill_verify(response.output, result, planned)
+        planned = read(request.input, "input.", principal_of(context))
+        admit_new(self.state, planned.job)
+        check_reply(context, planned.reply_bytes, f"{planned.at}logits_policy")
+        try:
+            fill(response.output, await run_job(serving.engine, planned.job), planned)
+        except FerruleError as error:
+            raise planned.refusal(error) from None
         return response
 
     async def StreamDecode(  # type: ignore[override]  # writes its replies itself
@@ -241,14 +237,6 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         if serving.engine.is_durable:
             await run_job(serving.engine, host_calls.keep_masks(principal, masks))
         return cache_pb2.RegisterTokenMaskResponse(fingerprints=fingerprints)
-
-
-async def _append(serving: Serving, planned: PlannedAppend, context: Context) -> AppendResult:
-    check_reply(context, planned.reply_bytes, f"{planned.at}logits_policy")
-    try:
-        return await run_job(serving.engine, planned.job)
-    except FerruleError as error:
-        raise planned.refusal(error) from None
 
 
 def _new_text(

@@ -22,6 +22,10 @@ from ferrule_server.engine.jobs import AppendResult
 from ferrule_server.errors import FerruleError
 from ferrule_server.fairness.turns import Turns
 
+Read = Callable[[Any, str, str], PlannedAppend]
+"""Returns the job of an input, from its message, its path with a dot at the end, and the principal."""
+Fill = Callable[[Any, AppendResult, PlannedAppend], None]
+"""Writes the output of an input that ran."""
 _RESULT_BYTES: Final = 512
 """Size of an error in a reply; the size of an output is known from its request."""
 
@@ -41,16 +45,16 @@ class Batch:
         rpc: The method.
         field: Path of the items in the request.
         items: PrefillInput, DecodeInput or UnifiedBatchItem messages; Any, since they have no type in common.
-        read: Returns the job of an item, from the message, its path with a dot at the end, and the principal.
-        fill: Writes the output of an item that ran.
+        read: Returns the job of an item.
+        fill: Writes its output.
         is_cohort: The items are to run in one step.
     """
 
     rpc: str
     field: str
     items: Sequence[Any]
-    read: Callable[[Any, str, str], PlannedAppend]
-    fill: Callable[[Any, AppendResult, PlannedAppend], None]
+    read: Read
+    fill: Fill
     is_cohort: bool = True
 
     async def run(self, state: ServerState, serving: Serving, context: Context, response: _Response) -> _Response:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from google.protobuf.message import Message
 
@@ -30,6 +30,7 @@ from ferrule_server.api.rpc.refusals import Refusals
 from ferrule_server.api.rpc.reply_limit import USUAL_REPLY_BYTES, check_reply
 from ferrule_server.api.rpc.state import Phase, ServerState, Serving
 from ferrule_server.api.rpc.status import fault_of, to_status
+from ferrule_server.api.streams.batches import Fill, Read
 from ferrule_server.api.streams.writer import Writer
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.jobs import AppendJob, AppendResult, Entry, Job, Outcome
@@ -45,7 +46,7 @@ _ERROR_NS: Final = 20_000
 _FRAME_BYTES: Final = 256
 """Size that a queued frame counts besides its results, so that empty frames count too."""
 _RELEASE_BYTES: Final = 32
-_FILL: Final[Mapping[str, Callable[[Any, AppendResult, PlannedAppend], None]]] = MappingProxyType(
+_FILL: Final[Mapping[str, Fill]] = MappingProxyType(
     {"decode": fill_append, "verify": fill_verify, "unified": fill_prefill}
 )
 """How the output of each kind of item is written."""
@@ -84,7 +85,7 @@ class DecodeStream:
         self._context = context
         self._engine = serving.engine
         self._inputs = serving.inputs
-        self._read: dict[str | None, Callable[[Any, str, str], PlannedAppend]] = {
+        self._read: dict[str | None, Read] = {
             "decode": serving.inputs.decode,
             "verify": serving.inputs.verifies.read,
             "unified": serving.inputs.unified,

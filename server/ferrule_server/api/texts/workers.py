@@ -20,21 +20,21 @@ MAX_JOBS: Final = 1024
 _Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Job(Generic[_Result]):
-    """A function to run on a thread, and the future of its caller."""
+    """A function to run on a thread, and the future of its caller; ``seconds`` is how long it took."""
 
     work: Callable[[], _Result]
     future: asyncio.Future[_Result]
+    seconds: float = 0.0
 
-
-@dataclass(frozen=True, slots=True)
-class _Outcome(Generic[_Result]):
-    """The outcome of a job, and its duration."""
-
-    seconds: float
-    result: _Result | None = None
-    error: Exception | None = None
+    def run(self) -> _Result:
+        """Run the function and measure it."""
+        begun = time.monotonic()
+        try:
+            return self.work()
+        finally:
+            self.seconds = time.monotonic() - begun
 
 
 class TextWorkers:
@@ -102,29 +102,18 @@ class TextWorkers:
         """Start the next job of a lane if its thread is idle."""
         ticket = self._queue.take(lane)
         if ticket is not None:
-            running = asyncio.get_running_loop().run_in_executor(self._threads[lane], _timed, ticket.item.work)
+            running = asyncio.get_running_loop().run_in_executor(self._threads[lane], ticket.item.run)
             running.add_done_callback(functools.partial(self._finish, ticket))
 
-    def _finish(self, ticket: Ticket[_Job[object]], running: asyncio.Future[_Outcome[object]]) -> None:
+    def _finish(self, ticket: Ticket[_Job[object]], running: asyncio.Future[object]) -> None:
         """Deliver the outcome of a job if its caller still waits, and begin the next job."""
-        outcome, future = running.result(), ticket.item.future
-        self._queue.done(ticket, outcome.seconds)
+        error, future = running.exception(), ticket.item.future
+        self._queue.done(ticket, ticket.item.seconds)
+        if error is not None and not isinstance(error, Exception):  # a panic of the tokenizer's library
+            error = RuntimeError(f"{type(error).__name__}: {error}")
         if not future.done():
-            if outcome.error is not None:
-                future.set_exception(outcome.error)
+            if error is not None:
+                future.set_exception(error)
             else:
-                future.set_result(outcome.result)
+                future.set_result(running.result())
         self._begin(ticket.lane)
-
-
-def _timed(work: Callable[[], _Result]) -> _Outcome[_Result]:
-    """Return the outcome of some work and its duration; never raises, so that the next job always begins."""
-    begun = time.monotonic()
-    try:
-        result = work()
-    except Exception as error:  # noqa: BLE001 - raised to the caller that awaits the result
-        return _Outcome(time.monotonic() - begun, error=error)
-    except BaseException as panic:  # noqa: BLE001 - a panic of the tokenizer's library; the lane must continue
-        failure = RuntimeError(f"{type(panic).__name__}: {panic}")
-        return _Outcome(time.monotonic() - begun, error=failure)
-    return _Outcome(time.monotonic() - begun, result)

@@ -53,8 +53,8 @@ def assert_silence_has_their_meaning(family: Family) -> None:
     """Compare a config.json that is silent with what the family's class in transformers assumes."""
     config = transformers.AutoConfig.for_model(family.model_type, **SIZES)
     theirs = config.to_dict()
-    for key in family.defaults.keys() & theirs.keys() - DERIVED:
-        assert theirs[key] == family.defaults[key], key
+    for key in family.assumed.keys() & theirs.keys() - DERIVED:
+        assert theirs[key] == family.assumed[key], key
     silent = config_of(family, eos_token_id=5)
     assert parse_config(silent, {}) == parse_config({**theirs, **silent}, {})
 
@@ -69,8 +69,8 @@ def test_sizes_that_a_file_leaves_out_are_those_of_transformers() -> None:
     """Gemma 3 with vision states only some of them."""
     for family in FAMILIES:
         theirs = transformers.AutoConfig.for_model(family.model_type).to_dict()
-        for key in SIZES.keys() & family.defaults.keys():
-            assert theirs[key] == family.defaults[key], (family.model_type, key)
+        for key in SIZES.keys() & family.assumed.keys():
+            assert theirs[key] == family.assumed[key], (family.model_type, key)
 
 
 UNLISTED: list[tuple[str, Any]] = [
@@ -97,7 +97,7 @@ UNLISTED: list[tuple[str, Any]] = [
         (family, key, value)
         for family in FAMILIES
         for key, value in UNLISTED
-        if key not in {*family.defaults, *family.without_effect} and family.only.get(key) != value
+        if key not in {*family.assumed, *family.without_effect} and family.only.get(key) != value
     ],
     ids=lambda part: part.model_type if isinstance(part, Family) else None,
 )

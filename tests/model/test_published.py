@@ -142,7 +142,7 @@ def test_the_list_of_a_family_wins() -> None:
     assert parse_config({**gemma, "hidden_act": "gelu", "sliding_window_size": 4096}, {}) == parse_config(gemma, {})
     assert "hidden_act" in refusal({**LLAMA, "hidden_act": "gelu"})
     for family in FAMILIES:
-        assert not family.without_effect & (family.only.keys() | family.defaults.keys()), family.model_type
+        assert not family.without_effect & (family.only.keys() | family.assumed.keys()), family.model_type
 
 
 def test_a_setting_of_experts_is_harmless_only_without_experts() -> None:

@@ -30,9 +30,7 @@ COHERE2: Final = Family(
     architecture="Cohere2ForCausalLM",
     model_type="cohere2",
     defaults={
-        "head_dim": None,
         "layer_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
         "attention_bias": False,
         "tie_word_embeddings": True,
         "logit_scale": 0.0625,

@@ -15,6 +15,8 @@ from ferrule_server.model_files import listed, name_of, shown
 
 __all__ = ["Family", "Wrapper"]
 
+_ASSUMED: Final[Mapping[str, Any]] = {"head_dim": None, "rope_theta": 10_000.0, "tie_word_embeddings": False}
+"""What most configuration classes assume; see ``Family.defaults``, which wins."""
 _READ: Final = frozenset({
     "architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "original_max_position_embeddings",
@@ -46,7 +48,8 @@ class Family:
         architecture: The only entry of ``architectures`` in config.json.
         model_type: The value of ``model_type`` there.
         defaults: For every setting that the family reads, and for sizes that files leave out: what its configuration
-            class in transformers assumes if config.json is silent. None means that it is derived from the sizes.
+            class in transformers assumes if config.json is silent, unless that is what most assume. None means that it
+            is derived from the sizes.
         refine: Returns the network, given one as of Llama with the sizes, biases and plain rotation that config.json
             states, and the fields of ``network``; refuses what only this family can say, with a :class:`ModelError`.
         network: Fields of :class:`ModelConfig` that have the same value in every model of the family.
@@ -80,6 +83,11 @@ class Family:
     example: str = ""
     usual: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def assumed(self) -> dict[str, Any]:
+        """What config.json means if it is silent: ``defaults``, and what most families assume."""
+        return {**_ASSUMED, **self.defaults}
+
     def read(self, raw: Mapping[str, Any]) -> ConfigValues:
         """Return the values of config.json, in which nothing changes the computation unseen.
 
@@ -91,7 +99,7 @@ class Family:
         if raw.get("model_type") not in (None, self.model_type):
             found = shown(raw["model_type"])
             raise ModelError(f"config.json: model_type is {found}, {self.architecture} has {self.model_type!r}")
-        values = ConfigValues(raw, self.defaults)
+        values = ConfigValues(raw, self.assumed)
         lacks_experts = has_experts(raw) is False
         problems = [problem for key in raw if (problem := self._problem_of(key, raw, lacks_experts=lacks_experts))]
         problems += rope_problems(values, self.rope_extra)
@@ -105,7 +113,7 @@ class Family:
     def _problem_of(self, key: str, raw: Mapping[str, Any], *, lacks_experts: bool) -> str:
         """Return what is wrong with a setting, for people; empty if it is read, or if it changes nothing."""
         value = raw[key]
-        if value is None or key in self.defaults:
+        if value is None or key in self.assumed:
             return ""
         if key in self.only:
             return _problem_of_value(key, value, self.only[key])

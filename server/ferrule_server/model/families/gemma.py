@@ -69,7 +69,6 @@ GEMMA2: Final = Family(
     "gemma2",
     {
         **_DEFAULTS,
-        "rope_theta": 10_000.0,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },

@@ -100,7 +100,6 @@ GEMMA4: Final = Family(
         "global_head_dim": 512,
         "num_global_key_value_heads": None,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
         "rope_parameters": _ROPES,
         "partial_rotary_factor": 1.0,
         "attention_bias": False,

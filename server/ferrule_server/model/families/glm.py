@@ -16,10 +16,8 @@ _DEFAULTS: Final = {
     "head_dim": 128,
     "num_key_value_heads": 2,
     "rms_norm_eps": 1.5625e-07,
-    "rope_theta": 10_000.0,
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
-    "tie_word_embeddings": False,
 }
 _NETWORK: Final = {"has_attention_out_bias": False}
 _TENSORS: Final = {"gate_up": ("mlp.gate_up_proj",)}

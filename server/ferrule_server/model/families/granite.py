@@ -27,12 +27,9 @@ GRANITE: Final = Family(
     architecture="GraniteForCausalLM",
     model_type="granite",
     defaults={
-        "head_dim": None,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
         "attention_multiplier": 1.0,
         "embedding_multiplier": 1.0,
         "residual_multiplier": 1.0,

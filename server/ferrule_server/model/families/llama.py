@@ -19,12 +19,9 @@ LLAMA: Final = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",
     defaults={
-        "head_dim": None,
         "rms_norm_eps": 1e-6,
-        "rope_theta": 10_000.0,
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
     },
     models="Llama 2, 3, 3.1, 3.2 (text), 3.3, TinyLlama, SmolLM, SmolLM2, Yi, Falcon 3, DeepSeek-R1-Distill-Llama",
     example="meta-llama/Llama-3.1-8B-Instruct",

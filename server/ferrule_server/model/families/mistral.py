@@ -18,11 +18,8 @@ from ferrule_server.model.families.windows import layer_types, window_everywhere
 __all__ = ["MINISTRAL", "MINISTRAL3", "MISTRAL"]
 
 _DEFAULTS: Final = {
-    "head_dim": None,
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": False,
     "sliding_window": 4096,
 }
 

@@ -15,11 +15,8 @@ from ferrule_server.model.families.windows import layer_types, with_ropes, with_
 __all__ = ["OLMO2", "OLMO3"]
 
 _DEFAULTS: Final = {
-    "head_dim": None,
     "rms_norm_eps": 1e-5,
-    "rope_theta": 10_000.0,
     "attention_bias": False,
-    "tie_word_embeddings": False,
 }
 _TENSORS: Final = {
     "attention_out_norm": ("post_attention_layernorm",),

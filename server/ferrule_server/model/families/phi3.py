@@ -17,13 +17,10 @@ PHI3: Final = Family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",
     defaults={
-        "head_dim": None,
         "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
         "partial_rotary_factor": 1.0,
         "original_max_position_embeddings": 4096,
         "sliding_window": None,
-        "tie_word_embeddings": False,
     },
     refine=window_everywhere,
     only={"attention_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},

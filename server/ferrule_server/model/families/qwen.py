@@ -18,11 +18,8 @@ from ferrule_server.model.families.windows import late_windows
 __all__ = ["QWEN2", "QWEN3"]
 
 _DEFAULTS: Final = {
-    "head_dim": None,
     "num_key_value_heads": 32,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": False,
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,

@@ -43,7 +43,6 @@ SMOLLM3: Final = Family(
     architecture="SmolLM3ForCausalLM",
     model_type="smollm3",
     defaults={
-        "head_dim": None,
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-6,
         "rope_theta": 2_000_000.0,

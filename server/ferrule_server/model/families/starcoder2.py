@@ -23,10 +23,8 @@ STARCODER2: Final = Family(
     architecture="Starcoder2ForCausalLM",
     model_type="starcoder2",
     defaults={
-        "head_dim": None,
         "num_key_value_heads": 2,
         "norm_epsilon": 1e-5,
-        "rope_theta": 10_000.0,
         "use_bias": True,
         "sliding_window": None,
         "tie_word_embeddings": True,

@@ -245,7 +245,6 @@ def test_rows_with_infinite_logits_are_flagged(folder: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"block_size": 12}, "power of two"),
         ({"max_context": 0}, "max_context"),
         ({"max_context": 4096}, "2048"),
         ({"kv_memory_bytes": 1000}, "at least"),

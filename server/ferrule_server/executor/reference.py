@@ -52,7 +52,7 @@ class PagedReferenceExecutor:
         kv_memory_bytes: Size of the pool, rounded down to whole blocks, the null block included.
 
     Raises:
-        ConfigError: A setting is unusable, or the memory holds less than the null block and one more.
+        ConfigError: The memory holds less than the null block and one more.
     """
 
     def __init__(
@@ -76,9 +76,6 @@ class PagedReferenceExecutor:
             max_positions=max_context,
             layers=(LayerKind(head_dim, num_kv_heads, window=window),) * num_layers,
         )
-        _check_sizes(config, max_context)
-        if block_size < 1 or block_size & (block_size - 1):
-            raise ConfigError(f"block_size {block_size} is not a power of two")
         bytes_per_block = num_layers * 2 * num_kv_heads * block_size * head_dim * 4
         num_blocks = kv_memory_bytes // bytes_per_block
         if num_blocks < 2:
@@ -205,15 +202,6 @@ class PagedReferenceExecutor:
             piece = out[:, start : start + vocab_size]
             logits[:, : piece.shape[1]] += piece
         return logits
-
-
-def _check_sizes(config: ModelConfig, max_context: int) -> None:
-    names = ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    for name, size in (("max_context", max_context), *((name, getattr(config, name)) for name in names)):
-        if size < 1:
-            raise ConfigError(f"{name} is {size}, it must be at least 1")
-    if config.num_heads % config.num_kv_heads:
-        raise ConfigError(f"num_heads {config.num_heads} is not a multiple of num_kv_heads {config.num_kv_heads}")
 
 
 def _describe(config: ModelConfig) -> ModelDescription:

@@ -193,8 +193,6 @@ def check_settings(
     Raises:
         ConfigError: A setting is out of range, or the pool would hold too few blocks.
     """
-    if block_size < 1 or block_size & (block_size - 1):
-        raise ConfigError(f"block_size {block_size} is not a power of two")
     if not 1 <= max_context <= config.max_positions:
         raise ConfigError(f"max_context {max_context} is outside [1, {config.max_positions}], the model's range")
     least_bytes = least_kv_bytes(config, dtype, block_size)

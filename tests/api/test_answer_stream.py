@@ -227,7 +227,7 @@ async def test_a_call_that_is_ended_has_its_status_and_never_cancels_a_write(mon
         call.engine.say(_frame(token))
         await call.settles()
     assert not call.stream.is_quiet(0.0)
-    call.state.end_quiet_streams(0.0, Draining())
+    call.state.end_streams(Draining(), 0.0)
     await call.settles()
     assert not call.task.done()
     call.state.end_streams(Draining())

@@ -254,12 +254,12 @@ class ApiServer:
         state = self.state
         if state.num_ending or state.num_active:
             return False
-        state.end_quiet_streams(_QUIET_S, Draining())
+        state.end_streams(Draining(), _QUIET_S)
         return not state.streams
 
     def _end_answered_streams(self) -> bool:
         """End the streams that have answered everything; return whether all calls are answered."""
-        self.state.end_quiet_streams(0.0, Draining())
+        self.state.end_streams(Draining(), 0.0)
         return not (self.state.num_active or self.state.streams)
 
     async def stop(self) -> None:

@@ -201,13 +201,8 @@ class ServerState:
             except FerruleError as error:
                 stream.end(error)
 
-    def end_streams(self, error: FerruleError) -> None:
-        """End every open stream with ``error``."""
+    def end_streams(self, error: FerruleError, quiet_s: float | None = None) -> None:
+        """End every stream, or those that have had nothing to do and nothing to write for ``quiet_s`` seconds."""
         for stream in list(self.streams):
-            stream.end(error)
-
-    def end_quiet_streams(self, quiet_s: float, error: FerruleError) -> None:
-        """End the streams that have been quiet for ``quiet_s`` seconds with ``error``."""
-        for stream in list(self.streams):
-            if stream.is_quiet(quiet_s):
+            if quiet_s is None or stream.is_quiet(quiet_s):
                 stream.end(error)

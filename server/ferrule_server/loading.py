@@ -39,7 +39,6 @@ _DEMO_FOLDER: Final = Path(__file__).parent / "demo_model"
 _HOST: Final = Host()
 _PAGED_REFERENCE_CONTEXT: Final = 512
 _SMALL_WEIGHTS_BYTES: Final = 128 << 20
-_NO_CUDA: Final = "this PyTorch was built without CUDA"
 _TOKENIZERS: Final = re.compile(r".*(tekken|token|vocab|merges|piece|bpe).*\.(json|model|txt|tiktoken)")
 """Files of other tokenizers, and what belongs to them."""
 _DOWNLOAD_SHARE: Final = 0.9
@@ -202,7 +201,8 @@ def _load(config: ServerConfig, on_progress: OnProgress, host: Host) -> LoadedEx
         prepared = _prepare_processor(config, plan, on_progress)
         encoding = None if prepared is None else prepared.packer
         model = load_model(folder, dtype=plan.dtype, config=model_config, on_progress=on_bytes, encoding=encoding)
-        _log_left_out(model_config)
+        if parts := ",".join(model_config.names.parts_left_out()):
+            _log.info("event=text_model_only architecture=%s left_out=%s", model_config.architecture, parts)
         if config.model == DEMO_MODEL or commit is not None:
             model.model_id = config.model or ""
         num_cores = host.num_threads()
@@ -237,12 +237,6 @@ def note_no_tokenizer(folder: Path, note: Note) -> None:
     note("event=no_tokenizer found=%r (tokenizer.json is not there; calls with text are UNIMPLEMENTED)", found)
 
 
-def _log_left_out(model_config: ModelConfig) -> None:
-    """Log which parts of a model of several modalities are not loaded."""
-    if parts := ",".join(model_config.names.parts_left_out()):
-        _log.info("event=text_model_only architecture=%s left_out=%s", model_config.architecture, parts)
-
-
 def _device_of(config: ServerConfig) -> Device:
     """Return the device that the model will run on; the processor for an executor that runs only there.
 
@@ -254,15 +248,10 @@ def _device_of(config: ServerConfig) -> Device:
     runs_on_processor = config.executor == "numba-cpu" or config.weights != "float"
     device = find_device("cpu" if runs_on_processor else config.device)
     if device.index is None and config.device.startswith("cuda"):
-        raise ConfigError(f"--device {config.device}: {_reason(device)}; --device auto runs the model on the processor")
+        raise ConfigError(f"--device {config.device}: {device.reason}; --device auto runs the model on the processor")
     if device.index is not None and config.is_deterministic and config.dtype == "float32":
         raise ConfigError("--deterministic needs the kernels of the GPU, which compute in bfloat16: no --dtype float32")
     return device
-
-
-def _reason(device: Device) -> str:
-    """Return why there is no GPU, and what to do about it if that is known."""
-    return f"{_NO_CUDA} (install one with CUDA, such as PyPI's)" if device.reason == _NO_CUDA else device.reason
 
 
 @contextlib.contextmanager
@@ -347,7 +336,7 @@ def _prepare_processor(config: ServerConfig, plan: LoadPlan, on_progress: OnProg
 def _on_processor(config: ServerConfig, plan: LoadPlan, model: LoadedModel, prepared: Prepared | None) -> Executor:
     """Return the executor of the processor. If another one was requested, it reports why that one does not run."""
     needs_gpu = config.executor == "numba-cuda" or plan.device.is_broken
-    reason = f"{_reason(plan.device)}; the model runs on the processor" if needs_gpu else ""
+    reason = f"{plan.device.reason}; the model runs on the processor" if needs_gpu else ""
     if plan.choice.plan is None or prepared is None:
         return _on_torch(config, model, "; ".join(filter(None, [reason, plan.choice.reason])))
     from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor

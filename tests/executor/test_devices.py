@@ -52,7 +52,9 @@ def test_the_processor_is_taken_without_a_look(monkeypatch: pytest.MonkeyPatch) 
 def test_a_pytorch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The most common reason: the wheel for processors was installed."""
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert find_device("auto") == Device(reason="this PyTorch was built without CUDA")
+    assert find_device("auto") == Device(
+        reason="this PyTorch was built without CUDA (install one with CUDA, such as PyPI's)"
+    )
 
 
 def test_a_machine_without_a_gpu_is_told_from_one_that_is_broken(

@@ -39,7 +39,7 @@ def find_device(wanted: str) -> Device:
     if wanted == "cpu":
         return Device()
     if torch.version.cuda is None:
-        return Device(reason="this PyTorch was built without CUDA")
+        return Device(reason="this PyTorch was built without CUDA (install one with CUDA, such as PyPI's)")
     if complaint := _complaint():
         return Device(reason=f"PyTorch cannot use CUDA: {complaint}", is_broken=True)
     if not torch.cuda.is_available():

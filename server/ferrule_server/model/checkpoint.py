@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -123,7 +123,9 @@ def _merge(
     tensors: dict[str, StoredTensor] = {}
     accounted: set[str] = set()
     problems: list[str] = []
-    names_by_file = _names_by_file(weight_map or {})
+    names_by_file: defaultdict[str, list[str]] = defaultdict(list)
+    for name, file in (weight_map or {}).items():
+        names_by_file[file].append(name)
     spare_bytes = _MAX_ALL_HEADERS_BYTES
     for file in files:
         try:
@@ -143,14 +145,6 @@ def _merge(
     if weight_map is not None:
         problems += _compare_with_index(tensors, accounted, weight_map)
     return tensors, accounted, problems
-
-
-def _names_by_file(weight_map: Mapping[str, str]) -> Mapping[str, list[str]]:
-    """Return the names of the tensors of each file; an empty list for a file that the index does not name."""
-    names: defaultdict[str, list[str]] = defaultdict(list)
-    for name, file in weight_map.items():
-        names[file].append(name)
-    return names
 
 
 def _compare_with_index(tensors: dict[str, StoredTensor], accounted: set[str], weight_map: dict[str, str]) -> list[str]:

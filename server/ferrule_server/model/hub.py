@@ -105,10 +105,8 @@ def outline_model(name: str, revision: str | None, *, is_offline: bool, check: C
     if isinstance(found, Path):
         return Outline(found, sum((found / file).stat().st_size for file in weights_of(found)), 0)
     weights = found.configuration(check)
-    sizes = {path: found.files[path].num_bytes for path in weights}
-    return Outline(
-        found.folder, sum(sizes.values()), sum(sizes[path] for path in found.missing(weights)), tensors_of(found.folder)
-    )
+    tensors = frozenset(_weight_map(found.folder))
+    return Outline(found.folder, found.size(weights), found.size(found.missing(weights)), tensors)
 
 
 def cached_models() -> list[tuple[str, Path | None, int]]:
@@ -123,11 +121,6 @@ def cached_models() -> list[tuple[str, Path | None, int]]:
 def weights_of(folder: Path) -> list[str]:
     """Return the names of the files with the weights of a folder: the single file, or those of a readable index."""
     return [SINGLE_FILE] if is_file(folder / SINGLE_FILE) else sorted(set(_weight_map(folder).values()))
-
-
-def tensors_of(folder: Path) -> frozenset[str]:
-    """Return the names of the tensors in the index of a model folder; none if it has no readable index."""
-    return frozenset(_weight_map(folder))
 
 
 def has_weights(folder: Path) -> bool:
@@ -175,7 +168,13 @@ class _Repository:
         self._download([path for path in self.files if TEXTS.fullmatch(path)])
         if missing := self.missing(weights):
             self._check_room(missing)
-            _LOG.info("downloading model=%s commit=%s files=%d bytes=%d", *self._said(missing))
+            _LOG.info(
+                "downloading model=%s commit=%s files=%d bytes=%d",
+                self.name,
+                self.folder.name,
+                len(missing),
+                self.size(missing),
+            )
             with self._watching(missing, on_share):
                 self._download(missing)
             self._check_digests(missing)
@@ -204,6 +203,10 @@ class _Repository:
         """Return the files that the folder lacks."""
         return [path for path in paths if not (self.folder / path).exists()]
 
+    def size(self, paths: Iterable[str]) -> int:
+        """Return the bytes of files."""
+        return sum(self.files[path].num_bytes for path in paths)
+
     def _no_model(self, has_weights: bool) -> ModelError:
         missing = "config.json" if has_weights else "safetensors"
         pickles = [name for name in self.others if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".gguf"))]
@@ -231,8 +234,8 @@ class _Repository:
                 raise ModelError(f"--model {self.name}: {lost[0]} did not arrive; start again")
 
     def _check_room(self, paths: list[str]) -> None:
-        num_bytes = sum(self.files[path].num_bytes for path in paths if not self._blob(path).exists())
-        root = self.folder.parents[2]
+        blobs, root = self.folder.parents[1] / "blobs", self.folder.parents[2]
+        num_bytes = self.size(path for path in paths if not (blobs / self.files[path].etag).exists())
         if num_bytes and num_bytes + _SPARE_BYTES > (free := free_bytes(root)):
             raise ModelError(
                 f"--model {self.name}: {_gib(num_bytes)} have to be fetched and {root} has room for {_gib(free)}; make"
@@ -252,7 +255,7 @@ class _Repository:
     @contextmanager
     def _watching(self, paths: list[str], on_share: OnShare) -> Iterator[None]:
         """Report the share of the files on the disk while the body runs."""
-        blobs, total = self.folder.parents[1] / "blobs", max(1, sum(self.files[path].num_bytes for path in paths))
+        blobs, total = self.folder.parents[1] / "blobs", max(1, self.size(paths))
         before, done = _disk_bytes(blobs), threading.Event()
 
         def look() -> None:
@@ -282,12 +285,6 @@ class _Repository:
             beside.replace(ref)
         except OSError as error:
             _LOG.warning("event=ref_not_written model=%s error=%r", self.name, str(error))
-
-    def _blob(self, path: str) -> Path:
-        return self.folder.parents[1] / "blobs" / self.files[path].etag
-
-    def _said(self, paths: list[str]) -> tuple[str, str, int, int]:
-        return self.name, self.folder.name, len(paths), sum(self.files[path].num_bytes for path in paths)
 
 
 def _looked_up(name: str, revision: str | None, *, is_offline: bool) -> Path | _Repository:

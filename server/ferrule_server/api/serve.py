@@ -205,7 +205,7 @@ class ApiServer:
             self._health.set_status(health_pb2.HealthCheckResponse.NOT_SERVING)
         else:
             self._refuse_new()
-            await self._until(lambda: self._is_grace_over() or self._is_closed or self._end_unused_streams())
+            await self._until(lambda: self._is_over() or self._end_unused_streams())
         await self._finish()
 
     def _set_grace(self, seconds: float) -> None:
@@ -213,8 +213,9 @@ class ApiServer:
         self.grace_s = seconds
         self._grace_end_s = time.monotonic() + seconds
 
-    def _is_grace_over(self) -> bool:
-        return time.monotonic() >= self._grace_end_s
+    def _is_over(self) -> bool:
+        """Whether the grace is over, or the server takes no more calls."""
+        return time.monotonic() >= self._grace_end_s or self.state.phase is Phase.CLOSING
 
     def _refuse_new(self) -> None:
         """Take no new prompts from now on and report NOT_SERVING; a closed server stays closed."""
@@ -224,13 +225,8 @@ class ApiServer:
 
     async def _close_in_time(self) -> None:
         """Take no more calls once the grace is over, and end open streams when they are answered."""
-        await self._until(self._is_grace_over)
+        await self._until(self._is_over)
         await self._finish()
-
-    @property
-    def _is_closed(self) -> bool:
-        """Whether the server takes no more calls."""
-        return self.state.phase is Phase.CLOSING
 
     async def _finish(self) -> None:
         """Take no more calls, and end open streams when they are answered."""

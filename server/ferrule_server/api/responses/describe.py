@@ -19,13 +19,6 @@ from ferrule_server.host import Host
 from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import QuotaLimits
 
-_DTYPES: Final = {
-    "float32": types_pb2.DATA_TYPE_FLOAT32,
-    "bfloat16": types_pb2.DATA_TYPE_BFLOAT16,
-    "float16": types_pb2.DATA_TYPE_FLOAT16,
-    "int8": types_pb2.DATA_TYPE_INT8,
-    "int4": types_pb2.DATA_TYPE_INT4,
-}
 _ALWAYS: Final = (
     info_pb2.FEATURE_BATCH_PREFILL,
     info_pb2.FEATURE_BATCH_DECODE,
@@ -81,8 +74,8 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
         head_dim=config.head_dim,
         attention_window=config.attention_window,
         max_sequence_length=model.max_context,
-        dtype=_DTYPES[model.dtype],
-        kv_dtype=_DTYPES[info.kv_dtype],
+        dtype=_dtype(model.dtype),
+        kv_dtype=_dtype(info.kv_dtype),
         device_type=_device_type(info),
         device_name=_device_name(info),
         fingerprint=model.fingerprint,
@@ -108,7 +101,7 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
         min_ttl=duration(limits.min_ttl_s),
         max_ttl=duration(limits.max_ttl_s),
         default_ttl=duration(min(limits.default_ttl_s, limits.max_ttl_s)),
-        supported_dtypes=[_DTYPES[name] for name in info.supported_dtypes],
+        supported_dtypes=list(map(_dtype, info.supported_dtypes)),
         memory_requirements=info_pb2.MemoryRequirements(
             parameter_bytes=info.model.weights_bytes,
             kv_bytes_per_token=info.bytes_per_block // info.block_size,
@@ -175,7 +168,10 @@ def status(
     message.is_ready = message.state in (info_pb2.EXECUTOR_STATE_READY, info_pb2.EXECUTOR_STATE_BUSY)
     executor_state = serving.executor_state()
     _fill_executor(message, serving.engine.info, executor_state)
-    _fill_load(message, snapshot)
+    message.queue_depth = snapshot.num_waiting
+    message.free_blocks = snapshot.free_blocks
+    message.current_batch_size = snapshot.counters.last_step_seqs
+    message.active_streams = snapshot.num_streams
     if (is_lost := serving.engine.is_journal_lost) is not None:
         message.debug["journal"] = "lost" if is_lost else "healthy"
     if principal is not None:
@@ -239,13 +235,6 @@ def _fill_executor(message: info_pb2.ExecutorStatus, info: ExecutorInfo, state: 
     message.debug.update({name: str(value) for name, value in debug.items() if value != ""})
 
 
-def _fill_load(message: info_pb2.ExecutorStatus, snapshot: EngineSnapshot) -> None:
-    message.queue_depth = snapshot.num_waiting
-    message.free_blocks = snapshot.free_blocks
-    message.current_batch_size = snapshot.counters.last_step_seqs
-    message.active_streams = snapshot.num_streams
-
-
 def _fill_steps(message: info_pb2.ExecutorStatus, counters: EngineCounters, state: ExecutorState | None) -> None:
     if counters.last_step_unix_ns:
         message.last_step_time.CopyFrom(timestamp(counters.last_step_unix_ns))
@@ -282,6 +271,11 @@ def _memory_usage() -> info_pb2.MemoryUsage:
     """Return the memory of the process as Linux counts it; zeros on other systems."""
     sizes = _HOST.own_sizes()
     return info_pb2.MemoryUsage(host_resident_bytes=sizes.get("VmRSS", 0), host_peak_bytes=sizes.get("VmHWM", 0))
+
+
+def _dtype(name: str) -> str:
+    """Return the name in the contract of a type."""
+    return f"DATA_TYPE_{name.upper()}"
 
 
 def _device_type(info: ExecutorInfo) -> types_pb2.DeviceType:

@@ -139,14 +139,7 @@ class Intake:
         principal = caller.principal
         data = await _present(await self._budget.read(principal, partial(_read, context)))
         self.rates.charge_bytes(principal, len(data))
-        held_bytes = len(data)
-        try:
-            request, kept_bytes = await self._parse(kind, data, principal)
-            self._budget.resize(principal, held_bytes, kept_bytes)
-            held_bytes = 0
-        finally:
-            self._budget.resize(principal, held_bytes, 0)
-        return request, kept_bytes
+        return await self._parse_held(kind, data, principal, len(data))
 
     def give_back(self, caller: Caller, held_bytes: int) -> None:
         """Give back the bytes that the request of a call has held."""
@@ -176,14 +169,23 @@ class Intake:
     async def _large_frame(self, kind: type[Message], data: bytes, principal: str) -> AsyncIterator[Message]:
         """Yield one large request of a stream, which holds room until the next one is read."""
         await self._budget.acquire(principal)
-        held_bytes = self._state.limits.max_request_bytes
+        most_bytes = self._state.limits.max_request_bytes
+        request, held_bytes = await self._parse_held(kind, data, principal, most_bytes)
         try:
-            request, kept_bytes = await self._parse(kind, data, principal)
-            self._budget.resize(principal, held_bytes, kept_bytes)
-            held_bytes = kept_bytes
             yield request
         finally:
             self._budget.resize(principal, held_bytes, 0)
+
+    async def _parse_held(
+        self, kind: type[Message], data: bytes, principal: str, held_bytes: int
+    ) -> tuple[Message, int]:
+        """Return a request, and what it keeps of the room that its bytes held."""
+        kept_bytes = 0
+        try:
+            request, kept_bytes = await self._parse(kind, data, principal)
+        finally:
+            self._budget.resize(principal, held_bytes, kept_bytes)
+        return request, kept_bytes
 
     async def _probe(self, kind: type[Message], context: Context) -> tuple[Message, int]:
         peer = context.peer()

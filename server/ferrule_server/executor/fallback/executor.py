@@ -159,7 +159,7 @@ class FallbackExecutor:
         assert len(self._pending) < _MOST_PENDING, "two steps are pending; read the older one first"
         if batch.feedback is not None and (self._last is None or self._last.is_done):
             batch = fed_back(batch, self._last)
-        step = SubmittedStep(batch, self._last, self._read)
+        step = SubmittedStep(batch, self._last, self._settle)
         self._pending.append(step)
         if self._path.runner is None:
             self._run_pending_again()
@@ -209,16 +209,10 @@ class FallbackExecutor:
             self._settle()
             step.finish(self._run_instead(step.batch_for_host(), error))
 
-    def _read(self, step: SubmittedStep) -> None:
-        """Complete a pending step and those before it."""
+    def _settle(self, step: SubmittedStep | None = None) -> None:
+        """Complete a pending step and those before it; None: all, as nothing may come before a step runs again."""
         self._check()
-        while not step.is_done:
-            self._read_oldest()
-
-    def _settle(self) -> None:
-        """Complete every pending step: nothing may come between a step and its second run."""
-        self._check()
-        while self._pending:
+        while self._pending if step is None else not step.is_done:
             self._read_oldest()
 
     def _read_oldest(self) -> None:

@@ -85,20 +85,28 @@ class FieldReader:
         return Handle(cache_id, length, lineage)
 
     def prompt(
-        self, message: Any, at: str, ids_field: str = "input_ids"
-    ) -> tuple[Handle | None, tuple[int, ...], StalePolicy]:
-        """Return the handle of a request that appends, its tokens, and the policy for a stale handle.
+        self, message: Any, at: str, ids_field: str = "input_ids", *, is_new: bool = True
+    ) -> tuple[Handle | None, tuple[int, ...], StalePolicy, str]:
+        """Return the handle of a request that appends, its tokens, the policy for a stale handle, and the request id.
 
         Runs for every decoded token, so the usual case takes few calls.
+
+        Args:
+            message: The request.
+            at: Its path, with a dot at the end.
+            ids_field: The field of its tokens.
+            is_new: It may create a sequence.
 
         Raises:
             InvalidRequest: One of them is not valid, or the request id is not; a new sequence needs a token.
             ContextExceeded: There are more tokens than a sequence can hold.
         """
         handle = self.handle(message.kv_cache, at) if message.HasField("kv_cache") else None
+        if handle is None and not is_new:
+            raise InvalidRequest(f"{at}kv_cache", "must be set")
         sent = getattr(message, ids_field)
-        if len(sent) == 1 and sent[0] < self.vocab_size:
-            token_ids: tuple[int, ...] = (sent[0],)
+        if len(sent) == 1 and (token_id := sent[0]) < self.vocab_size:
+            token_ids: tuple[int, ...] = (token_id,)
         else:
             token_ids = self.token_ids(sent, at, ids_field, 0 if handle is None else handle.length)
         if handle is None and not token_ids:
@@ -106,9 +114,10 @@ class FieldReader:
         on_stale = StalePolicy.FAIL
         if message.on_stale:
             on_stale = choice(_STALE_POLICIES, message.on_stale, f"{at}on_stale", "StalePolicy")
-        if message.request_id:
-            self.check_request_id(message.request_id, at)
-        return handle, token_ids, on_stale
+        request_id = message.request_id
+        if request_id:
+            self.check_request_id(request_id, at)
+        return handle, token_ids, on_stale, request_id
 
     def token_ids(self, token_ids: Sequence[int], at: str, field: str, length: int = 0) -> tuple[int, ...]:
         """Return the tokens of an input after a check of their number and values.

@@ -92,9 +92,7 @@ class InputReader:
 
     def decode(self, message: executor_pb2.DecodeInput, at: str, principal: str) -> PlannedAppend:
         """Return the job of a Decode, or of one decode item of a stream. Raises as :meth:`prefill`."""
-        if not message.HasField("kv_cache"):
-            raise InvalidRequest(f"{at}kv_cache", "must be set")
-        return self._append(message, at, principal)
+        return self._append(message, at, principal, is_new=False)
 
     def unified(self, message: executor_pb2.UnifiedBatchItem, at: str, principal: str) -> PlannedAppend:
         """Return the job of one item that the client has scheduled. Raises as :meth:`prefill`."""
@@ -157,18 +155,19 @@ class InputReader:
         at: str,
         principal: str,
         *,
+        is_new: bool = True,
         ids_field: str = "input_ids",
         all_positions: bool = False,
         plan: OutputPlan | None = None,
     ) -> PlannedAppend:
         """Return the job of any append."""
         fields = self._fields
-        handle, token_ids, on_stale = fields.prompt(message, at, ids_field)
+        handle, token_ids, on_stale, request_id = fields.prompt(message, at, ids_field, is_new=is_new)
         if plan is None:
             plan = self._policies.read(message.logits_policy, at, principal, all_positions)
         num_rows = len(token_ids) or 1 if all_positions else 1
-        reply_bytes = fields.reply_bytes(num_rows, plan.row_bytes, message.request_id, at)
-        job = AppendJob(principal, token_ids, handle, plan.output, on_stale, None, message.request_id)
+        reply_bytes = fields.reply_bytes(num_rows, plan.row_bytes, request_id, at)
+        job = AppendJob(principal, token_ids, handle, plan.output, on_stale, None, request_id)
         return PlannedAppend(job, plan, reply_bytes, at)
 
 

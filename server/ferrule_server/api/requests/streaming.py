@@ -58,7 +58,7 @@ class StreamReader:
             FeatureUnsupported: The request requires a tokenizer, and the model has none.
         """
         fields = self._fields
-        handle, token_ids, on_stale = fields.prompt(request, "")
+        handle, token_ids, on_stale, request_id = fields.prompt(request, "")
         if request.return_text and self._tokenizer is None:
             raise FeatureUnsupported("return_text", "the loaded model has no tokenizer; leave return_text out")
         plan = self._generate_plan(request.logits_policy, principal)
@@ -70,7 +70,7 @@ class StreamReader:
             self._stop(request, token_ids),
             Window(max(self._fields.limits.stream_window_bytes, plan.row_bytes)),
             on_stale,
-            request_id=request.request_id,
+            request_id=request_id,
             num_branches=self._num_branches(request),
             row_bytes=plan.row_bytes + _WAITING_BYTES,
         )

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrule.v1 import executor_pb2, types_pb2
-from ferrule_server.api.requests.fields import WIRE_TYPES, FieldReader, choice, id_array, require
+from ferrule_server.api.requests.fields import WIRE_TYPES, FieldReader, choice, id_array
 from ferrule_server.api.requests.masks import MaskReader
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.requests.policy import OutputPlan, PolicyReader
@@ -51,8 +51,7 @@ class VerifyReader:
             MaskUnknown: A mask is not registered.
             FeatureUnsupported: The drafts are a tree.
         """
-        require(message, "kv_cache", at)
-        handle, input_ids, on_stale = self._fields.prompt(message, at)
+        handle, input_ids, on_stale, request_id = self._fields.prompt(message, at, is_new=False)
         assert handle is not None, "the field is set"
         if not input_ids:
             raise InvalidRequest(f"{at}input_ids", "must have at least one certain token before the drafts")
@@ -66,14 +65,14 @@ class VerifyReader:
         _check_chain(message.parents, num_drafts, f"{at}parents")
         plan = self._policies.read(message.logits_policy, at, principal)
         row_bytes = plan.row_bytes + _INDEX_BYTES + (_HANDLE_BYTES if message.return_row_handles else 0)
-        reply_bytes = self._fields.reply_bytes(num_drafts + 1, row_bytes, message.request_id, at)
+        reply_bytes = self._fields.reply_bytes(num_drafts + 1, row_bytes, request_id, at)
         job = AppendJob(
             principal,
             input_ids + draft_ids,
             handle,
             plan.output,
             on_stale,
-            request_id=message.request_id,
+            request_id=request_id,
             drafts=self._drafts(message, draft_ids, plan, at, principal),
         )
         return PlannedAppend(job, plan, reply_bytes, at)

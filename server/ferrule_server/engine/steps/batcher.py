@@ -63,7 +63,7 @@ class Batcher:
         self.hold_s = 0.0
         self.has_debts = False
         self._costs = Costs(max_step_time_s)
-        self._debts = Debts()
+        self._debts = Debts(self._costs.longest_s)
         self._has_left_out = False
         self._decoders: dict[str, float] = {}  # when each principal has decoded, those of the last second
         self._waiting: set[str] = set()  # principals with rows left

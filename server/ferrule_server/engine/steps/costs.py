@@ -69,11 +69,12 @@ class Costs:
         max_step_time_s: Longest step that prefills may make; None: not given.
 
     Attributes:
+        longest_s: The longest step while several principals are active.
         base_s: The shortest step of late, in seconds; written by its owner whenever one is shorter.
     """
 
     def __init__(self, max_step_time_s: float | None) -> None:
-        self._longest_s = max(LONGEST_S, max_step_time_s or 0.0)
+        self.longest_s = max(LONGEST_S, max_step_time_s or 0.0)
         self.base_s = 0.0
         self._prices: dict[_Key, _Price] = {}
 
@@ -89,7 +90,7 @@ class Costs:
         wanted: dict[str, float] = {}
         for chunk, principal, price in priced:
             wanted[principal] = wanted.get(principal, 0.0) + price.row_s * chunk.num_rows
-        left_s = _equal_parts(wanted, max(self._longest_s - self.base_s, _LEAST_SHARE * self._longest_s))
+        left_s = _equal_parts(wanted, max(self.longest_s - self.base_s, _LEAST_SHARE * self.longest_s))
         heavy = {name for name, wanted_s in wanted.items() if wanted_s > left_s[name]}
         spare_s = sum(left_s[name] for name in heavy)
         begun, tried = set[str](), dict[int, int]()

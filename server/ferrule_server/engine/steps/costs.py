@@ -36,7 +36,7 @@ _MAX_RISE: Final = 8.0
 _FALL: Final = 0.25
 """Part of an error that is corrected downwards: prices err towards short steps."""
 _FORGETTING: Final = 1 / 4096
-"""How fast the shortest step is forgotten."""
+"""Part of the time of a step that neither the shortest one nor prices explain by which the shortest one rises."""
 
 Kind = tuple[bool, ...]
 """What a row asks for; empty: a row of a prompt."""
@@ -118,13 +118,15 @@ class Costs:
             key = _key(chunk)
             num_rows[key] = num_rows.get(key, 0) + chunk.num_rows
         added_s = max(0.0, step_s - self.base_s)
-        self.base_s += _FORGETTING * added_s
+        expected_s = sum(self._estimates(num_rows).values())
+        self.base_s += _FORGETTING * max(0.0, added_s - expected_s)
         self._correct(num_rows, added_s)
-        estimates = {key: self._price(key).row_s * count for key, count in num_rows.items()}
+        estimates = self._estimates(num_rows)
+        scale = added_s / sum(estimates.values())
         costs = dict.fromkeys((principal for principal, _ in estimates), 0.0)
         costs = dict.fromkeys(costs, (step_s - added_s) / len(costs))
         for (principal, _), estimate in estimates.items():
-            costs[principal] += added_s * estimate / sum(estimates.values())
+            costs[principal] += scale * estimate
         return costs
 
     def forget(self, principals: Iterable[str]) -> None:
@@ -134,7 +136,7 @@ class Costs:
 
     def _correct(self, num_rows: Mapping[_Key, int], added_s: float) -> None:
         """Correct prices by what the rows have added in all, those most that were most of the estimate."""
-        estimates = {key: self._price(key).row_s * count for key, count in num_rows.items()}
+        estimates = self._estimates(num_rows)
         total = sum(estimates.values())
         error = min(added_s / total, _MAX_RISE) - 1.0
         error *= 1.0 if error > 0.0 else _FALL
@@ -142,6 +144,9 @@ class Costs:
             price = self._prices[key]
             price.row_s = max(price.row_s * (1.0 + error * estimate / total), _LEAST_PRICE * self.base_s)
             price.reach = max(price.reach, num_rows[key])
+
+    def _estimates(self, num_rows: Mapping[_Key, int]) -> dict[_Key, float]:
+        return {key: self._price(key).row_s * count for key, count in num_rows.items()}
 
     def _price(self, key: _Key) -> _Price:
         price = self._prices.get(key)

@@ -26,7 +26,7 @@ from ferrule_server.errors import Cancelled, FerruleError, HandleStale, QueueFul
 from ferrule_server.kv.handle import Handle
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
 from tests.engine.harness import NOTHING, Harness, Pending, append
-from tests.engine.streams import forward, generate
+from tests.engine.streams import forward, generate, start
 
 HANDLE = Handle("test.e1.x", 4, bytes(16))
 OTHER = Handle("test.e1.y", 4, bytes(16))
@@ -442,6 +442,15 @@ def test_prompts_of_streams_count_for_the_prefill_rate_and_what_was_not_run_is_g
         gate.check_integrity()
     gate, _ = gate_of(limits=QuotaLimits(prefill_tokens_per_s=0))
     assert try_jobs(gate, generate(HANDLE, 1), generate(OTHER)) == [None, None]
+
+
+def test_a_prompt_that_a_generate_ran_is_not_given_back_with_its_first_token() -> None:
+    """The next one waits, as after a prefill."""
+    with Harness(limits_of=lambda _: QuotaLimits(prefill_tokens_per_s=1)) as harness:
+        first = start(harness, generate(None, *([1] * 100), max_tokens=3))
+        assert first.refusal() is None
+        second = start(harness, generate(None, *([2] * 100), max_tokens=3))
+        assert isinstance(second.refusal(), QuotaExceeded)
 
 
 def test_a_stream_behind_a_refused_job_on_its_sequence_is_refused_too() -> None:

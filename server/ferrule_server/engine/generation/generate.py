@@ -206,6 +206,7 @@ class Generation:
         if finish is not None:
             self._finish(branch, finish)
         if job is self._first:
+            self.job.rows_run = job.rows_run  # the gate refunds the others with the first frame
             self._settle(result)
         if self._fork is None and finish is None:
             self._append(branch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import multiprocessing
+import os
 import re
 import shutil
 import socket
@@ -256,6 +257,57 @@ def test_damaged_bytes_are_never_served(hub: Hub, repository: Path) -> None:
     assert (model / SHARDS[0]).read_bytes() == (repository / SHARDS[0]).read_bytes()
 
 
+def test_every_damaged_file_is_removed(hub: Hub, repository: Path) -> None:
+    """Not only the first one that is found: the next start would serve the others."""
+    hub.faults = Faults(is_damaged=True)
+    with pytest.raises(ModelError, match="arrived damaged"):
+        fetch()
+    hub.faults = Faults()
+    model = fetch()
+    assert all((model / path).read_bytes() == (repository / path).read_bytes() for path in SHARDS)
+
+
+@pytest.mark.parametrize("is_offline", [False, True])
+def test_weights_of_a_killed_start_are_compared_by_the_next_one(
+    hub: Hub, is_offline: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are there, but nobody has looked at them, also where the hub cannot be asked."""
+    hub.faults = Faults(is_damaged=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_module, "_compare", lambda *_: None)
+        model = fetch()
+    with pytest.raises(ModelError, match="arrived damaged"):
+        fetch(is_offline=is_offline)
+    assert not [path for path in SHARDS if (model / path).exists()]
+
+
+def test_weights_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later starts read no weights for that; a file that was written again is compared again."""
+    compared: list[str] = []
+    is_whole = hub_module._is_whole
+    monkeypatch.setattr(hub_module, "_is_whole", lambda path, _: compared.append(path.name) or is_whole(path, _))
+    model = fetch()
+    assert compared == [*SHARDS]
+    compared.clear()
+    assert fetch() == fetch(revision=model.name) == fetch(is_offline=True) == model
+    assert compared == []
+    os.utime(model / SHARDS[1], (1, 1))
+    fetch()
+    assert compared == [SHARDS[1]]
+
+
+def test_a_cache_that_cannot_be_written_serves(
+    hub: Hub, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are then compared at each start, and a warning says so."""
+    model = fetch()
+    (cache / "models--tiny--model" / hub_module._MARK).unlink()
+    monkeypatch.setattr(Path, "open", _no_writing)
+    with caplog.at_level("WARNING"):
+        assert fetch() == model
+    assert f"event=mark_not_written model={NAME}" in caplog.text
+
+
 def test_two_starts_at_once_fetch_everything_once(hub: Hub) -> None:
     """The second waits for the first, file by file."""
     hub.faults = Faults(pause_s=0.005)
@@ -295,6 +347,15 @@ def _lack(pattern: str) -> Spoil:
 
 def _no_space(*_: object, **_settings: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+_open = Path.open
+
+
+def _no_writing(path: Path, mode: str = "r", *args: Any, **settings: Any) -> Any:
+    if mode.startswith(("w", "a")):
+        raise OSError(errno.EROFS, "Read-only file system")
+    return _open(path, mode, *args, **settings)
 
 
 REFUSED: dict[str, tuple[Spoil, str]] = {

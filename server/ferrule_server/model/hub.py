@@ -4,6 +4,7 @@ Only files that the server reads are fetched: configuration, tokenizer, chat tem
 pickles or other formats of the same weights. The configuration is first, so that a model that cannot run is refused
 before its weights are fetched. The transfer is that of huggingface_hub, with its tokens, proxies, HF_ENDPOINT, HF_HOME,
 Xet, and locks in the cache. What we add are the refusals before it, and the digest of each file of weights after it.
+A file beside the blobs lists the weights that have been compared: a start that is killed leaves some that have not been.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ TEXTS: Final = re.compile(
 _LOG = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_MARK: Final = "ferrule-compared"
 _MAX_NAME_LENGTH: Final = 96  # the hub's own limit
 _NUM_CONNECTIONS: Final = 4
 _TIMEOUT_S: Final = 10.0
@@ -93,7 +96,10 @@ def fetch_model(
             the disk, the network fails, or the cache lacks files and requests are forbidden.
     """
     found = _looked_up(name, revision, is_offline=is_offline)
-    return found if isinstance(found, Path) else found.fetch(check, on_share)
+    if isinstance(found, Path):
+        _compare(name, found, {path: _blob_name(found / path) for path in weights_of(found)})
+        return found
+    return found.fetch(check, on_share)
 
 
 def outline_model(name: str, revision: str | None, *, is_offline: bool, check: Callable[[Path], object]) -> Outline:
@@ -177,7 +183,7 @@ class _Repository:
             )
             with self._watching(missing, on_share):
                 self._download(missing)
-            self._check_digests(missing)
+        _compare(self.name, self.folder, {path: self.files[path].etag for path in weights})
         self._remember()
         return self.folder
 
@@ -241,16 +247,6 @@ class _Repository:
                 f"--model {self.name}: {_gib(num_bytes)} have to be fetched and {root} has room for {_gib(free)}; make"
                 " room, or name another disk with HF_HOME"
             )
-
-    def _check_digests(self, paths: list[str]) -> None:
-        """Remove weights that arrived damaged: the library compares sizes alone."""
-        for path in paths:
-            with (self.folder / path).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != self.files[path].etag and len(self.files[path].etag) == len(digest):
-                (self.folder / path).resolve().unlink()
-                (self.folder / path).unlink(missing_ok=True)
-                raise ModelError(f"--model {self.name}: {path} arrived damaged and is not kept; start again")
 
     @contextmanager
     def _watching(self, paths: list[str], on_share: OnShare) -> Iterator[None]:
@@ -380,6 +376,41 @@ def _newest(name: str, folder: Path) -> Path | None:
     """Return the folder of a commit with weights: that of the main branch, else any; None if there is none."""
     commits = sorted(path.name for path in (folder / "snapshots").glob("*"))
     return next((found for revision in ("main", *commits) if (found := _complete(name, revision)) is not None), None)
+
+
+def _compare(name: str, folder: Path, digests: Mapping[str, str]) -> None:
+    """Compare weights with their digests, once: the library compares sizes alone. Remove those that are damaged."""
+    mark = folder.parents[1] / _MARK
+    seen = set(mark.read_text(errors="replace").splitlines()) if is_file(mark) else set()
+    lines = {path: _line(folder / path, digest) for path, digest in digests.items() if _SHA256.fullmatch(digest)}
+    unseen = [path for path, line in lines.items() if line not in seen]
+    damaged = [path for path in unseen if not _is_whole(folder / path, digests[path])]
+    try:
+        for path in damaged:
+            (folder / path).resolve().unlink()
+            (folder / path).unlink(missing_ok=True)
+        with mark.open("a") as file:
+            file.writelines(f"{lines[path]}\n" for path in unseen if path not in damaged)
+    except OSError as error:
+        _LOG.warning("event=mark_not_written model=%s error=%r", name, str(error))
+    if damaged:
+        raise ModelError(f"--model {name}: {damaged[0]} arrived damaged and is not kept; start again")
+
+
+def _line(path: Path, digest: str) -> str:
+    """Return the line of a file that has been compared; a file that is written again has another one."""
+    status = path.stat()
+    return f"{digest} {status.st_size} {int(status.st_mtime)}"
+
+
+def _is_whole(path: Path, digest: str) -> bool:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == digest
+
+
+def _blob_name(path: Path) -> str:
+    """Return the name of the blob that a file of a commit links to, which is its digest; empty if it is no link."""
+    return path.readlink().name if path.is_symlink() else ""
 
 
 @contextmanager

@@ -163,17 +163,24 @@ class StreamJob(QueuedJob[_R_co]):
 
 
 @dataclass(eq=False, slots=True)
-class _Prompt:
-    """Tokens for the sequence of a handle or for a new one, and how a new one is kept; see :class:`AppendJob`."""
+class _Asked:
+    """Whose job it is, and what is noted of it until it is finished; see :class:`QueuedJob`."""
 
     principal: str
-    token_ids: tuple[int, ...]
-    handle: Handle | None
-    output: OutputRequest
     _: KW_ONLY
     is_cancelled: bool = False
     submitted_ns: int = 0
     rows_run: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Prompt(_Asked):
+    """Tokens for the sequence of a handle or for a new one, and how a new one is kept; see :class:`AppendJob`."""
+
+    token_ids: tuple[int, ...]
+    handle: Handle | None
+    output: OutputRequest
+    _: KW_ONLY
     new: NewSequence = USUAL
 
 
@@ -221,36 +228,28 @@ class AppendJob(_Prompt, LaneJob["AppendResult"]):
 
 
 @dataclass(eq=False, slots=True)
-class ForkJob(LaneJob["ForkResult"]):
+class ForkJob(_Asked, LaneJob["ForkResult"]):
     """Create ``count`` new handles on the first ``length`` tokens (at most ``handle.length``), all or nothing.
 
     If a job with a ``request_id`` is repeated, nothing is created and the answer has the same handles. ``loop`` is as
     in :class:`AppendJob`.
     """
 
-    principal: str
     handle: Handle
     length: int
     count: int
     ttl_s: float | None = None
     request_id: str = ""
-    is_cancelled: bool = False
-    submitted_ns: int = 0
     loop: bytes = b""
-    rows_run: int = field(default=0, init=False)
 
 
 @dataclass(eq=False, slots=True)
-class TruncateJob(LaneJob["TruncateResult"]):
+class TruncateJob(_Asked, LaneJob["TruncateResult"]):
     """Shorten a sequence to ``new_length`` tokens, an absolute length: this is idempotent without a request_id."""
 
-    principal: str
     handle: Handle
     new_length: int
-    is_cancelled: bool = False
-    submitted_ns: int = 0
     request_id: str = field(default="", init=False)
-    rows_run: int = field(default=0, init=False)
 
 
 class SlotsWanted(NamedTuple):
@@ -366,7 +365,7 @@ class Pooling(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class ForwardJob(StreamJob["ForwardFrame"]):
+class ForwardJob(_Asked, StreamJob["ForwardFrame"]):
     """Run all rows of some tokens and keep no sequence; answered with any number of :class:`ForwardFrame`, or an error.
 
     Attributes:
@@ -376,7 +375,6 @@ class ForwardJob(StreamJob["ForwardFrame"]):
         window: How far the answer may run ahead of its reader. row_bytes: what a row counts in it.
     """
 
-    principal: str
     token_ids: tuple[int, ...]
     output: OutputRequest
     window: Window
@@ -384,9 +382,6 @@ class ForwardJob(StreamJob["ForwardFrame"]):
     row_bytes: int
     pooling: Pooling = Pooling.NONE
     request_id: str = ""
-    is_cancelled: bool = False
-    submitted_ns: int = 0
-    rows_run: int = 0
     handle: None = field(default=None, init=False)
 
     @property

@@ -90,7 +90,7 @@ class Commits:
         if job.keeps_record and (verdict in _RECORDED or run.creation is not None):
             self.records.keep(sequence.handle_id, start, job, answer)
         if sequence.is_durable:
-            self.journal.note_append(run, sequence, answer)
+            self.journal.note_append(run, sequence)
         if not verdict.reads:
             _count(run, self.counters, self.counters.own.of(job.principal))
         if not job.is_internal:

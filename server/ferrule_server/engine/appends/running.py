@@ -13,7 +13,6 @@ import numpy as np
 from ferrule_server.durability.records import End
 from ferrule_server.engine.jobs import (
     AppendJob,
-    AppendResult,
     Follow,
     ForkResult,
     LaneJob,
@@ -173,8 +172,8 @@ class RunningAppend:
 class Reports(Protocol):
     """Takes what has happened to durable sequences, before anybody is told: see ``engine/durable/journal.py``."""
 
-    def note_append(self, run: RunningAppend, sequence: Sequence, result: AppendResult, /) -> None:
-        """Note a committed append, or the sequence that it created."""
+    def note_append(self, run: RunningAppend, sequence: Sequence, /) -> None:
+        """Note a committed append, or the sequence that it created; its record is kept already."""
 
     def note_rewind(self, sequence: Sequence, /) -> None:
         """Note that tokens were dropped, because others will be appended in their place."""

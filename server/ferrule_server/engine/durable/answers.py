@@ -6,7 +6,7 @@ from struct import Struct
 
 from ferrule_server.durability.records import Answer, DraftsAnswer, Row
 from ferrule_server.engine.appends.records import AppendRecord, digest_of, has_arrays, numbers_of
-from ferrule_server.engine.jobs import AppendJob, AppendResult, OutputRequest, Verified
+from ferrule_server.engine.jobs import AppendResult, OutputRequest, Verified
 from ferrule_server.executor.base import RowOutput
 from ferrule_server.kv.sequence import Sequence
 
@@ -27,30 +27,8 @@ class Policies:
         return self._last[1]
 
 
-def answer_of(job: AppendJob, start: int, result: AppendResult, policies: Policies) -> Answer | None:
-    """Return what a retry of the append needs; None if no retry is possible.
-
-    Args:
-        job: The request.
-        start: Length before the append.
-        result: The answer that is given.
-        policies: Digests of requests.
-    """
-    if not job.keeps_record:
-        return None
-    drafts, answered = job.drafts, None
-    if drafts is not None:
-        assert result.verified is not None, "a verify has a result"
-        num_certain = len(job.token_ids) - drafts.count
-        verified = result.verified
-        draft_ids = job.token_ids[num_certain:]
-        answered = DraftsAnswer(digest_of(drafts), num_certain, draft_ids, verified.accepted_count, verified.next_token)
-    answer = Answer(start, result.handle.length - start, policies.digest_of(job.output), result.seed, drafts=answered)
-    return _with_rows(answer, result.rows)
-
-
-def answer_of_record(record: AppendRecord, policies: Policies) -> Answer:
-    """Return the answer that a record keeps, for a snapshot."""
+def answer_of(record: AppendRecord, policies: Policies) -> Answer:
+    """Return what a retry of the append that a record describes needs; ``policies``: digests of requests."""
     result, output, answered = record.result, record.output, None
     if record.drafts is not None:
         digest = record.drafts if isinstance(record.drafts, bytes) else digest_of(record.drafts)

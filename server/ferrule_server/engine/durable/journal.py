@@ -34,8 +34,8 @@ from ferrule_server.durability.writer import JournalWriter
 from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.records import ReplayRecords
 from ferrule_server.engine.appends.running import Creation, RunningAppend
-from ferrule_server.engine.durable.answers import Policies, answer_of, answer_of_record
-from ferrule_server.engine.jobs import AppendResult, ForkResult, TruncateJob
+from ferrule_server.engine.durable.answers import Policies, answer_of
+from ferrule_server.engine.jobs import ForkResult, TruncateJob
 from ferrule_server.engine.masks import MAX_MASK_BYTES
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.executor.base import TokenMask
@@ -221,7 +221,7 @@ class Journal:
 
     # ---- what happens to sequences ----------------------------------------------------------------------------------
 
-    def note_append(self, run: RunningAppend, sequence: Sequence, result: AppendResult) -> None:
+    def note_append(self, run: RunningAppend, sequence: Sequence) -> None:
         """Write a committed append, or the sequence that it created, and what a retry of it needs."""
         held = run.reservation
         if not held.verdict.appends:
@@ -230,7 +230,8 @@ class Journal:
         if known is None:
             self._write(self._enter(sequence, next(self._numbers), held.sequence, held.start))
         elif self._encoder.knows(known.no) and known.length == held.start:
-            answer = answer_of(run.job, held.start, result, self._policies)
+            record = self._records.get(sequence.handle_id) if run.job.keeps_record else None
+            answer = None if record is None else answer_of(record, self._policies)
             self._move(known, self._encoder.append(known.no, None, run.token_ids, None, answer))
         else:
             self._write(known)
@@ -400,7 +401,7 @@ class Journal:
             sequence.reserved_length,
             sequence.parent_handle_id,
             sequence.token_ids,
-            None if record is None else answer_of_record(record, self._policies),
+            None if record is None else answer_of(record, self._policies),
             None if last is None else TruncationState(*last.handle[1:], last.new_length, last.freed_blocks),
             sequence.window,
         )

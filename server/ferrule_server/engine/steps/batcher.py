@@ -13,6 +13,7 @@ from ferrule_server.engine.steps.costs import Chunk, Costs
 from ferrule_server.engine.steps.debts import Debts
 from ferrule_server.engine.steps.pace import Pace
 from ferrule_server.executor.base import NO_SLOT, NULL_BLOCK, Int32Array, OutputSpec, StepBatch
+from ferrule_server.fairness.queue import FairQueue
 from ferrule_server.kv.reservation import Reservation
 
 __all__ = ["DECODE_ROWS", "PREFILL_SHARE", "Batcher", "Chunk", "build_batch", "build_next"]
@@ -211,11 +212,8 @@ class Batcher:
 class _Turns:
     """Shares room between principals equally, over several steps if one step has too little for all.
 
-    A principal that leaves while others wait is not forgotten at once. With fresh credit at each return, two that come
-    and go would always be ahead of one that stays (start-time fair queueing; Goyal, Vin and Cheng, 1996).
-
-    Invariant: while some wait, ``_served`` has the rows given to each principal that is there, and to absent ones that
-    had more than ``_level``. ``_level`` is the least that any of those there had, and newcomers start with it.
+    Then they take turns by the rows that they have been given (:class:`~ferrule_server.fairness.queue.FairQueue`). So
+    two that come and go are not always ahead of one that stays.
 
     Args:
         min_rows: The room is not cut into smaller shares than this.
@@ -223,8 +221,7 @@ class _Turns:
 
     def __init__(self, min_rows: int) -> None:
         self._min_rows = min_rows
-        self._served: dict[str, int] = {}
-        self._level = 0
+        self._queue: FairQueue[list[RunningAppend]] = FairQueue()
 
     def share(self, runs: Iterable[RunningAppend], room: int) -> list[tuple[list[RunningAppend], int]]:
         """Return the appends of each principal whose turn it is, and its rows, at least one and at most all it has."""
@@ -232,31 +229,18 @@ class _Turns:
         for run in runs:
             by_principal.setdefault(run.job.principal, []).append(run)
         if len(by_principal) == 1:
-            self._served.clear()
-            return [(own, room) for own in by_principal.values()]
-        chosen = self._choose(by_principal, max(1, room // self._min_rows))
-        wanted = {name: sum(run.remaining for run in by_principal[name]) for name in chosen}
-        shares = _equal_shares(wanted, room)
-        for name in shares.keys() & self._served.keys():
-            self._served[name] += shares[name]
-        return [(by_principal[name], share) for name, share in shares.items()]
-
-    def _choose(self, principals: Iterable[str], count: int) -> list[str]:
-        """Return the principals whose turn it is: those given least. If all fit, earlier rows are forgotten."""
-        names = list(principals)
-        if len(names) <= count:
-            self._served.clear()
-            return names
-        self._meet(names)
-        return sorted(names, key=self._served.__getitem__)[:count]
-
-    def _meet(self, names: list[str]) -> None:
-        """Add new principals, and forget absent ones that have no more than ``_level``."""
-        known = [self._served[name] for name in names if name in self._served]
-        self._level = min(known) if known else max(self._served.values(), default=0)
-        self._served = {name: rows for name, rows in self._served.items() if rows > self._level}
-        for name in names:
-            self._served.setdefault(name, self._level)
+            (principal,) = by_principal
+            self._queue.charge(principal, room)  # no other waits, so earlier rows are forgotten
+            return [(by_principal[principal], room)]
+        for name, own in by_principal.items():
+            self._queue.add(name, own)
+        turns = (self._queue.take() for _ in range(max(1, room // self._min_rows)))
+        chosen = dict(each for each in turns if each is not None)
+        shares = _equal_shares({name: sum(run.remaining for run in own) for name, own in chosen.items()}, room)
+        for name, share in shares.items():
+            self._queue.charge(name, share)  # if none is left waiting, earlier rows are forgotten
+        self._queue.drain()
+        return [(chosen[name], share) for name, share in shares.items()]
 
 
 def _equal_shares(wanted: Mapping[str, int], room: int) -> dict[str, int]:

@@ -39,7 +39,7 @@ def arm(harness: Harness, text: str) -> None:
     assert isinstance(failpoints, Failpoints)
     for place, armed in Failpoints.parse(text)._armed.items():
         for each in armed:
-            nth = None if each.nth is None else each.nth + failpoints.num_hits(place)
+            nth = None if each.nth is None else each.nth + failpoints.num_hits[place]
             failpoints.arm(place, each.act, nth)
 
 
@@ -109,7 +109,7 @@ def test_after_any_failure_a_retry_gives_the_answer_and_nothing_is_lost(place: P
             assert not failed
         hits = harness.engine._setup.failpoints
         assert isinstance(hits, Failpoints)
-        assert hits.num_hits(place) >= 1
+        assert hits.num_hits[place] >= 1
 
 
 def test_exit_ends_the_process_at_once() -> None:
@@ -265,7 +265,7 @@ def test_leases_that_could_not_be_ended_are_ended_later() -> None:
         harness.end_leases()
         assert harness.engine.counters.expired == 1
         assert isinstance(harness.engine._setup.failpoints, Failpoints)
-        assert harness.engine._setup.failpoints.num_hits("during_free") == 2
+        assert harness.engine._setup.failpoints.num_hits["during_free"] == 2
 
 
 @pytest.mark.parametrize("num_neighbours", [0, 2])
@@ -327,7 +327,7 @@ def test_text_arms_places_and_counts_hits() -> None:
     failpoints.hit("during_copy")
     failpoints.hit("before_schedule")
     assert slept == [1]
-    assert failpoints.num_hits("after_commit") == 5
+    assert failpoints.num_hits["after_commit"] == 5
     with pytest.raises(FailpointHit):
         fail()
 
@@ -336,7 +336,7 @@ def _call_once(harness: Harness, place: Place, act: Callable[[], object]) -> Non
     """Call ``act`` at the next hit of the place."""
     failpoints = harness.engine._setup.failpoints
     assert isinstance(failpoints, Failpoints)
-    failpoints.arm(place, act, failpoints.num_hits(place) + 1)
+    failpoints.arm(place, act, failpoints.num_hits[place] + 1)
 
 
 def _without_rows(result: StepResult) -> StepResult:

@@ -315,7 +315,7 @@ def test_a_step_that_was_queued_passes_the_same_places() -> None:
     with DeferredHarness(failpoints=failpoints) as harness:
         start(harness, long_job()).branch()
         assert harness.engine.counters.queued_steps == 38
-        assert failpoints.num_hits("before_schedule") == failpoints.num_hits("after_schedule") == 40
+        assert failpoints.num_hits["before_schedule"] == failpoints.num_hits["after_schedule"] == 40
 
 
 @pytest.mark.parametrize("place", ["before_schedule", "after_schedule", "during_copy", "after_commit"])

@@ -112,11 +112,6 @@ class Shares:
         self._accounts: dict[str, Account] = {}
         self._window_from_ns = clock()
 
-    @property
-    def num_accounts(self) -> int:
-        """Number of active principals."""
-        return len(self._accounts)
-
     # ---- on the event loop ------------------------------------------------------------------------------------------
 
     def account(self, principal: str) -> Account:

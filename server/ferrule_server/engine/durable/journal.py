@@ -39,7 +39,6 @@ from ferrule_server.engine.jobs import ForkResult, TruncateJob
 from ferrule_server.engine.masks import MAX_MASK_BYTES
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.executor.base import TokenMask
-from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.lineage import CHUNK_TOKENS
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import SequenceStore
@@ -452,9 +451,6 @@ class Journal:
         while self._num_mask_bytes > MAX_MASK_BYTES:
             self._num_mask_bytes -= len(self._masks.pop(next(iter(self._masks))))
 
-    def _is_durable(self, handle: Handle) -> bool:
-        return self._store.registry.is_durable(handle.cache_id)
-
     def _write_snapshot(self, *, starts_segment: bool = True) -> Iterator[None]:
         """Write everything that is live, a piece each time, and close the last group."""
         if starts_segment:
@@ -465,12 +461,13 @@ class Journal:
             if known.sequence.handle_id in self._known and not self._encoder.knows(known.no):
                 self._write(known)
             yield
+        registry = self._store.registry
         for creation in self._creations.done():
-            if self._is_durable(creation.handles[0]) and self._creations.is_kept(creation):
+            if registry.is_durable(creation.handles[0].cache_id) and self._creations.is_kept(creation):
                 self._write_creation(creation)
             yield
-        for principal, cache_id in self._store.registry.tombstones():
-            if self._store.registry.is_durable(cache_id):
+        for principal, cache_id in registry.tombstones():
+            if registry.is_durable(cache_id):
                 self._append(principal, self._encoder.tombstone(principal, _secret_of(cache_id)))
             yield
         for (principal, _), bits in list(self._masks.items()):

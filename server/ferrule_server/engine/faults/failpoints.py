@@ -58,11 +58,15 @@ class _Armed:
 
 
 class Failpoints:
-    """The actions at each place. Armed before the engine starts, hit on its thread."""
+    """The actions at each place. Armed before the engine starts, hit on its thread.
+
+    Attributes:
+        num_hits: How often the engine has reached each place; read only.
+    """
 
     def __init__(self) -> None:
         self._armed: dict[Place, list[_Armed]] = {}
-        self._num_hits: dict[Place, int] = dict.fromkeys(PLACES, 0)
+        self.num_hits: dict[Place, int] = dict.fromkeys(PLACES, 0)
 
     @classmethod
     def parse(cls, text: str) -> Failpoints:
@@ -89,9 +93,9 @@ class Failpoints:
 
     def hit(self, place: Place) -> None:
         """Run the actions of ``place``, which the engine has reached; raises what they raise."""
-        self._num_hits[place] += 1
+        self.num_hits[place] += 1
         for armed in self._armed.get(place, ()):
-            if armed.nth is None or armed.nth == self._num_hits[place]:
+            if armed.nth is None or armed.nth == self.num_hits[place]:
                 armed.act()
 
     def halves(self, items: list[_T], place: Place) -> Iterator[list[_T]]:
@@ -100,10 +104,6 @@ class Failpoints:
         yield items[:num_first]
         self.hit(place)
         yield items[num_first:]
-
-    def num_hits(self, place: Place) -> int:
-        """Return how often the engine has reached ``place``."""
-        return self._num_hits[place]
 
 
 Failing = Failpoints | NoFailpoints

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-__all__ = ["Host", "MemoryLimit", "lines_of", "sizes_in"]
-
 _MOST_THREADS: Final = 256
 """As many as ``kernels.cpu.sync`` has room for."""
 _ALL_ABOVE: Final = "hierarchical_memory_limit"

@@ -17,7 +17,8 @@ from ferrule_server.executor.base import BLOCK_SIZE, Executor
 from ferrule_server.executor.host_plan import HostPlan, gib
 from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.host import Host
-from ferrule_server.model.config_reader import Note, read_config
+from ferrule_server.model.config_reader import read_config
+from ferrule_server.model.families.rotary import Note
 from ferrule_server.model_files import is_folder, listed, name_of
 
 if TYPE_CHECKING:
@@ -131,8 +132,9 @@ def plan_load(config: ServerConfig, network: ModelConfig, host: Host = _HOST) ->
     Raises:
         ConfigError: The settings require kernels that cannot run, or a GPU that is not there.
     """
-    from ferrule_server.executor.sizes import TORCH_DTYPES, largest_matrix_bytes, weights_bytes
+    from ferrule_server.executor.sizes import largest_matrix_bytes, weights_bytes
     from ferrule_server.executor.torch import least_kv_bytes
+    from ferrule_server.model.weights import TORCH_DTYPES
 
     device = _device_of(config)
     choice = _cpu_choice(config, device, network)
@@ -156,8 +158,8 @@ def _for_host(config: ServerConfig, plan: LoadPlan) -> ServerConfig:
     Raises:
         ConfigError: There is too little memory, or ``--kv-memory`` is too small for the model.
     """
-    from ferrule_server.executor.sizes import TORCH_DTYPES
     from ferrule_server.executor.torch import check_settings
+    from ferrule_server.model.weights import TORCH_DTYPES
 
     plan.memory.check()
     if plan.device.index is not None:

@@ -13,7 +13,8 @@ import pytest
 
 from ferrule.v1 import executor_pb2, info_pb2, tokenizer_pb2
 from ferrule_server.api.limits import ApiLimits
-from ferrule_server.text.chat_template import ChatTemplate, RenderLimits
+from ferrule_server.text.chat_template import ChatTemplate
+from ferrule_server.text.template_process import RenderLimits
 from ferrule_server.text.tokenizer import Tokenizer
 from ferrule_server.text.tokenizer_config import TokenizerConfig
 from tests.api.harness import DEMO_FOLDER, RunningServer, refused, token_access, wait_until

@@ -39,8 +39,7 @@ def family(monkeypatch: pytest.MonkeyPatch) -> Family:
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     module = ModuleType("ferrule_server.model.families.loud")
     exec(compile(code, "README.md", "exec", dont_inherit=True), module.__dict__)
-    (name,) = module.__all__
-    made: Family = getattr(module, name)
+    (made,) = (value for value in vars(module).values() if isinstance(value, Family))
     for importer in (config_reader, catalogue):
         monkeypatch.setattr(importer, "FAMILIES", (*FAMILIES, made))
     return made

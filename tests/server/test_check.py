@@ -22,13 +22,13 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.cpu import weights as packing
 from ferrule_server.executor.cpu.support import choose
 from ferrule_server.executor.devices import Device
-from ferrule_server.executor.sizes import TORCH_DTYPES, num_parameters
+from ferrule_server.executor.sizes import num_parameters
 from ferrule_server.loading import create_executor
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.families import FAMILIES, WRAPPERS
 from ferrule_server.model.families.others import SMALL
 from ferrule_server.model.hub import fetch_model
-from ferrule_server.model.weights import DTypeName, load_model
+from ferrule_server.model.weights import TORCH_DTYPES, DTypeName, load_model
 from ferrule_server.model_check.__main__ import main, size
 from ferrule_server.model_check.report import Details, Report, check_model
 from tests.executor.cpu.models import DEMO, write_awkward

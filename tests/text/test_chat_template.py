@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrule_server.errors import InvalidRequest, ModelError
-from ferrule_server.text.chat_template import ChatTemplate, Conversation, RenderLimits
+from ferrule_server.text.chat_template import ChatTemplate, Conversation
+from ferrule_server.text.template_process import RenderLimits
 from ferrule_server.text.tokenizer import Tokenizer
 from ferrule_server.text.tokenizer_config import TokenizerConfig
 from tests.text.conversations import CLOCK, CONVERSATIONS, WEATHER, said

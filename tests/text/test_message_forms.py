@@ -11,8 +11,9 @@ import pytest
 from tokenizers import AddedToken
 
 from ferrule_server.errors import InvalidRequest
-from ferrule_server.text.chat_template import ChatTemplate, Conversation, RenderLimits
+from ferrule_server.text.chat_template import ChatTemplate, Conversation
 from ferrule_server.text.stand_ins import render_guarded
+from ferrule_server.text.template_process import RenderLimits
 from ferrule_server.text.tokenizer import Tokenizer
 from ferrule_server.text.tokenizer_config import TokenizerConfig
 from tests.text.chat_models import CHATML, tokenizer_of

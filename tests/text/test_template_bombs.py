@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from ferrule_server.errors import InvalidRequest, ModelError
 from ferrule_server.text import template_process
-from ferrule_server.text.chat_template import ChatTemplate, Conversation, RenderLimits
+from ferrule_server.text.chat_template import ChatTemplate, Conversation
+from ferrule_server.text.template_process import RenderLimits
 from ferrule_server.text.tokenizer_config import TokenizerConfig
 
 LIMITS = RenderLimits(max_time_s=1.0)

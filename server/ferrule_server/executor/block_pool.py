@@ -12,8 +12,6 @@ from ferrule_server.executor.base import ExecutorInfo, Int32Array
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.memory import new_tensor
 
-__all__ = ["BlockPool", "bytes_per_block"]
-
 _COPY_BYTES = 64 << 20
 """The most bytes of blocks that are copied at a time, which bounds the memory allocated for a copy."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Device", "find_device"]
-
 
 @dataclass(frozen=True, slots=True)
 class Device:

@@ -13,8 +13,6 @@ from typing import Final
 from ferrule_server.errors import ConfigError
 from ferrule_server.host import MemoryLimit
 
-__all__ = ["RESERVE_BYTES", "HostPlan", "gib"]
-
 RESERVE_BYTES: Final = 224 << 20
 """Of the interpreter, PyTorch and the buffers of a step."""
 _GIB: Final = 1 << 30

@@ -10,12 +10,9 @@ import torch
 from ferrule_server.executor.base import BLOCK_SIZE
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.tensors import on_meta, specs
-from ferrule_server.model.weights import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from ferrule_server.kernels.cpu.plan import Plan
-
-__all__ = ["TORCH_DTYPES", "kv_bytes", "largest_matrix_bytes", "num_parameters", "weights_bytes"]
 
 
 def num_parameters(config: ModelConfig) -> int:

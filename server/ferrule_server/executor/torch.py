@@ -26,8 +26,6 @@ from ferrule_server.model.flash_attention import FlashAttention, can_attend, can
 from ferrule_server.model.tensors import ModelWeights
 from ferrule_server.model.weights import LoadedModel
 
-__all__ = ["TorchExecutor", "check_settings", "describe", "least_kv_bytes"]
-
 _MIN_BLOCKS = 8
 """The fewest blocks, the null block included, that hold a prompt and a fork of it."""
 

@@ -24,17 +24,6 @@ from ferrule_server.kernels.reference import AttentionRule
 from ferrule_server.model.config import LayerKind, ModelConfig
 from ferrule_server.model.pool_shape import KvWriter, PoolShape, index_tensor
 
-__all__ = [
-    "GroupedAttention",
-    "Kv",
-    "LayerAttention",
-    "PlainAttention",
-    "PoolAttention",
-    "StepArrays",
-    "StepAttention",
-    "attention_layers",
-]
-
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 

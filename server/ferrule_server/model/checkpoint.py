@@ -28,8 +28,6 @@ from ferrule_server.model_files import (
     shown,
 )
 
-__all__ = ["DTYPE_BYTES", "INDEX_FILE", "SINGLE_FILE", "StoredTensor", "list_tensors", "read_index", "without_index"]
-
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes per element of the dtypes in which weights may be stored."""
 

@@ -9,18 +9,6 @@ from typing import Literal
 
 from ferrule_server.model.rope import LongScaling, Rope
 
-__all__ = [
-    "Activation",
-    "CheckpointNames",
-    "ClampedSwiglu",
-    "LayerKind",
-    "ModelConfig",
-    "PerLayerInput",
-    "QueryTemperature",
-    "other_fields",
-    "unknown_features",
-]
-
 Activation = Literal["silu", "gelu_tanh"]
 """``gelu_tanh`` is the approximation of GELU by a tanh."""
 

@@ -23,8 +23,6 @@ from ferrule_server.model.families.rotary import Note, longest_sequence, read_ro
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model_files import MAX_CONFIG_BYTES, FileMissing, name_of, read_object, shown
 
-__all__ = ["Note", "parse_config", "read_config"]
-
 _MAX_FILES: Final = 1000
 """Of a folder without config.json that are looked at."""
 _HOLDERS: Final = frozenset({"text_config", "rope_scaling", "rope_parameters", "full_attention", "sliding_attention"})

@@ -28,8 +28,6 @@ from ferrule_server.model.linear import (
 from ferrule_server.model.rope import Rope, inverse_frequencies, magnitudes
 from ferrule_server.model.tensors import LAYER_PARTS, LayerWeights, ModelWeights
 
-__all__ = ["Decoder"]
-
 # Where each operation is a launch that costs the host more than the device: few large operations run there, whose
 # rounding may differ.
 _LAUNCHING_DEVICE = "cuda"

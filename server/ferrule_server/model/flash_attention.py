@@ -25,8 +25,6 @@ from ferrule_server.model.attention import Kv, StepArrays
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.pool_shape import Int32Array, KvWriter, PoolShape, index_tensor
 
-__all__ = ["GATHERED_BYTES", "FlashAttention", "can_attend", "can_compute", "has_trailing_rows"]
-
 GATHERED_BYTES = 128 << 20
 """The most bytes of K and V that are gathered at a time, unless a single sequence has more."""
 

@@ -27,8 +27,6 @@ from ferrule_server.model.checkpoint import INDEX_FILE, SINGLE_FILE, read_index
 from ferrule_server.model.families.others import NotSupported, files_advice
 from ferrule_server.model_files import is_file
 
-__all__ = ["Outline", "cached_models", "fetch_model", "has_weights", "is_hub_name", "outline_model", "weights_of"]
-
 OnShare = Callable[[float], None]
 """Called with the share of the weights that has arrived, from 0 to 1; from any thread."""
 

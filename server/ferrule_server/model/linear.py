@@ -16,20 +16,6 @@ from torch import Tensor
 from ferrule_server.kernels import reference
 from ferrule_server.model.memory import use_huge_pages
 
-__all__ = [
-    "AddLinear",
-    "Embed",
-    "Linear",
-    "MakeLinear",
-    "adding",
-    "can_pack",
-    "fused_adding",
-    "packed_linear",
-    "plain_embedding",
-    "plain_linear",
-    "tied_ends",
-]
-
 _SMALL_BYTES = 32 << 20
 _PANEL_ROWS = 64
 

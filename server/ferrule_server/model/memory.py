@@ -10,8 +10,6 @@ from math import prod
 
 import torch
 
-__all__ = ["new_tensor", "use_huge_pages"]
-
 _HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25  # Linux 6.1; not in the mmap module
 

@@ -13,18 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # a configuration is read without torch, which takes seconds to import
     from torch import Tensor
 
-__all__ = [
-    "LinearScaling",
-    "Llama3Scaling",
-    "LongScaling",
-    "Rope",
-    "Scaling",
-    "YarnScaling",
-    "inverse_frequencies",
-    "magnitudes",
-    "stored_order",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:

@@ -12,21 +12,6 @@ import torch
 from ferrule_server.model.config import LayerKind, ModelConfig
 from ferrule_server.model.rope import stored_order
 
-__all__ = [
-    "EMBEDDING",
-    "HEAD",
-    "LAYER_PARTS",
-    "MODEL_PARTS",
-    "LayerWeights",
-    "ModelWeights",
-    "Part",
-    "Place",
-    "TensorSpec",
-    "allocate",
-    "on_meta",
-    "specs",
-]
-
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 

@@ -28,8 +28,6 @@ from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.tensors import EMBEDDING, HEAD, ModelWeights, Place, TensorSpec, allocate, on_meta, specs
 from ferrule_server.model_files import name_of, open_file, read_up_to
 
-__all__ = ["TORCH_DTYPES", "Encoding", "LoadedModel", "check_tensors", "is_ignorable", "load_model", "of_text_model"]
-
 DTypeName = Literal["float32", "bfloat16", "float16"]
 Progress = Callable[[int, int], None]
 

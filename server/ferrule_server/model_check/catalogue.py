@@ -14,8 +14,6 @@ from ferrule_server.model.families import FAMILIES
 from ferrule_server.model.families.family import Family
 from ferrule_server.model_check.paths import gpu_reason
 
-__all__ = ["KnownFamily", "known_families"]
-
 _USUAL: Final = {
     "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 32768,

@@ -10,11 +10,10 @@ from ferrule_server.config import ServerConfig
 from ferrule_server.executor.base import BLOCK_SIZE
 from ferrule_server.executor.cpu.support import WeightKind, choose
 from ferrule_server.executor.cuda.kernel_choice import unsupported_reason
-from ferrule_server.executor.sizes import TORCH_DTYPES, weights_bytes
+from ferrule_server.executor.sizes import weights_bytes
 from ferrule_server.loading import LoadPlan
 from ferrule_server.model.config import ModelConfig
-
-__all__ = ["bytes_by_type", "executor_of", "gpu_reason"]
+from ferrule_server.model.weights import TORCH_DTYPES
 
 _QUANTISED: Final[tuple[WeightKind, ...]] = ("int8", "int4")
 

@@ -11,19 +11,18 @@ from ferrule_server.config import DEMO_MODEL, ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor.cpu.support import unsupported
 from ferrule_server.executor.host_plan import HostPlan
-from ferrule_server.executor.sizes import TORCH_DTYPES, kv_bytes, num_parameters
+from ferrule_server.executor.sizes import kv_bytes, num_parameters
 from ferrule_server.loading import as_folder, find_model, load_texts, network_of, note_no_tokenizer, plan_load
 from ferrule_server.model.checkpoint import StoredTensor, list_tensors
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.config_reader import Note, read_config
+from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.families.others import NotSupported
+from ferrule_server.model.families.rotary import Note
 from ferrule_server.model.hub import Outline, cached_models, has_weights, is_hub_name, outline_model, weights_of
 from ferrule_server.model.tensors import HEAD, on_meta
-from ferrule_server.model.weights import check_tensors, is_ignorable, of_text_model
+from ferrule_server.model.weights import TORCH_DTYPES, check_tensors, is_ignorable, of_text_model
 from ferrule_server.model_check.paths import bytes_by_type, executor_of, gpu_reason
 from ferrule_server.model_files import listed
-
-__all__ = ["Cached", "Details", "Report", "check_model", "list_cached"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,6 @@ from ferrule_server.text.template_process import RenderLimits, TemplateProcesses
 from ferrule_server.text.template_wire import Outcome
 from ferrule_server.text.tokenizer_config import DEFAULT_TEMPLATE, TokenizerConfig
 
-__all__ = ["RESERVED_VARIABLES", "ChatTemplate", "Conversation", "RenderLimits", "TemplateRefuses"]
-
 RESERVED_VARIABLES: Final = ("messages", "tools", "add_generation_prompt")
 """Variables of a template that have their own field in a request."""
 

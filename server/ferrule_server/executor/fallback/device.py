@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-__all__ = ["Device", "DeviceError", "DeviceGone"]
-
 
 class DeviceError(Exception):
     """The device, its driver or torch refused an operation; others may still work."""

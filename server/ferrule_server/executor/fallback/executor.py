@@ -42,8 +42,6 @@ from ferrule_server.executor.fallback.fast_path import FastPath, MakeRunner, Run
 from ferrule_server.executor.fallback.split import SMALL_ROWS, split_step
 from ferrule_server.executor.fallback.submitted import SubmittedStep, fed_back
 
-__all__ = ["FallbackExecutor"]
-
 _MOST_PENDING = 2
 
 

@@ -11,8 +11,6 @@ from typing import Protocol
 from ferrule_server.executor.base import ExecutorState, MemoryPlan, PendingStep, StepBatch, StepResult
 from ferrule_server.executor.fallback.device import Device, DeviceError, DeviceGone
 
-__all__ = ["FastPath", "MakeRunner", "Runner", "sentence"]
-
 _TERSE = (LookupError, AssertionError, AttributeError, NameError, TypeError, ArithmeticError)
 """Errors whose message is unclear without the name of the error."""
 

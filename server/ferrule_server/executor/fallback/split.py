@@ -16,8 +16,6 @@ import numpy as np
 
 from ferrule_server.executor.base import Int32Array, StepBatch
 
-__all__ = ["SMALL_ROWS", "Part", "split_step"]
-
 SMALL_ROWS = 16
 """The most rows of a sequence in a step that the fast path runs: decodes, verifies, short appends."""
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from ferrule_server.executor.base import PendingStep, StepBatch, StepResult
 
-__all__ = ["SubmittedStep", "fed_back"]
-
 
 class SubmittedStep:
     """Implements ``executor.base.PendingStep``.

@@ -29,8 +29,6 @@ from ferrule_server.executor.sampling.selection import (
     select_rows,
 )
 
-__all__ = ["DeviceOutputs", "best_ids", "top"]
-
 _GROUP_ELEMENTS = 5 << 17
 """Logits that are processed together on a CPU: four rows of 152 000, which stay in its caches and occupy two threads
 (16 rows together are half as fast)."""

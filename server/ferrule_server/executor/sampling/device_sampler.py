@@ -22,8 +22,6 @@ from ferrule_server.executor.sampling.distributions import SMALLEST_TEMPERATURE,
 from ferrule_server.executor.sampling.drafts import proposal
 from ferrule_server.executor.sampling.philox import Purpose, uniform
 
-__all__ = ["ChoiceRow", "DeviceSampler"]
-
 _GREEDY = SampleSpec(temperature=0)
 
 

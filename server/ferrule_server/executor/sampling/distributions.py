@@ -15,8 +15,6 @@ import numpy as np
 from ferrule_server.executor.base import SampleSpec
 from ferrule_server.executor.sampling.ranking import Float64Array, IntArray, Logits, largest, ranked
 
-__all__ = ["SMALLEST_TEMPERATURE", "Choice", "Distribution", "sampling_distribution"]
-
 SMALLEST_TEMPERATURE = 1e-200
 """Below this temperature every logit but the largest has weight 0, and the division could overflow."""
 

@@ -20,8 +20,6 @@ from ferrule_server.executor.sampling.distributions import Choice, Distribution
 from ferrule_server.executor.sampling.philox import Purpose, uniform
 from ferrule_server.executor.sampling.ranking import Float64Array
 
-__all__ = ["accept_probability", "decide", "proposal", "residual"]
-
 
 def decide(target: Distribution, draft: DraftSpec, seed: int, position: int) -> Choice:
     """Accept a draft or draw another token; the log-probability is that under p.

@@ -7,8 +7,6 @@ import numpy.typing as npt
 
 from ferrule_server.executor.base import Float32Array
 
-__all__ = ["Float64Array", "IntArray", "Logits", "best_ids", "largest", "ranked", "ranked_largest"]
-
 _GROUP = 128
 
 Float64Array = npt.NDArray[np.float64]

@@ -21,8 +21,6 @@ from ferrule_server.executor.sampling.drafts import decide
 from ferrule_server.executor.sampling.philox import Purpose, uniform
 from ferrule_server.executor.sampling.ranking import Float64Array, Logits, best_ids, ranked_largest
 
-__all__ = ["choose", "fill_logprobs", "logprobs", "needs_normaliser", "requested_ids", "select_rows", "shape_row"]
-
 _CHUNK_ELEMENTS = 1 << 17
 """The most logits that are normalised together, so that the float64 copy stays in the L2 cache."""
 

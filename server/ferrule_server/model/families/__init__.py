@@ -44,8 +44,6 @@ from ferrule_server.model.families.qwen import QWEN2, QWEN3
 from ferrule_server.model.families.smollm3 import SMOLLM3
 from ferrule_server.model.families.starcoder2 import STARCODER2
 
-__all__ = ["FAMILIES", "WRAPPERS"]
-
 FAMILIES: Final = (
     LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, PHI3, SMOLLM3, OLMO2, OLMO3, GLM,
     GLM4, GRANITE, COHERE2, STARCODER2,

@@ -14,8 +14,6 @@ from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model.families.windows import layer_types, with_windows
 
-__all__ = ["COHERE2"]
-
 
 def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     types = layer_types(values, every=values.count("sliding_window_pattern"))

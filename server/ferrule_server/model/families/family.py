@@ -13,8 +13,6 @@ from ferrule_server.model.families.rotary import ROPE_KEYS, rope_problems
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model_files import listed, name_of, shown
 
-__all__ = ["Family", "Wrapper"]
-
 _ASSUMED: Final[Mapping[str, Any]] = {"head_dim": None, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 """What most configuration classes assume; see ``Family.defaults``, which wins."""
 _READ: Final = frozenset({

@@ -18,8 +18,6 @@ from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model.families.windows import layer_types, with_ropes, with_windows
 
-__all__ = ["GEMMA2", "GEMMA3", "GEMMA_NETWORK", "GEMMA_TENSORS", "gemma_network"]
-
 GEMMA_TENSORS: Final = {
     "attention_out_norm": ("post_attention_layernorm",),
     "mlp_norm": ("pre_feedforward_layernorm",),

@@ -20,8 +20,6 @@ from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model.families.windows import layer_types, with_windows
 from ferrule_server.model_files import shown
 
-__all__ = ["GEMMA4"]
-
 _FULL: Final = "full_attention"
 _ROPES: Final[Mapping[str, Any]] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},

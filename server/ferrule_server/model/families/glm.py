@@ -10,8 +10,6 @@ from typing import Final
 
 from ferrule_server.model.families.family import Family
 
-__all__ = ["GLM", "GLM4"]
-
 _DEFAULTS: Final = {
     "head_dim": 128,
     "num_key_value_heads": 2,

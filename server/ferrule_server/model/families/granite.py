@@ -9,8 +9,6 @@ from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.values import ConfigValues
 
-__all__ = ["GRANITE"]
-
 
 def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     scale = values.number("attention_multiplier")

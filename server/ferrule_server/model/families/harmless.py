@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["EXPERTS", "MAX_KEY", "OFF", "has_experts", "is_harmless"]
-
 OFF: Final[tuple[object, ...]] = (None, False, 0, [], {}, "", "none")
 """Values that switch a feature off."""
 

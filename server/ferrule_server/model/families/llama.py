@@ -13,8 +13,6 @@ from typing import Final
 
 from ferrule_server.model.families.family import Family
 
-__all__ = ["LLAMA"]
-
 LLAMA: Final = Family(
     architecture="LlamaForCausalLM",
     model_type="llama",

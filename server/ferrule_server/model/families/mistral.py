@@ -15,8 +15,6 @@ from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model.families.windows import layer_types, window_everywhere, with_windows
 
-__all__ = ["MINISTRAL", "MINISTRAL3", "MISTRAL"]
-
 _DEFAULTS: Final = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-6,

@@ -12,8 +12,6 @@ from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model.families.windows import layer_types, with_ropes, with_windows
 
-__all__ = ["OLMO2", "OLMO3"]
-
 _DEFAULTS: Final = {
     "rms_norm_eps": 1e-5,
     "attention_bias": False,

@@ -17,8 +17,6 @@ from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.harmless import EXPERTS, MAX_KEY, OFF
 from ferrule_server.model_files import shown
 
-__all__ = ["SMALL", "NotSupported", "check_not_quantised", "files_advice", "refusal_of"]
-
 SMALL: Final = "Qwen/Qwen3-0.6B"
 """A small model that loads."""
 

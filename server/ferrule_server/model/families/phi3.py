@@ -11,8 +11,6 @@ from typing import Final
 from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.windows import window_everywhere
 
-__all__ = ["PHI3"]
-
 PHI3: Final = Family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",

@@ -15,8 +15,6 @@ from typing import Final
 from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.windows import late_windows
 
-__all__ = ["QWEN2", "QWEN3"]
-
 _DEFAULTS: Final = {
     "num_key_value_heads": 32,
     "rms_norm_eps": 1e-6,

@@ -12,8 +12,6 @@ from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model.rope import LinearScaling, Llama3Scaling, LongScaling, Rope, Scaling, YarnScaling
 from ferrule_server.model_files import name_of, shown
 
-__all__ = ["ROPE_KEYS", "Note", "longest_sequence", "read_rope", "rope_problems"]
-
 ROPE_KEYS: Final = ("rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor")
 """Keys of config.json that are read here."""
 

@@ -12,8 +12,6 @@ from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model.families.windows import layer_types, with_windows
 from ferrule_server.model_files import shown
 
-__all__ = ["SMOLLM3"]
-
 
 def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     rotated = _rotated_layers(config.num_layers, values)

@@ -10,8 +10,6 @@ from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model.families.windows import window_everywhere
 
-__all__ = ["STARCODER2"]
-
 
 def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     has_bias = values.flag("use_bias")

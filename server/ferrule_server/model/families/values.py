@@ -8,8 +8,6 @@ from typing import Any, Final
 from ferrule_server.errors import ModelError
 from ferrule_server.model_files import shown
 
-__all__ = ["ConfigValues"]
-
 # Far beyond any model of these families. Loading takes time and memory in proportion to these sizes before a single
 # weight is read, so the folder of a stranger must not choose them freely.
 _MOST: Final = {

@@ -11,8 +11,6 @@ from ferrule_server.model.families.rotary import read_rope
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model_files import shown
 
-__all__ = ["late_windows", "layer_types", "window_everywhere", "with_ropes", "with_windows"]
-
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _LONGEST = "max_position_embeddings"
 

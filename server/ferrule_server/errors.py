@@ -440,21 +440,14 @@ class Restoring(Unavailable):
 
 
 class DurabilityLost(Unavailable):
-    """The journal cannot be written, so the state of a durable sequence cannot be confirmed.
-
-    Args:
-        retry_after_s: Earliest time for a retry, in seconds.
-    """
+    """The journal cannot be written, so the state of a durable sequence cannot be confirmed."""
 
     REASON = "DURABILITY_LOST"
     TEXT = (
         "the disk of the server's journal failed, so what this request has done, if anything, is not confirmed; "
         "send the same request again"
     )
-
-    def __init__(self, retry_after_s: float = 1.0) -> None:
-        super().__init__()
-        self.retry_after_s = retry_after_s
+    retry_after_s = 1.0
 
 
 class RequestTimeout(FerruleError):

@@ -18,6 +18,10 @@ from tests.api.loops import on_a_loop
 LONG = TextLane.LONG
 
 
+def uncharged(_principal: str, _num_bytes: int) -> None:
+    """Charge nothing."""
+
+
 class Held:
     """Work that goes on until it is let go, and notes the order in which work was begun."""
 
@@ -46,7 +50,7 @@ async def begun(held: Held) -> None:
 async def test_work_of_a_caller_that_left_is_never_run_and_its_places_are_free() -> None:
     """Work that runs goes on to its end, and then frees its place too."""
     limits = QuotaLimits(text_bytes_per_s=10)
-    workers, held = TextWorkers(lambda _: limits, max_bytes=12), Held()
+    workers, held = TextWorkers(lambda _: limits, 12, uncharged), Held()
     running = asyncio.create_task(workers.run("a", LONG, 3, held.work("first")))
     await begun(held)
     waiting = asyncio.create_task(workers.run("a", LONG, 9, held.work("second")))
@@ -69,7 +73,7 @@ async def test_work_of_a_caller_that_left_is_never_run_and_its_places_are_free()
 @on_a_loop
 async def test_an_error_reaches_its_caller_and_the_next_job_runs() -> None:
     """Whatever it is."""
-    workers = TextWorkers(unlimited, 1 << 20)
+    workers = TextWorkers(unlimited, 1 << 20, uncharged)
     for error in (InvalidRequest("text", "is wrong"), ZeroDivisionError("a bug")):
 
         def fail(error: Exception = error) -> None:
@@ -85,7 +89,7 @@ async def test_an_error_reaches_its_caller_and_the_next_job_runs() -> None:
 async def test_what_is_refused_is_neither_queued_nor_charged() -> None:
     """By the queue or by the quota, for short work and for queued work alike."""
     limits = {"a": QuotaLimits(text_bytes_per_s=100), "b": QuotaLimits()}
-    workers = TextWorkers(lambda name: limits[name], max_bytes=150)
+    workers = TextWorkers(lambda name: limits[name], 150, uncharged)
     with pytest.raises(QueueFull):
         await workers.run("a", LONG, 151, lambda: 0)
     workers.spend("a", 90)
@@ -106,7 +110,7 @@ class _Panic(BaseException):
 @on_a_loop
 async def test_a_panic_ends_its_own_job_only() -> None:
     """The lane goes on: the next job on it is run."""
-    workers = TextWorkers(unlimited, 1 << 20)
+    workers = TextWorkers(unlimited, 1 << 20, uncharged)
 
     def panic() -> None:
         raise _Panic("at the disco")

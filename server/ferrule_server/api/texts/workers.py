@@ -49,12 +49,7 @@ class TextWorkers:
         charge: Called with the principal and the bytes of each accepted job.
     """
 
-    def __init__(
-        self,
-        limits_of: LimitsOf,
-        max_bytes: int,
-        charge: Callable[[str, int], None] = lambda _principal, _num_bytes: None,
-    ) -> None:
+    def __init__(self, limits_of: LimitsOf, max_bytes: int, charge: Callable[[str, int], None]) -> None:
         self._charge = charge
         self._meter = Meter("TEXT_RATE", lambda principal: limits_of(principal).text_bytes_per_s)
         self._queue: TextQueue[_Job[object]] = TextQueue(MAX_JOBS, max_bytes)

@@ -41,7 +41,6 @@ from class to status code. The tree::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import ClassVar, Final
 
 
@@ -315,14 +314,12 @@ class ResourceExhausted(FerruleError):
     retry_after_s: float | None = None
 
 
-_RATES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "PREFILL_RATE": "prompt tokens",
-        "CALL_RATE": "calls",
-        "REQUEST_BYTES": "bytes of requests",
-        "TEXT_RATE": "bytes of text",
-    }
-)
+_RATES: Final[Mapping[str, str]] = {
+    "PREFILL_RATE": "prompt tokens",
+    "CALL_RATE": "calls",
+    "REQUEST_BYTES": "bytes of requests",
+    "TEXT_RATE": "bytes of text",
+}
 """Quotas that are rates, and the unit of each."""
 
 

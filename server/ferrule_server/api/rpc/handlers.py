@@ -16,7 +16,6 @@ import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Final, cast
 
 import grpc
@@ -35,7 +34,7 @@ from ferrule_server.fairness.turns import metered, take_turns
 OPEN_SERVICES: Final = frozenset({"grpc.health.v1.Health"})
 """Services without credentials: probes and load balancers have none."""
 
-ROLES: Final[Mapping[str, str]] = MappingProxyType({"ferrule.v1.AdminService": ADMIN})
+ROLES: Final[Mapping[str, str]] = {"ferrule.v1.AdminService": ADMIN}
 """The role that each method of a service requires."""
 
 INSTANCE_KEY: Final = "ferrule-instance"

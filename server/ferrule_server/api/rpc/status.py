@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -26,28 +25,26 @@ _MAX_MESSAGE_CHARS = 480
 _MAX_VALUE_CHARS = 160
 _MAX_METADATA = 12
 
-STATUS_TABLE: Mapping[type[errors.FerruleError], grpc.StatusCode] = MappingProxyType(
-    {
-        errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-        errors.SeedRequired: grpc.StatusCode.INVALID_ARGUMENT,
-        errors.RequestTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
-        errors.TokenMissing: grpc.StatusCode.UNAUTHENTICATED,
-        errors.TokenInvalid: grpc.StatusCode.UNAUTHENTICATED,
-        errors.RoleRequired: grpc.StatusCode.PERMISSION_DENIED,
-        errors.HandleUnknown: grpc.StatusCode.NOT_FOUND,
-        errors.MaskUnknown: grpc.StatusCode.NOT_FOUND,
-        errors.WrongInstance: grpc.StatusCode.ABORTED,
-        errors.HandleStale: grpc.StatusCode.ABORTED,
-        errors.OutOfRange: grpc.StatusCode.OUT_OF_RANGE,
-        errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
-        errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
-        errors.FeatureUnsupported: grpc.StatusCode.UNIMPLEMENTED,
-        errors.Cancelled: grpc.StatusCode.CANCELLED,
-        errors.NonFiniteLogits: grpc.StatusCode.INTERNAL,
-        errors.EngineFault: grpc.StatusCode.INTERNAL,
-        errors.FerruleError: grpc.StatusCode.INTERNAL,
-    }
-)
+STATUS_TABLE: Mapping[type[errors.FerruleError], grpc.StatusCode] = {
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.SeedRequired: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.RequestTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.TokenMissing: grpc.StatusCode.UNAUTHENTICATED,
+    errors.TokenInvalid: grpc.StatusCode.UNAUTHENTICATED,
+    errors.RoleRequired: grpc.StatusCode.PERMISSION_DENIED,
+    errors.HandleUnknown: grpc.StatusCode.NOT_FOUND,
+    errors.MaskUnknown: grpc.StatusCode.NOT_FOUND,
+    errors.WrongInstance: grpc.StatusCode.ABORTED,
+    errors.HandleStale: grpc.StatusCode.ABORTED,
+    errors.OutOfRange: grpc.StatusCode.OUT_OF_RANGE,
+    errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.FeatureUnsupported: grpc.StatusCode.UNIMPLEMENTED,
+    errors.Cancelled: grpc.StatusCode.CANCELLED,
+    errors.NonFiniteLogits: grpc.StatusCode.INTERNAL,
+    errors.EngineFault: grpc.StatusCode.INTERNAL,
+    errors.FerruleError: grpc.StatusCode.INTERNAL,
+}
 """The status code of each error class; a class that is not listed has the code of its nearest listed ancestor."""
 
 

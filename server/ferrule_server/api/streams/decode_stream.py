@@ -15,7 +15,6 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Final, cast
 
 from google.protobuf.message import Message
@@ -46,9 +45,7 @@ _ERROR_NS: Final = 20_000
 _FRAME_BYTES: Final = 256
 """Size that a queued frame counts besides its results, so that empty frames count too."""
 _RELEASE_BYTES: Final = 32
-_FILL: Final[Mapping[str, Fill]] = MappingProxyType(
-    {"decode": fill_append, "verify": fill_verify, "unified": fill_prefill}
-)
+_FILL: Final[Mapping[str, Fill]] = {"decode": fill_append, "verify": fill_verify, "unified": fill_prefill}
 """How the output of each kind of item is written."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 from google.protobuf.message import Message
@@ -24,17 +23,15 @@ from ferrule_server.engine.jobs import BranchFrame, Finish, ForwardFrame, Genera
 from ferrule_server.executor.base import RowOutput
 from ferrule_server.text.stops import BranchText
 
-FINISH_REASONS: Final[Mapping[Finish, executor_pb2.FinishReason]] = MappingProxyType(
-    {
-        Finish.EOS: executor_pb2.FINISH_REASON_EOS,
-        Finish.STOP_TOKEN: executor_pb2.FINISH_REASON_STOP_TOKEN,
-        Finish.STOP_SEQUENCE: executor_pb2.FINISH_REASON_STOP_SEQUENCE,
-        Finish.MAX_TOKENS: executor_pb2.FINISH_REASON_MAX_TOKENS,
-        Finish.CONTEXT_FULL: executor_pb2.FINISH_REASON_CONTEXT_FULL,
-        Finish.BLOCKS_EXHAUSTED: executor_pb2.FINISH_REASON_KV_BLOCKS_EXHAUSTED,
-        Finish.ERROR: executor_pb2.FINISH_REASON_ERROR,
-    }
-)
+FINISH_REASONS: Final[Mapping[Finish, executor_pb2.FinishReason]] = {
+    Finish.EOS: executor_pb2.FINISH_REASON_EOS,
+    Finish.STOP_TOKEN: executor_pb2.FINISH_REASON_STOP_TOKEN,
+    Finish.STOP_SEQUENCE: executor_pb2.FINISH_REASON_STOP_SEQUENCE,
+    Finish.MAX_TOKENS: executor_pb2.FINISH_REASON_MAX_TOKENS,
+    Finish.CONTEXT_FULL: executor_pb2.FINISH_REASON_CONTEXT_FULL,
+    Finish.BLOCKS_EXHAUSTED: executor_pb2.FINISH_REASON_KV_BLOCKS_EXHAUSTED,
+    Finish.ERROR: executor_pb2.FINISH_REASON_ERROR,
+}
 
 _OUTPUT_BYTES: Final = 512
 """Size of an output without its rows: a handle, and perhaps an error."""

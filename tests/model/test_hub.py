@@ -284,8 +284,12 @@ def test_weights_of_a_killed_start_are_compared_by_the_next_one(
 def test_weights_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later starts read no weights for that; a file that was written again is compared again."""
     compared: list[str] = []
-    is_whole = hub_module._is_whole
-    monkeypatch.setattr(hub_module, "_is_whole", lambda path, _: compared.append(path.name) or is_whole(path, _))
+
+    def is_whole(path: Path, _: str) -> bool:
+        compared.append(path.name)
+        return True
+
+    monkeypatch.setattr(hub_module, "_is_whole", is_whole)
     model = fetch()
     assert compared == [*SHARDS]
     compared.clear()

@@ -4,7 +4,7 @@ Only files that the server reads are fetched: configuration, tokenizer, chat tem
 pickles or other formats of the same weights. The configuration is first, so that a model that cannot run is refused
 before its weights are fetched. The transfer is that of huggingface_hub, with its tokens, proxies, HF_ENDPOINT, HF_HOME,
 Xet, and locks in the cache. What we add are the refusals before it, and the digest of each file of weights after it.
-A file beside the blobs lists the weights that have been compared: a start that is killed leaves some that have not been.
+A file beside the blobs lists the weights that have been compared: a start that is killed leaves others.
 """
 
 from __future__ import annotations

@@ -118,8 +118,6 @@ class Costs:
             key = _key(chunk)
             num_rows[key] = num_rows.get(key, 0) + chunk.num_rows
         added_s = max(0.0, step_s - self.base_s)
-        expected_s = sum(self._estimates(num_rows).values())
-        self.base_s += _FORGETTING * max(0.0, added_s - expected_s)
         self._correct(num_rows, added_s)
         estimates = self._estimates(num_rows)
         scale = added_s / sum(estimates.values())
@@ -135,9 +133,13 @@ class Costs:
         self._prices = {key: price for key, price in self._prices.items() if key[0] not in gone}
 
     def _correct(self, num_rows: Mapping[_Key, int], added_s: float) -> None:
-        """Correct prices by what the rows have added in all, those most that were most of the estimate."""
+        """Correct prices by what the rows have added in all, those most that were most of the estimate.
+
+        The shortest step is forgotten by what the prices have not explained.
+        """
         estimates = self._estimates(num_rows)
         total = sum(estimates.values())
+        self.base_s += _FORGETTING * max(0.0, added_s - total)
         error = min(added_s / total, _MAX_RISE) - 1.0
         error *= 1.0 if error > 0.0 else _FALL
         for key, estimate in estimates.items():

@@ -5,14 +5,19 @@ like all other work on the event loop. Messages cost most: 1 MiB of empty ones t
 within a long request are counted, in slices, with turns of other calls in between::
 
     up to 64 KiB     parse
-    up to 1 MiB      parse -> count
-    above            count in the encoding -> parse        only methods that carry distributions or masks
+    up to 1 MiB      [ parse -> count ]
+    above            count in the encoding -> [ parse ]    only methods that carry distributions or masks
+
+Until a parsed message is counted its memory is unknown, so the caller may let one request at a time into the brackets.
+There a request lets others run but does not wait for its turn: all others would wait with it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Final
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -33,6 +38,8 @@ _MAX_FIELDS: Final = 1 << 19
 """Most fields within one request of more than ``PLAIN_BYTES``; each entry of a list that is not packed counts."""
 _PAUSE_FIELDS: Final = 256
 
+_ANYONE: Final = nullcontext()
+
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES: Final = {_FIXED64: 8, _FIXED32: 4}
 _MAX_VARINT_BYTES: Final = 10
@@ -40,8 +47,13 @@ _MORE: Final = 0x80
 """Set in every byte of a varint but the last."""
 
 
-async def parse(message: Message, data: bytes) -> int:
+async def parse(message: Message, data: bytes, alone: AbstractAsyncContextManager[None] = _ANYONE) -> int:
     """Fill an empty message from its encoding.
+
+    Args:
+        message: The message.
+        data: Its encoding.
+        alone: Entered while memory is taken that is not known yet.
 
     Returns:
         The number of messages within it; 0 for a short message, whose messages are not counted.
@@ -54,14 +66,15 @@ async def parse(message: Message, data: bytes) -> int:
     """
     num_messages = 0
     if len(data) > PLAIN_BYTES:
-        num_messages = await _counted(_encoded_fields(message.DESCRIPTOR, data))
-    message.ParseFromString(data)
-    if PIECE_BYTES < len(data) <= PLAIN_BYTES:
-        num_messages = await _counted(_messages_in(message))
-    message.DiscardUnknownFields()
-    if message.SerializeToString() != data and _has_unknown_field(message, data):
-        text = f"{message.DESCRIPTOR.full_name} has a field that this server does not know; it is older than the client"
-        raise FeatureUnsupported("unknown field", text)
+        num_messages = await _counted(_encoded_fields(message.DESCRIPTOR, data), Turns().pause)
+    async with alone:
+        message.ParseFromString(data)
+        if PIECE_BYTES < len(data) <= PLAIN_BYTES:
+            num_messages = await _counted(_messages_in(message), functools.partial(asyncio.sleep, 0))
+        message.DiscardUnknownFields()
+        if message.SerializeToString() != data and _has_unknown_field(message, data):
+            text = "has a field that this server does not know; it is older than the client"
+            raise FeatureUnsupported("unknown field", f"{message.DESCRIPTOR.full_name} {text}")
     return num_messages
 
 
@@ -75,19 +88,19 @@ def _has_unknown_field(message: Message, data: bytes) -> bool:
     return whole.ByteSize() != message.ByteSize()
 
 
-async def _counted(fields: Iterator[int]) -> int:
-    """Return the sum of the messages that fields add; let others run from time to time.
+async def _counted(fields: Iterator[int], pause: Callable[[], Awaitable[None]]) -> int:
+    """Return the sum of the messages that fields add; pause from time to time.
 
     Raises:
         InvalidRequest: There are more messages or fields than any request needs.
     """
-    turns, num_messages = Turns(), 0
+    num_messages = 0
     for num_fields, added in enumerate(fields, start=1):
         num_messages += added
         if num_messages > MAX_MESSAGES or num_fields > _MAX_FIELDS:
             raise InvalidRequest("request", f"has more than {MAX_MESSAGES} messages in it; send several requests")
         if num_fields % _PAUSE_FIELDS == 0:
-            await turns.pause()
+            await pause()
     return num_messages
 
 

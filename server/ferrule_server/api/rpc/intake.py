@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import grpc
 from google.protobuf import descriptor_pool, message_factory
@@ -111,6 +113,7 @@ class Intake:
         limits = state.limits
         self._budget = ReceiveBudget(limits.max_receiving_bytes, limits.max_request_bytes, limits.message_timeout_s)
         self._large = asyncio.Lock()
+        self._large_of = WeakValueDictionary[str, asyncio.Lock]()  # one of each principal may wait for the other lock
         self._probes = ProbeBudget(min(PROBE_TIMEOUT_S, limits.message_timeout_s))
         self.port = 0
         self.strangers = Strangers(lambda peer: asyncio.to_thread(hang_up, peer, self.port))
@@ -196,18 +199,21 @@ class Intake:
         """Return a request, and the memory that it takes beyond its bytes, or 0 if that is little."""
         if len(data) > SLACK_BYTES and len(data) > (limit := self._bound(kind)):
             raise RequestTooLarge(len(data), limit)
-        await self.turns.turn(principal, flow)
-        request = kind()
-        try:
-            if len(data) <= PIECE_BYTES:
-                num_messages = await parse(request, data)
-            else:
-                async with self._large:  # one at a time: the memory beyond its bytes is known only afterwards
-                    await self._budget.settled()
-                    num_messages = await parse(request, data)
-        except DecodeError:
-            raise InvalidRequest("request", f"is not a valid {kind.DESCRIPTOR.full_name} message") from None
+        request, is_large = kind(), len(data) > PIECE_BYTES
+        async with self._large_of.setdefault(principal, asyncio.Lock()) if is_large else nullcontext():
+            await self.turns.turn(principal, flow)
+            try:
+                num_messages = await parse(request, data, self._alone() if is_large else nullcontext())
+            except DecodeError:
+                raise InvalidRequest("request", f"is not a valid {kind.DESCRIPTOR.full_name} message") from None
         return request, MESSAGE_BYTES * num_messages if num_messages > _FEW_MESSAGES else 0
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Let one large request at a time be parsed: the memory beyond its bytes is known only afterwards."""
+        async with self._large:
+            await self._budget.settled()
+            yield
 
     def _bound(self, kind: type[Message]) -> int:
         """Return the largest request of a kind; while the model is loading only gRPC's own limit is known."""

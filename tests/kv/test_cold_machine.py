@@ -164,15 +164,8 @@ class ColdMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.store.registry) > 0)
     @rule()
     def lose_all(self) -> None:
-        """Lose the KV of everything, as a restart does."""
-        for reservation in list(self.store.reservations.live):
-            self.store.reservations.abort(reservation)
-        for block_id in list(self.store._cache._entries):
-            self.store._cache.withdraw(block_id)
-        for each in self.store.registry:
-            self.store.usage.release(each.principal, [*each.held_ids, *each.spare_ids])
-            each.block_ids, each.spare_ids, each.is_cold = [], (), True
-            each.num_given_back, each.lowest_length = 0, 1
+        """Lose the KV of everything."""
+        self.store.lose_all()
         self.kv.clear()
         self.published.clear()
         self.warming.clear()

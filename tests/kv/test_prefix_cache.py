@@ -156,6 +156,15 @@ def test_what_is_committed_is_what_was_looked_up(store: SequenceStore, put: Put)
     assert list(store.commit(reservation, PROMPT[:13]).token_ids) == PROMPT[:13]
 
 
+def test_a_lost_device_leaves_nothing_to_be_found(store: SequenceStore, put: Put) -> None:
+    """What lies in the pool is not trusted any more, owned or not."""
+    end(store, put(PROMPT))
+    put([1] * 9)
+    look_up(store, PROMPT)
+    store.lose_all()
+    assert (store.pool.num_empty, num_found(store, PROMPT)) == (15, 0)
+
+
 def test_integrity_notices_a_block_that_is_registered_with_other_tokens(store: SequenceStore, put: Put) -> None:
     """The check finds what would make a hit wrong."""
     sequence = put(PROMPT)

@@ -207,6 +207,19 @@ def test_an_append_to_a_released_sequence_answers_unknown(store: SequenceStore, 
     assert store.pool.num_used == 0
 
 
+def test_after_a_device_fault_nothing_is_left(store: SequenceStore, put: Put) -> None:
+    """Reservations are closed, and handles name nothing."""
+    sequence = put([1, 2, 3])
+    handle = sequence.handle_at()
+    reservation = store.reservations.reserve_append(sequence, 9)
+    store.lose_all()
+    assert (store.pool.num_used, len(store.registry)) == (0, 0)
+    store.reservations.abort(reservation)
+    with pytest.raises(HandleUnknown):
+        store.resolve(handle, "alice")
+    assert store.release(handle, "alice") is None
+
+
 def test_a_token_that_is_no_uint32_commits_nothing(store: SequenceStore, put: Put) -> None:
     """The wire ring checks the vocabulary; should it fail, sequence and reservation are as before."""
     sequence = put([1])

@@ -766,11 +766,18 @@ class KvMachine(RuleBasedStateMachine):
         assert self.store.next_expiry() == (max(0.0, min(ends) - self.model.clock_s) if ends else None)
 
     def teardown(self) -> None:
-        """Whatever happened, ending everything leaves the pool empty."""
+        """Whatever happened, ending everything leaves the pool empty: by release, or by a lost device."""
         if not hasattr(self, "store"):
             return
-        for dense in self.model.live:
-            self.ended(dense, self.handle_of(dense))
+        if len(self.model.issued) % 2:
+            self.store.lose_all()
+            assert (self.pool.num_cached, self.pool.num_empty) == (0, self.pool.capacity)
+            for dense in self.model.live:
+                with pytest.raises(HandleUnknown):
+                    self.store.resolve(self.handle_of(dense), dense.principal)
+        else:
+            for dense in self.model.live:
+                self.ended(dense, self.handle_of(dense))
         for append in self.model.appends:
             self.store.reservations.abort(append.reservation)
         assert self.pool.num_used == 0

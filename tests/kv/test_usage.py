@@ -132,3 +132,11 @@ def test_a_lowered_quota_takes_nothing_away(store: SequenceStore, limits: dict[s
     assert refusal(lambda: store.reservations.reserve_append(sequence, 1))[0] == "KV_TOKENS"
     assert refusal(lambda: store.fork(sequence, 8, 1))[0] == "HANDLES"
     assert store.truncate(sequence, sequence.handle_at(), 8) == 6
+
+
+def test_a_lost_device_leaves_nothing_on_any_account(store: SequenceStore) -> None:
+    """Reservations and sequences of everybody."""
+    put(store, 9)
+    store.reservations.reserve_new("bob", b"model", 9)
+    store.lose_all()
+    assert store.usage._holdings == {}

@@ -143,17 +143,17 @@ class Engine:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        why: Callable[[Handle | None], FerruleError] = _draining
+        is_lost = False
         try:
             while not self._is_stopping:
                 self._round()
         except DeviceLost:  # no KV can be trusted any more
-            why = partial(lost, self._store)
+            is_lost = True
             self._fail("the device is lost: every handle is lost")
         except Exception:  # noqa: BLE001 - whatever failed, the server must report that nothing runs any more
             self._fail("the engine failed and cannot continue")
         finally:
-            self._shut_down(why)
+            self._shut_down(is_lost=is_lost)
 
     def _fail(self, text: str) -> None:
         """Log the exception under way, and report that nothing runs any more."""
@@ -261,15 +261,17 @@ class Engine:
             self._outcomes.finished = []
             self._outlet.hand_over(finished)
 
-    def _shut_down(self, why: Callable[[Handle | None], FerruleError]) -> None:
-        """Answer what is in flight with ``why``, all other jobs with DRAINING, and close the executor.
+    def _shut_down(self, *, is_lost: bool) -> None:
+        """Answer all jobs and close the executor; if one part raises, the others are still done.
 
-        If one part raises, the others are still done.
+        Without a device what is in flight is lost, but durable sequences are restored by the next process.
         """
+        why: Callable[[Handle | None], FerruleError] = partial(lost, self._store) if is_lost else _draining
         parts: tuple[Callable[[], object], ...] = (
             lambda: self._lanes.end_all(lambda job: why(job.handle)),
             lambda: self._drivers.end_all(why),
             lambda: self._parts.warmup.end_all(lambda: why(None)),
+            *((self._store.lose_all,) if is_lost else ()),
             self._answer_rest,
             self._outlet.close,
             self._stepper.close,

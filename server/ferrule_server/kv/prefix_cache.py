@@ -138,6 +138,11 @@ class PrefixCache:
             self._unlist(block_id)
             self._pool.forget(block_id)
 
+    def clear(self) -> None:
+        """Forget every block."""
+        for block_id in list(self._entries):
+            self.withdraw(block_id)
+
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise AssertionError unless the invariant of the class holds in the tables of these sequences."""
         private = {block_id for block_id, entry in self._entries.items() if entry.key[1]}

@@ -344,6 +344,20 @@ class SequenceStore:
                 if sequence.expires_at < sequence.scheduled_at:
                     self._leases.schedule(sequence)
 
+    def lose_all(self) -> None:
+        """Free everything after a device fault, cached blocks too; durable sequences become cold."""
+        self._cache.clear()
+        for reservation in list(self.reservations.live):
+            self.reservations.abort(reservation)
+        for sequence in list(self.registry):
+            if sequence.is_durable:
+                self.usage.release(sequence.principal, [*sequence.held_ids, *sequence.spare_ids])
+                sequence.block_ids, sequence.spare_ids, sequence.is_cold = [], (), True
+                sequence.num_given_back, sequence.lowest_length = 0, 1
+            else:
+                self.registry.remove(sequence)
+                self._free_sequence(sequence)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariants of the store and of its parts hold; slow, for tests."""
         owners = self.reservations.count_owners()

@@ -4,7 +4,7 @@ files.py      the system calls that the journal uses, and nothing else touches t
 frames.py     frames of a segment: written, found again, torn or damaged
 directory.py  one owner of a directory, its identity, its segments
 writer.py     the thread that writes groups of records and confirms them
-records.py    the records as values, and how they are written
+records.py    the records, and how they are written
 decoder.py    how they are read
 replay.py     the state that they describe, each checked against the state before it
 reader.py     a whole directory: what survives, what is torn, what is damaged

@@ -34,29 +34,19 @@ from ferrule_server.durability.records import (
     WAS_ACCEPTED,
     WAS_REJECTED,
     Answer,
-    Append,
     BadRecord,
     Creation,
     DraftsAnswer,
     End,
-    Ended,
-    Lease,
-    Mask,
     Numbers,
-    PolicyDigest,
-    PrincipalName,
-    Record,
-    Reserve,
     Row,
-    SequenceRecord,
     SequenceState,
-    SnapshotBegin,
-    SnapshotEnd,
     Tag,
-    Tombstone,
-    Truncate,
     Truncation,
 )
+
+Fields = tuple[object, ...]
+"""The fields of a record, in the order in which its :class:`~.records.Tag` names them."""
 
 _T = TypeVar("_T")
 _MAX_UINT32: Final = (1 << 32) - 1
@@ -179,8 +169,8 @@ class Cursor:
         return token_ids
 
 
-def decode(payload: bytes, at: int, definitions: Definitions) -> tuple[Record, int]:
-    """Return the record that begins at ``at``, any but a step, and where it ends.
+def decode(payload: bytes, at: int, definitions: Definitions) -> tuple[int, Fields, int]:
+    """Return the tag and the fields of the record that begins at ``at``, any but a step, and where it ends.
 
     Args:
         payload: The payload of a frame.
@@ -190,12 +180,12 @@ def decode(payload: bytes, at: int, definitions: Definitions) -> tuple[Record, i
     Raises:
         BadRecord: It is malformed. The definitions are not changed.
     """
-    read = _READERS.get(payload[at])
+    tag, cursor = payload[at], Cursor(payload, at + 1)
+    read = _READERS.get(tag)
     if read is None:
-        raise BadRecord(f"unknown record {payload[at]}")
-    cursor = Cursor(payload, at + 1)
+        raise BadRecord(f"unknown record {tag}")
     try:
-        return read(cursor, definitions), cursor.at
+        return tag, read(cursor, definitions), cursor.at
     except IndexError:
         raise BadRecord("the payload ends inside a record") from None
 
@@ -221,22 +211,11 @@ def _number(cursor: Cursor, kind: int) -> float | None:
     return 0.0 if kind else None
 
 
-def _principal_name(cursor: Cursor, definitions: Definitions) -> PrincipalName:
-    record = PrincipalName(cursor.varint(), cursor.text())
-    _define(definitions.principals, *record)
-    return record
-
-
-def _policy_digest(cursor: Cursor, definitions: Definitions) -> PolicyDigest:
-    record = PolicyDigest(cursor.varint(), cursor.take(DIGEST_BYTES))
-    _define(definitions.policies, *record)
-    return record
-
-
-def _define(known: list[_T], index: int, value: _T) -> None:
+def _define(known: list[_T], index: int, value: _T) -> Fields:
     if index != len(known):
         raise BadRecord(f"definition {index} follows {len(known)} others")
     known.append(value)
+    return index, value
 
 
 def _principal(cursor: Cursor, definitions: Definitions) -> str:
@@ -249,7 +228,7 @@ def _defined(known: list[_T], index: int) -> _T:
     return known[index]
 
 
-def _sequence(cursor: Cursor, definitions: Definitions) -> SequenceRecord:
+def _sequence(cursor: Cursor, definitions: Definitions) -> Fields:
     no = _no(cursor)
     flags = cursor.flags(IS_PUBLISHED | HAS_PREFIX | HAS_ANSWER | HAS_TRUNCATION | HAS_PARENT)
     secret, principal = cursor.take(DIGEST_BYTES), _principal(cursor, definitions)
@@ -263,16 +242,16 @@ def _sequence(cursor: Cursor, definitions: Definitions) -> SequenceRecord:
     state = SequenceState(
         no, secret, principal, ttl_s, is_published, reserved_length, parent, token_ids, answer, truncation, window
     )
-    return SequenceRecord(state, *prefix)
+    return state, *prefix
 
 
-def _append(cursor: Cursor, definitions: Definitions) -> Append:
+def _append(cursor: Cursor, definitions: Definitions) -> Fields:
     no, flags = _no(cursor), cursor.flags(IS_REWIND | HAS_TTL | APPEND_HAS_ANSWER)
     rewind_to = cursor.varint() if flags & IS_REWIND else None
     ttl_s = cursor.seconds() if flags & HAS_TTL else None
     token_ids = cursor.token_ids()
     answer = _answer(cursor, definitions) if flags & APPEND_HAS_ANSWER else None
-    return Append(no, rewind_to, token_ids, ttl_s, answer)
+    return no, rewind_to, token_ids, ttl_s, answer
 
 
 def _answer(cursor: Cursor, definitions: Definitions) -> Answer:
@@ -313,14 +292,14 @@ def _truncation(cursor: Cursor) -> Truncation:
     return Truncation(cursor.varint(), cursor.take(DIGEST_BYTES), cursor.varint(), cursor.varint())
 
 
-def _ended(cursor: Cursor, _: Definitions) -> Ended:
+def _end(cursor: Cursor, _: Definitions) -> Fields:
     no, how = _no(cursor), _ENDS.get(cursor.byte())
     if how is None:
         raise BadRecord("a sequence has ended in an unknown way")
-    return Ended(no, how)
+    return no, how
 
 
-def _creation(cursor: Cursor, definitions: Definitions) -> Creation:
+def _creation(cursor: Cursor, definitions: Definitions) -> Fields:
     principal, flags = _principal(cursor, definitions), cursor.flags(HAS_LOOP | CREATION_HAS_SEED | HAS_VERIFIED)
     request_id, content = cursor.text(), cursor.take(DIGEST_BYTES)
     loop = cursor.take(DIGEST_BYTES) if flags & HAS_LOOP else b""
@@ -330,16 +309,16 @@ def _creation(cursor: Cursor, definitions: Definitions) -> Creation:
     members = tuple(_member(cursor) for _ in range(cursor.varint()))
     if not members:
         raise BadRecord("a creation of no sequence")
-    return Creation(principal, request_id, content, loop, start, length, lineage, seed, verified, members)
+    return (Creation(principal, request_id, content, loop, start, length, lineage, seed, verified, members),)
 
 
 def _member(cursor: Cursor) -> int | bytes:
     return cursor.varint() or cursor.take(DIGEST_BYTES)
 
 
-def _snapshot_begin(_: Cursor, definitions: Definitions) -> SnapshotBegin:
+def _snapshot_begin(_: Cursor, definitions: Definitions) -> Fields:
     definitions.clear()
-    return SnapshotBegin()
+    return ()
 
 
 def _no(cursor: Cursor) -> int:
@@ -350,20 +329,20 @@ def _no(cursor: Cursor) -> int:
 
 
 _NO_NUMBERS: Final[Numbers] = (None, None, None, None)
-_READERS: Final[Mapping[int, Callable[[Cursor, Definitions], Record]]] = MappingProxyType(
+_READERS: Final[Mapping[int, Callable[[Cursor, Definitions], Fields]]] = MappingProxyType(
     {
-        Tag.PRINCIPAL: _principal_name,
-        Tag.POLICY: _policy_digest,
+        Tag.PRINCIPAL: lambda cursor, known: _define(known.principals, cursor.varint(), cursor.text()),
+        Tag.POLICY: lambda cursor, known: _define(known.policies, cursor.varint(), cursor.take(DIGEST_BYTES)),
         Tag.SEQUENCE: _sequence,
         Tag.APPEND: _append,
-        Tag.TRUNCATE: lambda cursor, _: Truncate(_no(cursor), _truncation(cursor)),
-        Tag.RESERVE: lambda cursor, _: Reserve(_no(cursor), cursor.varint()),
-        Tag.LEASE: lambda cursor, _: Lease(_no(cursor), cursor.seconds()),
-        Tag.END: _ended,
+        Tag.TRUNCATE: lambda cursor, _: (_no(cursor), _truncation(cursor)),
+        Tag.RESERVE: lambda cursor, _: (_no(cursor), cursor.varint()),
+        Tag.LEASE: lambda cursor, _: (_no(cursor), cursor.seconds()),
+        Tag.END: _end,
         Tag.CREATION: _creation,
-        Tag.TOMBSTONE: lambda cursor, known: Tombstone(_principal(cursor, known), cursor.take(DIGEST_BYTES)),
-        Tag.MASK: lambda cursor, known: Mask(_principal(cursor, known), cursor.take(cursor.varint())),
+        Tag.TOMBSTONE: lambda cursor, known: (_principal(cursor, known), cursor.take(DIGEST_BYTES)),
+        Tag.MASK: lambda cursor, known: (_principal(cursor, known), cursor.take(cursor.varint())),
         Tag.SNAPSHOT_BEGIN: _snapshot_begin,
-        Tag.SNAPSHOT_END: lambda _cursor, _: SnapshotEnd(),
+        Tag.SNAPSHOT_END: lambda _cursor, _: (),
     }
 )

@@ -1,7 +1,7 @@
-"""The records of the journal as values, and how they are written.
+"""The records of the journal: what they hold, and how they are written.
 
-A record is a tag byte and fields. Tags from :data:`STEP` on are decoded tokens, the only record that is written for
-each step of each sequence, so it has a layout of its own::
+A record is a tag byte and fields, which :class:`Tag` names. Tags from :data:`STEP` on are decoded tokens, the only
+record that is written for each step of each sequence, so it has a layout of its own::
 
     tag 0x80 or 0x81   no: varint   [seed: uint64, if the tag is 0x81]   chosen token: varint   numbers
 
@@ -38,21 +38,34 @@ _pack_single, _unpack_single, _pack_double = FLOAT32.pack, FLOAT32.unpack, FLOAT
 
 
 class Tag(enum.IntEnum):
-    """The first byte of a record."""
+    """The first byte of a record, with the fields that follow it."""
 
     PRINCIPAL = 1
+    """Gives a principal a number, until the next snapshot: number, name."""
     POLICY = 2
+    """Gives the digest of an output request a number, until the next snapshot: number, digest."""
     SEQUENCE = 3
+    """A whole sequence: state with only the tokens after a prefix, number of the sequence that has that, its length."""
     APPEND = 4
+    """Tokens after the tip, or after an earlier length: number, that length or None, tokens, TTL or None, answer."""
     TRUNCATE = 5
+    """A truncate: number, truncation."""
     RESERVE = 6
+    """Slots are reserved up to a length: number, length; 0: no longer."""
     LEASE = 7
+    """A new TTL: number, seconds."""
     END = 8
+    """The end of a sequence: number, how."""
     CREATION = 9
+    """What one request with a request_id has created: creation."""
     TOMBSTONE = 10
+    """A sequence that has expired and is still answered with HANDLE_EXPIRED: principal, secret."""
     MASK = 11
+    """A registered token mask: principal, packed bits."""
     SNAPSHOT_BEGIN = 12
+    """From here on everything that is live is written once more. Numbers of principals and policies begin again."""
     SNAPSHOT_END = 13
+    """Everything that was live at the matching SNAPSHOT_BEGIN has been written."""
 
 
 STEP: Final = 0x80
@@ -179,72 +192,6 @@ class SequenceState:
     window: int = 0
 
 
-class PrincipalName(NamedTuple):
-    """Gives a principal a number, until the next snapshot."""
-
-    number: int
-    name: str
-
-
-class PolicyDigest(NamedTuple):
-    """Gives the digest of an output request a number, until the next snapshot."""
-
-    number: int
-    digest: bytes
-
-
-class SequenceRecord(NamedTuple):
-    """A whole sequence.
-
-    Attributes:
-        state: The sequence, with only the tokens after the prefix.
-        prefix_no: The sequence that has its first tokens; 0: none.
-        prefix_length: How many those are.
-    """
-
-    state: SequenceState
-    prefix_no: int = 0
-    prefix_length: int = 0
-
-
-class Append(NamedTuple):
-    """Tokens after the tip, or after the earlier length ``rewind_to``; a new TTL if it is set; the answer."""
-
-    no: int
-    rewind_to: int | None
-    token_ids: array[int]
-    ttl_s: float | None
-    answer: Answer | None
-
-
-class Truncate(NamedTuple):
-    """A truncate."""
-
-    no: int
-    truncation: Truncation
-
-
-class Reserve(NamedTuple):
-    """Slots are reserved up to a length; 0: no longer."""
-
-    no: int
-    length: int
-
-
-class Lease(NamedTuple):
-    """A new TTL."""
-
-    no: int
-    ttl_s: float
-
-
-class Ended(NamedTuple):
-    """The end of a sequence."""
-
-    no: int
-    how: End
-
-
 class Creation(NamedTuple):
     """What one request with a request_id has created.
 
@@ -270,45 +217,6 @@ class Creation(NamedTuple):
     seed: int | None
     verified: tuple[int, int | None] | None
     members: tuple[int | bytes, ...]
-
-
-class Tombstone(NamedTuple):
-    """A sequence that has expired and is still answered with HANDLE_EXPIRED."""
-
-    principal: str
-    secret: bytes
-
-
-class Mask(NamedTuple):
-    """A registered token mask, as packed bits."""
-
-    principal: str
-    bits: bytes
-
-
-class SnapshotBegin(NamedTuple):
-    """From here on everything that is live is written once more. Numbers of principals and policies begin again."""
-
-
-class SnapshotEnd(NamedTuple):
-    """Everything that was live at the matching :class:`SnapshotBegin` has been written."""
-
-
-Record = (
-    PrincipalName
-    | PolicyDigest
-    | SequenceRecord
-    | Append
-    | Truncate
-    | Reserve
-    | Lease
-    | Ended
-    | Creation
-    | Tombstone
-    | Mask
-    | SnapshotBegin
-    | SnapshotEnd
-)
 
 
 def pack_varint(value: int) -> bytes:
@@ -404,7 +312,7 @@ class Encoder:
     def append(
         self, no: int, rewind_to: int | None, token_ids: Sequence[int], ttl_s: float | None, answer: Answer | None
     ) -> bytes:
-        """Return an append: see :class:`Append`.
+        """Return tokens after the tip, or after the earlier length ``rewind_to``; a new TTL if it is set; the answer.
 
         If an answer is given, its start must be ``rewind_to`` or the length before, and its ``num_tokens`` the number
         of tokens.
@@ -417,11 +325,6 @@ class Encoder:
             step = _pack_step(tip, token_ids, answer)
             if step is not None:
                 return step
-        return self._pack_append(tip, rewind_to, token_ids, ttl_s, answer)
-
-    def _pack_append(
-        self, tip: Tip, rewind_to: int | None, token_ids: Sequence[int], ttl_s: float | None, answer: Answer | None
-    ) -> bytes:
         flags = (rewind_to is not None) * IS_REWIND | (ttl_s is not None) * HAS_TTL
         parts = [b"\4", tip.no, SMALL[flags | (answer is not None) * APPEND_HAS_ANSWER]]
         if rewind_to is not None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Final
 
 from ferrule_server.durability.decoder import NUMBER_BYTES, Definitions, decode, numbers_of
@@ -25,21 +24,13 @@ from ferrule_server.durability.records import (
     STEP_SEEDED,
     UINT64,
     Answer,
-    Append,
     BadRecord,
     Creation,
     End,
-    Ended,
-    Lease,
-    Mask,
-    Reserve,
     Row,
-    SequenceRecord,
     SequenceState,
-    SnapshotBegin,
-    SnapshotEnd,
-    Tombstone,
-    Truncate,
+    Tag,
+    Truncation,
     left_out,
     pack_numbers,
 )
@@ -115,21 +106,19 @@ class JournalState:
         self._makers: dict[int, CreationKey] = {}  # by number of each live sequence
         self._tips: dict[int, _Tip] = {}  # of the sequences written since the snapshot began
         self._fresh: set[CreationKey | MaskKey | bytes] = set()  # the rest that was written since then
-        self._appliers: Mapping[type, Callable[..., None]] = MappingProxyType(
-            {
-                SequenceRecord: self._add_sequence,
-                Append: self._append,
-                Truncate: self._truncate,
-                Reserve: self._reserve,
-                Lease: self._lease,
-                Ended: self._end,
-                Creation: self._add_creation,
-                Tombstone: self._add_tombstone,
-                Mask: self._add_mask,
-                SnapshotBegin: self._begin_snapshot,
-                SnapshotEnd: self._end_snapshot,
-            }
-        )
+        self._appliers: Mapping[int, Callable[..., None]] = {
+            Tag.SEQUENCE: self._add_sequence,
+            Tag.APPEND: self._append,
+            Tag.TRUNCATE: self._truncate,
+            Tag.RESERVE: self._reserve,
+            Tag.LEASE: self._lease,
+            Tag.END: self._end,
+            Tag.CREATION: self._add_creation,
+            Tag.TOMBSTONE: self._add_tombstone,
+            Tag.MASK: self._add_mask,
+            Tag.SNAPSHOT_BEGIN: self._begin_snapshot,
+            Tag.SNAPSHOT_END: self._end_snapshot,
+        }
 
     @property
     def sequences(self) -> Mapping[int, SequenceState]:
@@ -147,11 +136,10 @@ class JournalState:
         at = 0
         while at < len(payload):
             if payload[at] < STEP:
-                record, at = decode(payload, at, self.definitions)
+                tag, fields, at = decode(payload, at, self.definitions)
                 self.num_records += 1
-                apply = self._appliers.get(type(record))
-                if apply is not None:
-                    apply(record)
+                if tag in self._appliers:
+                    self._appliers[tag](*fields)
             else:
                 at = self._read_steps(payload, at)
 
@@ -166,8 +154,7 @@ class JournalState:
         self.num_records += num_steps
         return at
 
-    def _add_sequence(self, record: SequenceRecord) -> None:
-        state, prefix_no, prefix_length = record
+    def _add_sequence(self, state: SequenceState, prefix_no: int, prefix_length: int) -> None:
         known = self._sequences.get(state.no)
         if self._secrets.get(state.secret, state.no) != state.no or state.secret in self.tombstones:
             raise BadRecord(f"sequence {state.no} has the secret of another one")
@@ -192,8 +179,9 @@ class JournalState:
             raise BadRecord(_UNKNOWN.format(no))
         return tip
 
-    def _append(self, record: Append) -> None:
-        no, rewind_to, new_ids, ttl_s, answer = record
+    def _append(
+        self, no: int, rewind_to: int | None, new_ids: array[int], ttl_s: float | None, answer: Answer | None
+    ) -> None:
         tip = self._tip(no)
         state, token_ids = tip.state, tip.token_ids
         start = len(token_ids) if rewind_to is None else rewind_to
@@ -208,8 +196,7 @@ class JournalState:
         if ttl_s is not None:
             state.ttl_s = ttl_s
 
-    def _truncate(self, record: Truncate) -> None:
-        no, truncation = record
+    def _truncate(self, no: int, truncation: Truncation) -> None:
         tip = self._tip(no)
         tip.settle()
         if truncation.new_length > min(len(tip.token_ids), truncation.handle_length):
@@ -218,18 +205,17 @@ class JournalState:
         tip.settled_length = truncation.new_length
         tip.state.truncation = truncation
 
-    def _reserve(self, record: Reserve) -> None:
-        self._tip(record.no).state.reserved_length = record.length
+    def _reserve(self, no: int, length: int) -> None:
+        self._tip(no).state.reserved_length = length
 
-    def _lease(self, record: Lease) -> None:
-        self._tip(record.no).state.ttl_s = record.ttl_s
+    def _lease(self, no: int, ttl_s: float) -> None:
+        self._tip(no).state.ttl_s = ttl_s
 
-    def _end(self, record: Ended) -> None:
-        no, how = record
+    def _end(self, no: int, how: End) -> None:
         state = self._tip(no).state
         del self._tips[no], self._sequences[no], self._secrets[state.secret]
         if how is End.EXPIRED:
-            self._add_tombstone(Tombstone(state.principal, state.secret))
+            self._add_tombstone(state.principal, state.secret)
         key = self._makers.pop(no, None)
         if key is not None:
             self._end_member(key, no, state.secret)
@@ -262,27 +248,27 @@ class JournalState:
         self.creations[key] = creation
         self._fresh.add(key)
 
-    def _add_tombstone(self, record: Tombstone) -> None:
-        if record.secret in self._secrets:
+    def _add_tombstone(self, principal: str, secret: bytes) -> None:
+        if secret in self._secrets:
             raise BadRecord("a tombstone of a live sequence")
-        self.tombstones.pop(record.secret, None)
-        self.tombstones[record.secret] = record.principal
-        self._fresh.add(record.secret)
+        self.tombstones.pop(secret, None)
+        self.tombstones[secret] = principal
+        self._fresh.add(secret)
 
-    def _add_mask(self, record: Mask) -> None:
-        key = (record.principal, hashlib.blake2b(record.bits, digest_size=16).digest())
+    def _add_mask(self, principal: str, bits: bytes) -> None:
+        key = (principal, hashlib.blake2b(bits, digest_size=16).digest())
         self.masks.pop(key, None)
-        self.masks[key] = record.bits
+        self.masks[key] = bits
         self._fresh.add(key)
 
-    def _begin_snapshot(self, _: SnapshotBegin) -> None:
+    def _begin_snapshot(self) -> None:
         for tip in self._tips.values():
             tip.settle()
         self._tips.clear()
         self._fresh.clear()
         self.is_in_snapshot = True
 
-    def _end_snapshot(self, _: SnapshotEnd) -> None:
+    def _end_snapshot(self) -> None:
         if not self.is_in_snapshot:
             raise BadRecord("a snapshot ends that has not begun")
         missing = self._sequences.keys() - self._tips.keys()

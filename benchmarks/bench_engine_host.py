@@ -389,8 +389,8 @@ def _runner_figures(num_steps: int) -> dict[str, Callable[[], float]]:
 def _runner() -> Any:
     from ferrule_server.executor.cuda.buffers import Limits
     from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs
-    from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed
-    from ferrule_server.executor.cuda.runner import create_runner
+    from ferrule_server.executor.cuda.kernel_choice import shape_of, specs_needed
+    from ferrule_server.executor.cuda.runner import CudaDecodeRunner
     from ferrule_server.executor.torch import TorchExecutor
     from ferrule_server.kernels.cuda.catalog import merged
     from ferrule_server.kernels.cuda.spec import Cubin
@@ -402,12 +402,11 @@ def _runner() -> Any:
     shape = shape_of(executor.info.model.config)
     specs = merged([*specs_needed(shape, is_deterministic=False), *ChoiceSpecs.of(shape).all])
     cubin = Cubin("kernel", b"")
-    return create_runner(
+    return CudaDecodeRunner(
         dict.fromkeys(specs, cubin),
         gpu=gpu,  # type: ignore[arg-type]
         torch_executor=executor,
         limits=Limits(max_blocks=128),
-        num_ctas=attention_grid(shape, gpu.info),
     )
 
 

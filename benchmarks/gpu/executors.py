@@ -46,7 +46,8 @@ def open_executor(task: dict[str, Any], weights: ModelWeights, pool_bytes: int, 
         from ferrule_server.executor.torch import TorchExecutor
 
         return TorchExecutor(model, kv_memory_bytes=pool_bytes, max_context=max_context, block_size=BLOCK_SIZE)
-    from ferrule_server.executor.cuda.compose import GpuOptions, prepare
+    from ferrule_server.executor.cuda.compose import prepare
+    from ferrule_server.executor.cuda.options import GpuOptions
 
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     options = GpuOptions(

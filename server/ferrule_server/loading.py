@@ -265,7 +265,8 @@ def _preparing(config: ServerConfig, plan: LoadPlan) -> Iterator[Preparation | N
         return
     import torch
 
-    from ferrule_server.executor.cuda.compose import GpuOptions, prepare
+    from ferrule_server.executor.cuda.compose import prepare
+    from ferrule_server.executor.cuda.options import GpuOptions
 
     free_bytes, total_bytes = torch.cuda.mem_get_info(device.index)
     options = GpuOptions(

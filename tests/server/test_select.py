@@ -24,7 +24,7 @@ from ferrule_server.executor import devices
 from ferrule_server.executor.base import Executor, PipelinedExecutor
 from ferrule_server.executor.cpu.executor import NumbaCpuExecutor
 from ferrule_server.executor.cuda import bundle, compose
-from ferrule_server.executor.cuda.compose import GpuOptions
+from ferrule_server.executor.cuda.options import GpuOptions
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.devices import Device
 from ferrule_server.executor.fallback.executor import FallbackExecutor

@@ -100,7 +100,7 @@ def test_every_tensor_is_documented_and_zero() -> None:
         assert isinstance(tensor, torch.Tensor), name
         assert not tensor.view(torch.uint8).any(), name
     assert set(vars(buffers)) - set(DecodeBuffers.__annotations__) == {
-        *("limits", "num_ctas", "input_layout", "result_layout", "input", "result", "shaped")
+        *("limits", "input_layout", "result_layout", "input", "result", "shaped")
     }
 
 

@@ -15,11 +15,12 @@ import torch
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.cuda import bundle, compose
 from ferrule_server.executor.cuda.buffers import Limits
-from ferrule_server.executor.cuda.compose import GpuOptions, Preparation, prepare
+from ferrule_server.executor.cuda.compose import Preparation, prepare
 from ferrule_server.executor.cuda.early_launch import EarlyLaunch
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError
-from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed
+from ferrule_server.executor.cuda.kernel_choice import shape_of, specs_needed
 from ferrule_server.executor.cuda.memory_plan import format_plan
+from ferrule_server.executor.cuda.options import GpuOptions
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.catalog import merged
@@ -291,11 +292,11 @@ def test_the_runner_gets_what_was_planned(
     caplog.set_level(logging.INFO)
     seen: dict[str, Any] = {}
 
-    def create_runner(_: object, **settings: Any) -> None:
+    def make_runner(_: object, **settings: Any) -> None:
         seen.update(settings)
         raise GpuError("enough")
 
-    monkeypatch.setattr(compose, "create_runner", create_runner)
+    monkeypatch.setattr(compose, "CudaDecodeRunner", make_runner)
     gpu = FakeGpu()
     settings = options(max_context=100, has_graphs=False, early_launch=setting)
     preparation = prepare(config, settings, open_gpu=opening(gpu))
@@ -307,7 +308,6 @@ def test_the_runner_gets_what_was_planned(
     assert seen["graph_bytes"] == preparation.plan.graphs
     assert seen["trigger"] == trigger
     assert seen["limits"] == Limits(max_blocks=7)
-    assert seen["num_ctas"] == attention_grid(shape_of(config), gpu.info)
     executor.close()
 
 

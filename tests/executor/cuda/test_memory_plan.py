@@ -16,12 +16,12 @@ from ferrule_server.executor.base import MemoryPlan
 from ferrule_server.executor.block_pool import bytes_per_block
 from ferrule_server.executor.cuda import linears
 from ferrule_server.executor.cuda.buckets import bucket_sizes
-from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.choices import OutputKind
 from ferrule_server.executor.cuda.gpu import Operation
 from ferrule_server.executor.cuda.graphs import NODE_BYTES, GraphKey
 from ferrule_server.executor.cuda.memory_plan import format_plan, num_launches, plan_memory
-from ferrule_server.executor.cuda.runner import CudaDecodeRunner, create_runner
+from ferrule_server.executor.cuda.options import GpuOptions
+from ferrule_server.executor.cuda.runner import CudaDecodeRunner
 from ferrule_server.executor.sizes import weights_bytes
 from ferrule_server.model.config import CheckpointNames, ClampedSwiglu, ModelConfig
 from ferrule_server.model.families.gemma import GEMMA_TENSORS
@@ -29,7 +29,7 @@ from ferrule_server.model.tensors import allocate
 from tests.configs import uniform_config, with_layers
 from tests.executor.cuda.fake_gpu import FakeGpu, FakeLaunch
 from tests.executor.cuda.tiny_model import tiny_executor
-from tests.executor.cuda.toy_runner import cubins_of, limits_of, num_ctas_of
+from tests.executor.cuda.toy_runner import cubins_of, limits_of
 
 GIB = 1 << 30
 QWEN3_8B = uniform_config(
@@ -57,15 +57,12 @@ def plan(config: ModelConfig = QWEN3_8B, **changed: Any) -> MemoryPlan:
     settings: dict[str, Any] = {
         "total_bytes": 80 * GIB,
         "free_bytes": 79 * GIB,
-        "fraction": 0.9,
-        "kv_bytes": None,
-        "block_size": 16,
+        "device": "cuda:0",
+        "dtype": torch.bfloat16,
         "max_context": 40960,
-        "max_step_rows": 512,
-        "limits": Limits(40960 // 16),
-        "num_ctas": 132,
-    }
-    return plan_memory(config, **{**settings, **changed})
+    } | changed
+    num_ctas = settings.pop("num_ctas", 132)
+    return plan_memory(config, GpuOptions(**settings), num_ctas)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +94,7 @@ def test_weights_of_a_well_known_model_take_what_its_card_says() -> None:
 def test_a_pool_of_layers_with_other_heads_takes_the_sum_of_all() -> None:
     """One layer of 8 heads of 64 values, and one of 2 of 32."""
     config = replace(TINY, layers=MIXED_HEADS)
-    made = plan(config, kv_bytes=GIB, limits=None)
+    made = plan(config, kv_memory_bytes=GIB, num_ctas=0)
     block = 2 * (8 * 64 + 2 * 32) * 16 * 2
     assert made.kv_pool == GIB // block * block
 
@@ -115,7 +112,7 @@ def test_a_pool_of_layers_with_other_heads_takes_the_sum_of_all() -> None:
 )
 def test_what_a_plain_model_lacks_takes_work_space(config: ModelConfig) -> None:
     """Torch makes masks, copies scores to cap them or to add sinks, and clamps each half of a product."""
-    assert plan(config, limits=None).workspace > plan(TINY, limits=None).workspace
+    assert plan(config, num_ctas=0).workspace > plan(TINY, num_ctas=0).workspace
 
 
 @given(
@@ -129,9 +126,10 @@ def test_every_plan_adds_up(total: int, free: int, fraction: float, kv_bytes: in
     """Nothing is given out twice, nothing is negative, and the setting is kept."""
     assume(free <= total)
     total_bytes, free_bytes = total * GIB, free * GIB
-    limits = Limits(2560) if has_kernels else None
+    sizes: dict[str, Any] = {"total_bytes": total_bytes, "free_bytes": free_bytes}
+    num_ctas = 132 if has_kernels else 0
     try:
-        made = plan(total_bytes=total_bytes, free_bytes=free_bytes, fraction=fraction, kv_bytes=kv_bytes, limits=limits)
+        made = plan(memory_fraction=fraction, kv_memory_bytes=kv_bytes, num_ctas=num_ctas, **sizes)
     except ConfigError:
         return
     used = made.weights + made.kv_pool + made.buffers + made.workspace + made.graphs
@@ -152,41 +150,43 @@ def test_every_plan_adds_up(total: int, free: int, fraction: float, kv_bytes: in
 @pytest.mark.parametrize("kv_bytes", [None, 100, 2 * GIB, 30 * GIB])
 def test_what_fits_is_not_refused(total: int, kv_bytes: int | None) -> None:
     """A pool of eight blocks at least, of the size asked for."""
-    need = plan(kv_bytes=GIB)
+    need = plan(kv_memory_bytes=GIB)
     fixed = need.weights + need.buffers + need.workspace + need.graphs
     least_free = (512 << 20) + need.weights // 50
     left = total - fixed - (max(total - int(total * 0.9), least_free) if kv_bytes is None else least_free)
     fits = left > 9 * BLOCK_BYTES and (kv_bytes is None or 8 * BLOCK_BYTES <= kv_bytes <= left)
     if fits:
-        assert plan(total_bytes=total, free_bytes=total, kv_bytes=kv_bytes).kv_pool > 0
+        assert plan(total_bytes=total, free_bytes=total, kv_memory_bytes=kv_bytes).kv_pool > 0
     else:
         with pytest.raises(ConfigError):
-            plan(total_bytes=total, free_bytes=total, kv_bytes=kv_bytes)
+            plan(total_bytes=total, free_bytes=total, kv_memory_bytes=kv_bytes)
 
 
 def test_more_than_the_fraction_may_be_asked_for() -> None:
     """A size of the pool is taken at its word, as long as there is memory."""
-    assert plan(fraction=0.1, kv_bytes=GIB).kv_pool == GIB // BLOCK_BYTES * BLOCK_BYTES
+    assert plan(memory_fraction=0.1, kv_memory_bytes=GIB).kv_pool == GIB // BLOCK_BYTES * BLOCK_BYTES
 
 
 def test_without_kernels_nothing_is_kept_for_them() -> None:
     """Torch alone needs neither buffers nor graphs; the pool gets what they would take."""
-    alone, both = plan(limits=None), plan()
+    alone, both = plan(num_ctas=0), plan()
     assert (alone.buffers, alone.graphs) == (0, 0)
     gained = alone.kv_pool - both.kv_pool
     assert abs(gained - both.buffers - both.graphs) < BLOCK_BYTES
     assert alone.workspace == both.workspace
 
 
-@pytest.mark.parametrize("changed", [{"kv_bytes": 60 * GIB}, {"fraction": 1.0}, {"fraction": 0.995}], ids=str)
+@pytest.mark.parametrize(
+    "changed", [{"kv_memory_bytes": 60 * GIB}, {"memory_fraction": 1.0}, {"memory_fraction": 0.995}], ids=str
+)
 def test_something_stays_free_whatever_is_asked_for(changed: dict[str, Any]) -> None:
     """For cuBLAS, modules that are loaded late, and pieces of memory that torch cannot use; else prompts run out."""
     floor = (512 << 20) + weights_bytes(QWEN3_8B, torch.bfloat16) // 50
     assert plan(**changed).free >= floor
     with pytest.raises(ConfigError, match=rf"^--kv-memory .* {floor / GIB:.2f} GiB must stay free .* that leaves"):
-        plan(kv_bytes=plan(fraction=1.0).kv_pool + BLOCK_BYTES)
+        plan(kv_memory_bytes=plan(memory_fraction=1.0).kv_pool + BLOCK_BYTES)
     with pytest.raises(ConfigError, match="must stay free"):
-        plan(free_bytes=plan(kv_bytes=GIB).weights + (2 << 30), fraction=1.0)
+        plan(free_bytes=plan(kv_memory_bytes=GIB).weights + (2 << 30), memory_fraction=1.0)
 
 
 def test_graphs_are_planned_by_their_launches() -> None:
@@ -200,12 +200,11 @@ def test_graphs_are_planned_by_their_launches() -> None:
 def _runner(kind: str) -> tuple[CudaDecodeRunner, ModelConfig]:
     """Return a runner of a tiny model whose kernels do not run."""
     gpu, executor = FakeGpu(), tiny_executor(kind)
-    made = create_runner(
+    made = CudaDecodeRunner(
         cubins_of(executor),
         gpu=gpu,
         torch_executor=executor,
         limits=limits_of(80),
-        num_ctas=num_ctas_of(executor, gpu),
     )
     return made, executor.info.model.config
 
@@ -257,7 +256,7 @@ def test_too_little_memory_names_numbers_and_settings() -> None:
         assert way_out in text
     assert ", free" not in text
     with pytest.raises(ConfigError, match=r"^--kv-memory 70.00 GiB: .* leaves 6[01].\d\d GiB"):
-        plan(kv_bytes=70 * GIB)
+        plan(kv_memory_bytes=70 * GIB)
 
 
 def test_a_plan_for_people_is_aligned_and_adds_up() -> None:

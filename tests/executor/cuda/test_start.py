@@ -31,10 +31,11 @@ from tests.executor.cuda.fake_gpu import FakeGpu
 from tests.executor.cuda.tiny_model import tiny_config, tiny_model
 from tests.executor.cuda.toy_runner import rows_of
 from ferrule_server.executor.cuda import compose
+from ferrule_server.executor.cuda.options import GpuOptions
 
 compose.TorchExecutor = __import__("functools").partial(compose.TorchExecutor, is_plain=True)
 gpu = FakeGpu()
-options = compose.GpuOptions(
+options = GpuOptions(
     device="cpu", free_bytes=1 << 32, total_bytes=1 << 32, dtype=torch.bfloat16, max_context=256,
     kv_memory_bytes=1 << 20, kernel_bundle=Path(sys.argv[1]),
 )

@@ -14,8 +14,8 @@ from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs
 from ferrule_server.executor.cuda.compose import Kernels
 from ferrule_server.executor.cuda.cuda_device import CudaDevice
 from ferrule_server.executor.cuda.graphs import GraphKey
-from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed
-from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner, create_runner
+from ferrule_server.executor.cuda.kernel_choice import shape_of, specs_needed
+from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.catalog import merged
@@ -23,7 +23,7 @@ from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
 from tests.executor.cuda.tiny_model import tiny_executor
 
-__all__ = ["GREEDY", "Toy", "cubins_of", "executor_over", "limits_of", "next_tokens", "num_ctas_of", "rows_of"]
+__all__ = ["GREEDY", "Toy", "cubins_of", "executor_over", "limits_of", "next_tokens", "rows_of"]
 
 GREEDY = OutputSpec(greedy=True)
 VOCAB = 67
@@ -46,23 +46,17 @@ def limits_of(max_rows: int) -> Limits:
     return Limits(max_blocks=16, max_rows=max_rows, max_requests=32, max_entries=64)
 
 
-def num_ctas_of(executor: TorchExecutor, gpu: FakeGpu) -> int:
-    """Return the grid of attention."""
-    return attention_grid(shape_of(executor.info.model.config), gpu.info)
-
-
 def executor_over(
     gpu: FakeGpu, inner: TorchExecutor, kernels: Kernels, *, is_deterministic: bool = False, **options: Any
 ) -> FallbackExecutor:
     """Return an executor with these kernels."""
 
     def make_runner() -> CudaDecodeRunner:
-        return create_runner(
+        return CudaDecodeRunner(
             kernels.cubins,
             gpu=gpu,
             torch_executor=inner,
             limits=limits_of(8),
-            num_ctas=num_ctas_of(inner, gpu),
             is_deterministic=is_deterministic,
             **options,
         )
@@ -121,12 +115,11 @@ class Toy:
     ) -> None:
         self.gpu = FakeGpu(stand_ins={"embed": self._embed, "head": self._end, "argmax": self._end})
         self.executor = tiny_executor(kind, num_layers=1)
-        self.runner: CudaDecodeRunner = create_runner(
+        self.runner = CudaDecodeRunner(
             cubins_of(self.executor, is_deterministic=is_deterministic) if cubins is None else cubins,
             gpu=self.gpu,
             torch_executor=self.executor,
             limits=limits_of(max_rows),
-            num_ctas=num_ctas_of(self.executor, self.gpu),
             is_deterministic=is_deterministic,
             graph_bytes=graph_bytes,
         )

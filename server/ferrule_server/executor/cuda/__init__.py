@@ -2,7 +2,8 @@
 
 ``README.md`` explains how it works; ``executor/fallback`` decides which steps run here. Where to find what::
 
-    compose.py         puts all of it together; memory_plan.py: how the memory of the GPU is divided
+    compose.py         puts all of it together; options.py: what the settings say; memory_plan.py: how the memory of the
+                       GPU is divided
     bundle.py          finds and reads the compiled kernels; the settings ask it on machines without a GPU too
     cuda_device.py     the GPU as ``executor/fallback`` sees it
     early_launch.py    when a kernel may start while the one before it runs; litmus.py: whether the GPU does that right

@@ -121,7 +121,6 @@ class DecodeBuffers:
 
     Attributes:
         limits: As given.
-        num_ctas: As given.
         input_layout: Of ``inputs``.
         result_layout: Of ``results``.
         input: The fields of ``inputs``, all int32: ``token_ids`` [R] (-1: no token, zeros; -2 - j: ``tokens[j]`` of the
@@ -182,7 +181,6 @@ class DecodeBuffers:
 
     def __init__(self, gpu: Gpu, shape: ModelShape, limits: Limits, num_ctas: int) -> None:
         self.limits = limits
-        self.num_ctas = num_ctas
         self.input_layout = input_layout(shape, limits, num_ctas)
         self.result_layout = result_layout(limits)
         for name, (dims, dtype) in _tensors(shape, limits, num_ctas).items():

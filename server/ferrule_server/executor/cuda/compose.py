@@ -19,7 +19,6 @@ import torch
 
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import BLOCK_SIZE, MemoryPlan
-from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.cuda.bundle import BundleError, find_bundle
 from ferrule_server.executor.cuda.cuda_device import CudaDevice
 from ferrule_server.executor.cuda.early_launch import EarlyLaunch
@@ -27,7 +26,8 @@ from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuInfo
 from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed, unsupported_reason
 from ferrule_server.executor.cuda.kernel_set import Trigger
 from ferrule_server.executor.cuda.memory_plan import format_plan, plan_memory
-from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner, create_runner
+from ferrule_server.executor.cuda.options import GpuOptions
+from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
@@ -35,50 +35,10 @@ from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.weights import LoadedModel
 
-__all__ = ["GpuOptions", "Kernels", "Preparation", "load_kernels", "open_gpu", "prepare"]
+__all__ = ["Kernels", "Preparation", "load_kernels", "open_gpu", "prepare"]
 
 _FIRST_CAPABILITY: Final = (8, 0)
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuOptions:
-    """What the settings say of a GPU.
-
-    Attributes:
-        device: As torch writes it: ``cuda:0``.
-        free_bytes: Of its memory, what nobody uses yet.
-        total_bytes: Of its memory.
-        dtype: Of weights, activations and KV.
-        max_context: Longest sequence in tokens.
-        max_step_rows: Most rows of a step.
-        memory_fraction: How much of ``total_bytes`` may be used.
-        kv_memory_bytes: Of the KV pool; None: what is left.
-        wants_kernels: False leaves everything to torch, and nobody wonders why.
-        reason: Why the kernels may not run although they are wanted; empty: they may.
-        is_deterministic: Bits must not depend on what else is in a step.
-        kernel_cache: Folder in which the outcome of a test of early launch is kept; None: in the user's cache folder.
-        kernel_bundle: Bundle of kernels, or folder of bundles; None: those that are installed.
-        early_launch: Whether kernels may start while the one before them runs: ``on``, ``off``, or ``auto``: if a test
-            has shown that this GPU does it right.
-        has_graphs: Steps are captured in CUDA graphs.
-    """
-
-    device: str
-    free_bytes: int
-    total_bytes: int
-    dtype: torch.dtype
-    max_context: int
-    max_step_rows: int = 512
-    memory_fraction: float = 0.9
-    kv_memory_bytes: int | None = None
-    wants_kernels: bool = True
-    reason: str = ""
-    is_deterministic: bool = False
-    kernel_cache: Path | None = None
-    kernel_bundle: Path | None = None
-    early_launch: str = "auto"
-    has_graphs: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +54,7 @@ class Kernels:
     cubins: Mapping[KernelSpec, Cubin]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Preparation:
     """An executor on a GPU, as far as it can be made without its model. Either finish it or close it.
 
@@ -102,8 +62,6 @@ class Preparation:
         options: As given.
         gpu: None: only torch can use it.
         plan: What the memory is for.
-        limits: Of steps on the kernels; None: torch runs them all.
-        num_ctas: The largest grid of attention.
         kernels: The kernels of the model; None: torch runs all steps.
         early_launch: When kernels start, perhaps tested now; None: there are none.
         reason: Why torch runs all steps although that was not wanted.
@@ -112,8 +70,6 @@ class Preparation:
     options: GpuOptions
     gpu: Gpu | None
     plan: MemoryPlan
-    limits: Limits | None
-    num_ctas: int
     kernels: Kernels | None
     early_launch: EarlyLaunch | None
     reason: str
@@ -170,14 +126,12 @@ class Preparation:
     def _make_runner(self, torch_executor: TorchExecutor, trigger: Trigger) -> CudaDecodeRunner:
         assert self.kernels is not None
         assert self.gpu is not None
-        assert self.limits is not None
         assert self.early_launch is not None
-        runner = create_runner(
+        runner = CudaDecodeRunner(
             self.kernels.cubins,
             gpu=self.gpu,
             torch_executor=torch_executor,
-            limits=self.limits,
-            num_ctas=self.num_ctas,
+            limits=self.options.limits,
             is_deterministic=self.options.is_deterministic,
             graph_bytes=self.plan.graphs,
             has_graphs=self.options.has_graphs,
@@ -211,31 +165,21 @@ def prepare(config: ModelConfig, options: GpuOptions, *, open_gpu: Callable[[str
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     gpu, reason = _opened(config, options, open_gpu)
-    kernels = early_launch = None
+    kernels, early_launch, num_ctas = None, None, 0
     if gpu is not None and options.wants_kernels and not reason:
         try:
-            kernels = load_kernels(_specs(config, options, gpu.info), options, gpu.info)
+            kernels = load_kernels(config, options, gpu.info)
+            num_ctas = attention_grid(shape_of(config), gpu.info)
         except GpuError as error:
             reason = str(error)
     if options.is_deterministic and kernels is None:
         raise ConfigError(f"--deterministic needs the kernels of a GPU: {reason}")
-    num_ctas = attention_grid(shape_of(config), gpu.info) if gpu is not None and kernels is not None else 0
-    limits = Limits(max_blocks=-(-options.max_context // BLOCK_SIZE), block_size=BLOCK_SIZE) if kernels else None
-    plan = _planned(config, options, limits, num_ctas)
+    plan = plan_memory(config, options, num_ctas)
     for line in format_plan(plan).splitlines():
         _log.info("%s", line)
     if gpu is not None and kernels is not None:
         early_launch = EarlyLaunch(options.early_launch, gpu, options.kernel_cache, kernels.bundle)
-    return Preparation(
-        options=options,
-        gpu=gpu,
-        plan=plan,
-        limits=limits,
-        num_ctas=num_ctas,
-        kernels=kernels,
-        early_launch=early_launch,
-        reason=reason,
-    )
+    return Preparation(options, gpu, plan, kernels, early_launch, reason)
 
 
 def _opened(config: ModelConfig, options: GpuOptions, open_gpu: Callable[[str], Gpu]) -> tuple[Gpu | None, str]:
@@ -252,32 +196,7 @@ def _opened(config: ModelConfig, options: GpuOptions, open_gpu: Callable[[str], 
     return gpu, reason
 
 
-def _specs(config: ModelConfig, options: GpuOptions, gpu: GpuInfo) -> list[KernelSpec]:
-    return specs_needed(
-        shape_of(config),
-        is_deterministic=options.is_deterministic,
-        block_size=BLOCK_SIZE,
-        limit=gpu.shared_bytes_per_cta,
-    )
-
-
-def _planned(config: ModelConfig, options: GpuOptions, limits: Limits | None, num_ctas: int) -> MemoryPlan:
-    return plan_memory(
-        config,
-        dtype=options.dtype,
-        total_bytes=options.total_bytes,
-        free_bytes=options.free_bytes,
-        fraction=options.memory_fraction,
-        kv_bytes=options.kv_memory_bytes,
-        block_size=BLOCK_SIZE,
-        max_context=options.max_context,
-        max_step_rows=options.max_step_rows,
-        limits=limits,
-        num_ctas=num_ctas,
-    )
-
-
-def load_kernels(specs: list[KernelSpec], options: GpuOptions, gpu: GpuInfo) -> Kernels:
+def load_kernels(config: ModelConfig, options: GpuOptions, gpu: GpuInfo) -> Kernels:
     """Return the kernels of a model for a GPU, from its bundle; a line in the log says where they are from.
 
     Raises:
@@ -286,6 +205,8 @@ def load_kernels(specs: list[KernelSpec], options: GpuOptions, gpu: GpuInfo) -> 
     """
     if not options.has_graphs:
         _log.warning("event=graphs_off reason=--disable-cuda-graphs: every step is launched kernel by kernel")
+    is_deterministic, limit = options.is_deterministic, gpu.shared_bytes_per_cta
+    specs = specs_needed(shape_of(config), is_deterministic=is_deterministic, block_size=BLOCK_SIZE, limit=limit)
     try:
         bundle = find_bundle(options.kernel_bundle, gpu.capability, gpu.cuda_version)
         cubins = bundle.read(specs)
@@ -302,7 +223,7 @@ def load_kernels(specs: list[KernelSpec], options: GpuOptions, gpu: GpuInfo) -> 
             raise GpuError(
                 f"{spec.name} is not in {bundle.path}; build the kernels of this model (tools/kernels/README.md)"
             )
-        if spec.shared_bytes > (limit := gpu.shared_bytes_per_cta):
+        if spec.shared_bytes > limit:
             needed = f"{spec.name} needs {spec.shared_bytes} bytes of shared memory per CTA"
             raise GpuError(f"{needed}, {gpu.name} has {limit}")
     return Kernels(bundle.path, cubins)

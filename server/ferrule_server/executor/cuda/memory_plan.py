@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from ferrule_server.errors import ConfigError
-from ferrule_server.executor.base import MemoryPlan
+from ferrule_server.executor.base import BLOCK_SIZE, MemoryPlan
 from ferrule_server.executor.cuda.buckets import bucket_sizes
 from ferrule_server.executor.cuda.buffers import Limits, decode_buffer_bytes
 from ferrule_server.executor.cuda.graphs import FIRST_GRAPH_BYTES, NODE_BYTES
 from ferrule_server.executor.cuda.kernel_choice import shape_of
+from ferrule_server.executor.cuda.options import GpuOptions
 from ferrule_server.executor.host_plan import gib
 from ferrule_server.executor.sizes import weights_bytes
 from ferrule_server.model.config import ModelConfig
@@ -60,52 +59,32 @@ def num_launches(config: ModelConfig) -> int:
     return config.num_layers * (_LAYER_LAUNCHES + num_biased * _BIAS_LAUNCHES) + _STEP_LAUNCHES
 
 
-def plan_memory(
-    config: ModelConfig,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    total_bytes: int,
-    free_bytes: int,
-    fraction: float,
-    kv_bytes: int | None,
-    block_size: int,
-    max_context: int,
-    max_step_rows: int,
-    limits: Limits | None,
-    num_ctas: int = 0,
-) -> MemoryPlan:
+def plan_memory(config: ModelConfig, options: GpuOptions, num_ctas: int) -> MemoryPlan:
     """Return what the memory of a GPU will be for.
 
     Args:
         config: Of the model.
-        dtype: Of weights, activations and KV.
-        total_bytes: Of the GPU.
-        free_bytes: Of these what nobody uses yet.
-        fraction: How much of ``total_bytes`` may be used in all, by others too, where ``kv_bytes`` is None.
-        kv_bytes: Of the pool, rounded down to whole blocks; None: all that is left. Something stays free in either
-            case.
-        block_size: Slots per block.
-        max_context: Longest sequence in tokens.
-        max_step_rows: Most rows of a step that torch runs.
-        limits: Of steps on the kernels; None: they are not used.
-        num_ctas: As ``DecodeBuffers`` has it.
+        options: The size of the pool is rounded down to whole blocks; without one the fraction says how much others and
+            this process may use in all. Something stays free in either case.
+        num_ctas: The grid of attention on the kernels; 0: they are not used.
 
     Raises:
         ConfigError: It is too little.
     """
     plan = MemoryPlan(
-        total=total_bytes,
-        weights=weights_bytes(config, dtype),
+        total=options.total_bytes,
+        weights=weights_bytes(config, options.dtype),
         kv_pool=0,
-        buffers=_buffer_bytes(config, limits, max_context, num_ctas),
-        workspace=_workspace_bytes(config, dtype.itemsize, max_context, max_step_rows),
-        graphs=_graph_bytes(config, limits),
+        buffers=_buffer_bytes(config, options, num_ctas) if num_ctas else 0,
+        workspace=_workspace_bytes(config, options),
+        graphs=_graph_bytes(config, options.limits) if num_ctas else 0,
         free=0,
     )
-    plan = replace(plan, free=free_bytes - plan.weights - plan.buffers - plan.workspace - plan.graphs)
-    spare = max(_spare_bytes(plan), 0 if kv_bytes is not None else int(total_bytes * (1 - fraction)))
+    plan = replace(plan, free=options.free_bytes - plan.weights - plan.buffers - plan.workspace - plan.graphs)
+    kv_bytes, fraction = options.kv_memory_bytes, options.memory_fraction
+    spare = max(_spare_bytes(plan), 0 if kv_bytes is not None else int(plan.total * (1 - fraction)))
     left = plan.free - spare
-    block_bytes = config.kv_values * block_size * dtype.itemsize
+    block_bytes = config.kv_values * BLOCK_SIZE * options.dtype.itemsize
     kv_pool = (left if kv_bytes is None else kv_bytes) // block_bytes * block_bytes
     if not _MIN_BLOCKS * block_bytes <= kv_pool <= left:
         asked = f"--gpu-memory-fraction {fraction}" if kv_bytes is None else f"--kv-memory {gib(kv_bytes)}"
@@ -143,17 +122,14 @@ def _complaint(plan: MemoryPlan, asked: str, spare: int, least: int) -> str:
     )
 
 
-def _buffer_bytes(config: ModelConfig, limits: Limits | None, max_context: int, num_ctas: int) -> int:
+def _buffer_bytes(config: ModelConfig, options: GpuOptions, num_ctas: int) -> int:
     """Return what the kernels need besides weights and pool: their buffers and the table of rotations."""
-    if limits is None:
-        return 0
-    return decode_buffer_bytes(shape_of(config), limits, num_ctas) + max_context * config.head_dim * 4
+    rotations = options.max_context * config.head_dim * 4
+    return decode_buffer_bytes(shape_of(config), options.limits, num_ctas) + rotations
 
 
-def _graph_bytes(config: ModelConfig, limits: Limits | None) -> int:
+def _graph_bytes(config: ModelConfig, limits: Limits) -> int:
     """Return what is kept for graphs: one of each size in any case; what is free takes further ones (``graphs.py``)."""
-    if limits is None:
-        return 0
     return FIRST_GRAPH_BYTES + len(bucket_sizes(limits.max_rows)) * num_launches(config) * NODE_BYTES
 
 
@@ -162,8 +138,9 @@ def _spare_bytes(plan: MemoryPlan) -> int:
     return _LEAST_FREE_BYTES + plan.weights // _LEAST_FREE_SHARE
 
 
-def _workspace_bytes(config: ModelConfig, dtype_bytes: int, max_context: int, max_rows: int) -> int:
+def _workspace_bytes(config: ModelConfig, options: GpuOptions) -> int:
     """Return what torch takes at most for a prefill of one long sequence: activations, attention, logits."""
+    dtype_bytes, max_context, max_rows = options.dtype.itemsize, options.max_context, options.max_step_rows
     qkv, group = shape_of(config).qkv_size, config.num_heads // config.num_kv_heads
     inner = (4 if config.clamped_swiglu is None else _CLAMPED_INNER) * config.intermediate_size
     activations = max_rows * dtype_bytes * (10 * config.hidden_size + 2 * qkv + inner)

@@ -30,7 +30,7 @@ from ferrule_server.executor.cuda.choices import (
 from ferrule_server.executor.cuda.gpu import Gpu, Operation
 from ferrule_server.executor.cuda.graphs import GraphKey, GraphStore
 from ferrule_server.executor.cuda.inputs import fill_inputs
-from ferrule_server.executor.cuda.kernel_choice import MAX_GEMM_ROWS, shape_of
+from ferrule_server.executor.cuda.kernel_choice import MAX_GEMM_ROWS, attention_grid, shape_of
 from ferrule_server.executor.cuda.kernel_set import KernelSet, Trigger
 from ferrule_server.executor.cuda.layout import Array
 from ferrule_server.executor.cuda.row_copies import RowCopies
@@ -38,10 +38,10 @@ from ferrule_server.executor.cuda.staging import Download, DownloadRing, UploadR
 from ferrule_server.executor.cuda.weights import adopt_weights
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
 from ferrule_server.executor.torch import TorchExecutor
-from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from ferrule_server.kernels.cuda.work_list import MAX_NEW
 
-__all__ = ["NAME", "CudaDecodeRunner", "QueuedStep", "create_runner"]
+__all__ = ["NAME", "CudaDecodeRunner", "QueuedStep"]
 
 NAME = "numba-cuda"
 """Name of the executor if kernels run or are to run."""
@@ -52,22 +52,29 @@ _TILE_ROWS = 32
 
 
 class CudaDecodeRunner:
-    """Implements ``executor.fallback.fast_path.Runner``. For one thread at a time; counts are read by any thread.
+    """Runs steps over the weights and the pool of torch; implements ``executor.fallback.fast_path.Runner``.
+
+    For one thread at a time; counts are read by any thread.
 
     Invariant: between steps no work in the stream reads pinned memory that may be written, or writes pinned memory
     that may be read: the rings wait for such work.
 
     Args:
-        gpu: Its stream runs everything.
-        kernels: The model's kernels.
-        chain: Leads from tokens to logits; over the same kernels and buffers.
-        buffers: What steps read and write.
-        shape: The model's sizes.
+        cubins: Every kernel of the model; all of them are loaded now.
+        gpu: The GPU that torch uses too; its stream runs everything.
+        torch_executor: Its weights are plain.
+        limits: Limits of a step.
         is_deterministic: A row's bits must not depend on the rows beside it.
         graph_bytes: Memory that graphs may take.
         has_graphs: Capture steps in graphs; else every step is launched kernel by kernel.
+        trigger: When kernels let each other start.
+
+    Raises:
+        GpuError: Memory is short, or the GPU refuses.
 
     Attributes:
+        buffers: What steps read and write.
+        max_rows: Most rows of a step.
         notice: What the status says besides; set before it serves.
     """
 
@@ -76,24 +83,29 @@ class CudaDecodeRunner:
 
     def __init__(
         self,
-        gpu: Gpu,
-        kernels: KernelSet,
-        chain: StepChain,
-        buffers: DecodeBuffers,
+        cubins: Mapping[KernelSpec, Cubin],
         *,
-        shape: ModelShape,
+        gpu: Gpu,
+        torch_executor: TorchExecutor,
+        limits: Limits,
         is_deterministic: bool = False,
         graph_bytes: int = _GRAPH_BYTES,
         has_graphs: bool = True,
+        trigger: Trigger = "early",
     ) -> None:
+        config, weights = torch_executor.info.model.config, torch_executor.plain_weights
+        assert weights is not None, "the weights were packed for a CPU"
+        shape = shape_of(config)
         self._gpu = gpu
-        self._kernels = kernels
-        self._chain = chain
-        self._buffers = buffers
+        self.buffers = buffers = DecodeBuffers(gpu, shape, limits, attention_grid(shape, gpu.info))
+        self._kernels = KernelSet(gpu, cubins, trigger)
+        adopted = adopt_weights(gpu, weights, config, torch_executor.info.model.max_context)
+        pool, eps = torch_executor.pool, config.norm_eps
+        self._chain = StepChain(self._kernels, adopted, buffers, pool, shape=shape, eps=eps)
         self._is_deterministic = is_deterministic
         self._vocab_size = shape.vocab_size
-        self._max_rows = min(buffers.limits.max_rows, MAX_GEMM_ROWS) if is_deterministic else buffers.limits.max_rows
-        self._work_lists = chain.work_lists()
+        self.max_rows = min(limits.max_rows, MAX_GEMM_ROWS) if is_deterministic else limits.max_rows
+        self._work_lists = self._chain.work_lists()
         self._choice_specs = ChoiceSpecs.of(shape)
         self._uploads = UploadRing(gpu, "inputs", buffers.inputs, buffers.input_layout)
         self._downloads = DownloadRing(gpu, "results", buffers.results, buffers.result_layout)
@@ -106,16 +118,6 @@ class CudaDecodeRunner:
         self._captured_sizes: tuple[int, ...] = ()
         self._num_graph_steps = self._num_launched_steps = 0
         self.notice = ""
-
-    @property
-    def buffers(self) -> DecodeBuffers:
-        """What steps read and write."""
-        return self._buffers
-
-    @property
-    def max_rows(self) -> int:
-        """Most rows of a step."""
-        return self._max_rows
 
     @property
     def captured(self) -> tuple[GraphKey, ...]:
@@ -210,7 +212,7 @@ class CudaDecodeRunner:
     def _plan(self, batch: StepBatch) -> tuple[GraphKey, Division]:
         """Return what decides the operations of a step, and who chooses; kept, as it is asked for several times."""
         if self._latest is None or self._latest[0] is not batch:
-            bucket = bucket_for(batch.num_rows, self._max_rows)
+            bucket = bucket_for(batch.num_rows, self.max_rows)
             division = self._division(batch)
             key = GraphKey(bucket, division.kind, len(batch.output_rows) > 0, division.keeps_rows)
             self._latest = batch, key, division
@@ -221,7 +223,7 @@ class CudaDecodeRunner:
         specs, (plain, division) = batch.output_specs, self._plain
         if are_same(specs, plain):
             return division
-        division = divide(specs, batch.histories, self._buffers.limits)
+        division = divide(specs, batch.histories, self.buffers.limits)
         if all(spec.shaping is None for spec in specs):  # so that no mask is kept, and no history counts
             self._plain = specs, division
         return division
@@ -235,7 +237,7 @@ class CudaDecodeRunner:
             served: The step with the outputs that kernels choose for.
         """
         self._latest = None
-        arrays, layout = self._uploads.fill(), self._buffers.input_layout
+        arrays, layout = self._uploads.fill(), self.buffers.input_layout
         block_size = self._chain.block_size
         num_work = fill_inputs(arrays, batch, key.num_rows, work_lists=self._work_lists, block_size=block_size)
         if key.keeps_rows:
@@ -255,7 +257,7 @@ class CudaDecodeRunner:
         self._num_launched_steps += not is_graph
         if key.keeps_rows:
             self._row_copies.put()
-        download = self._downloads.download(*self._buffers.result_layout.spans(used))
+        download = self._downloads.download(*self.buffers.result_layout.spans(used))
         return download, "graph" if is_graph else "kernels"
 
     def _operations(self, key: GraphKey) -> list[Operation]:
@@ -266,7 +268,7 @@ class CudaDecodeRunner:
             keeps_hidden=key.keeps_rows,
             has_outputs=key.has_outputs,
         )
-        return chain + choice_operations(self._kernels, self._buffers, key.num_rows, key.kind, self._choice_specs)
+        return chain + choice_operations(self._kernels, self.buffers, key.num_rows, key.kind, self._choice_specs)
 
     @torch.inference_mode()
     def _selected(self, batch: StepBatch, best: Array) -> list[RowOutput]:
@@ -281,7 +283,7 @@ class CudaDecodeRunner:
             places = batch.output_rows[part]
             with self._gpu.current():
                 rows += self._outputs.select(
-                    _rows_of(self._buffers.logits, places),
+                    _rows_of(self.buffers.logits, places),
                     None,
                     batch.positions[places].tolist(),
                     batch.output_specs[part],
@@ -317,54 +319,6 @@ class QueuedStep:
             results, self._batch, key.kind, vocab_size=self._vocab_size, stores_logits=key.stores_logits
         )
         return StepResult(rows, (self._path,) * len(rows))
-
-
-def create_runner(
-    cubins: Mapping[KernelSpec, Cubin],
-    *,
-    gpu: Gpu,
-    torch_executor: TorchExecutor,
-    limits: Limits,
-    num_ctas: int,
-    is_deterministic: bool = False,
-    graph_bytes: int = _GRAPH_BYTES,
-    has_graphs: bool = True,
-    trigger: Trigger = "early",
-) -> CudaDecodeRunner:
-    """Return a runner over the weights and the pool of torch.
-
-    Args:
-        cubins: Every kernel of the model; all of them are loaded now.
-        gpu: The GPU that torch uses too.
-        torch_executor: Its weights are plain.
-        limits: Limits of a step.
-        num_ctas: The largest grid of attention.
-        is_deterministic: A row's bits must not depend on the rows beside it.
-        graph_bytes: Memory that graphs may take.
-        has_graphs: As :class:`CudaDecodeRunner`.
-        trigger: When kernels let each other start.
-
-    Raises:
-        GpuError: Memory is short, or the GPU refuses.
-    """
-    config = torch_executor.info.model.config
-    weights = torch_executor.plain_weights
-    assert weights is not None, "the weights were packed for a CPU"
-    shape = shape_of(config)
-    buffers = DecodeBuffers(gpu, shape, limits, num_ctas)
-    kernels = KernelSet(gpu, cubins, trigger)
-    adopted = adopt_weights(gpu, weights, config, torch_executor.info.model.max_context)
-    chain = StepChain(kernels, adopted, buffers, torch_executor.pool, shape=shape, eps=config.norm_eps)
-    return CudaDecodeRunner(
-        gpu,
-        kernels,
-        chain,
-        buffers,
-        shape=shape,
-        is_deterministic=is_deterministic,
-        graph_bytes=graph_bytes,
-        has_graphs=has_graphs,
-    )
 
 
 def _rows_of(tensor: Tensor, places: Int32Array) -> Tensor:

@@ -11,6 +11,7 @@ from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.receiving.parsing import PIECE_BYTES, PLAIN_BYTES
 from ferrule_server.api.rpc.intake import Intake
 from ferrule_server.api.rpc.state import ServerState
+from ferrule_server.api.security.principal import ANYBODY, REFUSED
 from ferrule_server.fairness import turns as turns_module
 from ferrule_server.fairness.turns import Shares, TurnTaker, take_turns
 from tests.api.loops import on_a_loop
@@ -80,3 +81,18 @@ async def test_a_large_request_waits_for_one_of_another_principal_at_most() -> N
 
     await asyncio.gather(*map(note, ["flood"] * 3), note("calm"))
     assert order.index("calm") <= 1
+
+
+@on_a_loop
+async def test_a_probe_does_not_wait_for_what_refused_calls_have_used() -> None:
+    """Health needs no credentials; a flood of calls whose credentials are refused has an account of its own."""
+    state = ServerState("test", "0", "0", ApiLimits(), shares=Shares(lambda: 0))
+    intake, shares = Intake(state), state.shares
+    shares.account("calm")
+    shares.account(ANYBODY)
+    refused = [asyncio.create_task(intake.refuse_in_turn("ipv4:192.0.2.1:1")) for _ in range(8)]
+    await asyncio.sleep(0)
+    assert shares.wait_ns(shares.account(REFUSED)) > 0
+    assert shares.wait_ns(shares.account(ANYBODY)) <= 0
+    for each in refused:
+        each.cancel()

@@ -27,7 +27,7 @@ from ferrule_server.api.rpc.observe import Call, Observer
 from ferrule_server.api.rpc.state import ServerState
 from ferrule_server.api.rpc.status import fault_of
 from ferrule_server.api.security.auth import Access
-from ferrule_server.api.security.principal import ADMIN, ANYBODY, Caller, caller_of, enter
+from ferrule_server.api.security.principal import ADMIN, ANYBODY, REFUSED, Caller, caller_of, enter
 from ferrule_server.errors import CallElsewhere, FerruleError
 from ferrule_server.fairness.turns import metered, take_turns
 
@@ -183,7 +183,7 @@ class _Guard:
         try:
             return _STRANGER if self.service in OPEN_SERVICES else self.registrar.access.admit(context)
         except FerruleError as error:
-            take_turns(intake.turns, ANYBODY)
+            take_turns(intake.turns, REFUSED)
             await intake.refuse_in_turn(call.peer)
             intake.stranger_log.record(call.rpc, error, call.peer, call.trace_id)
             abort(error)

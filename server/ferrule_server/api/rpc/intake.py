@@ -23,7 +23,7 @@ from ferrule_server.api.receiving.budgets import PROBE_TIMEOUT_S, ProbeBudget, R
 from ferrule_server.api.receiving.parsing import MESSAGE_BYTES, PIECE_BYTES, parse
 from ferrule_server.api.rpc.refusals import StrangerLog
 from ferrule_server.api.rpc.state import ServerState
-from ferrule_server.api.security.principal import ANYBODY, Caller, Context
+from ferrule_server.api.security.principal import ANYBODY, REFUSED, Caller, Context
 from ferrule_server.api.security.strangers import Strangers, hang_up
 from ferrule_server.errors import InvalidRequest, RequestTooLarge
 from ferrule_server.fairness.bucket import Meter
@@ -122,11 +122,11 @@ class Intake:
 
     async def refuse_in_turn(self, peer: str) -> None:
         """Wait until a stranger may be refused: after its pause, floods of strangers take turns with all principals."""
-        self.turns.shares.account(ANYBODY)
-        self.turns.shares.charge(ANYBODY, CALL_NS)
+        self.turns.shares.account(REFUSED)
+        self.turns.shares.charge(REFUSED, CALL_NS)
         await self.strangers.pause(peer)
-        if self.turns.num_waiting(ANYBODY) < _MAX_PARKED_STRANGERS:
-            await self.turns.turn(ANYBODY, peer)
+        if self.turns.num_waiting(REFUSED) < _MAX_PARKED_STRANGERS:
+            await self.turns.turn(REFUSED, peer)
 
     async def one(self, kind: type[Message], context: Context, caller: Caller) -> tuple[Message, int]:
         """Return the one request of a call, and the bytes to give back when the call has ended.

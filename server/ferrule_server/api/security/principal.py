@@ -17,7 +17,10 @@ LOCAL: Final = "local"
 """The principal of every caller of a server without authentication."""
 
 ANYBODY: Final = "-"
-"""The principal of calls that need no credentials, or whose credentials are refused; it owns nothing."""
+"""The principal of calls that need no credentials; it owns nothing."""
+
+REFUSED: Final = "-\0"
+"""The account of calls whose credentials are refused: probes do not wait for what these use. No principal has NUL."""
 
 ADMIN: Final = "admin"
 """The one role besides that of a user."""

@@ -18,6 +18,7 @@ import pytest
 from ferrule_server.engine import engine as engine_module
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.durable import journal as journal_module
+from ferrule_server.engine.durable.confirmations import Confirmations
 from ferrule_server.engine.durable.journal import Journal
 from ferrule_server.engine.jobs import (
     AppendResult,
@@ -197,6 +198,30 @@ def test_a_generate_ends_once_when_the_journal_is_lost(server: Harness, files: F
         assert isinstance(last, DurabilityLost) or (isinstance(last, GenerateFrame) and last.is_last)
         until_known(server, lambda: durable(1, 2, 3))
     assert num_lost
+
+
+@pytest.mark.parametrize("max_tokens", [5, 400])
+def test_a_stop_beside_a_disk_that_does_not_answer_ends_each_job_once(
+    max_tokens: int, files: FaultFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many frames of a Generate wait for the disk, and whether it has ended: it leaves its place once."""
+    monkeypatch.setattr(journal_module, "_CLOSE_S", 0.1)
+    server = Harness(FakeExecutor(num_blocks=400), durable=DIRECTORY, files=files)
+    server.engine.start()
+    handle = server.submit(durable(1, 2, 3)).result().handle
+    files.is_flowing.clear()
+    stream, waiting = Stream(), server.submit(append(handle, 4))
+    server.engine.submit([(generate(None, 1, 2, 3, max_tokens=max_tokens, is_durable=True), stream)])
+    parts = server.engine._parts
+    outlet = parts.outlet
+    assert isinstance(outlet, Confirmations)
+    wait_until(lambda: len(outlet._barrier) >= 4)
+    server.engine.close()
+    files.is_flowing.set()
+    assert isinstance(waiting.error(), DurabilityLost)
+    assert isinstance(stream.wait()[-1], DurabilityLost)
+    assert parts.gate.num_jobs == 0
+    parts.gate.check_integrity()
 
 
 # ---- a client that gives up on no request ---------------------------------------------------------------------------

@@ -122,19 +122,21 @@ class Confirmations:
 
         It is unknown whether that will be there. Frames before the last one of a job are dropped; its driver ends it.
         """
-        if not self.journal.tend():
-            return None
-        return [(job, sink, DurabilityLost()) for job, sink, outcome in self._barrier.take_all() if is_last(outcome)]
+        return self._lost() if self.journal.tend() else None
 
     def close(self) -> None:
         """Write what is left, and answer what still waits for a disk that does not answer."""
         self.journal.close()
         with contextlib.suppress(RuntimeError):  # the event loop may be closed already: then no caller waits
-            self.delivery.hand_over([(job, sink, DurabilityLost()) for job, sink, _ in self._barrier.take_all()])
+            self.delivery.hand_over(self._lost())
 
     def figures(self, num_recomputed_tokens: int) -> DurabilityFigures:
         """Return the figures of the journal; from any thread."""
         return self.journal.figures(self._num_restored, num_recomputed_tokens)
+
+    def _lost(self) -> list[Finished]:
+        """Take what waits for the disk, and return it with DURABILITY_LOST, once for each job."""
+        return [(job, sink, DurabilityLost()) for job, sink, outcome in self._barrier.take_all() if is_last(outcome)]
 
     def _awaited(self, finished: Finished) -> tuple[int, Finished]:
         """Return an outcome with the group of records that it depends on; while the journal is lost, an error."""

@@ -34,7 +34,7 @@ TYPES: tuple[type[Message], ...] = (
 def parsed(kind: type[Message], data: bytes) -> Message:
     """Parse on a loop of its own."""
     message = kind()
-    asyncio.run(parse(message, data))
+    asyncio.run(parse(message, data, contextlib.nullcontext()))
     return message
 
 
@@ -83,7 +83,7 @@ def test_every_length_gives_the_same_message(drawn: tuple[type[Message], Message
         return
     found = kind()
     with lengths(how):
-        count = asyncio.run(parse(found, data))
+        count = asyncio.run(parse(found, data, contextlib.nullcontext()))
     assert serialized(found) == serialized(expected)
     assert count == (0 if how == "short" or not data else num_messages(expected))
 
@@ -180,7 +180,7 @@ def test_others_run_while_a_large_request_is_parsed(name: str) -> None:
         task = asyncio.create_task(watch())
         await asyncio.sleep(0)
         found = type(message)()
-        assert await parse(found, data) == expected
+        assert await parse(found, data, contextlib.nullcontext()) == expected
         is_over = True
         await task
         assert found == message

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -38,8 +38,6 @@ _MAX_FIELDS: Final = 1 << 19
 """Most fields within one request of more than ``PLAIN_BYTES``; each entry of a list that is not packed counts."""
 _PAUSE_FIELDS: Final = 256
 
-_ANYONE: Final = nullcontext()
-
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES: Final = {_FIXED64: 8, _FIXED32: 4}
 _MAX_VARINT_BYTES: Final = 10
@@ -47,7 +45,7 @@ _MORE: Final = 0x80
 """Set in every byte of a varint but the last."""
 
 
-async def parse(message: Message, data: bytes, alone: AbstractAsyncContextManager[None] = _ANYONE) -> int:
+async def parse(message: Message, data: bytes, alone: AbstractAsyncContextManager[None]) -> int:
     """Fill an empty message from its encoding.
 
     Args:
@@ -64,9 +62,8 @@ async def parse(message: Message, data: bytes, alone: AbstractAsyncContextManage
         FeatureUnsupported: A field is not of this version of the contract. To ignore it would be to do something else
             than the client asks for.
     """
-    num_messages = 0
-    if len(data) > PLAIN_BYTES:
-        num_messages = await _counted(_encoded_fields(message.DESCRIPTOR, data), Turns().pause)
+    fields = _encoded_fields(message.DESCRIPTOR, data)
+    num_messages = await _counted(fields, Turns().pause) if len(data) > PLAIN_BYTES else 0
     async with alone:
         message.ParseFromString(data)
         if PIECE_BYTES < len(data) <= PLAIN_BYTES:

@@ -119,7 +119,7 @@ class Costs:
             num_rows[key] = num_rows.get(key, 0) + chunk.num_rows
         added_s = max(0.0, step_s - self.base_s)
         self._correct(num_rows, added_s)
-        estimates = self._estimates(num_rows)
+        estimates = {key: self._price(key).row_s * count for key, count in num_rows.items()}
         scale = added_s / sum(estimates.values())
         costs = dict.fromkeys((principal for principal, _ in estimates), 0.0)
         costs = dict.fromkeys(costs, (step_s - added_s) / len(costs))
@@ -137,7 +137,7 @@ class Costs:
 
         The shortest step is forgotten by what the prices have not explained.
         """
-        estimates = self._estimates(num_rows)
+        estimates = {key: self._price(key).row_s * count for key, count in num_rows.items()}
         total = sum(estimates.values())
         self.base_s += _FORGETTING * max(0.0, added_s - total)
         error = min(added_s / total, _MAX_RISE) - 1.0
@@ -146,9 +146,6 @@ class Costs:
             price = self._prices[key]
             price.row_s = max(price.row_s * (1.0 + error * estimate / total), _LEAST_PRICE * self.base_s)
             price.reach = max(price.reach, num_rows[key])
-
-    def _estimates(self, num_rows: Mapping[_Key, int]) -> dict[_Key, float]:
-        return {key: self._price(key).row_s * count for key, count in num_rows.items()}
 
     def _price(self, key: _Key) -> _Price:
         price = self._prices.get(key)

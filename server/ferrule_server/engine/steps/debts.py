@@ -140,6 +140,5 @@ class Debts:
     def _of(self, name: str) -> _Used:
         used = self._used.get(name)
         if used is None:
-            least = min((each.seconds for each in self._used.values()), default=0.0)
-            used = self._used[name] = _Used(least)
+            used = self._used[name] = _Used(min((each.seconds for each in self._used.values()), default=0.0))
         return used

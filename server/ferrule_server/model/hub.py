@@ -383,22 +383,19 @@ def _compare(name: str, folder: Path, digests: Mapping[str, str]) -> None:
     lines = {path: _line(folder / path, digest) for path, digest in digests.items() if _SHA256.fullmatch(digest)}
     unseen = [path for path, line in lines.items() if line not in seen]
     damaged = [path for path in unseen if not _is_whole(folder / path, digests[path])]
-    try:
+    with contextlib.suppress(OSError):  # if the cache cannot be written, each start compares them
         for path in damaged:
             (folder / path).resolve().unlink()
             (folder / path).unlink(missing_ok=True)
         with mark.open("a") as file:
             file.writelines(f"{lines[path]}\n" for path in unseen if path not in damaged)
-    except OSError as error:
-        _LOG.warning("event=mark_not_written model=%s error=%r", name, str(error))
     if damaged:
         raise ModelError(f"--model {name}: {damaged[0]} arrived damaged and is not kept; start again")
 
 
 def _line(path: Path, digest: str) -> str:
     """Return the line of a file that has been compared; a file that is written again has another one."""
-    status = path.stat()
-    return f"{digest} {status.st_size} {int(status.st_mtime)}"
+    return f"{digest} {path.stat().st_size} {int(path.stat().st_mtime)}"
 
 
 def _is_whole(path: Path, digest: str) -> bool:
@@ -422,8 +419,10 @@ def _failing(name: str) -> Iterator[None]:
         raise ModelError(f"--model {name}: {_reason(error.__cause__ or error, name)}; start again") from error
     except _http_failure() as error:
         raise ModelError(f"--model {name}: {_reason(error, name)}") from error
-    except OSError as error:
-        raise ModelError(f"--model {name}: {constants.HF_HUB_CACHE} cannot be written: {error}") from error
+    except (OSError, RuntimeError, ValueError, ImportError) as error:  # those of Xet have no number
+        is_local = getattr(error, "errno", None) is not None
+        what = f"{constants.HF_HUB_CACHE} cannot be written" if is_local else "the transfer failed"
+        raise ModelError(f"--model {name}: {what}: {_first_line(error)}") from error
 
 
 def _reason(error: BaseException, name: str) -> str:
@@ -444,7 +443,12 @@ def _reason(error: BaseException, name: str) -> str:
         return f"{endpoint} answers {status}"
     if "bearer" in str(error).lower():  # HTTP clients show a header that they refuse
         return f"{endpoint} cannot be reached (HF_TOKEN holds characters that no token has)"
-    return f"{endpoint} cannot be reached ({(str(error).splitlines() or [type(error).__name__])[0]})"
+    return f"{endpoint} cannot be reached ({_first_line(error)})"
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of a message without the queries of its addresses: some are signed."""
+    return re.sub(r"\?\S+", "", (str(error).splitlines() or [type(error).__name__])[0])
 
 
 def _http_failure() -> type[Exception]:
@@ -468,10 +472,9 @@ def _is_outage(error: BaseException) -> bool:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    try:
+    with contextlib.suppress(ModelError):
         return read_index(folder)
-    except ModelError:
-        return {}
+    return {}
 
 
 def _disk_bytes(folder: Path) -> int:

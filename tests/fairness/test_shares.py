@@ -88,7 +88,7 @@ def test_steps_are_demand_and_cost_nothing() -> None:
     shares.account("victim")
     flood = 0
     for _ in range(4000):
-        shares.add_service(["victim"], MS)
+        shares.add_service([("victim", True)], MS)
         assert shares.wait_ns(shares.account("victim")) <= 0
         if shares.wait_ns(shares.account("flood")) <= 0:
             shares.charge("flood", MS)
@@ -114,13 +114,29 @@ def test_appends_explain_work() -> None:
     shares = Shares(clock)
     shares.account("other")
     account = shares.account("rows")
-    shares.add_service(["rows"] * 1000, MS)
+    shares.add_service([("rows", True)] * 1000, MS)
     shares.charge("rows", 40 * MS)
     assert shares.wait_ns(account) <= 0
-    shares.add_service(["rows"] * 100_000, MS)
+    shares.add_service([("rows", True)] * 100_000, MS)
     assert shares.wait_ns(account) <= 0
     shares.charge("rows", 40 * MS)
     assert shares.wait_ns(account) > 0
+
+
+def test_tokens_of_a_generate_explain_no_work() -> None:
+    """It has 64 rows in each step, and one request; others of its principal are charged as if it were not there."""
+    clock = Clock()
+    shares = Shares(clock)
+    used_ns = 0
+    for _ in range(400):
+        shares.account("calm")
+        flood = shares.account("flood")
+        if shares.wait_ns(flood) <= 0:
+            shares.charge("flood", 3 * MS)
+            used_ns += 3 * MS
+        clock.now_ns += 5 * MS
+        shares.add_service([("calm", True), *[("flood", False)] * 64], 5 * MS)
+    assert used_ns <= 0.4 * 400 * 5 * MS
 
 
 def test_a_long_generate_counts_although_its_client_asks_for_nothing() -> None:
@@ -129,7 +145,7 @@ def test_a_long_generate_counts_although_its_client_asks_for_nothing() -> None:
     shares = Shares(clock)
     shares.account("flood")
     clock.now_ns += 5 * S
-    shares.add_service(["quiet"], MS)
+    shares.add_service([("quiet", True)], MS)
     shares.account("flood")
     assert shares.is_contended
 
@@ -155,7 +171,7 @@ def test_a_debt_does_not_outlive_contention() -> None:
     shares.charge("flood", 500 * MS)
     assert shares.wait_ns(account) > 0
     clock.now_ns += 1100 * MS
-    shares.add_service(["other"], MS)
+    shares.add_service([("other", True)], MS)
     clock.now_ns += 100 * MS
     shares.charge("flood", 900 * MS)
     assert shares.wait_ns(shares.account("flood")) > 0

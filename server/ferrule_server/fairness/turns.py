@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import time
 import types
-from collections.abc import Callable, Collection, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -41,7 +41,7 @@ _ACTIVE_NS: Final = 1_000_000_000
 _BURST_NS: Final = 1_000_000
 """Work that a principal within its share may do at once before it has to wait."""
 _APPEND_NS: Final = 50_000
-"""Work on the event loop and the engine thread that belongs to one append in a step; it is not charged."""
+"""Work on the event loop and the engine thread that belongs to a request with an append; it is not charged."""
 _PART: Final = 0.5
 """Part of an equal share that work without rows may take: it holds the interpreter, which the engine needs too."""
 _LEAST_DEMAND: Final = 0.01
@@ -154,22 +154,21 @@ class Shares:
             account.host_ns += work_ns
             account.engine_ns += work_ns
 
-    def add_service(self, principals: Collection[str], elapsed_ns: int) -> None:
+    def add_service(self, appends: Iterable[tuple[str, bool]], elapsed_ns: int) -> None:
         """Count a step for the principals that have rows in it: each with its full time, undivided.
 
-        The step is not charged. Each append in it accounts for some work for a request and a reply.
+        The step is not charged. Each append that a request asked for accounts for some work for it and its reply.
 
         Args:
-            principals: The principal of each append in the step.
+            appends: Of each append in the step its principal, and whether it is that of a request. Those that a
+                Generate makes for its next tokens are not.
             elapsed_ns: Duration of the step.
         """
-        num_appends: dict[str, int] = {}
-        for principal in principals:  # a Counter takes ten times as long for one
-            num_appends[principal] = num_appends.get(principal, 0) + 1
-        for principal, count in num_appends.items():
-            account = self._accounts.get(principal)
-            if account is None:  # a long Generate, whose client sends nothing more
-                account = self._accounts.setdefault(principal, Account(principal, self._clock()))
+        num_requests: dict[str, int] = {}
+        for principal, is_asked in appends:  # a Counter takes ten times as long for one
+            num_requests[principal] = num_requests.get(principal, 0) + is_asked
+        for name, count in num_requests.items():  # the client of a long Generate sends nothing more
+            account = self._accounts.get(name) or self._accounts.setdefault(name, Account(name, self._clock()))
             account.engine_ns += elapsed_ns
             account.host_ns -= count * _APPEND_NS
 

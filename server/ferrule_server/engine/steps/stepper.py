@@ -219,8 +219,8 @@ class Stepper:
         ahead = self._lookahead
         outcome = self._runner.run(chunks) if ahead is None else ahead.run(chunks, is_alone=is_alone)
         self._batcher.learn(chunks, outcome.elapsed_ns)
-        jobs = (chunk.run.job for chunk in chunks)
-        self.shares.add_service([(job.principal, not job.is_internal) for job in jobs], outcome.elapsed_ns)
+        appends = [(chunk.run.job.principal, not chunk.run.job.is_internal) for chunk in chunks]
+        self.shares.add_service(appends, outcome.elapsed_ns)
         return outcome
 
     def _run_apart(self, chunks: list[Chunk]) -> None:

@@ -62,8 +62,9 @@ async def parse(message: Message, data: bytes, alone: AbstractAsyncContextManage
         FeatureUnsupported: A field is not of this version of the contract. To ignore it would be to do something else
             than the client asks for.
     """
-    fields = _encoded_fields(message.DESCRIPTOR, data)
-    num_messages = await _counted(fields, Turns().pause) if len(data) > PLAIN_BYTES else 0
+    num_messages = 0
+    if len(data) > PLAIN_BYTES:
+        num_messages = await _counted(_encoded_fields(message.DESCRIPTOR, data), Turns().pause)
     async with alone:
         message.ParseFromString(data)
         if PIECE_BYTES < len(data) <= PLAIN_BYTES:

@@ -2,12 +2,14 @@
 
 api/         the wire: gRPC, credentials, metrics, the web page
 engine/      the engine thread: jobs, appends, steps
+fairness/    turns, places and rates of principals
 kv/          sequences and their blocks: integers only
+durability/  the journal of durable handles
 executor/    runs steps: torch, GPU kernels, the paged reference
 model/       configuration, weights, decoder, families of models, the hub
-kernels/     every operation in plain torch, and as GPU kernels
+kernels/     every operation in plain torch, as CPU and as GPU kernels
 text/        tokenizer, text of drawn tokens, chat templates
-training/    how the bundled model was made
+model_check/ what a model would need and which executor would run it
 
 __main__.py     reads the settings and does what they say
 composition.py  puts the parts of a server together, and serves

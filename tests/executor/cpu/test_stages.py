@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ferrule_server.executor.cpu import stages
 from ferrule_server.executor.cpu.memory import StepMemory
 from ferrule_server.executor.cpu.stages import list_stages
+from ferrule_server.kernels.cpu import linear, rows
 from ferrule_server.kernels.cpu.kinds import Kind
 from ferrule_server.kernels.cpu.plan import WeightKind
 from ferrule_server.kernels.cpu.records import LAYER, STAGE
@@ -93,3 +96,11 @@ def test_a_stage_knows_the_linear_layer_that_follows(folder: Path) -> None:
     claims = records["claim"][records["kernel"] != 0]
     assert claims.tolist() == list(range(len(claims)))
     assert records["num_together"].sum() == len(records)
+
+
+def test_every_kind_is_listed_and_does_something() -> None:
+    """None falls through to what another one does. Attention is called by its address alone."""
+    done = inspect.getsource(rows) + inspect.getsource(linear)
+    attention = {Kind.ATTEND, Kind.MERGE}
+    assert [kind.name for kind in Kind if kind not in attention and f"Kind.{kind.name}" not in done] == []
+    assert [kind.name for kind in Kind if f"Kind.{kind.name}" not in inspect.getsource(stages)] == []

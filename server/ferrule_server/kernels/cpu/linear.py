@@ -199,7 +199,7 @@ def _finish(plan: Plan, here: Record, stage: Record, unit: int, row: int, num_ro
         _keep_inputs(here, stage, unit, row, num_rows)
     elif kind == Kind.GATE_INPUT:
         _gate_input(plan, here, stage, unit, row, num_rows)
-    else:
+    elif kind == Kind.READ_LOGITS:
         read_logits(here, stage, unit, row, num_rows)
 
 

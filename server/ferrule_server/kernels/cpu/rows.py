@@ -48,7 +48,7 @@ def run_row(plan: Plan, here: Record, stage: Record, row: int) -> None:
         clear_output(step, row)
     elif kind == Kind.MERGE_OUTPUT:
         merge_output(model, step, row)
-    else:
+    elif kind in (Kind.NORM, Kind.LAYER_NORM, Kind.COPY):
         _norm(plan, model, step, stage, row)
 
 

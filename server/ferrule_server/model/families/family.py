@@ -58,7 +58,7 @@ class Family:
         without_effect: Settings of this family that do not change logits.
         rope_extra: Settings inside those of rotary positions that ``refine`` reads.
         has_scaled_length: ``max_position_embeddings`` counts linear scaling already; see :func:`longest_sequence`.
-        models: Names of its models, for people; empty if the family is new.
+        models: Names of its models, for people.
         differs: What they need that Llama does not, for people.
         example: One that loads, as the hub names it; empty if none has been published with this architecture.
         usual: What config.json of the newest ones says that decides which kernels run them.

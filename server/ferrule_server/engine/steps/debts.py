@@ -130,11 +130,10 @@ class Debts:
     def _least_of_others(self, waiting: Collection[str], decoded: Mapping[str, float]) -> Iterator[tuple[str, float]]:
         """Yield each waiting principal, and the least that one of those beside it has had; itself if it is alone."""
         least = nsmallest(2, ((self._of(name).seconds, name) for name in waiting))
-        absent = sorted((at, name) for name, at in decoded.items() if name not in waiting)
+        absent = sorted((at, self._of(name).seconds, name) for name, at in decoded.items() if name not in waiting)
         for name in sorted(waiting, key=lambda each: self._used[each].began, reverse=True):
             while absent and absent[-1][0] > self._used[name].began:
-                other = absent.pop()[1]
-                least = nsmallest(2, [*least, (self._of(other).seconds, other)])
+                least = nsmallest(2, [*least, absent.pop()[1:]])
             yield name, next((seconds for seconds, other in least if other != name), self._used[name].seconds)
 
     def _of(self, name: str) -> _Used:

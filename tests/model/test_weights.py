@@ -222,6 +222,13 @@ def test_a_truncated_file_is_named(folder: Path) -> None:
             "overlaps another tensor",
         ),
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [2, 6]}}, "leaves a hole"),
+        (
+            {
+                "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
+                "b.rotary_emb.inv_freq": {"dtype": "I64", "shape": [1], "data_offsets": [16, 8]},
+            },
+            "has -8 bytes",
+        ),
     ],
 )
 def test_malformed_headers_are_refused(folder: Path, header: object, named: str) -> None:

@@ -119,6 +119,19 @@ def test_names_of_tensors_of_both_versions_load(oracle: Any, tmp_path: Path) -> 
         assert_close(logits_of(tmp_path), theirs(oracle))
 
 
+def test_a_tensor_under_two_of_its_names_is_refused(oracle: Any, tmp_path: Path) -> None:
+    """Which of the two was read hung on their order in the file."""
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
+    inner = name[name.index("layers.0.") :]
+    names = [f"{prefix}{inner}" for prefix in ("language_model.model.", "model.language_model.")]
+    save_file({**tensors, **{each: tensors[name].clone() for each in names}}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"model.layers.0.mlp.down_proj.weight is stored twice, once as .*language_model"
+    ):
+        load_model(tmp_path, dtype="float32")
+
+
 def test_what_is_missing_or_unknown_is_refused(oracle: Any, tmp_path: Path) -> None:
     """Only what belongs to other modalities is left out."""
     tensors = load_file(tmp_path / "model.safetensors")

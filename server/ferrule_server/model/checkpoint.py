@@ -188,7 +188,7 @@ def _parse_entry(path: Path, name: str, value: object, data_start: int) -> Store
     if not isinstance(dtype, str) or not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         raise _BadFile(f"{where}the header entry of {name_of(name)} is malformed")
     num_bytes = offsets[1] - offsets[0]
-    if dtype in DTYPE_BYTES and num_bytes != prod(shape) * DTYPE_BYTES[dtype]:
+    if num_bytes < 0 or (dtype in DTYPE_BYTES and num_bytes != prod(shape) * DTYPE_BYTES[dtype]):
         raise _BadFile(f"{where}{name_of(name)} has {num_bytes} bytes, which do not fit {dtype} {shape}")
     return StoredTensor(name, dtype, tuple(shape), path, data_start + offsets[0], num_bytes)
 

@@ -149,8 +149,7 @@ def check_tensors(folder: Path, config: ModelConfig) -> list[StoredTensor]:
     missing = shapes.keys() - stored.keys() - accounted
     if missing and (text := without_index(folder)):
         raise ModelError(_complaint(folder, [f"{len(missing)} tensors are missing: {text}"]))
-    for name in missing:
-        problems.append(f"tensor {name} is missing, shape {list(shapes[name])}")
+    problems += [f"tensor {name} is missing, shape {list(shapes[name])}" for name in missing]
     wanted = [entry for name, entry in stored.items() if not is_ignorable(name)]
     problems += [problem for entry in wanted if (problem := _problem_of(entry, shapes))]
     if problems:
@@ -168,13 +167,20 @@ def _first_bytes(entry: StoredTensor) -> bytes:
 
 
 def of_text_model(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of the text model in a model of several modalities, by the names that they have alone."""
-    found = {}
+    """Return the tensors of the text model in a model of several modalities, by the names that they have alone.
+
+    Raises:
+        ModelError: A tensor is stored under two of its names.
+    """
+    found: dict[str, StoredTensor] = {}
     for name, entry in stored.items():
         if name.startswith(config.names.left_out):
             continue
         old, new = next((pair for pair in config.names.renamed if name.startswith(pair[0])), ("", ""))
-        found[new + name.removeprefix(old)] = replace(entry, name=new + name.removeprefix(old))
+        alone = new + name.removeprefix(old)
+        if alone in found:
+            raise ModelError(f"tensor {name_of(alone)} is stored twice, once as {name_of(name)}; remove one of them")
+        found[alone] = replace(entry, name=alone)
     return found
 
 

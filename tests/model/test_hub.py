@@ -522,6 +522,21 @@ def test_files_stay_in_the_cache(path: str, hub: Hub, cache: Path, monkeypatch: 
     assert not [seen for seen in hub.seen if ".." in seen.path]
 
 
+def test_folders_that_may_not_be_read_are_not_counted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may write to the same cache."""
+    model = fetch()
+    num_bytes = hub_module._disk_bytes(cache)
+    stat = Path.stat
+
+    def forbidding(path: Path, **settings: Any) -> os.stat_result:
+        if path.name == model.name:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return stat(path, **settings)
+
+    monkeypatch.setattr(Path, "stat", forbidding)
+    assert hub_module._disk_bytes(cache) == num_bytes
+
+
 @pytest.mark.parametrize(
     ("text", "is_name"),
     [

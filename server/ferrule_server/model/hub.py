@@ -481,7 +481,7 @@ def _disk_bytes(folder: Path) -> int:
     """Return the size of all files below a folder, links not counted."""
     total = 0
     for path in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # a part that was completed meanwhile
+        with contextlib.suppress(OSError):  # a part that was completed meanwhile, a folder of another user
             total += path.stat().st_size if path.is_file() and not path.is_symlink() else 0
     return total
 

@@ -301,14 +301,14 @@ class NullGpu:
     def __init__(self) -> None:
         import torch
 
-        from ferrule_server.executor.cuda.gpu import GpuInfo
+        from ferrule_server.executor.cuda.driver import GpuInfo
 
-        self.info = GpuInfo("nothing", (9, 0), (13, 0), 132, 80 << 30, 228 << 10, 227 << 10)
+        self.info = GpuInfo("nothing", (9, 0), (13, 0), 132, 228 << 10, 227 << 10)
         self.torch_device = torch.device("cpu")
 
     def free_bytes(self) -> int:
         """Return what is left: all of it."""
-        return self.info.total_bytes
+        return 80 << 30
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: Any) -> Tensor:  # noqa: ARG002
         """Return zeros."""
@@ -400,7 +400,7 @@ def _runner() -> Any:
     model = load_model(Path(__file__).parents[1] / "server" / "ferrule_server" / "demo_model", dtype="bfloat16")
     executor = TorchExecutor(model, kv_memory_bytes=1 << 26, max_context=2048, is_plain=True)
     shape = shape_of(executor.info.model.config)
-    specs = merged([*specs_needed(shape, is_deterministic=False), *ChoiceSpecs.of(shape).all])
+    specs = merged([*specs_needed(shape, is_deterministic=False), *ChoiceSpecs.of(shape)])
     cubin = Cubin("kernel", b"")
     return CudaDecodeRunner(
         dict.fromkeys(specs, cubin),

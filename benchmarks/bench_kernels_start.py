@@ -74,7 +74,7 @@ def _start(name: str, bundle: str | None) -> dict[str, Any]:
 
     device = Device.open(0, RecordedDriver(capability=_CAPABILITY))
     specs = specs_needed(MODEL_SHAPES[name], is_deterministic=False)
-    found = find_bundle(Path(bundle) if bundle else None, device.capability, device.cuda_version)
+    found = find_bundle(Path(bundle) if bundle else None, device.info.capability, device.info.cuda_version)
     cubins = found.read(specs)
     assert len(cubins) == len(specs), "the bundle lacks kernels"
     for spec, cubin in cubins.items():

@@ -17,7 +17,7 @@ def every_spec(names: Sequence[str]) -> list[KernelSpec]:
     found = ceilings.specs()
     for name in names:
         shape = models.shape_of(name)
-        found += [*specs_needed(shape, is_deterministic=False), *ChoiceSpecs.of(shape).all]
+        found += [*specs_needed(shape, is_deterministic=False), *ChoiceSpecs.of(shape)]
         found += attention.specs(shape)
     return list(dict.fromkeys(found))
 

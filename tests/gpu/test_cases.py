@@ -183,12 +183,12 @@ def test_readers_give_the_ceiling(simulated: dict[str, Any], monkeypatch: pytest
 
 def test_a_gpu_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one line, which the run takes apart."""
-    device = SimpleNamespace(name="H100", capability=(9, 0), num_sms=132)
-    monkeypatch.setattr(Device, "open", lambda: device)
+    info = SimpleNamespace(name="H100", capability=(9, 0), num_sms=132)
+    monkeypatch.setattr(Device, "open", lambda: SimpleNamespace(info=info))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 80 << 30))
     (said,) = worker.TASKS["device"]({})
     assert (said["device"], said["architecture"], said["num_sms"], said["memory_gib"]) == ("H100", "sm_90a", 132, 80.0)
-    monkeypatch.setattr(Device, "open", lambda: SimpleNamespace(name="T4", capability=(7, 5), num_sms=40))
+    info = SimpleNamespace(name="T4", capability=(7, 5), num_sms=40)
     assert list(worker.TASKS["device"]({})) == [{"error": "T4 has compute capability 7.5, there are no kernels for it"}]
 
 

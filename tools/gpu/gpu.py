@@ -64,8 +64,8 @@ class Gpu:
             self._recorded = RecordedDriver(capability=capability_of(dry_architecture))
             self.device = Device.open(0, self._recorded)
         self.torch_device = torch.device("cpu" if self.is_dry else "cuda")
-        self.num_sms = self.device.num_sms
-        self.architecture = next(it for it in architectures_for(self.device.capability) if it in ARCHITECTURES)
+        self.num_sms = self.device.info.num_sms
+        self.architecture = next(it for it in architectures_for(self.device.info.capability) if it in ARCHITECTURES)
         self.bundle = Bundle.open(bundle) if bundle else None
         self._is_late = is_late
         self.starts_early = True

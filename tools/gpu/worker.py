@@ -74,14 +74,14 @@ def _device(task: Result) -> Iterator[Result]:
     except DriverError as error:
         yield {"error": str(error)}
         return
-    architecture = next((it for it in architectures_for(device.capability) if it in ARCHITECTURES), "")
+    architecture = next((it for it in architectures_for(device.info.capability) if it in ARCHITECTURES), "")
     if not architecture:
-        capability = ".".join(map(str, device.capability))
-        yield {"error": f"{device.name} has compute capability {capability}, there are no kernels for it"}
+        capability = ".".join(map(str, device.info.capability))
+        yield {"error": f"{device.info.name} has compute capability {capability}, there are no kernels for it"}
         return
     memory_gib = round(torch.cuda.mem_get_info()[1] / 2**30, 1)
-    sizes = {"architecture": architecture, "num_sms": device.num_sms, "memory_gib": memory_gib}
-    yield {"device": device.name, **sizes, **versions}
+    sizes = {"architecture": architecture, "num_sms": device.info.num_sms, "memory_gib": memory_gib}
+    yield {"device": device.info.name, **sizes, **versions}
 
 
 def _bundle(task: Result) -> Iterator[Result]:

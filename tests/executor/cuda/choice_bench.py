@@ -30,6 +30,7 @@ from ferrule_server.executor.cuda.choices import (
     divide,
     read_choices,
 )
+from ferrule_server.executor.cuda.graphs import GraphKey
 from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.sampling.ranking import best_ids
 from ferrule_server.executor.sampling.selection import select_rows
@@ -98,7 +99,7 @@ class Bench:
     def __init__(self, specs: ChoiceSpecs = SMALL, limits: Limits = LIMITS) -> None:
         self.gpu = FakeGpu(simulate=True, seed=5)
         self.specs, self.limits = specs, limits
-        self.kernels = KernelSet(self.gpu, dict.fromkeys(specs.all, CUBIN))
+        self.kernels = KernelSet(self.gpu, dict.fromkeys(specs, CUBIN))
         self.buffers = DecodeBuffers(self.gpu, SHAPE, limits, 2)
         if specs is SMALL:
             self.buffers.choice_partials = self.gpu.allocate("small_partials", (2 * MAX_ROWS, 2, 16), torch.uint8)
@@ -118,7 +119,7 @@ class Bench:
         for span in self.buffers.result_layout.spans(used):
             self.gpu.download(self.results[span], self.buffers.results[span])
         self.gpu.synchronize()
-        arrays = self.buffers.result_layout.arrays(self.results.numpy())
+        arrays = self.buffers.result_layout.arrays(self.results)
         rows = read_choices(arrays, batch, self.kind, vocab_size=VOCAB, stores_logits=self.kind > OutputKind.GREEDY)
         self.results.fill_(GARBAGE)  # what was read does not change with it
         return rows
@@ -134,9 +135,8 @@ class Bench:
     def _upload(self, batch: StepBatch, num_rows_bucket: int) -> dict[str, int]:
         self.inputs.fill_(GARBAGE)
         self.buffers.inputs.fill_(GARBAGE)
-        views = self.buffers.input_layout.arrays(self.inputs.numpy())
-        stores_logits = self.kind > OutputKind.GREEDY
-        used = fill_choices(views, batch, num_rows_bucket, self.kind, vocab_size=VOCAB, stores_logits=stores_logits)
+        views = self.buffers.input_layout.arrays(self.inputs)
+        used = fill_choices(views, batch, GraphKey(num_rows_bucket, self.kind), vocab_size=VOCAB)
         for span in self.buffers.input_layout.spans(used):
             self.gpu.upload(self.buffers.inputs[span], self.inputs[span])
         return used

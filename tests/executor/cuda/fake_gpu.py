@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ferrule_server.executor.cuda.driver import Device, Function
-from ferrule_server.executor.cuda.gpu import Event, GpuError, GpuInfo, Graph, Operation
+from ferrule_server.executor.cuda.driver import Device, Function, GpuInfo
+from ferrule_server.executor.cuda.gpu import Event, GpuError, Graph, Operation
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, parameters
 from tests.executor.cuda.fake_memory import FakeMemory
 from tests.executor.cuda.fake_stream import Copy, FakeLaunch, FakeStream, Faults, Mark, Replay, StandIn, TorchWork, Work
@@ -149,18 +149,9 @@ class FakeGpu:
         self.stand_ins = dict(stand_ins or {})
         self._driver = RecordedDriver(capability=capability)
         self._device = Device.open(0, self._driver)
-        self._device.num_sms = num_sms
+        self._device.info = self._info = replace(self._device.info, name="Fake GPU", num_sms=num_sms)
+        self._total_bytes = total_bytes
         self._graph_bytes = graph_bytes
-        device = self._device
-        self._info = GpuInfo(
-            "Fake GPU",
-            device.capability,
-            device.cuda_version,
-            num_sms,
-            total_bytes,
-            device.shared_bytes_per_sm,
-            device.shared_bytes_per_cta,
-        )
         self._faults = Faults()
         self._stream = FakeStream(self.memory.simulated, self._faults, self.stand_ins, simulate=simulate, seed=seed)
         self._launched: set[Operation] = set()
@@ -320,7 +311,7 @@ class FakeGpu:
 
     @property
     def _free_bytes(self) -> int:
-        return self._info.total_bytes - self.memory.num_bytes - self._graph_bytes * len(self.graphs)
+        return self._total_bytes - self.memory.num_bytes - self._graph_bytes * len(self.graphs)
 
     def _called(self, name: str, subject: str = "", *, kernels: tuple[str, ...] = (), num_bytes: int = 0) -> None:
         assert not self._inside, f"{name} in {self._inside}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,12 +31,11 @@ LAYOUTS = [input_layout(SHAPE, LIMITS, NUM_CTAS), result_layout(LIMITS), result_
 def test_fields_lie_apart_and_aligned(layout: Layout) -> None:
     """In order, each at a multiple of 256, none in another, all inside."""
     end = 0
-    for field in layout.fields:
+    for field in layout.fields.values():
         assert field.offset % ALIGNMENT == 0
         assert end <= field.offset < end + ALIGNMENT
         end = field.offset + math.prod(field.shape) * field.dtype.itemsize
-        assert layout.offset_of(field.name) == field.offset
-        assert layout.end_of(field.name) == end
+        assert layout.end_of(field.name, field.shape[0]) == field.end == end
     assert layout.num_bytes % ALIGNMENT == 0
     assert end <= layout.num_bytes < end + ALIGNMENT
 
@@ -45,11 +43,11 @@ def test_fields_lie_apart_and_aligned(layout: Layout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_host_and_device_see_the_same_fields(layout: Layout) -> None:
     """What is written through one view is read through the other, value by value and shape by shape."""
-    memory = np.zeros(layout.num_bytes, np.uint8)
-    arrays, views = layout.arrays(memory), layout.views(torch.from_numpy(memory))
+    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    arrays, views = layout.arrays(memory), layout.views(memory)
     for number, array in enumerate(arrays.values()):
         array[...] = number + 1
-    for number, field in enumerate(layout.fields):
+    for number, field in enumerate(layout.fields.values()):
         view = views[field.name]
         assert (view.dtype, tuple(view.shape)) == (field.dtype, field.shape) == (view.dtype, arrays[field.name].shape)
         assert bool((view == number + 1).all())
@@ -59,7 +57,7 @@ def test_the_rows_in_use_end_inside_a_field() -> None:
     """So many rows of so many bytes behind its begin."""
     layout = pack([("a", torch.int32, (5,)), ("b", torch.float32, (6, 3, 2))])
     assert layout.end_of("a", 2) == 8
-    assert layout.end_of("b", 0) == layout.offset_of("b") == 256
+    assert layout.end_of("b", 0) == layout.fields["b"].offset == 256
     assert layout.end_of("b", 5) == 256 + 5 * 24
 
 
@@ -69,8 +67,8 @@ def test_fields_that_lie_close_together_are_one_span() -> None:
     assert layout.spans({}) == layout.spans({"a": 0, "e": 3}) == []
     assert layout.spans({"c": 2, "a": 5}) == [slice(0, layout.end_of("c", 2))]
     assert layout.spans({"b": 9, "c": 10, "d": 1}) == [
-        slice(layout.offset_of("b"), layout.end_of("c", 10)),
-        slice(layout.offset_of("d"), layout.end_of("d", 1)),
+        slice(layout.fields["b"].offset, layout.end_of("c", 10)),
+        slice(layout.fields["d"].offset, layout.end_of("d", 1)),
     ]
 
 
@@ -132,7 +130,14 @@ def test_partials_fit_whatever_a_short_context_leaves() -> None:
 
 def test_results_begin_with_what_every_step_returns() -> None:
     """The tokens, which the step after reads where they are."""
-    assert result_layout(LIMITS).offset_of("tokens") == 0
-    names = [field.name for field in input_layout(SHAPE, LIMITS, NUM_CTAS).fields]
-    assert names[:6] == ["token_ids", "positions", "slot_mapping", "logits_rows", "hidden_state_rows", "work"]
-    assert LAYOUTS[0].fields[5].shape[1] == TABLE_WIDTH == 16
+    assert result_layout(LIMITS).fields["tokens"].offset == 0
+    names = list(input_layout(SHAPE, LIMITS, NUM_CTAS).fields)
+    assert names[:6] == [
+        "token_ids",
+        "positions",
+        "slot_mapping",
+        "logits_rows",
+        "hidden_state_rows",
+        "work",
+    ]
+    assert LAYOUTS[0].fields["work"].shape[1] == TABLE_WIDTH == 16

@@ -240,7 +240,7 @@ def test_a_launch_is_one_wave_and_no_more_than_finds_work() -> None:
     """A fixed grid for each bucket: two slices a row, one CTA to collect the largest, what the multiprocessors hold."""
     gpu = FakeGpu(num_sms=3)
     buffers = DecodeBuffers(gpu, SHAPE, LIMITS, 2)
-    kernels = KernelSet(gpu, dict.fromkeys(SMALL.all, CUBIN))
+    kernels = KernelSet(gpu, dict.fromkeys(SMALL, CUBIN))
 
     for bucket, kind, grids in (
         (1, OutputKind.TOP, {1, 2, 3}),
@@ -258,8 +258,8 @@ def test_every_kernel_is_one_that_is_built_for_the_model(name: str) -> None:
     shape = MODEL_SHAPES[name]
     specs = ChoiceSpecs.of(shape)
 
-    assert set(specs.all) <= set(kernels_of(shape))
-    assert [spec.kernel for spec in specs.all] == [shape_and_select, draw, log_sum_exp, gather_top_k]
+    assert set(specs) <= set(kernels_of(shape))
+    assert [spec.kernel for spec in specs] == [shape_and_select, draw, log_sum_exp, gather_top_k]
     assert dict(specs.gather.constants)["K"] == Limits(max_blocks=1).largest_k
 
 

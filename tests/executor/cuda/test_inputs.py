@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ def batch_of(seqs: Seqs, *, more_width: int = 0, feedback: Int32Array | None = N
 
 def filled(batch: StepBatch, bucket: int, rows_per_tile: int = 4) -> tuple[dict[str, Array], int]:
     """Return the fields, which held garbage before, and the rows of ``work`` in use."""
-    arrays = LAYOUT.arrays(np.full(LAYOUT.num_bytes // 4, GARBAGE, np.int32).view(np.uint8))
+    arrays = LAYOUT.arrays(torch.full((LAYOUT.num_bytes // 4,), GARBAGE, dtype=torch.int32).view(torch.uint8))
     used = fill_inputs(arrays, batch, bucket, work_lists=lists_for(rows_per_tile), block_size=BLOCK_SIZE)
     return arrays, used
 
@@ -131,7 +132,7 @@ def test_the_largest_step_fits() -> None:
     """As many rows as the limits allow, each a sequence of the longest kind."""
     batch = batch_of([(1, MAX_BLOCKS * BLOCK_SIZE - 1)] * MAX_ROWS)
     _, used = filled(batch, MAX_ROWS, 1)
-    assert used <= LAYOUT.fields[5].shape[0]
+    assert used <= LAYOUT.fields["work"].shape[0]
     assert used > MAX_ROWS * (SHAPE.num_kv_heads + 9)
 
 
@@ -146,7 +147,7 @@ def test_rows_that_only_read_write_nothing() -> None:
 
 def test_what_the_kernels_cannot_do_is_refused_before_anything_is_written() -> None:
     """Too many new tokens, or one in front of a row without a slot."""
-    arrays = LAYOUT.arrays(np.zeros(LAYOUT.num_bytes, np.uint8))
+    arrays = LAYOUT.arrays(torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8))
     late = batch_of([(3, 5)])
     late.slot_mapping[2] = -1
     many = batch_of([(65, 5)])

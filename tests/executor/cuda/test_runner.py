@@ -81,7 +81,7 @@ def test_what_decides_a_graph() -> None:
     toy.runner.run(rows_of([1, 2, 3], [4, 5, 6], spec=FULL))
     assert toy.runner.state.preparation == "capturing graphs, 3 left"
     toy.capture()
-    assert set(toy.runner.captured) == {
+    assert set(toy.runner._graphs.captured) == {
         GraphKey(4, OutputKind.GREEDY),
         GraphKey(4, OutputKind.GREEDY, False),
         GraphKey(4, OutputKind.GREEDY, keeps_rows=True),
@@ -253,8 +253,8 @@ def test_what_is_remembered_of_a_step_is_what_is_found_anew(seed: int) -> None:
         assert division == divide(batch.output_specs, batch.histories, limits)
         found = []
         for draws in (memo, DrawMemo()):
-            views = layout.arrays(np.full(layout.num_bytes, 0xA5, np.uint8))
-            fill_choices(views, batch, 8, kind, vocab_size=67, stores_logits=True, draws=draws)
+            views = layout.arrays(torch.full((layout.num_bytes,), 0xA5, dtype=torch.uint8))
+            fill_choices(views, batch, GraphKey(8, kind, keeps_rows=True), vocab_size=67, draws=draws)
             found.append({name: values.tobytes() for name, values in views.items()})
         assert found[0] == found[1]
     assert {OutputKind.GREEDY, OutputKind.SAMPLE, OutputKind.SCORE} <= kinds

@@ -96,7 +96,7 @@ def test_only_spans_are_copied() -> None:
     rings.send(1)
     for values in rings.uploads.fill().values():
         values[...] = 2
-    begin = LAYOUT.offset_of("b")
+    begin = LAYOUT.fields["b"].offset
     rings.uploads.upload(slice(0, LAYOUT.end_of("a", 2)), slice(begin, LAYOUT.end_of("b", 1)))
     download = rings.downloads.download(slice(0, LAYOUT.end_of("a", 3)))
     rings.gpu.synchronize()

@@ -38,7 +38,7 @@ def cubins_of(executor: TorchExecutor, *, is_deterministic: bool = False) -> dic
     """Return stand-ins for every kernel of a model."""
     shape = shape_of(executor.info.model.config)
     specs = specs_needed(shape, is_deterministic=is_deterministic)
-    return dict.fromkeys(merged([*specs, *ChoiceSpecs.of(shape).all]), CUBIN)
+    return dict.fromkeys(merged([*specs, *ChoiceSpecs.of(shape)]), CUBIN)
 
 
 def limits_of(max_rows: int) -> Limits:

@@ -22,7 +22,8 @@ from ferrule_server.executor.base import (
     StepResult,
 )
 from ferrule_server.executor.cuda.cuda_device import CudaDevice
-from ferrule_server.executor.cuda.gpu import Gpu, GpuInfo, GpuLost
+from ferrule_server.executor.cuda.driver import GpuInfo
+from ferrule_server.executor.cuda.gpu import Gpu, GpuLost
 from ferrule_server.executor.cuda.runner import NAME
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.reference import PagedReferenceExecutor
@@ -41,7 +42,7 @@ class StreamGpu:
     """A stream, and nothing else of a GPU."""
 
     def __init__(self) -> None:
-        self.info = GpuInfo("Stream GPU", (9, 0), (13, 0), 1, 1 << 30, 0, 0)
+        self.info = GpuInfo("Stream GPU", (9, 0), (13, 0), 1, 0, 0)
         self.work: deque[Callable[[], None]] = deque()
         self.failures: dict[str, list[Exception | None]] = {}
         self.is_closed = False

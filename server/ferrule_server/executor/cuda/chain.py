@@ -34,6 +34,9 @@ class StepChain:
             third dimension on.
         shape: Of the model.
         eps: Of its norms.
+
+    Attributes:
+        block_size: Slots per block.
     """
 
     def __init__(
@@ -49,12 +52,8 @@ class StepChain:
         assert pool[0, 0].is_contiguous(), pool.stride()
         self._parts = StepParts(kernels, weights, buffers, shape, eps)
         self._pool = pool
+        self.block_size = pool.shape[4]
         kernels.gpu.adopt("pool", pool, is_mutable=True)
-
-    @property
-    def block_size(self) -> int:
-        """Slots per block."""
-        return self._pool.shape[4]
 
     def work_lists(self) -> WorkLists:
         """Return what makes the work lists of attention."""

@@ -24,6 +24,7 @@ from ferrule_server.executor.cuda.choices import (
     requested_ids,
     shaping_of,
 )
+from ferrule_server.executor.cuda.graphs import GraphKey
 from ferrule_server.executor.sampling.selection import needs_normaliser
 from ferrule_server.kernels.cuda.radix_select import PROBABILITY_BITS
 from ferrule_server.kernels.cuda.sample import LARGEST, RECORD, mask_bytes
@@ -66,11 +67,9 @@ class DrawMemo:
 def fill_choices(
     views: Views,
     batch: StepBatch,
-    num_rows_bucket: int,
-    kind: OutputKind,
+    key: GraphKey,
     *,
     vocab_size: int,
-    stores_logits: bool,
     draws: DrawMemo | None = None,
 ) -> dict[str, int]:
     """Fill in the records of every kernel that the kind runs.
@@ -78,16 +77,15 @@ def fill_choices(
     Args:
         views: Fields of the staged inputs by name.
         batch: The step, with the outputs that kernels choose for.
-        num_rows_bucket: Records that the kernels look at.
-        kind: Of the step; nothing is filled for GREEDY.
+        key: Of the step: kernels look at a record for each row of its bucket; nothing is filled for GREEDY.
         vocab_size: Logits of a row.
-        stores_logits: As in ``GraphKey``.
         draws: Remembers the records of the last step, of the same vocabulary and fields.
 
     Returns:
         How many rows of which fields the step uses, of the inputs that were filled and of the results.
     """
-    used = {"greedy" if stores_logits else "tokens": batch.num_rows}
+    kind, num_rows_bucket = key.kind, key.num_rows
+    used = {"greedy" if key.stores_logits else "tokens": batch.num_rows}
     if kind is OutputKind.GREEDY:
         return used
     records, num_outputs = views["choice_records"].view(RECORD)[:, 0], len(batch.output_specs)

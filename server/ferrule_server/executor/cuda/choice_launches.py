@@ -6,7 +6,7 @@ each launch waits for the one before it and leaves tickets at zero.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,8 +20,7 @@ from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape, parameters
 __all__ = ["ChoiceSpecs", "choice_operations"]
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceSpecs:
+class ChoiceSpecs(NamedTuple):
     """The kernels behind the logits, all with slices of one size.
 
     Attributes:
@@ -40,11 +39,6 @@ class ChoiceSpecs:
     def of(cls, shape: ModelShape) -> ChoiceSpecs:
         """Return those a model of this shape is served with."""
         return cls(*sample.specs(shape), *log_sum_exp.specs(shape), *top_k.specs(shape))
-
-    @property
-    def all(self) -> tuple[KernelSpec, ...]:
-        """Every kernel once."""
-        return self.select, self.draw, self.score, self.gather
 
 
 def choice_operations(

@@ -21,8 +21,9 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import BLOCK_SIZE, MemoryPlan
 from ferrule_server.executor.cuda.bundle import BundleError, find_bundle
 from ferrule_server.executor.cuda.cuda_device import CudaDevice
+from ferrule_server.executor.cuda.driver import GpuInfo
 from ferrule_server.executor.cuda.early_launch import EarlyLaunch
-from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuInfo
+from ferrule_server.executor.cuda.gpu import Gpu, GpuError
 from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed, unsupported_reason
 from ferrule_server.executor.cuda.kernel_set import Trigger
 from ferrule_server.executor.cuda.memory_plan import format_plan, plan_memory

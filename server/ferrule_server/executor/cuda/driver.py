@@ -13,11 +13,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, parameters
 
-__all__ = ["Device", "DriverError", "Function", "Launch", "NoDevice", "is_context_lost"]
+__all__ = ["Device", "DriverError", "Function", "GpuInfo", "Launch", "NoDevice", "is_context_lost"]
 
 _DEFAULT_SHARED_BYTES = 48 << 10
 """Dynamic shared memory a function may have without being asked for more."""
@@ -45,50 +46,65 @@ class DriverError(Exception):
         super().__init__(message)
         self.code = code
 
-    @property
-    def is_context_lost(self) -> bool:
-        """Whether every further call of this process on this device fails too: only a new process helps."""
-        return self.code in _LOST
-
 
 class NoDevice(DriverError):
     """Nothing here can run the kernels: a package, the driver or a fitting GPU is missing; the message says which."""
 
 
 def is_context_lost(code: int) -> bool:
-    """Return whether an error, of the driver or of the runtime, which number theirs alike, ends the context."""
+    """Return whether an error, of the driver or of the runtime, which number theirs alike, ends the context.
+
+    Every further call of this process on this device fails then too: only a new process helps.
+    """
     return code in _LOST
+
+
+@dataclass(frozen=True, slots=True)
+class GpuInfo:
+    """What is known of a GPU.
+
+    Attributes:
+        name: As the driver says it.
+        capability: Compute capability.
+        cuda_version: The newest CUDA that its driver knows.
+        num_sms: Multiprocessors.
+        shared_bytes_per_sm: Shared memory of a multiprocessor.
+        shared_bytes_per_cta: Most dynamic shared memory of one CTA.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    cuda_version: tuple[int, int]
+    num_sms: int
+    shared_bytes_per_sm: int
+    shared_bytes_per_cta: int
+
+    def wave(self, spec: KernelSpec) -> int:
+        """Return how many CTAs of a kernel are planned to run at a time."""
+        return self.num_sms * spec.ctas_on(self.shared_bytes_per_sm)
 
 
 class Device:
     """One GPU, its primary context current in the thread that opened it.
 
     Attributes:
-        index: Of the GPU, as the driver counts them.
-        has_dependent_launch: Kernels may start while the one before them runs; see :meth:`Function.prepare`.
-        name: As the driver says it.
-        capability: Compute capability; decides which cubins it runs.
-        cuda_version: The newest CUDA that the driver knows; likewise.
-        num_sms: Multiprocessors.
-        shared_bytes_per_sm: Shared memory of a multiprocessor.
-        shared_bytes_per_cta: Most dynamic shared memory of one CTA.
+        info: What is known of it.
     """
 
     def __init__(self, driver: _Driver, index: int) -> None:
         self._driver = driver
-        self.index = index
         self._handle = _call(driver, "cuDeviceGet", index)
         kinds = driver.CUdevice_attribute
-        self.capability = (
-            self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
-            self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+        major = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        minor = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        self.info = GpuInfo(
+            name=_call(driver, "cuDeviceGetName", 256, self._handle).split(b"\0")[0].decode(),
+            capability=(major, minor),
+            cuda_version=divmod(int(_call(driver, "cuDriverGetVersion")) // 10, 100),
+            num_sms=self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+            shared_bytes_per_sm=self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR),
+            shared_bytes_per_cta=self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
         )
-        self.cuda_version = divmod(int(_call(driver, "cuDriverGetVersion")) // 10, 100)
-        self.has_dependent_launch = self.capability >= (9, 0)
-        self.name = _call(driver, "cuDeviceGetName", 256, self._handle).split(b"\0")[0].decode()
-        self.num_sms = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-        self.shared_bytes_per_sm = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)
-        self.shared_bytes_per_cta = self._attribute(kinds.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
         self._context = _call(driver, "cuDevicePrimaryCtxRetain", self._handle)
         self.make_current()
 
@@ -131,11 +147,10 @@ class Device:
             DriverError: The driver refuses the code.
             ValueError: The spec takes more shared memory than there is.
         """
-        if spec.shared_bytes > self.shared_bytes_per_cta:
-            raise ValueError(
-                f"{spec.name} takes {spec.shared_bytes} bytes of shared memory, {self.name} gives one CTA "
-                f"{self.shared_bytes_per_cta}"
-            )
+        name, limit = self.info.name, self.info.shared_bytes_per_cta
+        if spec.shared_bytes > limit:
+            taken = f"{spec.name} takes {spec.shared_bytes} bytes of shared memory"
+            raise ValueError(f"{taken}, {name} gives one CTA {limit}")
         return Function(self, self._driver, spec, cubin)
 
     def synchronize(self, stream: int) -> None:
@@ -233,10 +248,10 @@ class Function:
         config = self._driver.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = self.spec.num_threads, 1, 1
         config.sharedMemBytes = shared_bytes
-        if starts_early and self._device.has_dependent_launch:
+        if starts_early and self._device.info.capability >= (9, 0):
             config.attrs = [_dependent_launch(self._driver)]
             config.numAttrs = 1
-        wave = self._device.num_sms * self.spec.ctas_on(self._device.shared_bytes_per_sm) if starts_early else None
+        wave = self._device.info.wave(self.spec) if starts_early else None
         if wave is not None and grid > wave:
             raise ValueError(f"{self.spec.name}: a grid of {grid} CTAs that start early, one wave is {wave}")
         if grid < 1:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ferrule_server.executor.cuda.driver import GpuInfo
 from ferrule_server.executor.fallback.device import DeviceError, DeviceGone
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 
-__all__ = ["Event", "Gpu", "GpuError", "GpuInfo", "GpuLost", "Graph", "Kernel", "Launch", "Operation"]
+__all__ = ["Event", "Gpu", "GpuError", "GpuLost", "Graph", "Kernel", "Launch", "Operation"]
 
 
 class GpuError(DeviceError):
@@ -30,33 +30,6 @@ class GpuError(DeviceError):
 
 class GpuLost(GpuError, DeviceGone):
     """A fault that ends the context: nothing on the GPU can be trusted, and only a new process helps."""
-
-
-@dataclass(frozen=True, slots=True)
-class GpuInfo:
-    """What is known of a GPU.
-
-    Attributes:
-        name: As the driver says it.
-        capability: Compute capability.
-        cuda_version: The newest CUDA that its driver knows.
-        num_sms: Multiprocessors.
-        total_bytes: Of its memory.
-        shared_bytes_per_sm: Shared memory of a multiprocessor.
-        shared_bytes_per_cta: Most dynamic shared memory of one CTA.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    cuda_version: tuple[int, int]
-    num_sms: int
-    total_bytes: int
-    shared_bytes_per_sm: int
-    shared_bytes_per_cta: int
-
-    def wave(self, spec: KernelSpec) -> int:
-        """Return how many CTAs of a kernel are planned to run at a time."""
-        return self.num_sms * spec.ctas_on(self.shared_bytes_per_sm)
 
 
 class Launch(Protocol):
@@ -74,10 +47,6 @@ be captured, and then must neither allocate nor wait)."""
 
 class Kernel(Protocol):
     """A loaded kernel."""
-
-    @property
-    def spec(self) -> KernelSpec:
-        """What it was made from."""
 
     def prepare(
         self,

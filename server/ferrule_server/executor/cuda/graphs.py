@@ -103,7 +103,7 @@ class GraphStore:
         self._gpu = gpu
         self._operations_of = operations_of
         self._memory_bytes = memory_bytes
-        self._captured: dict[GraphKey, tuple[Graph, int]] = {}
+        self._captured: dict[GraphKey, Graph] = {}
         self._launched: dict[GraphKey, _Launched] = {}
         self._num_failures = 0 if is_enabled else _MOST_FAILURES
         self._is_full = self._has_warned = False
@@ -130,7 +130,7 @@ class GraphStore:
             GpuError: The operations cannot be prepared, or were refused; part of them may be in the stream.
         """
         if key in self._captured:
-            self._gpu.replay(self._captured[key][0])
+            self._gpu.replay(self._captured[key])
             return True
         launched = self._launched.get(key)
         if launched is None:
@@ -167,10 +167,11 @@ class GraphStore:
         refused: GpuError | None = None
         while self._captured:
             try:
-                self._release(next(reversed(self._captured)))
+                self._captured.popitem()[1].close()
             except GpuError as error:
                 refused = error
         self._launched.clear()
+        self.taken_bytes = 0
         self._count()
         if refused is not None:
             raise refused
@@ -222,7 +223,7 @@ class GraphStore:
             self._note_failure(key, error)
             return
         self._num_failures = 0
-        self._captured[key] = graph, NODE_BYTES * len(operations)
+        self._captured[key] = graph
         del self._launched[key]
         self.taken_bytes += NODE_BYTES * len(operations)
         self._is_full = not self._has_room()
@@ -241,8 +242,3 @@ class GraphStore:
         reason = str(error).partition("\n")[0]
         _log.warning("event=graph_not_captured key=%s reason=%r %s", key, reason, then, exc_info=error)
         self._gpu.synchronize()
-
-    def _release(self, key: GraphKey) -> None:
-        graph, num_bytes = self._captured.pop(key)
-        self.taken_bytes -= num_bytes
-        graph.close()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
-from ferrule_server.executor.cuda.gpu import GpuInfo
+from ferrule_server.executor.cuda.driver import GpuInfo
 from ferrule_server.kernels.cuda import (
     add_norm,
     attention,
@@ -66,19 +66,8 @@ _LOGIT_OPS = ("argmax", "sample", "log_sum_exp", "top_k")
 
 def shape_of(config: ModelConfig) -> ModelShape:
     """Return the sizes of a model that decide which kernels it needs."""
-    return ModelShape(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        has_qk_norm=config.qk_norm != "none",
-        has_qkv_bias=config.has_qkv_bias,
-        has_attention_out_bias=config.has_attention_out_bias,
-        has_mlp_bias=config.has_mlp_bias,
-    )
+    same = [field.name for field in fields(ModelShape) if field.name != "has_qk_norm"]
+    return ModelShape(**{name: getattr(config, name) for name in same}, has_qk_norm=config.qk_norm != "none")
 
 
 def unsupported_reason(config: ModelConfig, dtype: torch.dtype, block_size: int) -> str:

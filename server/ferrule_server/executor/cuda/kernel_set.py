@@ -27,21 +27,19 @@ class KernelSet:
         cubins: Of every kernel that may be launched.
         trigger: When they let each other start; late is other code than early.
 
+    Attributes:
+        gpu: As given.
+
     Raises:
         GpuError: The GPU refuses one.
     """
 
     def __init__(self, gpu: Gpu, cubins: Mapping[KernelSpec, Cubin], trigger: Trigger = "early") -> None:
-        self._gpu = gpu
+        self.gpu = gpu
         self._trigger = trigger
         self._kernels = {
             spec.name: gpu.load(spec, cubin.late if trigger == "late" else cubin) for spec, cubin in cubins.items()
         }
-
-    @property
-    def gpu(self) -> Gpu:
-        """That the kernels run on."""
-        return self._gpu
 
     def prepare(self, spec: KernelSpec, arguments: Arguments, grid: int, starts_early: bool = True) -> Launch:
         """Return a launch with the shared memory that ``spec`` says.
@@ -66,4 +64,4 @@ class KernelSet:
         return kernel.prepare(values, grid=grid, shared_bytes=spec.shared_bytes, starts_early=starts_early)
 
     def _value(self, argument: float | Tensor) -> int | float:
-        return self._gpu.address(argument) if isinstance(argument, Tensor) else argument
+        return self.gpu.address(argument) if isinstance(argument, Tensor) else argument

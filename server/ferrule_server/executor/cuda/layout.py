@@ -22,11 +22,6 @@ _CLOSE_BYTES = 64 << 10
 Array = npt.NDArray[np.int32 | np.float32]
 """What a field looks like on the host."""
 
-_NUMPY_DTYPES: dict[torch.dtype, np.dtype[np.int32 | np.float32]] = {
-    torch.int32: np.dtype(np.int32),
-    torch.float32: np.dtype(np.float32),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -62,25 +57,19 @@ class Layout:
 
     Args:
         fields: In order.
+
+    Attributes:
+        fields: By name.
     """
 
     def __init__(self, fields: Iterable[Field]) -> None:
-        self._fields = {field.name: field for field in fields}
-        self.num_bytes = max((_aligned(field.end) for field in self._fields.values()), default=0)
+        self.fields = {field.name: field for field in fields}
+        self.num_bytes = max((_aligned(field.end) for field in self.fields.values()), default=0)
 
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """All of them, in order."""
-        return tuple(self._fields.values())
-
-    def offset_of(self, name: str) -> int:
-        """Return where a field begins, in bytes."""
-        return self._fields[name].offset
-
-    def end_of(self, name: str, num_rows: int | None = None) -> int:
-        """Return where the first ``num_rows`` rows of a field end, in bytes; None: all of them."""
-        field = self._fields[name]
-        return field.end if num_rows is None else field.offset + num_rows * field.row_bytes
+    def end_of(self, name: str, num_rows: int) -> int:
+        """Return where the first ``num_rows`` rows of a field end, in bytes."""
+        field = self.fields[name]
+        return field.offset + num_rows * field.row_bytes
 
     def spans(self, used: Mapping[str, int]) -> list[slice]:
         """Return the bytes of the first rows of some fields, in order; what lies close together is one span.
@@ -89,7 +78,7 @@ class Layout:
             used: Rows of each field; names of other layouts are ignored.
         """
         spans: list[slice] = []
-        for field in self._fields.values():
+        for field in self.fields.values():
             if num_rows := used.get(field.name, 0):
                 begin, end = field.offset, field.offset + num_rows * field.row_bytes
                 if spans and begin - spans[-1].stop <= _CLOSE_BYTES:
@@ -101,15 +90,12 @@ class Layout:
         """Return the fields as views of ``memory``, uint8 [num_bytes], by name."""
         return {
             field.name: memory[field.offset : field.end].view(field.dtype).view(field.shape)
-            for field in self._fields.values()
+            for field in self.fields.values()
         }
 
-    def arrays(self, memory: npt.NDArray[np.uint8]) -> dict[str, Array]:
-        """Return the fields as views of ``memory`` on the host, uint8 [num_bytes], by name."""
-        return {
-            field.name: memory[field.offset : field.end].view(_NUMPY_DTYPES[field.dtype]).reshape(field.shape)
-            for field in self._fields.values()
-        }
+    def arrays(self, memory: Tensor) -> dict[str, Array]:
+        """Return the fields as arrays on the host over ``memory``, uint8 [num_bytes], by name."""
+        return {name: view.numpy() for name, view in self.views(memory).items()}
 
 
 def pack(shapes: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> Layout:

@@ -130,11 +130,6 @@ def _weight(parts: StepParts, layer: int, name: str) -> tuple[Tensor, Tensor | N
     return weights[name], weights.get(f"{name}_bias")
 
 
-def _norm_weight(parts: StepParts, layer: int, name: str) -> Tensor:
-    """Return the weight of a norm; the kernels refuse models that lack one."""
-    return parts.weights.layers[layer][name]
-
-
 @dataclass(frozen=True, slots=True)
 class _Vectors:
     """One or two rows."""
@@ -182,7 +177,7 @@ class _Vectors:
         weight, bias = _weight(self.parts, layer, name)
         arguments: Arguments = {
             "x": x,
-            "norm_weight": _norm_weight(self.parts, layer, norm) if norm else 0,
+            "norm_weight": self.parts.weights.layers[layer][norm] if norm else 0,
             "weight": weight,
             "bias": 0 if bias is None else bias,
             "out": out,
@@ -223,7 +218,7 @@ class _Tiles:
         ]
 
     def _norm(self, layer: int, name: str) -> Launch:
-        return self.parts.norm(_norm_weight(self.parts, layer, name), self.num_rows)
+        return self.parts.norm(self.parts.weights.layers[layer][name], self.num_rows)
 
     def _linear(self, layer: int, name: str, x: Tensor, out: Tensor) -> Launch:
         return self._product(self.parts.shape.linears[name], x, *_weight(self.parts, layer, name), out)
@@ -255,7 +250,7 @@ class _Large:
 
     def project(self, layer: int) -> list[Operation]:
         buffers = self.parts.buffers
-        norm = _norm_weight(self.parts, layer, "attention_norm")
+        norm = self.parts.weights.layers[layer]["attention_norm"]
         return [
             self.parts.norm(norm, self.num_rows, buffers.normed if layer else None),
             self._linear(layer, "qkv", buffers.normed, buffers.qkv),
@@ -263,7 +258,7 @@ class _Large:
 
     def finish(self, layer: int) -> list[Operation]:
         buffers = self.parts.buffers
-        norm = _norm_weight(self.parts, layer, "mlp_norm")
+        norm = self.parts.weights.layers[layer]["mlp_norm"]
         gate_up, gated = buffers.gate_up[: self.num_rows], buffers.gated[: self.num_rows]
         return [
             self._linear(layer, "attention_out", buffers.attended, buffers.normed),

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from ferrule_server.executor.cuda.bundle import find_bundle, source_hash
-from ferrule_server.executor.cuda.gpu import Gpu, GpuInfo, Launch
+from ferrule_server.executor.cuda.driver import GpuInfo
+from ferrule_server.executor.cuda.gpu import Gpu, Launch
 from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.fallback.fast_path import sentence

@@ -120,11 +120,6 @@ class CudaDecodeRunner:
         self.notice = ""
 
     @property
-    def captured(self) -> tuple[GraphKey, ...]:
-        """The graphs that exist, oldest first."""
-        return self._graphs.captured
-
-    @property
     def state(self) -> ExecutorState:
         """What it has done, and which graphs it prepares."""
         num_wanted = self._graphs.num_wanted
@@ -242,15 +237,7 @@ class CudaDecodeRunner:
         num_work = fill_inputs(arrays, batch, key.num_rows, work_lists=self._work_lists, block_size=block_size)
         if key.keeps_rows:
             self._row_copies.fill(arrays, batch)
-        used = fill_choices(
-            arrays,
-            served,
-            key.num_rows,
-            key.kind,
-            vocab_size=self._vocab_size,
-            stores_logits=key.stores_logits,
-            draws=self._draws,
-        )
+        used = fill_choices(arrays, served, key, vocab_size=self._vocab_size, draws=self._draws)
         self._uploads.upload(slice(0, layout.end_of("work", num_work)), *layout.spans(used))
         is_graph = self._graphs.put(key)
         self._num_graph_steps += is_graph

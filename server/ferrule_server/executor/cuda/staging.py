@@ -35,7 +35,7 @@ class UploadRing:
         self._gpu = gpu
         self._target = target
         self._memory = [gpu.allocate_pinned(f"{name} {i}", layout.num_bytes) for i in range(_NUM_SLOTS)]
-        self._arrays = [layout.arrays(memory.numpy()) for memory in self._memory]
+        self._arrays = [layout.arrays(memory) for memory in self._memory]
         self._copied: list[Event | None] = [None] * _NUM_SLOTS
         self._slot = 0
         self._is_filled = False
@@ -112,7 +112,7 @@ class DownloadRing:
         self._gpu = gpu
         self._source = source
         self._memory = [gpu.allocate_pinned(f"{name} {i}", layout.num_bytes) for i in range(_NUM_SLOTS)]
-        self._arrays = [layout.arrays(memory.numpy()) for memory in self._memory]
+        self._arrays = [layout.arrays(memory) for memory in self._memory]
         self._pending: list[Download | None] = [None] * _NUM_SLOTS
         self._slot = 0
 

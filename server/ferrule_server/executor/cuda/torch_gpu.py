@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ferrule_server.executor.cuda.driver import Device, DriverError, Function, Launch, is_context_lost
-from ferrule_server.executor.cuda.gpu import Event, GpuError, GpuInfo, GpuLost, Graph, Kernel, Operation
+from ferrule_server.executor.cuda.gpu import Event, GpuError, GpuLost, Graph, Kernel, Operation
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 
 __all__ = ["TorchGpu", "translated"]
@@ -45,7 +45,7 @@ def translated(error: BaseException) -> GpuError | None:
     if isinstance(error, GpuError):
         return error
     if isinstance(error, DriverError):
-        return _made(error, is_lost=error.is_context_lost)
+        return _made(error, is_lost=is_context_lost(error.code))
     if isinstance(error, torch.AcceleratorError):
         return _made(error, is_lost=is_context_lost(int(getattr(error, "error_code", 0))))
     if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
@@ -125,10 +125,14 @@ class TorchGpu:
         device: The GPU, as the driver sees it; closed by :meth:`close`.
         torch_device: The same one.
         cuda: Stands for ``torch.cuda``.
+
+    Attributes:
+        info: What it is.
+        torch_device: Where its tensors are.
     """
 
     def __init__(self, device: Device, torch_device: torch.device, cuda: _Cuda = torch.cuda) -> None:
-        self._device, self._torch_device, self._cuda = device, torch_device, cuda
+        self._device, self.torch_device, self._cuda = device, torch_device, cuda
         self._entered = _Entered()
         self._functions: list[Function] = []
         self._failed_graphs: list[torch.cuda.CUDAGraph] = []
@@ -136,17 +140,8 @@ class TorchGpu:
             self._bind()
             self._stream = cuda.Stream(device=torch_device)
             self._pool = cuda.graph_pool_handle()
-            total_bytes = cuda.mem_get_info(torch_device)[1]
         self._handle = int(self._stream.cuda_stream)
-        self._info = GpuInfo(
-            device.name,
-            device.capability,
-            device.cuda_version,
-            device.num_sms,
-            total_bytes,
-            device.shared_bytes_per_sm,
-            device.shared_bytes_per_cta,
-        )
+        self.info = device.info
 
     @classmethod
     def open(cls, index: int = 0) -> TorchGpu:
@@ -167,25 +162,15 @@ class TorchGpu:
                 raise GpuError(f"torch {torch.__version__} sees {num_devices} GPUs, the driver more: is it too old?")
             return cls(device, torch.device("cuda", index))
 
-    @property
-    def info(self) -> GpuInfo:
-        """What it is."""
-        return self._info
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Where its tensors are."""
-        return self._torch_device
-
     def free_bytes(self) -> int:
         """Return how much memory nobody has."""
         with _TRANSLATING:
-            return int(self._cuda.mem_get_info(self._torch_device)[0])
+            return int(self._cuda.mem_get_info(self.torch_device)[0])
 
     def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a zeroed tensor, at a multiple of 512 bytes as torch gives them."""
         with self._named(f"memory for {name}"), self.current():
-            return torch.zeros(shape, dtype=dtype, device=self._torch_device)
+            return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     def allocate_pinned(self, name: str, num_bytes: int) -> Tensor:
         """Return zeroed page-locked memory."""
@@ -200,7 +185,7 @@ class TorchGpu:
             raise GpuError(f"{name} begins {beyond} bytes behind a multiple of {_ALIGNMENT}, kernels cannot read it")
         with _TRANSLATING:
             self._bind()
-            self._stream.wait_stream(self._cuda.current_stream(self._torch_device))
+            self._stream.wait_stream(self._cuda.current_stream(self.torch_device))
 
     def address(self, tensor: Tensor) -> int:
         """Return where kernels find a tensor."""
@@ -216,7 +201,7 @@ class TorchGpu:
             self._bind()
             function = self._device.load(spec, cubin)
             num_ctas = function.max_ctas_per_sm(spec.shared_bytes)
-        planned = spec.ctas_on(self._info.shared_bytes_per_sm)
+        planned = spec.ctas_on(self.info.shared_bytes_per_sm)
         self._functions.append(function)
         if num_ctas < planned:
             _log.warning("event=kernel_too_large kernel=%s ctas=%d planned=%d", spec.name, num_ctas, planned)
@@ -292,7 +277,7 @@ class TorchGpu:
             yield
         except BaseException:
             with suppress(RuntimeError):  # it was not in one
-                torch._C._cuda_endAllocateToPool(self._torch_device.index, self._pool)  # noqa: SLF001  (no other way)
+                torch._C._cuda_endAllocateToPool(self.torch_device.index, self._pool)  # noqa: SLF001  (no other way)
                 self._failed_graphs.append(graph)
             raise
 
@@ -328,13 +313,13 @@ class TorchGpu:
 
     def _bind(self) -> None:
         if not self._entered.is_bound:
-            self._cuda.set_device(self._torch_device)
+            self._cuda.set_device(self.torch_device)
             self._device.make_current()
             self._entered.is_bound = True
 
     def _check(self, name: str, tensor: Tensor) -> None:
-        if tensor.device != self._torch_device:
-            raise ValueError(f"{name} lies on {tensor.device}, kernels need it on {self._torch_device}")
+        if tensor.device != self.torch_device:
+            raise ValueError(f"{name} lies on {tensor.device}, kernels need it on {self.torch_device}")
 
     @contextmanager
     def _named(self, wanted: str) -> Iterator[None]:

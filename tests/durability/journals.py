@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from ferrule_server.durability.directory import JournalDamaged, Wanted, list_segments, segment_path
+from ferrule_server.durability.directory import Wanted, list_segments, segment_path
 from ferrule_server.durability.files import Files
 from ferrule_server.durability.frames import Scan, SegmentHeader, Tail, scan
+from ferrule_server.durability.reader import Damage, JournalDamaged
 from ferrule_server.durability.writer import LastFrame
 
 PATH = Path("/journal")
@@ -59,7 +60,7 @@ def read_journal(files: Files) -> Journal:
 def check(number: int, found: Scan) -> None:
     """Raise if a segment is damaged."""
     if found.tail is Tail.DAMAGED:
-        raise JournalDamaged(number, found.end, found.reason, "")
+        raise JournalDamaged(Damage(number, found.end, found.reason))
 
 
 def header_of(found: Scan) -> SegmentHeader:

@@ -18,7 +18,6 @@ import pytest
 from ferrule_server.durability.directory import (
     DurableDirectory,
     Identity,
-    JournalDamaged,
     OwnerReplaced,
     Wanted,
     check_directory,
@@ -200,14 +199,6 @@ def test_deleted_segment_is_gone_after_a_crash() -> None:
     directory.create_segment(1, SIZE, None)
     directory.delete_segment(1)
     assert open_one(files.crash()).segments() == []
-
-
-def test_damage_is_named() -> None:
-    """Where, why, and what would be lost."""
-    error = JournalDamaged(7, 4096, "its checksum is wrong", "2 sequences have records after it")
-    begin = "the journal is damaged: segment 7, offset 4096: its checksum is wrong; 2 sequences have records after it; "
-    assert str(error).startswith(begin)
-    assert (error.segment, error.offset) == (7, 4096)
 
 
 # ---- owners ---------------------------------------------------------------------------------------------------------

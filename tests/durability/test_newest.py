@@ -18,7 +18,6 @@ import pytest
 from ferrule_server.durability import writer as writers
 from ferrule_server.durability.directory import (
     DurableDirectory,
-    JournalDamaged,
     Newest,
     OwnerReplaced,
     Wanted,
@@ -30,7 +29,7 @@ from ferrule_server.durability.directory import (
 from ferrule_server.durability.files import OsFiles
 from ferrule_server.durability.frames import Previous, SegmentHeader, encode_frame
 from ferrule_server.durability.inspect import main
-from ferrule_server.durability.reader import read_directory, survey
+from ferrule_server.durability.reader import JournalDamaged, read_directory, survey
 from ferrule_server.durability.records import Tag
 from ferrule_server.durability.writer import JournalWriter
 from ferrule_server.engine.durable.opening import open_durability

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrule_server.durability.directory import DurableDirectory, JournalDamaged, segment_path
+from ferrule_server.durability.directory import DurableDirectory, segment_path
 from ferrule_server.durability.files import OsFiles
 from ferrule_server.durability.frames import Previous, Tail, encode_frame
 from ferrule_server.durability.inspect import main
-from ferrule_server.durability.reader import Journal, Role, read_directory, survey
+from ferrule_server.durability.reader import Damage, Journal, JournalDamaged, Role, read_directory, survey
 from ferrule_server.durability.records import Encoder, End, Tag
 from ferrule_server.durability.writer import JournalWriter, LastFrame
 from ferrule_server.kv.handle import handle_id_of
@@ -175,6 +175,13 @@ def test_only_what_the_next_header_confirms_is_read_of_a_segment() -> None:
     assert read({1: poisoned}).state.sequences[1].reserved_length == 5
 
 
+def test_damage_is_named() -> None:
+    """Where, why, and what would be lost."""
+    error = JournalDamaged(Damage(7, 4096, "its checksum is wrong", ("ab", "cd"), 3))
+    place = "segment 7, offset 4096: its checksum is wrong; 3 frames after it change 2 sequences (ab, cd)"
+    assert str(error).startswith(f"the journal is damaged: {place} and would be lost; ")
+
+
 def test_damage_names_what_would_be_lost() -> None:
     """The sequences that later records touch, by handle_id."""
     first, second = two_snapshots()
@@ -183,8 +190,8 @@ def test_damage_names_what_would_be_lost() -> None:
     bad = segments | {2: segments[2][: offset + 9] + b"?" + segments[2][offset + 10 :]}
     with pytest.raises(JournalDamaged) as caught:
         read_directory(PATH, StoredFiles(bad))
-    assert (caught.value.segment, caught.value.offset) == (2, offset)
-    assert caught.value.lost == f"1 frames after it change 1 sequences ({handle_id(2)}) and would be lost"
+    assert caught.value.damage[:2] == (2, offset)
+    assert caught.value.damage.lost == f"1 frames after it change 1 sequences ({handle_id(2)}) and would be lost"
     assert read(bad).state.sequences[2].token_ids.tolist() == [0, 1, 2, 3]
 
 

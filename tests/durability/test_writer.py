@@ -11,8 +11,9 @@ from random import Random
 import pytest
 
 from ferrule_server.durability import writer as writers
-from ferrule_server.durability.directory import DurableDirectory, JournalDamaged, OwnerReplaced, segment_path
+from ferrule_server.durability.directory import DurableDirectory, OwnerReplaced, segment_path
 from ferrule_server.durability.frames import MAX_PAYLOAD_BYTES, Tail, scan
+from ferrule_server.durability.reader import JournalDamaged
 from ferrule_server.durability.writer import JournalWriter
 from tests.durability.fault_files import Call, FaultFiles, Survival, everything, nothing, some_sectors, torn_at
 from tests.durability.journals import PATH, WANTED, read_journal, record

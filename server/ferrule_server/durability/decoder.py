@@ -54,12 +54,7 @@ _ENDS: Final = {each.value: each for each in End}
 _SHAPE_MASK: Final = 0xFFF
 
 
-def sizes_of(shape: int) -> tuple[int, ...]:
-    """Return the bytes of each of the four numbers of a row; -1 for one that is None."""
-    return tuple((-1, 0, 4, 8)[shape >> shift & 3] for shift in (0, 2, 4, 6))
-
-
-NUMBER_BYTES: Final = tuple(sum(max(0, size) for size in sizes_of(shape)) for shape in range(256))
+NUMBER_BYTES: Final = tuple(sum((0, 0, 4, 8)[shape >> shift & 3] for shift in (0, 2, 4, 6)) for shape in range(256))
 """The bytes of the numbers of a row, by shape."""
 
 
@@ -190,12 +185,8 @@ def decode(payload: bytes, at: int, definitions: Definitions) -> tuple[int, Fiel
         raise BadRecord("the payload ends inside a record") from None
 
 
-def numbers_of(shape: int, data: bytes) -> Numbers:
-    """Return the four numbers of a row from their bytes."""
-    return _numbers(Cursor(data), shape)
-
-
-def _numbers(cursor: Cursor, shape: int) -> Numbers:
+def read_numbers(cursor: Cursor, shape: int) -> Numbers:
+    """Return the four numbers of a row, which come next."""
     first, second = _number(cursor, shape & 3), _number(cursor, shape >> 2 & 3)
     if not shape & 0xF0:
         return first, second, None, None
@@ -281,7 +272,7 @@ def _row(cursor: Cursor, position: int) -> Row:
     if shape & HAS_POSITION:
         position = cursor.varint()
     token = cursor.varint() if shape & HAS_TOKEN else None
-    numbers = _numbers(cursor, shape) if shape & 0xFF else _NO_NUMBERS
+    numbers = read_numbers(cursor, shape) if shape & 0xFF else _NO_NUMBERS
     is_accepted = bool(shape & WAS_ACCEPTED) if shape & (WAS_ACCEPTED | WAS_REJECTED) else None
     if position < 0:
         raise BadRecord(f"a row at position {position}")

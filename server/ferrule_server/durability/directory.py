@@ -46,27 +46,6 @@ _EPOCH: Final = re.compile(r"[0-9a-f]{12}")
 _KEY_BYTES: Final = 16
 
 
-class JournalDamaged(ConfigError):
-    """A journal holds something that a crash cannot leave.
-
-    Args:
-        segment: Number of the segment.
-        offset: Where the first bad frame begins.
-        reason: What is wrong with it.
-        lost: What would be lost if the journal ended there.
-    """
-
-    def __init__(self, segment: int, offset: int, reason: str, lost: str) -> None:
-        super().__init__(
-            f"the journal is damaged: segment {segment}, offset {offset}: {reason}; {lost}; "
-            "see `ferrule durable verify`, then restore a backup, or start with another directory"
-        )
-        self.segment = segment
-        self.offset = offset
-        self.reason = reason
-        self.lost = lost
-
-
 class OwnerReplaced(OSError):
     """Another server was started on the directory since; this one must not write to it any more."""
 

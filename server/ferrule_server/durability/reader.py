@@ -24,7 +24,6 @@ from typing import Final, NamedTuple
 
 from ferrule_server.durability.directory import (
     Identity,
-    JournalDamaged,
     Newest,
     list_segments,
     read_identity,
@@ -35,6 +34,7 @@ from ferrule_server.durability.frames import Frame, Previous, Scan, SegmentHeade
 from ferrule_server.durability.records import BadRecord, Tag
 from ferrule_server.durability.replay import JournalState
 from ferrule_server.durability.writer import LastFrame
+from ferrule_server.errors import ConfigError
 
 _MAX_NAMED: Final = 8
 """Most sequences that an error names."""
@@ -106,6 +106,22 @@ class Damage(NamedTuple):
         return f"{self.num_frames_after} frames after it {changed} and would be lost"
 
 
+class JournalDamaged(ConfigError):
+    """A journal holds something that a crash cannot leave.
+
+    Attributes:
+        damage: What, and what would be lost if the journal ended there.
+    """
+
+    def __init__(self, damage: Damage) -> None:
+        segment, offset, reason = damage[:3]
+        super().__init__(
+            f"the journal is damaged: segment {segment}, offset {offset}: {reason}; {damage.lost}; "
+            "see `ferrule durable verify`, then restore a backup, or start with another directory"
+        )
+        self.damage = damage
+
+
 @dataclass(slots=True)
 class Journal:
     """What a directory contains.
@@ -144,8 +160,7 @@ def read_directory(path: Path, files: Files, on_progress: OnProgress | None = No
     """
     journal = survey(path, files, on_progress)
     if journal.damage is not None:
-        segment, offset, reason = journal.damage[:3]
-        raise JournalDamaged(segment, offset, reason, journal.damage.lost)
+        raise JournalDamaged(journal.damage)
     return journal
 
 

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from ferrule_server.durability.decoder import NUMBER_BYTES, Definitions, decode, numbers_of
+from ferrule_server.durability.decoder import NUMBER_BYTES, Cursor, Definitions, decode, read_numbers
 from ferrule_server.durability.records import (
     STEP,
     STEP_SEEDED,
@@ -73,7 +73,7 @@ class _Tip:
         length = len(self.token_ids)
         if length != self.settled_length:
             self.settled_length = length
-            row = Row(length, self.token, *numbers_of(self.shape, self.numbers))
+            row = Row(length, self.token, *read_numbers(Cursor(self.numbers), self.shape))
             self.state.answer = Answer(length - 1, 1, self.policy, self.seed, (row,))
             self.state.truncation = None
 

@@ -16,6 +16,7 @@ from ferrule_server.executor.cuda.chain import StepChain
 from ferrule_server.executor.cuda.inputs import fill_inputs
 from ferrule_server.executor.cuda.kernel_choice import attention_grid, shape_of, specs_needed
 from ferrule_server.executor.cuda.kernel_set import KernelSet
+from ferrule_server.executor.cuda.linears import StepParts
 from ferrule_server.executor.cuda.staging import UploadRing
 from ferrule_server.executor.cuda.weights import adopt_weights
 from ferrule_server.kernels import reference
@@ -42,17 +43,11 @@ class Bench:
         limits = Limits(max_blocks=32, max_rows=max_rows, max_requests=8, max_entries=8)
         self.buffers = DecodeBuffers(self.gpu, self.shape, limits, attention_grid(self.shape, self.gpu.info))
         self.uploads = UploadRing(self.gpu, "inputs", self.buffers.inputs, self.buffers.input_layout)
-        weights = adopt_weights(self.gpu, self.weights, executor.info.model.config, 512)
+        rope = adopt_weights(self.gpu, self.weights, executor.info.model.config, 512)
         specs = specs_needed(self.shape, is_deterministic=False)
         self.pool = executor.pool.clone()
-        self.chain = StepChain(
-            KernelSet(self.gpu, dict.fromkeys(specs, CUBIN)),
-            weights,
-            self.buffers,
-            self.pool,
-            shape=self.shape,
-            eps=executor.info.model.config.norm_eps,
-        )
+        kernels, eps = KernelSet(self.gpu, dict.fromkeys(specs, CUBIN)), executor.info.model.config.norm_eps
+        self.chain = StepChain(StepParts(kernels, self.weights, rope, self.buffers, self.shape, eps), self.pool)
 
     def prefill(self, *lengths: int) -> list[PooledSequence]:
         """Return sequences of the first tokens of TOKENS, put into both pools by torch."""

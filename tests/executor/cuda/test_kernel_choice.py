@@ -25,6 +25,7 @@ from ferrule_server.executor.cuda.kernel_choice import (
     unsupported_reason,
 )
 from ferrule_server.executor.cuda.kernel_set import KernelSet
+from ferrule_server.executor.cuda.linears import StepParts
 from ferrule_server.executor.cuda.weights import adopt_weights
 from ferrule_server.kernels.cuda import attention
 from ferrule_server.kernels.cuda.catalog import kernels_of
@@ -64,14 +65,10 @@ def test_no_step_asks_for_more_than_was_said(kind: str, is_deterministic: bool, 
     shape, gpu = shape_of(executor.info.model.config), FakeGpu(num_sms=3, capability=capability)
     specs = specs_needed(shape, is_deterministic=is_deterministic, limit=gpu.info.shared_bytes_per_cta)
     limits = Limits(max_blocks=16, max_rows=64 if is_deterministic else 80, max_entries=8)
-    chain = StepChain(
-        KernelSet(gpu, dict.fromkeys(specs, CUBIN)),
-        adopt_weights(gpu, executor.plain_weights, executor.info.model.config, 256),
-        DecodeBuffers(gpu, shape, limits, attention_grid(shape, gpu.info)),
-        executor.pool,
-        shape=shape,
-        eps=1e-6,
-    )
+    kernels, weights = KernelSet(gpu, dict.fromkeys(specs, CUBIN)), executor.plain_weights
+    rope = adopt_weights(gpu, weights, executor.info.model.config, 256)
+    buffers = DecodeBuffers(gpu, shape, limits, attention_grid(shape, gpu.info))
+    chain = StepChain(StepParts(kernels, weights, rope, buffers, shape, 1e-6), executor.pool)
     used = {
         launch.spec.name
         for num_rows in bucket_sizes(limits.max_rows)

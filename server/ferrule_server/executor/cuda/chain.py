@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ferrule_server.executor.cuda.buffers import TABLE_WIDTH, DecodeBuffers
+from ferrule_server.executor.cuda.buffers import TABLE_WIDTH
 from ferrule_server.executor.cuda.gpu import Launch, Operation
 from ferrule_server.executor.cuda.kernel_choice import attention_grid, attention_spec
-from ferrule_server.executor.cuda.kernel_set import Arguments, KernelSet
+from ferrule_server.executor.cuda.kernel_set import Arguments
 from ferrule_server.executor.cuda.linears import StepParts, linears_for
-from ferrule_server.executor.cuda.weights import StepWeights
 from ferrule_server.kernels.cuda import embed
 from ferrule_server.kernels.cuda.append import ROWS
-from ferrule_server.kernels.cuda.spec import ModelShape
 from ferrule_server.kernels.cuda.work_list import WorkLists
 
 __all__ = ["StepChain"]
@@ -27,33 +25,20 @@ class StepChain:
     """Makes the launches of steps; the pool is adopted.
 
     Args:
-        kernels: Every kernel of :func:`~ferrule_server.executor.cuda.kernel_choice.specs_needed`.
-        weights: Of the model.
-        buffers: That steps read and write.
+        parts: What they are made from.
         pool: bf16 [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim], on the GPU, contiguous from the
             third dimension on.
-        shape: Of the model.
-        eps: Of its norms.
 
     Attributes:
         block_size: Slots per block.
     """
 
-    def __init__(
-        self,
-        kernels: KernelSet,
-        weights: StepWeights,
-        buffers: DecodeBuffers,
-        pool: Tensor,
-        *,
-        shape: ModelShape,
-        eps: float,
-    ) -> None:
+    def __init__(self, parts: StepParts, pool: Tensor) -> None:
         assert pool[0, 0].is_contiguous(), pool.stride()
-        self._parts = StepParts(kernels, weights, buffers, shape, eps)
+        self._parts = parts
         self._pool = pool
         self.block_size = pool.shape[4]
-        kernels.gpu.adopt("pool", pool, is_mutable=True)
+        parts.kernels.gpu.adopt("pool", pool, is_mutable=True)
 
     def work_lists(self) -> WorkLists:
         """Return what makes the work lists of attention."""
@@ -121,7 +106,7 @@ class StepChain:
             "qkv": buffers.qkv,
             "q_norm": weights.layers[layer].get("q_norm", 0),
             "k_norm": weights.layers[layer].get("k_norm", 0),
-            "rope": weights.rope,
+            "rope": parts.rope,
             "positions": buffers.input["positions"],
             "slot_mapping": buffers.input["slot_mapping"],
             "block_tables": buffers.input["work"],

@@ -25,9 +25,9 @@ from ferrule_server.executor.cuda.buffers import DecodeBuffers
 from ferrule_server.executor.cuda.gpu import Launch, Operation
 from ferrule_server.executor.cuda.kernel_choice import GEMM_ROWS, MAX_GEMM_ROWS, MAX_GEMV_ROWS, gemm_spec, gemv_spec
 from ferrule_server.executor.cuda.kernel_set import Arguments, KernelSet
-from ferrule_server.executor.cuda.weights import StepWeights
 from ferrule_server.kernels.cuda import add_norm, argmax, gemm, gemv, head
 from ferrule_server.kernels.cuda.spec import KernelSpec, LinearShape, ModelShape
+from ferrule_server.model.tensors import ModelWeights
 
 __all__ = ["Linears", "StepParts", "linear_out", "linears_for"]
 
@@ -37,15 +37,17 @@ class StepParts:
     """What the launches of a step are made from.
 
     Attributes:
-        kernels: Prepares launches.
-        weights: Of the model.
+        kernels: Prepares launches; all of :func:`~ferrule_server.executor.cuda.kernel_choice.specs_needed`.
+        weights: Of the model, bf16, adopted by the GPU of the kernels.
+        rope: The table of rotations that goes with them.
         buffers: That steps read and write.
         shape: Of the model.
         eps: Of its norms.
     """
 
     kernels: KernelSet
-    weights: StepWeights
+    weights: ModelWeights
+    rope: Tensor
     buffers: DecodeBuffers
     shape: ModelShape
     eps: float

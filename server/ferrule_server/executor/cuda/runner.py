@@ -33,6 +33,7 @@ from ferrule_server.executor.cuda.inputs import fill_inputs
 from ferrule_server.executor.cuda.kernel_choice import MAX_GEMM_ROWS, attention_grid, shape_of
 from ferrule_server.executor.cuda.kernel_set import KernelSet, Trigger
 from ferrule_server.executor.cuda.layout import Array
+from ferrule_server.executor.cuda.linears import StepParts
 from ferrule_server.executor.cuda.row_copies import RowCopies
 from ferrule_server.executor.cuda.staging import Download, DownloadRing, UploadRing
 from ferrule_server.executor.cuda.weights import adopt_weights
@@ -99,9 +100,9 @@ class CudaDecodeRunner:
         self._gpu = gpu
         self.buffers = buffers = DecodeBuffers(gpu, shape, limits, attention_grid(shape, gpu.info))
         self._kernels = KernelSet(gpu, cubins, trigger)
-        adopted = adopt_weights(gpu, weights, config, torch_executor.info.model.max_context)
-        pool, eps = torch_executor.pool, config.norm_eps
-        self._chain = StepChain(self._kernels, adopted, buffers, pool, shape=shape, eps=eps)
+        rope = adopt_weights(gpu, weights, config, torch_executor.info.model.max_context)
+        parts = StepParts(self._kernels, weights, rope, buffers, shape, config.norm_eps)
+        self._chain = StepChain(parts, torch_executor.pool)
         self._is_deterministic = is_deterministic
         self._vocab_size = shape.vocab_size
         self.max_rows = min(limits.max_rows, MAX_GEMM_ROWS) if is_deterministic else limits.max_rows

@@ -21,6 +21,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ferrule_server.executor.base import BLOCK_SIZE
 from ferrule_server.executor.cuda.gpu import Gpu
 from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout, pack
 from ferrule_server.kernels.cuda import gemm
@@ -49,7 +50,6 @@ class Limits:
 
     Attributes:
         max_blocks: Of a sequence.
-        block_size: Slots per block.
         max_rows: Rows of a step.
         max_requests: Single log-probabilities that a step returns.
         max_entries: Tokens, over all rows, whose logits penalties or a bias change.
@@ -57,7 +57,6 @@ class Limits:
     """
 
     max_blocks: int
-    block_size: int = 16
     max_rows: int = 256
     max_requests: int = 4096
     max_entries: int = 1 << 18
@@ -66,7 +65,7 @@ class Limits:
     @property
     def max_context(self) -> int:
         """Tokens of the longest sequence."""
-        return self.max_blocks * self.block_size
+        return self.max_blocks * BLOCK_SIZE
 
 
 def input_layout(shape: ModelShape, limits: Limits, num_ctas: int) -> Layout:

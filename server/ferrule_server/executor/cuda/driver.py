@@ -199,12 +199,10 @@ class Function:
 
     Attributes:
         spec: What it was made from.
-        parameters: Name and kind of its runtime parameters.
     """
 
     def __init__(self, device: Device, driver: _Driver, spec: KernelSpec, cubin: Cubin) -> None:
         self.spec = spec
-        self.parameters = parameters(spec.kernel)
         self._device = device
         self._driver = driver
         self._code = cubin.code  # the library may read it as long as it lives
@@ -257,8 +255,8 @@ class Function:
         if grid < 1:
             raise ValueError(f"{self.spec.name}: a grid of {grid} CTAs")
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-        if len(arguments) != len(self.parameters):
-            raise ValueError(f"{self.spec.name} takes {len(self.parameters)} arguments, was given {len(arguments)}")
+        if len(arguments) != (count := len(parameters(self.spec.kernel))):
+            raise ValueError(f"{self.spec.name} takes {count} arguments, was given {len(arguments)}")
         return Launch(self._driver, self._handle, self.spec, config, arguments)
 
     def max_ctas_per_sm(self, shared_bytes: int) -> int:

@@ -88,6 +88,7 @@ class GraphStore:
         is_enabled: Capture graphs at all.
 
     Attributes:
+        captured: The graphs, oldest first.
         taken_bytes: By graphs.
         num_wanted: Keys that were launched and are to be captured; may be read by any thread.
     """
@@ -103,21 +104,16 @@ class GraphStore:
         self._gpu = gpu
         self._operations_of = operations_of
         self._memory_bytes = memory_bytes
-        self._captured: dict[GraphKey, Graph] = {}
+        self.captured: dict[GraphKey, Graph] = {}
         self._launched: dict[GraphKey, _Launched] = {}
         self._num_failures = 0 if is_enabled else _MOST_FAILURES
         self._is_full = self._has_warned = False
         self.taken_bytes = 0
         self.num_wanted = 0
 
-    @property
-    def captured(self) -> tuple[GraphKey, ...]:
-        """The keys that have graphs, oldest first."""
-        return tuple(self._captured)
-
     def is_settled(self, key: GraphKey) -> bool:
         """Whether a key has its graph, or will get none for now."""
-        if key in self._captured:
+        if key in self.captured:
             return True
         launched = self._launched.get(key)
         is_refused = launched is not None and launched.has_failed
@@ -129,8 +125,8 @@ class GraphStore:
         Raises:
             GpuError: The operations cannot be prepared, or were refused; part of them may be in the stream.
         """
-        if key in self._captured:
-            self._gpu.replay(self._captured[key])
+        if key in self.captured:
+            self._gpu.replay(self.captured[key])
             return True
         launched = self._launched.get(key)
         if launched is None:
@@ -165,9 +161,9 @@ class GraphStore:
             GpuError: The GPU refuses one; the others are given back all the same.
         """
         refused: GpuError | None = None
-        while self._captured:
+        while self.captured:
             try:
-                self._captured.popitem()[1].close()
+                self.captured.popitem()[1].close()
             except GpuError as error:
                 refused = error
         self._launched.clear()
@@ -207,7 +203,7 @@ class GraphStore:
         _log.warning(
             "event=no_room_for_graphs num=%d bytes=%d planned=%d free=%d further sizes of steps are launched kernel by "
             "kernel; a lower --kv-memory or --gpu-memory-fraction gives room",
-            len(self._captured),
+            len(self.captured),
             self.taken_bytes,
             self._memory_bytes,
             self._gpu.free_bytes(),
@@ -223,7 +219,7 @@ class GraphStore:
             self._note_failure(key, error)
             return
         self._num_failures = 0
-        self._captured[key] = graph
+        self.captured[key] = graph
         del self._launched[key]
         self.taken_bytes += NODE_BYTES * len(operations)
         self._is_full = not self._has_room()

@@ -55,4 +55,4 @@ class GpuOptions:
     @property
     def limits(self) -> Limits:
         """Of steps on the kernels: the longest sequence fits."""
-        return Limits(max_blocks=-(-self.max_context // BLOCK_SIZE), block_size=BLOCK_SIZE)
+        return Limits(max_blocks=-(-self.max_context // BLOCK_SIZE))

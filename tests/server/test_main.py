@@ -417,9 +417,11 @@ def test_a_device_fault_loses_the_handles_turns_health_and_ends_with_1() -> None
 
 
 _FAILING_THREAD = """
+import ctypes
 import sys
 from ferrule_server.__main__ import main
 from ferrule_server.executor.cpu.workers import Workers
+from ferrule_server.kernels.cpu.sync import _IS_ABORTED
 
 run_step, num_steps = Workers.run_step, [0]
 
@@ -428,13 +430,14 @@ def run_some(self):
     if num_steps[0] == %d:
         run = self._run
 
-        def fail(sync, thread):
+        def fail(thread):
             if thread:
                 raise RuntimeError("no such page")
-            return run(sync, thread)
+            return run(thread)
 
         self.close()
-        self.__init__(fail, 2, 128)
+        ctypes.c_int64.from_address(self._sync.address + _IS_ABORTED).value = 0  # closing has aborted it
+        self.__init__(fail, 2, self._sync)
     return run_step(self)
 
 Workers.run_step = run_some

@@ -23,9 +23,10 @@ from ferrule_server.model_files import is_folder, listed, name_of
 
 if TYPE_CHECKING:
     from ferrule_server.executor.cpu.executor import Prepared
-    from ferrule_server.executor.cpu.support import Choice, WeightKind
+    from ferrule_server.executor.cpu.support import Choice
     from ferrule_server.executor.cuda.compose import Preparation
     from ferrule_server.executor.devices import Device
+    from ferrule_server.kernels.cpu.plan import WeightKind
     from ferrule_server.model.config import ModelConfig
     from ferrule_server.model.weights import DTypeName, LoadedModel
     from ferrule_server.text.chat_template import ChatTemplate

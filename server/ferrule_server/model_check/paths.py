@@ -8,9 +8,10 @@ import torch
 
 from ferrule_server.config import ServerConfig
 from ferrule_server.executor.base import BLOCK_SIZE
-from ferrule_server.executor.cpu.support import WeightKind, choose
+from ferrule_server.executor.cpu.support import choose
 from ferrule_server.executor.cuda.kernel_choice import unsupported_reason
 from ferrule_server.executor.sizes import weights_bytes
+from ferrule_server.kernels.cpu.plan import WeightKind
 from ferrule_server.loading import LoadPlan
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.weights import TORCH_DTYPES

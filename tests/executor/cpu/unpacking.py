@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ferrule_server.executor.cpu.weights import HeadUnits, Packed, PackedMatrix, PackedModel
-from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
-from ferrule_server.kernels.cpu.plan import MatrixKind
+from ferrule_server.kernels.cpu.dot import GROUP
+from ferrule_server.kernels.cpu.plan import TILE_INPUTS, MatrixKind
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.tensors import ModelWeights, TensorSpec, on_meta, specs
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["ThreadCount"]
-
 _SHORT_S: Final = 0.1
 """Longer steps go on with what the thread has left: its work is shared out piece by piece."""
 _LEAST_WAIT_S: Final = 0.0012

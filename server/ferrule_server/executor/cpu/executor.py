@@ -42,8 +42,6 @@ from ferrule_server.kernels.cpu.sync import SyncBlock
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.weights import LoadedModel
 
-__all__ = ["NAME", "CpuOptions", "NumbaCpuExecutor", "Prepared", "prepare"]
-
 _log = logging.getLogger(__name__)
 
 NAME: Final = "numba-cpu"

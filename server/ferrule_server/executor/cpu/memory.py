@@ -18,15 +18,13 @@ from ferrule_server.executor.cpu.tasks import Tasks
 from ferrule_server.executor.cpu.weights import HeadUnits
 from ferrule_server.kernels.cpu.activations import SCALE_BYTES
 from ferrule_server.kernels.cpu.attention import TILE_TOKENS, attention_scratch_bytes, partial_bytes
-from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
+from ferrule_server.kernels.cpu.dot import GROUP
 from ferrule_server.kernels.cpu.linear import MOST_BLOCK_ROWS
-from ferrule_server.kernels.cpu.plan import Plan
+from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan
 from ferrule_server.kernels.cpu.records import BEST_BYTES, MOST_TOP, RESULT_FIELDS, STEP
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.rope import Rope
-
-__all__ = ["StepMemory", "ropes"]
 
 _PADDING_ROWS: Final = 32
 """Rows after the last one, which kernels read and never use."""

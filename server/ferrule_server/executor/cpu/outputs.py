@@ -25,8 +25,6 @@ from ferrule_server.executor.sampling.selection import (
 )
 from ferrule_server.kernels.cpu.records import MOST_TOP, WANTS_LOGITS, WANTS_SUMS
 
-__all__ = ["ask", "read_outputs"]
-
 _PLAIN = (OutputSpec(), OutputSpec(greedy=True))
 """The commonest specs, which need the best token at most."""
 

@@ -15,14 +15,12 @@ from ferrule_server.executor.cpu.memory import StepMemory, ropes
 from ferrule_server.executor.cpu.stages import address_of, list_stages
 from ferrule_server.executor.cpu.weights import HeadUnits, Packed, PackedModel
 from ferrule_server.kernels.cpu.compiled import Kernels
-from ferrule_server.kernels.cpu.dot import TILE_INPUTS
+from ferrule_server.kernels.cpu.plan import TILE_INPUTS
 from ferrule_server.kernels.cpu.records import LAYER, MODEL, THREAD
 from ferrule_server.kernels.cpu.sync import SyncBlock
 from ferrule_server.model.attention import attention_layers
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.rope import Rope, inverse_frequencies, magnitudes
-
-__all__ = ["ModelRecord", "ThreadRecords"]
 
 
 class ModelRecord:

@@ -14,12 +14,11 @@ from torch import Tensor
 from ferrule_server.executor.cpu.memory import StepMemory
 from ferrule_server.executor.cpu.weights import HeadUnits, Packed, PackedMatrix, PackedModel
 from ferrule_server.kernels.cpu.compiled import Kernels
-from ferrule_server.kernels.cpu.dot import GROUP, TILE_INPUTS
+from ferrule_server.kernels.cpu.dot import GROUP
 from ferrule_server.kernels.cpu.kinds import Kind
+from ferrule_server.kernels.cpu.plan import TILE_INPUTS
 from ferrule_server.kernels.cpu.records import STAGE
 from ferrule_server.model.config import ModelConfig
-
-__all__ = ["address_of", "list_stages"]
 
 
 def address_of(weight: Tensor | PackedMatrix | None) -> int:

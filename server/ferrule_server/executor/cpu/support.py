@@ -6,12 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from ferrule_server.kernels.cpu.dot import TILE_INPUTS
-from ferrule_server.kernels.cpu.plan import Plan, WeightKind
+from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import choose_instructions
 from ferrule_server.model.config import LayerKind, ModelConfig, other_fields
-
-__all__ = ["Choice", "WeightKind", "choose", "unsupported"]
 
 _HEAD_STEP: Final = 16
 _HIDDEN_STEP: Final = 16

@@ -14,8 +14,6 @@ import numpy as np
 from ferrule_server.executor.base import Int32Array, StepBatch
 from ferrule_server.kernels.cpu.attention import TASK_FIELDS, TILE_TOKENS, rows_per_task
 
-__all__ = ["TaskPlanner", "Tasks"]
-
 _ITEMS_PER_THREAD = 4
 """Items that a step should have for each thread, so that a thread that loses its core delays the others little."""
 

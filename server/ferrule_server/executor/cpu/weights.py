@@ -26,8 +26,6 @@ from ferrule_server.model.config import LayerKind, ModelConfig
 from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.tensors import ModelWeights, TensorSpec, specs
 
-__all__ = ["HeadUnits", "Packed", "PackedMatrix", "PackedModel", "Packer", "in_units", "kind_of", "packed_bytes"]
-
 _HALF: Final = GROUP // 2
 _ALIGNMENT: Final = 64
 

@@ -16,8 +16,6 @@ from typing import Final
 
 from ferrule_server.kernels.cpu.sync import SyncBlock
 
-__all__ = ["StepAborted", "Workers"]
-
 _log = logging.getLogger(__name__)
 
 _NICENESS: Final = 5

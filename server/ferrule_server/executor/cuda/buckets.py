@@ -10,8 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from functools import lru_cache
 
-__all__ = ["bucket_for", "bucket_sizes"]
-
 _SMALL = (1, 2, 4)
 _FINE_END = 128
 

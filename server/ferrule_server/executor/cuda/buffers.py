@@ -32,8 +32,6 @@ from ferrule_server.kernels.cuda.spec import ModelShape
 from ferrule_server.kernels.cuda.top_k import LARGEST_K
 from ferrule_server.kernels.cuda.work_list import FIELDS, max_items, max_places
 
-__all__ = ["TABLE_WIDTH", "DecodeBuffers", "Limits", "decode_buffer_bytes", "input_layout", "result_layout"]
-
 TABLE_WIDTH = len(FIELDS)
 """Block ids in one row of ``work``: what the kernels are told a table is wide."""
 

@@ -24,20 +24,6 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.kernels import cuda
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 
-__all__ = [
-    "BUNDLES",
-    "FORMAT",
-    "INDEX",
-    "PACKAGE",
-    "Bundle",
-    "BundleError",
-    "architectures_for",
-    "check_bundle_file",
-    "find_bundle",
-    "kernel_key",
-    "source_hash",
-]
-
 FORMAT = 2
 INDEX = "bundle.json"
 PACKAGE = "ferrule_kernels"

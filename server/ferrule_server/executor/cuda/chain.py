@@ -18,8 +18,6 @@ from ferrule_server.kernels.cuda import embed
 from ferrule_server.kernels.cuda.append import ROWS
 from ferrule_server.kernels.cuda.work_list import WorkLists
 
-__all__ = ["StepChain"]
-
 
 class StepChain:
     """Makes the launches of steps; the pool is adopted.

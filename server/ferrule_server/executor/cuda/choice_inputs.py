@@ -29,8 +29,6 @@ from ferrule_server.executor.sampling.selection import needs_normaliser
 from ferrule_server.kernels.cuda.radix_select import PROBABILITY_BITS
 from ferrule_server.kernels.cuda.sample import LARGEST, RECORD, mask_bytes
 
-__all__ = ["DrawMemo", "fill_choices", "pack_draw", "pack_entries", "pack_shaping"]
-
 Views = Mapping[str, npt.NDArray[Any]]
 Records = npt.NDArray[np.void]
 

@@ -17,8 +17,6 @@ from ferrule_server.executor.cuda.kernel_set import Arguments, KernelSet
 from ferrule_server.kernels.cuda import log_sum_exp, sample, top_k
 from ferrule_server.kernels.cuda.spec import KernelSpec, ModelShape, parameters
 
-__all__ = ["ChoiceSpecs", "choice_operations"]
-
 
 class ChoiceSpecs(NamedTuple):
     """The kernels behind the logits, all with slices of one size.

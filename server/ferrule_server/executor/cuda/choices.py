@@ -28,19 +28,6 @@ from ferrule_server.executor.base import (
 from ferrule_server.executor.cuda.buffers import Limits
 from ferrule_server.executor.sampling.selection import logprobs, needs_normaliser
 
-__all__ = [
-    "KNOWN_FIELDS",
-    "Division",
-    "OutputKind",
-    "are_same",
-    "chooses",
-    "divide",
-    "read_choices",
-    "requested_ids",
-    "shaping_of",
-    "with_outputs",
-]
-
 CHOSEN = -1
 """Stands for the row's own token among the ids whose log-probabilities are asked for."""
 

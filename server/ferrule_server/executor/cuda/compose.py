@@ -36,8 +36,6 @@ from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.weights import LoadedModel
 
-__all__ = ["Kernels", "Preparation", "load_kernels", "open_gpu", "prepare"]
-
 _FIRST_CAPABILITY: Final = (8, 0)
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,6 @@ import torch
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError
 from ferrule_server.executor.cuda.torch_gpu import translated
 
-__all__ = ["CudaDevice", "device_memory"]
-
 
 class CudaDevice:
     """Implements ``executor.fallback.device.Device``.

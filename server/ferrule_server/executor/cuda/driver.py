@@ -18,8 +18,6 @@ from typing import Any
 
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, parameters
 
-__all__ = ["Device", "DriverError", "Function", "GpuInfo", "Launch", "NoDevice", "is_context_lost"]
-
 _DEFAULT_SHARED_BYTES = 48 << 10
 """Dynamic shared memory a function may have without being asked for more."""
 

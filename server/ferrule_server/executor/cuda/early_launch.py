@@ -20,8 +20,6 @@ from ferrule_server.executor.cuda import litmus
 from ferrule_server.executor.cuda.gpu import Gpu
 from ferrule_server.executor.cuda.kernel_set import Trigger
 
-__all__ = ["EarlyLaunch"]
-
 _LIMIT_S: Final = 60.0
 """A test takes so long at most, the start of its process included."""
 _TRIGGERS: Final[dict[str, Trigger]] = {"on": "early", "passed": "early", "failed": "off", "off": "off", "none": "off"}

@@ -21,8 +21,6 @@ from ferrule_server.executor.cuda.driver import GpuInfo
 from ferrule_server.executor.fallback.device import DeviceError, DeviceGone
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 
-__all__ = ["Event", "Gpu", "GpuError", "GpuLost", "Graph", "Kernel", "Launch", "Operation"]
-
 
 class GpuError(DeviceError):
     """The GPU, its driver or torch refused something; other things may still work."""

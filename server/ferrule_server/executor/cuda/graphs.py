@@ -11,8 +11,6 @@ from typing import Final
 from ferrule_server.executor.cuda.choices import OutputKind
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError, GpuLost, Graph, Operation
 
-__all__ = ["FIRST_GRAPH_BYTES", "NODE_BYTES", "GraphKey", "GraphStore"]
-
 NODE_BYTES: Final = 64 << 10
 """Of the GPU's memory for one captured launch: an estimate on the safe side. No graph of ours was measured yet; others
 report 6 to 28 MiB for graphs of some 300 to 500 launches. The driver allocates at the first replay, so that what is

@@ -11,8 +11,6 @@ from ferrule_server.executor.cuda.buffers import TABLE_WIDTH
 from ferrule_server.executor.cuda.layout import Array
 from ferrule_server.kernels.cuda.work_list import FIELDS, WorkLists
 
-__all__ = ["fill_inputs"]
-
 _SEQ = FIELDS.index("seq")
 
 

@@ -22,23 +22,6 @@ from ferrule_server.kernels.cuda.catalog import OPS, merged
 from ferrule_server.kernels.cuda.spec import SHARED_LIMITS, KernelSpec, LinearShape, ModelShape
 from ferrule_server.model.config import ModelConfig, unknown_features
 
-__all__ = [
-    "BLOCK_SIZES",
-    "GEMM_ROWS",
-    "HEAD_DIMS",
-    "KNOWN_FIELDS",
-    "MAX_GEMM_ROWS",
-    "MAX_GEMV_ROWS",
-    "MAX_VOCAB_SIZE",
-    "attention_grid",
-    "attention_spec",
-    "gemm_spec",
-    "gemv_spec",
-    "shape_of",
-    "specs_needed",
-    "unsupported_reason",
-]
-
 MAX_GEMV_ROWS = 2
 """Rows whose linears are products with vectors, the norm in front of them; above, tensor cores and a norm apart."""
 MAX_GEMM_ROWS = gemm.MAX_TOKENS

@@ -10,8 +10,6 @@ from torch import Tensor
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError, Launch
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, parameters
 
-__all__ = ["Arguments", "KernelSet", "Trigger"]
-
 Arguments = Mapping[str, int | float | Tensor]
 """The runtime parameters of a kernel by name; a tensor stands for its address."""
 

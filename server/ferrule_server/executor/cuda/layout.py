@@ -11,8 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Array", "Field", "Layout", "pack"]
-
 ALIGNMENT = 256
 """Fields begin at multiples of so many bytes."""
 

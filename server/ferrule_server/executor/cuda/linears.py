@@ -29,8 +29,6 @@ from ferrule_server.kernels.cuda import add_norm, argmax, gemm, gemv, head
 from ferrule_server.kernels.cuda.spec import KernelSpec, LinearShape, ModelShape
 from ferrule_server.model.tensors import ModelWeights
 
-__all__ = ["Linears", "StepParts", "linear_out", "linears_for"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepParts:

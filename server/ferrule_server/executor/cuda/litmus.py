@@ -32,8 +32,6 @@ from ferrule_server.executor.fallback.fast_path import sentence
 from ferrule_server.kernels.cuda.litmus import CONTROL, ROW_BYTES, SPECS, WAITING
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 
-__all__ = ["Verdict", "default_folder", "find_verdict", "main", "run_litmus"]
-
 _NUM_RUNS: Final = 100_000
 """Chains that are launched, and chains that are replayed: fewer are no reason to trust a GPU."""
 _LENGTH: Final = 5

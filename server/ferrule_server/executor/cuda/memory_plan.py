@@ -22,8 +22,6 @@ from ferrule_server.executor.sizes import weights_bytes
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.flash_attention import GATHERED_BYTES, can_compute
 
-__all__ = ["format_plan", "num_launches", "plan_memory"]
-
 _MIN_BLOCKS = 8
 """Fewer, the null block included, could not hold a prompt and a fork of it."""
 

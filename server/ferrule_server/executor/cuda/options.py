@@ -10,8 +10,6 @@ import torch
 from ferrule_server.executor.base import BLOCK_SIZE
 from ferrule_server.executor.cuda.buffers import Limits
 
-__all__ = ["GpuOptions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuOptions:

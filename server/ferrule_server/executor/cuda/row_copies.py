@@ -12,8 +12,6 @@ from ferrule_server.executor.cuda.buffers import DecodeBuffers
 from ferrule_server.executor.cuda.gpu import Gpu
 from ferrule_server.executor.cuda.layout import Array
 
-__all__ = ["RowCopies"]
-
 _FLAGS = {"logits": "full_logits", "hidden_state": "hidden_state"}
 """The field of ``OutputSpec`` that asks for each field of ``RowOutput``."""
 

@@ -42,8 +42,6 @@ from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from ferrule_server.kernels.cuda.work_list import MAX_NEW
 
-__all__ = ["NAME", "CudaDecodeRunner", "QueuedStep"]
-
 NAME = "numba-cuda"
 """Name of the executor if kernels run or are to run."""
 

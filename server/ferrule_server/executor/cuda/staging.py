@@ -14,8 +14,6 @@ from torch import Tensor
 from ferrule_server.executor.cuda.gpu import Event, Gpu
 from ferrule_server.executor.cuda.layout import Array, Layout
 
-__all__ = ["Download", "DownloadRing", "UploadRing"]
-
 _NUM_SLOTS = 2
 
 

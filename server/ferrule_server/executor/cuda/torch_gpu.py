@@ -26,8 +26,6 @@ from ferrule_server.executor.cuda.driver import Device, DriverError, Function, L
 from ferrule_server.executor.cuda.gpu import Event, GpuError, GpuLost, Graph, Kernel, Operation
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 
-__all__ = ["TorchGpu", "translated"]
-
 _ALIGNMENT: Final = 16
 """Bytes that kernels load at a time; at another address the device faults, and the context is lost."""
 

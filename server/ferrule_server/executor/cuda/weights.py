@@ -12,8 +12,6 @@ from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.rope import inverse_frequencies
 from ferrule_server.model.tensors import ModelWeights
 
-__all__ = ["adopt_weights"]
-
 
 def adopt_weights(gpu: Gpu, weights: ModelWeights, config: ModelConfig, max_context: int) -> Tensor:
     """Let kernels use the weights that a decoder in torch runs on, and return the table of rotations, which is new.

@@ -39,26 +39,6 @@ from ferrule_server.kernels.cpu.scalars import (
     write_int32,
 )
 
-__all__ = [
-    "SCALE_BYTES",
-    "add_normed",
-    "copy_values",
-    "embed_row",
-    "head_scale",
-    "layer_norm_row",
-    "load_element",
-    "mix_inputs",
-    "norm_head",
-    "norm_row",
-    "quantise_row",
-    "rotate_head",
-    "rotation_row",
-    "scale_row",
-    "softcap",
-    "store_input",
-    "store_row",
-]
-
 _ROOT_HALF: Final = np.float32(math.sqrt(0.5))
 SCALE_BYTES: Final = 8
 """What :func:`quantise_row` writes for some tiles."""

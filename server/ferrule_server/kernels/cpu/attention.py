@@ -41,17 +41,6 @@ from ferrule_server.kernels.cpu.records import layer_at, model_at, stage_at, ste
 from ferrule_server.kernels.cpu.scalars import read_float32, read_int32, read_int64, write_float32
 from ferrule_server.kernels.cpu.sync import claim
 
-__all__ = [
-    "MOST_ANCESTORS",
-    "TASK_FIELDS",
-    "TILE_TOKENS",
-    "attend",
-    "attention_scratch_bytes",
-    "merge",
-    "partial_bytes",
-    "rows_per_task",
-]
-
 TILE_TOKENS = 256
 MOST_ANCESTORS = 64
 """Rows of one sequence, in a step in which rows do not see all rows before them."""

@@ -36,8 +36,6 @@ from ferrule_server.kernels.cpu.lanes import (
 from ferrule_server.kernels.cpu.loops import loop
 from ferrule_server.kernels.cpu.plan import Plan
 
-__all__ = ["MOST_QUERIES", "score_block", "weigh_block"]
-
 MOST_QUERIES: Final = 4
 """Queries that use one load of K or V."""
 

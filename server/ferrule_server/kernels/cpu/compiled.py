@@ -29,8 +29,6 @@ from ferrule_server.kernels.cpu.pack import pack
 from ferrule_server.kernels.cpu.plan import MatrixKind, Plan, PlanType
 from ferrule_server.kernels.cpu.step import work
 
-__all__ = ["Kernels", "compile_kernels", "usable_cache"]
-
 _log = logging.getLogger(__name__)
 
 _MEMORY: Final = Path("/dev/shm")  # noqa: S108  (a folder of its own is made there)

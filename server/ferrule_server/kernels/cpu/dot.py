@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ferrule_server.kernels.cpu.dot_quantised import TILE_INPUTS, emit_quantised_product
+from ferrule_server.kernels.cpu.dot_quantised import emit_quantised_product
 from ferrule_server.kernels.cpu.lanes import (
     F32,
     F32X16,
@@ -42,10 +42,8 @@ from ferrule_server.kernels.cpu.lanes import (
     write,
 )
 from ferrule_server.kernels.cpu.loops import loop
-from ferrule_server.kernels.cpu.plan import Plan
+from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan
 from ferrule_server.kernels.cpu.tiles import TILE_ROWS, emit_tile_product, sweep_of_lines
-
-__all__ = ["GROUP", "LINES_OF_TILES", "TILE_INPUTS", "dot_group"]
 
 GROUP: Final = 64
 """Outputs of a group."""

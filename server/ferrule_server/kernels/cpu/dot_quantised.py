@@ -44,10 +44,8 @@ from ferrule_server.kernels.cpu.lanes import (
     write,
 )
 from ferrule_server.kernels.cpu.loops import loop
-from ferrule_server.kernels.cpu.plan import Plan
+from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan
 from ferrule_server.kernels.cpu.processor import target_features
-
-__all__ = ["emit_quantised_product"]
 
 _TILES: Final = 4
 """Times 16 outputs in a group."""
@@ -56,8 +54,6 @@ _READ_BYTES: Final = 256
 _INT4_SCALES: Final = 1024
 """Where the scales of a tile are."""
 _LINE: Final = 64
-TILE_INPUTS: Final = 32
-"""Inputs of a tile."""
 
 
 def emit_quantised_product(

@@ -41,8 +41,6 @@ from ferrule_server.kernels.cpu.records import (
 )
 from ferrule_server.kernels.cpu.scalars import read_float32, read_int32, write_float32, write_float64, write_int32
 
-__all__ = ["clear_output", "merge_output", "read_logits"]
-
 _LOWEST = np.float32(-np.inf)
 
 

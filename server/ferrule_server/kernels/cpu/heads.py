@@ -12,8 +12,6 @@ from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import layer_at, model_at, step_at, sums_of
 from ferrule_server.kernels.cpu.scalars import read_float32, read_int32
 
-__all__ = ["norm_heads", "project_heads"]
-
 
 @kernel
 def project_heads(plan: Plan, here: Record, stage: Record, unit: int, row: int, num_rows: int) -> None:

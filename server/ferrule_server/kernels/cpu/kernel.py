@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from numba import njit
 
-__all__ = ["Lanes", "Record", "kernel"]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Numba's types exist only while it compiles (Any is its edge).

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["Kind"]
-
 
 class Kind(IntEnum):
     """What a stage does."""

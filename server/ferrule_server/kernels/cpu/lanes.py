@@ -15,33 +15,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-__all__ = [
-    "LANES",
-    "add",
-    "divide",
-    "exp",
-    "fma",
-    "load",
-    "load_bfloat16",
-    "max_of",
-    "maximum",
-    "multiply",
-    "prefetch",
-    "rint",
-    "round_to_bfloat16",
-    "select_below",
-    "select_within",
-    "splat",
-    "store",
-    "store_bfloat16",
-    "store_int8",
-    "store_int8_exchanged",
-    "store_int16",
-    "subtract",
-    "sum_of",
-    "tanh",
-]
-
 LANES: Final = 16
 
 # LLVM's builder and Numba's typing have no types of their own.

@@ -41,8 +41,6 @@ from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import model_at, stage_at, step_at, sums_of, thread_at
 from ferrule_server.kernels.cpu.sync import claim
 
-__all__ = ["MOST_BLOCK_ROWS", "first_weights", "gelu", "linear", "rows_of_part"]
-
 _CACHED_BYTES: Final = 256 << 10
 """Inputs of a block of rows, so that they stay in the L2 cache beside the weights of a unit."""
 MOST_BLOCK_ROWS: Final = 128

@@ -8,8 +8,6 @@ from llvmlite import ir
 
 from ferrule_server.kernels.cpu.lanes import I64, Builder, Value
 
-__all__ = ["loop"]
-
 
 def loop(
     builder: Builder, count: Value, values: list[Value], body: Callable[[Value, list[Value]], list[Value]]

@@ -41,8 +41,6 @@ from ferrule_server.kernels.cpu.scalars import (
     write_int32,
 )
 
-__all__ = ["pack", "pack_scratch_bytes"]
-
 _ROWS: Final = 64
 _TILE: Final = 32
 _WORD_BYTES: Final = 4 * _ROWS

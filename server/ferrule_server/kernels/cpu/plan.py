@@ -12,10 +12,11 @@ from typing import Any, Final, Literal
 from numba import types
 from numba.extending import NativeValue, models, overload_attribute, register_model, typeof_impl, unbox
 
-__all__ = ["Instructions", "MatrixKind", "Plan", "PlanType", "WeightKind"]
-
 Instructions = Literal["fma", "avx512-bf16", "avx512-vnni", "amx-bf16"]
 WeightKind = Literal["float", "int8", "int4"]
+
+TILE_INPUTS: Final = 32
+"""Inputs of a tile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,6 @@ from numba.core import config
 
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 
-__all__ = ["QUANTISERS", "choose_instructions", "kernel_set_id", "may_use_amx", "target_features"]
-
 _VERSIONS: Final[Mapping[Instructions | WeightKind, int]] = {
     "fma": 1,
     "avx512-bf16": 1,

@@ -16,25 +16,6 @@ from numba.np.numpy_support import from_dtype
 from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import Builder, Value, pointer
 
-__all__ = [
-    "BEST_BYTES",
-    "LAYER",
-    "MODEL",
-    "MOST_TOP",
-    "RESULT_FIELDS",
-    "STAGE",
-    "STEP",
-    "THREAD",
-    "WANTS_LOGITS",
-    "WANTS_SUMS",
-    "layer_at",
-    "model_at",
-    "stage_at",
-    "step_at",
-    "sums_of",
-    "thread_at",
-]
-
 WANTS_LOGITS: Final = 1
 """The output needs its whole row of logits."""
 WANTS_SUMS: Final = 2

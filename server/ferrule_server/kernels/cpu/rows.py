@@ -21,8 +21,6 @@ from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import model_at, step_at
 from ferrule_server.kernels.cpu.scalars import read_int32
 
-__all__ = ["run_row"]
-
 
 @kernel
 def run_row(plan: Plan, here: Record, stage: Record, row: int) -> None:

@@ -10,18 +10,6 @@ from numba.extending import intrinsic
 
 from ferrule_server.kernels.cpu.lanes import F32, I8, I16, I32, I64, Builder, Value, read, write
 
-__all__ = [
-    "read_bfloat16",
-    "read_float32",
-    "read_int32",
-    "read_int64",
-    "read_int8",
-    "write_bfloat16",
-    "write_float32",
-    "write_float64",
-    "write_int32",
-]
-
 
 @intrinsic
 def read_int32(typing: Any, address: Any) -> Any:

@@ -31,8 +31,6 @@ from ferrule_server.kernels.cpu.rows import run_row
 from ferrule_server.kernels.cpu.sync import barrier, begin_step, end_step, is_aborted, park, release, reset, share
 from ferrule_server.kernels.cpu.tiles import begin_tiles, end_tiles
 
-__all__ = ["work"]
-
 _STAGE_BYTES: Final = STAGE.itemsize
 
 

@@ -20,19 +20,6 @@ from numba.extending import intrinsic
 from ferrule_server.kernels.cpu.kernel import kernel
 from ferrule_server.kernels.cpu.lanes import I64, Builder, Value, call, pointer, prefetch
 
-__all__ = [
-    "SyncBlock",
-    "barrier",
-    "begin_step",
-    "claim",
-    "end_step",
-    "is_aborted",
-    "park",
-    "release",
-    "reset",
-    "share",
-]
-
 _C: Final = ctypes.CDLL(None)
 
 _LINE: Final = 64

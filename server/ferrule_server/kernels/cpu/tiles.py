@@ -24,8 +24,6 @@ from numba.extending import intrinsic
 from ferrule_server.kernels.cpu.lanes import I8, I16, I64, Builder, Value, emit_prefetch, offset, pointer, write
 from ferrule_server.kernels.cpu.loops import loop
 
-__all__ = ["TILE_ROWS", "begin_tiles", "emit_tile_product", "end_tiles"]
-
 TILE_ROWS: Final = 16
 _TILE_BYTES: Final = 1024
 _ROW_BYTES: Final = 64

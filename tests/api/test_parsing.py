@@ -190,11 +190,16 @@ def test_others_run_while_a_large_request_is_parsed(name: str) -> None:
 
 
 @pytest.mark.parametrize("item", [b"\x0a\x00", b"\x0a\x04\x0a\x02ab"], ids=["empty", "numbers"])
-def test_items_without_messages_in_them_are_counted_in_slices(item: bytes) -> None:
-    """A flat list has one field, but each of its items takes a microsecond or two."""
+def test_items_without_messages_in_them_are_counted_in_slices(item: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flat list has one field, but each of its items takes a microsecond or two. After a slice comes as long a rest.
+
+    Without it the engine thread, which needs the interpreter many times in a step, would wait for it each time.
+    """
+    monkeypatch.setattr(parsing, "SLICE_NS", 0)
     with mock.patch.object(asyncio, "sleep", wraps=asyncio.sleep) as sleep:
         parsed(executor_pb2.BatchPrefillRequest, item * 65_000)
     assert sleep.call_count >= 65_000 // 512
+    assert all(call.args[0] > 0.0 for call in sleep.call_args_list)
 
 
 @pytest.mark.parametrize("num_chars", [3, 70_000, PLAIN_BYTES])

@@ -19,6 +19,7 @@ from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, tokenizer_pb2, types
 from ferrule_server.api.receiving import parsing
 from ferrule_server.api.receiving.parsing import MAX_MESSAGES, PIECE_BYTES, PLAIN_BYTES, parse
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
+from ferrule_server.fairness import turns
 from tests.api.hostile.strategies import damages, messages, serialized
 
 TYPES: tuple[type[Message], ...] = (
@@ -195,7 +196,7 @@ def test_items_without_messages_in_them_are_counted_in_slices(item: bytes, monke
 
     Without it the engine thread, which needs the interpreter many times in a step, would wait for it each time.
     """
-    monkeypatch.setattr(parsing, "SLICE_NS", 0)
+    monkeypatch.setattr(turns, "SLICE_NS", 0)
     with mock.patch.object(asyncio, "sleep", wraps=asyncio.sleep) as sleep:
         parsed(executor_pb2.BatchPrefillRequest, item * 65_000)
     assert sleep.call_count >= 65_000 // 512

@@ -339,3 +339,13 @@ class Turns:
         await asyncio.sleep(0)  # the work so far is charged here
         await turn()
         self._begun_ns = time.monotonic_ns()
+
+    async def rest(self) -> None:
+        """Pause for as long as the work took, whatever its principal has had: where others wait for this request.
+
+        A step takes the interpreter many times, and waits for it each time if the event loop never lets go.
+        """
+        used_ns = time.monotonic_ns() - self._begun_ns
+        if used_ns >= SLICE_NS:
+            await asyncio.sleep(used_ns * 1e-9)
+            self._begun_ns = time.monotonic_ns()

@@ -14,9 +14,7 @@ There a request rests between slices but does not wait for its turn: all others 
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
@@ -25,7 +23,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
-from ferrule_server.fairness.turns import SLICE_NS, Turns
+from ferrule_server.fairness.turns import Turns
 
 PIECE_BYTES: Final = 64 << 10
 """A shorter request is parsed in a few milliseconds, and takes little memory."""
@@ -69,29 +67,12 @@ async def parse(message: Message, data: bytes, alone: AbstractAsyncContextManage
     async with alone:
         message.ParseFromString(data)
         if PIECE_BYTES < len(data) <= PLAIN_BYTES:
-            num_messages = await _counted(_messages_in(message), _Rests().pause)
+            num_messages = await _counted(_messages_in(message), Turns().rest)
         message.DiscardUnknownFields()
         if message.SerializeToString() != data and _has_unknown_field(message, data):
             text = "has a field that this server does not know; it is older than the client"
             raise FeatureUnsupported("unknown field", f"{message.DESCRIPTOR.full_name} {text}")
     return num_messages
-
-
-class _Rests:
-    """Leaves the interpreter to other threads for as long as a request has used it, whatever its principal has had.
-
-    A step of the engine takes the interpreter many times, and waits for it each time if nobody lets go.
-    """
-
-    def __init__(self) -> None:
-        self._begun_ns = time.monotonic_ns()
-
-    async def pause(self) -> None:
-        """Rest if the request has been worked on for a slice since the last rest."""
-        used_ns = time.monotonic_ns() - self._begun_ns
-        if used_ns >= SLICE_NS:
-            await asyncio.sleep(used_ns * 1e-9)
-            self._begun_ns = time.monotonic_ns()
 
 
 def _has_unknown_field(message: Message, data: bytes) -> bool:

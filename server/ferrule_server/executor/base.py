@@ -395,7 +395,6 @@ class Executor(Protocol):
     @property
     def info(self) -> ExecutorInfo:
         """The description of this executor; constant."""
-        ...
 
     def run(self, batch: StepBatch) -> StepResult:
         """Write the KV of the step's rows and return what its output rows request.
@@ -403,27 +402,21 @@ class Executor(Protocol):
         Raises:
             DeviceLost: The device is gone permanently and no KV can be trusted.
         """
-        ...
 
     def copy_blocks(self, block_pairs: Int32Array) -> None:
         """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct."""
-        ...
 
     def copy_slots(self, slot_pairs: Int32Array) -> None:
         """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""
-        ...
 
     def read_blocks(self, block_ids: Int32Array) -> npt.NDArray[np.uint8]:
         """Return the raw bytes of blocks: uint8 [n, bytes_per_block], a copy."""
-        ...
 
     def write_blocks(self, block_ids: Int32Array, data: npt.NDArray[np.uint8]) -> None:
         """Overwrite blocks with raw bytes of the same shape as :meth:`read_blocks` returns."""
-        ...
 
     def close(self) -> None:
         """Free the device; the executor is not used again."""
-        ...
 
 
 class PendingStep(Protocol):
@@ -435,7 +428,6 @@ class PendingStep(Protocol):
         Raises:
             DeviceLost: As :meth:`Executor.run`.
         """
-        ...
 
 
 @runtime_checkable
@@ -445,7 +437,6 @@ class ReportingExecutor(Executor, Protocol):
     @property
     def state(self) -> ExecutorState:
         """The current state; read from any thread, a new value whenever something changes."""
-        ...
 
 
 @runtime_checkable
@@ -462,7 +453,6 @@ class PipelinedExecutor(ReportingExecutor, Protocol):
 
         Such a batch has one row per sequence, and the device alone computes all values that its outputs return.
         """
-        ...
 
     def submit(self, batch: StepBatch) -> PendingStep:
         """Put a step that :meth:`can_submit` accepts into the device's queue.
@@ -470,7 +460,6 @@ class PipelinedExecutor(ReportingExecutor, Protocol):
         Raises:
             DeviceLost: As :meth:`Executor.run`.
         """
-        ...
 
     def tend(self) -> bool:
         """Do one piece of preparation (load kernels, capture a graph) and return whether there is more to do.
@@ -480,7 +469,6 @@ class PipelinedExecutor(ReportingExecutor, Protocol):
         Raises:
             DeviceLost: As :meth:`Executor.run`.
         """
-        ...
 
 
 class DeviceLost(Exception):

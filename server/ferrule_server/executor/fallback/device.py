@@ -20,25 +20,19 @@ class Device(Protocol):
     @property
     def name(self) -> str:
         """The name that its driver reports; empty if it is unknown."""
-        ...
 
     @property
     def memory(self) -> tuple[int, int]:
         """Bytes that this process holds, and the most that it held; read from any thread, never raises."""
-        ...
 
     def current(self) -> AbstractContextManager[None]:
         """Order the work of torch in the body after all earlier work of the fast path, and before all later work."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until all work is done."""
-        ...
 
     def translated(self, error: Exception) -> DeviceError | None:
         """Return the error as a :class:`DeviceError`; None if it does not come from the device."""
-        ...
 
     def close(self) -> None:
         """Release everything that this object holds."""
-        ...

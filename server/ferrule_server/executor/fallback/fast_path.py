@@ -27,42 +27,33 @@ class Runner(Protocol):
     @property
     def max_rows(self) -> int:
         """The most rows of a step."""
-        ...
 
     @property
     def max_seq_rows(self) -> int:
         """The most rows of one sequence in a step."""
-        ...
 
     @property
     def state(self) -> ExecutorState:
         """The work done and the preparation in progress; a new value each time."""
-        ...
 
     @property
     def graph_bytes(self) -> int:
         """Bytes of memory that graphs use, by estimate."""
-        ...
 
     def can_submit(self, batch: StepBatch) -> bool:
         """Return whether :meth:`submit` accepts this step without waiting."""
-        ...
 
     def submit(self, batch: StepBatch) -> PendingStep:
         """Put a step into the queue."""
-        ...
 
     def run(self, batch: StepBatch) -> StepResult:
         """Run a step; no step is pending."""
-        ...
 
     def capture_next(self) -> bool:
         """Capture the next graph and return whether there are more; no step is pending."""
-        ...
 
     def close(self) -> None:
         """Release everything that the runner holds; the device is idle."""
-        ...
 
 
 MakeRunner = Callable[[], Runner]

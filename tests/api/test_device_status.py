@@ -109,12 +109,12 @@ def test_an_executor_without_a_device_of_its_own_leaves_all_of_it_unset() -> Non
         assert info_pb2.FEATURE_DETERMINISTIC not in _capabilities(server).features
 
 
-def test_the_device_goes_by_its_drivers_name(monkeypatch: pytest.MonkeyPatch, executor: PreparingExecutor) -> None:
+def test_the_device_goes_by_its_drivers_name() -> None:
     """Its number where nobody has asked the driver."""
     for name, shown in (("NVIDIA H100", "NVIDIA H100"), ("", "cuda:0")):
-        info = replace(executor.info, device="cuda:0", device_name=name)
-        monkeypatch.setattr(PreparingExecutor, "info", info)
-        with RunningServer(PreparingExecutor(kv_memory_bytes=4 << 20)) as server:
+        executor = PreparingExecutor(kv_memory_bytes=4 << 20)
+        executor.info = replace(executor.info, device="cuda:0", device_name=name)
+        with RunningServer(executor) as server:
             model = server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest(), timeout=20).info
             assert (model.device_name, model.device_type) == (shown, types_pb2.DEVICE_TYPE_CUDA)
 

@@ -51,6 +51,9 @@ class PagedReferenceExecutor:
         block_size: Slots per block, a power of two.
         kv_memory_bytes: Size of the pool, rounded down to whole blocks, the null block included.
 
+    Attributes:
+        info: The description of this executor; constant.
+
     Raises:
         ConfigError: The memory holds less than the null block and one more.
     """
@@ -80,7 +83,7 @@ class PagedReferenceExecutor:
         num_blocks = kv_memory_bytes // bytes_per_block
         if num_blocks < 2:
             raise ConfigError(f"{kv_memory_bytes} bytes of KV memory hold fewer than 2 blocks of {bytes_per_block}")
-        self._info = ExecutorInfo(
+        self.info = ExecutorInfo(
             name="paged-reference",
             device="cpu",
             kv_dtype="float32",
@@ -92,11 +95,6 @@ class PagedReferenceExecutor:
         self._window = window
         self._num_layers, self._num_kv_heads, self._head_dim = num_layers, num_kv_heads, head_dim
         self._kv = np.zeros((num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim), np.float32)
-
-    @property
-    def info(self) -> ExecutorInfo:
-        """The description of this executor; constant."""
-        return self._info
 
     def run(self, batch: StepBatch) -> StepResult:
         """Write the KV of the step's rows and return what its output rows request."""
@@ -121,12 +119,12 @@ class PagedReferenceExecutor:
 
     def copy_slots(self, slot_pairs: Int32Array) -> None:
         """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""
-        blocks, offsets = np.divmod(slot_pairs, self._info.block_size)
+        blocks, offsets = np.divmod(slot_pairs, self.info.block_size)
         self._kv[blocks[:, 1], :, :, :, offsets[:, 1]] = self._kv[blocks[:, 0], :, :, :, offsets[:, 0]]
 
     def read_blocks(self, block_ids: Int32Array) -> npt.NDArray[np.uint8]:
         """Return the raw bytes of blocks: uint8 [n, bytes_per_block], a copy."""
-        return self._kv[block_ids].view(np.uint8).reshape(len(block_ids), self._info.bytes_per_block)
+        return self._kv[block_ids].view(np.uint8).reshape(len(block_ids), self.info.bytes_per_block)
 
     def write_blocks(self, block_ids: Int32Array, data: npt.NDArray[np.uint8]) -> None:
         """Overwrite blocks with raw bytes of the same shape as :meth:`read_blocks` returns."""
@@ -147,7 +145,7 @@ class PagedReferenceExecutor:
     def _write(self, embeddings: Float32Array, slot_mapping: Int32Array) -> None:
         """Write K = V = embedding of every row that has a slot, in all layers."""
         rows = np.flatnonzero(slot_mapping >= 0)
-        blocks, offsets = np.divmod(slot_mapping[rows], self._info.block_size)
+        blocks, offsets = np.divmod(slot_mapping[rows], self.info.block_size)
         self._kv[blocks, :, :, :, offsets] = embeddings[rows, None, None]
 
     def _chunks(self, positions: Int32Array) -> list[slice]:
@@ -164,7 +162,7 @@ class PagedReferenceExecutor:
             positions: int32 [num_rows]; a row sees positions 0 up to its own.
             block_tables: int32 [num_rows, max_blocks], the table of each row's sequence.
         """
-        num_rows, group = len(positions), self._info.model.config.num_heads // self._num_kv_heads
+        num_rows, group = len(positions), self.info.model.config.num_heads // self._num_kv_heads
         keys, values, is_visible = self._gather(positions, block_tables)
         queries = np.repeat(embeddings[:, :, None], group, axis=2)
         scores = np.matmul(queries, keys.swapaxes(-1, -2)) * np.float32(self._head_dim**-0.5)
@@ -181,7 +179,7 @@ class PagedReferenceExecutor:
 
         Slots that are not visible are set to 0 in the copy, so the values that the pool holds there cannot reach a sum.
         """
-        block_size = self._info.block_size
+        block_size = self.info.block_size
         num_blocks = int(positions.max()) // block_size + 1
         length = num_blocks * block_size
         slots, last = np.arange(length), positions[:, None]
@@ -196,7 +194,7 @@ class PagedReferenceExecutor:
 
     def _project(self, out: Float32Array) -> Float32Array:
         """Fold the attention output into logits: ``logits[i mod vocab_size] += out[i]``, ascending i."""
-        vocab_size = self._info.model.config.vocab_size
+        vocab_size = self.info.model.config.vocab_size
         logits = np.zeros((len(out), vocab_size), np.float32)
         for start in range(0, out.shape[1], vocab_size):
             piece = out[:, start : start + vocab_size]

@@ -49,6 +49,7 @@ class TorchExecutor:
         fallback_reason: Why a faster executor is not in use, although one was requested.
 
     Attributes:
+        info: What this executor is; constant.
         blocks: The KV pool.
 
     Raises:
@@ -74,7 +75,7 @@ class TorchExecutor:
         self._is_plain = is_plain
         self._outputs = DeviceOutputs(self._device)
         self._decoder = Decoder(model.config, model.take_weights(), device=self._device, is_plain=is_plain)
-        self._info = ExecutorInfo(
+        self.info = ExecutorInfo(
             name="torch",
             device=str(self._device),
             kv_dtype=model.dtype,
@@ -85,13 +86,8 @@ class TorchExecutor:
             supported_dtypes=("float32", "bfloat16", "float16"),
             fallback_reason=fallback_reason,
         )
-        self.blocks = BlockPool(self._info, model.torch_dtype)
+        self.blocks = BlockPool(self.info, model.torch_dtype)
         self._has_flash = not is_plain and can_compute(model.config) and all(map(can_attend, self.blocks.tensors))
-
-    @property
-    def info(self) -> ExecutorInfo:
-        """What this executor is; constant."""
-        return self._info
 
     @property
     def plain_weights(self) -> ModelWeights | None:
@@ -135,7 +131,7 @@ class TorchExecutor:
 
     def _tiles(self, num_rows: int) -> list[slice]:
         """Return slices of about equal size, none with more logits than ``_TILE_BYTES`` hold."""
-        most = max(1, _TILE_BYTES // (4 * self._info.model.config.vocab_size))
+        most = max(1, _TILE_BYTES // (4 * self.info.model.config.vocab_size))
         num_tiles = -(-num_rows // most)
         return [slice(num_rows * i // num_tiles, num_rows * (i + 1) // num_tiles) for i in range(num_tiles)]
 
@@ -168,7 +164,7 @@ class TorchExecutor:
 
     def _attention(self, batch: StepBatch) -> StepAttention:
         step = StepArrays(batch.positions, batch.slot_mapping, batch.cu_seqlens_q, batch.kv_lens, batch.block_tables)
-        config, pools = self._info.model.config, self.blocks.tensors
+        config, pools = self.info.model.config, self.blocks.tensors
         if self._is_plain:
             return LayerAttention(config, [PlainAttention(pool, step) for pool in pools])
         make = FlashAttention if self._has_flash and has_trailing_rows(step) else GroupedAttention

@@ -57,11 +57,9 @@ def test_a_processor_has_none(asked: list[torch.device], monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize(("device", "expected"), [("cuda:0", (7, 9)), ("cpu", (0, 0))])
-def test_the_state_of_an_executor_has_it(
-    device: str, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_of_an_executor_has_it(device: str, expected: tuple[int, int]) -> None:
     """Of its own device, kernels or not."""
     inner = Torch()
-    monkeypatch.setattr(Torch, "info", replace(inner.info, device=device))
+    inner.info = replace(inner.info, device=device)
     state = FallbackExecutor(inner, CudaDevice(None, device)).state
     assert (state.device_allocated_bytes, state.device_peak_bytes) == expected

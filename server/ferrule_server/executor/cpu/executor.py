@@ -119,6 +119,9 @@ class NumbaCpuExecutor:
         options: How to run.
         prepared: Of the same plan; its packer has packed the model's matrices.
 
+    Attributes:
+        info: The description of this executor; constant.
+
     Raises:
         ConfigError: A setting is out of range, or the pool would hold too few blocks.
         ModelError: The weights were taken before.
@@ -128,9 +131,9 @@ class NumbaCpuExecutor:
         self._max_step_rows = options.max_step_rows
         if options.fallback_reason:
             _log.warning("event=processor_serves reason=%r", options.fallback_reason)
-        self._info = _describe(model, options)
+        self.info = _describe(model, options)
         self._packed = prepared.packer.finish(model.take_weights())
-        self._pool = BlockPool(self._info, model.torch_dtype)
+        self._pool = BlockPool(self.info, model.torch_dtype)
         self._start(model.config, options, prepared.kernels)
 
     def _start(self, config: ModelConfig, options: CpuOptions, kernels: Kernels) -> None:
@@ -157,11 +160,6 @@ class NumbaCpuExecutor:
 
         self._workers = Workers(run, options.num_threads, sync)
         self._threads = ThreadCount(options.num_threads)
-
-    @property
-    def info(self) -> ExecutorInfo:
-        """The description of this executor; constant."""
-        return self._info
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepResult:

@@ -29,7 +29,6 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import (
     DeviceLost,
     Executor,
-    ExecutorInfo,
     ExecutorState,
     Int32Array,
     MemoryPlan,
@@ -59,6 +58,9 @@ class FallbackExecutor:
         is_deterministic: Run everything on the fast path, which the constructor opens.
         memory: The uses of the device's memory.
 
+    Attributes:
+        info: The description of this executor; constant.
+
     Raises:
         ConfigError: The fast path cannot be opened in deterministic mode; the message says why.
     """
@@ -79,7 +81,7 @@ class FallbackExecutor:
         self._is_deterministic = is_deterministic
         self._memory = memory
         info = torch_executor.info
-        self._info = replace(
+        self.info = replace(
             info,
             name=name if make_runner else info.name,
             device_name=self._device.name or info.device_name,
@@ -93,11 +95,6 @@ class FallbackExecutor:
         self._lost = ""
         if is_deterministic:
             self._open_deterministic()
-
-    @property
-    def info(self) -> ExecutorInfo:
-        """The description of this executor; constant."""
-        return self._info
 
     @property
     def runner(self) -> Runner | None:

@@ -100,7 +100,7 @@ class Bench:
         self.gpu = FakeGpu(simulate=True, seed=5)
         self.specs, self.limits = specs, limits
         self.kernels = KernelSet(self.gpu, dict.fromkeys(specs, CUBIN))
-        self.buffers = DecodeBuffers(self.gpu, SHAPE, limits, 2)
+        self.buffers = DecodeBuffers(self.gpu.allocate, SHAPE, limits, 2)
         if specs is SMALL:
             self.buffers.choice_partials = self.gpu.allocate("small_partials", (2 * MAX_ROWS, 2, 16), torch.uint8)
         self.inputs = self.gpu.allocate_pinned("staged_inputs", self.buffers.input_layout.num_bytes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -79,7 +81,7 @@ def test_fields_that_lie_close_together_are_one_span() -> None:
 def test_the_sum_is_what_is_allocated(shape: ModelShape, limits: Limits, num_ctas: int) -> None:
     """Known before anything is allocated; memory comes in pieces of 256 bytes."""
     gpu = FakeGpu()
-    DecodeBuffers(gpu, shape, limits, num_ctas)
+    DecodeBuffers(gpu.allocate, shape, limits, num_ctas)
     taken = sum(-(-call.num_bytes // 256) * 256 for call in gpu.calls("allocate"))
     assert decode_buffer_bytes(shape, limits, num_ctas) == taken
 
@@ -91,20 +93,21 @@ def test_buffers_take_little_of_a_gpu(shape: ModelShape) -> None:
 
 
 def test_every_tensor_is_documented_and_zero() -> None:
-    """Each attribute that the class names is there; tickets and counts begin at 0."""
-    buffers = DecodeBuffers(FakeGpu(), SHAPE, LIMITS, NUM_CTAS)
-    for name in DecodeBuffers.__annotations__:
+    """A docstring stands below each that is allocated; tickets and counts begin at 0."""
+    buffers = DecodeBuffers(FakeGpu().allocate, SHAPE, LIMITS, NUM_CTAS)
+    documented = re.findall(r'self\.(\w+) = allocate\(.*\)\n +"""', inspect.getsource(DecodeBuffers.__init__))
+    for name in documented:
         tensor = getattr(buffers, name)
         assert isinstance(tensor, torch.Tensor), name
         assert not tensor.view(torch.uint8).any(), name
-    assert set(vars(buffers)) - set(DecodeBuffers.__annotations__) == {
+    assert set(vars(buffers)) - set(documented) == {
         *("limits", "input_layout", "result_layout", "input", "result", "shaped")
     }
 
 
 def test_scratch_holds_what_the_kernels_say_they_need() -> None:
     """At the limits of a step, by the functions and constants of the kernels themselves."""
-    buffers, rows, vocab = DecodeBuffers(FakeGpu(), SHAPE, LIMITS, NUM_CTAS), LIMITS.max_rows, SHAPE.vocab_size
+    buffers, rows, vocab = DecodeBuffers(FakeGpu().allocate, SHAPE, LIMITS, NUM_CTAS), LIMITS.max_rows, SHAPE.vocab_size
     assert buffers.head_partials.nbytes >= head.partial_bytes(NUM_CTAS, M=2)
     assert buffers.argmax_partials.nbytes >= argmax.partial_bytes(rows, vocab)
     assert buffers.attention_tickets.numel() >= rows * SHAPE.num_kv_heads
@@ -119,12 +122,12 @@ def test_scratch_holds_what_the_kernels_say_they_need() -> None:
 
 def test_partials_fit_whatever_a_short_context_leaves() -> None:
     """And for a long one as many as the budget holds, of the size of the kernel that writes them."""
-    buffers, place = DecodeBuffers(FakeGpu(), SHAPE, LIMITS, NUM_CTAS), 4 * SHAPE.group * (SHAPE.head_dim + 4)
+    buffers, place = DecodeBuffers(FakeGpu().allocate, SHAPE, LIMITS, NUM_CTAS), 4 * SHAPE.group * (SHAPE.head_dim + 4)
     num_tiles, rows_per_tile = LIMITS.max_rows * SHAPE.num_kv_heads, 16 // SHAPE.group
     most = max_places(num_tiles, NUM_CTAS, LIMITS.max_context, rows_per_tile=rows_per_tile)
     assert len(buffers.attention_partials) == most
     assert buffers.attention_partials.nbytes == most * place
-    large = DecodeBuffers(FakeGpu(), SHAPE, Limits(1 << 16, max_rows=8, max_entries=1), 500)
+    large = DecodeBuffers(FakeGpu().allocate, SHAPE, Limits(1 << 16, max_rows=8, max_entries=1), 500)
     assert len(large.attention_partials) == (64 << 20) // place
 
 

@@ -41,7 +41,7 @@ class Bench:
         self.shape = shape_of(executor.info.model.config)
         self.gpu = FakeGpu(num_sms=num_sms, simulate=simulate)
         limits = Limits(max_blocks=32, max_rows=max_rows, max_requests=8, max_entries=8)
-        self.buffers = DecodeBuffers(self.gpu, self.shape, limits, attention_grid(self.shape, self.gpu.info))
+        self.buffers = DecodeBuffers(self.gpu.allocate, self.shape, limits, attention_grid(self.shape, self.gpu.info))
         self.uploads = UploadRing(self.gpu, "inputs", self.buffers.inputs, self.buffers.input_layout)
         rope = adopt_weights(self.gpu, self.weights, executor.info.model.config, 512)
         specs = specs_needed(self.shape, is_deterministic=False)

@@ -239,7 +239,7 @@ def test_greedy_rows_need_no_launch_and_no_upload() -> None:
 def test_a_launch_is_one_wave_and_no_more_than_finds_work() -> None:
     """A fixed grid for each bucket: two slices a row, one CTA to collect the largest, what the multiprocessors hold."""
     gpu = FakeGpu(num_sms=3)
-    buffers = DecodeBuffers(gpu, SHAPE, LIMITS, 2)
+    buffers = DecodeBuffers(gpu.allocate, SHAPE, LIMITS, 2)
     kernels = KernelSet(gpu, dict.fromkeys(SMALL, CUBIN))
 
     for bucket, kind, grids in (

@@ -67,7 +67,7 @@ def test_no_step_asks_for_more_than_was_said(kind: str, is_deterministic: bool, 
     limits = Limits(max_blocks=16, max_rows=64 if is_deterministic else 80, max_entries=8)
     kernels, weights = KernelSet(gpu, dict.fromkeys(specs, CUBIN)), executor.plain_weights
     rope = adopt_weights(gpu, weights, executor.info.model.config, 256)
-    buffers = DecodeBuffers(gpu, shape, limits, attention_grid(shape, gpu.info))
+    buffers = DecodeBuffers(gpu.allocate, shape, limits, attention_grid(shape, gpu.info))
     chain = StepChain(StepParts(kernels, weights, rope, buffers, shape, 1e-6), executor.pool)
     used = {
         launch.spec.name

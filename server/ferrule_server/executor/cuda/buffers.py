@@ -15,14 +15,13 @@ its table begins at. So what is copied is what is in use, however long the longe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
 from ferrule_server.executor.base import BLOCK_SIZE
-from ferrule_server.executor.cuda.gpu import Gpu
 from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout, pack
 from ferrule_server.kernels.cuda import gemm
 from ferrule_server.kernels.cuda.append import ROWS
@@ -40,6 +39,9 @@ _LARGEST_PARTIALS_BYTES = 64 << 20
 
 _HEAD_ROWS = 2
 """Rows that the kernel of the output head takes at most."""
+
+Allocate = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+"""Returns a zeroed tensor, from its name, shape and type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class DecodeBuffers:
     else writes them.
 
     Args:
-        gpu: Where to allocate.
+        allocate: ``Gpu.allocate``.
         shape: Of the model.
         limits: Of a step.
         num_ctas: The grid of attention; that of the output head is no larger.
@@ -133,92 +135,74 @@ class DecodeBuffers:
         shaped: ``logits[R:]``.
     """
 
-    inputs: Tensor
-    """uint8 [input_layout.num_bytes], written by the upload of a step."""
-    results: Tensor
-    """uint8 [result_layout.num_bytes], read by its download."""
-    hidden: Tensor
-    """bf16 [R, hidden_size], the residual stream."""
-    normed: Tensor
-    """bf16 [R, hidden_size], what linears read; after the chain the rows behind the final norm."""
-    qkv: Tensor
-    """bf16 [R, qkv_size]."""
-    attended: Tensor
-    """bf16 [R, num_heads * head_dim]."""
-    gate_up: Tensor
-    """bf16 [R, 2 * intermediate_size], of steps whose linears torch runs."""
-    gated: Tensor
-    """bf16 [R, intermediate_size], what the last linear of a layer reads."""
-    logits: Tensor
-    """float32 [2 * R, V], raw ones and, from row R on, shaped ones."""
-    attention_tickets: Tensor
-    """int32 [R * num_kv_heads], 0 between steps."""
-    attention_partials: Tensor
-    """float32 [places, num_heads / num_kv_heads, head_dim + 4], places as the work list counts them."""
-    gemm_partials: Tensor
-    """float32, scratch of linears whose K is split among CTAs."""
-    gemm_tickets: Tensor
-    """int32, one for each group of rows of such a linear, 0 between steps."""
-    head_partials: Tensor
-    """int64 [num_ctas, 2], scratch of the output head."""
-    head_ticket: Tensor
-    """int32 [1], 0 between steps."""
-    argmax_partials: Tensor
-    """int64 [R, S], scratch."""
-    argmax_tickets: Tensor
-    """int32 [R], 0 between steps."""
-    choice_partials: Tensor
-    """uint8 [2 * R, S, 16], scratch of everything behind the logits."""
-    choice_tickets: Tensor
-    """int32 [2 * R], of everything behind the logits, 0 between steps."""
-    choice_borders: Tensor
-    """uint8 [2 * R, 16], what the launches behind the logits tell each other."""
-    choice_totals: Tensor
-    """int64 [R], written by the draw."""
-
-    def __init__(self, gpu: Gpu, shape: ModelShape, limits: Limits, num_ctas: int) -> None:
+    def __init__(self, allocate: Allocate, shape: ModelShape, limits: Limits, num_ctas: int) -> None:
+        rows, num_slices = limits.max_rows, -(-shape.vocab_size // DEFAULT_SLICE)
+        places = (_num_places(shape, limits, num_ctas), shape.group, shape.head_dim + 4)
         self.limits = limits
         self.input_layout = input_layout(shape, limits, num_ctas)
         self.result_layout = result_layout(limits)
-        for name, (dims, dtype) in _tensors(shape, limits, num_ctas).items():
-            setattr(self, name, gpu.allocate(name, dims, dtype))
+        self.inputs = allocate("inputs", (self.input_layout.num_bytes,), torch.uint8)
+        """uint8 [input_layout.num_bytes], written by the upload of a step."""
+        self.results = allocate("results", (self.result_layout.num_bytes,), torch.uint8)
+        """uint8 [result_layout.num_bytes], read by its download."""
+        self.hidden = allocate("hidden", (rows, shape.hidden_size), torch.bfloat16)
+        """bf16 [R, hidden_size], the residual stream."""
+        self.normed = allocate("normed", (rows, shape.hidden_size), torch.bfloat16)
+        """bf16 [R, hidden_size], what linears read; after the chain the rows behind the final norm."""
+        self.qkv = allocate("qkv", (rows, shape.qkv_size), torch.bfloat16)
+        """bf16 [R, qkv_size]."""
+        self.attended = allocate("attended", (rows, shape.num_heads * shape.head_dim), torch.bfloat16)
+        """bf16 [R, num_heads * head_dim]."""
+        self.gate_up = allocate("gate_up", (rows, 2 * shape.intermediate_size), torch.bfloat16)
+        """bf16 [R, 2 * intermediate_size], of steps whose linears torch runs."""
+        self.gated = allocate("gated", (rows, shape.intermediate_size), torch.bfloat16)
+        """bf16 [R, intermediate_size], what the last linear of a layer reads."""
+        self.logits = allocate("logits", (2 * rows, shape.vocab_size), torch.float32)
+        """float32 [2 * R, V], raw ones and, from row R on, shaped ones."""
+        self.attention_tickets = allocate("attention_tickets", (rows * shape.num_kv_heads,), torch.int32)
+        """int32 [R * num_kv_heads], 0 between steps."""
+        self.attention_partials = allocate("attention_partials", places, torch.float32)
+        """float32 [places, num_heads / num_kv_heads, head_dim + 4], places as the work list counts them."""
+        self.gemm_partials = allocate("gemm_partials", gemm.scratch(shape)[:1], torch.float32)
+        """float32, scratch of linears whose K is split among CTAs."""
+        self.gemm_tickets = allocate("gemm_tickets", gemm.scratch(shape)[1:], torch.int32)
+        """int32, one for each group of rows of such a linear, 0 between steps."""
+        self.head_partials = allocate("head_partials", (num_ctas, _HEAD_ROWS), torch.int64)
+        """int64 [num_ctas, 2], scratch of the output head."""
+        self.head_ticket = allocate("head_ticket", (1,), torch.int32)
+        """int32 [1], 0 between steps."""
+        self.argmax_partials = allocate("argmax_partials", (rows, num_slices), torch.int64)
+        """int64 [R, S], scratch."""
+        self.argmax_tickets = allocate("argmax_tickets", (rows,), torch.int32)
+        """int32 [R], 0 between steps."""
+        self.choice_partials = allocate("choice_partials", (2 * rows, num_slices, 16), torch.uint8)
+        """uint8 [2 * R, S, 16], scratch of everything behind the logits."""
+        self.choice_tickets = allocate("choice_tickets", (2 * rows,), torch.int32)
+        """int32 [2 * R], of everything behind the logits, 0 between steps."""
+        self.choice_borders = allocate("choice_borders", (2 * rows, BORDER_BYTES), torch.uint8)
+        """uint8 [2 * R, 16], what the launches behind the logits tell each other."""
+        self.choice_totals = allocate("choice_totals", (rows,), torch.int64)
+        """int64 [R], written by the draw."""
         self.input = self.input_layout.views(self.inputs)
         self.result = self.result_layout.views(self.results)
         self.shaped = self.logits[limits.max_rows :]
 
 
+def _num_places(shape: ModelShape, limits: Limits, num_ctas: int) -> int:
+    """Return for how many partial sums of attention there is room."""
+    num_tiles = limits.max_rows * shape.num_kv_heads
+    wanted = max_places(num_tiles, num_ctas, limits.max_context, rows_per_tile=ROWS // shape.group)
+    return min(wanted, _LARGEST_PARTIALS_BYTES // (4 * shape.group * (shape.head_dim + 4)))
+
+
 def decode_buffer_bytes(shape: ModelShape, limits: Limits, num_ctas: int) -> int:
-    """Return what a :class:`DecodeBuffers` takes of the device, without making one."""
-    sizes = (prod(dims) * dtype.itemsize for dims, dtype in _tensors(shape, limits, num_ctas).values())
-    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+    """Return what a :class:`DecodeBuffers` takes of the device, without taking it."""
+    sizes: list[int] = []
 
+    def allocate(_name: str, dims: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(dims, dtype=dtype, device="meta")
+        sizes.append(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+        return tensor
 
-def _tensors(shape: ModelShape, limits: Limits, num_ctas: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of every tensor, by the name of its attribute."""
-    rows, num_slices = limits.max_rows, -(-shape.vocab_size // DEFAULT_SLICE)
-    num_tiles, place = rows * shape.num_kv_heads, (shape.group, shape.head_dim + 4)
-    num_places = max_places(num_tiles, num_ctas, limits.max_context, rows_per_tile=ROWS // shape.group)
-    num_places = min(num_places, _LARGEST_PARTIALS_BYTES // (4 * prod(place)))
-    return {
-        "inputs": ((input_layout(shape, limits, num_ctas).num_bytes,), torch.uint8),
-        "results": ((result_layout(limits).num_bytes,), torch.uint8),
-        "hidden": ((rows, shape.hidden_size), torch.bfloat16),
-        "normed": ((rows, shape.hidden_size), torch.bfloat16),
-        "qkv": ((rows, shape.qkv_size), torch.bfloat16),
-        "attended": ((rows, shape.num_heads * shape.head_dim), torch.bfloat16),
-        "gate_up": ((rows, 2 * shape.intermediate_size), torch.bfloat16),
-        "gated": ((rows, shape.intermediate_size), torch.bfloat16),
-        "logits": ((2 * rows, shape.vocab_size), torch.float32),
-        "attention_tickets": ((num_tiles,), torch.int32),
-        "attention_partials": ((num_places, *place), torch.float32),
-        "gemm_partials": (gemm.scratch(shape)[:1], torch.float32),
-        "gemm_tickets": (gemm.scratch(shape)[1:], torch.int32),
-        "head_partials": ((num_ctas, _HEAD_ROWS), torch.int64),
-        "head_ticket": ((1,), torch.int32),
-        "argmax_partials": ((rows, num_slices), torch.int64),
-        "argmax_tickets": ((rows,), torch.int32),
-        "choice_partials": ((2 * rows, num_slices, 16), torch.uint8),
-        "choice_tickets": ((2 * rows,), torch.int32),
-        "choice_borders": ((2 * rows, BORDER_BYTES), torch.uint8),
-        "choice_totals": ((rows,), torch.int64),
-    }
+    DecodeBuffers(allocate, shape, limits, num_ctas)
+    return sum(sizes)

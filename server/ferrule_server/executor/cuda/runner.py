@@ -96,7 +96,7 @@ class CudaDecodeRunner:
         assert weights is not None, "the weights were packed for a CPU"
         shape = shape_of(config)
         self._gpu = gpu
-        self.buffers = buffers = DecodeBuffers(gpu, shape, limits, attention_grid(shape, gpu.info))
+        self.buffers = buffers = DecodeBuffers(gpu.allocate, shape, limits, attention_grid(shape, gpu.info))
         self._kernels = KernelSet(gpu, cubins, trigger)
         rope = adopt_weights(gpu, weights, config, torch_executor.info.model.max_context)
         parts = StepParts(self._kernels, weights, rope, buffers, shape, config.norm_eps)

@@ -122,7 +122,7 @@ class _Output:
         token_ids = requested_ids(self.spec, choice)
         values = [known[i] if i in known else float(self.memory.logits[self.place, i]) for i in token_ids]
         if token_ids:
-            fill_logprobs(row, self.spec, choice, np.array(values, np.float64), normaliser)
+            fill_logprobs(row, self.spec, choice, np.array(values, np.float64) - normaliser)
         if self.spec.num_top_logprobs > 0:
             row.top_ids, logits = self._top(min(self.spec.num_top_logprobs, self.memory.vocab_size))
             row.top_logprobs = logprobs(logits, normaliser)

@@ -26,7 +26,9 @@ from ferrule_server.executor.base import (
     StepBatch,
 )
 from ferrule_server.executor.cuda.buffers import Limits
-from ferrule_server.executor.sampling.selection import logprobs, needs_normaliser
+from ferrule_server.executor.sampling import selection
+from ferrule_server.executor.sampling.distributions import Choice
+from ferrule_server.executor.sampling.selection import fill_logprobs, logprobs, needs_normaliser
 
 CHOSEN = -1
 """Stands for the row's own token among the ids whose log-probabilities are asked for."""
@@ -163,11 +165,9 @@ _WHOLLY_KNOWN: Final = frozenset({type(None), *(record for record in KNOWN_FIELD
 """Types of records that need no closer look."""
 
 
-def requested_ids(spec: OutputSpec) -> tuple[int, ...]:
+def requested_ids(spec: OutputSpec) -> list[int]:
     """Return the tokens whose log-probabilities a row returns, CHOSEN for its own."""
-    chosen = (CHOSEN,) if spec.logprobs and chooses(spec) else ()
-    target = (spec.target_id,) if spec.target_id >= 0 else ()
-    return chosen + target + spec.logprob_ids
+    return selection.requested_ids(spec, Choice(CHOSEN, 0.0) if chooses(spec) else None)
 
 
 Results = Mapping[str, npt.NDArray[Any]]
@@ -220,26 +220,14 @@ def _fill_scores(outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], resu
     for i, (output, spec) in enumerate(zip(outputs, specs, strict=True)):
         end = begin + len(requested_ids(spec))
         if output.is_finite:
-            _fill_requested(output, spec, results["requested"][begin:end], results["chosen_logprobs"][i])
+            is_random = spec.sample is not None and spec.sample.temperature != 0
+            choice = Choice(CHOSEN, float(results["chosen_logprobs"][i]) if is_random else 0.0)
+            fill_logprobs(output, spec, choice, results["requested"][begin:end].astype(np.float64))
             output.entropy = float(figures[i, 2]) if spec.entropy else None
             if spec.num_top_logprobs > 0:
                 count = min(spec.num_top_logprobs, vocab_size)
                 _fill_top(output, results, slot, count, normalisers[i])
         begin, slot = end, slot + (spec.num_top_logprobs > 0)
-
-
-def _fill_requested(
-    output: RowOutput, spec: OutputSpec, values: npt.NDArray[np.float32], chosen_logprob: np.float32
-) -> None:
-    """Fill in the log-probabilities of :func:`requested_ids`, and the one under the distribution drawn from."""
-    num_single = len(values) - len(spec.logprob_ids)
-    if spec.logprob_ids:
-        output.requested_logprobs = values[num_single:].copy()
-    if spec.target_id >= 0:
-        output.target_logprob = float(values[num_single - 1])
-    if spec.logprobs and chooses(spec):
-        is_random = spec.sample is not None and spec.sample.temperature != 0
-        output.model_logprob, output.sampled_logprob = float(values[0]), float(chosen_logprob) if is_random else 0.0
 
 
 def _fill_top(output: RowOutput, results: Results, slot: int, count: int, normaliser: float) -> None:

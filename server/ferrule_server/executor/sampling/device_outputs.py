@@ -157,7 +157,7 @@ class DeviceOutputs:
         raw = self._gather(tile.logits, requested)
         for i, token_ids in requested.items():
             values, raw = raw[: len(token_ids)], raw[len(token_ids) :]
-            fill_logprobs(tile.outputs[i], specs[i], choices.get(i), values, normalisers[i])
+            fill_logprobs(tile.outputs[i], specs[i], choices.get(i), values - normalisers[i])
 
     def _normalise(self, tile: _Tile, specs: dict[int, OutputSpec]) -> dict[int, float]:
         """Return log(sum(exp(row))) of the rows of ``specs``, by row, and fill in their entropies.

@@ -149,7 +149,7 @@ def _fill_row(output: RowOutput, row: Float32Array, spec: OutputSpec, choice: Ch
     if choice is not None:
         output.token, output.is_accepted = choice.token, choice.is_accepted
     if token_ids := requested_ids(spec, choice):
-        fill_logprobs(output, spec, choice, row[token_ids].astype(np.float64), normaliser)
+        fill_logprobs(output, spec, choice, row[token_ids].astype(np.float64) - normaliser)
     if spec.num_top_logprobs > 0:
         top_ids = ranked_largest(row, spec.num_top_logprobs)
         output.top_ids, output.top_logprobs = top_ids.astype(np.int32), logprobs(row[top_ids], normaliser)
@@ -166,13 +166,11 @@ def requested_ids(spec: OutputSpec, choice: Choice | None) -> list[int]:
     return [*chosen, *target, *spec.logprob_ids]
 
 
-def fill_logprobs(
-    output: RowOutput, spec: OutputSpec, choice: Choice | None, logits: Float64Array, normaliser: float
-) -> None:
-    """Fill in the log-probabilities of a row, given the raw logits of its :func:`requested_ids`."""
-    values = (logits[: len(logits) - len(spec.logprob_ids)] - normaliser).tolist()
+def fill_logprobs(output: RowOutput, spec: OutputSpec, choice: Choice | None, requested: Float64Array) -> None:
+    """Fill in the log-probabilities of a row, given those of its :func:`requested_ids`."""
+    values = requested[: len(requested) - len(spec.logprob_ids)].tolist()
     if spec.logprob_ids:
-        output.requested_logprobs = logprobs(logits[len(values) :], normaliser)
+        output.requested_logprobs = logprobs(requested[len(values) :], 0.0)
     if spec.target_id >= 0:
         output.target_logprob = values.pop()
     if values and choice is not None:

@@ -21,5 +21,5 @@ plan.py             what is constant in compiled code: instructions and sizes
 sync.py             barrier, claims of work, parking
 compiled.py         machine code of a plan, kept on disk
 processor.py        which instructions this processor has
-kernel.py           the decorator of all these functions
+kernel.py           the decorators of all these functions
 """

@@ -8,12 +8,12 @@ So no result depends on the queries beside it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
+from ferrule_server.kernels.cpu.kernel import operation
 from ferrule_server.kernels.cpu.lanes import (
     F32,
     F32X16,
@@ -24,9 +24,9 @@ from ferrule_server.kernels.cpu.lanes import (
     Builder,
     Value,
     constant,
-    emit_fma,
-    emit_prefetch,
+    fma,
     offset,
+    prefetch,
     read,
     spread,
     sum_all,
@@ -34,7 +34,7 @@ from ferrule_server.kernels.cpu.lanes import (
     write,
 )
 from ferrule_server.kernels.cpu.loops import loop
-from ferrule_server.kernels.cpu.plan import Plan
+from ferrule_server.kernels.cpu.plan import Plan, PlanType
 
 MOST_QUERIES: Final = 4
 """Queries that use one load of K or V."""
@@ -71,16 +71,16 @@ def _emit_prefetches(builder: Builder, ahead: Value, place: Value, num_bytes: in
     with builder.if_then(builder.icmp_signed("!=", ahead, ir.Constant(I64, 0)), likely=True):
         here = builder.add(ahead, place)
         for line in range(0, num_bytes, _LINE):
-            emit_prefetch(builder, offset(builder, here, line))
+            prefetch.emit(builder, offset(builder, here, line))
 
 
 def _products(
-    builder: Builder, plan: Plan, queries: Value, count: int, keys: list[Value], prefetch: Callable[[int], None]
+    builder: Builder, plan: Plan, queries: Value, count: int, keys: list[Value], prefetch_piece: Callable[[int], None]
 ) -> list[Value]:
     """Return the products of queries and keys as 16 parts of a sum: query by query, key by key.
 
-    All keys are taken together if there are registers for all parts, else one after the other. ``prefetch`` is called
-    with 0, 1, ... as often as a head has 16 dimensions.
+    All keys are taken together if there are registers for all parts, else one after the other. ``prefetch_piece`` is
+    called with 0, 1, ... as often as a head has 16 dimensions.
     """
     parts = [constant(0.0)] * (count * len(keys))
     columns = range(0, plan.head_dim, LANES)
@@ -89,19 +89,26 @@ def _products(
         order.sort(key=lambda each: each[1])
     for number, (i, k) in enumerate(order):
         if number % len(keys) == 0:
-            prefetch(number // len(keys))
+            prefetch_piece(number // len(keys))
         key = _elements(builder, plan, offset(builder, keys[k], i * _element_bytes(plan)))
         for query in range(count):
             value = read(builder, offset(builder, queries, 4 * (query * plan.head_dim + i)), F32X16, 64)
             place = query * len(keys) + k
-            parts[place] = emit_fma(builder, key, value, parts[place])
+            parts[place] = fma.emit(builder, key, value, parts[place])
     return parts
 
 
-@intrinsic
+@operation(types.void, PlanType, *[types.int64] * 6)
 def score_block(
-    typing: Any, plan: Any, queries: Any, num_queries: Any, keys: Any, scores: Any, score_bytes: Any, ahead: Any
-) -> Any:
+    builder: Builder,
+    plan: Plan,
+    queries: Value,
+    num_queries: Value,
+    keys: Value,
+    scores: Value,
+    score_bytes: Value,
+    ahead: Value,
+) -> None:
     """Write the products of queries and the 16 keys of a block.
 
     Args:
@@ -113,55 +120,48 @@ def score_block(
         score_bytes: From the scores of one query to the next.
         ahead: Address of as much memory as the keys, prefetched meanwhile; 0: nothing is prefetched.
     """
-    chosen: Plan = plan.plan
+    key_bytes = plan.head_dim * _element_bytes(plan)
 
-    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        _, queries, num_queries, keys, scores, score_bytes, ahead = args
+    def write_code(count: int) -> None:
+        room = 1 << (count - 1).bit_length()
+        tokens = _BLOCK // room
 
-        def write_code(count: int) -> None:
-            room = 1 << (count - 1).bit_length()
-            tokens = _BLOCK // room
-            key_bytes = chosen.head_dim * _element_bytes(chosen)
+        def some(number: Value, _: list[Value]) -> list[Value]:
+            first = builder.add(keys, builder.mul(number, ir.Constant(I64, tokens * key_bytes)))
+            at = [offset(builder, first, token * key_bytes) for token in range(tokens)]
+            piece = tokens * key_bytes // (plan.head_dim // LANES)
+            begin = builder.mul(number, ir.Constant(I64, tokens * key_bytes))
 
-            def some(number: Value, _: list[Value]) -> list[Value]:
-                first = builder.add(keys, builder.mul(number, ir.Constant(I64, tokens * key_bytes)))
-                at = [offset(builder, first, token * key_bytes) for token in range(tokens)]
-                piece = tokens * key_bytes // (chosen.head_dim // LANES)
-                begin = builder.mul(number, ir.Constant(I64, tokens * key_bytes))
+            def prefetch_piece(column: int) -> None:
+                _emit_prefetches(builder, ahead, offset(builder, begin, column * piece), piece)
 
-                def prefetch(column: int) -> None:
-                    _emit_prefetches(builder, ahead, offset(builder, begin, column * piece), piece)
+            products = _products(builder, plan, queries, count, at, prefetch_piece)
+            products += [constant(0.0)] * (_BLOCK - len(products))
+            sums = sum_all(builder, products)
+            place = builder.add(scores, builder.mul(number, ir.Constant(I64, 4 * tokens)))
+            for query in range(count):
+                to = builder.add(place, builder.mul(score_bytes, ir.Constant(I64, query)))
+                lanes = ir.Constant(ir.VectorType(I32, tokens), [query * tokens + i for i in range(tokens)])
+                write(builder, builder.shuffle_vector(sums, sums, lanes), to, 4)
+            return []
 
-                products = _products(builder, chosen, queries, count, at, prefetch)
-                products += [constant(0.0)] * (_BLOCK - len(products))
-                sums = sum_all(builder, products)
-                place = builder.add(scores, builder.mul(number, ir.Constant(I64, 4 * tokens)))
-                for query in range(count):
-                    to = builder.add(place, builder.mul(score_bytes, ir.Constant(I64, query)))
-                    lanes = ir.Constant(ir.VectorType(I32, tokens), [query * tokens + i for i in range(tokens)])
-                    write(builder, builder.shuffle_vector(sums, sums, lanes), to, 4)
-                return []
+        loop(builder, ir.Constant(I64, room), [], some)
 
-            loop(builder, ir.Constant(I64, room), [], some)
-
-        _for_each_count(builder, num_queries, write_code)
-        return context.get_dummy_value()
-
-    return types.void(plan, *[types.int64] * 6), emit
+    _for_each_count(builder, num_queries, write_code)
 
 
-@intrinsic
+@operation(types.void, PlanType, *[types.int64] * 7)
 def weigh_block(
-    typing: Any,
-    plan: Any,
-    weights: Any,
-    weight_bytes: Any,
-    num_queries: Any,
-    values: Any,
-    num_tokens: Any,
-    out: Any,
-    ahead: Any,
-) -> Any:
+    builder: Builder,
+    plan: Plan,
+    weights: Value,
+    weight_bytes: Value,
+    num_queries: Value,
+    values: Value,
+    num_tokens: Value,
+    out: Value,
+    ahead: Value,
+) -> None:
     """Add the values of the first tokens of a block, each times its weight, to the outputs of some queries.
 
     Args:
@@ -174,44 +174,34 @@ def weigh_block(
         out: Address of float32 [num_queries, head_dim].
         ahead: Address of as much memory as 16 values, prefetched meanwhile; 0: nothing is prefetched.
     """
-    chosen: Plan = plan.plan
+    element_bytes = _element_bytes(plan)
 
-    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        _, weights, weight_bytes, num_queries, values, num_tokens, out, ahead = args
+    def write_code(count: int) -> None:
+        at_once = max(1, (16 if plan.has_many_registers else 4) // count)
+        rows = [builder.add(weights, builder.mul(weight_bytes, ir.Constant(I64, q))) for q in range(count)]
+        parts = list(range(0, plan.head_dim, LANES))
+        for first in range(0, len(parts), at_once):
+            add_parts(count, rows, parts[first : first + at_once])
 
-        def write_code(count: int) -> None:
-            at_once = max(1, (16 if chosen.has_many_registers else 4) // count)
-            rows = [builder.add(weights, builder.mul(weight_bytes, ir.Constant(I64, q))) for q in range(count)]
-            parts = list(range(0, chosen.head_dim, LANES))
-            for first in range(0, len(parts), at_once):
-                add_parts(count, rows, parts[first : first + at_once])
+    def add_parts(count: int, rows: list[Value], parts: list[int]) -> None:
+        piece = len(parts) * LANES * element_bytes
+        places = [offset(builder, out, 4 * (q * plan.head_dim + i)) for q in range(count) for i in parts]
 
-        def add_parts(count: int, rows: list[Value], parts: list[int]) -> None:
-            piece = len(parts) * LANES * _element_bytes(chosen)
-            places = [offset(builder, out, 4 * (q * chosen.head_dim + i)) for q in range(count) for i in parts]
+        def token(number: Value, sums: list[Value]) -> list[Value]:
+            value = builder.add(values, builder.mul(number, ir.Constant(I64, plan.head_dim * element_bytes)))
+            begin = builder.mul(number, ir.Constant(I64, piece))
+            _emit_prefetches(builder, ahead, offset(builder, begin, _BLOCK * parts[0] * element_bytes), piece)
+            loaded = [_elements(builder, plan, offset(builder, value, i * element_bytes)) for i in parts]
+            results = []
+            for q in range(count):
+                at = builder.add(rows[q], builder.mul(number, ir.Constant(I64, 4)))
+                weight = spread(builder, read(builder, at, F32, 4), F32X16)
+                for i, part in enumerate(loaded):
+                    results.append(fma.emit(builder, weight, part, sums[q * len(parts) + i]))
+            return results
 
-            def token(number: Value, sums: list[Value]) -> list[Value]:
-                value = builder.add(
-                    values, builder.mul(number, ir.Constant(I64, chosen.head_dim * _element_bytes(chosen)))
-                )
-                begin = builder.mul(number, ir.Constant(I64, piece))
-                _emit_prefetches(
-                    builder, ahead, offset(builder, begin, _BLOCK * parts[0] * _element_bytes(chosen)), piece
-                )
-                loaded = [_elements(builder, chosen, offset(builder, value, i * _element_bytes(chosen))) for i in parts]
-                results = []
-                for q in range(count):
-                    at = builder.add(rows[q], builder.mul(number, ir.Constant(I64, 4)))
-                    weight = spread(builder, read(builder, at, F32, 4), F32X16)
-                    for i, part in enumerate(loaded):
-                        results.append(emit_fma(builder, weight, part, sums[q * len(parts) + i]))
-                return results
+        sums = loop(builder, num_tokens, [read(builder, place, F32X16, 64) for place in places], token)
+        for place, total in zip(places, sums, strict=True):
+            write(builder, total, place, 64)
 
-            sums = loop(builder, num_tokens, [read(builder, place, F32X16, 64) for place in places], token)
-            for place, total in zip(places, sums, strict=True):
-                write(builder, total, place, 64)
-
-        _for_each_count(builder, num_queries, write_code)
-        return context.get_dummy_value()
-
-    return types.void(plan, *[types.int64] * 7), emit
+    _for_each_count(builder, num_queries, write_code)

@@ -16,13 +16,13 @@ Every output is summed by itself, in an order that its place among other rows an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from ferrule_server.kernels.cpu.dot_quantised import emit_quantised_product
+from ferrule_server.kernels.cpu.kernel import operation
 from ferrule_server.kernels.cpu.lanes import (
     F32,
     F32X16,
@@ -33,8 +33,8 @@ from ferrule_server.kernels.cpu.lanes import (
     Value,
     call,
     constant,
-    emit_fma,
     even_halves,
+    fma,
     odd_halves,
     offset,
     read,
@@ -42,7 +42,7 @@ from ferrule_server.kernels.cpu.lanes import (
     write,
 )
 from ferrule_server.kernels.cpu.loops import loop
-from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan
+from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan, PlanType
 from ferrule_server.kernels.cpu.tiles import TILE_ROWS, emit_tile_product, sweep_of_lines
 
 GROUP: Final = 64
@@ -62,21 +62,21 @@ def _tiles_at_once(plan: Plan, num_rows: int) -> int:
     return max(num for num in (1, 2, 4) if num == 1 or num * num_rows <= sums)
 
 
-@intrinsic
+@operation(types.void, PlanType, *[types.int64] * 10)
 def dot_group(
-    typing: Any,
-    plan: Any,
-    weight: Any,
-    num_tiles: Any,
-    num_rows: Any,
-    inputs: Any,
-    row_bytes: Any,
-    scales: Any,
-    out: Any,
-    out_row_bytes: Any,
-    ahead: Any,
-    num_lines: Any,
-) -> Any:
+    builder: Builder,
+    plan: Plan,
+    weight: Value,
+    num_tiles: Value,
+    num_rows: Value,
+    inputs: Value,
+    row_bytes: Value,
+    scales: Value,
+    out: Value,
+    out_row_bytes: Value,
+    ahead: Value,
+    num_lines: Value,
+) -> None:
     """Add the products of rows of inputs and some tiles of a group of 64 rows of a weight to sums.
 
     Args:
@@ -92,28 +92,23 @@ def dot_group(
         ahead: Address of weights that are multiplied later; they are prefetched meanwhile.
         num_lines: How many cache lines of them for each tile of inputs; a multiple of 32 unless weights are quantised.
     """
-    chosen: Plan = plan.plan
+    sources, targets = (weight, num_tiles, inputs, row_bytes), (out, out_row_bytes, ahead, num_lines)
 
-    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        _, weight, num_tiles, num_rows, inputs, row_bytes, scales, *others = args
-        if chosen.has_tiles:
-            _emit_with_tiles(builder, num_rows, weight, num_tiles, inputs, row_bytes, *others)
-            return context.get_dummy_value()
-        done = builder.append_basic_block("dot.done")
-        blocks = [builder.append_basic_block(f"dot.{rows}") for rows in range(1, chosen.rows_at_once + 1)]
-        switch = builder.switch(num_rows, blocks[0])
-        for rows, block in enumerate(blocks, 1):
-            switch.add_case(ir.Constant(I64, rows), block)
-            builder.position_at_end(block)
-            if chosen.is_quantised:
-                emit_quantised_product(builder, chosen, rows, weight, num_tiles, inputs, row_bytes, scales, *others)
-            else:
-                _emit_product(builder, chosen, rows, weight, num_tiles, inputs, row_bytes, *others)
-            builder.branch(done)
-        builder.position_at_end(done)
-        return context.get_dummy_value()
-
-    return types.void(plan, *[types.int64] * 10), emit
+    if plan.has_tiles:
+        _emit_with_tiles(builder, num_rows, *sources, *targets)
+        return
+    done = builder.append_basic_block("dot.done")
+    blocks = [builder.append_basic_block(f"dot.{rows}") for rows in range(1, plan.rows_at_once + 1)]
+    switch = builder.switch(num_rows, blocks[0])
+    for rows, block in enumerate(blocks, 1):
+        switch.add_case(ir.Constant(I64, rows), block)
+        builder.position_at_end(block)
+        if plan.is_quantised:
+            emit_quantised_product(builder, plan, rows, *sources, scales, *targets)
+        else:
+            _emit_product(builder, plan, rows, *sources, *targets)
+        builder.branch(done)
+    builder.position_at_end(done)
 
 
 def _emit_product(builder: Builder, plan: Plan, num_rows: int, *args: Value) -> None:
@@ -241,7 +236,7 @@ class _Group:
     def _multiply_add(self, weight: Value, value: Value, total: Value) -> Value:
         if self._has_dot:
             return emit_bfloat16_dot(self._builder, total, weight, value)
-        return emit_fma(self._builder, weight, value, total)
+        return fma.emit(self._builder, weight, value, total)
 
     def _tile_sums(
         self, start: Value, rows: list[Value], sums: list[Value], prefetch: Callable[[Value], None]
@@ -260,8 +255,8 @@ class _Group:
                 odd, even = self._inputs(x[m])
                 for i, (odd_weights, even_weights) in enumerate(weights):
                     place = m * len(weights) + i
-                    parts[place] = emit_fma(builder, even_weights, even, parts[place])
-                    parts[count + place] = emit_fma(builder, odd_weights, odd, parts[count + place])
+                    parts[place] = fma.emit(builder, even_weights, even, parts[place])
+                    parts[count + place] = fma.emit(builder, odd_weights, odd, parts[count + place])
             return parts
 
         parts = loop(builder, ir.Constant(I64, _PAIRS), [constant(0.0)] * (2 * count), pair)

@@ -34,10 +34,10 @@ from ferrule_server.kernels.cpu.lanes import (
     Value,
     call,
     constant,
-    emit_fma,
-    emit_prefetch,
+    fma,
     integers,
     offset,
+    prefetch,
     read,
     spread,
     widen,
@@ -173,7 +173,7 @@ class _Product:
             for i, t in enumerate(self._tiles):
                 at = offset(builder, row, 64 * t)
                 total = read(builder, at, F32X16, 4)
-                write(builder, emit_fma(builder, sums[m * len(self._tiles) + i], scale, total), at, 4)
+                write(builder, fma.emit(builder, sums[m * len(self._tiles) + i], scale, total), at, 4)
 
     def _add_tile(self, start: Value, rows: list[Value], ahead: Value, lines: Value, sums: list[Value]) -> list[Value]:
         """Add the products of 32 inputs to sums of integers, some inputs at a time."""
@@ -206,7 +206,7 @@ class _Product:
         builder = self._builder
 
         def line(number: Value, _: list[Value]) -> list[Value]:
-            emit_prefetch(builder, builder.add(ahead, builder.mul(number, ir.Constant(I64, _LINE))))
+            prefetch.emit(builder, builder.add(ahead, builder.mul(number, ir.Constant(I64, _LINE))))
             return []
 
         loop(builder, lines, [], line)
@@ -216,7 +216,7 @@ class _Product:
         builder = self._builder
         weights = [widen(builder, read(builder, offset(builder, scales, 32 * t), I16X16, 32)) for t in self._tiles]
         return [
-            emit_fma(builder, builder.sitofp(part, F32X16), weights[i % len(weights)], total)
+            fma.emit(builder, builder.sitofp(part, F32X16), weights[i % len(weights)], total)
             for i, (part, total) in enumerate(zip(parts, sums, strict=True))
         ]
 

@@ -8,12 +8,15 @@ multiply-add. Addresses are int64: a kernel knows the layout of its memory, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
+
+from ferrule_server.kernels.cpu.kernel import operation
 
 LANES: Final = 16
 
@@ -118,11 +121,6 @@ def odd_halves(builder: Builder, pairs: Value) -> Value:
     return builder.bitcast(builder.and_(pairs, integers(-65536)), F32X16)
 
 
-def emit_fma(builder: Builder, x: Value, y: Value, z: Value) -> Value:
-    """Return x * y + z, rounded once."""
-    return call(builder, "llvm.fma.v16f32", F32X16, [x, y, z])
-
-
 def _rounded_bits(builder: Builder, x: Value) -> Value:
     """Return the int32 bits of float32 lanes rounded to bfloat16, to nearest even; NaN stays NaN."""
     bits = builder.bitcast(x, I32X16)
@@ -135,165 +133,123 @@ def _rounded_bits(builder: Builder, x: Value) -> Value:
 # ---- operations ------------------------------------------------------------------------------------------------------
 
 
-@intrinsic
-def load(typing: Any, address: Any) -> Any:
+@operation(lanes, types.int64)
+def load(builder: Builder, address: Value) -> Value:
     """Return 16 float32 numbers at an address."""
-    return lanes(types.int64), lambda _c, b, _s, a: read(b, a[0], F32X16, 4)
+    return read(builder, address, F32X16, 4)
 
 
-@intrinsic
-def load_bfloat16(typing: Any, address: Any) -> Any:
+@operation(lanes, types.int64)
+def load_bfloat16(builder: Builder, address: Value) -> Value:
     """Return 16 bfloat16 numbers at an address."""
-    return lanes(types.int64), lambda _c, b, _s, a: widen(b, read(b, a[0], I16X16, 2))
+    return widen(builder, read(builder, address, I16X16, 2))
 
 
-@intrinsic
-def store(typing: Any, address: Any, x: Any) -> Any:
+@operation(types.void, types.int64, lanes)
+def store(builder: Builder, address: Value, x: Value) -> None:
     """Write 16 float32 numbers to an address."""
-
-    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        write(builder, args[1], args[0], 4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, lanes), emit
+    write(builder, x, address, 4)
 
 
-@intrinsic
-def store_bfloat16(typing: Any, address: Any, x: Any) -> Any:
+@operation(types.void, types.int64, lanes)
+def store_bfloat16(builder: Builder, address: Value, x: Value) -> None:
     """Write 16 numbers to an address, rounded to bfloat16."""
-
-    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        halves = builder.trunc(builder.lshr(_rounded_bits(builder, args[1]), integers(16)), I16X16)
-        write(builder, halves, args[0], 2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, lanes), emit
+    write(builder, builder.trunc(builder.lshr(_rounded_bits(builder, x), integers(16)), I16X16), address, 2)
 
 
-def _emit_rint(builder: Builder, x: Value) -> Value:
+@operation(lanes, lanes)
+def rint(builder: Builder, x: Value) -> Value:
+    """Return the lanes rounded to integers, to nearest even."""
     return call(builder, "llvm.rint.v16f32", F32X16, [x])
 
 
-def _store_integers(kind: Value) -> Any:
-    """Return what writes 16 numbers as integers of a type, rounded to nearest even; anything for those out of range."""
-
-    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        whole = builder.fptosi(_emit_rint(builder, args[1]), I32X16)
-        write(builder, builder.trunc(whole, ir.VectorType(kind, LANES)), args[0], kind.width // 8)
-        return context.get_dummy_value()
-
-    return emit
+def _write_integers(builder: Builder, address: Value, x: Value, kind: Value) -> None:
+    """Write 16 numbers as integers of a type, rounded to nearest even; anything for those out of range."""
+    whole = builder.fptosi(rint.emit(builder, x), I32X16)
+    write(builder, builder.trunc(whole, ir.VectorType(kind, LANES)), address, kind.width // 8)
 
 
-@intrinsic
-def store_int16(typing: Any, address: Any, x: Any) -> Any:
+@operation(types.void, types.int64, lanes)
+def store_int16(builder: Builder, address: Value, x: Value) -> None:
     """Write 16 numbers to an address, rounded to int16."""
-    return types.void(types.int64, lanes), _store_integers(I16)
+    _write_integers(builder, address, x, I16)
 
 
-@intrinsic
-def store_int8(typing: Any, address: Any, x: Any) -> Any:
+@operation(types.void, types.int64, lanes)
+def store_int8(builder: Builder, address: Value, x: Value) -> None:
     """Write 16 numbers to an address, rounded to int8."""
-    return types.void(types.int64, lanes), _store_integers(I8)
+    _write_integers(builder, address, x, I8)
 
 
-@intrinsic
-def store_int8_exchanged(typing: Any, address: Any, x: Any) -> Any:
+@operation(types.void, types.int64, lanes)
+def store_int8_exchanged(builder: Builder, address: Value, x: Value) -> None:
     """Write 16 numbers to an address, rounded to int8; of every four the two in the middle change places."""
     order = ir.Constant(I32X16, [4 * (i // 4) + (0, 2, 1, 3)[i % 4] for i in range(LANES)])
-
-    def emit(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
-        return _store_integers(I8)(
-            context, builder, signature, (args[0], builder.shuffle_vector(args[1], args[1], order))
-        )
-
-    return types.void(types.int64, lanes), emit
+    _write_integers(builder, address, builder.shuffle_vector(x, x, order), I8)
 
 
-@intrinsic
-def rint(typing: Any, x: Any) -> Any:
-    """Return the lanes rounded to integers, to nearest even."""
-    return lanes(lanes), lambda _c, b, _s, a: _emit_rint(b, a[0])
-
-
-@intrinsic
-def round_to_bfloat16(typing: Any, x: Any) -> Any:
+@operation(lanes, lanes)
+def round_to_bfloat16(builder: Builder, x: Value) -> Value:
     """Return the lanes rounded to the precision of bfloat16, as float32."""
-
-    def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        return builder.bitcast(builder.and_(_rounded_bits(builder, args[0]), integers(-65536)), F32X16)
-
-    return lanes(lanes), emit
+    return builder.bitcast(builder.and_(_rounded_bits(builder, x), integers(-65536)), F32X16)
 
 
-@intrinsic
-def splat(typing: Any, x: Any) -> Any:
+@operation(lanes, types.float32)
+def splat(builder: Builder, x: Value) -> Value:
     """Return a number in all lanes."""
-    return lanes(types.float32), lambda _c, b, _s, a: spread(b, a[0], F32X16)
+    return spread(builder, x, F32X16)
 
 
-@intrinsic
-def fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
+@operation(lanes, lanes, lanes, lanes)
+def fma(builder: Builder, x: Value, y: Value, z: Value) -> Value:
     """Return x * y + z, rounded once."""
-    return lanes(lanes, lanes, lanes), lambda _c, b, _s, a: emit_fma(b, *a)
+    return call(builder, "llvm.fma.v16f32", F32X16, [x, y, z])
 
 
-@intrinsic
-def add(typing: Any, x: Any, y: Any) -> Any:
+@operation(lanes, lanes, lanes)
+def add(builder: Builder, x: Value, y: Value) -> Value:
     """Return x + y."""
-    return lanes(lanes, lanes), lambda _c, b, _s, a: b.fadd(*a)
+    return builder.fadd(x, y)
 
 
-@intrinsic
-def subtract(typing: Any, x: Any, y: Any) -> Any:
+@operation(lanes, lanes, lanes)
+def subtract(builder: Builder, x: Value, y: Value) -> Value:
     """Return x - y."""
-    return lanes(lanes, lanes), lambda _c, b, _s, a: b.fsub(*a)
+    return builder.fsub(x, y)
 
 
-@intrinsic
-def multiply(typing: Any, x: Any, y: Any) -> Any:
+@operation(lanes, lanes, lanes)
+def multiply(builder: Builder, x: Value, y: Value) -> Value:
     """Return x * y."""
-    return lanes(lanes, lanes), lambda _c, b, _s, a: b.fmul(*a)
+    return builder.fmul(x, y)
 
 
-@intrinsic
-def divide(typing: Any, x: Any, y: Any) -> Any:
+@operation(lanes, lanes, lanes)
+def divide(builder: Builder, x: Value, y: Value) -> Value:
     """Return x / y."""
-    return lanes(lanes, lanes), lambda _c, b, _s, a: b.fdiv(*a)
+    return builder.fdiv(x, y)
 
 
-def _emit_maximum(builder: Builder, x: Value, y: Value) -> Value:
+@operation(lanes, lanes, lanes)
+def maximum(builder: Builder, x: Value, y: Value) -> Value:
+    """Return the larger of x and y; y where one of them is NaN."""
     return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
 
-@intrinsic
-def maximum(typing: Any, x: Any, y: Any) -> Any:
-    """Return the larger of x and y; y where one of them is NaN."""
-    return lanes(lanes, lanes), lambda _c, b, _s, a: _emit_maximum(b, *a)
-
-
-@intrinsic
-def select_below(typing: Any, count: Any, x: Any, y: Any) -> Any:
+@operation(lanes, types.int64, lanes, lanes)
+def select_below(builder: Builder, count: Value, x: Value, y: Value) -> Value:
     """Return the first ``count`` lanes of x and the other lanes of y."""
-
-    def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        numbers = ir.Constant(I32X16, list(range(LANES)))
-        limit = spread(builder, builder.trunc(args[0], I32), I32X16)
-        return builder.select(builder.icmp_signed("<", numbers, limit), args[1], args[2])
-
-    return lanes(types.int64, lanes, lanes), emit
+    numbers = ir.Constant(I32X16, list(range(LANES)))
+    limit = spread(builder, builder.trunc(count, I32), I32X16)
+    return builder.select(builder.icmp_signed("<", numbers, limit), x, y)
 
 
-@intrinsic
-def select_within(typing: Any, first: Any, count: Any, x: Any, y: Any) -> Any:
+@operation(lanes, types.int64, types.int64, lanes, lanes)
+def select_within(builder: Builder, first: Value, count: Value, x: Value, y: Value) -> Value:
     """Return ``count`` lanes of x, from number ``first`` on, which may be negative, and the other lanes of y."""
-
-    def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        begin, limit = (spread(builder, builder.trunc(arg, I32), I32X16) for arg in args[:2])
-        numbers = builder.sub(ir.Constant(I32X16, list(range(LANES))), begin)
-        return builder.select(builder.icmp_unsigned("<", numbers, limit), args[2], args[3])
-
-    return lanes(types.int64, types.int64, lanes, lanes), emit
+    begin, limit = (spread(builder, builder.trunc(value, I32), I32X16) for value in (first, count))
+    numbers = builder.sub(ir.Constant(I32X16, list(range(LANES))), begin)
+    return builder.select(builder.icmp_unsigned("<", numbers, limit), x, y)
 
 
 def fold(builder: Builder, x: Value, combine: Any) -> Value:
@@ -320,20 +276,16 @@ def sum_all(builder: Builder, vectors: Sequence[Value]) -> Value:
     return vectors[0]
 
 
-@intrinsic
-def sum_of(typing: Any, x: Any) -> Any:
+@operation(types.float32, lanes)
+def sum_of(builder: Builder, x: Value) -> Value:
     """Return the sum of all lanes, in the order of :func:`fold`."""
-    return types.float32(lanes), lambda _c, b, _s, a: fold(b, a[0], b.fadd)
+    return fold(builder, x, builder.fadd)
 
 
-@intrinsic
-def max_of(typing: Any, x: Any) -> Any:
+@operation(types.float32, lanes)
+def max_of(builder: Builder, x: Value) -> Value:
     """Return the largest lane; undefined if a lane is NaN."""
-
-    def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        return fold(builder, args[0], lambda x, y: _emit_maximum(builder, x, y))
-
-    return types.float32(lanes), emit
+    return fold(builder, x, partial(maximum.emit, builder))
 
 
 _LOWEST_EXPONENT: Final = -87.0
@@ -346,26 +298,24 @@ _LN2_LOW: Final = 1.428606765330187e-06
 _EXP_COEFFICIENTS: Final = (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
 
 
-def _emit_exp(builder: Builder, x: Value) -> Value:
-    """Return exp(x): 2**n times a polynomial in the rest of the exponent (Cody and Waite, 1980)."""
+@operation(lanes, lanes)
+def exp(builder: Builder, x: Value) -> Value:
+    """Return the exponential with a relative error of at most 3e-7; x is limited to -87 .. 88, and NaN stays NaN.
+
+    It is 2**n times a polynomial in the rest of the exponent (Cody and Waite, 1980).
+    """
     is_nan = builder.fcmp_unordered("uno", x, x)
-    given, x = x, _emit_maximum(builder, x, constant(_LOWEST_EXPONENT))
+    given, x = x, maximum.emit(builder, x, constant(_LOWEST_EXPONENT))
     x = builder.select(builder.fcmp_ordered("<", x, constant(_HIGHEST_EXPONENT)), x, constant(_HIGHEST_EXPONENT))
-    n = _emit_rint(builder, builder.fmul(x, constant(_LOG2_E)))
-    rest = emit_fma(builder, n, constant(-_LN2_HIGH), x)
-    rest = emit_fma(builder, n, constant(-_LN2_LOW), rest)
+    n = rint.emit(builder, builder.fmul(x, constant(_LOG2_E)))
+    rest = fma.emit(builder, n, constant(-_LN2_HIGH), x)
+    rest = fma.emit(builder, n, constant(-_LN2_LOW), rest)
     result = constant(_EXP_COEFFICIENTS[0])
     for coefficient in _EXP_COEFFICIENTS[1:]:
-        result = emit_fma(builder, result, rest, constant(coefficient))
+        result = fma.emit(builder, result, rest, constant(coefficient))
     exponent = builder.shl(builder.fptosi(n, I32X16), integers(23))
     result = builder.bitcast(builder.add(builder.bitcast(result, I32X16), exponent), F32X16)
     return builder.select(is_nan, given, result)
-
-
-@intrinsic
-def exp(typing: Any, x: Any) -> Any:
-    """Return the exponential with a relative error of at most 3e-7; x is limited to -87 .. 88, and NaN stays NaN."""
-    return lanes(lanes), lambda _c, b, _s, a: _emit_exp(b, a[0])
 
 
 _TANH_LIMIT: Final = 0.625
@@ -373,39 +323,26 @@ _TANH_LIMIT: Final = 0.625
 _TANH_COEFFICIENTS: Final = (-0.00570498872745, 0.0206390887954, -0.0537397155531, 0.133314422036, -0.333332819422)
 
 
-def _emit_tanh(builder: Builder, x: Value) -> Value:
-    """Return tanh(x): near 0 an odd polynomial (Cephes, Moshier, 1989), else 1 - 2 / (1 + exp(2 |x|)) with its sign."""
+@operation(lanes, lanes)
+def tanh(builder: Builder, x: Value) -> Value:
+    """Return the hyperbolic tangent with a relative error of at most 3e-7; NaN stays NaN.
+
+    Near 0 it is an odd polynomial (Cephes, Moshier, 1989), else 1 - 2 / (1 + exp(2 |x|)) with the sign of x.
+    """
     squared = builder.fmul(x, x)
     near = constant(_TANH_COEFFICIENTS[0])
     for coefficient in _TANH_COEFFICIENTS[1:]:
-        near = emit_fma(builder, near, squared, constant(coefficient))
-    near = emit_fma(builder, builder.fmul(near, squared), x, x)
+        near = fma.emit(builder, near, squared, constant(coefficient))
+    near = fma.emit(builder, builder.fmul(near, squared), x, x)
     size = call(builder, "llvm.fabs.v16f32", F32X16, [x])
-    grown = builder.fadd(_emit_exp(builder, builder.fadd(size, size)), constant(1.0))
+    grown = builder.fadd(exp.emit(builder, builder.fadd(size, size)), constant(1.0))
     far = builder.fsub(constant(1.0), builder.fdiv(constant(2.0), grown))
     far = call(builder, "llvm.copysign.v16f32", F32X16, [far, x])
     return builder.select(builder.fcmp_ordered("<", size, constant(_TANH_LIMIT)), near, far)
 
 
-@intrinsic
-def tanh(typing: Any, x: Any) -> Any:
-    """Return the hyperbolic tangent with a relative error of at most 3e-7; NaN stays NaN."""
-    return lanes(lanes), lambda _c, b, _s, a: _emit_tanh(b, a[0])
-
-
-@intrinsic
-def prefetch(typing: Any, address: Any) -> Any:
-    """Prefetch the cache line of an address; nothing happens if no memory is mapped there."""
-
-    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        emit_prefetch(builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), emit
-
-
-def emit_prefetch(builder: Builder, address: Value) -> None:
-    """Prefetch the cache line of an address into all caches, for reading."""
-    kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(function, [pointer(builder, address, I8), *(ir.Constant(I32, value) for value in (0, 2, 1))])
+@operation(types.void, types.int64)
+def prefetch(builder: Builder, address: Value) -> None:
+    """Prefetch the cache line of an address into all caches, for reading; nothing happens if no memory is mapped."""
+    hints = [ir.Constant(I32, value) for value in (0, 2, 1)]
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer(builder, address, I8), *hints])

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
+from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from numba.np.numpy_support import from_dtype
 
-from ferrule_server.kernels.cpu.kernel import Record, kernel
-from ferrule_server.kernels.cpu.lanes import Builder, Value, pointer
+from ferrule_server.kernels.cpu.kernel import Record, kernel, operation
+from ferrule_server.kernels.cpu.lanes import I8, Builder, Value, pointer
 
 WANTS_LOGITS: Final = 1
 """The output needs its whole row of logits."""
@@ -133,14 +133,10 @@ STEP: Final = _record(
 
 def _record_at(kind: np.dtype[Any]) -> Any:
     """Return a function for kernels: the record of a kind at an address."""
-    record = from_dtype(kind)
 
-    @intrinsic
-    def at(typing: Any, address: Any) -> Any:
-        def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-            return pointer(builder, args[0], context.get_value_type(record).pointee)
-
-        return record(types.int64), emit
+    @operation(from_dtype(kind), types.int64)
+    def at(builder: Builder, address: Value) -> Value:
+        return pointer(builder, address, ir.ArrayType(I8, kind.itemsize))
 
     return at
 

@@ -2,84 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
+from ferrule_server.kernels.cpu.kernel import operation
 from ferrule_server.kernels.cpu.lanes import F32, I8, I16, I32, I64, Builder, Value, read, write
 
 
-@intrinsic
-def read_int32(typing: Any, address: Any) -> Any:
+@operation(types.int64, types.int64)
+def read_int32(builder: Builder, address: Value) -> Value:
     """Return the int32 number at an address as int64."""
-    return types.int64(types.int64), lambda _c, b, _s, a: b.sext(read(b, a[0], I32, 4), I64)
+    return builder.sext(read(builder, address, I32, 4), I64)
 
 
-@intrinsic
-def read_int8(typing: Any, address: Any) -> Any:
+@operation(types.int64, types.int64)
+def read_int8(builder: Builder, address: Value) -> Value:
     """Return the int8 number at an address as int64."""
-    return types.int64(types.int64), lambda _c, b, _s, a: b.sext(read(b, a[0], I8, 1), I64)
+    return builder.sext(read(builder, address, I8, 1), I64)
 
 
-@intrinsic
-def read_int64(typing: Any, address: Any) -> Any:
+@operation(types.int64, types.int64)
+def read_int64(builder: Builder, address: Value) -> Value:
     """Return the int64 number at an address."""
-    return types.int64(types.int64), lambda _c, b, _s, a: read(b, a[0], I64, 8)
+    return read(builder, address, I64, 8)
 
 
-@intrinsic
-def read_float32(typing: Any, address: Any) -> Any:
+@operation(types.float32, types.int64)
+def read_float32(builder: Builder, address: Value) -> Value:
     """Return the float32 number at an address."""
-    return types.float32(types.int64), lambda _c, b, _s, a: read(b, a[0], F32, 4)
+    return read(builder, address, F32, 4)
 
 
-@intrinsic
-def read_bfloat16(typing: Any, address: Any) -> Any:
+@operation(types.float32, types.int64)
+def read_bfloat16(builder: Builder, address: Value) -> Value:
     """Return the bfloat16 number at an address as float32."""
-
-    def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        bits = builder.zext(read(builder, args[0], I16, 2), I32)
-        return builder.bitcast(builder.shl(bits, ir.Constant(I32, 16)), F32)
-
-    return types.float32(types.int64), emit
+    bits = builder.zext(read(builder, address, I16, 2), I32)
+    return builder.bitcast(builder.shl(bits, ir.Constant(I32, 16)), F32)
 
 
-@intrinsic
-def write_bfloat16(typing: Any, address: Any, value: Any) -> Any:
+@operation(types.void, types.int64, types.float32)
+def write_bfloat16(builder: Builder, address: Value, value: Value) -> None:
     """Write the upper half of a float32 number to an address."""
-
-    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        bits = builder.lshr(builder.bitcast(args[1], I32), ir.Constant(I32, 16))
-        write(builder, builder.trunc(bits, I16), args[0], 2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), emit
+    bits = builder.lshr(builder.bitcast(value, I32), ir.Constant(I32, 16))
+    write(builder, builder.trunc(bits, I16), address, 2)
 
 
-@intrinsic
-def write_float32(typing: Any, address: Any, value: Any) -> Any:
+@operation(types.void, types.int64, types.float32)
+def write_float32(builder: Builder, address: Value, value: Value) -> None:
     """Write a float32 number to an address."""
-    return types.void(types.int64, types.float32), _write
+    write(builder, value, address, 4)
 
 
-@intrinsic
-def write_float64(typing: Any, address: Any, value: Any) -> Any:
+@operation(types.void, types.int64, types.float64)
+def write_float64(builder: Builder, address: Value, value: Value) -> None:
     """Write a float64 number to an address."""
-    return types.void(types.int64, types.float64), _write
+    write(builder, value, address, 4)
 
 
-@intrinsic
-def write_int32(typing: Any, address: Any, value: Any) -> Any:
+@operation(types.void, types.int64, types.int64)
+def write_int32(builder: Builder, address: Value, value: Value) -> None:
     """Write an int64 number to an address as int32."""
-
-    def emit(context: Any, builder: Builder, signature: Any, args: Any) -> Value:
-        return _write(context, builder, signature, (args[0], builder.trunc(args[1], I32)))
-
-    return types.void(types.int64, types.int64), emit
-
-
-def _write(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-    write(builder, args[1], args[0], 4)
-    return context.get_dummy_value()
+    write(builder, builder.trunc(value, I32), address, 4)

@@ -15,13 +15,12 @@ can prefetch its weights while it waits at the barrier. The results do not depen
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from ferrule_server.kernels.cpu.kernel import Record, kernel
+from ferrule_server.kernels.cpu.kernel import Record, kernel, operation
 from ferrule_server.kernels.cpu.kinds import Kind
 from ferrule_server.kernels.cpu.lanes import I8, I64, Builder, Value, pointer
 from ferrule_server.kernels.cpu.linear import first_weights
@@ -34,16 +33,11 @@ from ferrule_server.kernels.cpu.tiles import begin_tiles, end_tiles
 _STAGE_BYTES: Final = STAGE.itemsize
 
 
-@intrinsic
-def _call(typing: Any, kernel: Any, thread: Any, stage: Any) -> Any:
+@operation(types.void, *[types.int64] * 3)
+def _call(builder: Builder, kernel: Value, thread: Value, stage: Value) -> None:
     """Call the machine code of a kernel; a plan has no value at run time."""
-
-    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        function = ir.FunctionType(I64, [I8.as_pointer(), I64, I64])
-        builder.call(pointer(builder, args[0], function), [ir.Constant(I8.as_pointer(), None), *args[1:]])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), emit
+    function = ir.FunctionType(I64, [I8.as_pointer(), I64, I64])
+    builder.call(pointer(builder, kernel, function), [ir.Constant(I8.as_pointer(), None), thread, stage])
 
 
 @kernel

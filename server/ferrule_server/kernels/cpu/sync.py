@@ -9,15 +9,13 @@ threads are parked in semaphores of the C library and use no time.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from ferrule_server.kernels.cpu.kernel import kernel
+from ferrule_server.kernels.cpu.kernel import kernel, operation
 from ferrule_server.kernels.cpu.lanes import I64, Builder, Value, call, pointer, prefetch
 
 _C: Final = ctypes.CDLL(None)
@@ -39,44 +37,29 @@ _sem_post = types.ExternalFunction("sem_post", types.int32(types.intp))
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
-@intrinsic
-def _atomic_add(typing: Any, address: Any, value: Any) -> Any:
+@operation(types.int64, types.int64, types.int64)
+def _atomic_add(builder: Builder, address: Value, value: Value) -> Value:
     """Add to a word and return what it was."""
-
-    def emit(_context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        return builder.atomic_rmw("add", pointer(builder, args[0], I64), args[1], "acq_rel")
-
-    return types.int64(types.int64, types.int64), emit
+    return builder.atomic_rmw("add", pointer(builder, address, I64), value, "acq_rel")
 
 
-@intrinsic
-def _atomic_read(typing: Any, address: Any) -> Any:
+@operation(types.int64, types.int64)
+def _atomic_read(builder: Builder, address: Value) -> Value:
     """Return a word; later reads see what was written before it was."""
-    return types.int64(types.int64), lambda _c, b, _s, a: b.load_atomic(pointer(b, a[0], I64), "acquire", 8)
+    return builder.load_atomic(pointer(builder, address, I64), "acquire", 8)
 
 
-@intrinsic
-def _atomic_write(typing: Any, address: Any, value: Any) -> Any:
+@operation(types.void, types.int64, types.int64)
+def _atomic_write(builder: Builder, address: Value, value: Value) -> None:
     """Write a word, after everything written before."""
-
-    def emit(context: Any, builder: Builder, _signature: Any, args: Any) -> Value:
-        builder.store_atomic(args[1], pointer(builder, args[0], I64), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), emit
+    builder.store_atomic(value, pointer(builder, address, I64), "release", 8)
 
 
-@intrinsic
-def _relax(typing: Any) -> Any:
+@operation(types.void)
+def _relax(builder: Builder) -> None:
     """Hint to the processor that this thread spins."""
-
-    def emit(context: Any, builder: Builder, _signature: Any, _args: Any) -> Value:
-        if builder.module.triple.startswith("x86_64"):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
-        return context.get_dummy_value()
-
-    return types.void(), emit
+    if builder.module.triple.startswith("x86_64"):
+        call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
 
 
 class SyncBlock:
@@ -118,15 +101,11 @@ class SyncBlock:
         return self.address + _FIRST_SEMAPHORE + thread * _LINE
 
 
-@intrinsic
-def _ticks(typing: Any) -> Any:
+@operation(types.int64)
+def _ticks(builder: Builder) -> Value:
     """Return the time in a unit of the processor's own."""
-
-    def emit(_context: Any, builder: Builder, _signature: Any, _args: Any) -> Value:
-        name = "readcyclecounter" if builder.module.triple.startswith("x86_64") else "readsteadycounter"
-        return call(builder, f"llvm.{name}", I64, [])
-
-    return types.int64(), emit
+    name = "readcyclecounter" if builder.module.triple.startswith("x86_64") else "readsteadycounter"
+    return call(builder, f"llvm.{name}", I64, [])
 
 
 @kernel

@@ -14,15 +14,16 @@ the emulation in ``dot``; it has not been run on a processor that has AMX.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from ferrule_server.kernels.cpu.lanes import I8, I16, I64, Builder, Value, emit_prefetch, offset, pointer, write
+from ferrule_server.kernels.cpu.kernel import operation
+from ferrule_server.kernels.cpu.lanes import I8, I16, I64, Builder, Value, call, offset, pointer, prefetch, write
 from ferrule_server.kernels.cpu.loops import loop
+from ferrule_server.kernels.cpu.plan import Plan, PlanType
 
 TILE_ROWS: Final = 16
 _TILE_BYTES: Final = 1024
@@ -40,8 +41,7 @@ def _tile(number: int) -> Value:
 
 
 def _call(builder: Builder, name: str, args: list[Value]) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
-    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), args)
+    call(builder, f"llvm.x86.{name}", ir.VoidType(), args)
 
 
 def _load(builder: Builder, tile: int, address: Value, row_bytes: Value) -> None:
@@ -52,38 +52,27 @@ def _add_product(builder: Builder, total: int, inputs: int, weight: int) -> None
     _call(builder, "tdpbf16ps", [_tile(total), _tile(inputs), _tile(weight)])
 
 
-@intrinsic
-def begin_tiles(typing: Any, plan: Any) -> Any:
+@operation(types.void, PlanType)
+def begin_tiles(builder: Builder, plan: Plan) -> None:
     """Configure the tiles of this thread, all of the full size; nothing without AMX."""
-    has_tiles = plan.plan.has_tiles
-
-    def emit(context: Any, builder: Builder, _signature: Any, _args: Any) -> Value:
-        if has_tiles:
-            room = cgutils.alloca_once(builder, ir.ArrayType(I64, 8))
-            address = builder.ptrtoint(room, I64)
-            for i in range(8):
-                write(builder, ir.Constant(I64, 0), offset(builder, address, 8 * i), 8)
-            write(builder, ir.Constant(I8, _PALETTE), address, 1)
-            for tile in range(_NUM_TILES):
-                write(builder, ir.Constant(I16, _ROW_BYTES), offset(builder, address, 16 + 2 * tile), 2)
-                write(builder, ir.Constant(I8, TILE_ROWS), offset(builder, address, 48 + tile), 1)
-            _call(builder, "ldtilecfg", [pointer(builder, address, I8)])
-        return context.get_dummy_value()
-
-    return types.void(plan), emit
+    if not plan.has_tiles:
+        return
+    room = cgutils.alloca_once(builder, ir.ArrayType(I64, 8))
+    address = builder.ptrtoint(room, I64)
+    for i in range(8):
+        write(builder, ir.Constant(I64, 0), offset(builder, address, 8 * i), 8)
+    write(builder, ir.Constant(I8, _PALETTE), address, 1)
+    for tile in range(_NUM_TILES):
+        write(builder, ir.Constant(I16, _ROW_BYTES), offset(builder, address, 16 + 2 * tile), 2)
+        write(builder, ir.Constant(I8, TILE_ROWS), offset(builder, address, 48 + tile), 1)
+    _call(builder, "ldtilecfg", [pointer(builder, address, I8)])
 
 
-@intrinsic
-def end_tiles(typing: Any, plan: Any) -> Any:
+@operation(types.void, PlanType)
+def end_tiles(builder: Builder, plan: Plan) -> None:
     """Give the tiles of this thread back, so that the system need not keep them for it; nothing without AMX."""
-    has_tiles = plan.plan.has_tiles
-
-    def emit(context: Any, builder: Builder, _signature: Any, _args: Any) -> Value:
-        if has_tiles:
-            _call(builder, "tilerelease", [])
-        return context.get_dummy_value()
-
-    return types.void(plan), emit
+    if plan.has_tiles:
+        _call(builder, "tilerelease", [])
 
 
 def sweep_of_lines(
@@ -114,7 +103,7 @@ def sweep_of_lines(
         )
 
         def line(number: Value, _: list[Value]) -> list[Value]:
-            emit_prefetch(builder, builder.add(here, builder.mul(number, ir.Constant(I64, _LINE))))
+            prefetch.emit(builder, builder.add(here, builder.mul(number, ir.Constant(I64, _LINE))))
             return []
 
         loop(builder, in_piece, [], line)

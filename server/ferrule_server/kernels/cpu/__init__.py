@@ -15,7 +15,7 @@ head.py             what outputs need of logits: the best, the k best, sums of e
 activations.py      embedding, norms, rotation, and how inputs of linear layers are stored
 lanes.py            16 float32 lanes as a type of Numba
 scalars.py          single numbers in memory
-loops.py            loops of LLVM code
+loops.py            loops and branches of LLVM code
 records.py          the records that kernels read: thread, stage, layer, model, step
 plan.py             what is constant in compiled code: instructions and sizes
 sync.py             barrier, claims of work, parking

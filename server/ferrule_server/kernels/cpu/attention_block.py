@@ -33,14 +33,13 @@ from ferrule_server.kernels.cpu.lanes import (
     widen,
     write,
 )
-from ferrule_server.kernels.cpu.loops import loop
+from ferrule_server.kernels.cpu.loops import LINE, for_each_count, loop
 from ferrule_server.kernels.cpu.plan import Plan, PlanType
 
 MOST_QUERIES: Final = 4
 """Queries that use one load of K or V."""
 
 _BLOCK: Final = 16
-_LINE: Final = 64
 
 
 def _element_bytes(plan: Plan) -> int:
@@ -53,24 +52,11 @@ def _elements(builder: Builder, plan: Plan, address: Value) -> Value:
     return read(builder, address, F32X16, 64)
 
 
-def _for_each_count(builder: Builder, count: Value, write_code: Callable[[int], None]) -> None:
-    """Write code for each number of queries from 1 to ``MOST_QUERIES``, and the branch to it."""
-    done = builder.append_basic_block("queries.done")
-    blocks = [builder.append_basic_block(f"queries.{number}") for number in range(1, MOST_QUERIES + 1)]
-    switch = builder.switch(count, blocks[0])
-    for number, block in enumerate(blocks, 1):
-        switch.add_case(ir.Constant(I64, number), block)
-        builder.position_at_end(block)
-        write_code(number)
-        builder.branch(done)
-    builder.position_at_end(done)
-
-
 def _emit_prefetches(builder: Builder, ahead: Value, place: Value, num_bytes: int) -> None:
     """Write the code that prefetches memory from an offset after an address, unless the address is 0."""
     with builder.if_then(builder.icmp_signed("!=", ahead, ir.Constant(I64, 0)), likely=True):
         here = builder.add(ahead, place)
-        for line in range(0, num_bytes, _LINE):
+        for line in range(0, num_bytes, LINE):
             prefetch.emit(builder, offset(builder, here, line))
 
 
@@ -147,7 +133,7 @@ def score_block(
 
         loop(builder, ir.Constant(I64, room), [], some)
 
-    _for_each_count(builder, num_queries, write_code)
+    for_each_count(builder, num_queries, MOST_QUERIES, write_code)
 
 
 @operation(types.void, PlanType, *[types.int64] * 7)
@@ -204,4 +190,4 @@ def weigh_block(
         for place, total in zip(places, sums, strict=True):
             write(builder, total, place, 64)
 
-    _for_each_count(builder, num_queries, write_code)
+    for_each_count(builder, num_queries, MOST_QUERIES, write_code)

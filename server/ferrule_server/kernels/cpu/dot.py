@@ -41,7 +41,7 @@ from ferrule_server.kernels.cpu.lanes import (
     spread,
     write,
 )
-from ferrule_server.kernels.cpu.loops import loop
+from ferrule_server.kernels.cpu.loops import for_each_count, loop
 from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan, PlanType
 from ferrule_server.kernels.cpu.tiles import TILE_ROWS, emit_tile_product, sweep_of_lines
 
@@ -94,28 +94,18 @@ def dot_group(
     """
     sources, targets = (weight, num_tiles, inputs, row_bytes), (out, out_row_bytes, ahead, num_lines)
 
+    def write_code(count: int) -> None:
+        if plan.is_quantised:
+            emit_quantised_product(builder, plan, count, *sources, scales, *targets)
+            return
+        at_once = _tiles_at_once(plan, count)
+        for first in range(0, _TILES, at_once):
+            _Group(builder, plan, count, range(first, first + at_once)).emit(*sources, *targets)
+
     if plan.has_tiles:
         _emit_with_tiles(builder, num_rows, *sources, *targets)
-        return
-    done = builder.append_basic_block("dot.done")
-    blocks = [builder.append_basic_block(f"dot.{rows}") for rows in range(1, plan.rows_at_once + 1)]
-    switch = builder.switch(num_rows, blocks[0])
-    for rows, block in enumerate(blocks, 1):
-        switch.add_case(ir.Constant(I64, rows), block)
-        builder.position_at_end(block)
-        if plan.is_quantised:
-            emit_quantised_product(builder, plan, rows, *sources, scales, *targets)
-        else:
-            _emit_product(builder, plan, rows, *sources, *targets)
-        builder.branch(done)
-    builder.position_at_end(done)
-
-
-def _emit_product(builder: Builder, plan: Plan, num_rows: int, *args: Value) -> None:
-    """Write the code for a number of rows."""
-    at_once = _tiles_at_once(plan, num_rows)
-    for first in range(0, _TILES, at_once):
-        _Group(builder, plan, num_rows, range(first, first + at_once)).emit(*args)
+    else:
+        for_each_count(builder, num_rows, plan.rows_at_once, write_code)
 
 
 def _emit_with_tiles(builder: Builder, num_rows: Value, *args: Value) -> None:

@@ -37,13 +37,12 @@ from ferrule_server.kernels.cpu.lanes import (
     fma,
     integers,
     offset,
-    prefetch,
     read,
     spread,
     widen,
     write,
 )
-from ferrule_server.kernels.cpu.loops import loop
+from ferrule_server.kernels.cpu.loops import LINE, loop, prefetch_lines
 from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan
 from ferrule_server.kernels.cpu.processor import target_features
 
@@ -53,7 +52,6 @@ _READ_BYTES: Final = 256
 """Weights of 4 inputs in int8, of 8 in int4."""
 _INT4_SCALES: Final = 1024
 """Where the scales of a tile are."""
-_LINE: Final = 64
 
 
 def emit_quantised_product(
@@ -74,7 +72,7 @@ def emit_quantised_product(
     at_once = _tiles_at_once(plan, num_rows)
     sweeps = _TILES // at_once
     num_lines = _ceil(builder, num_lines, sweeps)
-    swept_bytes = builder.mul(builder.mul(num_lines, num_tiles), ir.Constant(I64, _LINE))
+    swept_bytes = builder.mul(builder.mul(num_lines, num_tiles), ir.Constant(I64, LINE))
     product = _Product(builder, plan, num_rows, at_once)
     begins = product.begins(scales, row_bytes)
 
@@ -136,7 +134,7 @@ class _Product:
             return (
                 builder.add(weight, builder.mul(k, ir.Constant(I64, tile_bytes))),
                 [builder.add(row, builder.mul(k, ir.Constant(I64, input_bytes))) for row in rows],
-                builder.add(ahead, builder.mul(builder.mul(k, num_lines), ir.Constant(I64, _LINE))),
+                builder.add(ahead, builder.mul(builder.mul(k, num_lines), ir.Constant(I64, LINE))),
             )
 
         def whole_tile(k: Value, sums: list[Value]) -> list[Value]:
@@ -183,9 +181,8 @@ class _Product:
         words_at_once = words * _READ_BYTES // piece_bytes
 
         def piece(i: Value, sums: list[Value]) -> list[Value]:
-            self._emit_prefetches(
-                builder.add(ahead, builder.mul(builder.mul(i, lines), ir.Constant(I64, _LINE))), lines
-            )
+            upcoming = builder.add(ahead, builder.mul(builder.mul(i, lines), ir.Constant(I64, LINE)))
+            prefetch_lines(builder, upcoming, lines)
             at = builder.add(start, builder.mul(i, ir.Constant(I64, piece_bytes)))
             columns = [builder.add(row, builder.mul(i, ir.Constant(I64, 4 * words))) for row in rows]
             sums = list(sums)
@@ -200,16 +197,6 @@ class _Product:
             return sums
 
         return loop(builder, ir.Constant(I64, self._pieces), sums, piece)
-
-    def _emit_prefetches(self, ahead: Value, lines: Value) -> None:
-        """Prefetch cache lines of later weights."""
-        builder = self._builder
-
-        def line(number: Value, _: list[Value]) -> list[Value]:
-            prefetch.emit(builder, builder.add(ahead, builder.mul(number, ir.Constant(I64, _LINE))))
-            return []
-
-        loop(builder, lines, [], line)
 
     def _add_scaled(self, scales: Value, parts: list[Value], sums: list[Value]) -> list[Value]:
         """Add sums of integers, times the scales of 32 inputs, to sums of floats."""

@@ -1,12 +1,16 @@
-"""A loop of LLVM code that carries values in registers."""
+"""Loops and branches of LLVM code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from llvmlite import ir
 
-from ferrule_server.kernels.cpu.lanes import I64, Builder, Value
+from ferrule_server.kernels.cpu.lanes import I64, Builder, Value, prefetch
+
+LINE: Final = 64
+"""Bytes of a cache line."""
 
 
 def loop(
@@ -38,3 +42,26 @@ def loop(
     builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
     builder.position_at_end(after)
     return results
+
+
+def prefetch_lines(builder: Builder, address: Value, count: Value) -> None:
+    """Write a loop that prefetches ``count`` cache lines from an address on, at least one."""
+
+    def line(number: Value, _: list[Value]) -> list[Value]:
+        prefetch.emit(builder, builder.add(address, builder.mul(number, ir.Constant(I64, LINE))))
+        return []
+
+    loop(builder, count, [], line)
+
+
+def for_each_count(builder: Builder, count: Value, most: int, write_code: Callable[[int], None]) -> None:
+    """Write code for each number from 1 to ``most``, and the branch to that of ``count``; the builder is after it."""
+    done = builder.append_basic_block("counted")
+    blocks = [builder.append_basic_block(f"count.{number}") for number in range(1, most + 1)]
+    switch = builder.switch(count, blocks[0])
+    for number, block in enumerate(blocks, 1):
+        switch.add_case(ir.Constant(I64, number), block)
+        builder.position_at_end(block)
+        write_code(number)
+        builder.branch(done)
+    builder.position_at_end(done)

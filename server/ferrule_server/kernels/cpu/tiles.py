@@ -21,8 +21,8 @@ from numba import types
 from numba.core import cgutils
 
 from ferrule_server.kernels.cpu.kernel import operation
-from ferrule_server.kernels.cpu.lanes import I8, I16, I64, Builder, Value, call, offset, pointer, prefetch, write
-from ferrule_server.kernels.cpu.loops import loop
+from ferrule_server.kernels.cpu.lanes import I8, I16, I64, Builder, Value, call, offset, pointer, write
+from ferrule_server.kernels.cpu.loops import LINE, loop, prefetch_lines
 from ferrule_server.kernels.cpu.plan import Plan, PlanType
 
 TILE_ROWS: Final = 16
@@ -33,7 +33,6 @@ _WEIGHT_BYTES: Final = 256
 _NUM_TILES: Final = 8
 _GROUP_TILES: Final = 4
 _PALETTE: Final = 1
-_LINE: Final = 64
 
 
 def _tile(number: int) -> Value:
@@ -92,21 +91,16 @@ def sweep_of_lines(
     """
     first, at_once = tiles
     count = builder.udiv(num_lines, ir.Constant(I64, _GROUP_TILES // at_once))
-    num_bytes = builder.mul(count, ir.Constant(I64, _LINE))
+    num_bytes = builder.mul(count, ir.Constant(I64, LINE))
     begin = builder.add(ahead, builder.mul(builder.mul(num_bytes, num_tiles), ir.Constant(I64, first // at_once)))
 
     def emit(k: Value, piece: Value, num_pieces: int) -> None:
         in_piece = builder.udiv(count, ir.Constant(I64, num_pieces))
         here = builder.add(
             builder.add(begin, builder.mul(k, num_bytes)),
-            builder.mul(piece, builder.mul(in_piece, ir.Constant(I64, _LINE))),
+            builder.mul(piece, builder.mul(in_piece, ir.Constant(I64, LINE))),
         )
-
-        def line(number: Value, _: list[Value]) -> list[Value]:
-            prefetch.emit(builder, builder.add(here, builder.mul(number, ir.Constant(I64, _LINE))))
-            return []
-
-        loop(builder, in_piece, [], line)
+        prefetch_lines(builder, here, in_piece)
 
     return emit
 

@@ -206,22 +206,18 @@ class NumbaCpuExecutor:
             rows.update(zip(part.outputs.tolist(), self._run(part.batch), strict=True))
         return [rows[output] for output in range(len(batch.output_rows))]
 
-    @torch.inference_mode()
     def copy_blocks(self, block_pairs: Int32Array) -> None:
         """Copy whole blocks, all layers: int32 [n, 2] of (source, destination), destinations distinct."""
         self._pool.copy_blocks(block_pairs)
 
-    @torch.inference_mode()
     def copy_slots(self, slot_pairs: Int32Array) -> None:
         """Copy single slots, all layers: int32 [n, 2] of (source, destination), read before any is written."""
         self._pool.copy_slots(slot_pairs)
 
-    @torch.inference_mode()
     def read_blocks(self, block_ids: Int32Array) -> npt.NDArray[np.uint8]:
         """Return the raw bytes of blocks: uint8 [n, bytes_per_block], a copy."""
         return self._pool.read_blocks(block_ids)
 
-    @torch.inference_mode()
     def write_blocks(self, block_ids: Int32Array, data: npt.NDArray[np.uint8]) -> None:
         """Overwrite blocks with raw bytes of the same shape as :meth:`read_blocks` returns."""
         self._pool.write_blocks(block_ids, data)

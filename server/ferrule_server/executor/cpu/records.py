@@ -19,7 +19,7 @@ from ferrule_server.kernels.cpu.plan import TILE_INPUTS
 from ferrule_server.kernels.cpu.records import LAYER, MODEL, THREAD
 from ferrule_server.kernels.cpu.sync import SyncBlock
 from ferrule_server.model.attention import attention_layers
-from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config import LayerKind, ModelConfig
 from ferrule_server.model.rope import Rope, inverse_frequencies, magnitudes
 
 
@@ -70,13 +70,10 @@ def _layer_of(config: ModelConfig, index: int, layer: Packed, pools: Sequence[Te
     kind, units = config.layers[index], HeadUnits.of(config, config.layers[index])
     number, place, _ = attention_layers(config)[index]
     pool = pools[number]
-    return {
+    return _fields_of(kind, LAYER) | {
         "q_norm": address_of(layer.get("q_norm")),
         "k_norm": address_of(layer.get("k_norm")),
-        "head_dim": kind.head_dim,
-        "num_kv_heads": kind.num_kv_heads,
         "num_queries_per_kv": config.num_heads // kind.num_kv_heads,
-        "is_value_key": kind.is_value_key,
         "num_projected_heads": units.num_heads,
         "heads_at_once": units.heads,
         "head_stride": units.stride,
@@ -85,8 +82,6 @@ def _layer_of(config: ModelConfig, index: int, layer: Packed, pools: Sequence[Te
         "block_bytes": pool.stride(0) * pool.itemsize,
         "head_bytes": pool.stride(3) * pool.itemsize,
         "rotation_offset": ropes(config).index((kind.rope, kind.head_dim)) * 4 * config.head_dim,
-        "window": kind.window,
-        "score_scale": kind.score_scale,
     }
 
 
@@ -99,25 +94,18 @@ def _rotation_table(rope: Rope | None, head_dim: int, widest: int) -> Tensor:
 def _features(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields of a model's record that the network says."""
     inputs = config.per_layer_input
-    return {
-        "num_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_heads": config.num_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
+    return _fields_of(config, MODEL) | {
         "input_size": inputs.size if inputs is not None else 0,
-        "is_tied": config.is_tied,
-        "has_v_norm": config.has_v_norm,
-        "is_gated": config.is_gated,
         "is_gelu": config.activation == "gelu_tanh",
         "hidden_tiles": -(-config.hidden_size // TILE_INPUTS),
-        "norm_eps": config.norm_eps,
         "embedding_scale": torch.tensor(config.embedding_scale, dtype=dtype).item(),
-        "score_softcap": config.score_softcap,
-        "logit_scale": config.logit_scale,
-        "logit_softcap": config.logit_softcap,
         "input_scale": 0.0 if inputs is None else torch.tensor(inputs.size**0.5, dtype=dtype).item(),
     }
+
+
+def _fields_of(described: ModelConfig | LayerKind, record: np.dtype[Any]) -> dict[str, Any]:
+    """Return the fields of a record that a network or a layer has by the same name."""
+    return {name: getattr(described, name) for name in record.names or () if hasattr(described, name)}
 
 
 def _fill(record: npt.NDArray[Any], values: dict[str, Any]) -> None:

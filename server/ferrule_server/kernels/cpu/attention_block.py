@@ -23,6 +23,7 @@ from ferrule_server.kernels.cpu.lanes import (
     LANES,
     Builder,
     Value,
+    advance,
     constant,
     fma,
     offset,
@@ -113,7 +114,7 @@ def score_block(
         tokens = _BLOCK // room
 
         def some(number: Value, _: list[Value]) -> list[Value]:
-            first = builder.add(keys, builder.mul(number, ir.Constant(I64, tokens * key_bytes)))
+            first = advance(builder, keys, number, tokens * key_bytes)
             at = [offset(builder, first, token * key_bytes) for token in range(tokens)]
             piece = tokens * key_bytes // (plan.head_dim // LANES)
             begin = builder.mul(number, ir.Constant(I64, tokens * key_bytes))
@@ -124,9 +125,9 @@ def score_block(
             products = _products(builder, plan, queries, count, at, prefetch_piece)
             products += [constant(0.0)] * (_BLOCK - len(products))
             sums = sum_all(builder, products)
-            place = builder.add(scores, builder.mul(number, ir.Constant(I64, 4 * tokens)))
+            place = advance(builder, scores, number, 4 * tokens)
             for query in range(count):
-                to = builder.add(place, builder.mul(score_bytes, ir.Constant(I64, query)))
+                to = advance(builder, place, score_bytes, query)
                 lanes = ir.Constant(ir.VectorType(I32, tokens), [query * tokens + i for i in range(tokens)])
                 write(builder, builder.shuffle_vector(sums, sums, lanes), to, 4)
             return []
@@ -164,7 +165,7 @@ def weigh_block(
 
     def write_code(count: int) -> None:
         at_once = max(1, (16 if plan.has_many_registers else 4) // count)
-        rows = [builder.add(weights, builder.mul(weight_bytes, ir.Constant(I64, q))) for q in range(count)]
+        rows = [advance(builder, weights, weight_bytes, q) for q in range(count)]
         parts = list(range(0, plan.head_dim, LANES))
         for first in range(0, len(parts), at_once):
             add_parts(count, rows, parts[first : first + at_once])
@@ -174,13 +175,13 @@ def weigh_block(
         places = [offset(builder, out, 4 * (q * plan.head_dim + i)) for q in range(count) for i in parts]
 
         def token(number: Value, sums: list[Value]) -> list[Value]:
-            value = builder.add(values, builder.mul(number, ir.Constant(I64, plan.head_dim * element_bytes)))
+            value = advance(builder, values, number, plan.head_dim * element_bytes)
             begin = builder.mul(number, ir.Constant(I64, piece))
             _emit_prefetches(builder, ahead, offset(builder, begin, _BLOCK * parts[0] * element_bytes), piece)
             loaded = [_elements(builder, plan, offset(builder, value, i * element_bytes)) for i in parts]
             results = []
             for q in range(count):
-                at = builder.add(rows[q], builder.mul(number, ir.Constant(I64, 4)))
+                at = advance(builder, rows[q], number, 4)
                 weight = spread(builder, read(builder, at, F32, 4), F32X16)
                 for i, part in enumerate(loaded):
                     results.append(fma.emit(builder, weight, part, sums[q * len(parts) + i]))

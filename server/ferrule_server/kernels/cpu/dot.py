@@ -31,6 +31,7 @@ from ferrule_server.kernels.cpu.lanes import (
     I64,
     Builder,
     Value,
+    advance,
     call,
     constant,
     even_halves,
@@ -142,18 +143,16 @@ class _Group:
         """Write the code; the builder is positioned after it."""
         builder = self._builder
         lines = sweep_of_lines(builder, ahead, num_lines, num_tiles, (self._tiles[0], len(self._tiles)))
-        rows = [builder.add(inputs, builder.mul(row_bytes, ir.Constant(I64, m))) for m in range(self._num_rows)]
+        rows = [advance(builder, inputs, row_bytes, m) for m in range(self._num_rows)]
         places = [
-            offset(builder, builder.add(out, builder.mul(out_row_bytes, ir.Constant(I64, m))), 64 * t)
+            offset(builder, advance(builder, out, out_row_bytes, m), 64 * t)
             for m in range(self._num_rows)
             for t in self._tiles
         ]
 
         def tile(k: Value, sums: list[Value]) -> list[Value]:
-            start = builder.add(weight, builder.mul(k, ir.Constant(I64, _PAIRS * self._pair_bytes)))
-            columns = [
-                builder.add(row, builder.mul(k, ir.Constant(I64, self._input_bytes(TILE_INPUTS)))) for row in rows
-            ]
+            start = advance(builder, weight, k, _PAIRS * self._pair_bytes)
+            columns = [advance(builder, row, k, self._input_bytes(TILE_INPUTS)) for row in rows]
             multiply = self._tile_sums if self._is_tile_sum else self._chain
             return multiply(start, columns, sums, lambda piece: lines(k, piece, _PAIRS // _PAIRS_AT_ONCE))
 
@@ -171,11 +170,8 @@ class _Group:
         step = _PAIRS_AT_ONCE
 
         def pairs(i: Value, sums: list[Value]) -> list[Value]:
-            at = self._builder.add(start, self._builder.mul(i, ir.Constant(I64, step * self._pair_bytes)))
-            x = [
-                self._builder.add(row, self._builder.mul(i, ir.Constant(I64, self._input_bytes(2 * step))))
-                for row in rows
-            ]
+            at = advance(self._builder, start, i, step * self._pair_bytes)
+            x = [advance(self._builder, row, i, self._input_bytes(2 * step)) for row in rows]
             prefetch(i)
             for u in range(step):
                 weights = [
@@ -237,9 +233,9 @@ class _Group:
 
         def pair(p: Value, parts: list[Value]) -> list[Value]:
             prefetch(builder.udiv(p, ir.Constant(I64, _PAIRS_AT_ONCE)))
-            at = builder.add(start, builder.mul(p, ir.Constant(I64, self._pair_bytes)))
+            at = advance(builder, start, p, self._pair_bytes)
             weights = [self._weights(offset(builder, at, _TILE_BYTES * t)) for t in self._tiles]
-            x = [builder.add(row, builder.mul(p, ir.Constant(I64, self._input_bytes(2)))) for row in rows]
+            x = [advance(builder, row, p, self._input_bytes(2)) for row in rows]
             parts = list(parts)
             for m in range(self._num_rows):
                 odd, even = self._inputs(x[m])

@@ -32,6 +32,7 @@ from ferrule_server.kernels.cpu.lanes import (
     I64,
     Builder,
     Value,
+    advance,
     call,
     constant,
     fma,
@@ -125,16 +126,16 @@ class _Product:
         sums of each row begin with.
         """
         builder = self._builder
-        rows = [builder.add(inputs, builder.mul(row_bytes, ir.Constant(I64, m))) for m in range(self._num_rows)]
+        rows = [advance(builder, inputs, row_bytes, m) for m in range(self._num_rows)]
         count = self._num_rows * len(self._tiles)
         lines = _ceil(builder, num_lines, self._pieces)
         tile_bytes, input_bytes = self._plan.tile_bytes, self._plan.input_tile_bytes
 
         def place(k: Value) -> tuple[Value, list[Value], Value]:
             return (
-                builder.add(weight, builder.mul(k, ir.Constant(I64, tile_bytes))),
-                [builder.add(row, builder.mul(k, ir.Constant(I64, input_bytes))) for row in rows],
-                builder.add(ahead, builder.mul(builder.mul(k, num_lines), ir.Constant(I64, LINE))),
+                advance(builder, weight, k, tile_bytes),
+                [advance(builder, row, k, input_bytes) for row in rows],
+                advance(builder, ahead, builder.mul(k, num_lines), LINE),
             )
 
         def whole_tile(k: Value, sums: list[Value]) -> list[Value]:
@@ -158,7 +159,7 @@ class _Product:
         if not self._plan.has_int8_inputs:
             return [integers(0)] * self._num_rows
         builder = self._builder
-        rows = [builder.add(scales, builder.mul(row_bytes, ir.Constant(I64, m))) for m in range(self._num_rows)]
+        rows = [advance(builder, scales, row_bytes, m) for m in range(self._num_rows)]
         return [spread(builder, read(builder, offset(builder, row, 4), I32, 4), I32X16) for row in rows]
 
     def add_to(self, sums: list[Value], scales: Value, row_bytes: Value, out: Value, out_row_bytes: Value) -> None:
@@ -181,10 +182,10 @@ class _Product:
         words_at_once = words * _READ_BYTES // piece_bytes
 
         def piece(i: Value, sums: list[Value]) -> list[Value]:
-            upcoming = builder.add(ahead, builder.mul(builder.mul(i, lines), ir.Constant(I64, LINE)))
+            upcoming = advance(builder, ahead, builder.mul(i, lines), LINE)
             prefetch_lines(builder, upcoming, lines)
-            at = builder.add(start, builder.mul(i, ir.Constant(I64, piece_bytes)))
-            columns = [builder.add(row, builder.mul(i, ir.Constant(I64, 4 * words))) for row in rows]
+            at = advance(builder, start, i, piece_bytes)
+            columns = [advance(builder, row, i, 4 * words) for row in rows]
             sums = list(sums)
             for word in range(words):
                 here = offset(builder, at, word // words_at_once * _READ_BYTES)

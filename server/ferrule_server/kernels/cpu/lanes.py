@@ -78,6 +78,11 @@ def offset(builder: Builder, address: Value, num_bytes: int) -> Value:
     return builder.add(address, ir.Constant(I64, num_bytes))
 
 
+def advance(builder: Builder, address: Value, value: Value, times: int) -> Value:
+    """Return an address that is a value times a fixed number further on."""
+    return builder.add(address, builder.mul(value, ir.Constant(I64, times)))
+
+
 def read(builder: Builder, address: Value, kind: Value, align: int) -> Value:
     """Return a value of some type in memory."""
     value = builder.load(pointer(builder, address, kind))

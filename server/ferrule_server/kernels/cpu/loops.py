@@ -7,7 +7,7 @@ from typing import Final
 
 from llvmlite import ir
 
-from ferrule_server.kernels.cpu.lanes import I64, Builder, Value, prefetch
+from ferrule_server.kernels.cpu.lanes import I64, Builder, Value, advance, prefetch
 
 LINE: Final = 64
 """Bytes of a cache line."""
@@ -48,7 +48,7 @@ def prefetch_lines(builder: Builder, address: Value, count: Value) -> None:
     """Write a loop that prefetches ``count`` cache lines from an address on, at least one."""
 
     def line(number: Value, _: list[Value]) -> list[Value]:
-        prefetch.emit(builder, builder.add(address, builder.mul(number, ir.Constant(I64, LINE))))
+        prefetch.emit(builder, advance(builder, address, number, LINE))
         return []
 
     loop(builder, count, [], line)

@@ -21,7 +21,7 @@ from numba import types
 from numba.core import cgutils
 
 from ferrule_server.kernels.cpu.kernel import operation
-from ferrule_server.kernels.cpu.lanes import I8, I16, I64, Builder, Value, call, offset, pointer, write
+from ferrule_server.kernels.cpu.lanes import I8, I16, I64, Builder, Value, advance, call, offset, pointer, write
 from ferrule_server.kernels.cpu.loops import LINE, loop, prefetch_lines
 from ferrule_server.kernels.cpu.plan import Plan, PlanType
 
@@ -92,7 +92,7 @@ def sweep_of_lines(
     first, at_once = tiles
     count = builder.udiv(num_lines, ir.Constant(I64, _GROUP_TILES // at_once))
     num_bytes = builder.mul(count, ir.Constant(I64, LINE))
-    begin = builder.add(ahead, builder.mul(builder.mul(num_bytes, num_tiles), ir.Constant(I64, first // at_once)))
+    begin = advance(builder, ahead, builder.mul(num_bytes, num_tiles), first // at_once)
 
     def emit(k: Value, piece: Value, num_pieces: int) -> None:
         in_piece = builder.udiv(count, ir.Constant(I64, num_pieces))
@@ -126,7 +126,7 @@ def emit_tile_product(
         places = {
             (half, t): offset(
                 builder,
-                builder.add(out, builder.mul(out_row_bytes, ir.Constant(I64, TILE_ROWS * half))),
+                advance(builder, out, out_row_bytes, TILE_ROWS * half),
                 _ROW_BYTES * (first + t),
             )
             for half, t in sums
@@ -141,11 +141,11 @@ def emit_tile_product(
             first: int = first,
             lines: Callable[[Value, Value, int], None] = lines,
         ) -> list[Value]:
-            start = builder.add(weight, builder.mul(k, ir.Constant(I64, _GROUP_TILES * _TILE_BYTES)))
-            column = builder.add(inputs, builder.mul(k, ir.Constant(I64, _ROW_BYTES)))
+            start = advance(builder, weight, k, _GROUP_TILES * _TILE_BYTES)
+            column = advance(builder, inputs, k, _ROW_BYTES)
             lines(k, ir.Constant(I64, 0), 1)
             for half in halves:
-                row = builder.add(column, builder.mul(row_bytes, ir.Constant(I64, TILE_ROWS * half)))
+                row = advance(builder, column, row_bytes, TILE_ROWS * half)
                 _load(builder, 4 + half, row, row_bytes)
             for t in range(at_once):
                 place = 6 + t % 2

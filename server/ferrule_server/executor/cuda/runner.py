@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
 
 from ferrule_server.executor.base import (
     ExecutorState,
-    Int32Array,
     OutputSpec,
     RowOutput,
     StepBatch,
@@ -37,7 +35,7 @@ from ferrule_server.executor.cuda.linears import StepParts
 from ferrule_server.executor.cuda.row_copies import RowCopies
 from ferrule_server.executor.cuda.staging import Download, DownloadRing, UploadRing
 from ferrule_server.executor.cuda.weights import adopt_weights
-from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
+from ferrule_server.executor.sampling.device_outputs import DeviceOutputs, rows_of
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from ferrule_server.kernels.cuda.work_list import MAX_NEW
@@ -269,7 +267,7 @@ class CudaDecodeRunner:
             places = batch.output_rows[part]
             with self._gpu.current():
                 rows += self._outputs.select(
-                    _rows_of(self.buffers.logits, places),
+                    rows_of(self.buffers.logits, places.tolist()),
                     None,
                     batch.positions[places].tolist(),
                     batch.output_specs[part],
@@ -305,11 +303,3 @@ class QueuedStep:
             results, self._batch, key.kind, vocab_size=self._vocab_size, stores_logits=key.stores_logits
         )
         return StepResult(rows, (self._path,) * len(rows))
-
-
-def _rows_of(tensor: Tensor, places: Int32Array) -> Tensor:
-    """Return rows of a tensor, without a copy where they follow one another."""
-    first, last = int(places[0]), int(places[-1])
-    if last - first == len(places) - 1:
-        return tensor[first : last + 1]
-    return tensor[places.tolist()]

@@ -115,10 +115,10 @@ class DeviceOutputs:
         self._fill_logprobs(tile, self._choose(tile))
         if hidden is not None:
             logit_rows = [i for i in tile.finite if specs[i].full_logits]
-            for i, row in zip(logit_rows, self._own_rows(logits, logit_rows), strict=True):
+            for i, row in zip(logit_rows, _own_rows(logits, logit_rows), strict=True):
                 outputs[i].logits = row
             hidden_rows = [i for i in tile.finite if specs[i].hidden_state]
-            for i, row in zip(hidden_rows, self._own_rows(hidden, hidden_rows), strict=True):
+            for i, row in zip(hidden_rows, _own_rows(hidden, hidden_rows), strict=True):
                 outputs[i].hidden_state = row
         return outputs
 
@@ -196,7 +196,7 @@ class DeviceOutputs:
                 token_ids = ranking.ranked_largest(row, k)
                 yield token_ids, row[token_ids]
         elif rows:
-            ids, values = (part.cpu().numpy() for part in top(logits[self._places(rows)], max(counts)))
+            ids, values = (part.cpu().numpy() for part in top(rows_of(logits, rows), max(counts)))
             for token_ids, best, k in zip(ids, values, counts, strict=True):
                 yield token_ids[:k], best[:k]
 
@@ -213,19 +213,21 @@ class DeviceOutputs:
         size = max(1, self._most_elements // logits.shape[1])
         for begin in range(0, len(rows), size):
             group = rows[begin : begin + size]
-            yield group, logits[self._places(group)]
+            yield group, rows_of(logits, group)
 
-    def _own_rows(self, tensor: Tensor, rows: Sequence[int]) -> list[Float32Array]:
-        """Return copies of rows on the host, after one copy from the device: float32, owned by the receiver."""
-        if not rows or tensor.device.type == "cpu":
-            return [tensor[i].float().numpy().copy() for i in rows]  # torch's own copy wakes threads, numpy's does not
-        return [row.copy() for row in tensor[self._places(rows)].cpu().float().numpy()]
 
-    def _places(self, rows: Sequence[int]) -> slice | Tensor:
-        """Return the index that selects ascending rows; consecutive rows are selected without a copy."""
-        if rows[-1] - rows[0] == len(rows) - 1:
-            return slice(rows[0], rows[-1] + 1)
-        return torch.tensor(rows, device=self._device)
+def rows_of(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return ascending rows of a tensor; consecutive ones are not copied."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return tensor[rows[0] : rows[-1] + 1]
+    return tensor[torch.tensor(rows, device=tensor.device)]
+
+
+def _own_rows(tensor: Tensor, rows: Sequence[int]) -> list[Float32Array]:
+    """Return copies of rows on the host, after one copy from the device: float32, owned by the receiver."""
+    if not rows or tensor.device.type == "cpu":
+        return [tensor[i].float().numpy().copy() for i in rows]  # torch's own copy wakes threads, numpy's does not
+    return [row.copy() for row in rows_of(tensor, rows).cpu().float().numpy()]
 
 
 def best_ids(logits: Tensor) -> list[int]:

@@ -9,6 +9,7 @@ heads.py            heads that have been projected: norm, rotation, and the pool
 dot.py              the product of a few rows and 64 outputs, for each set of instructions
 tiles.py            the same product with the tiles of AMX
 dot_quantised.py    the same product of quantised weights, in integers
+operands.py         what each of them is given
 attention.py        paged attention, by tiles of tokens
 attention_block.py  its products with one block of K or V
 head.py             what outputs need of logits: the best, the k best, sums of exponentials

@@ -43,6 +43,7 @@ from ferrule_server.kernels.cpu.lanes import (
     write,
 )
 from ferrule_server.kernels.cpu.loops import for_each_count, loop
+from ferrule_server.kernels.cpu.operands import Operands
 from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan, PlanType
 from ferrule_server.kernels.cpu.tiles import TILE_ROWS, emit_tile_product, sweep_of_lines
 
@@ -93,29 +94,29 @@ def dot_group(
         ahead: Address of weights that are multiplied later; they are prefetched meanwhile.
         num_lines: How many cache lines of them for each tile of inputs; a multiple of 32 unless weights are quantised.
     """
-    sources, targets = (weight, num_tiles, inputs, row_bytes), (out, out_row_bytes, ahead, num_lines)
+    given = Operands(weight, num_tiles, inputs, row_bytes, scales, out, out_row_bytes, ahead, num_lines)
 
     def write_code(count: int) -> None:
         if plan.is_quantised:
-            emit_quantised_product(builder, plan, count, *sources, scales, *targets)
+            emit_quantised_product(builder, plan, count, given)
             return
         at_once = _tiles_at_once(plan, count)
         for first in range(0, _TILES, at_once):
-            _Group(builder, plan, count, range(first, first + at_once)).emit(*sources, *targets)
+            _Group(builder, plan, count, range(first, first + at_once)).emit(given)
 
     if plan.has_tiles:
-        _emit_with_tiles(builder, num_rows, *sources, *targets)
+        _emit_with_tiles(builder, num_rows, given)
     else:
         for_each_count(builder, num_rows, plan.rows_at_once, write_code)
 
 
-def _emit_with_tiles(builder: Builder, num_rows: Value, *args: Value) -> None:
+def _emit_with_tiles(builder: Builder, num_rows: Value, given: Operands) -> None:
     """Write the code for one or two tiles of rows, and the choice between them."""
     is_one = builder.icmp_signed("<=", num_rows, ir.Constant(I64, TILE_ROWS))
     with builder.if_else(is_one) as (one, two):
         for branch, rows in ((one, TILE_ROWS), (two, 2 * TILE_ROWS)):
             with branch:
-                emit_tile_product(builder, rows, *args)
+                emit_tile_product(builder, rows, given)
 
 
 class _Group:
@@ -129,34 +130,24 @@ class _Group:
         self._pair_bytes = 256 if plan.is_bfloat16 else 512
         self._is_tile_sum = plan.instructions == "amx-bf16"
 
-    def emit(
-        self,
-        weight: Value,
-        num_tiles: Value,
-        inputs: Value,
-        row_bytes: Value,
-        out: Value,
-        out_row_bytes: Value,
-        ahead: Value,
-        num_lines: Value,
-    ) -> None:
+    def emit(self, given: Operands) -> None:
         """Write the code; the builder is positioned after it."""
         builder = self._builder
-        lines = sweep_of_lines(builder, ahead, num_lines, num_tiles, (self._tiles[0], len(self._tiles)))
-        rows = [advance(builder, inputs, row_bytes, m) for m in range(self._num_rows)]
+        lines = sweep_of_lines(builder, given, self._tiles[0], len(self._tiles))
+        rows = given.input_rows(builder, self._num_rows)
         places = [
-            offset(builder, advance(builder, out, out_row_bytes, m), 64 * t)
+            offset(builder, advance(builder, given.out, given.out_row_bytes, m), 64 * t)
             for m in range(self._num_rows)
             for t in self._tiles
         ]
 
         def tile(k: Value, sums: list[Value]) -> list[Value]:
-            start = advance(builder, weight, k, _PAIRS * self._pair_bytes)
+            start = advance(builder, given.weight, k, _PAIRS * self._pair_bytes)
             columns = [advance(builder, row, k, self._input_bytes(TILE_INPUTS)) for row in rows]
             multiply = self._tile_sums if self._is_tile_sum else self._chain
             return multiply(start, columns, sums, lambda piece: lines(k, piece, _PAIRS // _PAIRS_AT_ONCE))
 
-        sums = loop(builder, num_tiles, [read(builder, place, F32X16, 4) for place in places], tile)
+        sums = loop(builder, given.num_tiles, [read(builder, place, F32X16, 4) for place in places], tile)
         for total, place in zip(sums, places, strict=True):
             write(builder, total, place, 4)
 

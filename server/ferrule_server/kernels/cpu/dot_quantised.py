@@ -44,6 +44,7 @@ from ferrule_server.kernels.cpu.lanes import (
     write,
 )
 from ferrule_server.kernels.cpu.loops import LINE, loop, prefetch_lines
+from ferrule_server.kernels.cpu.operands import Operands
 from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan
 from ferrule_server.kernels.cpu.processor import target_features
 
@@ -55,33 +56,20 @@ _INT4_SCALES: Final = 1024
 """Where the scales of a tile are."""
 
 
-def emit_quantised_product(
-    builder: Builder,
-    plan: Plan,
-    num_rows: int,
-    weight: Value,
-    num_tiles: Value,
-    inputs: Value,
-    row_bytes: Value,
-    scales: Value,
-    out: Value,
-    out_row_bytes: Value,
-    ahead: Value,
-    num_lines: Value,
-) -> None:
+def emit_quantised_product(builder: Builder, plan: Plan, num_rows: int, given: Operands) -> None:
     """Write the code of ``dot.dot_group`` for a number of rows; the builder is positioned after it."""
     at_once = _tiles_at_once(plan, num_rows)
     sweeps = _TILES // at_once
-    num_lines = _ceil(builder, num_lines, sweeps)
-    swept_bytes = builder.mul(builder.mul(num_lines, num_tiles), ir.Constant(I64, LINE))
-    product = _Product(builder, plan, num_rows, at_once)
-    begins = product.begins(scales, row_bytes)
+    num_lines = _ceil(builder, given.num_lines, sweeps)
+    swept_bytes = builder.mul(builder.mul(num_lines, given.num_tiles), ir.Constant(I64, LINE))
+    product = _Product(builder, plan, given, num_rows, at_once)
+    begins = product.begins()
 
     def sweep(number: Value, _: list[Value]) -> list[Value]:
         column = builder.mul(number, ir.Constant(I64, 64 * at_once))
-        here = builder.add(ahead, builder.mul(swept_bytes, number))
-        sums = product.emit(weight, column, num_tiles, inputs, row_bytes, begins, here, num_lines)
-        product.add_to(sums, scales, row_bytes, builder.add(out, column), out_row_bytes)
+        here = builder.add(given.ahead, builder.mul(swept_bytes, number))
+        sums = product.emit(column, begins, here, num_lines)
+        product.add_to(sums, builder.add(given.out, column))
         return []
 
     loop(builder, ir.Constant(I64, sweeps), [], sweep)
@@ -101,39 +89,30 @@ def _ceil(builder: Builder, value: Value, divisor: int) -> Value:
 class _Product:
     """Writes the code that multiplies ``num_rows`` rows and some times 16 outputs, with every sum in a register."""
 
-    def __init__(self, builder: Builder, plan: Plan, num_rows: int, num_tiles: int) -> None:
+    def __init__(self, builder: Builder, plan: Plan, given: Operands, num_rows: int, num_tiles: int) -> None:
         self._builder = builder
         self._plan = plan
+        self._given = given
         self._num_rows = num_rows
         self._tiles = range(num_tiles)
         self._is_int8 = plan.weights == "int8"
         self._pieces = TILE_INPUTS // (4 if self._is_int8 and num_tiles > 1 else 8)
 
-    def emit(
-        self,
-        weight: Value,
-        column: Value,
-        num_tiles: Value,
-        inputs: Value,
-        row_bytes: Value,
-        begins: list[Value],
-        ahead: Value,
-        num_lines: Value,
-    ) -> list[Value]:
+    def emit(self, column: Value, begins: list[Value], ahead: Value, num_lines: Value) -> list[Value]:
         """Return the products of some tiles of inputs, without the scales of inputs: float32, by rows.
 
         ``column`` is how many bytes of weights of 4 or 8 inputs come before the first output; ``begins`` is what the
         sums of each row begin with.
         """
-        builder = self._builder
-        rows = [advance(builder, inputs, row_bytes, m) for m in range(self._num_rows)]
+        builder, given = self._builder, self._given
+        rows = given.input_rows(builder, self._num_rows)
         count = self._num_rows * len(self._tiles)
         lines = _ceil(builder, num_lines, self._pieces)
         tile_bytes, input_bytes = self._plan.tile_bytes, self._plan.input_tile_bytes
 
         def place(k: Value) -> tuple[Value, list[Value], Value]:
             return (
-                advance(builder, weight, k, tile_bytes),
+                advance(builder, given.weight, k, tile_bytes),
                 [advance(builder, row, k, input_bytes) for row in rows],
                 advance(builder, ahead, builder.mul(k, num_lines), LINE),
             )
@@ -150,25 +129,25 @@ class _Product:
 
         if self._is_int8:
             start = [begin for begin in begins for _ in self._tiles]
-            totals = loop(builder, num_tiles, start, whole_tile)
+            totals = loop(builder, given.num_tiles, start, whole_tile)
             return [builder.sitofp(total, F32X16) for total in totals]
-        return loop(builder, num_tiles, [constant(0.0)] * count, scaled_tile)
+        return loop(builder, given.num_tiles, [constant(0.0)] * count, scaled_tile)
 
-    def begins(self, scales: Value, row_bytes: Value) -> list[Value]:
+    def begins(self) -> list[Value]:
         """Return what the sums of each row begin with: int32 in all lanes."""
         if not self._plan.has_int8_inputs:
             return [integers(0)] * self._num_rows
-        builder = self._builder
-        rows = [advance(builder, scales, row_bytes, m) for m in range(self._num_rows)]
+        builder, given = self._builder, self._given
+        rows = [advance(builder, given.scales, given.row_bytes, m) for m in range(self._num_rows)]
         return [spread(builder, read(builder, offset(builder, row, 4), I32, 4), I32X16) for row in rows]
 
-    def add_to(self, sums: list[Value], scales: Value, row_bytes: Value, out: Value, out_row_bytes: Value) -> None:
+    def add_to(self, sums: list[Value], out: Value) -> None:
         """Write the code that adds products, times the scales of the inputs, to sums in memory."""
-        builder = self._builder
+        builder, given = self._builder, self._given
         for m in range(self._num_rows):
-            number = ir.Constant(I64, m)
-            scale = spread(builder, read(builder, builder.add(scales, builder.mul(row_bytes, number)), F32, 4), F32X16)
-            row = builder.add(out, builder.mul(out_row_bytes, number))
+            place = advance(builder, given.scales, given.row_bytes, m)
+            scale = spread(builder, read(builder, place, F32, 4), F32X16)
+            row = advance(builder, out, given.out_row_bytes, m)
             for i, t in enumerate(self._tiles):
                 at = offset(builder, row, 64 * t)
                 total = read(builder, at, F32X16, 4)

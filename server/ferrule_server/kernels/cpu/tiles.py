@@ -23,6 +23,7 @@ from numba.core import cgutils
 from ferrule_server.kernels.cpu.kernel import operation
 from ferrule_server.kernels.cpu.lanes import I8, I16, I64, Builder, Value, advance, call, offset, pointer, write
 from ferrule_server.kernels.cpu.loops import LINE, loop, prefetch_lines
+from ferrule_server.kernels.cpu.operands import Operands
 from ferrule_server.kernels.cpu.plan import Plan, PlanType
 
 TILE_ROWS: Final = 16
@@ -74,25 +75,21 @@ def end_tiles(builder: Builder, plan: Plan) -> None:
         _call(builder, "tilerelease", [])
 
 
-def sweep_of_lines(
-    builder: Builder, ahead: Value, num_lines: Value, num_tiles: Value, tiles: tuple[int, int]
-) -> Callable[[Value, Value, int], None]:
+def sweep_of_lines(builder: Builder, given: Operands, first: int, at_once: int) -> Callable[[Value, Value, int], None]:
     """Return what writes the code that prefetches cache lines during one of the sweeps over the tiles of a group.
 
     Args:
         builder: Writes the code.
-        ahead: Address of the first line.
-        num_lines: Lines for each tile of inputs, in all sweeps together.
-        num_tiles: Tiles of inputs.
-        tiles: First of the four tiles of this sweep, and their number.
+        given: Which lines, for all sweeps together.
+        first: Of the four tiles, where this sweep begins.
+        at_once: How many it has.
 
     Returns:
         Called with the number of the tile of inputs, and with a piece of it and how many pieces it has.
     """
-    first, at_once = tiles
-    count = builder.udiv(num_lines, ir.Constant(I64, _GROUP_TILES // at_once))
+    count = builder.udiv(given.num_lines, ir.Constant(I64, _GROUP_TILES // at_once))
     num_bytes = builder.mul(count, ir.Constant(I64, LINE))
-    begin = advance(builder, ahead, builder.mul(num_bytes, num_tiles), first // at_once)
+    begin = advance(builder, given.ahead, builder.mul(num_bytes, given.num_tiles), first // at_once)
 
     def emit(k: Value, piece: Value, num_pieces: int) -> None:
         in_piece = builder.udiv(count, ir.Constant(I64, num_pieces))
@@ -105,48 +102,29 @@ def sweep_of_lines(
     return emit
 
 
-def emit_tile_product(
-    builder: Builder,
-    num_rows: int,
-    weight: Value,
-    num_tiles: Value,
-    inputs: Value,
-    row_bytes: Value,
-    out: Value,
-    out_row_bytes: Value,
-    ahead: Value,
-    num_lines: Value,
-) -> None:
+def emit_tile_product(builder: Builder, num_rows: int, given: Operands) -> None:
     """Write the code of ``dot.dot_group`` for up to 16 or up to 32 rows; the builder is positioned after it."""
-    halves = [0] if num_rows <= TILE_ROWS else [0, 1]
+    halves = range(-(-num_rows // TILE_ROWS))
     at_once = _GROUP_TILES // len(halves)
-    for first in range(0, _GROUP_TILES, at_once):
-        sums = {(half, t): half * at_once + t for half in halves for t in range(at_once)}
-        lines = sweep_of_lines(builder, ahead, num_lines, num_tiles, (first, at_once))
-        places = {
-            (half, t): offset(
-                builder,
-                advance(builder, out, out_row_bytes, TILE_ROWS * half),
-                _ROW_BYTES * (first + t),
-            )
-            for half, t in sums
-        }
-        for key, tile in sums.items():
-            _load(builder, tile, places[key], out_row_bytes)
 
-        def step(
-            k: Value,
-            _: list[Value],
-            sums: dict[tuple[int, int], int] = sums,
-            first: int = first,
-            lines: Callable[[Value, Value, int], None] = lines,
-        ) -> list[Value]:
-            start = advance(builder, weight, k, _GROUP_TILES * _TILE_BYTES)
-            column = advance(builder, inputs, k, _ROW_BYTES)
+    def emit_sweep(first: int) -> None:
+        sums = {(half, t): half * at_once + t for half in halves for t in range(at_once)}
+        lines = sweep_of_lines(builder, given, first, at_once)
+        out, out_row_bytes = given.out, given.out_row_bytes
+        addresses = [
+            offset(builder, advance(builder, out, out_row_bytes, TILE_ROWS * half), _ROW_BYTES * (first + t))
+            for half, t in sums
+        ]
+        for tile, address in zip(sums.values(), addresses, strict=True):
+            _load(builder, tile, address, out_row_bytes)
+
+        def step(k: Value, _: list[Value]) -> list[Value]:
+            start = advance(builder, given.weight, k, _GROUP_TILES * _TILE_BYTES)
+            column = advance(builder, given.inputs, k, _ROW_BYTES)
             lines(k, ir.Constant(I64, 0), 1)
             for half in halves:
-                row = advance(builder, column, row_bytes, TILE_ROWS * half)
-                _load(builder, 4 + half, row, row_bytes)
+                row = advance(builder, column, given.row_bytes, TILE_ROWS * half)
+                _load(builder, 4 + half, row, given.row_bytes)
             for t in range(at_once):
                 place = 6 + t % 2
                 weights = offset(builder, start, (first + t) * _ROW_BYTES)
@@ -155,6 +133,9 @@ def emit_tile_product(
                     _add_product(builder, sums[half, t], 4 + half, place)
             return []
 
-        loop(builder, num_tiles, [], step)
-        for key, tile in sums.items():
-            _call(builder, "tilestored64", [_tile(tile), pointer(builder, places[key], I8), out_row_bytes])
+        loop(builder, given.num_tiles, [], step)
+        for tile, address in zip(sums.values(), addresses, strict=True):
+            _call(builder, "tilestored64", [_tile(tile), pointer(builder, address, I8), out_row_bytes])
+
+    for first in range(0, _GROUP_TILES, at_once):
+        emit_sweep(first)

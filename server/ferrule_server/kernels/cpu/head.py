@@ -64,31 +64,28 @@ def read_logits(here: Record, stage: Record, unit: int, row: int, num_rows: int)
     first = unit * GROUP
     width = min(GROUP, model.vocab_size - first)
     for i in range(num_rows):
-        logits = sums + i * sum_bytes
-        wants = read_int32(step.wants + 4 * (row + i))
+        output, logits = row + i, sums + i * sum_bytes
+        wants = read_int32(step.wants + 4 * output)
         if model.logit_scale != 1 or model.logit_softcap != 0:
             _finish_logits(model, logits)
         if width < GROUP:
             for j in range(0, GROUP, LANES):
                 store(logits + 4 * j, select_below(width - j, load(logits + 4 * j), splat(_LOWEST)))
-        best = step.best + (thread * step.num_outputs + row + i) * BEST_BYTES
+        kept = thread * step.num_outputs + output
+        best = step.best + kept * BEST_BYTES
         top = _keep_best(logits, first, width, best)
         if wants & WANTS_LOGITS:
-            copy_values(logits, GROUP, step.logits + (row + i) * step.logit_bytes + 4 * first)
+            copy_values(logits, GROUP, step.logits + output * step.logit_bytes + 4 * first)
         if wants & WANTS_SUMS:
-            _keep_sums(
-                logits, width, top, step.sums + ((row + i) * ((model.vocab_size + GROUP - 1) // GROUP) + unit) * 16
-            )
-        count = read_int32(step.top_counts + 4 * (row + i))
+            num_units = (model.vocab_size + GROUP - 1) // GROUP
+            _keep_sums(logits, width, top, step.sums + (output * num_units + unit) * 16)
+        count = read_int32(step.top_counts + 4 * output)
         if count > 0:
-            _keep_top(
-                logits, first, width, top, count, best, step.tops + (thread * step.num_outputs + row + i) * MOST_TOP * 8
-            )
-        target = read_int32(step.targets + 4 * (row + i)) - first
+            _keep_top(logits, first, width, top, count, best, step.tops + kept * MOST_TOP * 8)
+        target = read_int32(step.targets + 4 * output) - first
         if 0 <= target < width:
-            write_float64(
-                step.results + ((row + i) * RESULT_FIELDS + 4) * 8, np.float64(read_float32(logits + 4 * target))
-            )
+            place = step.results + (output * RESULT_FIELDS + 4) * 8
+            write_float64(place, np.float64(read_float32(logits + 4 * target)))
 
 
 @kernel

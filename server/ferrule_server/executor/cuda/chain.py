@@ -75,9 +75,10 @@ class StepChain:
         linears = linears_for(self._parts, num_rows, is_deterministic=is_deterministic)
         made: list[Operation] = [self._embed(num_rows)]
         for layer in range(self._parts.shape.num_layers):
-            made += linears.project(layer)
+            made += linears.linear(layer, "qkv")
             made.append(self._attend(layer))
-            made += linears.finish(layer)
+            for name in ("attention_out", "gate_up", "down"):
+                made += linears.linear(layer, name)
         if not has_outputs:
             return made
         result = self._parts.buffers.result

@@ -31,6 +31,27 @@ from ferrule_server.model.tensors import ModelWeights
 
 
 @dataclass(frozen=True, slots=True)
+class LayerLinear:
+    """A linear of a layer, with what it reads and writes.
+
+    Attributes:
+        shape: Of its weight.
+        weight: bf16.
+        bias: None: it has none.
+        norm: Weight of the norm in front of it; None: there is none.
+        x: What it reads, or its norm does.
+        out: What it writes, or adds to if that is the residual stream.
+    """
+
+    shape: LinearShape
+    weight: Tensor
+    bias: Tensor | None
+    norm: Tensor | None
+    x: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepParts:
     """What the launches of a step are made from.
 
@@ -49,6 +70,18 @@ class StepParts:
     buffers: DecodeBuffers
     shape: ModelShape
     eps: float
+
+    def linear(self, layer: int, name: str) -> LayerLinear:
+        """Return a linear of a layer by its name: ``qkv``, ``attention_out``, ``gate_up`` or ``down``."""
+        buffers, weights = self.buffers, self.weights.layers[layer]
+        norm, x, out = {
+            "qkv": ("attention_norm", buffers.hidden, buffers.qkv),
+            "attention_out": ("", buffers.attended, buffers.hidden),
+            "gate_up": ("mlp_norm", buffers.hidden, buffers.gated),
+            "down": ("", buffers.gated, buffers.hidden),
+        }[name]
+        bias = weights.get(f"{name}_bias")
+        return LayerLinear(self.shape.linears[name], weights[name], bias, weights.get(norm), x, out)
 
     def launch(self, spec: KernelSpec, arguments: Arguments, most_ctas: int) -> Launch:
         """Return a launch of as many CTAs as find work, in one wave at most."""
@@ -89,11 +122,8 @@ class StepParts:
 class Linears(Protocol):
     """The linears of a step of some rows: ``hidden`` is the residual stream between them."""
 
-    def project(self, layer: int) -> list[Operation]:
-        """Return what leads from ``hidden`` to ``qkv``."""
-
-    def finish(self, layer: int) -> list[Operation]:
-        """Return what leads from ``attended`` to the ``hidden`` of the next layer."""
+    def linear(self, layer: int, name: str) -> list[Operation]:
+        """Return what runs a linear of a layer (:meth:`StepParts.linear`), with its norm and what follows it."""
 
     def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:
         """Return what leads from ``hidden`` to the best token of every row.
@@ -124,12 +154,6 @@ def linears_for(parts: StepParts, num_rows: int, *, is_deterministic: bool) -> L
     return _Tiles(parts, num_rows) if num_rows <= most else _Large(parts, num_rows)
 
 
-def _weight(parts: StepParts, layer: int, name: str) -> tuple[Tensor, Tensor | None]:
-    """Return weight and bias of a linear."""
-    weights = parts.weights.layers[layer]
-    return weights[name], weights.get(f"{name}_bias")
-
-
 @dataclass(frozen=True, slots=True)
 class _Vectors:
     """One or two rows."""
@@ -137,17 +161,20 @@ class _Vectors:
     parts: StepParts
     num_rows: int
 
-    def project(self, layer: int) -> list[Operation]:
-        buffers = self.parts.buffers
-        return [self._linear(layer, "qkv", buffers.hidden, buffers.qkv, norm="attention_norm")]
-
-    def finish(self, layer: int) -> list[Operation]:
-        buffers = self.parts.buffers
-        return [
-            self._linear(layer, "attention_out", buffers.attended, buffers.hidden),
-            self._linear(layer, "gate_up", buffers.hidden, buffers.gated, norm="mlp_norm"),
-            self._linear(layer, "down", buffers.gated, buffers.hidden),
-        ]
+    def linear(self, layer: int, name: str) -> list[Operation]:
+        parts, linear = self.parts, self.parts.linear(layer, name)
+        spec = gemv_spec(linear.shape, self.num_rows, parts.kernels.gpu.info.shared_bytes_per_cta)
+        arguments: Arguments = {
+            "x": linear.x,
+            "norm_weight": 0 if linear.norm is None else linear.norm,
+            "weight": linear.weight,
+            "bias": 0 if linear.bias is None else linear.bias,
+            "out": linear.out,
+            "num_rows": linear.shape.num_rows,
+            "size": linear.shape.size,
+            "eps": parts.eps,
+        }
+        return [parts.launch(spec, arguments, gemv.num_ctas_needed(linear.shape.num_rows, dict(spec.constants)))]
 
     def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:
         parts, buffers = self.parts, self.parts.buffers
@@ -171,22 +198,6 @@ class _Vectors:
         made: list[Operation] = [parts.launch(spec, arguments, needed)]
         return [*made, parts.norm(parts.weights.final_norm, self.num_rows)] if keeps_hidden else made
 
-    def _linear(self, layer: int, name: str, x: Tensor, out: Tensor, *, norm: str = "") -> Launch:
-        linear = self.parts.shape.linears[name]
-        spec = gemv_spec(linear, self.num_rows, self.parts.kernels.gpu.info.shared_bytes_per_cta)
-        weight, bias = _weight(self.parts, layer, name)
-        arguments: Arguments = {
-            "x": x,
-            "norm_weight": self.parts.weights.layers[layer][norm] if norm else 0,
-            "weight": weight,
-            "bias": 0 if bias is None else bias,
-            "out": out,
-            "num_rows": linear.num_rows,
-            "size": linear.size,
-            "eps": self.parts.eps,
-        }
-        return self.parts.launch(spec, arguments, gemv.num_ctas_needed(linear.num_rows, dict(spec.constants)))
-
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
@@ -195,18 +206,11 @@ class _Tiles:
     parts: StepParts
     num_rows: int
 
-    def project(self, layer: int) -> list[Operation]:
-        buffers = self.parts.buffers
-        return [self._norm(layer, "attention_norm"), self._linear(layer, "qkv", buffers.normed, buffers.qkv)]
-
-    def finish(self, layer: int) -> list[Operation]:
-        buffers = self.parts.buffers
-        return [
-            self._linear(layer, "attention_out", buffers.attended, buffers.hidden),
-            self._norm(layer, "mlp_norm"),
-            self._linear(layer, "gate_up", buffers.normed, buffers.gated),
-            self._linear(layer, "down", buffers.gated, buffers.hidden),
-        ]
+    def linear(self, layer: int, name: str) -> list[Operation]:
+        parts, linear = self.parts, self.parts.linear(layer, name)
+        norms = [] if linear.norm is None else [parts.norm(linear.norm, self.num_rows)]
+        x = linear.x if linear.norm is None else parts.buffers.normed
+        return [*norms, self._product(linear.shape, x, linear.weight, linear.bias, linear.out)]
 
     def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:
         del stores_logits, keeps_hidden  # both happen anyway
@@ -216,12 +220,6 @@ class _Tiles:
             self._product(shape.head, parts.buffers.normed, parts.weights.head, None, parts.buffers.logits),
             parts.best_tokens(tokens, self.num_rows),
         ]
-
-    def _norm(self, layer: int, name: str) -> Launch:
-        return self.parts.norm(self.parts.weights.layers[layer][name], self.num_rows)
-
-    def _linear(self, layer: int, name: str, x: Tensor, out: Tensor) -> Launch:
-        return self._product(self.parts.shape.linears[name], x, *_weight(self.parts, layer, name), out)
 
     def _product(self, linear: LinearShape, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Launch:
         part_size, part_bits = gemm.split(linear)
@@ -248,25 +246,19 @@ class _Large:
     parts: StepParts
     num_rows: int
 
-    def project(self, layer: int) -> list[Operation]:
-        buffers = self.parts.buffers
-        norm = self.parts.weights.layers[layer]["attention_norm"]
-        return [
-            self.parts.norm(norm, self.num_rows, buffers.normed if layer else None),
-            self._linear(layer, "qkv", buffers.normed, buffers.qkv),
-        ]
-
-    def finish(self, layer: int) -> list[Operation]:
-        buffers = self.parts.buffers
-        norm = self.parts.weights.layers[layer]["mlp_norm"]
-        gate_up, gated = buffers.gate_up[: self.num_rows], buffers.gated[: self.num_rows]
-        return [
-            self._linear(layer, "attention_out", buffers.attended, buffers.normed),
-            self.parts.norm(norm, self.num_rows, buffers.normed),
-            self._linear(layer, "gate_up", buffers.normed, buffers.gate_up),
-            partial(_swiglu_out, gate_up, gated),
-            self._linear(layer, "down", buffers.gated, buffers.normed),
-        ]
+    def linear(self, layer: int, name: str) -> list[Operation]:
+        buffers, linear, num_rows = self.parts.buffers, self.parts.linear(layer, name), self.num_rows
+        made: list[Operation] = []
+        x = linear.x
+        if linear.norm is not None:
+            has_delta = layer > 0 or name != "qkv"
+            made.append(self.parts.norm(linear.norm, num_rows, buffers.normed if has_delta else None))
+            x = buffers.normed
+        out = {"qkv": buffers.qkv, "gate_up": buffers.gate_up}.get(name, buffers.normed)
+        made.append(partial(linear_out, x[:num_rows], linear.weight, out[:num_rows], linear.bias))
+        if name == "gate_up":
+            made.append(partial(_swiglu_out, out[:num_rows], linear.out[:num_rows]))
+        return made
 
     def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:
         del stores_logits, keeps_hidden  # both happen anyway
@@ -279,10 +271,6 @@ class _Large:
             partial(_logits_out, buffers.normed[:num_rows], parts.weights.head, rounded, buffers.logits[:num_rows]),
             parts.best_tokens(tokens, num_rows),
         ]
-
-    def _linear(self, layer: int, name: str, x: Tensor, out: Tensor) -> Operation:
-        weight, bias = _weight(self.parts, layer, name)
-        return partial(linear_out, x[: self.num_rows], weight, out[: self.num_rows], bias)
 
 
 @torch.inference_mode()

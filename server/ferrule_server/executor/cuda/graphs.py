@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -158,17 +159,13 @@ class GraphStore:
         Raises:
             GpuError: The GPU refuses one; the others are given back all the same.
         """
-        refused: GpuError | None = None
-        while self.captured:
-            try:
-                self.captured.popitem()[1].close()
-            except GpuError as error:
-                refused = error
-        self._launched.clear()
-        self.taken_bytes = 0
-        self._count()
-        if refused is not None:
-            raise refused
+        with ExitStack() as closing:
+            for graph in self.captured.values():
+                closing.callback(graph.close)
+            self.captured.clear()
+            self._launched.clear()
+            self.taken_bytes = 0
+            self._count()
 
     def _prepared(self, key: GraphKey) -> Sequence[Operation]:
         try:

@@ -53,7 +53,7 @@ class DrawMemo:
         specs, rows = batch.output_specs, batch.output_rows.tobytes()
         if rows == self._rows and are_same(specs, self._specs):
             return self._records
-        draws = b"".join([pack_draw(_sample_of(spec), vocab_size) for spec in specs])
+        draws = b"".join([pack_draw(spec.sample, vocab_size) for spec in specs])
         records = np.frombuffer(draws, RECORD).copy()
         has_token = np.fromiter(map(chooses, specs), np.bool_, len(specs))
         records["row"] = records["source"] = np.where(has_token, batch.output_rows, _NOTHING_TO_DO)
@@ -102,17 +102,12 @@ def fill_choices(
     return used
 
 
-def _sample_of(spec: OutputSpec) -> SampleSpec | None:
-    """Return how a token is drawn, None: it is the largest."""
-    return None if spec.sample is None or spec.sample.temperature == 0 else spec.sample
-
-
 @lru_cache(_NUM_CACHED)
 def pack_draw(spec: SampleSpec | None, vocab_size: int) -> bytes:
     """Return the record of a choice but for its row and position: the same for every token of a text.
 
     Args:
-        spec: How the token is drawn; None: it is the largest.
+        spec: How the token is drawn; None, or at temperature 0: it is the largest.
         vocab_size: Logits of a row.
     """
     record = np.zeros((), RECORD)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ferrule_server.executor.cuda.cuda_device import CudaDevice, device_memory
+from ferrule_server.executor.cuda.cuda_device import CudaDevice
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from tests.executor.fallback.reference_world import Torch
 
@@ -34,7 +34,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 def test_it_is_what_torch_took_from_the_driver(asked: list[torch.device]) -> None:
     """Used or not, of the device in question."""
-    assert device_memory("cuda:1") == (7, 9)
+    assert CudaDevice(None, "cuda:1").memory == (7, 9)
     assert asked == [torch.device("cuda:1")]
 
 
@@ -44,14 +44,14 @@ def test_nothing_is_counted_that_torch_does_not_count(
 ) -> None:
     """An allocator that keeps no books."""
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: stats)
-    assert device_memory("cuda:0") == (0, 0)
+    assert CudaDevice(None, "cuda:0").memory == (0, 0)
 
 
 def test_a_processor_has_none(asked: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
     """And a device that torch has not touched is not touched to ask."""
-    assert device_memory("cpu") == (0, 0)
+    assert CudaDevice(None, "cpu").memory == (0, 0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert device_memory("cuda:0") == (0, 0)
+    assert CudaDevice(None, "cuda:0").memory == (0, 0)
     assert asked == []
 
 

@@ -29,8 +29,17 @@ class CudaDevice:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """As :func:`device_memory` returns it."""
-        return device_memory(self._device)
+        """Bytes that torch holds of the device, and the most that it held; from any thread.
+
+        They are those that torch took from the driver, used or kept: weights, pool, buffers and workspace, but not the
+        context, the code of kernels or the driver's share of graphs. The device is not asked, so this never waits for
+        it. Anything but a GPU has no bytes.
+        """
+        if not self._device.startswith("cuda") or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return 0, 0
+        stats = torch.cuda.memory_stats_as_nested_dict(torch.device(self._device))
+        reserved = stats.get("reserved_bytes", {}).get("all", {})
+        return int(reserved.get("current", 0)), int(reserved.get("peak", 0))
 
     def current(self) -> AbstractContextManager[None]:
         """Make torch use the stream of the kernels; without kernels it keeps its own."""
@@ -49,18 +58,3 @@ class CudaDevice:
         """Release the GPU."""
         if self._gpu is not None:
             self._gpu.close()
-
-
-def device_memory(device: str) -> tuple[int, int]:
-    """Return how many bytes torch holds of a device, and the most that it held; from any thread.
-
-    The bytes are those that torch took from the driver, used or kept: weights, pool, buffers and workspace, but not the
-    context, the code of kernels or the driver's share of graphs. The device is not asked, so this never waits for it.
-
-    Args:
-        device: Its name in torch; anything but a GPU has no bytes.
-    """
-    if not device.startswith("cuda") or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return 0, 0
-    reserved = torch.cuda.memory_stats_as_nested_dict(torch.device(device)).get("reserved_bytes", {}).get("all", {})
-    return int(reserved.get("current", 0)), int(reserved.get("peak", 0))

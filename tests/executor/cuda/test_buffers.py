@@ -17,7 +17,7 @@ from ferrule_server.executor.cuda.buffers import (
     input_layout,
     result_layout,
 )
-from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout, pack
+from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout
 from ferrule_server.kernels.cuda import argmax, head, log_sum_exp, sample
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, ModelShape
 from ferrule_server.kernels.cuda.work_list import max_items, max_places
@@ -57,7 +57,7 @@ def test_host_and_device_see_the_same_fields(layout: Layout) -> None:
 
 def test_the_rows_in_use_end_inside_a_field() -> None:
     """So many rows of so many bytes behind its begin."""
-    layout = pack([("a", torch.int32, (5,)), ("b", torch.float32, (6, 3, 2))])
+    layout = Layout([("a", torch.int32, (5,)), ("b", torch.float32, (6, 3, 2))])
     assert layout.end_of("a", 2) == 8
     assert layout.end_of("b", 0) == layout.fields["b"].offset == 256
     assert layout.end_of("b", 5) == 256 + 5 * 24
@@ -65,7 +65,7 @@ def test_the_rows_in_use_end_inside_a_field() -> None:
 
 def test_fields_that_lie_close_together_are_one_span() -> None:
     """Of each field its first rows; a wide gap is not copied, nor a field that is not used or not of this layout."""
-    layout = pack((name, torch.int32, (size,)) for name, size in (("a", 9), ("b", 9), ("c", 20000), ("d", 9)))
+    layout = Layout((name, torch.int32, (size,)) for name, size in (("a", 9), ("b", 9), ("c", 20000), ("d", 9)))
     assert layout.spans({}) == layout.spans({"a": 0, "e": 3}) == []
     assert layout.spans({"c": 2, "a": 5}) == [slice(0, layout.end_of("c", 2))]
     assert layout.spans({"b": 9, "c": 10, "d": 1}) == [

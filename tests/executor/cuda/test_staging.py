@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ferrule_server.executor.cuda.gpu import GpuError
-from ferrule_server.executor.cuda.layout import pack
+from ferrule_server.executor.cuda.layout import Layout
 from ferrule_server.executor.cuda.staging import Download, DownloadRing, UploadRing
 from tests.executor.cuda.fake_gpu import FakeGpu
 
-LAYOUT = pack([("a", torch.int32, (5,)), ("b", torch.float32, (4, 2))])
+LAYOUT = Layout([("a", torch.int32, (5,)), ("b", torch.float32, (4, 2))])
 ALL = slice(0, LAYOUT.num_bytes)
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ferrule_server.executor.base import BLOCK_SIZE
-from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout, pack
+from ferrule_server.executor.cuda.layout import ALIGNMENT, Layout
 from ferrule_server.kernels.cuda import gemm
 from ferrule_server.kernels.cuda.append import ROWS
 from ferrule_server.kernels.cuda.logit_rows import DEFAULT_SLICE
@@ -72,7 +72,7 @@ def input_layout(shape: ModelShape, limits: Limits, num_ctas: int) -> Layout:
     """Return where the fields of ``inputs`` lie; :class:`DecodeBuffers` says what is in them."""
     rows, width = limits.max_rows, TABLE_WIDTH
     num_work = max_items(rows * shape.num_kv_heads, num_ctas) + rows * -(-limits.max_blocks // width)
-    return pack(
+    return Layout(
         (name, torch.int32, dims)
         for name, dims in (
             ("token_ids", (rows,)),
@@ -93,7 +93,7 @@ def input_layout(shape: ModelShape, limits: Limits, num_ctas: int) -> Layout:
 def result_layout(limits: Limits) -> Layout:
     """Return where the fields of ``results`` lie; :class:`DecodeBuffers` says what is in them."""
     rows = limits.max_rows
-    return pack(
+    return Layout(
         (
             ("tokens", torch.int32, (rows,)),
             ("greedy", torch.int32, (rows,)),

@@ -49,20 +49,24 @@ class Field:
 
 
 class Layout:
-    """Where each field lies.
+    """Where each field lies, side by side.
 
     Invariant: fields lie in order, apart, each at a multiple of ALIGNMENT; ``num_bytes`` is such a multiple too.
 
     Args:
-        fields: In order.
+        shapes: Name, dtype and shape of each field, in order.
 
     Attributes:
         fields: By name.
+        num_bytes: Of all together.
     """
 
-    def __init__(self, fields: Iterable[Field]) -> None:
-        self.fields = {field.name: field for field in fields}
-        self.num_bytes = max((_aligned(field.end) for field in self.fields.values()), default=0)
+    def __init__(self, shapes: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
+        self.fields: dict[str, Field] = {}
+        self.num_bytes = 0
+        for name, dtype, shape in shapes:
+            field = self.fields[name] = Field(name, dtype, shape, self.num_bytes)
+            self.num_bytes = -(-field.end // ALIGNMENT) * ALIGNMENT
 
     def end_of(self, name: str, num_rows: int) -> int:
         """Return where the first ``num_rows`` rows of a field end, in bytes."""
@@ -94,17 +98,3 @@ class Layout:
     def arrays(self, memory: Tensor) -> dict[str, Array]:
         """Return the fields as arrays on the host over ``memory``, uint8 [num_bytes], by name."""
         return {name: view.numpy() for name, view in self.views(memory).items()}
-
-
-def pack(shapes: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> Layout:
-    """Return the layout of fields side by side, from (name, dtype, shape) of each."""
-    fields: list[Field] = []
-    offset = 0
-    for name, dtype, shape in shapes:
-        fields.append(Field(name, dtype, shape, offset))
-        offset = _aligned(fields[-1].end)
-    return Layout(fields)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

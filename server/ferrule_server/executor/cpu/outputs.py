@@ -47,7 +47,7 @@ def _needs_logits(spec: OutputSpec) -> bool:
 
 
 def _needs_choice(spec: OutputSpec) -> bool:
-    """Whether the token of an output is not just the one with the largest logit."""
+    """Whether the token of an output is not just the one with the largest logit, so that ``choose`` reads the row."""
     is_drawn = spec.sample is not None and spec.sample.temperature != 0
     return is_drawn or spec.draft is not None or (spec.shaping is not None and (spec.greedy or spec.sample is not None))
 
@@ -94,7 +94,7 @@ class _Output:
 
     def fill(self, row: RowOutput, history: Int32Array | None) -> None:
         """Write what the row returns."""
-        choice = self._choose(row.position, history)
+        choice = choose(self._logits, row.position, self.spec, self.best_id, history)
         if choice is not None:
             row.token, row.is_accepted = choice.token, choice.is_accepted
         if needs_normaliser(self.spec):
@@ -107,14 +107,6 @@ class _Output:
     @property
     def _logits(self) -> Float32Array:
         return self.memory.logits[self.place, : self.memory.vocab_size]
-
-    def _choose(self, position: int, history: Int32Array | None) -> Choice | None:
-        spec = self.spec
-        if spec.sample is None and not spec.greedy:
-            return None
-        if _needs_choice(spec):
-            return choose(self._logits, position, spec, self.best_id, history)
-        return Choice(self.best_id, 0.0)
 
     def _fill_logprobs(self, row: RowOutput, choice: Choice | None) -> None:
         _, best_logit, normaliser, entropy, target_logit = self.memory.results[self.place].tolist()

@@ -126,7 +126,7 @@ def run(
         stage["claim"] = number
         kernel(None, thread.ctypes.data, stage.ctypes.data)
     width = config.num_heads * config.head_dim
-    return memory.attended[: len(queries), :width].float().view(queries.shape)
+    return memory.inputs["attended"][: len(queries), :width].float().view(queries.shape)
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,14 @@ class StepMemory:
         logits: float32 [max_outputs, at least vocab_size].
         results: float64 [max_outputs, RESULT_FIELDS].
         queries: float32 [rows, num_heads * head_dim], what attention reads.
+        inputs: Of linear layers, by name: ``normed``, ``attended`` and ``activated``, [rows, at least their width].
         top_ids: int32 [max_outputs, MOST_TOP].
         top_logits: float32 [max_outputs, MOST_TOP].
     """
 
     def __init__(self, config: ModelConfig, plan: Plan, *, max_rows: int, max_context: int, num_threads: int) -> None:
         self._kept: list[Tensor] = []
-        self._inputs: dict[str, Tensor] = {}
+        self.inputs: dict[str, Tensor] = {}
         self._step = np.zeros(1, STEP)
         self.address = self._step.ctypes.data
         self._max_rows = max_rows
@@ -124,7 +125,7 @@ class StepMemory:
         for name, width in widths.items():
             memory = self._new(name, (rows, _row_size(width, self._input_type)), self._input_type)
             self._step[f"{name}_bytes"] = memory.stride(0) * memory.itemsize
-            self._inputs[name] = memory
+            self.inputs[name] = memory
         if plan.is_quantised:
             widest = _inputs(max(widths.values()))
             num_scales = -(-widest // (plan.tiles_at_once * TILE_INPUTS))
@@ -211,12 +212,7 @@ class StepMemory:
         """Write how many threads run the next step."""
         self._step["num_threads"] = num_threads
 
-    @property
-    def attended(self) -> Tensor:
-        """What attention writes: [rows, at least num_heads * head_dim]."""
-        return self._inputs["attended"]
-
     def hidden_state(self, output: int) -> Float32Array:
         """Return a copy of the input of the head for one output: float32 [hidden_size]."""
-        state: Float32Array = self._inputs["normed"][output, : self._hidden_size].float().numpy()
+        state: Float32Array = self.inputs["normed"][output, : self._hidden_size].float().numpy()
         return state.copy()

@@ -69,6 +69,13 @@ def copy_values(source: int, size: int, target: int) -> None:
 
 
 @kernel
+def clear_values(place: int, size: int) -> None:
+    """Write zeros as float32 values; ``size`` is a multiple of 16."""
+    for i in range(0, size, LANES):
+        store(place + 4 * i, splat(np.float32(0)))
+
+
+@kernel
 def store_row(plan: Plan, row: int, size: int, out: int) -> None:
     """Write a float32 row as inputs of a linear layer; ``size`` is a multiple of 16."""
     for i in range(0, size, LANES):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ferrule_server.kernels.cpu.activations import softcap, store_input
+from ferrule_server.kernels.cpu.activations import clear_values, copy_values, softcap, store_input
 from ferrule_server.kernels.cpu.attention_block import MOST_QUERIES, score_block, weigh_block
 from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import (
@@ -212,8 +212,7 @@ def _gather_queries(
     size = layer.num_queries_per_kv * plan.head_dim
     for i in range(num_rows):
         source = step.queries + 4 * ((row + i) * model.num_heads * plan.head_dim + head * size)
-        for j in range(0, size, LANES):
-            store(queries + 4 * (i * size + j), load(source + 4 * j))
+        copy_values(source, size, queries + 4 * i * size)
 
 
 @kernel
@@ -316,8 +315,7 @@ def _weigh(
     next_keys: int,
 ) -> None:
     """Write the weighted sum of V of each query, from a block on; meanwhile prefetch the keys of the next tile."""
-    for i in range(0, num_queries * plan.head_dim, LANES):
-        store(sums + 4 * i, splat(np.float32(0)))
+    clear_values(sums, num_queries * plan.head_dim)
     for first in range(first_block * _BLOCK, num_tokens, _BLOCK):
         base = values + read_int32(table + 4 * (first // _BLOCK)) * layer.block_bytes
         count = min(_BLOCK, num_tokens - first)

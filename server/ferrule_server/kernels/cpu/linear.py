@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from ferrule_server.kernels.cpu.activations import SCALE_BYTES, copy_values, store_input
+from ferrule_server.kernels.cpu.activations import SCALE_BYTES, clear_values, copy_values, store_input
 from ferrule_server.kernels.cpu.dot import GROUP, dot_group
 from ferrule_server.kernels.cpu.head import read_logits
 from ferrule_server.kernels.cpu.heads import project_heads
@@ -77,7 +77,7 @@ def linear(plan: Plan, thread: int, stage_address: int) -> int:
         following = claim(here.sync, stage.claim)
         unit, row = item % num_units, item // num_units * block_rows
         count = min(block_rows, num_rows - row)
-        _clear(sums, count * sum_bytes)
+        clear_values(sums, count * sum_bytes // 4)
         first = weight + unit * unit_bytes
         upcoming = ahead if following >= num_items else weight + following % num_units * unit_bytes
         for group in range(stage.groups_at_once):
@@ -101,12 +101,6 @@ def linear(plan: Plan, thread: int, stage_address: int) -> int:
         _finish(plan, here, stage, unit, row, count)
         item = following
     return 0
-
-
-@kernel
-def _clear(sums: int, num_bytes: int) -> None:
-    for place in range(sums, sums + num_bytes, 4 * LANES):
-        store(place, splat(np.float32(0)))
 
 
 @kernel

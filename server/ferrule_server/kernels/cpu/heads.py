@@ -28,8 +28,10 @@ def project_heads(plan: Plan, here: Record, stage: Record, unit: int, row: int, 
             return
         for r in range(num_rows):
             place = sums + r * sum_bytes + 4 * i * layer.head_stride
-            if stage.kind == Kind.KEEP_HEADS and head < first_value:
-                _keep_head(model, layer, step, row + r, head, place)
+            if stage.kind == Kind.KEEP_HEADS and head < model.num_heads:
+                copy_values(place, layer.head_dim, _query(model, layer, step, row + r, head))
+            elif stage.kind == Kind.KEEP_HEADS and head < first_value:
+                copy_values(place, layer.head_dim, _key(layer, step, row + r, head - model.num_heads))
             elif head < model.num_heads:
                 if layer.q_norm != 0:
                     norm_head(place, layer.q_norm, layer.head_dim, model.norm_eps)
@@ -66,15 +68,6 @@ def _query(model: Record, layer: Record, step: Record, row: int, head: int) -> i
 @kernel
 def _key(layer: Record, step: Record, row: int, head: int) -> int:
     return step.keys + 4 * (row * layer.num_kv_heads + head) * layer.head_dim
-
-
-@kernel
-def _keep_head(model: Record, layer: Record, step: Record, row: int, head: int, place: int) -> None:
-    """Write a query or key head to where all heads of a row are normed together."""
-    out = _query(model, layer, step, row, head)
-    if head >= model.num_heads:
-        out = _key(layer, step, row, head - model.num_heads)
-    copy_values(place, layer.head_dim, out)
 
 
 @kernel

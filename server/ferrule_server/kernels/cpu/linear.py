@@ -180,15 +180,17 @@ def _add_bias(sums: int, sum_bytes: int, num_rows: int, bias: int) -> None:
 @kernel
 def _finish(plan: Plan, here: Record, stage: Record, unit: int, row: int, num_rows: int) -> None:
     """Take the sums of some rows and one unit to where they are needed."""
-    kind = stage.kind
+    model, step, kind = model_at(here.model), step_at(here.step), stage.kind
     if kind in (Kind.PROJECT, Kind.KEEP_HEADS):
         project_heads(plan, here, stage, unit, row, num_rows)
-    elif kind in (Kind.ADD, Kind.KEEP_ADDED):
+    elif kind == Kind.ADD:
         _add_residual(here, stage, unit, row, num_rows)
+    elif kind == Kind.KEEP_ADDED:
+        _keep(here, stage, unit, row, num_rows, step.added, model.hidden_size)
     elif kind == Kind.ACTIVATE:
         _activate(plan, here, stage, unit, row, num_rows)
     elif kind == Kind.KEEP_INPUTS:
-        _keep_inputs(here, stage, unit, row, num_rows)
+        _keep(here, stage, unit, row, num_rows, step.inputs, model.num_layers * model.input_size)
     elif kind == Kind.GATE_INPUT:
         _gate_input(plan, here, stage, unit, row, num_rows)
     elif kind == Kind.READ_LOGITS:
@@ -197,21 +199,17 @@ def _finish(plan: Plan, here: Record, stage: Record, unit: int, row: int, num_ro
 
 @kernel
 def _add_residual(here: Record, stage: Record, unit: int, row: int, num_rows: int) -> None:
-    """Add the outputs of a unit of 64 to the residual stream, or write them beside it if they are to be normed."""
+    """Add the outputs of a unit of 64 to the residual stream."""
     model, step = model_at(here.model), step_at(here.step)
     sums, sum_bytes = sums_of(here, stage)
     first = unit * GROUP
     width = min(GROUP, model.hidden_size - first)
-    is_kept, factor = stage.kind == Kind.KEEP_ADDED, splat(stage.factor)
+    factor = splat(stage.factor)
     for i in range(num_rows):
-        place = 4 * ((row + i) * model.hidden_size + first)
+        out = step.hidden + 4 * ((row + i) * model.hidden_size + first)
         for j in range(0, width, LANES):
             x = load(sums + i * sum_bytes + 4 * j)
-            if is_kept:
-                store(step.added + place + 4 * j, x)
-            else:
-                out = step.hidden + place + 4 * j
-                store(out, add(load(out), multiply(x, factor)))
+            store(out + 4 * j, add(load(out + 4 * j), multiply(x, factor)))
 
 
 @kernel
@@ -235,14 +233,12 @@ def _activate(plan: Plan, here: Record, stage: Record, unit: int, row: int, num_
 
 
 @kernel
-def _keep_inputs(here: Record, stage: Record, unit: int, row: int, num_rows: int) -> None:
-    """Write 64 of the values that layers read of the embedding, beside the second one."""
-    model, step = model_at(here.model), step_at(here.step)
+def _keep(here: Record, stage: Record, unit: int, row: int, num_rows: int, out: int, size: int) -> None:
+    """Write the outputs of a unit of 64 as they are, to rows of ``size`` values."""
     sums, sum_bytes = sums_of(here, stage)
-    size = model.num_layers * model.input_size
     width = min(GROUP, size - unit * GROUP)
     for i in range(num_rows):
-        copy_values(sums + i * sum_bytes, width, step.inputs + 4 * ((row + i) * size + unit * GROUP))
+        copy_values(sums + i * sum_bytes, width, out + 4 * ((row + i) * size + unit * GROUP))
 
 
 @kernel

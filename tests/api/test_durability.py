@@ -12,7 +12,7 @@ from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_
 from ferrule_cli import app
 from ferrule_server.durability.writer import SYNC_BOUNDS_S, JournalCounters
 from ferrule_server.engine.engine import Engine
-from ferrule_server.engine.host_calls import Caches
+from ferrule_server.engine.host_calls import Host
 from ferrule_server.engine.jobs import AppendJob, CacheInfo, GenerateJob, Lease
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
@@ -124,8 +124,8 @@ def test_a_cold_sequence_tells_what_it_costs(server: RunningServer, monkeypatch:
     """Its level and the tokens to run, in GetCacheInfo and in lists."""
     handle = server.prefill().kv_cache
     lease = Lease(60.0, 9.0)
-    cold = CacheInfo("ab", 9, None, 0, 0, 0, 1.0, lease, is_durable=True, tokens_to_recompute=9)
-    monkeypatch.setattr(Caches, "_describe", lambda *_: cold)
+    cold = CacheInfo("ab", "me", 9, 0, 0, 1.0, lease, is_durable=True, tokens_to_recompute=9)
+    monkeypatch.setattr(Host, "_describe", lambda *_: cold)
     summary = server.info(handle).summary
     assert (summary.durability, summary.tokens_to_recompute) == (JOURNALED, 9)
     (listed,) = server.stub.ListCaches(cache_pb2.ListCachesRequest(), timeout=20).caches

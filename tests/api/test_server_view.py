@@ -14,8 +14,8 @@ from ferrule.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, executor_pb2, info_
 from ferrule_server.api.responses import view as server_view
 from ferrule_server.api.responses.view import FRESH_S, as_array, block_map
 from ferrule_server.api.rpc.observe import current_call
+from ferrule_server.engine.host_calls import Host, View
 from ferrule_server.engine.jobs import Entry
-from ferrule_server.engine.metrics.views import View
 from tests.api.harness import PROMPT, RunningServer, refused
 
 
@@ -161,14 +161,13 @@ def test_many_watchers_cost_one_snapshot(own: RunningServer, monkeypatch: pytest
     """Whoever asks within a tenth of a second is shown the same; other bounds do not make it more than four."""
     own.prefill()
     looks: list[tuple[int, int]] = []
-    entrance = own.engine._parts.entrance
-    look = entrance.host.look
+    look = Host.look
 
-    def counting(max_sequences: int, max_principals: int) -> View:
+    def counting(host: Host, max_sequences: int, max_principals: int) -> View:
         looks.append((max_sequences, max_principals))
-        return look(max_sequences, max_principals)
+        return look(host, max_sequences, max_principals)
 
-    monkeypatch.setattr(entrance, "host", entrance.host._replace(look=counting))
+    monkeypatch.setattr(Host, "look", counting)
     now = [100.0]
     monkeypatch.setattr(own.server.views, "_clock", lambda: now[0])
     with ThreadPoolExecutor(8) as pool:

@@ -1,46 +1,115 @@
 """Host calls: operations that read or change sequences and need no step of the executor, and no turn in a lane.
 
-Those of :class:`Caches` judge leases at ``at``, the job's time of arrival on the store's clock, and raise:
+Those on sequences judge leases at ``at``, the job's time of arrival on the store's clock, and raise:
 
     HandleUnknown, HandleExpired, EpochChanged, WrongInstance     The handle names no sequence here.
     ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted  There is no room; nothing changed.
+
+A view of the whole server is cheap enough to be taken between two steps: data proportional to the pool is copied, not
+traversed, and the reader computes the rest from the copies. With 200 000 blocks and 10 000 sequences a view takes about
+a millisecond of the engine thread.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
 
 from ferrule_server.engine.appends.endings import Endings
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.running import Reports
+from ferrule_server.engine.bridge.gate import Gate
 from ferrule_server.engine.jobs import CacheInfo, HostCall, Lease, ListResult, SlotsWanted
-from ferrule_server.engine.metrics.views import View
+from ferrule_server.engine.metrics.counters import EngineSnapshot, OwnCounters
+from ferrule_server.engine.metrics.timings import HistogramReading
 from ferrule_server.errors import FerruleError
 from ferrule_server.executor.base import TokenMask
 from ferrule_server.kv.handle import Handle
+from ferrule_server.kv.metrics import KvMetrics
+from ferrule_server.kv.per_principal import PerPrincipal
 from ferrule_server.kv.reserved_slots import SlotRequest, SlotReservation
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import SequenceStore
 
 
+@dataclass(slots=True)
+class PrincipalSeen:
+    """One principal: what it holds, its unfinished jobs, and the sums over its appends.
+
+    Attributes:
+        num_sequences, num_blocks: Live sequences, and the blocks that they hold.
+        num_jobs, num_rows: Jobs in the queue or in flight, and their rows.
+        num_appends: Appends committed. num_tokens: their tokens, without those from the prefix cache.
+        queue_ns: Time that the appends waited for their first steps. run_ns: run time of the steps with rows of them.
+    """
+
+    name: str
+    num_sequences: int
+    num_blocks: int
+    num_jobs: int
+    num_rows: int
+    num_appends: int = 0
+    num_tokens: int = 0
+    queue_ns: int = 0
+    run_ns: int = 0
+
+
 @dataclass(frozen=True, slots=True)
-class Caches:
-    """Operations on the sequences of one store.
+class View:
+    """The server between two steps. It shares nothing with the engine that can change.
+
+    Attributes:
+        at_s: Time of the view on ``time.monotonic``. unix_ns: the same by the wall clock.
+        snapshot: The engine's figures.
+        timings: The readings of the histograms of ``engine/metrics/timings.py``, by their names.
+        kv: The counters of the pool.
+        refcounts: Owners of each block, the null block at index 0; the view's own copy.
+        is_cached: A byte for each block, 1 if only the prefix cache holds it.
+        has_gaps: As in :class:`~ferrule_server.kv.block_pool.BlockPool`.
+        sequences: Those whose leases end soonest, in that order.
+        principals: The most recently active first.
+        num_principals: Known principals, including those not listed. num_jobs: accepted and unfinished jobs of all.
+    """
+
+    at_s: float
+    unix_ns: int
+    snapshot: EngineSnapshot
+    timings: Mapping[str, HistogramReading]
+    kv: KvMetrics
+    refcounts: list[int] = field(repr=False)
+    is_cached: bytes = field(repr=False)
+    has_gaps: bool
+    sequences: tuple[CacheInfo, ...]
+    principals: tuple[PrincipalSeen, ...]
+    num_principals: int
+    num_jobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What host calls do; called from the engine thread only.
 
     Args:
-        store: The sequences; called from the engine thread only.
+        store: The sequences.
         bytes_per_block: K and V of all layers of one block.
-        lanes: The jobs in flight or waiting on them.
+        lanes: The jobs in flight or waiting on sequences.
+        endings: Releases sequences.
         journal: Writes what happens to durable sequences.
+        gate: Knows the accepted and unfinished jobs.
+        own: The counters of each principal.
+        snapshot: Returns the engine's current state.
     """
 
     store: SequenceStore
     bytes_per_block: int
     lanes: Lanes
+    endings: Endings
     journal: Reports
+    gate: Gate
+    own: PerPrincipal[OwnCounters]
+    snapshot: Callable[[], EngineSnapshot]
 
     def reserve(self, principal: str, wanted: tuple[SlotsWanted, ...], at: float) -> SlotReservation:
         """Reserve room for sequences, all or nothing.
@@ -68,14 +137,11 @@ class Caches:
         """Return all details of a sequence, and renew its lease."""
         sequence = self.store.resolve(handle, principal, at)
         self.store.renew(sequence)
-        block_ids, token_ids = tuple(sequence.held_ids), sequence.token_ids
-        return dataclasses.replace(
-            self._describe(sequence),
-            tip=sequence.handle_at(),
-            block_ids=block_ids,
-            block_refcounts=tuple(map(self.store.pool.refcount, block_ids)),
-            token_ids=tuple(token_ids) if with_token_ids else None,
-        )
+        info = self._describe(sequence)
+        info.tip, info.block_ids = sequence.handle_at(), tuple(sequence.held_ids)
+        info.block_refcounts = tuple(map(self.store.pool.refcount, info.block_ids))
+        info.token_ids = tuple(sequence.token_ids) if with_token_ids else None
+        return info
 
     def list_page(self, principal: str, after_handle_id: str, limit: int) -> ListResult:
         """Return a page of a principal's sequences, in order of handle_id."""
@@ -83,6 +149,27 @@ class Caches:
         page = tuple(self._describe(sequence) for sequence in sequences[:limit])
         next_after = page[-1].handle_id if len(sequences) > limit else ""
         return ListResult(page, next_after, self.store.registry.count(principal))
+
+    def look(self, max_sequences: int, max_principals: int) -> View:
+        """Return a view of the current state; nothing changes, and no lease is renewed."""
+        snapshot = self.snapshot()
+        refcounts, is_cached = self.store.pool.picture()
+        pending = self.gate.pending()
+        known = self._known(pending)
+        return View(
+            at_s=time.monotonic(),
+            unix_ns=time.time_ns(),
+            snapshot=snapshot,
+            timings=dict(snapshot.counters.timings),
+            kv=self.store.metrics(),
+            refcounts=refcounts,
+            is_cached=is_cached,
+            has_gaps=self.store.pool.has_gaps,
+            sequences=tuple(map(self._see, self.store.registry.soonest(max_sequences))),
+            principals=tuple(self._principal(name, pending) for name in islice(known, max_principals)),
+            num_principals=len(known),
+            num_jobs=self.gate.num_jobs,
+        )
 
     def _renew(self, principal: str, handle: Handle, ttl_s: float | None, at: float) -> Lease | FerruleError:
         try:
@@ -93,18 +180,30 @@ class Caches:
 
     def _describe(self, sequence: Sequence) -> CacheInfo:
         """Describe a sequence, as a rule in a time independent of its length: a page has up to a thousand of them."""
+        info = self._outline(sequence)
+        info.num_shared_blocks = self.store.pool.count_shared(sequence.block_ids)
+        return info
+
+    def _see(self, sequence: Sequence) -> CacheInfo:
+        """Describe a sequence for a view, whose reader counts the shared blocks."""
+        info = self._outline(sequence)
+        info.block_ids = tuple(sequence.held_ids)
+        return info
+
+    def _outline(self, sequence: Sequence) -> CacheInfo:
+        """Describe a sequence apart from its blocks."""
         now = self.store.clock()
         return CacheInfo(
             handle_id=sequence.handle_id,
+            principal=sequence.principal,
             length=sequence.length,
-            tip=None,
             num_blocks=sequence.num_blocks,
-            num_shared_blocks=self.store.pool.count_shared(sequence.block_ids),
             kv_bytes=sequence.num_blocks * self.bytes_per_block,
             age_s=now - sequence.created_at,
             lease=Lease(sequence.ttl_s, max(0.0, sequence.expires_at - now)),
             parent_handle_id=sequence.parent_handle_id,
             num_pending=self.lanes.num_pending(sequence),
+            is_appending=sequence.is_appending,
             reserved_length=sequence.reserved_length,
             is_durable=sequence.is_durable,
             tokens_to_recompute=sequence.length if sequence.is_cold else 0,
@@ -112,20 +211,26 @@ class Caches:
             lowest_length=sequence.lowest_length,
         )
 
+    def _known(self, pending: dict[str, tuple[int, int]]) -> dict[str, None]:
+        """Return the principals that appended recently, newest first, then those that hold sequences or have jobs."""
+        known = dict.fromkeys(self.own.recent())
+        known.update(dict.fromkeys(self.store.usage.principals()))
+        known.update(dict.fromkeys(pending))
+        return known
 
-class Host(NamedTuple):
-    """The parts of the engine that host calls use."""
-
-    caches: Caches
-    endings: Endings
-    journal: Reports
-    look: Callable[[int, int], View]
+    def _principal(self, name: str, pending: dict[str, tuple[int, int]]) -> PrincipalSeen:
+        held, own = self.store.usage.of(name), self.own.look(name)
+        seen = PrincipalSeen(name, held.num_sequences, held.num_blocks, *pending.get(name, (0, 0)))
+        seen.num_appends = own.prefills + own.decodes + own.verifies
+        seen.num_tokens = own.prefill_tokens + own.decode_tokens
+        seen.queue_ns, seen.run_ns = own.queue_ns, own.prefill_ns + own.decode_ns + own.verify_ns
+        return seen
 
 
 def reserve(principal: str, wanted: tuple[SlotsWanted, ...]) -> HostCall[SlotReservation]:
     """Return the call that reserves room for sequences, all or nothing."""
     return HostCall(
-        principal, lambda host, at: host.caches.reserve(principal, wanted, at), tuple(each.handle for each in wanted)
+        principal, lambda host, at: host.reserve(principal, wanted, at), tuple(each.handle for each in wanted)
     )
 
 
@@ -144,17 +249,17 @@ def keep_alive(
 
     Its result has, for each handle, its lease or the reason why it could not be renewed.
     """
-    return HostCall(principal, lambda host, at: host.caches.keep_alive(principal, handles, ttl_s, at), handles)
+    return HostCall(principal, lambda host, at: host.keep_alive(principal, handles, ttl_s, at), handles)
 
 
 def describe(principal: str, handle: Handle, *, with_token_ids: bool = False) -> HostCall[CacheInfo]:
     """Return the call that describes one sequence, whatever the length of the handle."""
-    return HostCall(principal, lambda host, at: host.caches.describe(principal, handle, at, with_token_ids), (handle,))
+    return HostCall(principal, lambda host, at: host.describe(principal, handle, at, with_token_ids), (handle,))
 
 
 def list_caches(principal: str, after_handle_id: str = "", limit: int = 100) -> HostCall[ListResult]:
     """Return the call that lists a principal's sequences in order of handle_id, after ``after_handle_id``."""
-    return HostCall(principal, lambda host, _: host.caches.list_page(principal, after_handle_id, limit))
+    return HostCall(principal, lambda host, _: host.list_page(principal, after_handle_id, limit))
 
 
 def keep_masks(principal: str, masks: tuple[TokenMask, ...]) -> HostCall[None]:

@@ -581,42 +581,45 @@ class Lease:
     expires_in_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CacheInfo:
-    """One sequence as its owner may see it.
+    """One sequence as its owner and views see it. Not frozen: a thousand are made on the engine thread at a time.
 
     Attributes:
-        tip: The newest handle (``None`` in lists, which never carry secrets).
+        principal: The owner.
         num_blocks: Blocks that it holds, including those set aside for future tokens.
-        num_shared_blocks: Blocks of its tokens that other sequences use too.
-        block_ids: Blocks that it holds of its tokens, in order; block_refcounts: how many sequences use each (1 =
-            unshared). Both empty in lists.
         kv_bytes: Bytes of all its blocks; shared ones count in full.
         age_s: Seconds since it was created.
+        num_shared_blocks: Blocks of its tokens that other sequences use too; 0 in views, whose readers count them.
+        tip: The newest handle (``None`` in lists and views, which never carry secrets).
+        block_ids: Blocks that it holds of its tokens, in order; block_refcounts: how many sequences use each (1 =
+            unshared). Both empty in lists; views have refcounts of all blocks instead.
         parent_handle_id: The sequence it was forked from; empty if it was prefilled.
         num_pending: Jobs in flight or waiting on it.
         token_ids: None unless requested.
         reserved_length: Tokens up to which room is reserved; 0: none is.
         is_durable: It survives the process.
         tokens_to_recompute: Tokens whose KV must be computed before it can be used: it was restored.
-        first_position, lowest_length: As in :class:`~ferrule_server.kv.sequence.Sequence`.
+        is_appending, first_position, lowest_length: As in :class:`~ferrule_server.kv.sequence.Sequence`.
     """
 
     handle_id: str
+    principal: str
     length: int
-    tip: Handle | None
     num_blocks: int
-    num_shared_blocks: int
     kv_bytes: int
     age_s: float
     lease: Lease
+    num_shared_blocks: int = 0
+    tip: Handle | None = None
     parent_handle_id: str = ""
     num_pending: int = 0
+    is_appending: bool = False
     token_ids: tuple[int, ...] | None = None
     reserved_length: int = 0
     first_position: int = 0
     lowest_length: int = 1
-    block_ids: tuple[int, ...] = ()
+    block_ids: tuple[int, ...] = field(default=(), repr=False)
     block_refcounts: tuple[int, ...] = ()
     is_durable: bool = False
     tokens_to_recompute: int = 0

@@ -108,7 +108,7 @@ async def keep_alive_response(leases: Sequence[Lease | FerruleError]) -> cache_p
 
 def cache_info(info: CacheInfo, *, with_blocks: bool) -> cache_pb2.CacheInfo:
     """Return one sequence as its owner may see it."""
-    message = cache_pb2.CacheInfo(summary=_summary(info), token_ids=info.token_ids or ())
+    message = cache_pb2.CacheInfo(summary=cache_summary(info), token_ids=info.token_ids or ())
     if info.tip is not None:
         fill_handle(message.kv_cache, info.tip)
     if with_blocks:
@@ -123,11 +123,12 @@ async def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
     turns = Turns()
     for info in result.caches:
         await turns.pause()
-        response.caches.append(_summary(info))
+        response.caches.append(cache_summary(info))
     return response
 
 
-def _summary(info: CacheInfo) -> cache_pb2.CacheSummary:
+def cache_summary(info: CacheInfo) -> cache_pb2.CacheSummary:
+    """Return what lists and views show of one sequence."""
     own = {"lease": lease_message(info.lease), "create_time": from_now(-info.age_s)}
     return cache_pb2.CacheSummary(
         **(same_fields(info, cache_pb2.CacheSummary) | own), durability=LEVELS[info.is_durable]

@@ -16,16 +16,16 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ferrule.v1 import admin_pb2, cache_pb2
-from ferrule_server.api.requests.fields import LEVELS
-from ferrule_server.api.responses import describe
+from ferrule.v1 import admin_pb2
+from ferrule_server.api.responses import describe, outputs
 from ferrule_server.api.responses.times import duration, timestamp
 from ferrule_server.api.rpc.calls import run_job
 from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.engine import host_calls
+from ferrule_server.engine.host_calls import PrincipalSeen, View
+from ferrule_server.engine.jobs import CacheInfo
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.engine.metrics.timings import HistogramReading
-from ferrule_server.engine.metrics.views import PrincipalSeen, SequenceSeen, View
 from ferrule_server.kv.block_pool import count_shared
 
 FRESH_S: Final = 0.1
@@ -135,15 +135,15 @@ class Views:
 
 async def _look(serving: Serving, max_sequences: int, max_principals: int) -> _Snapshot:
     view = await run_job(serving.engine, host_calls.view(_NOBODY, max_sequences, max_principals))
-    sequences = await _sequences(view, serving.engine.info.bytes_per_block)
+    sequences = await _sequences(view)
     return _Snapshot(view, await as_array(view.refcounts), sequences)
 
 
-async def _sequences(view: View, bytes_per_block: int) -> list[admin_pb2.SequenceView]:
+async def _sequences(view: View) -> list[admin_pb2.SequenceView]:
     """Convert the sequences piece by piece: a thousand take milliseconds, which would hold up the event loop."""
     messages: list[admin_pb2.SequenceView] = []
     for start in range(0, len(view.sequences), _PIECE):
-        messages += [_sequence(each, view, bytes_per_block) for each in view.sequences[start : start + _PIECE]]
+        messages += [_sequence(each, view) for each in view.sequences[start : start + _PIECE]]
         await asyncio.sleep(0)
     return messages
 
@@ -211,17 +211,10 @@ def _fill_journal(message: admin_pb2.ServerView, journal: DurabilityFigures) -> 
     message.sync_times.CopyFrom(_histogram(journal.sync_times))
 
 
-def _sequence(seen: SequenceSeen, view: View, bytes_per_block: int) -> admin_pb2.SequenceView:
-    num_blocks = len(seen.block_ids) + seen.num_spares
-    summary = cache_pb2.CacheSummary(
-        **describe.same_fields(seen, cache_pb2.CacheSummary),
-        durability=LEVELS[seen.is_durable],
-        num_blocks=num_blocks,
-        num_shared_blocks=count_shared(seen.block_ids, view.refcounts, has_gaps=view.has_gaps),
-        kv_bytes=num_blocks * bytes_per_block,
-        lease=cache_pb2.Lease(ttl=duration(seen.ttl_s), expires_in=duration(seen.expires_in_s)),
-        create_time=timestamp(view.unix_ns - round(seen.age_s * 1e9)),
-    )
+def _sequence(seen: CacheInfo, view: View) -> admin_pb2.SequenceView:
+    summary = outputs.cache_summary(seen)
+    summary.num_shared_blocks = count_shared(seen.block_ids, view.refcounts, has_gaps=view.has_gaps)
+    summary.create_time.CopyFrom(timestamp(view.unix_ns - round(seen.age_s * 1e9)))
     return admin_pb2.SequenceView(summary=summary, **describe.same_fields(seen, admin_pb2.SequenceView))
 
 

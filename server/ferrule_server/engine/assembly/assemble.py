@@ -25,12 +25,11 @@ from ferrule_server.engine.durable.confirmations import Confirmations, Outlet
 from ferrule_server.engine.durable.opening import Durability
 from ferrule_server.engine.faults.failpoints import Failing, NoFailpoints
 from ferrule_server.engine.generation.drivers import Drivers, Outcomes
-from ferrule_server.engine.host_calls import Caches, Host
+from ferrule_server.engine.host_calls import Host
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.engine.steps.stepper import GatherWindow, Stepper
 from ferrule_server.engine.steps.warmup import Warmup
-from ferrule_server.engine.viewer import Viewer
 from ferrule_server.executor.base import Executor
 from ferrule_server.fairness.turns import Shares
 from ferrule_server.kv.sequence_store import SequenceStore
@@ -126,8 +125,8 @@ def assemble(setup: Setup, counters: EngineCounters) -> Parts:
     )
     endings.subscribe(records.forget, stepper.forget, creations.note_ended, drivers.note_ended)
     gauges = Gauges(store, counters, inbox, gate, outlet, lanes, drivers)
-    viewer = Viewer(store, gate, counters.own, lanes.num_pending, gauges.snapshot)
-    host = Host(Caches(store, setup.executor.info.bytes_per_block, lanes, journal), endings, journal, viewer.look)
+    bytes_per_block = setup.executor.info.bytes_per_block
+    host = Host(store, bytes_per_block, lanes, endings, journal, gate, counters.own, gauges.snapshot)
     return Parts(
         inbox=inbox,
         gate=gate,

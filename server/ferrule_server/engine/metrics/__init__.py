@@ -3,5 +3,4 @@
 counters.py    counts of steps, appends, replays, refusals
 durability.py  figures of the journal of durable sequences
 timings.py     the histogram, and those of steps, queue times and token latencies
-views.py       the contents of a server view
 """

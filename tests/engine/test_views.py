@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.bridge.gate import Gate
+from ferrule_server.engine.host_calls import View
 from ferrule_server.engine.jobs import (
     AppendJob,
     ForkJob,
@@ -19,7 +20,6 @@ from ferrule_server.engine.jobs import (
     Window,
 )
 from ferrule_server.engine.metrics.counters import EngineSnapshot
-from ferrule_server.engine.metrics.views import View
 from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.handle import Handle
 from tests.engine.harness import GREEDY, Harness, wait_until
@@ -52,13 +52,13 @@ def test_a_look_sees_sequences_blocks_and_principals(harness: Harness) -> None:
         root.handle_id: "",
         branch.handle_id: root.handle_id,
     }
-    assert all(0 < each.expires_in_s < each.ttl_s for each in view.sequences)
+    assert all(0 < each.lease.expires_in_s < each.lease.ttl_s for each in view.sequences)
     num_owners = sorted(count for count in view.refcounts if count)
     assert num_owners == [1] + [2] * harness.store.pool.num_blocks_for(len(PROMPT))
     assert (view.kv.live_sequences, view.snapshot.num_sequences, view.num_principals) == (3, 3, 2)
     assert [each.name for each in view.principals] == ["bob", "alice"]
     again = _look(harness)
-    assert again.sequences[0].expires_in_s < view.sequences[0].expires_in_s
+    assert again.sequences[0].lease.expires_in_s < view.sequences[0].lease.expires_in_s
 
 
 def test_sums_of_a_principal_grow_with_its_appends_alone(harness: Harness) -> None:

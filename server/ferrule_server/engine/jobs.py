@@ -260,19 +260,18 @@ class SlotsWanted(NamedTuple):
     admission_target_length: int = 0
 
 
+@dataclass(eq=False, slots=True)
 class Window:
     """How far a streamed answer may run ahead of its reader, in bytes. Two counters with one writer each; no lock.
 
-    Args:
+    Attributes:
         limit_bytes: The engine continues while fewer bytes than this have been sent and not taken.
+        sent_bytes: Written by the engine thread. taken_bytes: written by the event loop.
     """
 
-    __slots__ = ("limit_bytes", "sent_bytes", "taken_bytes")
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.sent_bytes = 0  # written by the engine thread
-        self.taken_bytes = 0  # written by the event loop
+    limit_bytes: int
+    sent_bytes: int = 0
+    taken_bytes: int = 0
 
     @property
     def is_open(self) -> bool:
@@ -285,7 +284,6 @@ class TextStop(Protocol):
 
     def feed(self, token_id: int) -> bool:
         """Take the next token, and return whether it completes one of the strings."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -643,11 +641,9 @@ class Sink(Protocol):
 
     def deliver(self, job: Job[object], outcome: Outcome) -> None:
         """Take the outcome of one job."""
-        ...
 
     def flush(self) -> None:
         """Handle the end of a step: all outcomes of it for this sink have been delivered."""
-        ...
 
 
 Entry = tuple[Job[object], Sink]

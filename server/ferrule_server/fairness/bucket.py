@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from ferrule_server.errors import QuotaExceeded
@@ -31,25 +32,21 @@ RateOf = Callable[[str], int | None]
 """Returns the rate of a principal per second; None: it has no limit."""
 
 
+@dataclass(eq=False, slots=True)
 class Bucket:
     """How far the work is ahead of a rate. Times are in one unit, and the rate is per that unit.
 
     Invariant: ``level`` is at least 0.
 
-    Args:
-        now: The time.
-
     Attributes:
-        level: Work done beyond what the rate has allowed, as of ``at``.
+        at: The time of ``level``; while nothing was poured, any earlier time will do.
         rate: The rate since ``at``.
+        level: Work done beyond what the rate has allowed.
     """
 
-    __slots__ = ("at", "level", "rate")
-
-    def __init__(self, now: float, rate: float = 1.0) -> None:
-        self.level = 0.0
-        self.at = now
-        self.rate = rate
+    at: float = 0.0
+    rate: float = 1.0
+    level: float = 0.0
 
     def settle(self, now: float) -> float:
         """Reduce the level by what the rate has allowed since the last time, and return it."""

@@ -26,7 +26,7 @@ import time
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from ferrule_server.fairness.bucket import Bucket
@@ -52,6 +52,7 @@ SLICE_NS: Final = 1_000_000
 """Work on one request before others get their turn."""
 
 
+@dataclass(eq=False, slots=True)
 class Account:
     """The time that one principal has used.
 
@@ -68,26 +69,16 @@ class Account:
         rate: Share of the time that its work may take.
     """
 
-    __slots__ = (
-        "ahead",
-        "demand",
-        "engine_ns",
-        "engine_read_ns",
-        "host_ns",
-        "host_read_ns",
-        "loop_ns",
-        "principal",
-        "rate",
-        "seen_ns",
-    )
-
-    def __init__(self, principal: str, now_ns: int) -> None:
-        self.principal = principal
-        self.seen_ns = now_ns
-        self.ahead = Bucket(now_ns)
-        self.loop_ns = self.engine_ns = self.engine_read_ns = self.host_ns = self.host_read_ns = 0
-        self.demand = 0.0  # unknown: a new principal takes nothing from others before it is measured
-        self.rate = 1.0
+    principal: str
+    seen_ns: int
+    ahead: Bucket = field(default_factory=Bucket)
+    loop_ns: int = 0
+    engine_ns: int = 0
+    engine_read_ns: int = 0
+    host_ns: int = 0
+    host_read_ns: int = 0
+    demand: float = 0.0  # unknown: a new principal takes nothing from others before it is measured
+    rate: float = 1.0
 
 
 class Shares:

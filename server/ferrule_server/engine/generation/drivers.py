@@ -52,47 +52,37 @@ class Driver(Protocol):
     @property
     def job(self) -> StreamJob[object]:
         """The request."""
-        ...
 
     @property
     def sink(self) -> Sink:
         """Receives the frames."""
-        ...
 
     @property
     def is_over(self) -> bool:
         """Whether the last frame, or an error, has been given."""
-        ...
 
     def begin(self, at: float) -> None:
         """Enter the first append; leases are judged at ``at`` on the store's clock."""
-        ...
 
     def take(self, branch: int, job: LaneJob[object], outcome: Outcome, /) -> None:
         """Take the outcome of an append or a fork, and enter what comes next."""
-        ...
 
     def resume(self, ended: Collection[str] = (), /) -> None:
         """Continue after a pause: the window is open again, or sequences have ended, by their handle_ids."""
-        ...
 
     def end(self, why: Why) -> None:
         """Give up all unfinished work; nothing more is entered, and the next frame is the last."""
-        ...
 
     def next_frame(self) -> Outcome | None:
         """Return the news since the last frame, None if there is none. Sets ``is_over``."""
-        ...
 
 
+@dataclass(eq=False, slots=True)
 class DriverSink:
     """Receives the outcomes of one branch of a driver. They stay on the engine thread: see :class:`Outcomes`."""
 
-    __slots__ = ("branch", "driver")
-
-    def __init__(self, driver: Driver, branch: int) -> None:
-        self.driver = driver
-        self.branch = branch
+    driver: Driver
+    branch: int
 
     def deliver(self, job: Job[object], outcome: Outcome) -> None:
         """Pass the outcome to the driver."""

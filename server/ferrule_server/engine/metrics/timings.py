@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 TIME_BOUNDS_S = (
@@ -109,6 +109,7 @@ def of_time(bounds_s: Iterable[float] = TIME_BOUNDS_S) -> Histogram:
     return Histogram(bounds_s, NS_PER_S)
 
 
+@dataclass(eq=False, slots=True)
 class EngineTimings:
     """Durations in the engine. Written by the engine thread alone; read from any thread, at most a step behind.
 
@@ -129,34 +130,18 @@ class EngineTimings:
         num_left_out: Appends in flight that had no row in the newest step.
     """
 
-    __slots__ = (
-        "_answers",
-        "_draws",
-        "_queues",
-        "decode",
-        "first_token",
-        "inter_token",
-        "num_left_out",
-        "queue",
-        "step",
-        "step_end_ns",
-        "step_rows",
-        "step_sequences",
-    )
-
-    def __init__(self) -> None:
-        self.step = of_time()
-        self.step_rows = Histogram(COUNT_BOUNDS)
-        self.step_sequences = Histogram(COUNT_BOUNDS)
-        self.queue = of_time()
-        self.first_token = of_time()
-        self.inter_token = of_time()
-        self.decode = of_time()
-        self.step_end_ns = 0
-        self.num_left_out = 0
-        self._queues: dict[int, int] = {}
-        self._answers: dict[int, int] = {}
-        self._draws: dict[int, int] = {}
+    step: Histogram = field(default_factory=of_time)
+    step_rows: Histogram = field(default_factory=lambda: Histogram(COUNT_BOUNDS))
+    step_sequences: Histogram = field(default_factory=lambda: Histogram(COUNT_BOUNDS))
+    queue: Histogram = field(default_factory=of_time)
+    first_token: Histogram = field(default_factory=of_time)
+    inter_token: Histogram = field(default_factory=of_time)
+    decode: Histogram = field(default_factory=of_time)
+    step_end_ns: int = 0
+    num_left_out: int = 0
+    _queues: dict[int, int] = field(default_factory=dict)
+    _answers: dict[int, int] = field(default_factory=dict)
+    _draws: dict[int, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[tuple[str, HistogramReading]]:
         """Return the current reading of each histogram, by its attribute's name; from any thread."""

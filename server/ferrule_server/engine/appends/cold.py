@@ -16,10 +16,10 @@ does not matter whether these blocks are published: see ``kv/prefix_cache.py``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ferrule_server.engine.appends.running import RunningAppend
-from ferrule_server.engine.jobs import AppendJob, Job, Outcome, OutputRequest
+from ferrule_server.engine.jobs import AppendJob, OutputRequest
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.errors import HandleLost, Restoring
 from ferrule_server.kv.handle import Handle
@@ -32,16 +32,6 @@ _USUAL_RATE = 500.0
 _SHORTEST_S = 0.1
 _LONGEST_S = 5.0
 _FAULT_RETRY_S = 1.0
-
-
-class NoSink:
-    """Receives the outcome of a computation that no client waits for."""
-
-    def deliver(self, job: Job[object], outcome: Outcome) -> None:
-        """Do nothing: the jobs that wait in the lane are judged next."""
-
-    def flush(self) -> None:
-        """Do nothing."""
 
 
 @dataclass(slots=True)
@@ -57,7 +47,6 @@ class Cold:
     store: SequenceStore
     counters: EngineCounters
     wait_tokens: int
-    _sink: NoSink = field(default_factory=NoSink)
 
     def start(self, sequence: Sequence, running: Iterable[RunningAppend]) -> RunningAppend:
         """Reserve the blocks of a cold sequence and return the append that computes them.
@@ -76,7 +65,7 @@ class Cold:
         reservation = self.store.reservations.reserve_cold(sequence)
         token_ids = tuple(sequence.token_ids)
         job = AppendJob(sequence.principal, token_ids, None, _NOTHING, is_internal=True, keeps_record=False)
-        run = RunningAppend(job, self._sink, reservation, token_ids, specs={})
+        run = RunningAppend(job, None, reservation, token_ids, specs={})
         run.skip_cached(reservation.num_cached)
         self.counters.restored_tokens += run.remaining
         return run

@@ -272,6 +272,7 @@ class Lanes:
         held = run.reservation
         if held.verdict is Verdict.APPEND and not run.joined and not run.waiting:  # the most common case
             assert held.sequence is not None
+            assert run.sink is not None
             del self.running[run], self._lanes[held.sequence]
             self.finish(run.job, run.sink, answer)
             return
@@ -349,8 +350,8 @@ class Lanes:
                 self.finish(job, sink, error)
 
     def _answer(self, run: RunningAppend, outcome: Outcome) -> None:
-        """Answer the first job of an append; nobody asked for the computation of a cold sequence."""
-        if not run.is_warming:
+        """Answer the first job of an append, if it was asked for."""
+        if run.sink is not None:
             self.finish(run.job, run.sink, outcome)
 
     def _refuse_waiting(self, run: RunningAppend, error: FerruleError) -> None:

@@ -68,7 +68,8 @@ class RunningAppend:
     live until the append has ended.
 
     Attributes:
-        job: The first job with this request. sink: receives its answer.
+        job: The first job with this request. sink: receives its answer; None: it computes a cold sequence, which
+            nobody asked for.
         reservation: What it means, its sequence, and the blocks of its rows. It holds the lane of that sequence unless
             it is a branch.
         token_ids: The rows' tokens.
@@ -84,7 +85,7 @@ class RunningAppend:
     """
 
     job: AppendJob
-    sink: Sink
+    sink: Sink | None
     reservation: Reservation
     token_ids: tuple[int, ...]
     specs: Mapping[int, OutputSpec]

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_CALLS = 138
-MAX_FILES = 36
+MAX_FILES = 35
 MAX_HOPS = 14
 _HOP = re.compile(r"^\| (\d+) \| `([\w.]+)` \| `([\w/.]+)` \|", re.MULTILINE)
 

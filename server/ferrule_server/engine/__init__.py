@@ -1,7 +1,7 @@
 """The engine: one thread that owns the KV cache and the executor. No gRPC and no torch here.
 
     engine.py       the thread: take jobs, form a step, run it, hand over the results
-    assembly/       makes the parts of an engine and joins them; where each job goes
+    assembly/       makes the parts of an engine and joins them
     jobs.py         the requests that the engine accepts and their results; the class of a job says what kind it is
     host_calls.py   operations that need no step: release, reserve, keep-alive, describe, list, view; what they show
     bridge/         between the event loop and the engine thread. The only room with locks

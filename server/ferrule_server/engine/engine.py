@@ -30,10 +30,23 @@ from ferrule_server.engine.appends.cold import lost
 from ferrule_server.engine.assembly.assemble import Setup, assemble
 from ferrule_server.engine.bridge.gate import Finished
 from ferrule_server.engine.faults.unexpected import fault
-from ferrule_server.engine.jobs import Entry, StreamJob
+from ferrule_server.engine.generation.forward import ForwardPass
+from ferrule_server.engine.generation.generate import Generation
+from ferrule_server.engine.jobs import (
+    Entry,
+    ForwardJob,
+    GenerateJob,
+    HostCall,
+    Job,
+    LaneJob,
+    QueuedJob,
+    Sink,
+    StreamJob,
+    WarmupJob,
+)
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.engine.metrics.durability import DurabilityFigures
-from ferrule_server.errors import Draining, DurabilityLost, FerruleError
+from ferrule_server.errors import Cancelled, Draining, DurabilityLost, FerruleError, HandleExpired
 from ferrule_server.executor.base import DeviceLost
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.metrics import KvMetrics
@@ -83,7 +96,6 @@ class Engine:
         self._parts = parts = assemble(setup, self.counters)
         self._lanes, self._drivers, self._stepper = parts.lanes, parts.drivers, parts.stepper
         self._inbox, self._outlet, self._outcomes = parts.inbox, parts.outlet, parts.outcomes
-        self._entrance = parts.entrance
         self._store, self._shares = setup.store, setup.shares
         self.snapshot, self.own_figures = parts.gauges.snapshot, parts.gauges.own_figures
         self.restored_masks = parts.outlet.masks
@@ -195,7 +207,7 @@ class Engine:
             begun_ns = time.monotonic_ns()
             at = self._arrival(entries[0][0].submitted_ns)
             for job, sink in entries:
-                if self._entrance.accept(job, sink, at):
+                if self._accept(job, sink, at):
                     self._next_expiry_check = 0.0  # what is answered now must be recorded with this round
             work_ns = time.monotonic_ns() - begun_ns
             busy_ns += work_ns
@@ -233,7 +245,7 @@ class Engine:
             return None
         finally:
             self._hold_s = 0.0
-        self._is_stopping = self._entrance.is_closed = self._is_stopping or entries is None
+        self._is_stopping = self._is_stopping or entries is None
         return entries
 
     def _expire(self) -> None:
@@ -296,6 +308,54 @@ class Engine:
             self._parts.delivery.hand_over(refused)
 
     # ---- taking jobs ------------------------------------------------------------------------------------------------
+
+    def _accept(self, job: Job[object], sink: Sink, at: float) -> bool:
+        """Carry out a host call, queue a job in the lane of its sequence, or start it; never raises.
+
+        Args:
+            job: The request.
+            sink: Receives its outcome, which is the reason if the job is refused.
+            at: Time of arrival on the store's clock, at which leases are judged.
+
+        Returns:
+            Whether it was refused because a lease has ended.
+        """
+        try:
+            if self._is_stopping:
+                raise Draining
+            self._dispatch(job, sink, at)
+        except FerruleError as error:
+            self._outcomes.collect(job, sink, error)
+            return isinstance(error, HandleExpired)
+        except Exception:  # noqa: BLE001 - a bug must end only its own job
+            self._outcomes.collect(job, sink, fault(f"job failed kind={type(job).__name__}"))
+        return False
+
+    def _dispatch(self, job: Job[object], sink: Sink, at: float) -> None:
+        """Send a job where its kind belongs."""
+        if isinstance(job, QueuedJob) and job.handle is not None:
+            self._parts.gather.came_back(job.handle.cache_id, time.monotonic())
+        if self._outlet.is_lost:
+            self._outlet.check(job)
+        if isinstance(job, LaneJob):
+            self._lanes.enter(job, sink, at)
+        elif isinstance(job, HostCall):
+            self._outcomes.collect(job, sink, job.carry_out(self._parts.host, at))
+        elif isinstance(job, WarmupJob):
+            self._parts.warmup.add(job, sink)
+        else:
+            assert isinstance(job, GenerateJob | ForwardJob)
+            self._start(job, sink, at)
+
+    def _start(self, job: GenerateJob | ForwardJob, sink: Sink, at: float) -> None:
+        """Start the driver of a job that is answered in frames."""
+        if job.is_cancelled:
+            raise Cancelled
+        if isinstance(job, GenerateJob):
+            self.counters.generate(job.principal)
+            self._drivers.start(Generation(job, sink, self._drivers), at)
+        else:
+            self._drivers.start(ForwardPass(job, sink, self._drivers), at)
 
     def _arrival(self, submitted_ns: int) -> float:
         """Return when a job was submitted, on the store's clock: a step since then must not cost it its lease."""

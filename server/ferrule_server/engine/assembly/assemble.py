@@ -16,7 +16,6 @@ from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.records import ReplayRecords
 from ferrule_server.engine.appends.running import NoReports, Reports
 from ferrule_server.engine.appends.shapes import Shapes
-from ferrule_server.engine.assembly.entrance import Entrance
 from ferrule_server.engine.assembly.gauges import Gauges
 from ferrule_server.engine.bridge.delivery import Delivery, Later
 from ferrule_server.engine.bridge.gate import Gate, Inbox
@@ -83,7 +82,7 @@ class Parts:
     gather: GatherWindow
     warmup: Warmup
     stepper: Stepper
-    entrance: Entrance
+    host: Host
     gauges: Gauges
 
 
@@ -141,6 +140,6 @@ def assemble(setup: Setup, counters: EngineCounters) -> Parts:
         gather=gather,
         warmup=warmup,
         stepper=stepper,
-        entrance=Entrance(counters, outlet, outcomes, gather, lanes, drivers, warmup, host),
+        host=host,
         gauges=gauges,
     )

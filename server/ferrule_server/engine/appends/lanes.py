@@ -28,7 +28,6 @@ from ferrule_server.engine.appends.admission import Admission
 from ferrule_server.engine.appends.cold import Cold
 from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.running import Reports, RunningAppend
-from ferrule_server.engine.appends.shapes import Shapes
 from ferrule_server.engine.faults.failpoints import Failing
 from ferrule_server.engine.faults.unexpected import fault
 from ferrule_server.engine.jobs import (
@@ -45,7 +44,7 @@ from ferrule_server.engine.jobs import (
 )
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.errors import Cancelled, Draining, FerruleError, HandleUnknown
-from ferrule_server.kv.append_rule import Verdict
+from ferrule_server.kv.append_rule import Verdict, check_handle
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence import Sequence
 from ferrule_server.kv.sequence_store import SequenceStore
@@ -65,7 +64,6 @@ class Lanes:
     Args:
         store: The sequences; called from the engine thread only.
         admission: Turns jobs into running appends.
-        shapes: Carries out forks and truncates.
         creations: The sequences created for each request_id.
         cold: Starts the computation of cold sequences.
         counters: Counts replays and joins.
@@ -79,7 +77,6 @@ class Lanes:
 
     store: SequenceStore
     admission: Admission
-    shapes: Shapes
     creations: Creations
     cold: Cold
     counters: EngineCounters
@@ -129,7 +126,7 @@ class Lanes:
             if isinstance(job, AppendJob):
                 self._proceed(self.admission.append(job, sink, sequence), job, sink, sequence)
             else:
-                self._judge(job, sink, sequence, at)
+                self._judge(job, sink, sequence)
             run = self._lanes.get(sequence)
             return run if run is not None and run.job is job else None
         if not run.waiting and self._may_join(job, run):
@@ -191,7 +188,7 @@ class Lanes:
         if creation is None:
             return False
         if isinstance(job, ForkJob):
-            result = self.shapes.repeat_fork(job, creation.handles, at)
+            result = self._repeat_fork(job, creation.handles, at)
             self.counters.replay(job.principal)
             self.finish(job, sink, result)
             return True
@@ -206,14 +203,35 @@ class Lanes:
             self._proceed(self.admission.replay_creation(job, sink, sequence, creation), job, sink, sequence)
         return True
 
-    def _judge(self, job: LaneJob[object], sink: Sink, sequence: Sequence, at: float) -> None:
+    def _repeat_fork(self, job: ForkJob, handles: tuple[Handle, ...], at: float) -> ForkResult:
+        """Answer a fork again with the handles that it created, and renew the leases of the live ones.
+
+        Each lease keeps its duration.
+
+        Raises:
+            HandleUnknown, HandleExpired: None of them is live; this is the error of the first one.
+        """
+        granted: list[float] = []
+        gone: list[FerruleError] = []
+        for handle in handles:
+            try:
+                granted.append(self.store.renew(self.store.resolve(handle, job.principal, at)))
+            except FerruleError as error:
+                gone.append(error)
+        if not granted:
+            raise gone[0]
+        return ForkResult(handles, min(granted), replayed=True)
+
+    def _judge(self, job: LaneJob[object], sink: Sink, sequence: Sequence) -> None:
         """Carry out or start a job whose turn it is: no append is in flight on the sequence."""
         if isinstance(job, AppendJob):
             self._proceed(self.admission.append(job, sink, sequence), job, sink, sequence)
             return
         result: ForkResult | TruncateResult
         if isinstance(job, ForkJob):
-            result = self.shapes.fork(job, at)
+            check_handle(sequence, job.handle)
+            branches = self.store.fork(sequence, job.length, job.count, job.ttl_s)
+            result = ForkResult(tuple(branch.handle_at() for branch in branches), branches[0].ttl_s)
             creation = self.creations.begin(job) if job.request_id else None
             if creation is not None:
                 self.creations.finish(creation, result.handles)
@@ -221,9 +239,10 @@ class Lanes:
                 self.journal.note_fork(sequence, result, creation)
         else:
             assert isinstance(job, TruncateJob)
-            result = self.shapes.truncate(job, at)
+            freed_blocks = self.store.truncate(sequence, job.handle, job.new_length)
+            result = TruncateResult(sequence.handle_at(), freed_blocks)
             if sequence.is_durable:
-                self.journal.note_truncate(sequence, job, result.freed_blocks)
+                self.journal.note_truncate(sequence, job, freed_blocks)
         self.failpoints.hit("after_commit")
         self.finish(job, sink, result)
 
@@ -397,7 +416,7 @@ class Lanes:
                 return
             if sequence.is_released:
                 raise HandleUnknown(sequence.handle_id)
-            self._judge(job, sink, sequence, at)
+            self._judge(job, sink, sequence)
         except FerruleError as error:
             self.finish(job, sink, error)
         except Exception:  # noqa: BLE001 - a bug must end only its own job

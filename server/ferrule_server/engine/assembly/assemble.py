@@ -15,7 +15,6 @@ from ferrule_server.engine.appends.endings import Endings
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.records import ReplayRecords
 from ferrule_server.engine.appends.running import NoReports, Reports
-from ferrule_server.engine.appends.shapes import Shapes
 from ferrule_server.engine.assembly.gauges import Gauges
 from ferrule_server.engine.bridge.delivery import Delivery, Later
 from ferrule_server.engine.bridge.gate import Gate, Inbox
@@ -106,7 +105,6 @@ def assemble(setup: Setup, counters: EngineCounters) -> Parts:
     lanes = Lanes(
         store,
         Admission(store, records, creations, counters, setup.executor.info.model.fingerprint),
-        Shapes(store),
         creations,
         Cold(store, counters, settings.restore_wait_tokens),
         counters,

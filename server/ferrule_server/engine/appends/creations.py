@@ -24,7 +24,7 @@ from typing import Final
 
 from ferrule_server.engine.appends.records import ANY
 from ferrule_server.engine.appends.running import Creation, RunningAppend
-from ferrule_server.engine.jobs import AppendJob, ForkJob, GenerateJob, LaneJob, Verified
+from ferrule_server.engine.jobs import AppendJob, Drafts, ForkJob, GenerateJob, LaneJob, Verified
 from ferrule_server.errors import RequestIdReused
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.registry import TOMBSTONE_S
@@ -237,23 +237,22 @@ def _own(request_id: str) -> str:
 
 def loop_of(job: GenerateJob) -> bytes:
     """Return a digest of what a Generate is to create: of everything except its request_id and its stop rules."""
-    handle, new = None if job.handle is None else tuple(job.handle), job.new
-    kept = (job.ttl_s, new.reserved_length, new.attention_window, new.is_durable)
-    asked = (handle, job.output, job.on_stale, *kept, job.num_branches, len(job.token_ids))
-    digest = hashlib.blake2b(repr(("generate", *asked)).encode(), digest_size=16)
-    digest.update(array("I", job.token_ids).tobytes())
-    return digest.digest()
+    return _digest_of(b"", "generate", job, job.num_branches)
 
 
 def _content_of(job: CreatingJob) -> bytes:
     """Return a digest of the request without its request_id: equal for a repeated request, and for no other."""
-    digest = hashlib.blake2b(job.loop, digest_size=16)
-    if isinstance(job, ForkJob):
-        digest.update(repr(("fork", tuple(job.handle), job.length, job.count, job.ttl_s)).encode())
-    else:
-        handle, new = None if job.handle is None else tuple(job.handle), job.new
-        kept = (job.ttl_s, new.reserved_length, new.attention_window, new.is_durable)
-        asked = (handle, job.output, job.on_stale, *kept, job.drafts, len(job.token_ids))
-        digest.update(repr(("append", *asked)).encode())
-        digest.update(array("I", job.token_ids).tobytes())
+    if isinstance(job, AppendJob):
+        return _digest_of(job.loop, "append", job, job.drafts)
+    asked = ("fork", tuple(job.handle), job.length, job.count, job.ttl_s)
+    return hashlib.blake2b(job.loop + repr(asked).encode(), digest_size=16).digest()
+
+
+def _digest_of(loop: bytes, kind: str, job: AppendJob | GenerateJob, own: Drafts | int | None) -> bytes:
+    """Return a digest of a request with a prompt; ``own``: what only this kind of request has."""
+    handle, new = None if job.handle is None else tuple(job.handle), job.new
+    kept = (job.ttl_s, new.reserved_length, new.attention_window, new.is_durable)
+    asked = (kind, handle, job.output, job.on_stale, *kept, own, len(job.token_ids))
+    digest = hashlib.blake2b(loop + repr(asked).encode(), digest_size=16)
+    digest.update(array("I", job.token_ids).tobytes())
     return digest.digest()

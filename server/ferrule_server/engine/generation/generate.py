@@ -150,11 +150,7 @@ class Generation:
         """Continue parked branches: as many as the reader has room for, and those whose sequences have ended."""
         parked, self._parked = self._parked, []
         for branch in parked:
-            assert branch.handle is not None
-            if branch.handle.handle_id in ended or self._has_room():
-                self._enter(branch)
-            else:
-                self._park(branch, branch.handle)
+            self._append(branch, ended)
 
     def end(self, why: Why) -> None:
         """Stop every branch that continues. Before the first frame, the call as a whole fails."""
@@ -244,13 +240,15 @@ class Generation:
         if not self.job.request_id:
             self._orphans += handles
 
-    def _append(self, branch: _Branch) -> None:
-        """Append the last drawn token, or begin with a query, as soon as the reader has room."""
-        if self._has_room():
+    def _append(self, branch: _Branch, ended: Collection[str] = ()) -> None:
+        """Append the last drawn token, or begin with a query, as soon as the reader has room or the sequence ended."""
+        assert branch.handle is not None
+        if self._has_room() or branch.handle.handle_id in ended:
             self._enter(branch)
         else:
-            assert branch.handle is not None
-            self._park(branch, branch.handle)
+            branch.drawn_ns = 0
+            self._parked.append(branch)
+            self._drivers.park(self, branch.handle)
 
     def _has_room(self) -> bool:
         """Return whether the window is still open once the rows in flight have come."""
@@ -279,11 +277,6 @@ class Generation:
         run = self._drivers.enter(job, branch.sink, None, spent)
         if run is not spent:
             branch.spent = run if run is not None and run.is_repeatable else None
-
-    def _park(self, branch: _Branch, handle: Handle) -> None:
-        branch.drawn_ns = 0
-        self._parked.append(branch)
-        self._drivers.park(self, handle)
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 

@@ -60,14 +60,7 @@ class Confirmations:
         Raises:
             OSError: It cannot be written.
         """
-        restored = restore(
-            durability.state,
-            durability.root,
-            self.store,
-            records,
-            creations,
-            knows_digests=durability.knows_digests,
-        )
+        restored = restore(durability, self.store, records, creations)
         self.journal.attach(self.store, records, creations, on_synced=self._barrier.release, wake=wake)
         self.journal.begin(restored, durability.state.masks)
         self.masks, self._num_restored = durability.state.masks, len(restored)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ferrule_server.durability.records import Creation as CreationState
 from ferrule_server.durability.records import SequenceState
-from ferrule_server.durability.replay import JournalState
 from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.records import ANY, ReplayRecords
 from ferrule_server.engine.appends.running import Creation
 from ferrule_server.engine.durable.answers import record_of
+from ferrule_server.engine.durable.opening import Durability
 from ferrule_server.engine.jobs import Verified
 from ferrule_server.kv.handle import Handle
 from ferrule_server.kv.sequence import Sequence, Truncation
@@ -16,28 +16,23 @@ from ferrule_server.kv.sequence_store import SequenceStore
 
 
 def restore(
-    state: JournalState,
-    root: bytes,
-    store: SequenceStore,
-    records: ReplayRecords,
-    creations: Creations,
-    *,
-    knows_digests: bool,
+    durability: Durability, store: SequenceStore, records: ReplayRecords, creations: Creations
 ) -> dict[int, Sequence]:
     """Add what a journal describes to an empty store, and return the sequences by their numbers in the journal.
 
     All of them are cold. Quotas are not checked: what was promised is kept, and only new requests are refused.
 
+    If another version has written the digests of requests, a repeated request is known by its tokens, its drafts and
+    its request_id alone, since a wrong refusal would be worse.
+
     Args:
-        state: What the journal describes.
-        root: Identifies the model that the journal is of: the root of every lineage.
+        durability: The journal as it was read.
         store: Where the sequences go.
         records: Where their last answers go.
         creations: Where goes what requests have created.
-        knows_digests: False: another version has written the digests of requests. Then a repeated request is known by
-            its tokens, its drafts and its request_id alone, since a wrong refusal would be worse.
     """
-    sequences = {no: _sequence_of(each, root, store) for no, each in state.sequences.items()}
+    state, knows_digests = durability.state, durability.knows_digests
+    sequences = {no: _sequence_of(each, durability.root, store) for no, each in state.sequences.items()}
     store.register_restored(list(sequences.values()))
     for no, each in state.sequences.items():
         answer = each.answer

@@ -138,7 +138,7 @@ def test_what_waits_for_the_disk_is_not_overtaken_by_what_need_not(servers: Serv
     handle = server.submit(durable(1, 2, 3)).result().handle
     confirmations = server.engine._outlet
     assert isinstance(confirmations, Confirmations)
-    is_synced, may_release, release = threading.Event(), threading.Event(), confirmations._barrier.release
+    is_synced, may_release, release = threading.Event(), threading.Event(), confirmations._release
 
     def late(group: int) -> None:
         is_synced.set()
@@ -149,7 +149,7 @@ def test_what_waits_for_the_disk_is_not_overtaken_by_what_need_not(servers: Serv
     first = server.submit(append(handle, 4))
     assert is_synced.wait(20)
     second = server.submit(host_calls.describe("me", handle))
-    wait_until(lambda: len(confirmations._barrier) == 2 or second.is_done)
+    wait_until(lambda: len(confirmations._held) == 2 or second.is_done)
     assert not second.is_done
     may_release.set()
     assert first.result().handle.length == 4

@@ -215,7 +215,7 @@ def test_a_stop_beside_a_disk_that_does_not_answer_ends_each_job_once(
     parts = server.engine._parts
     outlet = parts.outlet
     assert isinstance(outlet, Confirmations)
-    wait_until(lambda: len(outlet._barrier) >= 4)
+    wait_until(lambda: len(outlet._held) >= 4)
     server.engine.close()
     files.is_flowing.set()
     assert isinstance(waiting.error(), DurabilityLost)

@@ -4,8 +4,7 @@
     restore.py         what it described becomes sequences, records and creations again
     journal.py         what the engine reports: appends, forks, truncates, ends; snapshots, and a disk that fails
     answers.py         answers to appends as the journal keeps them, and back
-    confirmations.py   which outcomes depend on the journal, and what is answered while it is lost
-    barrier.py         outcomes that wait for the disk
+    confirmations.py   outcomes that depend on the journal wait for the disk; what is answered while it is lost
 
 The journal itself, its files and its format, is the package ``ferrule_server.durability``.
 """

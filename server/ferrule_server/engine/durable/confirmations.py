@@ -1,8 +1,10 @@
-"""Confirmations: what the engine hands over waits until the journal confirms what it shows."""
+"""Confirmations: outcomes that show state of durable sequences wait until the journal has that state on the disk."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -12,7 +14,6 @@ from ferrule_server.engine.appends.records import ReplayRecords
 from ferrule_server.engine.bridge.delivery import Delivery
 from ferrule_server.engine.bridge.gate import Finished, is_last
 from ferrule_server.engine.bridge.outlet import Direct
-from ferrule_server.engine.durable.barrier import Barrier
 from ferrule_server.engine.durable.journal import Journal
 from ferrule_server.engine.durable.opening import Durability
 from ferrule_server.engine.durable.restore import restore
@@ -25,6 +26,11 @@ from ferrule_server.kv.sequence_store import SequenceStore
 @dataclass(eq=False)
 class Confirmations:
     """The outlet with a journal: outcomes wait for it. Engine thread only, except the figures; see ``bridge/outlet``.
+
+    Each outcome is held until a group of records is on the disk.
+
+    Invariant: outcomes are released in the order in which they came, and none before its group is synced. Both threads
+    deliver with the lock held, so no outcome overtakes an earlier one of the same job.
 
     Args:
         journal: Writes what happens to durable sequences.
@@ -41,10 +47,9 @@ class Confirmations:
     masks: Mapping[tuple[str, bytes], bytes] = field(init=False, default_factory=dict)
     has_journal: Final = True
     _num_restored: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        """Let the barrier deliver where everything else is delivered."""
-        self._barrier = Barrier(self.delivery.hand_over)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    _held: deque[tuple[int, Finished]] = field(init=False, default_factory=deque)
+    _synced: int = field(init=False, default=0)
 
     def restore(
         self, durability: Durability, records: ReplayRecords, creations: Creations, wake: Callable[[], None]
@@ -61,7 +66,7 @@ class Confirmations:
             OSError: It cannot be written.
         """
         restored = restore(durability, self.store, records, creations)
-        self.journal.attach(self.store, records, creations, on_synced=self._barrier.release, wake=wake)
+        self.journal.attach(self.store, records, creations, on_synced=self._release, wake=wake)
         self.journal.begin(restored, durability.state.masks)
         self.masks, self._num_restored = durability.state.masks, len(restored)
 
@@ -108,7 +113,10 @@ class Confirmations:
     def hand_over(self, finished: list[Finished]) -> None:
         """Give the records of this turn to the disk, and deliver outcomes; some of them wait for these records."""
         self.journal.close_group()
-        self._barrier.pass_on([self._awaited(each) for each in finished])
+        outcomes = [self._awaited(each) for each in finished]
+        with self._lock:
+            self._held += [each for each in outcomes if each[0] > self._synced]
+            self._deliver([each for group, each in outcomes if group <= self._synced])
 
     def tend(self) -> list[Finished] | None:
         """Tend the journal; if it has just been lost, return what waited for it, with DURABILITY_LOST as the outcome.
@@ -129,10 +137,28 @@ class Confirmations:
 
     def _lost(self) -> list[Finished]:
         """Take what waits for the disk, and return it with DURABILITY_LOST, once for each job."""
-        return [(job, sink, DurabilityLost()) for job, sink, outcome in self._barrier.take_all() if is_last(outcome)]
+        with self._lock:
+            held, self._held = self._held, deque()
+        return [(job, sink, DurabilityLost()) for _, (job, sink, outcome) in held if is_last(outcome)]
+
+    def _release(self, synced: int) -> None:
+        """Deliver what waited for groups up to ``synced``; journal thread."""
+        with self._lock:
+            self._synced = synced
+            free: list[Finished] = []
+            while self._held and self._held[0][0] <= synced:
+                free.append(self._held.popleft()[1])
+            self._deliver(free)
+
+    def _deliver(self, free: list[Finished]) -> None:
+        if free:
+            self.delivery.hand_over(free)
 
     def _awaited(self, finished: Finished) -> tuple[int, Finished]:
-        """Return an outcome with the group of records that it depends on; while the journal is lost, an error."""
+        """Return an outcome with the group of records that it depends on; while the journal is lost, an error.
+
+        The groups of one job never decrease.
+        """
         job, sink, outcome = finished
         is_durable = self.concerns(job) or isinstance(outcome, RequestIdReused)
         if not is_durable or not self.journal.concerns(job.principal):

@@ -37,15 +37,10 @@ def answer_of(record: AppendRecord, policies: Policies) -> Answer:
             digest, record.num_certain, record.draft_ids, verified.accepted_count, verified.next_token
         )
     policy = output if isinstance(output, bytes) else policies.digest_of(output)
-    answer = Answer(record.start, record.num_tokens, policy, result.seed, is_whole=record.is_whole, drafts=answered)
-    return _with_rows(answer, result.rows)
-
-
-def _with_rows(answer: Answer, rows: tuple[RowOutput, ...]) -> Answer:
-    """Return an answer with what is kept of its rows; it is whole only if that is all."""
-    kept = rows if len(rows) == 1 else numbers_of(rows)
-    is_whole = answer.is_whole and len(kept) == len(rows) and not has_arrays(rows)
-    return answer._replace(rows=tuple(map(_row_of, kept)), is_whole=is_whole)
+    kept = result.rows if len(result.rows) == 1 else numbers_of(result.rows)
+    is_whole = record.is_whole and len(kept) == len(result.rows) and not has_arrays(result.rows)
+    rows = tuple(map(_row_of, kept))
+    return Answer(record.start, record.num_tokens, policy, result.seed, rows, is_whole, answered)
 
 
 def record_of(answer: Answer, sequence: Sequence) -> AppendRecord:

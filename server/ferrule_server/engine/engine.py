@@ -98,7 +98,7 @@ class Engine:
         self._inbox, self._outlet, self._outcomes = parts.inbox, parts.outlet, parts.outcomes
         self._store, self._shares = setup.store, setup.shares
         self.snapshot, self.own_figures = parts.gauges.snapshot, parts.gauges.own_figures
-        self.restored_masks = parts.outlet.masks
+        self._journal, self.restored_masks = parts.outlet.journal, parts.outlet.masks
         self._is_stopping = self._is_closed = False
         self._next_expiry_check = self._hold_s = 0.0
         self._lease_ends_at = math.inf
@@ -230,11 +230,11 @@ class Engine:
             patience_s = max(self._parts.gather.remaining_s(time.monotonic()), self._hold_s)
         elif not (
             self._outcomes.finished
-            or self._outlet.has_work
+            or self._journal.has_work
             or self._stepper.has_work
             or (self._drivers.active and self._drivers.has_work)
         ):
-            is_waiting = self._parts.warmup.queue or self._outlet.is_lost
+            is_waiting = self._parts.warmup.queue or self._journal.is_lost
             until_lease_s = max(0.001, self._lease_ends_at - time.monotonic())
             patience_s = min(_POLL_S if is_waiting else _IDLE_S, until_lease_s)
         try:
@@ -255,7 +255,7 @@ class Engine:
         """
         now = time.monotonic()
         self._next_expiry_check = self._lease_ends_at = now + 0.05
-        if self._outlet.is_lost:
+        if self._journal.is_lost:
             self._store.renew_restored()  # their owners cannot do that now
         try:
             self._parts.endings.expire(self._taken_until)
@@ -269,7 +269,7 @@ class Engine:
         if self._drivers.active or self._outcomes.returned:
             self._drivers.turn()
         finished = self._outcomes.finished
-        if finished or self._outlet.has_open:
+        if finished or self._journal.has_open:
             self._outcomes.finished = []
             self._outlet.hand_over(finished)
 
@@ -335,8 +335,8 @@ class Engine:
         """Send a job where its kind belongs."""
         if isinstance(job, QueuedJob) and job.handle is not None:
             self._parts.gather.came_back(job.handle.cache_id, time.monotonic())
-        if self._outlet.is_lost:
-            self._outlet.check(job)
+        if self._journal.is_lost and isinstance(job, QueuedJob) and self._outlet.concerns(job):
+            raise DurabilityLost
         if isinstance(job, LaneJob):
             self._lanes.enter(job, sink, at)
         elif isinstance(job, HostCall):
@@ -371,11 +371,11 @@ class Engine:
     @property
     def is_journal_lost(self) -> bool | None:
         """Whether calls on durable sequences are answered with DURABILITY_LOST; None: there is no journal."""
-        return self._outlet.is_lost if self._outlet.has_journal else None
+        return self._journal.is_lost if self._outlet.has_journal else None
 
     def durability(self) -> DurabilityFigures | None:
         """Return the figures of the journal; from any thread."""
-        return self._outlet.figures(self.counters.restored_tokens)
+        return self._journal.figures(self.counters.restored_tokens)
 
 
 def _draining(_: Handle | None) -> FerruleError:

@@ -14,12 +14,11 @@ from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.endings import Endings
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.records import ReplayRecords
-from ferrule_server.engine.appends.running import NoReports, Reports
+from ferrule_server.engine.appends.running import Reports
 from ferrule_server.engine.assembly.gauges import Gauges
 from ferrule_server.engine.bridge.delivery import Delivery, Later
 from ferrule_server.engine.bridge.gate import Gate, Inbox
-from ferrule_server.engine.bridge.outlet import Direct
-from ferrule_server.engine.durable.confirmations import Confirmations, Outlet
+from ferrule_server.engine.durable.confirmations import Confirmations, Direct, Outlet
 from ferrule_server.engine.durable.opening import Durability
 from ferrule_server.engine.faults.failpoints import Failing, NoFailpoints
 from ferrule_server.engine.generation.drivers import Drivers, Outcomes
@@ -97,11 +96,11 @@ def assemble(setup: Setup, counters: EngineCounters) -> Parts:
     delivery = Delivery(setup.post, gate, setup.later)
     records = ReplayRecords(settings.retained_bytes, setup.limits_of)
     creations = Creations(store.clock)
-    journal: Reports = NoReports() if durability is None else durability.journal
     outlet: Outlet = Direct(delivery)
     if durability is not None:
         outlet = Confirmations(durability.journal, store, delivery)
         outlet.restore(durability, records, creations, partial(inbox.put, []))
+    journal: Reports = outlet.journal
     lanes = Lanes(
         store,
         Admission(store, records, creations, counters, setup.executor.info.model.fingerprint),

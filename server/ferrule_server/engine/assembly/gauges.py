@@ -36,7 +36,7 @@ class Gauges:
             num_running=len(self.lanes.running),
             num_waiting=self.lanes.num_waiting,
             num_sequences=len(self.store.registry),
-            num_durable=self.outlet.num_durable,
+            num_durable=len(self.outlet.journal),
             total_blocks=self.store.pool.capacity,
             free_blocks=self.store.pool.num_free,
             is_failed=self.is_failed,

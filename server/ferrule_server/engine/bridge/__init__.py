@@ -1,6 +1,5 @@
 """Between the event loop and the engine thread; no other room takes a lock or calls the event loop.
 
 gate.py      jobs on their way to the engine thread: refuses those beyond a queue or a quota; principals take turns
-outlet.py    where outcomes leave: at once, or when a journal has confirmed them
 delivery.py  outcomes on their way back, once per step
 """

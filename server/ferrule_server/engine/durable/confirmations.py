@@ -11,21 +11,52 @@ from typing import Final
 
 from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.records import ReplayRecords
+from ferrule_server.engine.appends.running import NoJournal
 from ferrule_server.engine.bridge.delivery import Delivery
 from ferrule_server.engine.bridge.gate import Finished, is_last
-from ferrule_server.engine.bridge.outlet import Direct
 from ferrule_server.engine.durable.journal import Journal
 from ferrule_server.engine.durable.opening import Durability
 from ferrule_server.engine.durable.restore import restore
 from ferrule_server.engine.jobs import AppendJob, GenerateJob, HostCall, Job, QueuedJob
-from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.errors import DurabilityLost, RequestIdReused
 from ferrule_server.kv.sequence_store import SequenceStore
 
 
+class Direct:
+    """The outlet without a journal: every outcome is delivered at once.
+
+    Args:
+        delivery: Takes them.
+
+    Attributes:
+        has_journal: Whether sequences can survive the process.
+        journal: Takes reports.
+        masks: Packed bits of restored token masks, by principal and fingerprint.
+        hand_over: Takes finished jobs.
+    """
+
+    has_journal: Final = False
+
+    def __init__(self, delivery: Delivery) -> None:
+        self.journal = NoJournal()
+        self.masks: Mapping[tuple[str, bytes], bytes] = {}
+        self.hand_over = delivery.hand_over
+
+    def concerns(self, _: Job[object]) -> bool:
+        """Return False."""
+        return False
+
+    def tend(self) -> list[Finished] | None:
+        """Return None."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 @dataclass(eq=False)
 class Confirmations:
-    """The outlet with a journal: outcomes wait for it. Engine thread only, except the figures; see ``bridge/outlet``.
+    """The outlet with a journal: outcomes wait for it. Engine thread only.
 
     Each outcome is held until a group of records is on the disk.
 
@@ -46,7 +77,6 @@ class Confirmations:
     delivery: Delivery
     masks: Mapping[tuple[str, bytes], bytes] = field(init=False, default_factory=dict)
     has_journal: Final = True
-    _num_restored: int = field(init=False, default=0)
     _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
     _held: deque[tuple[int, Finished]] = field(init=False, default_factory=deque)
     _synced: int = field(init=False, default=0)
@@ -68,36 +98,7 @@ class Confirmations:
         restored = restore(durability, self.store, records, creations)
         self.journal.attach(self.store, records, creations, on_synced=self._release, wake=wake)
         self.journal.begin(restored, durability.state.masks)
-        self.masks, self._num_restored = durability.state.masks, len(restored)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the journal cannot be written now."""
-        return self.journal.is_lost
-
-    @property
-    def has_work(self) -> bool:
-        """Whether the journal should be tended without waiting for requests."""
-        return self.journal.has_work
-
-    @property
-    def has_open(self) -> bool:
-        """Whether records wait to be given to the disk."""
-        return self.journal.has_open
-
-    @property
-    def num_durable(self) -> int:
-        """Number of live durable sequences; from any thread."""
-        return len(self.journal)
-
-    def check(self, job: Job[object]) -> None:
-        """Return if a job may begin.
-
-        Raises:
-            DurabilityLost: It depends on the journal, which cannot be written now.
-        """
-        if self.journal.is_lost and isinstance(job, QueuedJob) and self.concerns(job):
-            raise DurabilityLost
+        self.masks = durability.state.masks
 
     def concerns(self, job: Job[object]) -> bool:
         """Return whether the outcome of a job may show a durable sequence: it names one, creates one, or lists all."""
@@ -130,10 +131,6 @@ class Confirmations:
         self.journal.close()
         with contextlib.suppress(RuntimeError):  # the event loop may be closed already: then no caller waits
             self.delivery.hand_over(self._lost())
-
-    def figures(self, num_recomputed_tokens: int) -> DurabilityFigures:
-        """Return the figures of the journal; from any thread."""
-        return self.journal.figures(self._num_restored, num_recomputed_tokens)
 
     def _lost(self) -> list[Finished]:
         """Take what waits for the disk, and return it with DURABILITY_LOST, once for each job."""

@@ -122,7 +122,7 @@ class Journal:
         self._snapshot: Iterator[None] | None = None
         self._snapshot_group = self._slice_group = 0
         self._snapshot_bytes = 0
-        self._released = 0
+        self._released = self._num_restored = 0
         self._retry_s, self._retry_at = _RETRY_S, 0.0
         self._oldest: tuple[int, float] | None = None
         self._writer = writer(self._note_synced, self._note_failed)
@@ -162,6 +162,7 @@ class Journal:
         Raises:
             OSError: It cannot be written.
         """
+        self._num_restored = len(restored)
         for no, sequence in restored.items():
             self._enter(sequence, no)
         for (principal, fingerprint), bits in masks.items():
@@ -180,6 +181,7 @@ class Journal:
         self._note_snapshot_synced()
 
     def __len__(self) -> int:
+        """Return how many durable sequences are live; from any thread."""
         return len(self._known)
 
     # ---- what the engine asks ---------------------------------------------------------------------------------------
@@ -189,7 +191,7 @@ class Journal:
         """Whether nothing that depends on the journal may be answered."""
         return self.health is not Health.HEALTHY
 
-    def figures(self, num_restored: int, num_recomputed_tokens: int) -> DurabilityFigures:
+    def figures(self, num_recomputed_tokens: int) -> DurabilityFigures:
         """Return the figures of the journal; from any thread."""
         sequences = [known.sequence for known in list(self._known.values())]
         lengths = [sequence.length for sequence in sequences if sequence.is_cold]
@@ -199,7 +201,7 @@ class Journal:
             num_sequences=len(sequences),
             num_cold=len(lengths),
             tokens_to_recompute=sum(lengths),
-            num_restored=num_restored,
+            num_restored=self._num_restored,
             num_recomputed_tokens=num_recomputed_tokens,
             directory_bytes=self._directory.size_bytes(),
             num_snapshots=self.num_snapshots,

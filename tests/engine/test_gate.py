@@ -357,7 +357,7 @@ def test_a_refusal_does_not_wait_for_the_step_that_runs() -> None:
     with Harness(max_waiting_jobs=1) as harness:
         running = harness.hold(append(None, 1, 2))
         assert isinstance(harness.submit(append(None, 3)).error(), QueueFull)
-        assert harness.engine.snapshot().refused() == {"QUEUE_FULL": 1}
+        assert harness.engine.snapshot().refused == {"QUEUE_FULL": 1}
         harness.let_go()
         running.result()
         harness.submit(append(None, 3)).result()

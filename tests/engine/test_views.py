@@ -104,10 +104,10 @@ def test_counters_of_a_view_stand_still(harness: Harness) -> None:
     harness.submit(_append(handle, 1)).result()
     harness.submit(_append(Handle("a.b.c", 1, b""), 1)).error()
     assert view.snapshot.counters.decodes == 0
-    assert view.snapshot.refused() == {}
+    assert view.snapshot.refused == {}
     assert view.timings["step"].count == 1
     later = _look(harness)
-    assert (later.snapshot.counters.decodes, sum(later.snapshot.refused().values())) == (1, 1)
+    assert (later.snapshot.counters.decodes, sum(later.snapshot.refused.values())) == (1, 1)
     assert later.timings["step"].count == 2
 
 
@@ -132,7 +132,7 @@ def test_a_full_queue_keeps_nobody_from_looking() -> None:
         harness.let_go()
         view = looking.outcome()
         assert isinstance(view, View)
-        assert view.snapshot.refused()["QUEUE_FULL"] == 1
+        assert view.snapshot.refused["QUEUE_FULL"] == 1
         for pending in waiting:
             pending.outcome()
 
@@ -192,4 +192,4 @@ def test_snapshots_of_other_threads_are_whole_values(harness: Harness) -> None:
 
 def _totals(snapshot: EngineSnapshot) -> tuple[int, ...]:
     counters = snapshot.counters
-    return counters.steps, counters.step_ns, counters.prefills, counters.decodes, sum(snapshot.refused().values())
+    return counters.steps, counters.step_ns, counters.prefills, counters.decodes, sum(snapshot.refused.values())

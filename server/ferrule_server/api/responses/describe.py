@@ -202,7 +202,7 @@ def cache_metrics(
     return cache_pb2.CacheMetrics(
         **same_fields(kv or serving.engine.kv_metrics(), cache_pb2.CacheMetrics),
         num_replays=snapshot.counters.replays,
-        num_stale=snapshot.refused().get("HANDLE_STALE", 0),
+        num_stale=snapshot.refused.get("HANDLE_STALE", 0),
         token_masks=masks.num_masks,
         token_mask_bytes=masks.num_bytes,
     )
@@ -215,7 +215,7 @@ def _narrow_metrics(message: cache_pb2.CacheMetrics, own: OwnFigures, masks: Mas
     for name, count in asdict(own.kv).items():
         setattr(message, name, count)
     message.num_replays = own.counters.replays
-    message.num_stale = own.refused().get("HANDLE_STALE", 0)
+    message.num_stale = own.refused.get("HANDLE_STALE", 0)
     message.token_masks, message.token_mask_bytes = masks.held_by(principal)
 
 
@@ -253,7 +253,7 @@ def _fill_appends(message: info_pb2.ExecutorStatus, figures: EngineSnapshot | Ow
     message.live_sequences = figures.num_sequences
     for name in _COUNTED:
         setattr(message, f"num_{name}", getattr(counters, name))
-    message.num_errors = sum(figures.refused().values())
+    message.num_errors = sum(figures.refused.values())
     message.avg_prefill_ns = counters.prefill_ns // max(1, counters.prefills)
     message.avg_decode_ns = counters.decode_ns // max(1, counters.decodes)
 

@@ -190,7 +190,7 @@ def _message(state: ServerState, serving: Serving, snapshot: _Snapshot, bounds: 
         queued_jobs=view.num_jobs,
         num_step_rows=round(view.timings["step_rows"].sum),
         step_ns=counters.step_ns,
-        num_refused=view.snapshot.refused(),
+        num_refused=view.snapshot.refused,
         sequences=snapshot.sequences[: bounds.max_sequences],
         principals=[_principal(each, size) for each in view.principals[: bounds.max_principals]],
         known_principals=view.num_principals,

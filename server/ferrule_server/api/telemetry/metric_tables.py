@@ -42,7 +42,7 @@ class Look:
     @property
     def refused(self) -> dict[str, int]:
         """Jobs and items refused, by reason, in the engine and before it."""
-        total = dict.fromkeys(_ALWAYS_SHOWN, 0) | self.snapshot.refused()
+        total = dict.fromkeys(_ALWAYS_SHOWN, 0) | self.snapshot.refused
         for reason, count in self.state.calls.refused_items().items():
             total[reason] = total.get(reason, 0) + count
         return total

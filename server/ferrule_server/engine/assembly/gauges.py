@@ -40,7 +40,7 @@ class Gauges:
             total_blocks=self.store.pool.capacity,
             free_blocks=self.store.pool.num_free,
             is_failed=self.is_failed,
-            refused_at_gate=self.gate.refused,
+            refused=dict(self.gate.refused + self.counters.refused.copy()),
             num_streams=len(self.drivers.active),
             num_parked=self.drivers.num_parked,
             num_arrived=len(self.inbox),
@@ -48,9 +48,10 @@ class Gauges:
 
     def own_figures(self, principal: str) -> OwnFigures:
         """Return the figures of one principal; cheap, at most one step old."""
+        counters = self.counters.own.look(principal)
         return OwnFigures(
             self.store.registry.count(principal),
-            self.counters.own.look(principal),
+            counters,
             self.store.ledger.own.look(principal),
-            self.gate.refused_of(principal),
+            dict(self.gate.refused_of(principal) + counters.refused.copy()),
         )

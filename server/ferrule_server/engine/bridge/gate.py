@@ -20,7 +20,8 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from ferrule_server.engine.jobs import (
@@ -89,8 +90,8 @@ class Gate:
         self._prefills = Meter("PREFILL_RATE", lambda principal: limits_of(principal).prefill_tokens_per_s, clock)
         self._company = Company()
         self._finished = _Finished()
-        self.refused: Mapping[str, int] = {}
-        self._refused_of: PerPrincipal[dict[str, int]] = PerPrincipal(dict)
+        self.refused: Counter[str] = Counter()
+        self._refused_of: PerPrincipal[Counter[str]] = PerPrincipal(Counter)
 
     @property
     def num_jobs(self) -> int:
@@ -102,10 +103,10 @@ class Gate:
         """Number of principals that are remembered; one that has jobs and is ahead of its rate counts twice."""
         return len(self._jobs.held) + len(self._host_calls.held) + len(self._prefills.buckets)
 
-    def refused_of(self, principal: str) -> Mapping[str, int]:
+    def refused_of(self, principal: str) -> Counter[str]:
         """Return how many jobs of one principal were refused here, by reason; a copy."""
         with self._lock:
-            return dict(self._refused_of.look(principal))
+            return self._refused_of.look(principal).copy()
 
     def admit(self, entries: list[Entry]) -> tuple[list[Entry], list[Finished]]:
         """Admit the jobs that arrived together, in order, as far as there is room.
@@ -129,7 +130,10 @@ class Gate:
                     continue
                 if cache_id := _sequence_of(job):
                     blocked[cache_id] = error
-                self._count_refused(job.principal, error.reason)
+                counts = self.refused.copy()
+                counts[error.reason] += 1
+                self.refused = counts
+                self._refused_of.of(job.principal)[error.reason] += 1
                 refused.append((job, sink, error))
         return admitted, refused
 
@@ -195,11 +199,6 @@ class Gate:
             return QueueFull(num_host_calls, MAX_HOST_CALLS)
         self._host_calls.take(principal)
         return None
-
-    def _count_refused(self, principal: str, reason: str) -> None:
-        self.refused = {**self.refused, reason: self.refused.get(reason, 0) + 1}
-        own = self._refused_of.of(principal)
-        own[reason] = own.get(reason, 0) + 1
 
     def _too_many_rows(self, principal: str, num_rows: int, max_rows: int, now: float) -> QuotaExceeded:
         """Return an error that says when the rows of a job would fit; never, if they are more than the quota."""

@@ -294,7 +294,7 @@ class Generation:
     def _finish(self, branch: _Branch, finish: Finish, error: FerruleError | None = None) -> None:
         branch.finish, branch.error, branch.in_flight, branch.spent = finish, error, None, None
         self._num_live -= 1
-        self._counters.finish("cancelled" if isinstance(error, Cancelled) else finish.value)
+        self._counters.finished["cancelled" if isinstance(error, Cancelled) else finish.value] += 1
         if branch not in self._touched:
             self._touched.append(branch)
 

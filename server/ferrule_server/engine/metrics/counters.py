@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass, field, fields
 
 from ferrule_server.engine.metrics.timings import EngineTimings
@@ -27,7 +27,7 @@ class OwnCounters:
     queue_ns: int = 0
     replays: int = 0
     generates: int = 0
-    refused: dict[str, int] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
 
     @property
     def decode_tokens(self) -> int:
@@ -77,7 +77,7 @@ class EngineCounters(OwnCounters):
     max_step_rows: int = 0
     queued_steps: int = 0
     discarded_rows: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
+    finished: Counter[str] = field(default_factory=Counter)
     timings: EngineTimings = field(default_factory=EngineTimings)
     own: PerPrincipal[OwnCounters] = field(default_factory=lambda: PerPrincipal(OwnCounters))
 
@@ -91,7 +91,7 @@ class EngineCounters(OwnCounters):
     def refuse(self, principal: str, reason: str) -> None:
         """Count one refused job of a principal."""
         for refused in (self.refused, self.own.of(principal).refused):
-            refused[reason] = refused.get(reason, 0) + 1
+            refused[reason] += 1
 
     def replay(self, principal: str) -> None:
         """Count one append or fork of a principal that is answered from committed data."""
@@ -102,10 +102,6 @@ class EngineCounters(OwnCounters):
         """Count one Generate of a principal that has begun."""
         self.generates += 1
         self.own.of(principal).generates += 1
-
-    def finish(self, how: str) -> None:
-        """Count one branch of a Generate that has ended."""
-        self.finished[how] = self.finished.get(how, 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +114,7 @@ class EngineSnapshot:
         num_sequences: Live sequences. num_durable: those of them that survive the process.
         total_blocks, free_blocks: Of the pool, without the null block.
         is_failed: True after a device was lost; nothing runs any more.
-        refused_at_gate: Jobs refused before they reached the engine thread, by reason.
+        refused: Jobs refused, by reason, at the gate and on the engine thread.
         num_streams: Generates and Forwards in progress. num_parked: those of them that wait for their readers.
         num_arrived: Requests and stream frames that the engine thread has not taken yet.
     """
@@ -130,15 +126,11 @@ class EngineSnapshot:
     total_blocks: int
     free_blocks: int
     is_failed: bool
-    refused_at_gate: Mapping[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
     num_streams: int = 0
     num_parked: int = 0
     num_arrived: int = 0
     num_durable: int = 0
-
-    def refused(self) -> dict[str, int]:
-        """Return how many jobs were refused, by reason, at the gate and on the engine thread."""
-        return _sum(self.counters.refused, self.refused_at_gate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,21 +141,10 @@ class OwnFigures:
         num_sequences: Its live sequences.
         counters: The engine's counters for it.
         kv: The counters of its sequences.
-        refused_at_gate: Its jobs refused before they reached the engine thread, by reason.
+        refused: Its jobs refused, by reason, at the gate and on the engine thread.
     """
 
     num_sequences: int
     counters: OwnCounters
     kv: KvCounters
-    refused_at_gate: Mapping[str, int] = field(default_factory=dict)
-
-    def refused(self) -> dict[str, int]:
-        """Return how many of its jobs were refused, by reason, at the gate and on the engine thread."""
-        return _sum(self.counters.refused, self.refused_at_gate)
-
-
-def _sum(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
-    total = dict(first)
-    for reason, count in second.items():
-        total[reason] = total.get(reason, 0) + count
-    return total
+    refused: dict[str, int]

@@ -37,7 +37,6 @@ class Reservation:
         held_ids: Blocks that the reservation itself owns; an abort gives them back.
         chain: The chain of the sequence to be created: its tokens before ``start``, or the whole prompt if that was
             looked up. None if a sequence exists already.
-        is_live: Neither committed nor aborted.
         num_cached: How many of the first rows need not be written, since the table has their KV: their blocks came from
             the prefix cache, or were computed and are in it (whole blocks, and maybe all). Of a read: all rows.
         num_given_back: Blocks that the table of a branch lacks.
@@ -54,7 +53,6 @@ class Reservation:
     copies: list[tuple[int, int]]
     held_ids: list[int]
     chain: LineageChain | None = field(default=None, repr=False)
-    is_live: bool = True
     num_cached: int = 0
     num_given_back: int = 0
     new: NewSequence = USUAL
@@ -63,12 +61,9 @@ class Reservation:
         """Return if these tokens can be committed.
 
         Raises:
-            RuntimeError: The reservation was committed or aborted before.
             ValueError: There is no token, or more than were reserved. Or the blocks of a sequence to be created were
                 looked up for other tokens, or hold more tokens.
         """
-        if not self.is_live:
-            raise RuntimeError("the reservation was committed or aborted before")
         if not 1 <= len(token_ids) <= self.num_tokens:
             raise ValueError(f"{self.num_tokens} tokens were reserved, {len(token_ids)} were written")
         if self.chain is None or len(self.chain) == self.start:
@@ -154,10 +149,8 @@ class Reservations:
         if looked_up is not None:
             chain.extend(looked_up)
             found_ids = self.cache.find(principal, chain)
-        held_ids = self._hold(principal, found_ids, self.pool.num_blocks_for(max(num_tokens, new.reserved_length)))
-        table = held_ids[: self.pool.num_blocks_for(num_tokens)]
-        reservation = Reservation(Verdict.CREATE, None, principal, 0, num_tokens, table, [], held_ids, chain)
-        reservation.num_cached, reservation.new = len(found_ids) * self.pool.block_size, new
+        reservation = Reservation(Verdict.CREATE, None, principal, 0, num_tokens, [], [], [], chain, new=new)
+        self._hold(reservation, found_ids, new.reserved_length)
         if looked_up is not None:
             self.ledger.add(principal, "num_prefix_lookup_tokens", num_tokens)
             self.ledger.add(principal, "num_prefix_hit_tokens", reservation.num_cached)
@@ -172,11 +165,8 @@ class Reservations:
         principal, length = sequence.principal, sequence.length
         self._check_need(0, length, sequence.reserved_length)
         found_ids = self.cache.find(principal, sequence.chain, is_cold=True)
-        num_blocks = self.pool.num_blocks_for(max(length, sequence.reserved_length))
-        held_ids = self._hold(principal, found_ids, num_blocks, num_sequences=0)
-        table = held_ids[: self.pool.num_blocks_for(length)]
-        reservation = Reservation(Verdict.WARM, sequence, principal, 0, length, table, [], held_ids)
-        reservation.num_cached = len(found_ids) * self.pool.block_size
+        reservation = Reservation(Verdict.WARM, sequence, principal, 0, length, [], [], [])
+        self._hold(reservation, found_ids, sequence.reserved_length)
         return self._open(reservation)
 
     def num_cached(self, sequence: Sequence) -> int:
@@ -187,7 +177,7 @@ class Reservations:
         """Let other cold sequences find the full blocks among the first tokens of one that is being computed."""
         size, sequence = self.pool.block_size, reservation.sequence
         blocks = range(reservation.num_cached // size, num_tokens // size)
-        if blocks and reservation.is_live:
+        if blocks and reservation in self.live:
             assert sequence is not None, "only a sequence that exists is cold"
             self.cache.register(sequence, reservation.block_ids, blocks, was_cold=True)
             reservation.num_cached = blocks.stop * size
@@ -218,7 +208,7 @@ class Reservations:
             changed.
         """
         sequence = reservation.sequence
-        if sequence is None or reservation.is_live or sequence.is_released or sequence.is_appending:
+        if sequence is None or reservation in self.live or sequence.is_released or sequence.is_appending:
             return False
         start, table = len(sequence.chain.token_ids), sequence.block_ids
         is_partial = start % self.pool.block_size > 0
@@ -227,7 +217,6 @@ class Reservations:
         reservation.start, reservation.num_tokens, reservation.block_ids = start, 1, table
         if reservation.held_ids or reservation.copies:
             reservation.held_ids, reservation.copies = [], []
-        reservation.is_live = True
         self._open(reservation)
         return True
 
@@ -333,7 +322,6 @@ class Reservations:
     def close(self, reservation: Reservation) -> None:
         """End a live reservation; the caller decides what happens to the blocks that it holds."""
         self.live.remove(reservation)
-        reservation.is_live = False
         if (sequence := reservation.sequence) is not None:
             sequence.num_pins -= 1
             if reservation.verdict.moves:
@@ -341,7 +329,7 @@ class Reservations:
 
     def abort(self, reservation: Reservation) -> None:
         """Give back what was reserved and nothing else; a closed reservation is left alone."""
-        if reservation.is_live:
+        if reservation in self.live:
             self.close(reservation)
             self.usage.release(reservation.principal, reservation.held_ids)
             if reservation.verdict.creates:
@@ -363,7 +351,6 @@ class Reservations:
             assert sequence.num_pins >= count, f"{sequence.handle_id} is pinned {sequence.num_pins} times by {count}"
             assert num_appends[sequence] == int(sequence.is_appending), f"{sequence.handle_id} has other appends"
         for reservation in self.live:
-            assert reservation.is_live, "a closed reservation is kept"
             named, verdict = reservation.sequence, reservation.verdict
             is_void = named is not None and named.is_released and verdict.moves
             if not (is_void or verdict.reads):
@@ -414,19 +401,22 @@ class Reservations:
             self.usage.check(sequence.principal, num_blocks=num_needed - num_own, num_whole=num_held)
             self.pool.require(num_needed, num_own)
 
-    def _hold(self, principal: str, found_ids: list[int], num_blocks: int, *, num_sequences: int = 1) -> list[int]:
-        """Return the blocks for a new or cold sequence, those found in the prefix cache first; all or nothing."""
+    def _hold(self, reservation: Reservation, found_ids: list[int], reserved_length: int) -> None:
+        """Hold the blocks for a new or cold sequence, those found in the prefix cache first; all or nothing."""
+        principal, num_tokens, creates = reservation.principal, reservation.num_tokens, reservation.verdict.creates
+        num_blocks = self.pool.num_blocks_for(max(num_tokens, reserved_length))
         num_fresh = num_blocks - len(found_ids)
         num_more = num_fresh + self.pool.count_free(found_ids)
-        self.usage.check(principal, num_sequences=num_sequences, num_blocks=num_more, num_whole=num_blocks)
+        self.usage.check(principal, num_sequences=int(creates), num_blocks=num_more, num_whole=num_blocks)
         self.pool.require(num_more)
         self.cache.link(found_ids)
         # The found blocks first, or the allocation might hand them out.
         self.usage.adopt(principal, found_ids)
-        fresh_ids = self.usage.allocate(principal, num_fresh)
-        if num_sequences:
-            self.usage.enter(principal, num_sequences)
-        return found_ids + fresh_ids
+        reservation.held_ids = found_ids + self.usage.allocate(principal, num_fresh)
+        reservation.block_ids = reservation.held_ids[: self.pool.num_blocks_for(num_tokens)]
+        reservation.num_cached = len(found_ids) * self.pool.block_size
+        if creates:
+            self.usage.enter(principal)
 
     def _extend(self, sequence: Sequence, num_tokens: int, verdict: Verdict = Verdict.APPEND) -> Reservation:
         """Hold the blocks for tokens at the tip that fit the context; after a rewind they fit the quota too."""

@@ -171,6 +171,8 @@ class SequenceStore:
             RuntimeError: The reservation was committed or aborted before.
             ValueError: No token, more than were reserved, or others than those of the prompt that was looked up.
         """
+        if reservation not in self.reservations.live:
+            raise RuntimeError("the reservation was committed or aborted before")
         reservation.check_tokens(token_ids)
         sequence, verdict, num_tokens = reservation.sequence, reservation.verdict, len(token_ids)
         if sequence is not None and sequence.is_released and verdict.moves:

@@ -307,7 +307,7 @@ class Lanes:
             self._drop(run, error)
         finally:
             if run.is_warming:  # what waits for the tokens would only run them again
-                self._refuse_waiting(run, error)
+                self._refuse_waiting(run, lambda _: error)
             self.advance(run)
 
     def stop(self, handle: Handle, principal: str) -> RunningAppend | None:
@@ -349,11 +349,8 @@ class Lanes:
                 self._drop(run, why(run.job))
             except Exception:  # noqa: BLE001 - the others still wait for an answer
                 fault("what an append holds could not be taken back")
-            for job, sink in run.waiting or ():
-                self._unpin(run)
-                self.finish(job, sink, why(job))
+            self._refuse_waiting(run, why)
         self._branches.clear()
-        self.num_waiting = 0
 
     def _drop(self, run: RunningAppend, error: FerruleError) -> None:
         """Free what the append holds and answer all its jobs, even if freeing raises."""
@@ -373,12 +370,14 @@ class Lanes:
         if run.sink is not None:
             self.finish(run.job, run.sink, outcome)
 
-    def _refuse_waiting(self, run: RunningAppend, error: FerruleError) -> None:
+    def _refuse_waiting(self, run: RunningAppend, why: Callable[[LaneJob[object]], FerruleError]) -> None:
+        """Answer the jobs that wait for ``run`` with errors, and take back their pins."""
         waiting, run.waiting = run.waiting or (), None
         for job, sink in waiting:
+            assert run.reservation.sequence is not None, "only sequences have lanes"
+            run.reservation.sequence.num_pins -= 1
             self.num_waiting -= 1
-            self._unpin(run)
-            self.finish(job, sink, error)
+            self.finish(job, sink, why(job))
 
     def _leave(self, run: RunningAppend) -> None:
         del self.running[run]
@@ -388,12 +387,6 @@ class Lanes:
             del branches[run]
             if not branches:
                 del self._branches[source]
-
-    @staticmethod
-    def _unpin(run: RunningAppend) -> None:
-        """Take back the pin of a job that waited for ``run``."""
-        assert run.reservation.sequence is not None, "only sequences have lanes"
-        run.reservation.sequence.num_pins -= 1
 
     def _wait_behind(self, run: RunningAppend, waiting: deque[LaneEntry], sequence: Sequence) -> None:
         """Let the next jobs with the same request join ``run``, which is now in flight, and the rest wait for it."""

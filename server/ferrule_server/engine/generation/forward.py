@@ -49,7 +49,7 @@ class ForwardPass:
         self._drivers = drivers
         self._seed = drivers.seed_for(job)
         self._output = seeded(job.output, self._seed)
-        self._pool = _Pool(job.pooling)
+        self._hidden: npt.NDArray[np.float64] | None = None  # of all rows so far, pooled
         self._start = 0
         self._handle: Handle | None = None
         self._in_flight: AppendJob | None = None
@@ -126,12 +126,12 @@ class ForwardPass:
         if not first:
             self._drivers.counters.timings.record_queue(result.timing.queue_ns)
         self._handle, self._start = result.handle, result.handle.length
-        self._pool.add(result.rows)
+        self._pool(result.rows)
         is_last = self._start == len(tokens)
         rows = self._visible(result.rows)
         self.job.window.sent_bytes += self.job.row_bytes * len(rows)
         if rows or is_last:
-            pooled = self._pool.mean_or_last(len(tokens)) if is_last else None
+            pooled = self._pooled() if is_last else None
             self._outcome = ForwardFrame(first if rows else 0, rows, result.timing, self._seed, is_last, pooled)
         if is_last:
             self._close()
@@ -148,6 +148,24 @@ class ForwardPass:
         if asked.hidden_state or self.job.pooling is Pooling.NONE:
             return rows
         return tuple(dataclasses.replace(row, hidden_state=None) for row in rows)
+
+    def _pool(self, rows: tuple[RowOutput, ...]) -> None:
+        """Combine the hidden states of the next rows with those before, summed in float64."""
+        hidden = [row.hidden_state for row in rows if row.hidden_state is not None]
+        if self.job.pooling is Pooling.NONE or not hidden:
+            return
+        if self.job.pooling is Pooling.LAST:
+            self._hidden = hidden[-1].astype(np.float64)
+            return
+        total: npt.NDArray[np.float64] = np.stack(hidden).sum(axis=0, dtype=np.float64)
+        self._hidden = total if self._hidden is None else self._hidden + total
+
+    def _pooled(self) -> Float32Array | None:
+        """Return the pooled vector, float32 [hidden_size]; None if none is requested."""
+        if self._hidden is None:
+            return None
+        num_rows = len(self.job.token_ids) if self.job.pooling is Pooling.MEAN else 1
+        return (self._hidden / num_rows).astype(np.float32)
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 
@@ -166,30 +184,3 @@ class ForwardPass:
         """Return the error for an expired hidden sequence: it can only expire while the reader leaves no room."""
         window = self.job.window
         return SlowConsumer(window.sent_bytes - window.taken_bytes, window.limit_bytes)
-
-
-class _Pool:
-    """Combines the hidden states of all rows into one vector, summed in float64."""
-
-    __slots__ = ("_pooling", "_vector")
-
-    def __init__(self, pooling: Pooling) -> None:
-        self._pooling = pooling
-        self._vector: npt.NDArray[np.float64] | None = None
-
-    def add(self, rows: tuple[RowOutput, ...]) -> None:
-        """Take the next rows, in order."""
-        hidden = [row.hidden_state for row in rows if row.hidden_state is not None]
-        if self._pooling is Pooling.NONE or not hidden:
-            return
-        if self._pooling is Pooling.LAST:
-            self._vector = hidden[-1].astype(np.float64)
-            return
-        total: npt.NDArray[np.float64] = np.stack(hidden).sum(axis=0, dtype=np.float64)
-        self._vector = total if self._vector is None else self._vector + total
-
-    def mean_or_last(self, num_rows: int) -> Float32Array | None:
-        """Return the pooled vector, float32 [hidden_size]; None if none is requested."""
-        if self._vector is None:
-            return None
-        return (self._vector / (num_rows if self._pooling is Pooling.MEAN else 1)).astype(np.float32)

@@ -164,16 +164,15 @@ class Warmup:
         return "" if self._pipelined is None else self._pipelined.state.fallback_reason
 
     def _batch_of(self, size: int) -> StepBatch:
-        return self._decode(size) if size else self._prefill()
+        """Return one row for each of ``size`` sequences, at the end of a sequence of moderate length; 0: a prefill."""
+        if size:
+            return self._batch([1] * size, min(_KV_LEN, self._executor.info.model.max_context))
+        return self._prefill()
 
     def _run(self, batch: StepBatch) -> WarmStep:
         begun_ns = time.monotonic_ns()
         self._executor.run(batch)
         return WarmStep(batch.num_seqs, batch.num_rows, time.monotonic_ns() - begun_ns)
-
-    def _decode(self, num_seqs: int) -> StepBatch:
-        """Return one row for each sequence, at the end of a sequence of moderate length."""
-        return self._batch([1] * num_seqs, min(_KV_LEN, self._executor.info.model.max_context))
 
     def _prefill(self) -> StepBatch:
         """Return as many rows as a step may have, of one sequence if the context allows it."""

@@ -66,10 +66,6 @@ class Commits:
                 self.journal.note_state(sequence)
             raise
 
-    def note_computed(self, run: RunningAppend) -> None:
-        """Let other cold sequences share what is computed already of a cold one."""
-        self.store.reservations.note_computed(run.reservation, run.cursor)
-
     def _settle(self, run: RunningAppend, sequence: Sequence) -> AppendResult:
         """Record the committed append, and return its answer."""
         job, verdict, start = run.job, run.reservation.verdict, run.reservation.start

@@ -166,7 +166,8 @@ class Stepper:
             DeviceLost: As the executor says.
         """
         if self._lookahead is not None:
-            self._lookahead.make_way()
+            self._lookahead.is_due = True
+            self._lookahead.drop()
         self.warmup.run_one()
 
     def tend(self) -> None:
@@ -189,7 +190,7 @@ class Stepper:
     def idle(self) -> None:
         """Note that there are no requests at the moment, so the executor may prepare itself."""
         if self._lookahead is not None:
-            self._lookahead.idle()
+            self._lookahead.is_due = True
 
     def close(self) -> None:
         """Drop the queued step and ignore its errors, which no request depends on."""
@@ -258,7 +259,7 @@ class Stepper:
             if run.cursor == len(run.token_ids):
                 awaited.add(self._complete(run))
             elif run.is_warming:
-                self.commits.note_computed(run)
+                self.store.reservations.note_computed(run.reservation, run.cursor)
         awaited.discard("")
         self.gather.open(awaited, outcome.elapsed_ns * 1e-9, time.monotonic())
 

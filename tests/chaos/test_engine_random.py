@@ -556,8 +556,8 @@ class Campaign:
     def check_integrity(self) -> None:
         """Every part of the engine, between steps."""
         self.store.check_integrity()
-        self.engine._parts.records.check_integrity()
-        self.engine._parts.creations.check_integrity({each.handle_id for each in self.store.registry})
+        self.engine._lanes.admission.records.check_integrity()
+        self.engine._lanes.creations.check_integrity({each.handle_id for each in self.store.registry})
         check_lanes(self.engine._lanes)
 
     def check_tip(self, session: Session) -> None:
@@ -596,7 +596,7 @@ class Campaign:
         assert not self.engine._lanes.running
         assert not self.engine._lanes._lanes
         assert self.store.pool.num_used == 0
-        assert (len(self.engine._parts.records), self.engine._parts.records.used_bytes) == (0, 0)
+        assert (len(self.engine._lanes.admission.records), self.engine._lanes.admission.records.used_bytes) == (0, 0)
         self.check_integrity()
         for name in ("joined", "replays", "recomputed", "accepted_tokens"):
             self.count[name] += getattr(self.engine.counters, name)

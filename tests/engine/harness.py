@@ -166,8 +166,8 @@ class Harness:
     def check_integrity(self) -> None:
         """Check everything the engine owns; only while it stands still."""
         self.store.check_integrity()
-        self.engine._parts.records.check_integrity()
-        self.engine._parts.creations.check_integrity({each.handle_id for each in self.store.registry})
+        self.engine._lanes.admission.records.check_integrity()
+        self.engine._lanes.creations.check_integrity({each.handle_id for each in self.store.registry})
         check_lanes(self.engine._lanes)
 
     def submit(self, job: Job[object]) -> Pending:

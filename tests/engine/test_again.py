@@ -67,7 +67,7 @@ def state_of(harness: Harness) -> object:
         (list(each.token_ids), each.block_ids, each.ttl_s, each.spare_ids, each.num_pins, each.reserved_length)
         for each in harness.store.registry
     )
-    held = harness.engine._parts.records._records.values()
+    held = harness.engine._lanes.admission.records._records.values()
     records = sorted(
         (each.start, each.num_tokens, str(each.result.seed), str(each.is_whole and each.result.rows)) for each in held
     )

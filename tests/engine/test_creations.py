@@ -392,7 +392,7 @@ def test_dead_creations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for index in range(5):
             handle = harness.submit(append(None, 2, request_id=str(index))).result().handle
             harness.release(handle)
-        assert len(harness.engine._parts.creations) == 4
+        assert len(harness.engine._lanes.creations) == 4
         assert harness.submit(append(None, 1, request_id="alive")).result().handle == alive
         assert isinstance(harness.submit(append(None, 2, request_id="2")).error(), HandleUnknown)
         assert not harness.submit(append(None, 2, request_id="1")).result().replayed
@@ -421,4 +421,4 @@ def test_who_makes_and_ends_thousands_frees_nobody_elses_request_id(monkeypatch:
             made = harness.submit(job).result()
             harness.submit(host_calls.release("flood", (made.handle,))).outcome()
         assert isinstance(harness.submit(append(None, 1, 2, request_id="r")).error(), HandleUnknown)
-        assert len(harness.engine._parts.creations) == 3
+        assert len(harness.engine._lanes.creations) == 3

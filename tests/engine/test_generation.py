@@ -391,7 +391,7 @@ def test_seeds_of_requests_without_one_differ_by_request(harness: Harness) -> No
 def test_no_request_id_of_a_client_can_meet_those_of_the_branches(harness: Harness) -> None:
     """They are longer than a client's may be; a fork with the Generate's own id is another request, and refused."""
     start(harness, generate(None, 1, 2, request_id="a" * 128, num_branches=2)).branches()
-    ids = [request_id for _, request_id in harness.engine._parts.creations._creations]
+    ids = [request_id for _, request_id in harness.engine._lanes.creations._creations]
     assert sorted(len(each.encode()) > 128 for each in ids) == [False, True]
 
 

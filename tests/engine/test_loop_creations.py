@@ -135,6 +135,6 @@ def test_whatever_comes_with_one_id_only_one_request_makes_sequences(
             if num_sequences(harness) > num_before:
                 makers.add(len(makers))
         assert len(makers) <= 1
-        harness.engine._parts.creations.check_integrity(
+        harness.engine._lanes.creations.check_integrity(
             {each.handle_id for each in harness.store.registry.soonest(1000)}
         )

@@ -42,7 +42,7 @@ def _crowd(harness: Harness) -> tuple[list[Pending], list[Stream]]:
     [
         "_store.reservations.abort",
         "_store.release",
-        "_parts.creations.abandon",
+        "_lanes.creations.abandon",
         "_lanes._leave",
         "_lanes.end_all",
         "_drivers.end_all",

@@ -72,8 +72,6 @@ class Parts:
     delivery: Delivery
     outlet: Outlet
     outcomes: Outcomes
-    records: ReplayRecords
-    creations: Creations
     lanes: Lanes
     endings: Endings
     drivers: Drivers
@@ -124,19 +122,5 @@ def assemble(setup: Setup, counters: EngineCounters) -> Parts:
     bytes_per_block = setup.executor.info.bytes_per_block
     host = Host(store, bytes_per_block, lanes, endings, journal, gate, counters.own, gauges.snapshot)
     return Parts(
-        inbox=inbox,
-        gate=gate,
-        delivery=delivery,
-        outlet=outlet,
-        outcomes=outcomes,
-        records=records,
-        creations=creations,
-        lanes=lanes,
-        endings=endings,
-        drivers=drivers,
-        gather=gather,
-        warmup=warmup,
-        stepper=stepper,
-        host=host,
-        gauges=gauges,
+        inbox, gate, delivery, outlet, outcomes, lanes, endings, drivers, gather, warmup, stepper, host, gauges
     )

@@ -596,7 +596,10 @@ class Campaign:
         assert not self.engine._lanes.running
         assert not self.engine._lanes._lanes
         assert self.store.pool.num_used == 0
-        assert (len(self.engine._lanes.admission.records), self.engine._lanes.admission.records.used_bytes) == (0, 0)
+        assert (len(self.engine._lanes.admission.records), self.engine._lanes.admission.records.memory.num_held) == (
+            0,
+            0,
+        )
         self.check_integrity()
         for name in ("joined", "replays", "recomputed", "accepted_tokens"):
             self.count[name] += getattr(self.engine.counters, name)

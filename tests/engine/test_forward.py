@@ -172,7 +172,7 @@ def test_it_pushes_no_record_out() -> None:
         again = harness.decode(first, 4, output=output)
         assert again.replayed
         assert not again.recomputed
-        assert harness.engine._lanes.admission.records.used_bytes <= 1000
+        assert harness.engine._lanes.admission.records.memory.num_held <= 1000
         assert len(frames) == 3
 
 

@@ -67,7 +67,7 @@ def test_registering_again_changes_nothing() -> None:
     first = registry.register("alice", [_mask(1), _mask(2), _mask(1)])
     assert registry.register("alice", [_mask(1), _mask(2), _mask(1)]) == first
     assert first[0] == first[2] != first[1]
-    assert (registry.num_masks, registry.num_bytes) == (2, 2 * MASK_BYTES)
+    assert (registry.num_masks, registry.memory.num_held) == (2, 2 * MASK_BYTES)
     assert registry.register("alice", []) == []
 
 
@@ -169,6 +169,6 @@ def test_masks_take_no_more_than_what_is_counted(vocab_size: int, num_principals
             registry.register(f"principal {number % num_principals}", [mask])
             del bits, mask
             if number % 16 == 0:
-                assert tracemalloc.get_traced_memory()[0] <= registry.num_bytes + (32 << 10)
+                assert tracemalloc.get_traced_memory()[0] <= registry.memory.num_held + (32 << 10)
     finally:
         tracemalloc.stop()

@@ -64,9 +64,9 @@ def test_a_principal_has_a_bound_of_its_own() -> None:
     for name in "abc":
         keep(records, name, "small")
     assert [has_rows(records, name) for name in "xabc"] == [True, False, True, True]
-    assert records.used_bytes_of("small") == 2 * ROW_BYTES
+    assert records.memory.of("small") == 2 * ROW_BYTES
     keep(records, "d", "small", num_rows=3)
-    assert records.used_bytes_of("small") == 0
+    assert records.memory.of("small") == 0
     assert not has_rows(records, "d")
 
 
@@ -77,7 +77,7 @@ def test_a_single_row_of_numbers_costs_nothing_and_stays() -> None:
     keep(records, "rows", num_rows=2, bulky=False)
     assert has_rows(records, "small")
     assert not has_rows(records, "rows")
-    assert records.used_bytes == 0
+    assert records.memory.num_held == 0
 
 
 def test_a_long_request_counts_as_well_and_is_known_again_when_it_was_dropped() -> None:
@@ -91,7 +91,7 @@ def test_a_long_request_counts_as_well_and_is_known_again_when_it_was_dropped() 
     for name in "abc":
         records.keep(name, 1, asking(output), result)
         records.check_integrity()
-    assert records.used_bytes > 4096 * 100
+    assert records.memory.num_held > 4096 * 100
     kept = [records.find(name, 1, 1, asking(output)) for name in "abc"]
     assert [each is not None and each.result.seed for each in kept] == [11, 11, 11]
     assert [each is not None and not each.is_whole for each in kept] == [True, False, False]
@@ -108,7 +108,7 @@ def test_nothing_is_left_of_what_is_forgotten() -> None:
     for name in ("a", "a", "b", "nobody"):
         records.forget(name)
         records.check_integrity()
-    assert (len(records), records.used_bytes) == (0, 0)
+    assert (len(records), records.memory.num_held) == (0, 0)
 
 
 def test_only_the_append_that_was_recorded_is_found() -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ferrule_server.errors import MaskUnknown, QuotaExceeded
 from ferrule_server.executor.base import TokenMask
+from ferrule_server.fairness.places import Places
 from ferrule_server.quotas import LimitsOf, unlimited
 
 FINGERPRINT_BYTES: Final = 16
@@ -48,21 +49,23 @@ class MaskRegistry:
     If a principal exceeds its quota, its least recently used masks are dropped; beyond ``max_bytes`` the least recently
     used of all. A job that uses a dropped mask keeps it alive.
 
-    Invariant: ``num_bytes`` is the sum of :func:`counted_bytes` over all masks and at most ``max_bytes``; no principal
-    holds more than its quota allowed when it last registered one.
+    Invariant: ``memory`` has the :func:`counted_bytes` of all masks, and is not exceeded; no principal holds more than
+    its quota allowed when it last registered one.
 
     Args:
         limits_of: The quotas of a principal.
         max_bytes: Limit for all masks together.
+
+    Attributes:
+        memory: The bytes that are counted, by principal; read only.
     """
 
     def __init__(self, limits_of: LimitsOf = unlimited, max_bytes: int = MAX_MASK_BYTES) -> None:
         self._limits_of = limits_of
         self._max_bytes = max_bytes
         self._owned: dict[str, OrderedDict[bytes, TokenMask]] = {}
-        self._bytes: dict[str, int] = {}
         self._order: OrderedDict[tuple[str, bytes], None] = OrderedDict()
-        self.num_bytes = 0
+        self.memory = Places(max_bytes)
 
     @property
     def num_masks(self) -> int:
@@ -79,12 +82,12 @@ class MaskRegistry:
         limit = self._limit(principal)
         needed = sum(counted_bytes(mask) for mask in distinct.values())
         if needed > limit:
-            raise QuotaExceeded("MASK_BYTES", self._bytes.get(principal, 0), limit, None, needed)
+            raise QuotaExceeded("MASK_BYTES", self.memory.of(principal), limit, None, needed)
         for mask in distinct.values():
             self._keep(principal, mask)
-        while self._bytes.get(principal, 0) > limit:
+        while self.memory.of(principal) > limit:
             self._drop(principal, next(iter(self._owned[principal])))
-        while self.num_bytes > self._max_bytes:
+        while self.memory.num_free < 0:
             self._drop(*next(iter(self._order)))
         return [mask.fingerprint for mask in masks]
 
@@ -96,7 +99,7 @@ class MaskRegistry:
         """
         for (principal, fingerprint), bits in masks.items():
             self._keep(principal, TokenMask(fingerprint, np.frombuffer(bits, np.uint8)))
-            while self.num_bytes > self._max_bytes:
+            while self.memory.num_free < 0:
                 self._drop(*next(iter(self._order)))
 
     def find(self, principal: str, fingerprint: bytes) -> TokenMask:
@@ -114,7 +117,7 @@ class MaskRegistry:
 
     def held_by(self, principal: str) -> tuple[int, int]:
         """Return how many masks a principal has registered, and their bytes."""
-        return len(self._owned.get(principal, ())), self._bytes.get(principal, 0)
+        return len(self._owned.get(principal, ())), self.memory.of(principal)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariant of the class holds."""
@@ -122,9 +125,10 @@ class MaskRegistry:
         assert owned == set(self._order)
         for principal, masks in self._owned.items():
             assert masks
-            assert self._bytes[principal] == sum(counted_bytes(mask) for mask in masks.values())
-        assert self._bytes.keys() == self._owned.keys()
-        assert self.num_bytes == sum(self._bytes.values()) <= self._max_bytes
+            assert self.memory.of(principal) == sum(counted_bytes(mask) for mask in masks.values())
+        assert self.memory.held.keys() == self._owned.keys()
+        assert self.memory.num_free >= 0
+        self.memory.check_integrity()
 
     def _limit(self, principal: str) -> int:
         quota = self._limits_of(principal).mask_bytes
@@ -135,8 +139,7 @@ class MaskRegistry:
         if mask.fingerprint not in owned:
             owned[mask.fingerprint] = mask
             self._order[principal, mask.fingerprint] = None
-            self._bytes[principal] = self._bytes.get(principal, 0) + counted_bytes(mask)
-            self.num_bytes += counted_bytes(mask)
+            self.memory.take(principal, counted_bytes(mask))
         self._use(principal, mask.fingerprint)
 
     def _use(self, principal: str, fingerprint: bytes) -> None:
@@ -145,9 +148,7 @@ class MaskRegistry:
 
     def _drop(self, principal: str, fingerprint: bytes) -> None:
         owned = self._owned[principal]
-        num_bytes = counted_bytes(owned.pop(fingerprint))
+        self.memory.give_back(principal, counted_bytes(owned.pop(fingerprint)))
         del self._order[principal, fingerprint]
-        self._bytes[principal] -= num_bytes
-        self.num_bytes -= num_bytes
         if not owned:
-            del self._owned[principal], self._bytes[principal]
+            del self._owned[principal]

@@ -204,7 +204,7 @@ def cache_metrics(
         num_replays=snapshot.counters.replays,
         num_stale=snapshot.refused.get("HANDLE_STALE", 0),
         token_masks=masks.num_masks,
-        token_mask_bytes=masks.num_bytes,
+        token_mask_bytes=masks.memory.num_held,
     )
 
 

@@ -108,7 +108,7 @@ GAUGES: Final[tuple[Figure, ...]] = (
     Figure("kv_usage_ratio", "kv_usage", "Used blocks as a share of all; cached ones are free."),
     Figure("tombstones", "kv.tombstones", "Expired sequences still remembered."),
     Figure("token_masks", "serving.inputs.masks.num_masks", "Token masks registered."),
-    Figure("token_mask_bytes", "serving.inputs.masks.num_bytes", "Memory of registered token masks."),
+    Figure("token_mask_bytes", "serving.inputs.masks.memory.num_held", "Memory of registered token masks."),
     Figure("last_step_timestamp_seconds", "last_step_s", "End of the newest step, in Unix time; 0 before the first."),
     Figure("durable_healthy", "journal.is_healthy", "1 while records reach the disk."),
     Figure("durable_sequences", "journal.num_sequences", "Durable sequences that are alive."),

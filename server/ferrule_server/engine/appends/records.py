@@ -11,6 +11,7 @@ import numpy as np
 from ferrule_server.engine.appends.rows import without_arrays
 from ferrule_server.engine.jobs import AppendJob, AppendResult, Drafts, OutputRequest
 from ferrule_server.executor.base import DraftDistribution, OutputSpec, RowOutput, Shaping, TokenMask
+from ferrule_server.fairness.places import Places
 from ferrule_server.quotas import LimitsOf, unlimited
 
 _ROW_BYTES: Final = 200
@@ -85,29 +86,26 @@ class ReplayRecords:
     (arrays, several rows, a long request) are bounded in bytes. Beyond a bound, those of the least recent appends are
     dropped. A replay of such an append runs its rows again, with the recorded seed.
 
-    Invariant: ``used_bytes`` is the sum of ``num_bytes`` over the records held, and at most ``limit_bytes``; the bytes
-    of a principal are the sum over its own records, and at most its ``retained_bytes``.
+    Invariant: ``memory`` has the ``num_bytes`` of the records held, and is not exceeded; the bytes of a principal are
+    at most its ``retained_bytes``.
 
     Args:
         limit_bytes: Most bytes of bulky rows of all principals together.
         limits_of: Returns the quotas of a principal, with its own bound.
+
+    Attributes:
+        memory: The bytes of bulky rows, by principal; read only.
     """
 
     def __init__(self, limit_bytes: int, limits_of: LimitsOf = unlimited) -> None:
-        self._limit_bytes = limit_bytes
         self._limits_of = limits_of
         self._records: dict[str, AppendRecord] = {}
         self._bulky: dict[str, AppendRecord] = {}  # the least recent append first
         self._bulky_of: dict[str, dict[str, AppendRecord]] = {}  # the same records, by principal
-        self._used_bytes_of: dict[str, int] = {}
-        self.used_bytes = 0
+        self.memory = Places(limit_bytes)
 
     def __len__(self) -> int:
         return len(self._records)
-
-    def used_bytes_of(self, principal: str) -> int:
-        """Return the bytes of bulky rows held for the principal."""
-        return self._used_bytes_of.get(principal, 0)
 
     def keep(self, handle_id: str, start: int, job: AppendJob, result: AppendResult) -> None:
         """Keep the answer to ``job``, appended after ``start``, in place of the sequence's previous record."""
@@ -182,8 +180,9 @@ class ReplayRecords:
             assert (handle_id in self._bulky) == bool(num_bytes), f"{handle_id} is bulky and not listed so"
             if num_bytes:
                 used[record.principal] = used.get(record.principal, 0) + num_bytes
-        assert used == self._used_bytes_of, f"{used} bytes held, {self._used_bytes_of} counted"
-        assert sum(used.values()) == self.used_bytes <= self._limit_bytes, f"{self.used_bytes} bytes counted in all"
+        assert used == self.memory.held, f"{used} bytes held, {self.memory.held} counted"
+        assert self.memory.num_free >= 0, f"{self.memory.num_held} bytes counted in all"
+        self.memory.check_integrity()
         for principal, num_bytes in used.items():
             limit = self._limits_of(principal).retained_bytes
             assert limit is None or num_bytes <= limit, f"{principal} holds {num_bytes} bytes of {limit}"
@@ -193,12 +192,11 @@ class ReplayRecords:
         principal = record.principal
         own = self._bulky_of.setdefault(principal, {})
         self._bulky[handle_id] = own[handle_id] = record
-        self.used_bytes += num_bytes
-        self._used_bytes_of[principal] = self._used_bytes_of.get(principal, 0) + num_bytes
-        while self.used_bytes > self._limit_bytes:
+        self.memory.take(principal, num_bytes)
+        while self.memory.num_free < 0:
             self._make_small(next(iter(self._bulky)))
         limit = self._limits_of(principal).retained_bytes
-        while limit is not None and self.used_bytes_of(principal) > limit:
+        while limit is not None and self.memory.of(principal) > limit:
             self._make_small(next(iter(own)))
 
     def _make_small(self, handle_id: str) -> None:
@@ -210,12 +208,11 @@ class ReplayRecords:
     def _drop_rows(self, handle_id: str) -> AppendRecord:
         """Stop counting the bytes of a bulky record, and return it without its rows."""
         record = self._bulky.pop(handle_id)
-        own, num_bytes = self._bulky_of[record.principal], record.num_bytes
+        own = self._bulky_of[record.principal]
         del own[handle_id]
-        self.used_bytes -= num_bytes
-        self._used_bytes_of[record.principal] -= num_bytes
+        self.memory.give_back(record.principal, record.num_bytes)
         if not own:
-            del self._bulky_of[record.principal], self._used_bytes_of[record.principal]
+            del self._bulky_of[record.principal]
         result = record.result
         verified = result.verified and replace(result.verified, row_handles=())
         record.result = replace(result, rows=numbers_of(result.rows), verified=verified)

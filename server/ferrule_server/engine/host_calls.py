@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from ferrule_server.engine.appends.endings import Endings
 from ferrule_server.engine.appends.lanes import Lanes
@@ -155,7 +155,8 @@ class Host:
         snapshot = self.snapshot()
         refcounts, is_cached = self.store.pool.picture()
         pending = self.gate.pending()
-        known = self._known(pending)
+        # Those that appended recently, newest first, then those that hold sequences or have jobs.
+        known = dict.fromkeys(chain(self.own.recent(), self.store.usage.principals(), pending))
         return View(
             at_s=time.monotonic(),
             unix_ns=time.time_ns(),
@@ -210,13 +211,6 @@ class Host:
             first_position=sequence.first_position,
             lowest_length=sequence.lowest_length,
         )
-
-    def _known(self, pending: dict[str, tuple[int, int]]) -> dict[str, None]:
-        """Return the principals that appended recently, newest first, then those that hold sequences or have jobs."""
-        known = dict.fromkeys(self.own.recent())
-        known.update(dict.fromkeys(self.store.usage.principals()))
-        known.update(dict.fromkeys(pending))
-        return known
 
     def _principal(self, name: str, pending: dict[str, tuple[int, int]]) -> PrincipalSeen:
         held, own = self.store.usage.of(name), self.own.look(name)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from typing import Final
 
@@ -174,14 +174,12 @@ class Creations:
         Args:
             handle_ids: Of the live sequences.
         """
-        num_live: dict[tuple[str, str], int] = {}
-        for handle_id, maker in self._makers.items():
-            assert handle_id in handle_ids, f"{handle_id} has ended and still counts as made"
-            num_live[maker.key] = num_live.get(maker.key, 0) + 1
+        assert self._makers.keys() <= set(handle_ids), "a sequence has ended and still counts as made"
+        num_live = Counter(maker.key for maker in self._makers.values())
         for key, creation in self._creations.items():
             assert creation.key == key, "a creation is listed under another request_id"
             assert (creation.run is None) == bool(creation.handles), "a creation is neither in flight nor done"
-            assert creation.num_live == num_live.get(key, 0), f"{creation.num_live} live, {num_live.get(key, 0)} known"
+            assert creation.num_live == num_live[key], f"{creation.num_live} live, {num_live[key]} known"
             is_dead = creation.run is None and not creation.num_live
             assert is_dead == (key in self._dead.get(key[0], ())), "a creation without sequences is not listed so"
         for principal, dead in self._dead.items():

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final
 
 TIME_BOUNDS_S = (
@@ -55,11 +56,7 @@ class HistogramReading:
 
     def cumulative(self) -> list[int]:
         """Return for each bound how many observations are at most that, and last the total."""
-        total, totals = 0, []
-        for count in self.counts:
-            total += count
-            totals.append(total)
-        return totals
+        return list(accumulate(self.counts))
 
 
 class Histogram:

@@ -72,8 +72,9 @@ class Commits:
         handle = sequence.handle_at(start + len(run.token_ids))
         spec = run.specs.get(0) or next(iter(run.specs.values()), None)
         seed = None if spec is None or spec.sample is None else spec.sample.seed
-        if run.creation is not None:
-            self.creations.finish(run.creation, (handle,), start, seed, run.verified)
+        if (creation := run.creation) is not None:
+            creation.start, creation.seed, creation.verified = start, seed, run.verified
+            self.creations.finish(creation, (handle,))
         is_replay = verdict is Verdict.REPLAY
         rows, timing = tuple(run.outputs), run.timing
         if timing.started_ns > job.submitted_ns:

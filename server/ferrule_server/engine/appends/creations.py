@@ -24,7 +24,7 @@ from typing import Final
 
 from ferrule_server.engine.appends.records import ANY
 from ferrule_server.engine.appends.running import Creation, RunningAppend
-from ferrule_server.engine.jobs import AppendJob, Drafts, ForkJob, GenerateJob, LaneJob, Verified
+from ferrule_server.engine.jobs import AppendJob, Drafts, ForkJob, GenerateJob, LaneJob
 from ferrule_server.errors import RequestIdReused
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.registry import TOMBSTONE_S
@@ -114,18 +114,9 @@ class Creations:
         self._creations[creation.key] = creation
         return creation
 
-    def finish(
-        self,
-        creation: Creation,
-        handles: tuple[Handle, ...],
-        start: int = 0,
-        seed: int | None = None,
-        verified: Verified | None = None,
-    ) -> None:
+    def finish(self, creation: Creation, handles: tuple[Handle, ...]) -> None:
         """Record that the sequences exist: from now on ``handles`` answer the request."""
-        creation.run = None
-        creation.handles, creation.start, creation.seed, creation.verified = handles, start, seed, verified
-        creation.num_live = len(handles)
+        creation.run, creation.handles, creation.num_live = None, handles, len(handles)
         self._makers.update((handle.handle_id, creation) for handle in handles)
 
     def abandon(self, creation: Creation) -> None:

@@ -98,11 +98,6 @@ class Gate:
         """Jobs admitted and not finished."""
         return self._jobs.num_held
 
-    @property
-    def num_principals(self) -> int:
-        """Number of principals that are remembered; one that has jobs and is ahead of its rate counts twice."""
-        return len(self._jobs.held) + len(self._host_calls.held) + len(self._prefills.buckets)
-
     def refused_of(self, principal: str) -> Counter[str]:
         """Return how many jobs of one principal were refused here, by reason; a copy."""
         with self._lock:

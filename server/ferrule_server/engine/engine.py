@@ -49,7 +49,6 @@ from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.errors import Cancelled, Draining, DurabilityLost, FerruleError, HandleExpired
 from ferrule_server.executor.base import DeviceLost
 from ferrule_server.kv.handle import Handle
-from ferrule_server.kv.metrics import KvMetrics
 
 _LOG = logging.getLogger(__name__)
 _IDLE_S = 1.0
@@ -83,6 +82,8 @@ class Engine:
         counters: What has happened so far; written by the engine thread.
         snapshot: Returns a copy of the current state; takes 20 us, from any thread, at most one step old.
         own_figures: Returns the figures of one principal; cheap, from any thread, at most one step old.
+        kv_metrics: Returns counters and state of the KV pool; from any thread, at most one step old.
+        is_durable: Whether sequences can survive the process.
         restored_masks: Packed bits of registered token masks, by principal and fingerprint, from the journal.
 
     Raises:
@@ -98,6 +99,7 @@ class Engine:
         self._inbox, self._outlet, self._outcomes = parts.inbox, parts.outlet, parts.outcomes
         self._store, self._shares = setup.store, setup.shares
         self.snapshot, self.own_figures = parts.gauges.snapshot, parts.gauges.own_figures
+        self.kv_metrics, self.is_durable = setup.store.metrics, parts.outlet.has_journal
         self._journal, self.restored_masks = parts.outlet.journal, parts.outlet.masks
         self._is_stopping = self._is_closed = False
         self._next_expiry_check = self._hold_s = 0.0
@@ -147,10 +149,6 @@ class Engine:
     def num_free_blocks(self) -> int:
         """Return how many blocks of the pool are free; from any thread, at most one step old."""
         return self._store.pool.num_free
-
-    def kv_metrics(self) -> KvMetrics:
-        """Return counters and state of the KV pool; from any thread, at most one step old."""
-        return self._store.metrics()
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -362,11 +360,6 @@ class Engine:
         return self._store.clock() - (time.monotonic_ns() - submitted_ns) * 1e-9
 
     # ---- durability -------------------------------------------------------------------------------------------------
-
-    @property
-    def is_durable(self) -> bool:
-        """Whether sequences can survive the process."""
-        return self._outlet.has_journal
 
     @property
     def is_journal_lost(self) -> bool | None:

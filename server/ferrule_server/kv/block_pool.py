@@ -200,13 +200,12 @@ class BlockPool:
         """Return how many blocks of a block table have several owners; see :func:`count_shared`."""
         return count_shared(table, self._refcounts, has_gaps=self.has_gaps)
 
-    def count_sole(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these blocks have one owner, so that a release would free them."""
-        return sum(self._refcounts[block_id] == 1 for block_id in block_ids)
+    def count_with(self, num_owners: int, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks have so many owners.
 
-    def count_free(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these blocks have no owner, so that :meth:`adopt` would take them from the free blocks."""
-        return sum(not self._refcounts[block_id] for block_id in block_ids)
+        A release frees blocks with 1 owner, and :meth:`adopt` takes those with 0 from the free blocks.
+        """
+        return sum(self._refcounts[block_id] == num_owners for block_id in block_ids)
 
     def cached_ids(self) -> list[int]:
         """Return the cached blocks in the order in which they would be handed out."""

@@ -453,6 +453,10 @@ class Verified:
     next_token: int | None = None
     row_handles: tuple[Handle, ...] = ()
 
+    def num_appended(self, num_drafts: int) -> int:
+        """Return how many of so many drafts are appended: the accepted ones, or all if the client decides."""
+        return num_drafts if self.next_token is None else self.accepted_count
+
 
 @dataclass(slots=True)
 class AppendResult:

@@ -64,8 +64,7 @@ class AppendRecord:
         """Of a verify: its tokens before the drafts."""
         verified = self.result.verified
         assert verified is not None, "a verify has a result"
-        has_chosen = verified.next_token is not None  # else the client decides, and all drafts are appended
-        return self.num_tokens - (verified.accepted_count if has_chosen else len(self.draft_ids))
+        return self.num_tokens - verified.num_appended(len(self.draft_ids))
 
     @property
     def num_bytes(self) -> int:

@@ -39,11 +39,6 @@ def verify(drafts: Drafts, draft_ids: SequenceOf[int], rows: SequenceOf[RowOutpu
     return Verified(count, rows[count].token)
 
 
-def num_appended(drafts: Drafts, verified: Verified) -> int:
-    """Return how many drafts are appended: the accepted ones, or all if the client decides."""
-    return drafts.count if drafts.acceptance is Acceptance.NONE else verified.accepted_count
-
-
 def with_row_handles(verified: Verified, drafts: Drafts, sequence: Sequence, length_after: int) -> Verified:
     """Return ``verified`` with the handles at row 0 and at each appended draft, if they are requested.
 
@@ -55,7 +50,7 @@ def with_row_handles(verified: Verified, drafts: Drafts, sequence: Sequence, len
     """
     if not drafts.wants_row_handles:
         return verified
-    first = length_after - num_appended(drafts, verified)
+    first = length_after - verified.num_appended(drafts.count)
     return replace(verified, row_handles=tuple(sequence.handle_at(n) for n in range(first, length_after + 1)))
 
 

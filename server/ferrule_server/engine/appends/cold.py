@@ -41,7 +41,8 @@ class Cold:
     Args:
         store: The sequences; called from the engine thread only.
         counters: Say how fast prompts run, and count the tokens that are computed again.
-        wait_tokens: Jobs wait for the computation of at most so many tokens; for more they are answered with RESTORING.
+        wait_tokens: Jobs wait for the computation of at most so many tokens; for more they are answered with RESTORING,
+            and the computation goes on.
     """
 
     store: SequenceStore
@@ -79,15 +80,6 @@ class Cold:
         num_common = other.chain.num_common(sequence.chain)
         num_shared = num_common - num_common % self.store.pool.block_size
         return max(0, num_shared - run.cursor) if num_shared > num_cached else 0
-
-    def check_price(self, run: RunningAppend) -> None:
-        """Return if a job may wait for the computation.
-
-        Raises:
-            Restoring: It has too many tokens left; the computation goes on.
-        """
-        if run.remaining > self.wait_tokens:
-            raise self.restoring(run)
 
     def restoring(self, run: RunningAppend) -> Restoring:
         """Return the error of a job that cannot wait for the computation."""

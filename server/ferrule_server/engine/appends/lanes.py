@@ -271,8 +271,8 @@ class Lanes:
                 self.journal.note_rewind(sequence)  # its tail is gone, whatever happens to the append
 
     def _wait(self, job: LaneJob[object], sink: Sink, run: RunningAppend, sequence: Sequence) -> None:
-        if run.is_warming:
-            self.cold.check_price(run)
+        if run.is_warming and run.remaining > self.cold.wait_tokens:
+            raise self.cold.restoring(run)
         if run.waiting is None:
             run.waiting = deque()
         run.waiting.append((job, sink))

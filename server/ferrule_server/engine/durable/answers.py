@@ -46,19 +46,12 @@ def answer_of(record: AppendRecord, policies: Policies) -> Answer:
 def record_of(answer: Answer, sequence: Sequence) -> AppendRecord:
     """Return the record of the last append of a restored sequence, which still has the tokens of that append."""
     rows = tuple(RowOutput(*row[:5], entropy=row.entropy, is_accepted=row.is_accepted) for row in answer.rows)
-    drafts, verified = answer.drafts, None
-    if drafts is not None:
-        verified = Verified(drafts.accepted_count, drafts.next_token)
-    handle = sequence.handle_at(answer.start + answer.num_tokens)
-    return AppendRecord(
-        sequence.principal,
-        answer.start,
-        answer.policy,
-        AppendResult(handle, rows, answer.seed, verified=verified),
-        is_whole=answer.is_whole,
-        drafts=None if drafts is None else drafts.digest,
-        draft_ids=() if drafts is None else drafts.draft_ids,
-    )
+    result = AppendResult(sequence.handle_at(answer.start + answer.num_tokens), rows, answer.seed)
+    record = AppendRecord(sequence.principal, answer.start, answer.policy, result, answer.is_whole)
+    if (drafts := answer.drafts) is not None:
+        result.verified = Verified(drafts.accepted_count, drafts.next_token)
+        record.drafts, record.draft_ids = drafts.digest, drafts.draft_ids
+    return record
 
 
 def _row_of(row: RowOutput) -> Row:

@@ -133,7 +133,6 @@ class Creations:
         creation.num_live -= 1
         if not creation.num_live:
             creation.handles = creation.handles[:1]
-            creation.died_at = self._clock()
             self._bury(creation)
 
     def restore(self, creation: Creation, live_ids: Collection[str]) -> None:
@@ -147,7 +146,6 @@ class Creations:
         creation.num_live = len(live_ids)
         self._makers.update((handle_id, creation) for handle_id in live_ids)
         if not live_ids:
-            creation.died_at = self._clock()
             self._bury(creation)
 
     def done(self) -> list[Creation]:
@@ -192,7 +190,8 @@ class Creations:
         return branches is not None and branches.content != ANY and branches.loop != job.loop
 
     def _bury(self, creation: Creation) -> None:
-        """Keep a dead creation, which explains why its sequences are gone, and forget those kept for long enough."""
+        """Keep a creation that is dead now, and explains why its sequences are gone; forget those kept long enough."""
+        creation.died_at = self._clock()
         dead = self._dead.setdefault(creation.key[0], OrderedDict())
         dead[creation.key] = creation
         self._num_dead += 1

@@ -85,7 +85,7 @@ def test_an_end_without_a_token_keeps_the_handle_of_the_row_before() -> None:
     replies = _replies()
     replies.add(_frame(_branch(0, 3)))
     replies.add(_frame(_branch(0, finish=Finish.CONTEXT_FULL)))
-    replies.add(_frame(_branch(1, finish=Finish.BLOCKS_EXHAUSTED), is_last=True))
+    replies.add(_frame(_branch(1, finish=Finish.KV_BLOCKS_EXHAUSTED), is_last=True))
     first, second = _next(replies).outputs
     assert (first.resume_from.length, first.finish_reason) == (3, executor_pb2.FINISH_REASON_CONTEXT_FULL)
     assert not second.HasField("resume_from")

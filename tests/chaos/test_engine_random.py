@@ -113,7 +113,7 @@ class Attempt:
         if branch.finish is Finish.MAX_TOKENS:
             assert self.handle is not None
             self.outcomes.append(Looped(self.tokens, self.handle))
-        elif branch.finish is Finish.BLOCKS_EXHAUSTED:
+        elif branch.finish is Finish.KV_BLOCKS_EXHAUSTED:
             self.outcomes.append(BlocksExhausted(1, 0))
         elif branch.finish is not None:
             assert branch.error is not None, branch.finish

@@ -112,7 +112,7 @@ def room_runs_out(harness: Harness) -> object:
     ]
     rounds.finish()
     branches = [stream.branch() for stream in streams]
-    assert Finish.BLOCKS_EXHAUSTED in {branch.last.finish for branch in branches}
+    assert Finish.KV_BLOCKS_EXHAUSTED in {branch.last.finish for branch in branches}
     return [what_became_of(branch) for branch in branches]
 
 

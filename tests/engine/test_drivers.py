@@ -128,8 +128,8 @@ def test_the_room_of_a_branch_that_is_refused_at_once_is_that_of_the_next_one(mo
             if window.sent_bytes - window.taken_bytes >= 100:
                 take_a_row(harness, job)
         finishes = [branch.last.finish for branch in stream.branches()]
-        assert Finish.BLOCKS_EXHAUSTED in finishes
-        assert set(finishes) <= {Finish.BLOCKS_EXHAUSTED, Finish.MAX_TOKENS}
+        assert Finish.KV_BLOCKS_EXHAUSTED in finishes
+        assert set(finishes) <= {Finish.KV_BLOCKS_EXHAUSTED, Finish.MAX_TOKENS}
 
 
 def test_standing_still_costs_nothing_and_pins_nothing(harness: Harness) -> None:

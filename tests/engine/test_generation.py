@@ -199,11 +199,11 @@ def test_it_ends_when_no_block_is_left_and_goes_on_when_there_is_one() -> None:
     with Harness(FakeExecutor(num_blocks=5)) as harness:  # 4 blocks of 4 tokens
         other = harness.prefill(*range(8)).handle
         branch = start(harness, generate(None, 1, 2, 3, output=GREEDY, max_tokens=0)).branch()
-        assert (branch.last.finish, branch.last.error) == (Finish.BLOCKS_EXHAUSTED, None)
+        assert (branch.last.finish, branch.last.error) == (Finish.KV_BLOCKS_EXHAUSTED, None)
         assert branch.handles[-1].length == 8
         harness.release(other)
         rest = start(harness, generate(branch.handles[-1], branch.tokens[-1], output=GREEDY, max_tokens=0)).branch()
-        assert rest.last.finish is Finish.BLOCKS_EXHAUSTED  # now the whole pool is its own
+        assert rest.last.finish is Finish.KV_BLOCKS_EXHAUSTED  # now the whole pool is its own
         assert rest.handles[-1].length == 16
         everything = [1, 2, 3, *branch.tokens, *rest.tokens]
         assert all(fake_next_token(everything[:i], VOCAB) == everything[i] for i in range(3, len(everything)))

@@ -246,7 +246,7 @@ def test_without_room_a_generate_ends_where_it_would_have_ended(num_blocks: int)
 
     plain = Harness(FakeExecutor(num_blocks=num_blocks))
     whole = run(plain, plain.executor)
-    assert {end for _, _, end, *_ in whole} >= {Finish.BLOCKS_EXHAUSTED}
+    assert {end for _, _, end, *_ in whole} >= {Finish.KV_BLOCKS_EXHAUSTED}
     harness = DeferredHarness(FakeExecutor(num_blocks=num_blocks))
     assert run(harness, harness.inner) == whole
     assert harness.deferred.misuse == []

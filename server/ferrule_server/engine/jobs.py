@@ -493,7 +493,7 @@ class Finish(enum.Enum):
     STOP_SEQUENCE = "stop_sequence"
     MAX_TOKENS = "max_tokens"
     CONTEXT_FULL = "context_full"
-    BLOCKS_EXHAUSTED = "blocks_exhausted"
+    KV_BLOCKS_EXHAUSTED = "blocks_exhausted"
     ERROR = "error"
 
 

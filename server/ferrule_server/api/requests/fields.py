@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import enum
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from google.protobuf.message import Message
 
 from ferrule.v1 import executor_pb2, types_pb2
@@ -21,22 +23,12 @@ from ferrule_server.kv.new_sequence import NewSequence
 _LINEAGE_BYTES: Final = 16
 _REPLY_OVERHEAD_BYTES: Final = 640
 """Upper bound of the size of a result on the wire, without its rows and its request_id."""
-_STALE_POLICIES: Final[Mapping[int, StalePolicy]] = {
-    types_pb2.STALE_POLICY_UNSPECIFIED: StalePolicy.FAIL,
-    types_pb2.STALE_POLICY_FAIL: StalePolicy.FAIL,
-    types_pb2.STALE_POLICY_FORK: StalePolicy.FORK,
-    types_pb2.STALE_POLICY_REWIND: StalePolicy.REWIND,
-}
-_DURABILITIES: Final[Mapping[int, bool]] = {
-    types_pb2.DURABILITY_NONE: False,
-    types_pb2.DURABILITY_JOURNALED: True,
-}
 LEVELS: Final[Mapping[bool, types_pb2.Durability]] = {
     False: types_pb2.DURABILITY_NONE,
     True: types_pb2.DURABILITY_JOURNALED,
 }
 """The level of a sequence in replies, by whether it is durable."""
-
+_DURABILITIES: Final[Mapping[int, bool]] = {level: is_durable for is_durable, level in LEVELS.items()}
 
 WIRE_TYPES: Final[Mapping[int, np.dtype[np.generic]]] = {
     types_pb2.DATA_TYPE_FLOAT32: np.dtype("<f4"),
@@ -45,6 +37,25 @@ WIRE_TYPES: Final[Mapping[int, np.dtype[np.generic]]] = {
 }
 """The types of the elements of a Tensor, as numpy stores them; it has no bfloat16, which is held as its bits."""
 _T = TypeVar("_T")
+_Member = TypeVar("_Member", bound=enum.Enum)
+
+
+def by_number(contract: EnumTypeWrapper, members: Iterable[_Member], unset: _Member) -> dict[int, _Member]:
+    """Return members of an enum of the engine by the numbers of the contract.
+
+    Args:
+        contract: The enum of the contract; after its prefix, the names are those of the members.
+        members: What it has a number for.
+        unset: What its value UNSPECIFIED means.
+
+    Raises:
+        ValueError: The contract has no name for a member.
+    """
+    prefix = contract.Name(0).removesuffix("UNSPECIFIED")
+    return {0: unset} | {contract.Value(f"{prefix}{member.name}"): member for member in members}
+
+
+_STALE_POLICIES: Final = by_number(types_pb2.StalePolicy, StalePolicy, StalePolicy.FAIL)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from ferrule.v1 import executor_pb2, policy_pb2
-from ferrule_server.api.requests.fields import FieldReader, check_count, choice
+from ferrule_server.api.requests.fields import FieldReader, by_number, check_count, choice
 from ferrule_server.api.requests.policy import NO_ROWS, OutputPlan, PolicyReader
 from ferrule_server.engine.jobs import ForwardJob, GenerateJob, Pooling, StopRules, Window
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
@@ -22,11 +21,7 @@ _log = logging.getLogger(__name__)
 
 _WAITING_BYTES: Final = 1024
 """Memory of a token that waits to be written, without its row: a frame with a handle, and its objects."""
-_POOLINGS: Final[Mapping[int, Pooling]] = {
-    executor_pb2.HIDDEN_POOLING_UNSPECIFIED: Pooling.NONE,
-    executor_pb2.HIDDEN_POOLING_MEAN: Pooling.MEAN,
-    executor_pb2.HIDDEN_POOLING_LAST: Pooling.LAST,
-}
+_POOLINGS: Final = by_number(executor_pb2.HiddenPooling, (Pooling.MEAN, Pooling.LAST), Pooling.NONE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrule.v1 import executor_pb2, types_pb2
-from ferrule_server.api.requests.fields import WIRE_TYPES, FieldReader, choice, id_array
+from ferrule_server.api.requests.fields import WIRE_TYPES, FieldReader, by_number, choice, id_array
 from ferrule_server.api.requests.masks import MaskReader
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.requests.policy import OutputPlan, PolicyReader
@@ -19,12 +19,7 @@ from ferrule_server.engine.jobs import Acceptance, AppendJob, Drafts
 from ferrule_server.errors import ContextExceeded, FeatureUnsupported, InvalidRequest
 from ferrule_server.executor.base import DraftDistribution, Float32Array, Int32Array, TokenMask
 
-_RULES: Final[Mapping[int, Acceptance]] = {
-    executor_pb2.ACCEPTANCE_RULE_UNSPECIFIED: Acceptance.NONE,
-    executor_pb2.ACCEPTANCE_RULE_NONE: Acceptance.NONE,
-    executor_pb2.ACCEPTANCE_RULE_EXACT: Acceptance.EXACT,
-    executor_pb2.ACCEPTANCE_RULE_REJECTION: Acceptance.REJECTION,
-}
+_RULES: Final = by_number(executor_pb2.AcceptanceRule, Acceptance, Acceptance.NONE)
 _INDEX_BYTES: Final = 5
 _HANDLE_BYTES: Final = 256
 

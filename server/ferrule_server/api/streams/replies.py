@@ -24,13 +24,7 @@ from ferrule_server.executor.base import RowOutput
 from ferrule_server.text.stops import BranchText
 
 FINISH_REASONS: Final[Mapping[Finish, executor_pb2.FinishReason]] = {
-    Finish.EOS: executor_pb2.FINISH_REASON_EOS,
-    Finish.STOP_TOKEN: executor_pb2.FINISH_REASON_STOP_TOKEN,
-    Finish.STOP_SEQUENCE: executor_pb2.FINISH_REASON_STOP_SEQUENCE,
-    Finish.MAX_TOKENS: executor_pb2.FINISH_REASON_MAX_TOKENS,
-    Finish.CONTEXT_FULL: executor_pb2.FINISH_REASON_CONTEXT_FULL,
-    Finish.BLOCKS_EXHAUSTED: executor_pb2.FINISH_REASON_KV_BLOCKS_EXHAUSTED,
-    Finish.ERROR: executor_pb2.FINISH_REASON_ERROR,
+    each: getattr(executor_pb2, f"FINISH_REASON_{each.name}") for each in Finish
 }
 
 _OUTPUT_BYTES: Final = 512

@@ -287,7 +287,7 @@ class Generation:
         elif isinstance(error, ContextExceeded):
             self._finish(branch, Finish.CONTEXT_FULL)
         elif isinstance(error, BlocksExhausted | ExceedsPool):
-            self._finish(branch, Finish.BLOCKS_EXHAUSTED)
+            self._finish(branch, Finish.KV_BLOCKS_EXHAUSTED)
         else:
             self._finish(branch, Finish.ERROR, error)
 

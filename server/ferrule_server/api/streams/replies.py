@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from google.protobuf.message import Message
 
@@ -38,24 +38,6 @@ class Reply(NamedTuple):
 
     message: Message
     num_rows: int
-
-
-class Replies(Protocol):
-    """Turns frames of the engine into messages. Used on the event loop only.
-
-    Attributes:
-        refusals: The errors of branches, which are logged after each step.
-    """
-
-    refusals: Refusals
-
-    def add(self, frame: Frame) -> None:
-        """Take the next frame of the engine."""
-        ...
-
-    def next(self) -> Reply | None:
-        """Return the next message, with as many waiting frames as fit; None: no frame waits."""
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -195,6 +177,10 @@ class ForwardReplies:
             tensor.shape.append(len(pooled))
             tensor.data = encoded(pooled, types_pb2.DATA_TYPE_FLOAT32)
         return Reply(response, len(frame.rows))
+
+
+Replies = GenerateReplies | ForwardReplies
+"""Turns frames of the engine into messages. Used on the event loop only."""
 
 
 def _add_timing(timing: types_pb2.Timing, measured: StepTiming, *, is_first: bool) -> None:

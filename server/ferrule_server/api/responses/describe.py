@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -55,36 +55,27 @@ _CPU_NAME: Final = _HOST.processor_name()
 """Read once, before the event loop runs: the file has a page for each core."""
 
 
-def same_fields(record: Any, message: type[Message]) -> dict[str, Any]:
-    """Return the attributes of a dataclass that a message has a field for, under the same name."""
+def same_fields(message: type[Message], *records: object) -> dict[str, Any]:
+    """Return the attributes of records that a message has a field for, under the same name; the last record wins."""
     known = message.DESCRIPTOR.fields_by_name
-    return {each.name: getattr(record, each.name) for each in fields(record) if each.name in known}
+    return {name: getattr(record, name) for record in records for name in known if hasattr(record, name)}
 
 
 def model_info(serving: Serving) -> info_pb2.ModelInfo:
     """Return the description of the loaded model."""
     info = serving.engine.info
     model, config = info.model, info.model.config
-    return info_pb2.ModelInfo(
-        model_id=model.model_id,
-        num_parameters=model.num_parameters,
-        **same_fields(config, info_pb2.ModelInfo),
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        attention_window=config.attention_window,
-        max_sequence_length=model.max_context,
-        dtype=_dtype(model.dtype),
-        kv_dtype=_dtype(info.kv_dtype),
-        device_type=_device_type(info),
-        device_name=_device_name(info),
-        fingerprint=model.fingerprint,
-        kernel_set=info.kernel_set,
-        numerics_fingerprint=info.numerics_fingerprint,
-        eos_token_ids=config.eos_ids,
-        stop_token_ids=serving.inputs.stop_ids,
-        bos_token_id=None if serving.tokenizer is None else next(iter(serving.tokenizer.begin_ids), None),
-    )
+    own = {
+        "max_sequence_length": model.max_context,
+        "dtype": _dtype(model.dtype),
+        "kv_dtype": _dtype(info.kv_dtype),
+        "device_type": _device_type(info),
+        "device_name": _device_name(info),
+        "eos_token_ids": config.eos_ids,
+        "stop_token_ids": serving.inputs.stop_ids,
+        "bos_token_id": None if serving.tokenizer is None else next(iter(serving.tokenizer.begin_ids), None),
+    }
+    return info_pb2.ModelInfo(**same_fields(info_pb2.ModelInfo, info, model, config) | own)
 
 
 def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInfo) -> info_pb2.ExecutorCapabilities:
@@ -95,7 +86,7 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
         caller=caller,
         max_batch_size=serving.max_step_rows,
         max_step_rows=serving.max_step_rows,
-        **same_fields(limits, info_pb2.ExecutorCapabilities),
+        **same_fields(info_pb2.ExecutorCapabilities, limits),
         block_size=info.block_size,
         total_blocks=info.num_blocks - 1,
         min_ttl=duration(limits.min_ttl_s),
@@ -200,7 +191,7 @@ def cache_metrics(
     """Return the counters of the KV pool and of the masks for all principals, from the arguments or as of now."""
     snapshot, masks = snapshot or serving.engine.snapshot(), serving.inputs.masks
     return cache_pb2.CacheMetrics(
-        **same_fields(kv or serving.engine.kv_metrics(), cache_pb2.CacheMetrics),
+        **same_fields(cache_pb2.CacheMetrics, kv or serving.engine.kv_metrics()),
         num_replays=snapshot.counters.replays,
         num_stale=snapshot.refused.get("HANDLE_STALE", 0),
         token_masks=masks.num_masks,
@@ -227,8 +218,7 @@ def _fill_executor(message: info_pb2.ExecutorStatus, info: ExecutorInfo, state: 
     if state is not None:
         debug["preparation"] = state.preparation
         debug["captured_batch_sizes"] = ",".join(map(str, state.captured_batch_sizes))
-        message.memory.device_allocated_bytes = state.device_allocated_bytes
-        message.memory.device_peak_bytes = state.device_peak_bytes
+        message.memory.MergeFrom(info_pb2.MemoryUsage(**same_fields(info_pb2.MemoryUsage, state)))
         if state.memory is not None:
             debug |= {f"memory_plan.{name}_bytes": max(0, size) for name, size in asdict(state.memory).items()}
             message.memory.device_total_bytes = state.memory.total

@@ -130,9 +130,8 @@ async def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
 def cache_summary(info: CacheInfo) -> cache_pb2.CacheSummary:
     """Return what lists and views show of one sequence."""
     own = {"lease": lease_message(info.lease), "create_time": from_now(-info.age_s)}
-    return cache_pb2.CacheSummary(
-        **(same_fields(info, cache_pb2.CacheSummary) | own), durability=LEVELS[info.is_durable]
-    )
+    same = same_fields(cache_pb2.CacheSummary, info)
+    return cache_pb2.CacheSummary(**same | own, durability=LEVELS[info.is_durable])
 
 
 def slot_reservation(evidence: SlotReservation, block_size: int, total_blocks: int) -> cache_pb2.KvSlotReservation:
@@ -143,8 +142,7 @@ def slot_reservation(evidence: SlotReservation, block_size: int, total_blocks: i
         free_blocks_before=evidence.free_blocks_before,
         free_blocks_after=evidence.free_blocks_after,
         allocations=[
-            cache_pb2.KvSlotAllocation(**same_fields(each, cache_pb2.KvSlotAllocation), new_blocks=each.new_blocks)
-            for each in evidence.allocations
+            cache_pb2.KvSlotAllocation(**same_fields(cache_pb2.KvSlotAllocation, each)) for each in evidence.allocations
         ],
     )
 

@@ -215,7 +215,7 @@ def _sequence(seen: CacheInfo, view: View) -> admin_pb2.SequenceView:
     summary = outputs.cache_summary(seen)
     summary.num_shared_blocks = count_shared(seen.block_ids, view.refcounts, has_gaps=view.has_gaps)
     summary.create_time.CopyFrom(timestamp(view.unix_ns - round(seen.age_s * 1e9)))
-    return admin_pb2.SequenceView(summary=summary, **describe.same_fields(seen, admin_pb2.SequenceView))
+    return admin_pb2.SequenceView(summary=summary, **describe.same_fields(admin_pb2.SequenceView, seen))
 
 
 def _principal(seen: PrincipalSeen, block_size: int) -> admin_pb2.PrincipalView:
@@ -225,7 +225,7 @@ def _principal(seen: PrincipalSeen, block_size: int) -> admin_pb2.PrincipalView:
         kv_tokens=seen.num_blocks * block_size,
         queued_jobs=seen.num_jobs,
         queued_rows=seen.num_rows,
-        **describe.same_fields(seen, admin_pb2.PrincipalView),
+        **describe.same_fields(admin_pb2.PrincipalView, seen),
     )
 
 

@@ -6,10 +6,10 @@ reader may be one step behind. The number of series is bounded, since no label h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from operator import attrgetter
-from typing import Final
+from typing import Final, TypeVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -27,14 +27,7 @@ from prometheus_client.utils import floatToGoString
 from ferrule.v1 import info_pb2
 from ferrule_server.api.responses import describe
 from ferrule_server.api.rpc.state import Phase, ServerState
-from ferrule_server.api.telemetry.metric_tables import (
-    COUNTERS,
-    DURABLE_SYNC,
-    GAUGES,
-    HISTOGRAMS,
-    Figure,
-    Look,
-)
+from ferrule_server.api.telemetry.metric_tables import COUNTERS, DURABLE_SYNC, GAUGES, HISTOGRAMS, Figure, Look
 from ferrule_server.engine.jobs import Finish
 from ferrule_server.engine.metrics.timings import HistogramReading
 
@@ -42,6 +35,9 @@ _PREFIX: Final = "ferrule_"
 _STATES: Final = ("starting", "ready", "busy", "draining", "failed")
 _ENDS: Final = (*(each.value for each in Finish), "cancelled")
 _MAX_LABEL_CHARS: Final = 160
+
+_Labels = TypeVar("_Labels", bound=str | tuple[str, ...])
+_Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class Exposition:
@@ -102,12 +98,8 @@ def _always(state: ServerState, status: info_pb2.ExecutorStatus) -> Iterator[Met
     start_s = state.start_ns * 1e-9
     yield GaugeMetricFamily(_PREFIX + "start_timestamp_seconds", "When the server started, in Unix time.", start_s)
     yield _labelled("rpcs_in_flight", "Calls under way.", "rpc", state.calls.in_flight())
-    ended = CounterMetricFamily(
-        _PREFIX + "rpcs", "Calls that have ended, by their status.", labels=("rpc", "code", "reason")
-    )
-    for key, count in state.calls.ended().items():
-        ended.add_metric(key, count)
-    yield ended
+    labels = ("rpc", "code", "reason")
+    yield _labelled("rpcs", "Calls that have ended, by their status.", labels, state.calls.ended(), CounterMetricFamily)
     seconds = HistogramMetricFamily(
         _PREFIX + "rpc_seconds", "Duration of calls, of streams from begin to end.", labels=("rpc",)
     )
@@ -130,13 +122,9 @@ def _described(look: Look) -> Iterator[Metric]:
     yield InfoMetricFamily(
         "ferrule", "Version, model and device of the server.", {key: _short(value) for key, value in about.items()}
     )
-    active = GaugeMetricFamily(
-        _PREFIX + "executor_active",
-        "Always 1: the executor of the next step, and the reason if torch runs it for good.",
-        labels=("executor", "fallback_reason"),
-    )
-    active.add_metric((status.executor, _short(status.fallback_reason)), 1)
-    yield active
+    meaning = "Always 1: the executor of the next step, and the reason if torch runs it for good."
+    active = {(status.executor, _short(status.fallback_reason)): 1}
+    yield _labelled("executor_active", meaning, ("executor", "fallback_reason"), active)
     blocks = {"empty": kv.empty_blocks, "cached": kv.cached_blocks, "used": kv.used_blocks}
     yield _labelled("kv_blocks", "Blocks of the pool by state.", "state", blocks)
     yield _labelled("memory_bytes", "Memory by use.", "kind", _memory(look))
@@ -146,11 +134,7 @@ def _described(look: Look) -> Iterator[Metric]:
     yield _labelled("refused", "Jobs and items refused, by reason.", "reason", look.refused, CounterMetricFamily)
 
 
-def _plain(
-    figures: Iterable[Figure],
-    look: Look,
-    family: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
-) -> Iterator[Metric]:
+def _plain(figures: Iterable[Figure], look: Look, family: _Family = GaugeMetricFamily) -> Iterator[Metric]:
     for figure in figures:
         if look.journal is not None or not figure.path.startswith("journal."):
             yield family(_PREFIX + figure.name, figure.help, attrgetter(figure.path)(look))
@@ -159,13 +143,14 @@ def _plain(
 def _labelled(
     name: str,
     meaning: str,
-    label: str,
-    values: dict[str, int] | dict[str, bool],
-    family: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily,
+    labels: str | tuple[str, ...],
+    values: Mapping[_Labels, int],
+    family: _Family = GaugeMetricFamily,
 ) -> Metric:
-    metric = family(_PREFIX + name, meaning, labels=(label,))
+    """Return a metric with one label, whose value is each key, or with several, whose values are in each key."""
+    metric = family(_PREFIX + name, meaning, labels=(labels,) if isinstance(labels, str) else labels)
     for key, value in values.items():
-        metric.add_metric((key,), int(value))
+        metric.add_metric((key,) if isinstance(key, str) else key, int(value))
     return metric
 
 

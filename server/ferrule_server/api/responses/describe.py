@@ -20,27 +20,14 @@ from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import QuotaLimits
 
 _ALWAYS: Final = (
-    info_pb2.FEATURE_BATCH_PREFILL,
-    info_pb2.FEATURE_BATCH_DECODE,
-    info_pb2.FEATURE_STREAM_DECODE,
-    info_pb2.FEATURE_UNIFIED_DECODE,
-    info_pb2.FEATURE_FORWARD_VERIFY,
-    info_pb2.FEATURE_FORWARD,
-    info_pb2.FEATURE_GENERATE,
-    info_pb2.FEATURE_FORK,
-    info_pb2.FEATURE_TRUNCATE,
-    info_pb2.FEATURE_RESERVE,
-    info_pb2.FEATURE_TOKEN_MASKS,
-    info_pb2.FEATURE_PENALTIES,
-    info_pb2.FEATURE_LOGIT_BIAS,
-    info_pb2.FEATURE_LOGPROB_TOKEN_IDS,
-    info_pb2.FEATURE_TARGET_LOGPROBS,
-    info_pb2.FEATURE_ENTROPY,
-    info_pb2.FEATURE_HIDDEN_STATE,
-    info_pb2.FEATURE_ALL_POSITIONS,
-    info_pb2.FEATURE_CACHE_METRICS,
-    info_pb2.FEATURE_ADMIN,
-    info_pb2.FEATURE_REQUEST_ID,
+    *(info_pb2.FEATURE_BATCH_PREFILL, info_pb2.FEATURE_BATCH_DECODE),
+    *(info_pb2.FEATURE_STREAM_DECODE, info_pb2.FEATURE_UNIFIED_DECODE, info_pb2.FEATURE_FORWARD_VERIFY),
+    *(info_pb2.FEATURE_FORWARD, info_pb2.FEATURE_GENERATE),
+    *(info_pb2.FEATURE_FORK, info_pb2.FEATURE_TRUNCATE, info_pb2.FEATURE_RESERVE),
+    *(info_pb2.FEATURE_TOKEN_MASKS, info_pb2.FEATURE_PENALTIES, info_pb2.FEATURE_LOGIT_BIAS),
+    *(info_pb2.FEATURE_LOGPROB_TOKEN_IDS, info_pb2.FEATURE_TARGET_LOGPROBS, info_pb2.FEATURE_ENTROPY),
+    *(info_pb2.FEATURE_HIDDEN_STATE, info_pb2.FEATURE_ALL_POSITIONS),
+    *(info_pb2.FEATURE_CACHE_METRICS, info_pb2.FEATURE_ADMIN, info_pb2.FEATURE_REQUEST_ID),
 )
 """Features of every server; trees of drafts are of none."""
 _SHARED_FIELDS: Final = ("shared_blocks", "tombstones", "num_prefix_evictions", "num_exhausted")

@@ -22,7 +22,7 @@ from time import thread_time
 
 from ferrule_server.engine.generation.stops import StopCheck
 from ferrule_server.engine.jobs import StopRules
-from ferrule_server.text.stops import StopStrings
+from ferrule_server.text.stops import prepare_search
 from ferrule_server.text.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).resolve().parents[1] / "server" / "ferrule_server" / "demo_model"
@@ -53,7 +53,7 @@ def cases(tokenizer: Tokenizer, num_tokens: int) -> dict[str, tuple[Rules, list[
 
 
 def _with_strings(tokenizer: Tokenizer, strings: list[str]) -> Rules:
-    return lambda: StopRules(new_text_stop=StopStrings(tokenizer, strings))
+    return lambda: StopRules(new_text_stop=prepare_search(tokenizer, strings))
 
 
 def measure(rules: Rules, drawn: list[int]) -> tuple[float, float]:

@@ -10,8 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ferrule_server.engine.jobs import StopRules, TextStop
-from ferrule_server.errors import InvalidRequest
-from ferrule_server.text.stops import BranchText, StopCut, StopStrings
+from ferrule_server.text.stops import BranchText, StopCut, prepare_search
 from ferrule_server.text.stream_decoder import StreamDecoder
 from ferrule_server.text.tokenizer import Tokenizer
 from tests.text.test_stream_decoder import certain, tokens_of
@@ -46,7 +45,7 @@ def test_found_at_the_first_token_that_completes_one(
     text = tokenizer.decode(token_ids, skip_special_tokens=skips)
     assume(text)
     strings = [_piece(data, text) for _ in range(data.draw(st.integers(1, 3)))] + ["never\u2603so"]
-    found = first_stop(StopStrings(tokenizer, strings, skips)(), token_ids)
+    found = first_stop(prepare_search(tokenizer, strings, skips)(), token_ids)
     assert found == by_definition(tokenizer, strings, token_ids, skips)
 
 
@@ -61,7 +60,7 @@ def test_a_string_across_tokens_is_found_in_encoded_text(kind: str, string: str)
     """Beginning and ending anywhere within tokens."""
     tokenizer = vocabulary(kind)
     token_ids = tokenizer.encode(f"def f(x): no{string}pe", parse_special_tokens=False)
-    found = first_stop(StopStrings(tokenizer, [string])(), token_ids)
+    found = first_stop(prepare_search(tokenizer, [string])(), token_ids)
     assert found is not None
     assert found == by_definition(tokenizer, [string], token_ids, skips=False)
     assert string in tokenizer.decode(token_ids[:found])
@@ -72,25 +71,25 @@ def test_special_tokens_are_searched_unless_they_are_skipped() -> None:
     """They are part of the text as they are written."""
     tokenizer = vocabulary("byte_level")
     token_ids = [*tokenizer.encode("a"), *tokenizer.encode("</s>"), *tokenizer.encode("b")]
-    assert first_stop(StopStrings(tokenizer, ["</s>"])(), token_ids) == 2
-    assert first_stop(StopStrings(tokenizer, ["</s>"], skip_special_tokens=True)(), token_ids) is None
-    assert first_stop(StopStrings(tokenizer, ["ab"], skip_special_tokens=True)(), token_ids) == 3
+    assert first_stop(prepare_search(tokenizer, ["</s>"])(), token_ids) == 2
+    assert first_stop(prepare_search(tokenizer, ["</s>"], skip_special_tokens=True)(), token_ids) is None
+    assert first_stop(prepare_search(tokenizer, ["ab"], skip_special_tokens=True)(), token_ids) == 3
 
 
 def test_the_context_is_not_searched_but_begins_the_text() -> None:
     """Its words stop nothing; a space after it counts."""
     tokenizer = vocabulary("llama")
     context, word = [token(tokenizer, "\u2581stop")], token(tokenizer, "\u2581a")
-    assert not StopStrings(tokenizer, ["stop"], context=context)().feed(word)
-    assert not StopStrings(tokenizer, ["p a"], context=context)().feed(word)
-    assert StopStrings(tokenizer, [" a"], context=context)().feed(word)
-    assert not StopStrings(tokenizer, [" a"])().feed(word)
+    assert not prepare_search(tokenizer, ["stop"], context=context)().feed(word)
+    assert not prepare_search(tokenizer, ["p a"], context=context)().feed(word)
+    assert prepare_search(tokenizer, [" a"], context=context)().feed(word)
+    assert not prepare_search(tokenizer, [" a"])().feed(word)
 
 
 def test_each_branch_searches_its_own_text() -> None:
     """What one has seen another has not; the engine's rules take the maker as it is."""
     tokenizer = vocabulary("byte_level")
-    rules = StopRules(new_text_stop=StopStrings(tokenizer, ["ab"]))
+    rules = StopRules(new_text_stop=prepare_search(tokenizer, ["ab"]))
     assert rules.new_text_stop is not None
     one, other = rules.new_text_stop(), rules.new_text_stop()
     a, b = (tokenizer.encode(letter)[0] for letter in "ab")
@@ -99,16 +98,10 @@ def test_each_branch_searches_its_own_text() -> None:
     assert one.feed(b)
 
 
-def test_an_empty_string_is_refused() -> None:
-    """It would be found in nothing; the field is named."""
-    with pytest.raises(InvalidRequest, match=r"stop_strings\[1\]"):
-        StopStrings(vocabulary("byte_level"), ["x", ""])
-
-
 def test_memory_stays_with_the_longest_string() -> None:
     """However long the text gets."""
     tokenizer = vocabulary("byte_level")
-    search = StopStrings(tokenizer, ["x" * 40, "never"])()
+    search = prepare_search(tokenizer, ["x" * 40, "never"])()
     for token_id in tokenizer.encode("return " * 4000):
         assert not search.feed(token_id)
     assert sys.getsizeof(search._tail) < 200
@@ -135,7 +128,7 @@ def test_a_branch_ends_before_its_stop(
     whole = tokenizer.decode(token_ids, skip_special_tokens=skips)
     assume(whole)
     strings = [_piece(data, whole) for _ in range(data.draw(st.integers(1, 4)))] + ["never\u2603so"]
-    length = first_stop(StopStrings(tokenizer, strings, skips)(), token_ids)
+    length = first_stop(prepare_search(tokenizer, strings, skips)(), token_ids)
     drawn = token_ids[:length]
     so_far = [certain(tokenizer, drawn[:num], skips) for num in range(len(drawn) + 1)]
     expected = (

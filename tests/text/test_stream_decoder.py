@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrule_server.text.stops import StopStrings
+from ferrule_server.text.stops import prepare_search
 from ferrule_server.text.stream_decoder import StreamDecoder
 from ferrule_server.text.tokenizer import Tokenizer
 from tests.text.vocabularies import KINDS, token, vocabulary
@@ -128,5 +128,5 @@ def test_special_tokens_are_skipped_by_their_ids_everywhere(numbers: list[int], 
         assert expected == tokenizer.decode([one for one in token_ids if one not in special])
     decoder = StreamDecoder(tokenizer, skips)
     assert "".join(map(decoder.push, token_ids)) + decoder.finish() == expected
-    search = StopStrings(tokenizer, [stop], skips)()
+    search = prepare_search(tokenizer, [stop], skips)()
     assert any(map(search.feed, token_ids)) == (stop in certain(tokenizer, token_ids, skips))

@@ -7,10 +7,9 @@ bytes exactly where it occurs in the text.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
-from ferrule_server.errors import InvalidRequest
 from ferrule_server.suffixes import Suffixes
 from ferrule_server.text.stream_decoder import StreamDecoder
 
@@ -18,39 +17,21 @@ if TYPE_CHECKING:
     from ferrule_server.text.tokenizer import Tokenizer
 
 
-class StopStrings:
-    """A set of strings; a call returns a search for them in one text.
+def prepare_search(
+    tokenizer: Tokenizer, strings: Sequence[str], skip_special_tokens: bool = False, context: Sequence[int] = ()
+) -> Callable[[], TextSearch]:
+    """Return a function that begins a search for strings in one text.
 
-    The set is prepared once, in time linear in the length of the strings, and all searches share it.
+    The strings are prepared once, in time linear in their length, and all searches share them.
 
     Args:
         tokenizer: The tokenizer of the model.
-        strings: At least one.
+        strings: At least one, none of them empty.
         skip_special_tokens: Leave special tokens out of the text that is searched.
         context: Tokens before the text. They decide how it begins (a leading space), but they are not searched.
-
-    Raises:
-        InvalidRequest: A string is empty.
     """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        strings: Sequence[str],
-        skip_special_tokens: bool = False,
-        context: Sequence[int] = (),
-    ) -> None:
-        for i, string in enumerate(strings):
-            if not string:
-                raise InvalidRequest(f"stop_strings[{i}]", "is empty; it would stop before the first token")
-        self._tokenizer = tokenizer
-        self._strings = Suffixes(string.encode() for string in strings)
-        self._skips = skip_special_tokens
-        self._context = context
-
-    def __call__(self) -> TextSearch:
-        """Return a search that has seen no token."""
-        return TextSearch(StreamDecoder(self._tokenizer, self._skips, self._context), self._strings)
+    prepared = Suffixes(string.encode() for string in strings)
+    return lambda: TextSearch(StreamDecoder(tokenizer, skip_special_tokens, context), prepared)
 
 
 class TextSearch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -12,7 +13,7 @@ from ferrule_server.api.requests.policy import NO_ROWS, OutputPlan, PolicyReader
 from ferrule_server.engine.jobs import ForwardJob, GenerateJob, Pooling, StopRules, Window
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
 from ferrule_server.executor.base import ModelDescription
-from ferrule_server.text.stops import StopStrings
+from ferrule_server.text.stops import TextSearch, prepare_search
 
 if TYPE_CHECKING:
     from ferrule_server.text.tokenizer import Tokenizer
@@ -109,14 +110,16 @@ class StreamReader:
         _check_length(len(message.token_ids), self._fields.limits.max_stop_tokens, "tokens", f"{at}token_ids")
         return self._fields.token_ids(message.token_ids, at, "token_ids")
 
-    def _text_stop(self, request: executor_pb2.GenerateRequest, token_ids: tuple[int, ...]) -> StopStrings | None:
+    def _text_stop(
+        self, request: executor_pb2.GenerateRequest, token_ids: tuple[int, ...]
+    ) -> Callable[[], TextSearch] | None:
         if not request.stop_strings:
             return None
         for index, text in enumerate(request.stop_strings):
             _check_length(len(text.encode()), self._fields.limits.max_stop_bytes, "bytes", f"stop_strings[{index}]")
         if self._tokenizer is None:
             raise FeatureUnsupported("stop_strings", "the loaded model has no tokenizer; send stop_sequences")
-        return StopStrings(self._tokenizer, request.stop_strings, request.skip_special_tokens, token_ids)
+        return prepare_search(self._tokenizer, request.stop_strings, request.skip_special_tokens, token_ids)
 
     # ---- Forward ----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Final, Protocol
+from typing import Final
 
 from ferrule_server.api.security.principal import ANYBODY, LOCAL, Caller, Context
 from ferrule_server.api.security.token_file import TokenFile
@@ -28,27 +28,6 @@ _NO_PRINCIPAL: Final = (
     "by its common name, of at most 512 bytes, without control characters and other than -, the name of strangers"
 )
 _GRPC_LOGGER: Final = "grpc._cython.cygrpc"
-
-
-class Access(Protocol):
-    """Decides which callers are admitted, and how much each may use."""
-
-    def admit(self, context: Context) -> Caller:
-        """Return the caller of a call that begins.
-
-        Raises:
-            TokenMissing: The call has no credentials.
-            TokenInvalid: The credentials are not accepted.
-        """
-        ...
-
-    def limits_of(self, principal: str) -> QuotaLimits:
-        """Return the quotas of a principal; callable from any thread."""
-        ...
-
-    def refresh(self) -> None:
-        """Apply changes of the files of credentials; may block, so not on the event loop."""
-        ...
 
 
 class OpenAccess:
@@ -88,7 +67,12 @@ class TokenAccess:
         self.refresh = tokens.refresh
 
     def admit(self, context: Context) -> Caller:
-        """Return the caller that the call's token belongs to. Raises as :meth:`Access.admit`."""
+        """Return the caller that the call's token belongs to.
+
+        Raises:
+            TokenMissing: The call has no credentials.
+            TokenInvalid: The credentials are not accepted.
+        """
         caller = self._tokens.find(_bearer_token(context.invocation_metadata() or ()))
         if caller is None:
             raise TokenInvalid("the token is not accepted: it is mistyped, was replaced, or is for another server")
@@ -116,7 +100,11 @@ class CertificateAccess:
         self._remembered = lru_cache(_MAX_REMEMBERED)(principal_of_pem)
 
     def admit(self, context: Context) -> Caller:
-        """Return the principal that the connection's certificate names. Raises as :meth:`Access.admit`."""
+        """Return the principal that the connection's certificate names.
+
+        Raises:
+            TokenInvalid: It names none.
+        """
         pem = _certificate_of(context)
         principal = (self._remembered if len(pem) <= _MAX_REMEMBERED_BYTES else self._parse)(pem)
         if principal is None or principal == ANYBODY:
@@ -129,6 +117,13 @@ class CertificateAccess:
 
     def refresh(self) -> None:
         """Do nothing: the TLS files are read again by ``tls.py``."""
+
+
+Access = OpenAccess | TokenAccess | CertificateAccess
+"""Decides which callers are admitted (``admit``), and how much each may use (``limits_of``, from any thread).
+
+``refresh`` applies changes of the files of credentials; it may block, so not on the event loop.
+"""
 
 
 def access_of(config: ServerConfig) -> Access:

@@ -193,8 +193,8 @@ class _Exporter(SpanExporter):
         self._num_lost = 0
         self._quiet_until = 0.0
         self._is_given_up = threading.Event()
-        self._noise = _Noise()
-        logging.getLogger(_EXPORT_LOGGER).filters.insert(0, self._noise)  # the SDK's own filter hides repetitions
+        self._cause = ""
+        logging.getLogger(_EXPORT_LOGGER).filters.insert(0, self._is_shown)  # the SDK's own filter hides repetitions
         if not _LOG.isEnabledFor(logging.DEBUG):
             for name in _CALL_LOGGERS:
                 logging.getLogger(name).setLevel(logging.ERROR)
@@ -235,23 +235,13 @@ class _Exporter(SpanExporter):
         now = time.monotonic()
         if now >= self._quiet_until:
             self._quiet_until = now + _LOG_AGAIN_S
-            _LOG.warning(
-                "traces lost endpoint=%s lost_spans=%d cause=%r", self._endpoint, self._num_lost, self._noise.last
-            )
+            _LOG.warning("traces lost endpoint=%s lost_spans=%d cause=%r", self._endpoint, self._num_lost, self._cause)
 
-
-class _Noise(logging.Filter):
-    """Keeps the lines of the exporter out of the log, and remembers the last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = ""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Pass the record at DEBUG only."""
+    def _is_shown(self, record: logging.LogRecord) -> bool:
+        """Keep a line of the other exporter out of the log, unless that shows DEBUG, and remember the cause in it."""
         message = record.getMessage()
         if not message.startswith("Shutdown"):  # which is not a cause
-            self.last = message[:300]
+            self._cause = message[:300]
         return _LOG.isEnabledFor(logging.DEBUG)
 
 

@@ -52,6 +52,10 @@ class Kind(Generic[_T_co]):
     read: Callable[[str], _T_co]
     is_never_empty: bool = False
 
+    def then(self: Kind[str], convert: Callable[[str], _T]) -> Kind[_T]:
+        """Return the kind of the values that are made of the texts of this one."""
+        return Kind(self.metavar, lambda text: convert(self.read(text)))
+
     def within(self: Kind[_Number], low: str, high: str = "") -> Kind[_Number]:
         """Return the kind of the values from ``low`` to ``high``, both written as values are."""
         least, most = self.read(low), self.read(high) if high else float("inf")
@@ -233,22 +237,10 @@ def parse_path(text: str) -> Path:
         raise ValueError("the home directory of this user is not known") from None
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ValueError("must be a whole number")
-    return int(text)
-
-
 def _positive_size(text: str) -> int:
     if (size := parse_size(text)) == 0:
         raise ValueError("must be at least one byte")
     return size
-
-
-def _number(text: str) -> float:
-    if not re.fullmatch(r"\d*\.?\d+|\d+\.", text.strip()):
-        raise ValueError("must be a number such as 0.9")
-    return float(text)
 
 
 def parse_boolean(text: str) -> bool:
@@ -262,21 +254,15 @@ def parse_boolean(text: str) -> bool:
     return text.lower() in _TRUE
 
 
-def _on_or_off(text: str) -> bool:
-    if text.lower() not in ("on", "off"):
-        raise ValueError("must be on or off")
-    return text.lower() == "on"
-
-
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name for name in (part.strip() for part in text.split(",")) if name)
 
 
 TEXT: Final = Kind("NAME", str)
 NAMES: Final = Kind("NAME,...", _names)
-COUNT: Final = Kind("N", _count)
+COUNT: Final = matching("N", "[0-9]+", "a whole number").then(int)
 POSITIVE: Final = COUNT.within("1")
-SHARE: Final = Kind("SHARE", _number)
+SHARE: Final = matching("SHARE", r"\s*(\d*\.?\d+|\d+\.)\s*", "a number such as 0.9").then(float)
 SIZE: Final = Kind("SIZE", parse_size)
 POSITIVE_SIZE: Final = Kind("SIZE", _positive_size)
 TIME: Final = Kind("TIME", parse_duration)
@@ -284,4 +270,4 @@ FILE: Final = Kind("FILE", parse_path)
 FOLDER: Final = Kind("FOLDER", parse_path)
 CREDENTIALS: Final = Kind("FILE", parse_path, is_never_empty=True)
 """A variable that expands to nothing must not leave the server open."""
-ON_OR_OFF: Final = Kind("on|off", _on_or_off)
+ON_OR_OFF: Final = matching("on|off", "(?i:on|off)", "on or off").then(parse_boolean)

@@ -273,20 +273,16 @@ class ServerConfig:
 
     def _check_float16(self) -> None:
         """Refuse settings that need kernels, because only torch computes in float16."""
-        for holds, setting in (
-            (self.executor in ("auto", "torch"), f"--executor {self.executor}"),
-            (self.weights == "float", f"--weights {self.weights}"),
-            (not self.is_deterministic, "--deterministic"),
-        ):
-            _require(holds, f"--dtype float16 runs in torch only; leave {setting} out")
+        runs = "--dtype float16 runs in torch only; leave"
+        _require(self.executor in ("auto", "torch"), f"{runs} --executor {self.executor} out")
+        _require(self.weights == "float", f"{runs} --weights {self.weights} out")
+        _require(not self.is_deterministic, f"{runs} --deterministic out")
 
     def _check_deterministic(self) -> None:
         """Refuse settings under which the kernels cannot run, because only they are deterministic."""
-        for holds, setting in (
-            (self.executor in ("auto", "numba-cpu", "numba-cuda"), f"--executor {self.executor}"),
-            (self.has_cuda_runner, "--disable-cuda-runner"),
-        ):
-            _require(holds, f"--deterministic needs kernels, not torch: no {setting}")
+        needs = "--deterministic needs kernels, not torch: no"
+        _require(self.executor in ("auto", "numba-cpu", "numba-cuda"), f"{needs} --executor {self.executor}")
+        _require(self.has_cuda_runner, f"{needs} --disable-cuda-runner")
 
     def _check_access(self) -> None:
         """Refuse contradictory settings of access, and a server that is open to a network without --insecure."""

@@ -6,7 +6,6 @@ Flags win over the environment, the environment wins over the file, and the file
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Final, NoReturn
 
 from ferrule_server import __version__
 from ferrule_server.config import ServerConfig, instance_of_host
-from ferrule_server.config_file import config_line, read_config_file
+from ferrule_server.config_file import config_line, meant, read_config_file
 from ferrule_server.errors import ConfigError
 from ferrule_server.settings import FILE, NAMES, PREFIX, Setting, setting_of, settings_of, texts_of
 
@@ -74,8 +73,9 @@ def settings_text(arguments: Sequence[str], environment: Mapping[str, str]) -> s
 
 
 def _given(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, Any], _InFile]:
-    """Return the flags by their names, and what the file sets."""
-    flags = vars(build_parser().parse_args(arguments))
+    """Return the flags by their names, those that are repeated joined by commas, and what the file sets."""
+    parsed = vars(build_parser().parse_args(arguments))
+    flags = {name: ",".join(value) if isinstance(value, list) else value for name, value in parsed.items()}
     return flags, _in_file(flags["config"], environment)
 
 
@@ -150,12 +150,7 @@ def unknown_variables(environment: Iterable[str]) -> list[str]:
     known = CLIENT_VARIABLES | {setting.variable for setting in (*_SETTINGS, _CONFIG)}
     ours = [name for name in environment if name.startswith(PREFIX) and not _OF_KUBERNETES.fullmatch(name)]
     rests = sorted(name.removeprefix(PREFIX) for name in known)  # with the prefix, all names are similar
-    return [f"{name}{_meant(name.removeprefix(PREFIX), rests, PREFIX)}" for name in sorted(ours) if name not in known]
-
-
-def _meant(given: str, known: Iterable[str], prefix: str = "") -> str:
-    near = difflib.get_close_matches(given, list(known), 1)
-    return f" (did you mean {prefix}{near[0]}?)" if near else ""
+    return [f"{name}{meant(name.removeprefix(PREFIX), rests, PREFIX)}" for name in sorted(ours) if name not in known]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -173,21 +168,12 @@ class _Parser(argparse.ArgumentParser):
         """Raise the ConfigError."""
         unknown = re.match(r"unrecognized arguments: ([^\s=]+)", message)
         if unknown is not None:
-            message = f"unknown flag {unknown[1]}{_meant(unknown[1], self._option_string_actions)}"
+            message = f"unknown flag {unknown[1]}{meant(unknown[1], self._option_string_actions)}"
         raise ConfigError(f'{message}; see "{self.prog} --help"')
 
 
-class _Joined(argparse.Action):
-    """Joins the texts of a flag that is repeated by commas."""
-
-    def __call__(self, _parser: object, flags: argparse.Namespace, text: object, _option: object = None) -> None:
-        """Add the text of one flag to those before it."""
-        before = getattr(flags, self.dest)
-        setattr(flags, self.dest, text if before is None else f"{before},{text}")
-
-
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser. Each value stays text, or None if the flag is absent, so that a variable can replace it."""
+    """Return the parser. Each value stays text, or texts, or None if the flag is absent: a variable can replace it."""
     parser = _Parser(
         prog="ferrule serve",
         description="Serves a decoder-only language model over gRPC; clients hold handles to its KV cache.",
@@ -204,7 +190,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar, text = setting.kind.metavar, "" if setting.group else argparse.SUPPRESS
         value: dict[str, Any] = {"metavar": metavar} if metavar else {"action": "store_const", "const": "1"}
         if metavar == NAMES.metavar:
-            value["action"] = _Joined
+            value["action"] = "append"
         groups[setting.group].add_argument(setting.flag, help=text, **value)
     return parser
 

@@ -46,13 +46,19 @@ def read_config_file(path: Path, settings: Iterable[Setting]) -> dict[str, tuple
     values: dict[str, tuple[str, str]] = {}
     for key, value in table.items():
         if key not in known:
-            near = difflib.get_close_matches(key, [key for key in known if known[key].group], 1)
-            raise ConfigError(f"{path}: unknown setting {key!r}" + (f" (did you mean {near[0]}?)" if near else ""))
+            shown = [name for name in known if known[name].group]
+            raise ConfigError(f"{path}: unknown setting {key!r}{meant(key, shown)}")
         if (text := _text_of(value, known[key].kind.metavar)) is None:
             given = json.dumps(value, ensure_ascii=False, default=str)
             raise ConfigError(f"{path}: {key} must be {_words(known[key].kind.metavar)}, not {given}")
         values[known[key].name] = (f"{path}: {key}", text)
     return values
+
+
+def meant(given: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return the end of a message about an unknown name: the known one that is most similar, if any is."""
+    near = difflib.get_close_matches(given, list(known), 1)
+    return f" (did you mean {prefix}{near[0]}?)" if near else ""
 
 
 def config_line(setting: Setting, given: tuple[str, str] | None) -> str:

@@ -13,6 +13,7 @@ import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -34,7 +35,7 @@ from ferrule_server.engine.faults.failpoints import Failing, Failpoints, NoFailp
 from ferrule_server.engine.masks import MaskRegistry
 from ferrule_server.engine.settings import EngineSettings
 from ferrule_server.errors import ConfigError
-from ferrule_server.executor.base import Executor
+from ferrule_server.executor.base import Executor, ExecutorInfo
 from ferrule_server.kv.block_pool import BlockPool
 from ferrule_server.kv.sequence_store import SequenceStore
 from ferrule_server.loading import LoadedExecutor, OnProgress, create_executor
@@ -73,30 +74,18 @@ async def serve(config: ServerConfig, stopping: asyncio.Task[signal.Signals]) ->
         drain_grace_s=config.drain_grace_s,
         observers=(*((tracer,) if tracer is not None else ()), watch_calls()),
     )
+    run = _Run(config, server, stopping, failpoints)
     async with _web(config, server) as metrics_address:
         addresses = {"listen": server.bind(config.listen, tls), **metrics_address}
         await server.start()
         _LOG.info("listening address=%s instance=%s epoch=%s", addresses["listen"].target, state.instance, state.epoch)
         try:
-            loaded = await _loaded(config, server, stopping)
-            return await _run_engine(config, server, addresses, loaded, stopping, failpoints=failpoints)
+            return await run.serve(addresses, await run.load())
         finally:
             stopping.cancel()
             await server.stop()
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
-
-
-async def _loaded(config: ServerConfig, server: ApiServer, stopping: asyncio.Task[signal.Signals]) -> LoadedExecutor:
-    """Load the executor, on a thread, because importing torch alone takes seconds. A signal ends the process."""
-    with _progress(server.state) as on_progress:  # ends before the process, so that no bar stays on the terminal
-        loading = asyncio.create_task(asyncio.to_thread(create_executor, config, on_progress))
-        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if stopping.done():
-        await server.stop()
-        # The loading thread cannot be stopped.
-        exit_now(EXIT_INTERRUPTED if stopping.result() is signal.SIGINT else 0)
-    return loading.result()
 
 
 @contextlib.asynccontextmanager
@@ -140,97 +129,104 @@ def tracer_of(config: ServerConfig) -> Tracer | None:
     return tracer
 
 
-async def _run_engine(
-    config: ServerConfig,
-    server: ApiServer,
-    addresses: Mapping[str, ListenAddress],
-    loaded: LoadedExecutor,
-    stopping: asyncio.Task[signal.Signals],
-    *,
-    failpoints: Failing,
-) -> int:
-    """Start the engine and serve until a signal, an administrator or a lost device stops the server; then drain."""
-    has_failed = False
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of a server that is bound already, from the loading of the model to the end.
 
-    def fail() -> None:
-        nonlocal has_failed
-        has_failed = True
-        server.asked_to_stop.set()
-
-    loop = asyncio.get_running_loop()
-    make = partial(_make_engine, config, server.state, loaded.executor, fail, loop, failpoints=failpoints)
-    engine = await asyncio.to_thread(make)  # reading a journal may take seconds
-    engine.start()
-    try:
-        await server.ready(serving_of(config, server.state, engine, loaded))
-        gc.collect()
-        gc.freeze()  # loaded objects stay for good: later collections skip them
-        console.say_ready(addresses, engine.info, config, loaded.commit)
-        stopping.add_done_callback(lambda _: server.ask_to_stop(None))
-        await server.asked_to_stop.wait()
-        console.say_draining(server.state.num_ending, server.grace_s, has_failed=has_failed)
-        await server.drain(has_failed=has_failed)
-    finally:
-        await asyncio.to_thread(engine.close)
-    _LOG.info("drained")
-    return EXIT_FAULT if has_failed else 0
-
-
-def _make_engine(
-    config: ServerConfig,
-    state: ServerState,
-    executor: Executor,
-    fail: Callable[[], None],
-    loop: asyncio.AbstractEventLoop,
-    *,
-    failpoints: Failing,
-) -> Engine:
-    """Return the engine; it calls ``fail`` on the event loop when the device is lost.
-
-    Raises:
-        ConfigError: The journal of durable handles cannot be used.
+    Attributes:
+        config: The settings.
+        server: Serves the contract.
+        stopping: Its result is the first signal.
+        failpoints: Where the engine fails on purpose.
     """
-    info = executor.info
-    durability = _durability(config, state, executor)
-    store = SequenceStore(
-        BlockPool(info.num_blocks, info.block_size),
-        instance=state.instance,
-        epoch=state.epoch,
-        max_context=info.model.max_context,
-        max_ttl_s=config.max_ttl_s,
-        limits_of=state.limits_of,
-        has_prefix_cache=config.has_prefix_cache,
-        durable_epoch=None if durability is None else durability.epoch,
-    )
-    settings = EngineSettings(
-        max_step_rows=config.max_step_rows,
-        max_step_time_s=config.max_step_time_s,
-        max_waiting_jobs=config.max_waiting_jobs,
-        restore_wait_tokens=config.restore_wait,
-        debug_top_tokens=config.logs_top_tokens,
-    )
 
-    try:
-        return Engine(
-            Setup(
-                executor,
-                store,
-                settings,
-                loop.call_soon_threadsafe,
-                partial(loop.call_soon_threadsafe, fail),
-                later=loop.call_later,
-                limits_of=state.limits_of,
-                shares=state.shares,
-                durability=durability,
-                failpoints=failpoints,
-            )
+    config: ServerConfig
+    server: ApiServer
+    stopping: asyncio.Task[signal.Signals]
+    failpoints: Failing
+
+    async def load(self) -> LoadedExecutor:
+        """Load the executor, on a thread, because importing torch alone takes seconds. A signal ends the process."""
+        with _progress(self.server.state) as on_progress:  # ends before the process: no bar stays on the terminal
+            loading = asyncio.create_task(asyncio.to_thread(create_executor, self.config, on_progress))
+            await asyncio.wait({loading, self.stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if self.stopping.done():
+            await self.server.stop()
+            # The loading thread cannot be stopped.
+            exit_now(EXIT_INTERRUPTED if self.stopping.result() is signal.SIGINT else 0)
+        return loading.result()
+
+    async def serve(self, addresses: Mapping[str, ListenAddress], loaded: LoadedExecutor) -> int:
+        """Start the engine and serve until a signal, an administrator or a lost device stops the server; then drain."""
+        server, has_failed = self.server, False
+
+        def fail() -> None:
+            nonlocal has_failed
+            has_failed = True
+            server.asked_to_stop.set()
+
+        loop = asyncio.get_running_loop()
+        engine = await asyncio.to_thread(self._make_engine, loaded.executor, fail, loop)  # a journal may take seconds
+        engine.start()
+        try:
+            await server.ready(serving_of(self.config, server.state, engine, loaded))
+            gc.collect()
+            gc.freeze()  # loaded objects stay for good: later collections skip them
+            console.say_ready(addresses, engine.info, self.config, loaded.commit)
+            self.stopping.add_done_callback(lambda _: server.ask_to_stop(None))
+            await server.asked_to_stop.wait()
+            console.say_draining(server.state.num_ending, server.grace_s, has_failed=has_failed)
+            await server.drain(has_failed=has_failed)
+        finally:
+            await asyncio.to_thread(engine.close)
+        _LOG.info("drained")
+        return EXIT_FAULT if has_failed else 0
+
+    def _make_engine(self, executor: Executor, fail: Callable[[], None], loop: asyncio.AbstractEventLoop) -> Engine:
+        """Return the engine; it calls ``fail`` on the event loop when the device is lost.
+
+        Raises:
+            ConfigError: The journal of durable handles cannot be used.
+        """
+        config, state, info = self.config, self.server.state, executor.info
+        durability = _durability(config, state, info)
+        store = SequenceStore(
+            BlockPool(info.num_blocks, info.block_size),
+            instance=state.instance,
+            epoch=state.epoch,
+            max_context=info.model.max_context,
+            max_ttl_s=config.max_ttl_s,
+            limits_of=state.limits_of,
+            has_prefix_cache=config.has_prefix_cache,
+            durable_epoch=None if durability is None else durability.epoch,
         )
-    except OSError as error:
-        assert config.durable is not None, "only a journal is written"
-        raise ConfigError(cannot_write(config.durable, error)) from error
+        settings = EngineSettings(
+            max_step_rows=config.max_step_rows,
+            max_step_time_s=config.max_step_time_s,
+            max_waiting_jobs=config.max_waiting_jobs,
+            restore_wait_tokens=config.restore_wait,
+            debug_top_tokens=config.logs_top_tokens,
+        )
+        setup = Setup(
+            executor,
+            store,
+            settings,
+            loop.call_soon_threadsafe,
+            partial(loop.call_soon_threadsafe, fail),
+            later=loop.call_later,
+            limits_of=state.limits_of,
+            shares=state.shares,
+            durability=durability,
+            failpoints=self.failpoints,
+        )
+        try:
+            return Engine(setup)
+        except OSError as error:
+            assert config.durable is not None, "only a journal is written"
+            raise ConfigError(cannot_write(config.durable, error)) from error
 
 
-def _durability(config: ServerConfig, state: ServerState, executor: Executor) -> Durability | None:
+def _durability(config: ServerConfig, state: ServerState, info: ExecutorInfo) -> Durability | None:
     """Open the journal of durable handles and read it, which may take seconds; None: there is none.
 
     Raises:
@@ -238,7 +234,6 @@ def _durability(config: ServerConfig, state: ServerState, executor: Executor) ->
     """
     if config.durable is None:
         return None
-    info = executor.info
     begun, is_there = time.monotonic(), config.durable.exists()
     wanted = Wanted(state.instance, info.model.fingerprint, info.model.dtype, info.block_size)
     with _progress(state) as show:

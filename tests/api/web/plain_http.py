@@ -7,8 +7,11 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from ferrule_server.addresses import ListenAddress
+from ferrule_server.api.web import events
+from ferrule_server.api.web import listener as web_listener
 from ferrule_server.api.web.events import Events
 from ferrule_server.api.web.listener import WebListener
 from ferrule_server.api.web.site import Site
@@ -71,7 +74,7 @@ def listening(
         metrics: What ``/metrics`` answers.
         address: Where to listen.
         host: Where the site believes to be.
-        **bounds: Of the listener.
+        **bounds: Of the listener, by the names of its constants.
     """
 
     async def made() -> bytes:
@@ -81,10 +84,12 @@ def listening(
     async def rendered(accept: str) -> tuple[str, bytes]:
         return metrics(accept)
 
-    events = None if make is None else Events(made, 0.05)
-    listener = WebListener(address, Site(rendered, events, host or address.host), **bounds)
-    listener.start()
-    try:
+    shown = None if make is None else Events(made)
+    listener = WebListener(address, Site(rendered, shown, host or address.host))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(events, "INTERVAL_S", 0.05))
+        for name, value in bounds.items():
+            stack.enter_context(patch.object(web_listener, name, value))
+        stack.callback(listener.close)
+        listener.start()
         yield listener
-    finally:
-        listener.close()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Generator, Iterator
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 from ferrule_server.addresses import ListenAddress
-from ferrule_server.api.web import assembly
-from ferrule_server.api.web.events import INTERVAL_S, Events
+from ferrule_server.api.web import events
+from ferrule_server.api.web.assembly import listener_of
+from ferrule_server.api.web.events import INTERVAL_S
 from ferrule_server.api.web.listener import WebListener
 from ferrule_server.config import ServerConfig
 from tests.api.harness import RunningServer
@@ -25,16 +25,15 @@ def serving_web(
     """Give the listener that shows a running server, as often as a test has time for."""
 
     async def make() -> WebListener:
-        config = ServerConfig(metrics_listen=address)
-        with patch.object(assembly, "Events", partial(Events, interval_s=interval_s)):
-            return assembly.listener_of(config, address, server.state, server.server.views)
+        return listener_of(ServerConfig(metrics_listen=address), address, server.state, server.server.views)
 
-    listener = server.run(make())
-    listener.start()
-    try:
-        yield listener
-    finally:
-        listener.close()
+    with patch.object(events, "INTERVAL_S", interval_s):
+        listener = server.run(make())
+        listener.start()
+        try:
+            yield listener
+        finally:
+            listener.close()
 
 
 def messages(address: ListenAddress) -> Generator[dict[str, Any], None, None]:

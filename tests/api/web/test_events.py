@@ -11,6 +11,7 @@ from google.protobuf import json_format
 
 from ferrule import Client
 from ferrule.v1 import admin_pb2
+from ferrule_server.api.web import events as web_events
 from ferrule_server.api.web.events import Events, TooManyWatchers
 from ferrule_server.api.web.listener import WebListener
 from tests.api.harness import RunningServer
@@ -79,7 +80,7 @@ def test_a_server_that_has_ended_is_told_as_a_problem(running: tuple[RunningServ
 
 
 @on_a_loop
-async def test_nothing_is_made_while_nobody_watches() -> None:
+async def test_nothing_is_made_while_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first who comes gets a message at once, one who comes soon after shares it."""
     made: list[float] = []
 
@@ -87,7 +88,8 @@ async def test_nothing_is_made_while_nobody_watches() -> None:
         made.append(time.monotonic())
         return b"%d" % len(made)
 
-    events = Events(make, 1.0, max_watchers=2)
+    monkeypatch.setattr(web_events, "MAX_WATCHERS", 2)
+    events = Events(make)
     running = asyncio.create_task(events.run())
     await asyncio.sleep(1.2)
     assert made == []
@@ -106,14 +108,15 @@ async def test_nothing_is_made_while_nobody_watches() -> None:
 
 
 @on_a_loop
-async def test_who_falls_behind_gets_the_newest_message() -> None:
+async def test_who_falls_behind_gets_the_newest_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is queued for a slow reader, and closing ends what it watches."""
     numbers = iter(range(1000))
 
     async def make() -> bytes:
         return b"%d" % next(numbers)
 
-    events = Events(make, 0.02)
+    monkeypatch.setattr(web_events, "INTERVAL_S", 0.02)
+    events = Events(make)
     running = asyncio.create_task(events.run())
     with events.watch() as slow:
         assert await anext(slow) == b"0"

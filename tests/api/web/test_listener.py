@@ -96,7 +96,7 @@ def test_whatever_is_sent_gets_one_plain_answer(sent: bytes, status: int, shared
 
 def test_who_sends_slowly_is_told_when_the_time_is_over() -> None:
     """A byte now and then gains nothing, nor does silence."""
-    with listening(head_s=0.4) as listener, connect(listener.address) as dripping, connect(listener.address) as silent:
+    with listening(HEAD_S=0.4) as listener, connect(listener.address) as dripping, connect(listener.address) as silent:
         began = time.monotonic()
         for byte in b"GET /metr":
             dripping.send(bytes([byte]))
@@ -108,7 +108,7 @@ def test_who_sends_slowly_is_told_when_the_time_is_over() -> None:
 
 def test_connections_beyond_the_bound_are_refused_at_once_and_room_comes_back() -> None:
     """Where all places are held by requests that came whole. The refusal is a whole answer, though it comes first."""
-    with listening(max_connections=3) as listener, ExitStack() as held:
+    with listening(MAX_CONNECTIONS=3) as listener, ExitStack() as held:
         watching = [held.enter_context(connect(listener.address)) for _ in range(3)]
         for watcher in watching:
             watcher.sendall(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -128,7 +128,7 @@ def test_connections_beyond_the_bound_are_refused_at_once_and_room_comes_back() 
 
 def test_whoever_waits_longest_gives_its_place_to_a_new_connection() -> None:
     """It is told so; those that came later keep theirs and are answered when their requests are whole."""
-    with listening(max_connections=3) as listener, ExitStack() as held:
+    with listening(MAX_CONNECTIONS=3) as listener, ExitStack() as held:
         slow = [held.enter_context(connect(listener.address)) for _ in range(3)]
         for connection in slow:
             connection.sendall(b"GET /metrics HTTP/1.0\r\n")
@@ -214,7 +214,7 @@ class _Holders:
 def test_a_reader_that_reads_nothing_is_dropped() -> None:
     """Of one large answer, and of a stream; nobody else waits for it."""
     with (
-        listening(lambda: b"data: " + b"x" * 500_000 + b"\n\n", metrics=lambda _: ("t", b"m"), send_s=0.3) as listener,
+        listening(lambda: b"data: " + b"x" * 500_000 + b"\n\n", metrics=lambda _: ("t", b"m"), SEND_S=0.3) as listener,
         socket.socket() as connection,
     ):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -19,7 +19,9 @@ from ferrule_server.errors import FerruleError
 _LOG = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 1.0
+"""Time between two messages."""
 MAX_WATCHERS: Final = 16
+"""Most watchers at a time."""
 VIEW_REQUEST: Final = admin_pb2.GetServerViewRequest(max_cells=2048, max_sequences=1024, max_principals=32)
 """What the page has room for."""
 
@@ -38,22 +40,16 @@ class Events:
 
     Args:
         make: Returns the current message; must not raise.
-        interval_s: Time between two messages.
-        max_watchers: Most watchers at a time.
     """
 
-    def __init__(
-        self, make: Callable[[], Awaitable[bytes]], interval_s: float = INTERVAL_S, max_watchers: int = MAX_WATCHERS
-    ) -> None:
+    def __init__(self, make: Callable[[], Awaitable[bytes]]) -> None:
         self._make = make
-        self._interval_s = interval_s
-        self._max_watchers = max_watchers
         self._changed = asyncio.Condition()
         self._num_watchers = 0
         self._is_closed = False
         self._message = b""
         self._number = 0
-        self._made_at = -interval_s
+        self._made_at = -INTERVAL_S
 
     async def run(self) -> None:
         """Make messages until cancelled, which ends every :meth:`watch`."""
@@ -74,7 +70,7 @@ class Events:
         async with self._changed:
             self._message, self._number, self._made_at = message, self._number + 1, time.monotonic()
             self._changed.notify_all()
-        await asyncio.sleep(self._interval_s - (time.monotonic() - began))
+        await asyncio.sleep(INTERVAL_S - (time.monotonic() - began))
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[AsyncIterator[bytes]]:
@@ -83,10 +79,10 @@ class Events:
         Raises:
             TooManyWatchers: There is no room for another one.
         """
-        if self._num_watchers >= self._max_watchers:
+        if self._num_watchers >= MAX_WATCHERS:
             raise TooManyWatchers
         self._num_watchers += 1
-        is_fresh = time.monotonic() - self._made_at < self._interval_s
+        is_fresh = time.monotonic() - self._made_at < INTERVAL_S
         try:
             yield self._messages(self._number - 1 if is_fresh else self._number)
         finally:

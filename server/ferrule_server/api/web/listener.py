@@ -23,6 +23,8 @@ from ferrule_server.api.web.site import Answer, Request, Site, refusal
 _LOG = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 64
+"""Most at a time. If all are in use, a new one takes the place of the one that has waited longest for its client to
+send. If none waits, the new one is answered 503 at once."""
 HEAD_S: Final = 10.0
 """How long a request may take to arrive, from the connection on; a byte now and then does not extend it."""
 MAX_HEAD_BYTES: Final = 16 << 10
@@ -91,10 +93,6 @@ class WebListener:
     Args:
         address: Where to listen; not a unix socket.
         site: Answers the requests.
-        max_connections: Most at a time. If all are in use, a new one takes the place of the one that has waited longest
-            for its client to send. If none waits, the new one is answered 503 at once.
-        head_s: How long a request may take to arrive.
-        send_s: How long the client may take to read an answer.
 
     Attributes:
         address: Where it listens, with the chosen port if it was 0.
@@ -103,19 +101,8 @@ class WebListener:
         ConfigError: The address is in use, or cannot be bound.
     """
 
-    def __init__(
-        self,
-        address: ListenAddress,
-        site: Site,
-        *,
-        max_connections: int = MAX_CONNECTIONS,
-        head_s: float = HEAD_S,
-        send_s: float = SEND_S,
-    ) -> None:
+    def __init__(self, address: ListenAddress, site: Site) -> None:
         self._site = site
-        self._max_connections = max_connections
-        self._head_s = head_s
-        self._send_s = send_s
         try:
             self._socket = _bound(address)
         except (OSError, UnicodeError) as error:
@@ -193,7 +180,7 @@ class WebListener:
 
         Only reading is shut down on the other one: what has arrived can still be read and answered.
         """
-        if len(self._open) >= self._max_connections:
+        if len(self._open) >= MAX_CONNECTIONS:
             longest = next(iter(self._waiting), None)
             if longest is None:
                 return False
@@ -202,7 +189,7 @@ class WebListener:
             with contextlib.suppress(OSError):  # its client may be gone already
                 longest.client.shutdown(socket.SHUT_RD)
             await asyncio.wait([longest.task], timeout=_ROOM_S)
-        has_place = len(self._open) < self._max_connections
+        has_place = len(self._open) < MAX_CONNECTIONS
         if has_place:
             self._open.add(connection)
             self._waiting[connection] = None
@@ -210,7 +197,7 @@ class WebListener:
 
     async def _refuse(self, connection: _Connection) -> None:
         """Answer 503. At most as many refused clients are waited for as there are places."""
-        if len(self._refused) >= self._max_connections:
+        if len(self._refused) >= MAX_CONNECTIONS:
             next(iter(self._refused)).task.cancel()
         self._refused[connection] = None
         await self._send(connection, _encoded(_FULL))
@@ -219,7 +206,7 @@ class WebListener:
     async def _serve(self, connection: _Connection) -> None:
         """Read one request and answer it; once the request is there the connection keeps its place."""
         try:
-            head = await _read_head(connection.client, self._head_s)
+            head = await _read_head(connection.client)
             self._waiting.pop(connection, None)
             request = _parsed(head) if head else None
         except _BadHead as bad:
@@ -263,11 +250,11 @@ class WebListener:
         Raises:
             OSError: The client is gone, or did not read them in time.
         """
-        async with asyncio.timeout(self._send_s):
+        async with asyncio.timeout(SEND_S):
             await asyncio.get_running_loop().sock_sendall(connection.client, data)
 
 
-async def _read_head(client: socket.socket, timeout_s: float) -> bytes:
+async def _read_head(client: socket.socket) -> bytes:
     """Return the request line and the headers, up to the empty line; empty if the client ends before.
 
     Raises:
@@ -275,7 +262,7 @@ async def _read_head(client: socket.socket, timeout_s: float) -> bytes:
     """
     head = bytearray()
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(HEAD_S):
             while chunk := await asyncio.get_running_loop().sock_recv(client, _RECEIVE_BYTES):
                 head += chunk
                 if not head[:1].isalpha():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import grpc
@@ -134,7 +133,9 @@ class ApiServer:
         typed = Registrar(self._server, state, access, self._intake, (state.calls, *observers)).as_server()
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(state, self, self.views), typed)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(
+            AdminServicer(state, self.views, self.begin_drain, self.ask_to_stop), typed
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, typed)
         if has_reflection:
             _add_reflection(typed)
@@ -151,8 +152,11 @@ class ApiServer:
         """
         if address.path is not None:
             self._socket_path = SocketPath(address.path)
-            with _umask(0o177):  # the socket is the owner's from its first moment
+            usual = os.umask(0o177)  # the socket is the owner's from its first moment
+            try:
                 self._add_port(address, tls)
+            finally:
+                os.umask(usual)
             return address
         _check_free(address)
         self._intake.port = self._add_port(address, tls)
@@ -316,12 +320,3 @@ def _check_free(address: ListenAddress) -> None:
                 probe.bind(where)
     except OSError as error:
         raise cannot_listen(address.target, error) from error
-
-
-@contextlib.contextmanager
-def _umask(mask: int) -> Iterator[None]:
-    previous = os.umask(mask)
-    try:
-        yield
-    finally:
-        os.umask(previous)

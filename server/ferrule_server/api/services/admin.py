@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc
 from ferrule_server.api.requests.fields import check_count, seconds
@@ -20,16 +20,8 @@ from ferrule_server.errors import InvalidRequest
 _MAX_BATCH_SIZES: Final = 64
 
 
-class Operations(Protocol):
-    """The operations of the server that AdminService starts. Called on the event loop; each returns at once."""
-
-    def begin_drain(self, grace_s: float | None) -> None:
-        """Refuse new prompts and serve live handles for ``grace_s`` seconds; None: the configured grace."""
-        ...
-
-    def ask_to_stop(self, grace_s: float | None) -> None:
-        """Drain for ``grace_s`` seconds, then end the process; None: the configured grace."""
-        ...
+WithGrace = Callable[[float | None], None]
+"""Begins to drain, serving live handles for so many seconds (None: the configured grace), and returns at once."""
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -37,14 +29,16 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     Args:
         state: The server.
-        operations: The operations of the server.
         views: Takes snapshots of the server.
+        begin_drain: Refuses new prompts from now on; the process continues.
+        ask_to_stop: Does so too, and then ends the process.
     """
 
-    def __init__(self, state: ServerState, operations: Operations, views: Views) -> None:
+    def __init__(self, state: ServerState, views: Views, begin_drain: WithGrace, ask_to_stop: WithGrace) -> None:
         self.state = state
-        self._operations = operations
         self._views = views
+        self._begin_drain = begin_drain
+        self._ask_to_stop = ask_to_stop
 
     async def Warmup(self, request: admin_pb2.WarmupRequest, context: Context) -> admin_pb2.WarmupResponse:
         """Run steps of real shapes so that the first request is not slow."""
@@ -62,7 +56,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         """Refuse new prompts and serve live handles until the grace is over; the process continues."""
         snapshot = self.state.describe().engine.snapshot()
-        self._operations.begin_drain(_grace(request))
+        self._begin_drain(_grace(request))
         return admin_pb2.DrainResponse(
             live_sequences=self.state.num_sequences, pending_jobs=snapshot.num_running + snapshot.num_waiting
         )
@@ -70,13 +64,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Shutdown(self, request: admin_pb2.ShutdownRequest, context: Context) -> admin_pb2.ShutdownResponse:
         """Drain, then end the process."""
         self.state.describe()
-        self._operations.ask_to_stop(_grace(request))
+        self._ask_to_stop(_grace(request))
         return admin_pb2.ShutdownResponse(live_sequences=self.state.num_sequences)
 
     async def GetServerView(
-        self,
-        request: admin_pb2.GetServerViewRequest,
-        context: Context,
+        self, request: admin_pb2.GetServerViewRequest, context: Context
     ) -> admin_pb2.GetServerViewResponse:
         """Return the counters, the pool, the sequences and the principals at one moment between two steps."""
         return admin_pb2.GetServerViewResponse(view=await self._views.view(request))

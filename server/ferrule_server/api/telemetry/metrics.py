@@ -40,16 +40,17 @@ _Labels = TypeVar("_Labels", bound=str | tuple[str, ...])
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
-class Exposition:
-    """Renders the metrics of one server, from any thread and in every phase.
+class Exposition(Collector):
+    """Reads a server at each scrape and renders its metrics, from any thread and in every phase.
 
     Args:
         state: The server.
     """
 
     def __init__(self, state: ServerState) -> None:
+        self._state = state
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_ServerCollector(state))
+        self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     def render(self, accept: str = "") -> tuple[str, bytes]:
@@ -62,13 +63,6 @@ class Exposition:
             text: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
             return openmetrics.CONTENT_TYPE_LATEST, text
         return CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry)
-
-
-class _ServerCollector(Collector):
-    """Reads a server at each scrape."""
-
-    def __init__(self, state: ServerState) -> None:
-        self._state = state
 
     def collect(self) -> Iterator[Metric]:
         """Return every metric that exists in the phase of the server."""

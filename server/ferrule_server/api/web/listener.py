@@ -311,9 +311,7 @@ def _parsed(head: bytes) -> Request:
         _BadHead: It is malformed.
     """
     parsed = _Head(head)
-    headers: dict[str, str] = {}
-    for name, value in parsed.headers.items():
-        headers.setdefault(name.lower(), str(value))
+    headers = {name.lower(): str(value) for name, value in reversed(parsed.headers.items())}  # the first value counts
     if parsed.request_version == "HTTP/1.1" and "host" not in headers:
         raise _BadHead(400, "HTTP/1.1 requests have a Host header")
     return Request(parsed.command, parsed.path.partition("?")[0], headers)

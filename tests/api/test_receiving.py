@@ -49,13 +49,13 @@ async def test_a_principal_holds_at_most_what_it_leaves_to_others() -> None:
     budget = ReceiveBudget(16 * MIB, MIB, 60.0)
     flood = [asyncio.create_task(budget.read("flood", _never)) for _ in range(100)]
     await _settled()
-    assert budget.held_bytes == 8 * MIB
+    assert budget._bytes.num_held == 8 * MIB
     assert await budget.read("victim", lambda: _after(0.0)) == b"x"
     for call in flood:
         call.cancel()
     await asyncio.gather(*flood, return_exceptions=True)
     budget.resize("victim", 1, 0)
-    assert budget.held_bytes == 0
+    assert budget._bytes.num_held == 0
 
 
 @on_a_loop
@@ -63,7 +63,7 @@ async def test_a_principal_that_is_alone_gets_one_request_in_any_case() -> None:
     """Also where the budget is smaller than a request."""
     budget = ReceiveBudget(1, MIB, 60.0)
     assert await budget.read("alice", lambda: _after(0.0, b"abc")) == b"abc"
-    assert budget.held_bytes == 3
+    assert budget._bytes.num_held == 3
 
 
 @on_a_loop
@@ -124,7 +124,7 @@ async def test_no_room_is_lost_whatever_becomes_of_calls(seed: int) -> None:
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(result) for result in results} <= {type(None), RequestTimeout, asyncio.CancelledError}
     held = sum(100 for result, each in zip(results, calls, strict=True) if isinstance(result, asyncio.CancelledError))
-    assert budget.held_bytes <= held  # of calls that were cancelled behind their read
+    assert budget._bytes.num_held <= held  # of calls that were cancelled behind their read
     assert not budget._waiting.calls
     budget._bytes.check_integrity()
 

@@ -62,12 +62,12 @@ async def test_work_of_a_caller_that_left_is_never_run_and_its_places_are_free()
         await waiting
     third = asyncio.create_task(workers.run("a", LONG, 6, held.work("third")))
     await asyncio.sleep(0)
-    assert workers.num_jobs == 2
+    assert workers._queue.num_jobs == 2
     running.cancel()
     held.gate.set()
     assert await third == "third"
     assert held.order == ["first", "third"]
-    assert workers.num_jobs == 0
+    assert workers._queue.num_jobs == 0
 
 
 @on_a_loop
@@ -82,7 +82,7 @@ async def test_an_error_reaches_its_caller_and_the_next_job_runs() -> None:
         with pytest.raises(type(error)):
             await workers.run("a", LONG, 1, fail)
     assert await workers.run("a", LONG, 1, lambda: 7) == 7
-    assert workers.num_jobs == 0
+    assert workers._queue.num_jobs == 0
 
 
 @on_a_loop
@@ -118,4 +118,4 @@ async def test_a_panic_ends_its_own_job_only() -> None:
     with pytest.raises(RuntimeError, match="_Panic: at the disco"):
         await workers.run("alice", TextLane.SHORT, 10, panic)
     assert await workers.run("alice", TextLane.SHORT, 10, lambda: "served") == "served"
-    assert workers.num_jobs == 0
+    assert workers._queue.num_jobs == 0

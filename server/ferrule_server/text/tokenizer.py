@@ -219,14 +219,6 @@ class Tokenizer:
             text = str(self._parsing.decode(token_ids, skip_special_tokens=False))
         return self._mended(text, token_ids)
 
-    def ends_mid_character(self, token_ids: Sequence[int]) -> bool:
-        """Return whether the last token ends inside a character that a later token could complete.
-
-        Raises:
-            TokenOutOfVocab: One of the last tokens is not in the tokenizer's vocabulary.
-        """
-        return self.num_incomplete(token_ids) > 0
-
     def num_incomplete(self, token_ids: Sequence[int]) -> int:
         """Return how many U+FFFD at the end of the text stand for a character that a later token could complete.
 

@@ -201,11 +201,6 @@ class ReceiveBudget:
         self._returned = asyncio.Event()
         self._readings = _Readings(timeout_s, timeout_s * _PATIENCE, total_bytes)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that are held."""
-        return self._bytes.num_held
-
     async def read(self, principal: str, read: Callable[[], Awaitable[bytes | None]]) -> bytes | None:
         """Return what ``read`` returns, None for no message; bytes are held until :meth:`resize` gives them back.
 

@@ -68,11 +68,6 @@ class CallRates:
         self._calls = Meter("CALL_RATE", lambda principal: limits_of(principal).calls_per_s, clock)
         self._bytes = Meter("REQUEST_BYTES", lambda principal: limits_of(principal).request_bytes_per_s, clock)
 
-    @property
-    def num_principals(self) -> int:
-        """Principals that are remembered; one that both meters remember counts twice."""
-        return len(self._calls.buckets) + len(self._bytes.buckets)
-
     def admit(self, principal: str) -> None:
         """Count one call, or refuse it; a refused call is not counted.
 

@@ -148,7 +148,7 @@ def _detokenized(codec: Tokenizer, request: tokenizer_pb2.DetokenizeRequest) -> 
     token_ids = list(request.token_ids)
     text = codec.decode(token_ids, request.skip_special_tokens)
     last = list(codec.shown(token_ids[-_TAIL_LENGTH:], request.skip_special_tokens))
-    return tokenizer_pb2.DetokenizeResponse(text=text, ends_mid_character=codec.ends_mid_character(last))
+    return tokenizer_pb2.DetokenizeResponse(text=text, ends_mid_character=codec.num_incomplete(last) > 0)
 
 
 def _rendered(

@@ -57,11 +57,6 @@ class TextWorkers:
             lane: ThreadPoolExecutor(1, thread_name_prefix=f"ferrule-text-{lane.value}") for lane in TextLane
         }
 
-    @property
-    def num_jobs(self) -> int:
-        """Jobs that wait or run."""
-        return self._queue.num_jobs
-
     def spend(self, principal: str, num_bytes: int) -> None:
         """Count work that is so short that the caller does it itself.
 

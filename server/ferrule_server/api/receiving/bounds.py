@@ -6,6 +6,7 @@ strings and bytes have a row in :func:`lengths`. A field without one fails a tes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -109,6 +110,7 @@ WHOLE: Final = frozenset({"ApplyChatTemplateRequest"})
 """Messages that are bounded as a whole, by the longest text. So only distributions and masks make a request longer."""
 
 
+@functools.cache
 def request_bound(message: Descriptor, limits: ApiLimits, model: ModelSizes) -> int:
     """Return the most bytes that a useful request of a type takes.
 

@@ -113,7 +113,6 @@ class Intake:
         self.port = 0
         self.strangers = Strangers(lambda peer: asyncio.to_thread(hang_up, peer, self.port))
         self.stranger_log = StrangerLog()
-        self._bounds: dict[type[Message], int] = {}
 
     async def refuse_in_turn(self, peer: str) -> None:
         """Wait until a stranger may be refused: after its pause, floods of strangers take turns with all principals."""
@@ -212,16 +211,13 @@ class Intake:
 
     def _bound(self, kind: type[Message]) -> int:
         """Return the largest request of a kind; while the model is loading only gRPC's own limit is known."""
-        bound = self._bounds.get(kind)
-        if bound is None:
-            serving = self._state.serving
-            if serving is None:
-                return self._state.limits.max_request_bytes
-            model = serving.engine.info.model
-            sizes = ModelSizes(model.config.vocab_size, model.max_context, serving.max_step_rows)
-            descriptor: Any = kind.DESCRIPTOR  # there are two descriptor classes
-            bound = self._bounds[kind] = request_bound(descriptor, self._state.limits, sizes)
-        return bound
+        serving = self._state.serving
+        if serving is None:
+            return self._state.limits.max_request_bytes
+        model = serving.engine.info.model
+        sizes = ModelSizes(model.config.vocab_size, model.max_context, serving.max_step_rows)
+        descriptor: Any = kind.DESCRIPTOR  # there are two descriptor classes
+        return request_bound(descriptor, self._state.limits, sizes)
 
 
 async def _read(context: Context) -> bytes | None:

@@ -87,12 +87,24 @@ class VerifyReader:
     def _draft_distributions(
         self, message: executor_pb2.VerifyInput, draft_ids: tuple[int, ...], at: str
     ) -> tuple[DraftDistribution, ...]:
+        """Return the distribution that each draft was sampled from, in order; none if none is sent.
+
+        Raises:
+            InvalidRequest: The rule does not use them, no form is set, the sizes are wrong, a row is not a
+                distribution, or a draft has probability 0.
+            TokenOutOfVocab: An id is not in the vocabulary.
+        """
         if not message.HasField("draft_probs"):
             return ()
-        path = f"{at}draft_probs"
+        path, probs, vocab_size = f"{at}draft_probs", message.draft_probs, self._fields.vocab_size
         if message.acceptance != executor_pb2.ACCEPTANCE_RULE_REJECTION:
             raise InvalidRequest(path, "must not be set: only ACCEPTANCE_RULE_REJECTION uses it")
-        return draft_distributions(message.draft_probs, draft_ids, self._fields.vocab_size, path)
+        form = probs.WhichOneof("probs")
+        if form == "dense":
+            return _dense(probs.dense, draft_ids, vocab_size, f"{path}.dense")
+        if form == "sparse":
+            return _sparse(probs.sparse, draft_ids, vocab_size, f"{path}.sparse")
+        raise InvalidRequest(path, "one of dense and sparse must be set")
 
     def _row_masks(
         self, message: executor_pb2.VerifyInput, plan: OutputPlan, at: str, principal: str
@@ -150,23 +162,6 @@ _ROUNDINGS: Final[Mapping[int, tuple[float, float]]] = {
     types_pb2.DATA_TYPE_FLOAT16: (2.0**-10, 2.0**-24),  # below 2^-14 the steps are constant
 }
 """The rounding error of a probability in each type: relative, and absolute."""
-
-
-def draft_distributions(
-    message: executor_pb2.DraftProbs, draft_ids: Sequence[int], vocab_size: int, path: str
-) -> tuple[DraftDistribution, ...]:
-    """Return the distribution that each draft was sampled from, in order.
-
-    Raises:
-        InvalidRequest: No form is set, the sizes are wrong, a row is not a distribution, or a draft has probability 0.
-        TokenOutOfVocab: An id is not in the vocabulary.
-    """
-    form = message.WhichOneof("probs")
-    if form == "dense":
-        return _dense(message.dense, draft_ids, vocab_size, f"{path}.dense")
-    if form == "sparse":
-        return _sparse(message.sparse, draft_ids, vocab_size, f"{path}.sparse")
-    raise InvalidRequest(path, "one of dense and sparse must be set")
 
 
 def _dense(

@@ -278,8 +278,6 @@ def serving_of(config: ServerConfig, state: ServerState, engine: Engine, loaded:
     return Serving(
         engine,
         inputs,
-        loaded.tokenizer,
-        config.max_step_rows,
         loaded.chat_template,
         has_prefix_cache=config.has_prefix_cache,
         is_deterministic=config.is_deterministic,

@@ -228,8 +228,6 @@ class RunningServer:
         serving = Serving(
             self.engine,
             inputs,
-            self.tokenizer,
-            self.settings.max_step_rows,
             self.chat_template,
             self.has_prefix_cache,
             self.is_deterministic,

@@ -48,7 +48,7 @@ class InputReader:
         verifies: Reads verifies.
         streams: Reads Generate and Forward.
         caches: Reads the requests about sequences.
-        masks: As given.
+        max_step_rows, tokenizer, masks: As given.
         stop_ids: The model's own stop tokens.
     """
 
@@ -66,7 +66,8 @@ class InputReader:
         self._fields = FieldReader(
             config.vocab_size, model.max_context, limits, config.attention_window, is_durable=is_durable
         )
-        self._max_step_rows = max_step_rows
+        self.max_step_rows = max_step_rows
+        self.tokenizer = tokenizer
         self.masks = masks
         self._masks = MaskReader(model.config.vocab_size, masks)
         self._policies = PolicyReader(self._fields, model.config.hidden_size, self._masks)
@@ -119,7 +120,7 @@ class InputReader:
         Raises:
             InvalidRequest: There are more items than rows in a step.
         """
-        check_count(path, num_items, self._max_step_rows, "send several batches")
+        check_count(path, num_items, self.max_step_rows, "send several batches")
 
     def check_unified(self, batch: executor_pb2.UnifiedBatch) -> None:
         """Check that the items of a batch fit into one step; a query is a row too.
@@ -131,8 +132,8 @@ class InputReader:
             raise InvalidRequest("batch.items", "must not be empty")
         self.check_batch(len(batch.items), "batch.items")
         num_rows = sum(len(item.q_tokens) or 1 for item in batch.items)
-        if num_rows > self._max_step_rows:
-            raise InvalidRequest("batch.items", f"hold {num_rows} rows, one step holds {self._max_step_rows}")
+        if num_rows > self.max_step_rows:
+            raise InvalidRequest("batch.items", f"hold {num_rows} rows, one step holds {self.max_step_rows}")
 
     # ---- others -----------------------------------------------------------------------------------------------------
 

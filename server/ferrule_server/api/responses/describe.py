@@ -50,7 +50,7 @@ def same_fields(message: type[Message], *records: object) -> dict[str, Any]:
 
 def model_info(serving: Serving) -> info_pb2.ModelInfo:
     """Return the description of the loaded model."""
-    info = serving.engine.info
+    info, tokenizer = serving.engine.info, serving.inputs.tokenizer
     model, config = info.model, info.model.config
     own = {
         "max_sequence_length": model.max_context,
@@ -60,7 +60,7 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
         "device_name": _device_name(info),
         "eos_token_ids": config.eos_ids,
         "stop_token_ids": serving.inputs.stop_ids,
-        "bos_token_id": None if serving.tokenizer is None else next(iter(serving.tokenizer.begin_ids), None),
+        "bos_token_id": None if tokenizer is None else next(iter(tokenizer.begin_ids), None),
     }
     return info_pb2.ModelInfo(**same_fields(info_pb2.ModelInfo, info, model, config) | own)
 
@@ -71,8 +71,8 @@ def capabilities(serving: Serving, limits: ApiLimits, caller: info_pb2.CallerInf
     return info_pb2.ExecutorCapabilities(
         features=_features(serving),
         caller=caller,
-        max_batch_size=serving.max_step_rows,
-        max_step_rows=serving.max_step_rows,
+        max_batch_size=serving.inputs.max_step_rows,
+        max_step_rows=serving.inputs.max_step_rows,
         **same_fields(info_pb2.ExecutorCapabilities, limits),
         block_size=info.block_size,
         total_blocks=info.num_blocks - 1,
@@ -92,7 +92,7 @@ def _features(serving: Serving) -> list[info_pb2.Feature]:
     """Return the features of this server. The calls of any other one answer FEATURE_UNSUPPORTED."""
     bits = serving.is_deterministic or bool(serving.engine.info.kernel_set)
     depends = {
-        info_pb2.FEATURE_TOKENIZER: serving.tokenizer is not None,
+        info_pb2.FEATURE_TOKENIZER: serving.inputs.tokenizer is not None,
         info_pb2.FEATURE_CHAT_TEMPLATE: serving.chat_template is not None,
         info_pb2.FEATURE_PREFIX_CACHE: serving.has_prefix_cache,
         info_pb2.FEATURE_DETERMINISTIC: bits,
@@ -157,7 +157,7 @@ def status(
         return message
     _fill_appends(message, snapshot)
     _fill_steps(message, snapshot.counters, executor_state)
-    message.debug.update({"tokenizer": "none"} if serving.tokenizer is None else {})
+    message.debug.update({"tokenizer": "none"} if serving.inputs.tokenizer is None else {})
     return message
 
 

@@ -215,7 +215,7 @@ class Intake:
         if serving is None:
             return self._state.limits.max_request_bytes
         model = serving.engine.info.model
-        sizes = ModelSizes(model.config.vocab_size, model.max_context, serving.max_step_rows)
+        sizes = ModelSizes(model.config.vocab_size, model.max_context, serving.inputs.max_step_rows)
         descriptor: Any = kind.DESCRIPTOR  # there are two descriptor classes
         return request_bound(descriptor, self._state.limits, sizes)
 

@@ -22,7 +22,6 @@ from ferrule_server.quotas import LimitsOf, unlimited
 
 if TYPE_CHECKING:
     from ferrule_server.text.chat_template import ChatTemplate
-    from ferrule_server.text.tokenizer import Tokenizer
 
 
 class Phase(enum.Enum):
@@ -70,8 +69,6 @@ class Serving:
     Attributes:
         engine: Runs jobs.
         inputs: Reads requests for this model.
-        tokenizer: None if the model has none.
-        max_step_rows: Most rows in one step.
         chat_template: None if the model has none.
         has_prefix_cache: Prompts share the blocks of released sequences.
         is_deterministic: The server runs only while logits do not depend on the other rows of a step.
@@ -80,8 +77,6 @@ class Serving:
 
     engine: Engine
     inputs: InputReader
-    tokenizer: Tokenizer | None
-    max_step_rows: int
     chat_template: ChatTemplate | None = None
     has_prefix_cache: bool = True
     is_deterministic: bool = False

@@ -43,7 +43,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Warmup(self, request: admin_pb2.WarmupRequest, context: Context) -> admin_pb2.WarmupResponse:
         """Run steps of real shapes so that the first request is not slow."""
         serving = self.state.use()
-        batch_sizes = _batch_sizes(request.batch_sizes, serving.max_step_rows)
+        batch_sizes = _batch_sizes(request.batch_sizes, serving.inputs.max_step_rows)
         result = await run_job(serving.engine, WarmupJob(principal_of(context), batch_sizes))
         return admin_pb2.WarmupResponse(
             batch_sizes=result.batch_sizes,

@@ -246,7 +246,7 @@ def _new_text(
     serving: Serving, request: executor_pb2.GenerateRequest, token_ids: tuple[int, ...]
 ) -> Callable[[], BranchText] | None:
     """Return the function that makes the text of a branch; None if the request asks for no text."""
-    tokenizer = serving.tokenizer
+    tokenizer = serving.inputs.tokenizer
     if not request.return_text or tokenizer is None:
         return None
     cut = StopCut(request.stop_strings) if request.stop_strings and not request.include_stop_text else None

@@ -110,7 +110,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         Raises:
             FeatureUnsupported: The model has no tokenizer.
         """
-        codec = self.state.use().tokenizer
+        codec = self.state.use().inputs.tokenizer
         if codec is None:
             raise FeatureUnsupported("tokenizer", "the loaded model has no tokenizer; send token ids")
         return codec

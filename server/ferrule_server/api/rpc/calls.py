@@ -12,7 +12,7 @@ from grpc_status import rpc_status
 
 from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.api.rpc.state import Phase, ServerState
-from ferrule_server.api.rpc.status import code_of, log_refused, to_status
+from ferrule_server.api.rpc.status import log_refused, to_status
 from ferrule_server.api.security.principal import principal_of
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.jobs import AppendJob, GenerateJob, Job, Outcome, QueuedJob
@@ -136,16 +136,13 @@ def refuse(context: Context, rpc: str, error: FerruleError) -> NoReturn:
 
 
 def abort(error: FerruleError) -> NoReturn:
-    """End a call with the status of ``error``, and record it for the observers."""
-    call = current_call()
-    if call is not None:
-        call.record_refusal(code_of(error), error.reason, error.metadata.get("handle_id", ""))
-    raise CallEnded(rpc_status.to_status(to_status(error)))
+    """End a call with the status of ``error``."""
+    end_with(rpc_status.to_status(to_status(error)), error.reason, error.metadata.get("handle_id", ""))
 
 
-def end_with(status: grpc.Status) -> NoReturn:
-    """End a call with a status that has no reason of ours, and record it for the observers."""
+def end_with(status: grpc.Status, reason: str = "", handle_id: str = "") -> NoReturn:
+    """End a call with a status, and record it for the observers; one that is not ours has no reason."""
     call = current_call()
     if call is not None:
-        call.record_refusal(status.code, "")
+        call.record_refusal(status.code, reason, handle_id)
     raise CallEnded(status)

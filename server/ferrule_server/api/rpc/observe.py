@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Final, Protocol
 from urllib.parse import unquote
 
@@ -106,9 +105,7 @@ class Call:
             self._notify(observer.begin)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.end_ns = time.monotonic_ns()
         if self.code is None:
             self.code = self._code_or(grpc.StatusCode.OK) if kind is None else self._code_of(kind)
@@ -123,8 +120,7 @@ class Call:
 
     def record_refusal(self, code: grpc.StatusCode, reason: str, handle_id: str = "") -> None:
         """Record why the call is about to be aborted."""
-        self.code, self.reason = code, reason
-        self._handle_id = handle_id
+        self.code, self.reason, self._handle_id = code, reason, handle_id
 
     def record_job(self, job: Job[object]) -> None:
         """Record the one job that the call submits to the engine."""

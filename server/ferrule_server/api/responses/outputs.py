@@ -136,15 +136,10 @@ def cache_summary(info: CacheInfo) -> cache_pb2.CacheSummary:
 
 def slot_reservation(evidence: SlotReservation, block_size: int, total_blocks: int) -> cache_pb2.KvSlotReservation:
     """Return what a reservation took."""
-    return cache_pb2.KvSlotReservation(
-        block_size=block_size,
-        total_blocks=total_blocks,
-        free_blocks_before=evidence.free_blocks_before,
-        free_blocks_after=evidence.free_blocks_after,
-        allocations=[
-            cache_pb2.KvSlotAllocation(**same_fields(cache_pb2.KvSlotAllocation, each)) for each in evidence.allocations
-        ],
-    )
+    message = cache_pb2.KvSlotAllocation
+    allocations = [message(**same_fields(message, each)) for each in evidence.allocations]
+    same = same_fields(cache_pb2.KvSlotReservation, evidence) | {"allocations": allocations}
+    return cache_pb2.KvSlotReservation(**same, block_size=block_size, total_blocks=total_blocks)
 
 
 def fill_rows(outputs: policy_pb2.Outputs, rows: Sequence[RowOutput], seed: int | None, plan: OutputPlan) -> None:

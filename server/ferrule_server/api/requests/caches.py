@@ -24,7 +24,6 @@ class CacheReader:
 
     def __init__(self, fields: FieldReader) -> None:
         self._fields = fields
-        self._limits = fields.limits
 
     def fork(self, request: cache_pb2.ForkCacheRequest, principal: str) -> ForkJob:
         """Return the job of a ForkCache."""
@@ -32,8 +31,8 @@ class CacheReader:
         self._fields.check_request_id(request.request_id, "")
         handle = self._fields.handle(request.kv_cache, "")
         count = request.count if request.HasField("count") else 1
-        if not 1 <= count <= self._limits.max_fork_count:
-            raise InvalidRequest("count", f"{count} is outside [1, {self._limits.max_fork_count}]")
+        if not 1 <= count <= self._fields.limits.max_fork_count:
+            raise InvalidRequest("count", f"{count} is outside [1, {self._fields.limits.max_fork_count}]")
         length = request.length if request.HasField("length") else handle.length
         if not 1 <= length <= handle.length:
             raise InvalidRequest("length", f"{length} is outside [1, {handle.length}], the handle's length")
@@ -47,7 +46,7 @@ class CacheReader:
 
     def reserve(self, request: cache_pb2.ReserveKvSlotsRequest, principal: str) -> HostCall[SlotReservation]:
         """Return the call of a ReserveKvSlots."""
-        limit = self._limits.max_handles_per_request
+        limit = self._fields.limits.max_handles_per_request
         check_count("requests", len(request.requests), limit, "send several requests")
         wanted = tuple(self._wanted(each, index) for index, each in enumerate(request.requests))
         return host_calls.reserve(principal, wanted)
@@ -60,7 +59,7 @@ class CacheReader:
 
     def list_caches(self, request: cache_pb2.ListCachesRequest, principal: str) -> HostCall[ListResult]:
         """Return the call of a ListCaches."""
-        limit = min(request.page_size or self._limits.default_page_size, self._limits.max_page_size)
+        limit = min(request.page_size or self._fields.limits.default_page_size, self._fields.limits.max_page_size)
         return host_calls.list_caches(principal, _after_handle_id(request.page_token), limit)
 
     def named(self, handles: Sequence[types_pb2.KvCacheHandle], path: str) -> tuple[Handle, ...]:
@@ -69,7 +68,7 @@ class CacheReader:
         Raises:
             InvalidRequest: There are too many handles, or one has an id longer than any that a server returns.
         """
-        check_count(path, len(handles), self._limits.max_handles_per_request, "send several requests")
+        check_count(path, len(handles), self._fields.limits.max_handles_per_request, "send several requests")
         return tuple(self._named(handle, f"{path}[{index}]") for index, handle in enumerate(handles))
 
     def _wanted(self, message: cache_pb2.KvSlotRequest, index: int) -> SlotsWanted:
@@ -78,7 +77,7 @@ class CacheReader:
         return SlotsWanted(self._named(message.kv_cache, path), message.target_length, message.admission_target_length)
 
     def _named(self, message: types_pb2.KvCacheHandle, path: str) -> Handle:
-        cache_id, limit = message.cache_id, self._limits.max_cache_id_chars
+        cache_id, limit = message.cache_id, self._fields.limits.max_cache_id_chars
         if len(cache_id) > limit:
             raise InvalidRequest(f"{path}.cache_id", f"has {len(cache_id)} characters, the limit is {limit}")
         return Handle(cache_id, message.length, message.lineage)

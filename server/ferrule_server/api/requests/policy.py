@@ -60,11 +60,9 @@ class PolicyReader:
 
     def __init__(self, fields: FieldReader, hidden_size: int, masks: MaskReader) -> None:
         self._fields = fields
-        self._vocab_size = fields.vocab_size
         self._id_bytes = max(1, -(-(fields.vocab_size - 1).bit_length() // 7))
         self._hidden_size = hidden_size
         self._masks = masks
-        self._limits = fields.limits
         self._remembered: dict[tuple[bytes, bool], OutputPlan] = {}
 
     def read(
@@ -132,7 +130,7 @@ class PolicyReader:
         """Return a spec that samples a token; temperature 0 chooses the largest logit."""
         sample = SampleSpec(
             temperature=number(message, "temperature", path, NOT_NEGATIVE, 1.0),
-            top_k=message.top_k if message.top_k < self._vocab_size else 0,
+            top_k=message.top_k if message.top_k < self._fields.vocab_size else 0,
             top_p=number(message, "top_p", path, TOP_P, 1.0),
             min_p=number(message, "min_p", path, MIN_P, 0.0),
             seed=message.seed,
@@ -168,22 +166,22 @@ class PolicyReader:
         return None if shaping == _UNCHANGED else shaping
 
     def _bias(self, biases: Mapping[int, float], path: str) -> tuple[tuple[int, float], ...]:
-        check_count(path, len(biases), self._limits.max_logit_biases)
+        check_count(path, len(biases), self._fields.limits.max_logit_biases)
         for token_id, bias in biases.items():
-            if token_id >= self._vocab_size:
-                raise TokenOutOfVocab(f"{path}[{token_id}]", token_id, self._vocab_size)
+            if token_id >= self._fields.vocab_size:
+                raise TokenOutOfVocab(f"{path}[{token_id}]", token_id, self._fields.vocab_size)
             if not FINITE.holds(bias):
                 text = f"must be {FINITE.name}, got {bias}; use a mask to exclude a token"
                 raise InvalidRequest(f"{path}[{token_id}]", text)
         return tuple(sorted((token_id, bias) for token_id, bias in biases.items() if bias != 0.0))
 
     def _num_top_logprobs(self, count: int, path: str) -> int:
-        if count > self._limits.max_top_logprobs:
-            raise InvalidRequest(path, f"{count} is more than the limit, {self._limits.max_top_logprobs}")
-        return min(count, self._vocab_size)
+        if count > self._fields.limits.max_top_logprobs:
+            raise InvalidRequest(path, f"{count} is more than the limit, {self._fields.limits.max_top_logprobs}")
+        return min(count, self._fields.vocab_size)
 
     def _logprob_ids(self, token_ids: Sequence[int], path: str) -> tuple[int, ...]:
-        check_count(path, len(token_ids), self._limits.max_logprob_token_ids)
+        check_count(path, len(token_ids), self._fields.limits.max_logprob_token_ids)
         return self._fields.in_vocabulary(token_ids, path)
 
     def _row_bytes(self, spec: OutputSpec, dtype: int) -> int:
@@ -191,7 +189,7 @@ class PolicyReader:
         num_bytes = _ROW_OVERHEAD_BYTES + _FLOAT_BYTES * len(spec.logprob_ids)
         num_bytes += (_FLOAT_BYTES + self._id_bytes) * spec.num_top_logprobs
         if spec.full_logits:
-            num_bytes += self._vocab_size * WIRE_TYPES[dtype].itemsize
+            num_bytes += self._fields.vocab_size * WIRE_TYPES[dtype].itemsize
         if spec.hidden_state:
             num_bytes += self._hidden_size * _FLOAT_BYTES
         return num_bytes

@@ -11,7 +11,6 @@ texts/          the queue and the threads for Tokenize, Detokenize and ApplyChat
 security/       tokens, certificates, TLS, principals
 telemetry/      call log, metrics, traces
 web/            the HTTP side: /metrics and the page
-health.py       grpc.health.v1
 limits.py       limits of messages and streams
 unix_socket.py  reserves a unix socket path for one server
 """

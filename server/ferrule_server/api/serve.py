@@ -16,7 +16,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ferrule.v1 import admin_pb2, admin_pb2_grpc, executor_pb2, executor_pb2_grpc, tokenizer_pb2, tokenizer_pb2_grpc
 from ferrule_server.addresses import ListenAddress, cannot_listen
-from ferrule_server.api.health import HealthServicer
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.responses.view import Views
 from ferrule_server.api.rpc.handlers import Registrar
@@ -27,6 +26,7 @@ from ferrule_server.api.security.auth import Access
 from ferrule_server.api.security.tls import TlsFiles
 from ferrule_server.api.services.admin import AdminServicer
 from ferrule_server.api.services.executor import ModelExecutorServicer
+from ferrule_server.api.services.health import HealthServicer
 from ferrule_server.api.services.tokenizer import TokenizerServicer
 from ferrule_server.api.unix_socket import SocketPath
 from ferrule_server.errors import Draining

@@ -3,4 +3,5 @@
 executor.py   ModelExecutorService
 tokenizer.py  TokenizerService
 admin.py      AdminService
+health.py     grpc.health.v1.Health
 """

@@ -48,27 +48,19 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
         self._is_stopped = True
         self._wake()
 
-    async def Check(  # noqa: N802  (the protocol's name)
-        self,
-        request: health_pb2.HealthCheckRequest,
-        context: Context,  # noqa: ARG002  (every method has it)
-    ) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         """Return the status of one service; NOT_FOUND, as the protocol requires, for an unknown name."""
         if request.service not in self._services:
             shown = request.service[:_MAX_SHOWN_CHARS]
             end_with(PlainStatus(grpc.StatusCode.NOT_FOUND, f"no service {shown!r} here"))
         return _Status(status=self._status)
 
-    async def List(  # noqa: N802  (the protocol's name)
-        self,
-        request: health_pb2.HealthListRequest,  # noqa: ARG002  (empty)
-        context: Context,  # noqa: ARG002  (every method has it)
-    ) -> health_pb2.HealthListResponse:
+    async def List(self, request: health_pb2.HealthListRequest, context: Context) -> health_pb2.HealthListResponse:
         """Return the status of the server and of every service."""
         statuses = {service: _Status(status=self._status) for service in self._services}
         return health_pb2.HealthListResponse(statuses=statuses)
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:  # noqa: N802
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """Send the status of one service, now and whenever it changes; SERVICE_UNKNOWN for an unknown name."""
         if len(self._watchers) >= MAX_WATCHERS:
             abort(QueueFull(len(self._watchers), MAX_WATCHERS, _RETRY_S))

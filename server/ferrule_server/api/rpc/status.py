@@ -50,10 +50,7 @@ STATUS_TABLE: Mapping[type[errors.FerruleError], grpc.StatusCode] = {
 
 def code_of(error: errors.FerruleError) -> grpc.StatusCode:
     """Return the status code of an error: that of the nearest class in :data:`STATUS_TABLE`."""
-    for cls in type(error).__mro__:
-        if (code := STATUS_TABLE.get(cls)) is not None:
-            return code
-    raise AssertionError("FerruleError itself is in the table")
+    return next(STATUS_TABLE[each] for each in type(error).__mro__ if each in STATUS_TABLE)  # FerruleError itself is
 
 
 def to_status(error: errors.FerruleError) -> status_pb2.Status:

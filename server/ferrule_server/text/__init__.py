@@ -3,8 +3,7 @@
 tokenizer.py             text to token ids and back
 tokenizer_config.py      special tokens by name and the sources of chat templates, from the model folder
 growth.py                bounds what the parts of a tokenizer can make of a text
-control_tokens.py        decides which tokens text of others must never become
-special_tokens.py        finds their text in what others have written
+control_tokens.py        decides which tokens text of others must never become, and finds their text in it
 stream_decoder.py        text of tokens that arrive one by one
 stops.py                 stop strings in that text, and the text before them
 chat_template.py         renders a conversation to text

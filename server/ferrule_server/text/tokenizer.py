@@ -17,9 +17,8 @@ import tokenizers
 
 from ferrule_server.errors import InvalidRequest, ModelError, TokenOutOfVocab
 from ferrule_server.model_files import MAX_TOKENIZER_BYTES, FileMissing, name_of, read_text, shown
-from ferrule_server.text.control_tokens import control_tokens
+from ferrule_server.text.control_tokens import ControlTokenFinder, control_tokens
 from ferrule_server.text.growth import MAX_BYTES, bound_growth
-from ferrule_server.text.special_tokens import SpecialTokenFinder
 from ferrule_server.text.tokenizer_config import TokenizerConfig
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Tokenizer:
         renderings: See :meth:`ChatTemplate.around_messages`.
 
     Attributes:
-        control_signs: See :meth:`SpecialTokenFinder.signs_in`, of control tokens (``control_tokens.py``).
+        control_signs: See :meth:`ControlTokenFinder.signs_in`, of control tokens (``control_tokens.py``).
         vocab_size: Number of tokens.
         eos_id: The id of ``eos_token``; None: there is none, or the tokenizer does not know it.
         begin_ids: The tokens that the post-processor puts before a text; most models have one or none, GLM has two.
@@ -76,7 +75,7 @@ class Tokenizer:
         ends = () if self.eos_id is None else (self.eos_id,)
         with _refusing("its special tokens are not usable"):
             self._control = control_tokens(self._parsing, {*named, *self.begin_ids, *ends}, renderings)
-            self._control_finder = SpecialTokenFinder(self._control.values(), self._parsing.normalizer)
+            self._control_finder = ControlTokenFinder(self._control.values(), self._parsing.normalizer)
             self.control_signs = self._control_finder.signs_in
             secret = secrets.token_hex(_SECRET_BYTES)
             self._spellings = {token.content: f"\ue000{secret}.{i}\ue001" for i, token in self._control.items()}

@@ -22,7 +22,7 @@ from time import thread_time
 
 from ferrule_server.engine.generation.stops import StopCheck
 from ferrule_server.engine.jobs import StopRules
-from ferrule_server.text.stops import prepare_search
+from ferrule_server.text.drawn_text import prepare_search
 from ferrule_server.text.tokenizer import Tokenizer
 
 SHIPPED = Path(__file__).resolve().parents[1] / "server" / "ferrule_server" / "demo_model"

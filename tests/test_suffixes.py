@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from ferrule_server.engine.generation.stops import StopCheck
 from ferrule_server.engine.jobs import Finish, StopRules
 from ferrule_server.suffixes import Suffixes
-from ferrule_server.text.stops import TextSearch
-from ferrule_server.text.stream_decoder import StreamDecoder
+from ferrule_server.text.drawn_text import StreamDecoder, TextSearch
 
 ALPHABET = "ab\u00e9\u65e5\U0001f980"
 WORDS = st.text(ALPHABET, min_size=1, max_size=6)

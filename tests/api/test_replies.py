@@ -16,8 +16,7 @@ from ferrule_server.engine.jobs import BranchFrame, Finish, GenerateFrame, Outpu
 from ferrule_server.errors import NonFiniteLogits
 from ferrule_server.executor.base import OutputSpec, RowOutput, SampleSpec
 from ferrule_server.kv.handle import Handle
-from ferrule_server.text.stops import BranchText, StopCut
-from ferrule_server.text.stream_decoder import StreamDecoder
+from ferrule_server.text.drawn_text import BranchText, StopCut, StreamDecoder
 from ferrule_server.text.tokenizer import Tokenizer
 from tests.api.harness import DEMO_FOLDER, read_status
 

@@ -28,7 +28,7 @@ from ferrule.v1 import (
     tokenizer_pb2_grpc,
     types_pb2,
 )
-from ferrule_server.text.stops import StopCut
+from ferrule_server.text.drawn_text import StopCut
 
 EOS = 256
 VOCAB_SIZE = 257

@@ -10,8 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ferrule_server.engine.jobs import StopRules, TextStop
-from ferrule_server.text.stops import BranchText, StopCut, prepare_search
-from ferrule_server.text.stream_decoder import StreamDecoder
+from ferrule_server.text.drawn_text import BranchText, StopCut, StreamDecoder, prepare_search
 from ferrule_server.text.tokenizer import Tokenizer
 from tests.text.test_stream_decoder import certain, tokens_of
 from tests.text.vocabularies import KINDS, token, vocabulary

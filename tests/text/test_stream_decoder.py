@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrule_server.text.stops import prepare_search
-from ferrule_server.text.stream_decoder import StreamDecoder
+from ferrule_server.text.drawn_text import StreamDecoder, prepare_search
 from ferrule_server.text.tokenizer import Tokenizer
 from tests.text.vocabularies import KINDS, token, vocabulary
 

@@ -4,8 +4,7 @@ tokenizer.py             text to token ids and back
 tokenizer_config.py      special tokens by name and the sources of chat templates, from the model folder
 growth.py                bounds what the parts of a tokenizer can make of a text
 control_tokens.py        decides which tokens text of others must never become, and finds their text in it
-stream_decoder.py        text of tokens that arrive one by one
-stops.py                 stop strings in that text, and the text before them
+drawn_text.py            text of tokens that are drawn one by one, and stop strings in it
 chat_template.py         renders a conversation to text
 message_forms.py         finds which forms of messages a template takes, and brings messages into them
 stand_ins.py             renders one in which the text of control tokens stays text

@@ -13,7 +13,7 @@ from ferrule_server.api.requests.policy import NO_ROWS, OutputPlan, PolicyReader
 from ferrule_server.engine.jobs import ForwardJob, GenerateJob, Pooling, StopRules, Window
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
 from ferrule_server.executor.base import ModelDescription
-from ferrule_server.text.stops import TextSearch, prepare_search
+from ferrule_server.text.drawn_text import TextSearch, prepare_search
 
 if TYPE_CHECKING:
     from ferrule_server.text.tokenizer import Tokenizer

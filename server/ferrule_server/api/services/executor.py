@@ -18,8 +18,7 @@ from ferrule_server.api.streams.decode_stream import DecodeStream
 from ferrule_server.api.streams.replies import ForwardReplies, GenerateReplies
 from ferrule_server.engine import host_calls
 from ferrule_server.errors import FerruleError
-from ferrule_server.text.stops import BranchText, StopCut
-from ferrule_server.text.stream_decoder import StreamDecoder
+from ferrule_server.text.drawn_text import BranchText, StopCut, StreamDecoder
 
 _Response = TypeVar(
     "_Response", executor_pb2.PrefillResponse, executor_pb2.DecodeResponse, executor_pb2.ForwardVerifyResponse

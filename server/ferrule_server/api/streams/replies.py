@@ -21,7 +21,7 @@ from ferrule_server.api.rpc.refusals import Refusals
 from ferrule_server.api.rpc.status import to_status
 from ferrule_server.engine.jobs import BranchFrame, Finish, ForwardFrame, GenerateFrame, StepTiming
 from ferrule_server.executor.base import RowOutput
-from ferrule_server.text.stops import BranchText
+from ferrule_server.text.drawn_text import BranchText
 
 FINISH_REASONS: Final[Mapping[Finish, executor_pb2.FinishReason]] = {
     each: getattr(executor_pb2, f"FINISH_REASON_{each.name}") for each in Finish

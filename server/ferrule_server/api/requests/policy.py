@@ -118,7 +118,7 @@ class PolicyReader:
         """Return a spec that only chooses the token of each row."""
         selection = policy.WhichOneof("selection")
         if selection == "greedy_argmax":
-            shaping = self._shaping(policy.greedy_argmax, f"{path}.greedy_argmax", principal)
+            shaping = self._shaping(policy.greedy_argmax, f"{path}.greedy_argmax", principal, _UNCHANGED)
             return OutputSpec(greedy=True, shaping=shaping)
         if selection == "sample":
             return self._sample(policy.sample, f"{path}.sample", principal)
@@ -146,11 +146,7 @@ class PolicyReader:
         return OutputSpec(sample=sample, shaping=shaping)
 
     def _shaping(
-        self,
-        message: policy_pb2.GreedyArgmax | policy_pb2.Sample,
-        path: str,
-        principal: str,
-        others: Shaping = _UNCHANGED,
+        self, message: policy_pb2.GreedyArgmax | policy_pb2.Sample, path: str, principal: str, others: Shaping
     ) -> Shaping | None:
         """Return ``others`` with the fields that both selections have; None if the logits are not changed.
 

@@ -57,13 +57,14 @@ class Refusals:
         principal: The principal of the caller.
 
     Attributes:
+        rpc: As given.
         counts: By reason the first error and how many there were since the last lines; read only.
     """
 
-    __slots__ = ("_call", "_principal", "_quiet_until", "_rpc", "counts")
+    __slots__ = ("_call", "_principal", "_quiet_until", "counts", "rpc")
 
     def __init__(self, rpc: str, principal: str) -> None:
-        self._rpc = rpc
+        self.rpc = rpc
         self._principal = principal
         self._call = current_call()  # lines are logged outside of its task
         self.counts: dict[str, tuple[FerruleError, int]] = {}
@@ -83,5 +84,5 @@ class Refusals:
             return
         self._quiet_until = now + _QUIET_S
         for error, count in self.counts.values():
-            log_refused(self._rpc, error, self._principal, count, self._call)
+            log_refused(self.rpc, error, self._principal, count, self._call)
         self.counts.clear()

@@ -97,7 +97,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         context: Context,
     ) -> None:
         """Decode many sequences over one stream."""
-        await DecodeStream(self.state, self.state.use(), request_iterator, context).run()
+        await DecodeStream(self.state, request_iterator, context).run()
 
     # ---- batches ----------------------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         job, plan = serving.inputs.streams.forward(request, principal)
         check_reply(context, plan.row_bytes, "logits_policy")
         replies = ForwardReplies(plan, request.request_id, Refusals("Forward", principal))
-        await AnswerStream("Forward", self.state, serving.engine, context, job=job, replies=replies).run()
+        await AnswerStream(self.state, serving.engine, context, job=job, replies=replies).run()
 
     async def Generate(  # type: ignore[override]  # as above
         self, request: executor_pb2.GenerateRequest, context: Context
@@ -158,7 +158,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
             Refusals("Generate", principal),
             _new_text(serving, request, job.token_ids),
         )
-        await AnswerStream("Generate", self.state, serving.engine, context, job=job, replies=replies).run()
+        await AnswerStream(self.state, serving.engine, context, job=job, replies=replies).run()
 
     # ---- caches -----------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from ferrule_server.api.responses.outputs import fill_append, fill_prefill, fill
 from ferrule_server.api.rpc.calls import USUAL_REPLY_BYTES, Context, admit_new, cancel, check_reply
 from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.api.rpc.refusals import Refusals
-from ferrule_server.api.rpc.state import Phase, ServerState, Serving
+from ferrule_server.api.rpc.state import Phase, ServerState
 from ferrule_server.api.rpc.status import fault_of, to_status
 from ferrule_server.api.streams.batches import Fill, Read
 from ferrule_server.api.streams.writer import Writer
@@ -65,18 +65,17 @@ class DecodeStream:
 
     Args:
         state: The server.
-        serving: The engine and the reader of requests.
         requests: The client's frames.
         context: The call.
+
+    Raises:
+        Starting, Draining: As of :meth:`ServerState.use`.
     """
 
     def __init__(
-        self,
-        state: ServerState,
-        serving: Serving,
-        requests: AsyncGenerator[executor_pb2.StreamDecodeRequest],
-        context: Context,
+        self, state: ServerState, requests: AsyncGenerator[executor_pb2.StreamDecodeRequest], context: Context
     ) -> None:
+        serving = state.use()
         self._requests = requests
         self._context = context
         self._engine = serving.engine

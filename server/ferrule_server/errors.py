@@ -58,10 +58,15 @@ class FerruleError(Exception):
     Args:
         message: What happened, the numbers, and what to do; None: ``TEXT`` with the values of the metadata.
         metadata: The values in the message, as text, without secrets.
+
+    Attributes:
+        retry_after_s: Earliest time for a retry, in seconds, which becomes google.rpc.RetryInfo; None: waiting alone
+            does not help, or nobody knows how long to wait.
     """
 
     REASON: ClassVar[str] = "ENGINE_FAULT"
     TEXT: ClassVar[str] = ""
+    retry_after_s: float | None = None
 
     def __init__(self, message: str | None = None, **metadata: object) -> None:
         self.message = self.TEXT.format(**metadata) if message is None else message
@@ -309,9 +314,7 @@ class KvGivenBack(OutOfRange):
 
 
 class ResourceExhausted(FerruleError):
-    """A resource is used up now. ``retry_after_s`` (seconds, or None) becomes google.rpc.RetryInfo."""
-
-    retry_after_s: float | None = None
+    """A resource is used up now."""
 
 
 _RATES: Final[Mapping[str, str]] = {
@@ -397,9 +400,7 @@ class SlowConsumer(ResourceExhausted):
 
 
 class Unavailable(FerruleError):
-    """The server does not accept this call now. ``retry_after_s`` is as in :class:`ResourceExhausted`."""
-
-    retry_after_s: float | None = None
+    """The server does not accept this call now."""
 
 
 class Starting(Unavailable):

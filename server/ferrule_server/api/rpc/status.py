@@ -108,7 +108,7 @@ def _status_of(error: errors.FerruleError, max_value_chars: int) -> status_pb2.S
             field=_shortened(error.field, max_value_chars), description=_shortened(error.description, max_value_chars)
         )
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, (errors.ResourceExhausted, errors.Unavailable)) and error.retry_after_s is not None:
+    if error.retry_after_s is not None:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
         status.details.add().Pack(retry)

@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -130,7 +130,8 @@ class ApiServer:
         self._socket_path: SocketPath | None = None
         self._has_callers = False
         self._intake = Intake(state)
-        typed = Registrar(self._server, state, access, self._intake, (state.calls, *observers)).as_server()
+        registrar = Registrar(self._server, state, access, self._intake, (state.calls, *observers))
+        typed = cast("grpc.aio.Server", registrar)  # what the generated functions call of it
         executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(ModelExecutorServicer(state), typed)
         tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server(TokenizerServicer(state), typed)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(

@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -444,7 +444,7 @@ def test_nothing_a_stranger_sends_is_parsed() -> None:
         Intake(state),
     )
     executor_pb2_grpc.add_ModelExecutorServiceServicer_to_server(
-        executor_pb2_grpc.ModelExecutorServiceServicer(), registrar.as_server()
+        executor_pb2_grpc.ModelExecutorServiceServicer(), cast("grpc.aio.Server", registrar)
     )
     service = executor_pb2.DESCRIPTOR.services_by_name["ModelExecutorService"]
     for method in service.methods:

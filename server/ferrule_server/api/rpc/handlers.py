@@ -16,7 +16,7 @@ import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import grpc
 from google.protobuf.message import Message
@@ -77,10 +77,6 @@ class Registrar:
             name: _Guard(self, service_name, name).handler(handler) for name, handler in method_handlers.items()
         }
         self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, handlers),))
-
-    def as_server(self) -> grpc.aio.Server:
-        """Return this with the type that the generated functions take."""
-        return cast("grpc.aio.Server", self)
 
 
 @dataclass(frozen=True, slots=True)

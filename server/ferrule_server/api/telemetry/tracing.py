@@ -81,15 +81,9 @@ class Tracer:
                 if key in _PROPAGATED:
                     carrier.setdefault(key, str(value))
             parent = self._context_of(carrier, parent)
-        method = f"{call.service}/{call.rpc}"
-        begin_ns = time.time_ns()
-        span = self._tracer.start_span(
-            method,
-            parent,
-            SpanKind.SERVER,
-            {"rpc.system.name": "grpc", "rpc.method": method},
-            start_time=begin_ns,
-        )
+        method, begin_ns = f"{call.service}/{call.rpc}", time.time_ns()
+        names = {"rpc.system.name": "grpc", "rpc.method": method}
+        span = self._tracer.start_span(method, parent, SpanKind.SERVER, names, start_time=begin_ns)
         call.trace = CallTrace(span, begin_ns - call.begin_ns)
 
     def end(self, call: Call) -> None:

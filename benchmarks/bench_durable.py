@@ -29,7 +29,7 @@ from benchmarks.child_server import server_process
 from ferrule import Client, Policy, greedy, sample
 from ferrule.types import Append, Durability, Prompt
 from ferrule_server.durability.directory import DurableDirectory, Wanted
-from ferrule_server.durability.files import OsFiles
+from ferrule_server.durability.files import Files
 from ferrule_server.durability.reader import read_directory
 from ferrule_server.durability.records import Encoder, SequenceState
 from ferrule_server.durability.writer import JournalWriter
@@ -81,7 +81,7 @@ def bench_bytes(client: Client, journal: Path, policy: Policy, calls: int, width
 
 def used_bytes(journal: Path) -> int:
     """Return the bytes of all frames."""
-    return sum(segment.used_bytes for segment in read_directory(journal, OsFiles()).segments)
+    return sum(segment.used_bytes for segment in read_directory(journal, Files()).segments)
 
 
 def bench_restart(model: str, folder: Path, num_tokens: int) -> dict[str, float]:
@@ -129,7 +129,7 @@ def bench_replay(folder: Path, num_sequences: int) -> dict[str, float]:
     writer.close()
     directory.close()
     begun = time.perf_counter()
-    found = read_directory(folder, OsFiles())
+    found = read_directory(folder, Files())
     took_s = time.perf_counter() - begun
     assert len(found.state.sequences) == num_sequences
     return {"read_s": took_s, "bytes": float(sum(segment.used_bytes for segment in found.segments))}

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from ferrule_server.durability.files import OwnedElsewhere
+from ferrule_server.durability.files import Files, OwnedElsewhere
 from ferrule_server.durability.frames import SECTOR_BYTES
 
 
@@ -83,8 +83,8 @@ def _put(target: bytearray, write: Write) -> None:
     target[write.offset : write.offset + len(write.data)] = write.data
 
 
-class FaultFiles:
-    """The files of one boot.
+class FaultFiles(Files):
+    """The files of one boot; no method of the real ones is left.
 
     Attributes:
         calls: Every call so far that writes, syncs or names a file.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ferrule_server.durability.directory import Identity, segment_path
-from ferrule_server.durability.files import OsFiles
+from ferrule_server.durability.files import Files
 from ferrule_server.durability.frames import Previous, SegmentHeader, encode_frame
 from ferrule_server.durability.records import Tag
 
@@ -18,7 +18,7 @@ IDENTITY = Identity("east-1", "0123456789ab", b"\1\2", "float32", 16, b"k" * 16,
 Segments = dict[int, bytes]
 
 
-class StoredFiles(OsFiles):
+class StoredFiles(Files):
     """Files in memory that are only read: the identity and some segments."""
 
     def __init__(self, segments: Segments, identity: bytes = IDENTITY.encode()) -> None:

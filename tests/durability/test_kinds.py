@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ferrule_server.durability import writer as writers
-from ferrule_server.durability.files import MAX_FILE_BYTES, OsFiles
+from ferrule_server.durability.files import MAX_FILE_BYTES, Files
 from ferrule_server.durability.frames import MAX_PAYLOAD_BYTES, Previous, SegmentHeader, encode_frame, frame_bytes
 from ferrule_server.durability.inspect import main
 from ferrule_server.engine.durable.opening import open_durability
@@ -149,4 +149,4 @@ def test_a_file_that_grows_is_read_as_far_as_it_was(tmp_path: Path) -> None:
     """A segment beside a running server."""
     path = tmp_path / "file"
     path.write_bytes(b"12345")
-    assert OsFiles().read_bytes(path) == b"12345"
+    assert Files().read_bytes(path) == b"12345"

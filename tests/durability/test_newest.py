@@ -26,7 +26,7 @@ from ferrule_server.durability.directory import (
     read_identity,
     segment_path,
 )
-from ferrule_server.durability.files import OsFiles
+from ferrule_server.durability.files import Files
 from ferrule_server.durability.frames import Previous, SegmentHeader, encode_frame
 from ferrule_server.durability.inspect import main
 from ferrule_server.durability.reader import JournalDamaged, read_directory, survey
@@ -247,7 +247,7 @@ def journal_of(path: Path, *, seed: int = 3, num_groups: int = 12) -> Path:
 
 def newest_of(path: Path) -> Path:
     """Return the path of the newest segment."""
-    return segment_path(path, list_segments(path, OsFiles())[-1])
+    return segment_path(path, list_segments(path, Files())[-1])
 
 
 LOSSES: dict[str, Callable[[Path], object]] = {
@@ -440,7 +440,7 @@ def test_a_directory_of_version_1_is_read_and_continued(tmp_path: Path) -> None:
     values = RECORDED["identity"]
     wanted = Wanted("test", bytes.fromhex(values["fingerprint"]), values["dtype"], values["block_size"])
     for _ in range(2):
-        journal = read_directory(path, OsFiles())
+        journal = read_directory(path, Files())
         found = [
             {
                 "no": each.no,
@@ -461,9 +461,9 @@ def test_a_directory_of_version_1_is_read_and_continued(tmp_path: Path) -> None:
         assert list(journal.state.masks.values()) == [b"\xff\x01\x00\x00"]
         assert main(["verify", str(path)]) == 0
         open_durability(path, wanted).journal._writer.close()
-        newest = Newest.find(path, OsFiles())
+        newest = Newest.find(path, Files())
         assert newest is not None
-        assert newest.segment == list_segments(path, OsFiles())[-1]
+        assert newest.segment == list_segments(path, Files())[-1]
         (path / "lock").unlink()  # the lock is held by this process
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrule_server.durability.directory import DurableDirectory, segment_path
-from ferrule_server.durability.files import OsFiles
+from ferrule_server.durability.files import Files
 from ferrule_server.durability.frames import Previous, Tail, encode_frame
 from ferrule_server.durability.inspect import main
 from ferrule_server.durability.reader import Damage, Journal, JournalDamaged, Role, read_directory, survey
@@ -306,7 +306,7 @@ def test_servers_continue_from_what_others_have_written(tmp_path: Path) -> None:
             model.add_group()
         write(tmp_path / "journal", model, written)
         written = len(model.groups)
-        journal = read_directory(tmp_path / "journal", OsFiles())
+        journal = read_directory(tmp_path / "journal", Files())
         assert view(journal.state) == model.state()
         model.restart()
     assert journal.identity.generation == 6

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ferrule_server.durability.files import Files, OsFiles
+from ferrule_server.durability.files import Files
 from ferrule_server.durability.frames import Previous, SegmentHeader, encode_frame
 from ferrule_server.errors import ConfigError
 
@@ -200,7 +200,7 @@ class DurableDirectory:
         Raises:
             ConfigError: Another process owns it, it belongs to another kind of server, or it cannot be written to.
         """
-        files = files or OsFiles()
+        files = files or Files()
         with contextlib.ExitStack() as undo:
             try:
                 files.make_directory(path)
@@ -333,7 +333,7 @@ def check_directory(path: Path, instance: str) -> None:
     Raises:
         ConfigError: It is not a directory, no file can be created in it, or it belongs to another server.
     """
-    files = OsFiles()
+    files = Files()
     try:
         identity = _read_or_none(path, files) if os.path.exists(path) else None  # noqa: PTH110  (Path.exists may raise)
         if identity is not None:

@@ -1,6 +1,6 @@
-"""The system calls of the journal: :class:`Files` names them, :class:`OsFiles` makes them.
+"""The system calls of the journal, in one class.
 
-Tests replace them by files in memory that lose, tear and refuse writes.
+Tests replace every method of it by one for files in memory, which lose, tear and refuse writes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from ferrule_server.errors import ConfigError
 
@@ -26,61 +26,8 @@ class OwnedElsewhere(ConfigError):
     """Another process holds the lock of the directory."""
 
 
-class Files(Protocol):
-    """Files and directories; each method raises OSError if the system refuses."""
-
-    def make_directory(self, path: Path) -> None:
-        """Create a directory with mode 0700, and its parents, unless it exists."""
-
-    def lock(self, path: Path) -> int:
-        """Lock a file, created if it is missing, for as long as the descriptor is open, and write the owner into it.
-
-        Raises:
-            OwnedElsewhere: Another process holds the lock; the message has what that process wrote.
-        """
-
-    def open_new(self, path: Path) -> int:
-        """Create a file with mode 0600, which must not exist, and return its descriptor."""
-
-    def open_existing(self, path: Path) -> int:
-        """Open a file to write to it, and return its descriptor."""
-
-    def preallocate(self, fd: int, size: int) -> None:
-        """Write `size` zeros, so that the syncs of later writes change no metadata."""
-
-    def write(self, fd: int, data: bytes, offset: int) -> None:
-        """Write all of `data`."""
-
-    def sync(self, fd: int) -> None:
-        """Return when all that was written to the file is on the disk."""
-
-    def close(self, fd: int) -> None:
-        """Close a descriptor, which ends its lock."""
-
-    def read_bytes(self, path: Path) -> bytes:
-        """Return the whole content of a regular file of at most MAX_FILE_BYTES; others are errors."""
-
-    def is_at(self, fd: int, path: Path) -> bool:
-        """Return whether an open file still has that name."""
-
-    def size(self, path: Path) -> int:
-        """Return the size of a file in bytes, 0 if there is none."""
-
-    def list_names(self, path: Path) -> list[str]:
-        """Return the names of the files in a directory."""
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Give a file another name; a file that had it is replaced in the same moment."""
-
-    def unlink(self, path: Path) -> None:
-        """Remove a file."""
-
-    def sync_directory(self, path: Path) -> None:
-        """Return when all files created, renamed and removed in a directory are so on the disk."""
-
-
-class OsFiles:
-    """The files of the operating system."""
+class Files:
+    """Files and directories of the operating system; each method raises OSError if the system refuses."""
 
     def make_directory(self, path: Path) -> None:
         """Create a directory with mode 0700, and its parents, unless it exists; their names are on the disk then."""
@@ -90,7 +37,11 @@ class OsFiles:
             self.sync_directory(folder.parent)
 
     def lock(self, path: Path) -> int:
-        """Lock a file with ``flock`` and write process and host into it."""
+        """Lock a file, created if it is missing, for as long as the descriptor is open, and write the owner into it.
+
+        Raises:
+            OwnedElsewhere: Another process holds the lock; the message has what that process wrote.
+        """
         fd = _open_regular(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -114,7 +65,7 @@ class OsFiles:
         return _open_regular(path, os.O_RDWR)
 
     def preallocate(self, fd: int, size: int) -> None:
-        """Write zeros, since a hole or an unwritten extent would cost a change of metadata with each sync."""
+        """Write `size` zeros: with a hole or an unwritten extent each later sync would change metadata."""
         zeros = bytes(min(size, _CHUNK_BYTES))
         for offset in range(0, size, _CHUNK_BYTES):
             self.write(fd, zeros[: size - offset], offset)
@@ -134,7 +85,7 @@ class OsFiles:
         os.close(fd)
 
     def read_bytes(self, path: Path) -> bytes:
-        """Return the content of a file, as far as it was when it was opened."""
+        """Return the content of a regular file of at most MAX_FILE_BYTES, as it was when it was opened."""
         with os.fdopen(_open_regular(path, os.O_RDONLY), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_FILE_BYTES:

@@ -21,7 +21,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
 
 from ferrule_server.durability.directory import list_segments
-from ferrule_server.durability.files import OsFiles
+from ferrule_server.durability.files import Files
 from ferrule_server.durability.frames import Tail
 from ferrule_server.durability.reader import Journal, OnProgress, SegmentReport, survey
 from ferrule_server.durability.replay import JournalState
@@ -126,10 +126,10 @@ def _counts_of(state: JournalState) -> dict[str, Counter[str]]:
 
 def _survey(path: Path, num_tries: int = _TRIES) -> Journal:
     """Read a directory, again if a server has deleted a segment meanwhile."""
-    list_segments(path, OsFiles())
+    list_segments(path, Files())
     try:
         with _bar() as show:
-            return survey(path, OsFiles(), show)
+            return survey(path, Files(), show)
     except FileNotFoundError as error:
         if num_tries == 1 or str(error.filename).endswith("identity.json"):
             raise

@@ -70,11 +70,11 @@ def test_grouped_attention_equals_the_plain_one(
     pool = make_pool(step, (num_blocks, 2, 2, num_kv_heads, BLOCK_SIZE, head_dim), dtype)
     pools = (pool, pool.clone())
     num_rows = len(step.positions)
-    query = (3 * torch.randn(num_rows, num_heads, head_dim)).to(dtype)
+    query, rule = (3 * torch.randn(num_rows, num_heads, head_dim)).to(dtype), AttentionRule(head_dim**-0.5)
     key, value = torch.randn(2, num_rows, num_kv_heads, head_dim).to(dtype)
     for layer in (0, 1):
-        plain = PlainAttention(pools[0], step).attend(layer, query, (key, value))
-        grouped = GroupedAttention(pools[1], step, num_heads).attend(layer, query, (key, value))
+        plain = PlainAttention(pools[0], step).attend(layer, query, (key, value), rule, sinks=None)
+        grouped = GroupedAttention(pools[1], step, num_heads).attend(layer, query, (key, value), rule, sinks=None)
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(grouped, plain, rtol=tolerance, atol=tolerance)
         error = (grouped.float() - plain.float()).norm() / plain.float().norm()
@@ -118,4 +118,5 @@ def test_a_sink_takes_weight_from_the_values_of_its_head() -> None:
     query, key, value = torch.randn(1, 2, 8), torch.zeros(1, 1, 8), torch.ones(1, 1, 8)
     expected = (3 / (3 + sinks.exp())).view(1, 2, 1).expand(1, 2, 8).flatten(1)
     for made in (PlainAttention(pool.clone(), step), GroupedAttention(pool.clone(), step, 2)):
-        torch.testing.assert_close(made.attend(0, query, (key, value), sinks=sinks), expected)
+        found = made.attend(0, query, (key, value), AttentionRule(8**-0.5), sinks=sinks)
+        torch.testing.assert_close(found, expected)

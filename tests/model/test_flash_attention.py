@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from ferrule_server.executor.torch import TorchExecutor
+from ferrule_server.kernels.reference import AttentionRule
 from ferrule_server.model import decoder as decoder_module
 from ferrule_server.model import flash_attention
-from ferrule_server.model.attention import GroupedAttention, PlainAttention, StepArrays
+from ferrule_server.model.attention import GroupedAttention, LayerAttention, PlainAttention, StepArrays
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.decoder import Decoder
 from ferrule_server.model.flash_attention import FlashAttention, can_attend, can_compute, has_trailing_rows
@@ -69,13 +70,14 @@ def assert_same_attention(pool: torch.Tensor, step: StepArrays, num_heads: int, 
     """Compare outputs, to rounding, and pools, bit for bit, with the definition in float32."""
     num_layers, _, num_kv_heads, _, head_dim = pool.shape[1:]
     num_rows, dtype = len(step.positions), pool.dtype
-    plain_pool = pool.float()
+    plain_pool, rule = pool.float(), AttentionRule(head_dim**-0.5)
     query = (3 * torch.randn(num_rows, num_heads, head_dim)).to(pool)
     heads = torch.randn(num_rows, 2 * num_kv_heads, head_dim).to(pool)
     key, value = heads[:, :num_kv_heads], heads[:, num_kv_heads:]
     for layer in range(num_layers):
-        plain = PlainAttention(plain_pool, step).attend(layer, query.float(), (key.float(), value.float()))
-        flash = FlashAttention(pool, step, num_heads).attend(layer, query, (key, value))
+        wide = (key.float(), value.float())
+        plain = PlainAttention(plain_pool, step).attend(layer, query.float(), wide, rule, sinks=None)
+        flash = FlashAttention(pool, step, num_heads).attend(layer, query, (key, value), rule, sinks=None)
         assert flash.dtype == dtype
         torch.testing.assert_close(flash.float(), plain, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(pool, plain_pool.to(dtype), rtol=0, atol=0, equal_nan=True)
@@ -288,7 +290,8 @@ def layer_launches(
         decoder = Decoder(shaped, make_weights(shaped, device), device=torch.device(device))
         shape = (num_blocks, num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         pool = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        run = partial(decoder.forward, rows, rows, attention(pool, step, config.num_heads), rows[: len(seqs)])
+        attending = LayerAttention(shaped, [attention(pool, step, config.num_heads)])
+        run = partial(decoder.forward, rows, rows, attending, rows[: len(seqs)])
         counts.append(count_launches(run) if device == "meta" else profile_launches(run))
     return counts[1] - counts[0]
 

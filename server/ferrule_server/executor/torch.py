@@ -13,13 +13,7 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import ExecutorInfo, Int32Array, ModelDescription, RowOutput, StepBatch, StepResult
 from ferrule_server.executor.block_pool import BlockPool, bytes_per_block
 from ferrule_server.executor.sampling.device_outputs import DeviceOutputs
-from ferrule_server.model.attention import (
-    GroupedAttention,
-    LayerAttention,
-    PlainAttention,
-    StepArrays,
-    StepAttention,
-)
+from ferrule_server.model.attention import GroupedAttention, LayerAttention, PlainAttention, StepArrays
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.decoder import Decoder
 from ferrule_server.model.flash_attention import FlashAttention, can_attend, can_compute, has_trailing_rows
@@ -162,7 +156,7 @@ class TorchExecutor:
         """Release weights and pool; the executor is not used again."""
         del self._decoder, self.blocks
 
-    def _attention(self, batch: StepBatch) -> StepAttention:
+    def _attention(self, batch: StepBatch) -> LayerAttention:
         step = StepArrays(batch.positions, batch.slot_mapping, batch.cu_seqlens_q, batch.kv_lens, batch.block_tables)
         config, pools = self.info.model.config, self.blocks.tensors
         if self._is_plain:

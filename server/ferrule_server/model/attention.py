@@ -22,10 +22,7 @@ from torch import Tensor
 from ferrule_server.kernels import reference
 from ferrule_server.kernels.reference import AttentionRule
 from ferrule_server.model.config import LayerKind, ModelConfig
-from ferrule_server.model.pool_shape import KvWriter, PoolShape, index_tensor
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
+from ferrule_server.model.pool_shape import Int32Array, Int64Array, KvWriter, PoolShape, index_tensor
 
 # Stands in a table for a block that was given back, because it is outside every window; its content never matters.
 _NULL_BLOCK = 0
@@ -67,16 +64,17 @@ Kv = tuple[Tensor, Tensor] | None
 """K and V of the rows, each [num_rows, num_kv_heads, head_dim]; None if a layer reads those of an earlier one."""
 
 
-class StepAttention(Protocol):
-    """Gives the layers of the decoder access to the KV pool during one step."""
+class PoolAttention(Protocol):
+    """Attention over one pool, whose layers have equal heads, during one step."""
 
-    def attend(self, layer: int, query: Tensor, kv: Kv, *, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, layer: int, query: Tensor, kv: Kv, rule: AttentionRule, *, sinks: Tensor | None) -> Tensor:
         """Write K and V of the rows, then return the attention of every row over its own sequence.
 
         Args:
-            layer: Number of the layer.
+            layer: Number of the layer among those of the pool.
             query: [num_rows, num_heads, head_dim].
             kv: K and V of the rows.
+            rule: How scores are made.
             sinks: [num_heads], a score of each head that joins the softmax and has no value; None: there is none.
 
         Returns:
@@ -85,18 +83,8 @@ class StepAttention(Protocol):
         ...
 
 
-class PoolAttention(Protocol):
-    """Attention over one pool, whose layers have equal heads. ``layer`` counts those of the pool."""
-
-    def attend(
-        self, layer: int, query: Tensor, kv: Kv, rule: AttentionRule | None = None, *, sinks: Tensor | None = None
-    ) -> Tensor:
-        """See :meth:`StepAttention.attend`; ``rule`` says how scores are made, by default plainly."""
-        ...
-
-
 class LayerAttention:
-    """Implements ``StepAttention`` for the layers of a network.
+    """Gives the layers of the decoder access to the KV pools during one step.
 
     Args:
         config: The network.
@@ -107,8 +95,8 @@ class LayerAttention:
         self._layers = attention_layers(config)
         self._pools = pools
 
-    def attend(self, layer: int, query: Tensor, kv: Kv, *, sinks: Tensor | None = None) -> Tensor:
-        """See :class:`StepAttention`."""
+    def attend(self, layer: int, query: Tensor, kv: Kv, *, sinks: Tensor | None) -> Tensor:
+        """See :class:`PoolAttention`; ``layer`` is its number in the network, which says how its scores are made."""
         place, index, rule = self._layers[layer]
         return self._pools[place].attend(index, query, kv, rule, sinks=sinks)
 
@@ -140,9 +128,7 @@ class PlainAttention:
         names = ("positions", "slot_mapping", "cu_seqlens_q", "kv_lens", "block_tables")
         self._step = {name: torch.tensor(getattr(step, name), device=pool.device) for name in names}
 
-    def attend(
-        self, layer: int, query: Tensor, kv: Kv, rule: AttentionRule | None = None, *, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, kv: Kv, rule: AttentionRule, *, sinks: Tensor | None) -> Tensor:
         """See :class:`PoolAttention`."""
         step = dict(self._step)
         slots = step.pop("slot_mapping")
@@ -169,13 +155,10 @@ class GroupedAttention:
         self._writer = KvWriter(pool, self._shape, step.slot_mapping)
         self._groups = [_Group(self._shape, step, seqs, pool) for seqs in _group_seqs(step, self._shape)]
 
-    def attend(
-        self, layer: int, query: Tensor, kv: Kv, rule: AttentionRule | None = None, *, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, kv: Kv, rule: AttentionRule, *, sinks: Tensor | None) -> Tensor:
         """See :class:`PoolAttention`."""
         if kv is not None:
             self._writer.write(layer, *kv)
-        rule = rule or AttentionRule(query.shape[-1] ** -0.5)
         pieces = self._shape.layer_pieces(self._pool, layer)
         if len(self._groups) == 1:
             return self._groups[0].attend(query, pieces, rule, sinks=sinks).reshape(query.shape[0], -1)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ferrule_server.kernels import reference
-from ferrule_server.model.attention import Kv, StepAttention
+from ferrule_server.model.attention import Kv, LayerAttention
 from ferrule_server.model.config import LayerKind, ModelConfig
 from ferrule_server.model.linear import (
     AddLinear,
@@ -111,7 +111,7 @@ class Decoder:
         """The tensors that this decoder reads, on its device; None if they are packed."""
         return self._plain
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: StepAttention, output_rows: Tensor) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: LayerAttention, output_rows: Tensor) -> Tensor:
         """Run a step: write the KV of its rows through ``attention``, and return the hidden states of some rows.
 
         Args:

@@ -80,16 +80,13 @@ class FlashAttention:
         most_blocks = GATHERED_BYTES // (pool[0, 0].numel() * pool.element_size())
         self._packs = [_Pack(self._shape, step, seqs, pool) for seqs in _pack_seqs(num_blocks, most_blocks)]
 
-    def attend(
-        self, layer: int, query: Tensor, kv: Kv, rule: AttentionRule | None = None, *, sinks: Tensor | None = None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, kv: Kv, rule: AttentionRule, *, sinks: Tensor | None) -> Tensor:
         """See :class:`PoolAttention`; there are no sinks, see :func:`can_compute`."""
         assert sinks is None
         if kv is not None:
             self._writer.write(layer, *kv)
-        scale = None if rule is None else rule.scale
         pieces = self._shape.layer_pieces(self._pool, layer)
-        parts = [pack.attend(query[pack.rows], pieces, scale) for pack in self._packs]
+        parts = [pack.attend(query[pack.rows], pieces, rule.scale) for pack in self._packs]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 
@@ -121,8 +118,8 @@ class _Pack:
         self._pieces = index_tensor(shape.pieces(blocks[None]), pool)
         self._lengths = _lengths(np.diff(begins), num_blocks * shape.block_size, kv_lens, pool.device)
 
-    def attend(self, query: Tensor, layer_pieces: Tensor, scale: float | None) -> Tensor:
-        """Return [rows, num_heads, head_dim] for query [rows, num_heads, head_dim]; scale None: the usual one."""
+    def attend(self, query: Tensor, layer_pieces: Tensor, scale: float) -> Tensor:
+        """Return [rows, num_heads, head_dim] for query [rows, num_heads, head_dim]."""
         gathered = layer_pieces.index_select(0, self._pieces).view(self._kv_shape)
         key, value = gathered.transpose(1, 2).unbind(0)
         return _run(query, key, value, {**self._lengths, "scale": scale})

@@ -208,10 +208,12 @@ class _Group:
         is_given_back = np.repeat(tables == _NULL_BLOCK, shape.block_size, axis=1)
         is_stale = (np.arange(self._length) >= kv_lens[:, None]) | is_given_back
         self._stale = index_tensor(np.flatnonzero(_spread(is_stale, shape.num_kv_heads)), pool)
-        self._is_chunk = self._q_len * shape.num_queries_per_kv > _MAX_GROUPED_ROWS
-        self._begin = int(step.positions[rows[0]])
-        self._positions, self._pool = step.positions[rows], pool
-        self._future = self._future_mask(pool) if self._is_chunk else None
+        self._begin, self._device = int(step.positions[rows[0]]), pool.device
+        self._positions = index_tensor(step.positions[rows], pool).view(self._num_seqs, 1, self._q_len, 1)
+        self._future: Tensor | None = None  # of a chunk: the mask of a tile over its own keys
+        if self._q_len * shape.num_queries_per_kv > _MAX_GROUPED_ROWS:
+            tile = torch.arange(min(self._q_len, _TILE_ROWS), device=pool.device)
+            self._future = self._mask(tile.unsqueeze(1), tile, AttentionRule(1.0), torch.float32)
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def attend(self, query: Tensor, layer_pieces: Tensor, rule: AttentionRule, *, sinks: Tensor | None) -> Tensor:
@@ -245,11 +247,9 @@ class _Group:
         assert self._future is not None
         if not rule.window and not rule.chunk:
             return self._future[: (end - begin) * self._shape.num_queries_per_kv, : end - begin]
-        device = self._future.device
-        rows, keys = (torch.arange(first_, self._begin + end, device=device) for first_ in (self._begin + begin, first))
-        hidden = reference.is_hidden(keys, rows.unsqueeze(1), rule)
-        mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
-        return mask.repeat_interleave(self._shape.num_queries_per_kv, 0)
+        rows = torch.arange(self._begin + begin, self._begin + end, device=self._device)
+        keys = torch.arange(first, self._begin + end, device=self._device)
+        return self._mask(rows.unsqueeze(1), keys, rule, torch.float32)
 
     def _attend_short(
         self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sinks: Tensor | None
@@ -257,7 +257,8 @@ class _Group:
         """Compute the attention of the few rows of many sequences at once."""
         seen = (rule.window, rule.chunk)
         if seen not in self._masks:
-            self._masks[seen] = self._make_mask(rule)
+            keys = torch.arange(self._length, device=self._device)
+            self._masks[seen] = self._mask(self._positions, keys, rule, query.dtype)
         stacked, mask = self._stack(query, self._num_seqs), self._masks[seen]
         is_large = query.dtype == torch.bfloat16 and (stacked.shape[2] + 6) * key.numel() > _FUSED_WORK
         if is_large or rule.softcap or sinks is not None:
@@ -286,20 +287,20 @@ class _Group:
         heads = out.view(num_seqs, shape.num_kv_heads, -1, shape.num_queries_per_kv, shape.head_dim)
         return heads.transpose(1, 2).reshape(-1, shape.num_heads, shape.head_dim)
 
-    def _future_mask(self, pool: Tensor) -> Tensor:
-        """Return the mask that is added to the scores of a tile with its own keys: float32 [stacked rows, rows]."""
-        num_rows = min(self._q_len, _TILE_ROWS)
-        mask = torch.full((num_rows, num_rows), float("-inf"), device=pool.device).triu_(1)
-        return mask.repeat_interleave(self._shape.num_queries_per_kv, 0)
+    def _mask(self, positions: Tensor, keys: Tensor, rule: AttentionRule, dtype: torch.dtype) -> Tensor:
+        """Return what is added to scores: 0, or -inf for a key that a row does not see.
 
-    def _make_mask(self, rule: AttentionRule) -> Tensor:
-        """Return the mask for the scores, [num_seqs, 1, rows * num_queries_per_kv, length], of 0 and -inf."""
-        pool = self._pool
-        positions = torch.from_numpy(self._positions).view(self._num_seqs, 1, self._q_len, 1)
-        hidden = reference.is_hidden(torch.arange(self._length), positions, rule)
-        hidden = hidden.repeat_interleave(self._shape.num_queries_per_kv, 2)
-        mask = torch.zeros(hidden.shape, dtype=pool.dtype, device=pool.device)
-        return mask.masked_fill_(hidden.to(pool.device), float("-inf"))
+        Args:
+            positions: Integers [..., rows, 1], of rows.
+            keys: Integers [length], positions of keys.
+            rule: Its window and chunk are read.
+            dtype: Of the mask.
+
+        Returns:
+            [..., rows * num_queries_per_kv, length], as :meth:`_stack` orders rows.
+        """
+        hidden = reference.is_hidden(keys, positions, rule).repeat_interleave(self._shape.num_queries_per_kv, -2)
+        return torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill_(hidden, float("-inf"))
 
 
 def _first_key(position: int, rule: AttentionRule) -> int:

@@ -56,18 +56,20 @@ _SPARE_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What is known of a model of the hub before its weights are fetched.
+    """What is known of a model before its weights are fetched or read.
 
     Attributes:
         folder: Has the configuration, and the index of the weights if there is one.
-        stored_bytes: Size of the weights.
+        commit: Of a model of the hub; None for any other folder.
+        stored_bytes: Size of the weights; 0: all are in the folder.
         missing_bytes: How many of them are still to be fetched.
-        tensors: The names of the tensors, if the repository has an index; else empty.
+        tensors: The names of the tensors, if weights may be missing and the repository has an index; else empty.
     """
 
     folder: Path
-    stored_bytes: int
-    missing_bytes: int
+    commit: str | None = None
+    stored_bytes: int = 0
+    missing_bytes: int = 0
     tensors: frozenset[str] = frozenset()
 
 
@@ -107,10 +109,10 @@ def outline_model(name: str, revision: str | None, *, is_offline: bool, check: C
     """
     found = _looked_up(name, revision, is_offline=is_offline)
     if isinstance(found, Path):
-        return Outline(found, sum((found / file).stat().st_size for file in weights_of(found)), 0)
-    weights = found.configuration(check)
-    tensors = frozenset(_weight_map(found.folder))
-    return Outline(found.folder, found.size(weights), found.size(found.missing(weights)), tensors)
+        return Outline(found, found.name)
+    weights, folder = found.configuration(check), found.folder
+    missing_bytes, tensors = found.size(found.missing(weights)), frozenset(_weight_map(folder))
+    return Outline(folder, folder.name, found.size(weights), missing_bytes, tensors)
 
 
 def cached_models() -> list[tuple[str, Path | None, int]]:

@@ -12,7 +12,7 @@ from ferrule_server.executor.cpu.support import unsupported
 from ferrule_server.model.config_reader import parse_config
 from ferrule_server.model.families import FAMILIES
 from ferrule_server.model.families.family import Family
-from ferrule_server.model_check.paths import gpu_reason
+from ferrule_server.model_check.report import gpu_reason
 
 _USUAL: Final = {
     "vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

@@ -5,14 +5,19 @@ from __future__ import annotations
 import functools
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from ferrule_server.config import DEMO_MODEL, ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
-from ferrule_server.executor.cpu.support import unsupported
+from ferrule_server.executor.base import BLOCK_SIZE
+from ferrule_server.executor.cpu.support import choose, unsupported
+from ferrule_server.executor.cuda.kernel_choice import unsupported_reason
 from ferrule_server.executor.host_plan import HostPlan
-from ferrule_server.executor.sizes import kv_bytes, num_parameters
-from ferrule_server.loading import as_folder, find_model, load_texts, network_of, note_no_tokenizer, plan_load
+from ferrule_server.executor.sizes import kv_bytes, num_parameters, weights_bytes
+from ferrule_server.kernels.cpu.plan import WeightKind
+from ferrule_server.loading import LoadPlan, as_folder, find_model, load_texts, network_of, note_no_tokenizer, plan_load
 from ferrule_server.model.checkpoint import StoredTensor, list_tensors
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import read_config
@@ -21,8 +26,9 @@ from ferrule_server.model.families.rotary import Note
 from ferrule_server.model.hub import Outline, cached_models, has_weights, is_hub_name, outline_model, weights_of
 from ferrule_server.model.tensors import HEAD, on_meta
 from ferrule_server.model.weights import TORCH_DTYPES, check_tensors, is_ignorable, of_text_model
-from ferrule_server.model_check.paths import bytes_by_type, executor_of, gpu_reason
 from ferrule_server.model_files import listed
+
+_QUANTISED: Final[tuple[WeightKind, ...]] = ("int8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +127,9 @@ class Cached:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where a model lies: a folder with all files, or the outline of one that may lack its weights."""
-
-    folder: Path
-    commit: str | None = None
-    outline: Outline | None = None
+def gpu_reason(network: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Return why the kernels of a GPU cannot run a network; empty if they can."""
+    return unsupported_reason(network, dtype, BLOCK_SIZE)
 
 
 def check_model(config: ServerConfig) -> Report:
@@ -173,18 +175,16 @@ def _reason_of(folder: Path | None) -> str:
     return ""
 
 
-def _located(config: ServerConfig, name: str) -> _Source:
-    """Return where a model lies; for one of the hub, fetch its configuration and index."""
+def _located(config: ServerConfig, name: str) -> Outline:
+    """Return what is known of a model before its weights are read; of one of the hub, fetch configuration and index."""
     if name == DEMO_MODEL or as_folder(name) is not None or not is_hub_name(name):
         folder, _, _ = find_model(config, lambda _stage, _share: None)
-        return _Source(folder)
-    outline = outline_model(
-        name, config.revision, is_offline=config.is_offline, check=functools.partial(network_of, config)
-    )
-    return _Source(outline.folder, outline.folder.name, outline)
+        return Outline(folder)
+    check = functools.partial(network_of, config)
+    return outline_model(name, config.revision, is_offline=config.is_offline, check=check)
 
 
-def _checked_names(network: ModelConfig, source: _Source, note: Note) -> frozenset[str] | None:
+def _checked_names(network: ModelConfig, source: Outline, note: Note) -> frozenset[str] | None:
     """Return the names of the tensors, which are those that the network needs; None: they are not known yet.
 
     The tokenizer and the chat templates are loaded once, if they have been fetched.
@@ -192,14 +192,14 @@ def _checked_names(network: ModelConfig, source: _Source, note: Note) -> frozens
     Raises:
         ModelError: They are others, or the tokenizer or a template is not usable.
     """
-    if source.outline is None or has_weights(source.folder):
+    if source.commit is None or has_weights(source.folder):
         check_tensors(source.folder, network)
         if load_texts(source.folder)[0] is None:
             note_no_tokenizer(source.folder, note)
         return frozenset(list_tensors(source.folder)[0])
-    if source.outline.tensors:
-        _check_index(network, source.outline.tensors)
-    return source.outline.tensors or None
+    if source.tensors:
+        _check_index(network, source.tensors)
+    return source.tensors or None
 
 
 def _check_index(network: ModelConfig, names: frozenset[str]) -> None:
@@ -213,10 +213,10 @@ def _check_index(network: ModelConfig, names: frozenset[str]) -> None:
 
 
 def _details(
-    config: ServerConfig, network: ModelConfig, source: _Source, names: frozenset[str] | None, warnings: list[str]
+    config: ServerConfig, network: ModelConfig, source: Outline, names: frozenset[str] | None, warnings: list[str]
 ) -> Details:
     plan = plan_load(config, network)
-    (executor, path_reason), sizes = executor_of(config, plan), bytes_by_type(config, plan)
+    (executor, path_reason), sizes = _executor_of(config, plan), _bytes_by_type(config, plan)
     dtype = TORCH_DTYPES[plan.dtype]
     max_context = config.max_context or network.max_positions
     files = [source.folder / name for name in weights_of(source.folder)]
@@ -238,8 +238,34 @@ def _details(
         kv_bytes_per_token=network.kv_values * dtype.itemsize,
         kv_bytes=kv_bytes(network, dtype, max_context),
         left_out=network.names.parts_left_out(names),
-        stored_bytes=source.outline.stored_bytes if source.outline else sum(file.stat().st_size for file in files),
-        download_bytes=source.outline.missing_bytes if source.outline else 0,
+        stored_bytes=source.stored_bytes or sum(file.stat().st_size for file in files if file.exists()),
+        download_bytes=source.missing_bytes,
         memory=plan.memory,
         warnings=tuple(warnings),
     )
+
+
+def _executor_of(config: ServerConfig, plan: LoadPlan) -> tuple[str, str]:
+    """Return what runs a model, ``numba-cuda``, ``numba-cpu`` or ``torch``, and why, for people; may be empty."""
+    is_gpu = plan.device.index is not None
+    if config.executor == "torch" or (is_gpu and not config.has_cuda_runner):
+        return "torch", "the settings say so"
+    if not is_gpu:
+        return "torch" if plan.choice.plan is None else "numba-cpu", plan.choice.reason
+    reason = gpu_reason(plan.network, TORCH_DTYPES[plan.dtype])
+    return "torch" if reason else "numba-cuda", reason
+
+
+def _bytes_by_type(config: ServerConfig, plan: LoadPlan) -> dict[str, int]:
+    """Return the bytes of the weights for each type of ``--dtype``, and of ``--weights`` that can be used."""
+    network, has_kernels = plan.network, plan.device.index is None and config.executor != "torch"
+    sizes = {}
+    for name, dtype in TORCH_DTYPES.items():
+        kernels = choose(network, name).plan if has_kernels and name != "float16" else None
+        sizes[name] = weights_bytes(network, dtype, kernels)
+    for weights in _QUANTISED if has_kernels else ():
+        has_int8_inputs = config.activations == "int8" and weights == "int8"
+        kernels = choose(network, plan.dtype, weights, has_int8_inputs=has_int8_inputs).plan
+        if kernels is not None:
+            sizes[weights] = weights_bytes(network, TORCH_DTYPES[plan.dtype], kernels)
+    return sizes

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.rope import inverse_frequencies
+from ferrule_server.model.rope import rotation_table
 from ferrule_server.model.tensors import LayerWeights, ModelWeights
 
 _LENGTH_STEP: Final = 8
@@ -114,7 +114,7 @@ def rms_norm(values: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rope_angles(config: ModelConfig, length: int) -> Tensor:
     """Return the radians by which each pair of a head turns at each position: float32 [length, head_dim / 2]."""
-    frequencies = inverse_frequencies(config.layers[0].rope, config.head_dim)
+    frequencies, _ = rotation_table(config.layers[0].rope, config.head_dim)
     return torch.outer(torch.arange(length).float(), frequencies)
 
 

@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.model.config_reader import parse_config
-from ferrule_server.model.rope import Rope, inverse_frequencies, magnitudes, stored_order
+from ferrule_server.model.rope import Rope, rotation_table, stored_order
 from ferrule_server.model.weights import load_model
 from tests.model.conftest import CASES, make_example
 from tests.model.stepping import Piece, PooledSequence, Stepper
@@ -59,17 +59,17 @@ def test_frequencies_and_magnitudes_equal_transformers(name: str, seq_len: int) 
     (kind,) = parse_config(raw, {}).for_context(seq_len).layers
     theirs = transformers.LlamaConfig(**SIZES, rope_parameters=dict(settings))
     found, magnitude = ROPE_INIT_FUNCTIONS[settings["rope_type"]](theirs, "cpu", seq_len=seq_len)
-    torch.testing.assert_close(inverse_frequencies(kind.rope, 32), found, rtol=1e-6, atol=0)
+    frequencies, magnitudes = rotation_table(kind.rope, 32)
+    torch.testing.assert_close(frequencies, found, rtol=1e-6, atol=0)
     rotated = found != 0
-    torch.testing.assert_close(magnitudes(kind.rope, 32)[rotated], torch.full_like(found[rotated], magnitude))
+    torch.testing.assert_close(magnitudes[rotated], torch.full_like(found[rotated], magnitude))
 
 
 def test_a_pair_that_stays_keeps_its_length() -> None:
     """Magnitudes are for rotated pairs only: the others pass as they are."""
     rope = Rope(100.0, num_pairs=2, width=4)
-    assert inverse_frequencies(rope, 12).tolist()[2:] == [0.0] * 4
-    assert inverse_frequencies(None, 12).tolist() == [0.0] * 6
-    assert magnitudes(None, 12).tolist() == [1.0] * 6
+    assert rotation_table(rope, 12)[0].tolist()[2:] == [0.0] * 4
+    assert rotation_table(None, 12).tolist() == [[0.0] * 6, [1.0] * 6]
 
 
 def test_the_order_of_a_head_brings_pairs_half_a_head_apart() -> None:

@@ -25,7 +25,7 @@ from ferrule_server.model.linear import (
     plain_linear,
     tied_ends,
 )
-from ferrule_server.model.rope import Rope, inverse_frequencies, magnitudes
+from ferrule_server.model.rope import rotation_table
 from ferrule_server.model.tensors import LAYER_PARTS, LayerWeights, ModelWeights
 
 # Where each operation is a launch that costs the host more than the device: few large operations run there, whose
@@ -88,7 +88,7 @@ class Decoder:
         self._is_fused = device.type == _LAUNCHING_DEVICE and not is_plain
         self._tile_rows, self._rotated_rows = (_ALL_ROWS,) * 2 if self._is_fused else (_TILE_ROWS, _ROTATED_ROWS)
         ropes = list(dict.fromkeys((kind.rope, kind.head_dim) for kind in config.layers))
-        self._tables = [_rotation_table(rope, head_dim).to(device) for rope, head_dim in ropes]
+        self._tables = [rotation_table(rope, head_dim).to(device) for rope, head_dim in ropes]
         parts = _moved(weights.parts, device)
         weights.parts.clear()
         final_norm = parts["final_norm"]
@@ -296,11 +296,6 @@ def _temperature(config: ModelConfig, positions: Tensor) -> Tensor | None:
 
 def _tiles(num_rows: int, size: int) -> list[slice]:
     return [slice(begin, begin + size) for begin in range(0, num_rows, size)]
-
-
-def _rotation_table(rope: Rope | None, head_dim: int) -> Tensor:
-    """Return frequency and magnitude of each pair: float32 [2, head_dim / 2]."""
-    return torch.stack((inverse_frequencies(rope, head_dim), magnitudes(rope, head_dim)))
 
 
 def _rotation(positions: Tensor, table: Tensor) -> Tensor:

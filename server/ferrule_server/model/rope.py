@@ -140,27 +140,21 @@ class Rope:
         return self.scaling.magnitude if isinstance(self.scaling, YarnScaling | LongScaling) else 1.0
 
 
-def inverse_frequencies(rope: Rope | None, head_dim: int) -> Tensor:
-    """Return the radians per position of each pair, 0 for one that stays: float32 [head_dim / 2], on the CPU."""
+def rotation_table(rope: Rope | None, head_dim: int) -> Tensor:
+    """Return how each pair of a head turns: float32 [2, head_dim / 2], on the CPU.
+
+    The first row has the radians per position, 0 for a pair that stays; the second one what multiplies cosine and sine,
+    1 for a pair that stays.
+    """
     import torch
 
-    frequencies = torch.zeros(head_dim // 2)
-    if rope is None:
-        return frequencies
-    exponents = torch.arange(0, 2 * rope.num_pairs, 2, dtype=torch.float32) / rope.width
-    plain = 1.0 / (rope.theta**exponents)
-    frequencies[: rope.num_pairs] = plain if rope.scaling is None else rope.scaling.scaled(plain, rope)
-    return frequencies
-
-
-def magnitudes(rope: Rope | None, head_dim: int) -> Tensor:
-    """Return what multiplies the cosine and sine of each pair, 1 for one that stays: float32 [head_dim / 2]."""
-    import torch
-
-    values = torch.ones(head_dim // 2)
+    frequencies, magnitudes = torch.zeros(head_dim // 2), torch.ones(head_dim // 2)
     if rope is not None:
-        values[: rope.num_pairs] = rope.magnitude
-    return values
+        exponents = torch.arange(0, 2 * rope.num_pairs, 2, dtype=torch.float32) / rope.width
+        plain = 1.0 / (rope.theta**exponents)
+        frequencies[: rope.num_pairs] = plain if rope.scaling is None else rope.scaling.scaled(plain, rope)
+        magnitudes[: rope.num_pairs] = rope.magnitude
+    return torch.stack((frequencies, magnitudes))
 
 
 def stored_order(rope: Rope | None, head_dim: int) -> list[int] | None:

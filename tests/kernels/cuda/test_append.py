@@ -19,7 +19,7 @@ from ferrule_server.kernels.cuda.intrinsics import (
     thread_id,
 )
 from ferrule_server.kernels.cuda.specialise import i32, registers
-from ferrule_server.model.rope import Llama3Scaling, Rope, inverse_frequencies
+from ferrule_server.model.rope import Llama3Scaling, Rope, rotation_table
 from tools.cuda_simulator import Launch, Memory, from_bf16, run, to_bf16
 
 SCALING = Llama3Scaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
@@ -29,7 +29,7 @@ EPS = 1e-6
 
 def frequencies_of(head_dim: int, scaling: Llama3Scaling | None) -> torch.Tensor:
     """Return the frequencies of whole heads: float32 [head_dim / 2]."""
-    return inverse_frequencies(Rope(500000.0, head_dim // 2, head_dim, scaling), head_dim)
+    return rotation_table(Rope(500000.0, head_dim // 2, head_dim, scaling), head_dim)[0]
 
 
 def rotate(

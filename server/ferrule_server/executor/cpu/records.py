@@ -20,7 +20,7 @@ from ferrule_server.kernels.cpu.records import LAYER, MODEL, THREAD
 from ferrule_server.kernels.cpu.sync import SyncBlock
 from ferrule_server.model.attention import attention_layers
 from ferrule_server.model.config import LayerKind, ModelConfig
-from ferrule_server.model.rope import Rope, inverse_frequencies, magnitudes
+from ferrule_server.model.rope import Rope, rotation_table
 
 
 class ModelRecord:
@@ -87,8 +87,7 @@ def _layer_of(config: ModelConfig, index: int, layer: Packed, pools: Sequence[Te
 
 def _rotation_table(rope: Rope | None, head_dim: int, widest: int) -> Tensor:
     """Return frequency and magnitude of each pair, and zeros: float32 [2, widest / 2]."""
-    table = torch.stack((inverse_frequencies(rope, head_dim), magnitudes(rope, head_dim)))
-    return F.pad(table, (0, (widest - head_dim) // 2))
+    return F.pad(rotation_table(rope, head_dim), (0, (widest - head_dim) // 2))
 
 
 def _features(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ferrule_server.executor.cuda.gpu import Gpu
 from ferrule_server.kernels.cuda.append import rope_table
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.rope import inverse_frequencies
+from ferrule_server.model.rope import rotation_table
 from ferrule_server.model.tensors import ModelWeights
 
 
@@ -31,7 +31,8 @@ def adopt_weights(gpu: Gpu, weights: ModelWeights, config: ModelConfig, max_cont
         GpuError: There is no memory for the table.
     """
     with gpu.current():
-        rope = rope_table(inverse_frequencies(config.layers[0].rope, config.head_dim).to(gpu.torch_device), max_context)
+        frequencies, _ = rotation_table(config.layers[0].rope, config.head_dim).to(gpu.torch_device)
+        rope = rope_table(frequencies, max_context)
     for name, tensor in (*_named(weights), ("rope", rope)):
         assert tensor.is_contiguous(), name
         gpu.adopt(name, tensor, is_mutable=False)

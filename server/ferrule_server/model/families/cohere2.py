@@ -12,16 +12,13 @@ from typing import Final
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.values import ConfigValues
-from ferrule_server.model.families.windows import layer_types, with_windows
+from ferrule_server.model.families.windows import change_layers, layer_types, with_windows
 
 
 def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     types = layer_types(values, every=values.count("sliding_window_pattern"))
-    layers = tuple(
-        kind if layer_type == "sliding_attention" else replace(kind, rope=None)
-        for kind, layer_type in zip(config.layers, types, strict=True)
-    )
-    return with_windows(replace(config, layers=layers, logit_scale=values.number("logit_scale")), values, types)
+    network = change_layers(config, types, {"full_attention": {"rope": None}})
+    return with_windows(replace(network, logit_scale=values.number("logit_scale")), values, types)
 
 
 COHERE2: Final = Family(

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 from ferrule_server.errors import ModelError
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.values import ConfigValues
-from ferrule_server.model.families.windows import layer_types, with_windows
+from ferrule_server.model.families.windows import change_layers, layer_types, with_windows
 from ferrule_server.model_files import shown
 
 
 def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     rotated = _rotated_layers(config.num_layers, values)
-    pairs = zip(config.layers, rotated, strict=True)
-    network = replace(config, layers=tuple(kind if keeps else replace(kind, rope=None) for kind, keeps in pairs))
+    types = ["full_attention" if keeps else "sliding_attention" for keeps in rotated]
+    network = change_layers(config, types, {"sliding_attention": {"rope": None}})
     if not values.flag("use_sliding_window") or values.get("sliding_window") is None:
         return network
     if values.get("layer_types") is not None:
-        return with_windows(network, values, layer_types(values, every=1))
-    types = ["full_attention" if keeps else "sliding_attention" for keeps in rotated]
+        types = layer_types(values, every=1)
     return with_windows(network, values, types)
 
 

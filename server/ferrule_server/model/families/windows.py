@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model.config import LayerKind, ModelConfig
+from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.families.rotary import read_rope
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model_files import shown
@@ -31,25 +32,31 @@ def layer_types(values: ConfigValues, *, every: int) -> list[str]:
     return list(found)
 
 
+def change_layers(config: ModelConfig, types: Sequence[str], changes: Mapping[str, Mapping[str, Any]]) -> ModelConfig:
+    """Return the network with other layers.
+
+    Args:
+        config: The network.
+        types: Of each layer.
+        changes: For a type, the fields of :class:`LayerKind` that its layers have instead; other types stay.
+    """
+    pairs = zip(config.layers, types, strict=True)
+    return replace(config, layers=tuple(replace(kind, **changes.get(layer_type, {})) for kind, layer_type in pairs))
+
+
 def with_windows(config: ModelConfig, values: ConfigValues, types: Sequence[str]) -> ModelConfig:
     """Return the network with the window of ``sliding_window`` in layers of the sliding type.
+
+    A window that no sequence reaches is none.
 
     Raises:
         ModelError: There is such a layer, and no window.
     """
     if _SLIDING not in types:
         return config
-    window = _effective(values.count("sliding_window"), config)
-    return replace(config, layers=tuple(_windowed(*pair, window) for pair in zip(config.layers, types, strict=True)))
-
-
-def _windowed(kind: LayerKind, layer_type: str, window: int) -> LayerKind:
-    return replace(kind, window=window) if layer_type == _SLIDING else kind
-
-
-def _effective(window: int, config: ModelConfig) -> int:
-    """Return 0 for a window that no sequence reaches."""
-    return window if window < config.max_positions else 0
+    window = values.count("sliding_window")
+    effective = window if window < config.max_positions else 0
+    return change_layers(config, types, {_SLIDING: {"window": effective}})
 
 
 def with_ropes(
@@ -71,11 +78,10 @@ def with_ropes(
         raise ModelError(f"config.json: rope_parameters is {shown(nested)}; one object for each layer type is expected")
     own = {"rope_parameters": nested, "rope_theta": values.get(sliding_theta), _LONGEST: values.get(_LONGEST)}
     ropes = {
-        _FULL: read_rope(values, config.head_dim, kind=_FULL),
-        _SLIDING: read_rope(ConfigValues(own, {}), config.head_dim, kind=_SLIDING),
+        _FULL: {"rope": read_rope(values, config.head_dim, kind=_FULL)},
+        _SLIDING: {"rope": read_rope(ConfigValues(own, {}), config.head_dim, kind=_SLIDING)},
     }
-    pairs = zip(config.layers, types, strict=True)
-    return replace(config, layers=tuple(replace(kind, rope=ropes[layer_type]) for kind, layer_type in pairs))
+    return change_layers(config, types, ropes)
 
 
 def window_everywhere(config: ModelConfig, values: ConfigValues) -> ModelConfig:

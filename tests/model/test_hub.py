@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -386,7 +387,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         "HF_TOKEN holds characters that no token",
     ),
     "a small disk": (
-        lambda it: it.patch.setattr(hub_module, "free_bytes", lambda _: 1 << 18),
+        lambda it: it.patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 18)),
         r"1.5 MiB have to be fetched and .* has room for 0.2 MiB; .* HF_HOME",
     ),
     "a file for a cache": (lambda it: it.cache.write_text(""), rf"--model {NAME}: .* cannot be written"),

@@ -135,13 +135,6 @@ def has_weights(folder: Path) -> bool:
     return bool(weights) and all(is_file(folder / name) for name in weights)
 
 
-def free_bytes(folder: Path) -> int:
-    """Return the free space on the disk of a folder, which need not exist."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
 @dataclass(frozen=True, slots=True)
 class _File:
     """A file of a repository: its size, and SHA-256 of its bytes, 64 digits; that of a small one is its name in git."""
@@ -174,13 +167,8 @@ class _Repository:
         self._download([path for path in self.files if TEXTS.fullmatch(path)])
         if missing := self.missing(weights):
             self._check_room(missing)
-            _LOG.info(
-                "downloading model=%s commit=%s files=%d bytes=%d",
-                self.name,
-                self.folder.name,
-                len(missing),
-                self.size(missing),
-            )
+            found = (self.name, self.folder.name, len(missing), self.size(missing))
+            _LOG.info("downloading model=%s commit=%s files=%d bytes=%d", *found)
             with self._watching(missing, on_share):
                 self._download(missing)
         _compare(self.name, self.folder, {path: self.files[path].etag for path in weights})
@@ -240,9 +228,10 @@ class _Repository:
                 raise ModelError(f"--model {self.name}: {lost[0]} did not arrive; start again")
 
     def _check_room(self, paths: list[str]) -> None:
+        """Refuse what does not fit on the disk; the cache is there, since the configuration has been fetched."""
         blobs, root = self.folder.parents[1] / "blobs", self.folder.parents[2]
         num_bytes = self.size(path for path in paths if not (blobs / self.files[path].etag).exists())
-        if num_bytes and num_bytes + _SPARE_BYTES > (free := free_bytes(root)):
+        if num_bytes and num_bytes + _SPARE_BYTES > (free := shutil.disk_usage(root).free):
             raise ModelError(
                 f"--model {self.name}: {_gib(num_bytes)} have to be fetched and {root} has room for {_gib(free)}; make"
                 " room, or name another disk with HF_HOME"
@@ -349,9 +338,7 @@ def _listed(name: str, revision: str, root: Path) -> _Repository:
 
 def _file(sibling: Any) -> _File:  # its fields differ between versions of the library
     """Return a file as the hub lists it."""
-    if sibling.lfs is not None:
-        return _File(int(sibling.lfs.size), str(sibling.lfs.sha256))
-    return _File(int(sibling.size or 0), str(sibling.blob_id))
+    return _File(int(sibling.size or 0), str(sibling.blob_id if sibling.lfs is None else sibling.lfs.sha256))
 
 
 def _is_wanted(path: str) -> bool:

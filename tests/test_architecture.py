@@ -97,7 +97,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     # The journal knows records and disks, and nothing of what the records stand for.
     "ferrule_server.durability": ("ferrule_server.durability", "ferrule_server.errors", "google_crc32c"),
-    "ferrule_server.durability.inspect": ("ferrule_server.durability", "ferrule_server.errors", "rich"),
+    "ferrule_server.durability.__main__": ("ferrule_server.durability", "ferrule_server.errors", "rich"),
     "ferrule_server.api.security.client_certificate": ("cryptography",),
     "ferrule_server.api.telemetry.tracing": ("ferrule_server.api", "ferrule_server.engine", "opentelemetry"),
     "ferrule_server.api.telemetry.metrics": (

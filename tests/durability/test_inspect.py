@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ferrule_server.durability.inspect import main
+from ferrule_server.durability.__main__ import main
 from ferrule_server.durability.records import Creation, Encoder, End
 from tests.durability.stored import IDENTITY, Segments, store_parts
 from tests.durability.test_replay import a_sequence

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from ferrule_server.durability import writer as writers
+from ferrule_server.durability.__main__ import main
 from ferrule_server.durability.files import MAX_FILE_BYTES, Files
 from ferrule_server.durability.frames import MAX_PAYLOAD_BYTES, Previous, SegmentHeader, encode_frame, frame_bytes
-from ferrule_server.durability.inspect import main
 from ferrule_server.engine.durable.opening import open_durability
 from ferrule_server.errors import ConfigError
 from tests.durability.journals import WANTED
@@ -127,7 +127,7 @@ def test_a_huge_file_is_not_read(path: Path) -> None:
     os.truncate(newest, 200 << 30)
     limited = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30));"
-        "import sys; from ferrule_server.durability.inspect import main; sys.exit(main(sys.argv[1:]))"
+        "import sys; from ferrule_server.durability.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
     ran = subprocess.run(
         [sys.executable, "-c", limited, "verify", str(path)], capture_output=True, text=True, timeout=60, check=False

@@ -16,6 +16,7 @@ from random import Random
 import pytest
 
 from ferrule_server.durability import writer as writers
+from ferrule_server.durability.__main__ import main
 from ferrule_server.durability.directory import (
     DurableDirectory,
     Newest,
@@ -28,7 +29,6 @@ from ferrule_server.durability.directory import (
 )
 from ferrule_server.durability.files import Files
 from ferrule_server.durability.frames import Previous, SegmentHeader, encode_frame
-from ferrule_server.durability.inspect import main
 from ferrule_server.durability.reader import JournalDamaged, read_directory, survey
 from ferrule_server.durability.records import Tag
 from ferrule_server.durability.writer import JournalWriter

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ferrule_server.durability.__main__ import main
 from ferrule_server.durability.directory import DurableDirectory, segment_path
 from ferrule_server.durability.files import Files
 from ferrule_server.durability.frames import Previous, Tail, encode_frame
-from ferrule_server.durability.inspect import main
 from ferrule_server.durability.reader import Damage, Journal, JournalDamaged, Role, read_directory, survey
 from ferrule_server.durability.records import Encoder, End, Tag
 from ferrule_server.durability.writer import JournalWriter, LastFrame

@@ -8,7 +8,7 @@ records.py    the records, and how they are written
 decoder.py    how they are read
 replay.py     the state that they describe, each checked against the state before it
 reader.py     a whole directory: what survives, what is torn, what is damaged
-inspect.py    the commands `inspect` and `verify`, which __main__.py runs
+__main__.py   the commands `inspect` and `verify`
 
 The life of a record: the engine makes a change and appends the bytes of an Encoder (records.py) to the open group. At
 the end of the step the group goes to the thread (writer.py), which writes one frame (frames.py) to the last segment

@@ -390,31 +390,22 @@ class Encoder:
         """Return what a request has created; its live sequences must have been written since the snapshot began."""
         seed, verified = creation.seed, creation.verified
         flags = bool(creation.loop) * HAS_LOOP | (seed is not None) * CREATION_HAS_SEED
-        parts: list[bytes] = []
-        principal = self._principal(parts, creation.principal)
-        parts += (b"\x09", principal, SMALL[flags | (verified is not None) * HAS_VERIFIED])
-        parts += (_pack_text(creation.request_id), creation.content, creation.loop)
-        parts += (pack_varint(creation.start), pack_varint(creation.length), creation.lineage)
-        if seed is not None:
-            parts.append(UINT64.pack(seed))
+        flags |= (verified is not None) * HAS_VERIFIED
+        fields = [SMALL[flags], _pack_text(creation.request_id), creation.content, creation.loop]
+        fields += (pack_varint(creation.start), pack_varint(creation.length), creation.lineage, _pack_seed(seed))
         if verified is not None:
-            parts += (pack_varint(verified[0]), _pack_optional(verified[1]))
-        parts.append(pack_varint(len(creation.members)))
-        for member in creation.members:
-            parts.append(pack_varint(member) if isinstance(member, int) else b"\0" + member)
-        return b"".join(parts)
+            fields += (pack_varint(verified[0]), _pack_optional(verified[1]))
+        fields.append(pack_varint(len(creation.members)))
+        fields += [pack_varint(each) if isinstance(each, int) else b"\0" + each for each in creation.members]
+        return self._of_principal(b"\x09", creation.principal, *fields)
 
     def tombstone(self, principal: str, secret: bytes) -> bytes:
         """Return a tombstone; only for snapshots, since the end of an expired sequence implies one."""
-        parts: list[bytes] = []
-        index = self._principal(parts, principal)
-        return b"".join((*parts, b"\x0a", index, secret))
+        return self._of_principal(b"\x0a", principal, secret)
 
     def mask(self, principal: str, bits: bytes) -> bytes:
         """Return a registered mask."""
-        parts: list[bytes] = []
-        index = self._principal(parts, principal)
-        return b"".join((*parts, b"\x0b", index, pack_varint(len(bits)), bits))
+        return self._of_principal(b"\x0b", principal, pack_varint(len(bits)), bits)
 
     def snapshot_begin(self) -> bytes:
         """Return the begin of a snapshot, and forget all definitions."""
@@ -428,6 +419,12 @@ class Encoder:
     def _of(self, tag: bytes, no: int) -> bytes:
         """Return the first bytes of a record about a sequence, which must have been written."""
         return tag + self._tips[no].no
+
+    def _of_principal(self, tag: bytes, name: str, *fields: bytes) -> bytes:
+        """Return a record that begins with a principal, after the definition of its number if that is new."""
+        parts: list[bytes] = []
+        index = self._principal(parts, name)
+        return b"".join((*parts, tag, index, *fields))
 
     def _principal(self, parts: list[bytes], name: str) -> bytes:
         """Return the number of a principal, and add its definition to ``parts`` if it is new."""
@@ -449,9 +446,7 @@ class Encoder:
             index = self._policies[policy] = pack_varint(len(self._policies))
             parts[:0] = (b"\2", index, policy)
         flags = (seed is not None) * HAS_SEED | (not is_whole) * IS_PARTIAL | (drafts is not None) * HAS_DRAFTS
-        parts += (SMALL[flags], pack_varint(start), pack_varint(num_tokens), index)
-        if seed is not None:
-            parts.append(UINT64.pack(seed))
+        parts += (SMALL[flags], pack_varint(start), pack_varint(num_tokens), index, _pack_seed(seed))
         if drafts is not None:
             parts += (drafts.digest, pack_varint(drafts.num_certain), _pack_tokens(drafts.draft_ids))
             parts += (pack_varint(drafts.accepted_count), _pack_optional(drafts.next_token))
@@ -517,6 +512,10 @@ def _pack_tokens(token_ids: Sequence[int]) -> bytes:
 def _pack_text(text: str) -> bytes:
     data = text.encode()
     return pack_varint(len(data)) + data
+
+
+def _pack_seed(seed: int | None) -> bytes:
+    return b"" if seed is None else UINT64.pack(seed)
 
 
 def _pack_optional(value: int | None) -> bytes:

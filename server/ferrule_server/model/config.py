@@ -257,21 +257,16 @@ def unknown_features(config: ModelConfig, known: Set[str]) -> list[str]:
         known: The fields that the kernels compute; any other must have its default.
     """
     reasons = [f"the default {name}, not {getattr(config, name)!r}" for name in other_fields(config, known)]
-    if config.qk_norm == "row":
-        reasons.append("norms of single heads, not of all heads of a row")
     kind = config.layers[0]
-    if any(other != kind for other in config.layers):
-        reasons.append("equal layers")
-    if kind.window:
-        reasons.append(f"attention to all tokens, not to the last {kind.window}")
-    if kind.chunk:
-        reasons.append(f"attention to all tokens, not to chunks of {kind.chunk}")
-    if kind.has_sinks:
-        reasons.append("attention without sinks")
-    if kind.is_value_key:
-        reasons.append("a projection of values")
-    if kind.score_scale != kind.head_dim**-0.5:
-        reasons.append(f"scores divided by the root of head_dim, not times {kind.score_scale:g}")
-    if kind.rope is not None and kind.rope.magnitude != 1:
-        reasons.append("rotations that keep lengths")
-    return reasons
+    has_other_scale = kind.score_scale != kind.head_dim**-0.5
+    features = [
+        (config.qk_norm == "row", "norms of single heads, not of all heads of a row"),
+        (any(other != kind for other in config.layers), "equal layers"),
+        (kind.window, f"attention to all tokens, not to the last {kind.window}"),
+        (kind.chunk, f"attention to all tokens, not to chunks of {kind.chunk}"),
+        (kind.has_sinks, "attention without sinks"),
+        (kind.is_value_key, "a projection of values"),
+        (has_other_scale, f"scores divided by the root of head_dim, not times {kind.score_scale:g}"),
+        (kind.rope is not None and kind.rope.magnitude != 1, "rotations that keep lengths"),
+    ]
+    return reasons + [reason for is_there, reason in features if is_there]

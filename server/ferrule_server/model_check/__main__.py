@@ -9,12 +9,11 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Final
 
 from ferrule_server.arguments import as_given, parse_config
-from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError
 from ferrule_server.model.families import WRAPPERS
 from ferrule_server.model_check.catalogue import KnownFamily, known_families
@@ -54,18 +53,14 @@ def _check(args: argparse.Namespace) -> int:
     values = {"--model": args.model} | {flag: getattr(args, flag[2:].replace("-", "_")) for flag in _FLAGS}
     given = [f"{flag}={value}" for flag, value in values.items() if value is not None]
     try:
-        report = check_model(_settings(given, environment))
+        config = parse_config(given, environment)
+        if config.executor == "paged-reference":
+            raise ConfigError("--executor paged-reference runs no model")
+        report = check_model(config)
     except ConfigError as error:
         return _misuse(as_given(str(error), given, environment), is_json=args.json)
     sys.stdout.write((json.dumps(report.facts()) if args.json else _text_of(report)) + "\n")
     return 0 if report.loads else 1
-
-
-def _settings(given: Sequence[str], environment: Mapping[str, str]) -> ServerConfig:
-    config = parse_config(given, environment)
-    if config.executor == "paged-reference":
-        raise ConfigError("--executor paged-reference runs no model")
-    return config
 
 
 def _misuse(message: str, *, is_json: bool) -> int:

@@ -75,16 +75,12 @@ def facts_of(journal: Journal) -> dict[str, Any]:
     state, identity = journal.state, journal.identity
     return {
         "identity": {name: getattr(identity, name) for name in _SHOWN} | {"fingerprint": identity.fingerprint.hex()},
-        "segments": [_segment_facts(each) for each in journal.segments],
+        "segments": [asdict(each) for each in journal.segments],
         "principals": _principal_facts(state),
         **{name: sum(count.values()) for name, count in _counts_of(state).items()},
         "torn": [_place(each) for each in journal.segments if each.tail is Tail.TORN],
         "damaged": _damage_facts(journal),
     }
-
-
-def _segment_facts(report: SegmentReport) -> dict[str, object]:
-    return asdict(report) | {"role": report.role.value, "tail": report.tail.value}
 
 
 def _place(report: SegmentReport) -> dict[str, object]:

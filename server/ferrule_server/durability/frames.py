@@ -40,7 +40,7 @@ _MAX_CHECKED_BYTES: Final = 1 << 30
 """The search for a frame after a bad one ends after so many places, or so many bytes of checksums."""
 
 
-class Tail(enum.Enum):
+class Tail(enum.StrEnum):
     """What follows the last valid frame of a segment."""
 
     CLEAN = "clean"
@@ -183,63 +183,43 @@ def _next_frame(data: bytes, segment: int, start: int, stop: int) -> tuple[int |
     return None, False
 
 
-@dataclass(frozen=True, slots=True)
-class _BadFrame:
-    """A frame that is not valid and the last: `data` ends with its last byte that is not zero."""
-
-    data: bytes
-    segment: int
-    start: int
-
-    @property
-    def head(self) -> int:
-        return int.from_bytes(self.data[self.start : self.start + 4], "little")
-
-    @property
-    def length(self) -> int:
-        """The length that it would have if its end were not missing."""
-        return len(self.data) - self.start - OVERHEAD_BYTES
-
-    @property
-    def states_its_length(self) -> bool:
-        """Whether the length that it states leads to its last byte."""
-        return 0 < self.length == self.head & MAX_PAYLOAD_BYTES
-
-    def is_valid(self, head: int) -> bool:
-        """Whether it is valid with another length and version, so that only these are wrong or unknown."""
-        if self.length <= 0 or self.data[-1] != END:
-            return False
-        checksum = int.from_bytes(self.data[self.start + 4 : self.start + _HEAD.size], "little")
-        stored = self.data[self.start + _HEAD.size : -1]
-        return _checksum(self.segment, self.start, head, stored) == checksum
-
-    def lacks_sector(self) -> bool:
-        """Whether one of its sectors is zero, as far as it belongs to the frame.
-
-        The first part may be one or two bytes that a whole frame has as zeros: those of a length that is a multiple of
-        256. They are not missing if the length that is read with them is right.
-        """
-        first = self.start + SECTOR_BYTES - self.start % SECTOR_BYTES
-        if not self.states_its_length and not any(self.data[self.start : first]):
-            return True
-        zeros = bytes(SECTOR_BYTES)
-        return any(self.data.startswith(zeros, at) for at in range(first, len(self.data), SECTOR_BYTES))
-
-
 def _last_frame(data: bytes, segment: int, start: int) -> tuple[Tail, str]:
     """Classify a bad frame that no other follows; `data` ends with the last byte that is not zero."""
-    bad = _BadFrame(data, segment, start)
-    if bad.is_valid(bad.head):
-        return Tail.DAMAGED, f"it has format version {bad.head >> 24}, this server reads {VERSION}"
-    if bad.is_valid(bad.length | bad.head >> 24 << 24):
-        return Tail.DAMAGED, f"its length is {bad.length}, it says {bad.head & MAX_PAYLOAD_BYTES}"
-    if bad.lacks_sector():
+    head = int.from_bytes(data[start : start + 4], "little")
+    stated = head & MAX_PAYLOAD_BYTES
+    length = len(data) - start - OVERHEAD_BYTES  # of its payload, unless its end is missing
+    if _is_valid_with(head, data, segment, start):
+        return Tail.DAMAGED, f"it has format version {head >> 24}, this server reads {VERSION}"
+    if _is_valid_with(length | head >> 24 << 24, data, segment, start):
+        return Tail.DAMAGED, f"its length is {length}, it says {stated}"
+    if _lacks_sector(data, start, states_its_length=0 < length == stated):
         return Tail.TORN, "a sector of it was not written"
-    if len(data) - start >= 4 and bad.head >> 24 != VERSION:
+    if len(data) - start >= 4 and head >> 24 != VERSION:
         return Tail.DAMAGED, "what follows does not begin as a frame does"
-    if start + frame_bytes(bad.head & MAX_PAYLOAD_BYTES) > len(data):
+    if start + frame_bytes(stated) > len(data):
         return Tail.TORN, "its end was not written"
     return Tail.DAMAGED, "its checksum is wrong"
+
+
+def _is_valid_with(head: int, data: bytes, segment: int, start: int) -> bool:
+    """Whether the last frame is valid with another length and version, so that only these are wrong or unknown."""
+    if len(data) - start <= OVERHEAD_BYTES or data[-1] != END:
+        return False
+    _, checksum = _HEAD.unpack_from(data, start)
+    return _checksum(segment, start, head, data[start + _HEAD.size : -1]) == checksum
+
+
+def _lacks_sector(data: bytes, start: int, *, states_its_length: bool) -> bool:
+    """Whether a sector of the last frame is zero, as far as it belongs to the frame.
+
+    The first part may be one or two bytes that a whole frame has as zeros: those of a length that is a multiple of 256.
+    They are not missing if the length that is read with them is right.
+    """
+    first = start + SECTOR_BYTES - start % SECTOR_BYTES
+    if not states_its_length and not any(data[start:first]):
+        return True
+    zeros = bytes(SECTOR_BYTES)
+    return any(data.startswith(zeros, at) for at in range(first, len(data), SECTOR_BYTES))
 
 
 class Previous(NamedTuple):

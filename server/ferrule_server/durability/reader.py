@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -43,7 +43,7 @@ OnProgress = Callable[[float], None]
 """Called with the part that has been read, 0 to 1."""
 
 
-class Role(Enum):
+class Role(StrEnum):
     """What a segment is to the state."""
 
     BASE = "base"

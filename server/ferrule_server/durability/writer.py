@@ -99,9 +99,6 @@ class _Segment:
         self.fd, self.end = directory.create_segment(number, size, previous)
         self.size = max(size, self.end)
 
-    def has_room(self, payload_bytes: int) -> bool:
-        return self.end + frame_bytes(payload_bytes) <= self.size
-
 
 class JournalWriter:
     """Writes groups of records in order, each confirmed before the next, and begins segments.
@@ -287,7 +284,8 @@ class JournalWriter:
             if payload:
                 self._write(payload)
             if newest is not None:
-                self._report(newest)
+                self.synced = newest
+                self._on_synced(newest)
         self.counters.num_groups += len(groups)
         if any(group.ends_snapshot for group in groups):
             self._delete_before_base()
@@ -304,7 +302,7 @@ class JournalWriter:
 
     def _write(self, payload: bytes) -> None:
         """Write a frame and sync it."""
-        if not self._segment.has_room(len(payload)):
+        if self._segment.end + frame_bytes(len(payload)) > self._segment.size:
             self._rotate(len(payload))
         segment = self._segment
         frame = encode_frame(payload, segment.number, segment.end)
@@ -314,10 +312,6 @@ class JournalWriter:
         segment.end += len(frame)
         self.size_bytes += len(frame)
         self.counters.count_sync(len(frame), time.perf_counter_ns() - began_ns)
-
-    def _report(self, group: int) -> None:
-        self.synced = group
-        self._on_synced(group)
 
     def _rotate(self, payload_bytes: int) -> None:
         """Begin a segment that has room for a frame; only what is confirmed of the one before will be read."""

@@ -96,8 +96,8 @@ class Decoder:
         can_be_packed = not is_plain and can_pack(final_norm.to(parts["embedding"].dtype).unsqueeze(0))
         self._make: MakeLinear = packed_linear if can_be_packed else plain_linear
         self._plain = ModelWeights(dict(parts)) if self._make is plain_linear else None
-        self._inputs = _InputEmbedding(config, parts) if config.per_layer_input is not None else None
         self._embed, self._head = _prepare_ends(parts, self._make)
+        self._parts = parts
         self._scale = torch.tensor(config.embedding_scale, dtype=final_norm.dtype, device=device)
         self._layers = []
         for kind in config.layers:
@@ -126,7 +126,7 @@ class Decoder:
         hidden = self._embed(token_ids)
         if self._config.embedding_scale != 1:
             hidden = hidden * self._scale.to(hidden.dtype)
-        inputs = None if self._inputs is None else self._inputs.of(token_ids, hidden)
+        inputs = self._layer_inputs(token_ids, hidden)
         rotations = [_rotation(positions, table) for table in self._tables]
         temperature = _temperature(self._config, positions)
         for index, layer in enumerate(self._layers):
@@ -156,6 +156,27 @@ class Decoder:
         if config.logit_scale != 1:
             logits *= config.logit_scale
         return reference.softcap(logits, config.logit_softcap) if config.logit_softcap else logits
+
+    def _layer_inputs(self, token_ids: Tensor, hidden: Tensor) -> Tensor | None:
+        """Return the part of the second embedding for each layer ("Gemma 3n", 2025); None: there is none.
+
+        Args:
+            token_ids: int64 [rows].
+            hidden: [rows, hidden_size], their embeddings.
+
+        Returns:
+            [rows, num_layers, size].
+        """
+        second, parts = self._config.per_layer_input, self._parts
+        if second is None:
+            return None
+        embedding, shape = parts["input_embedding"], (len(hidden), -1, second.size)
+        scale = torch.tensor(second.size**0.5, dtype=embedding.dtype)
+        own = (F.embedding(token_ids, embedding) * scale.to(hidden.device)).view(shape)
+        projected = F.linear(hidden, parts["input_projection"]) * hidden.shape[-1] ** -0.5
+        normed = reference.rms_norm(projected.view(shape), parts["input_norm"], self._config.norm_eps)
+        out: Tensor = (normed + own) * 2.0**-0.5
+        return out
 
     def _project(self, layer: _Layer, hidden: Tensor, rotation: Tensor) -> tuple[Tensor, Kv]:
         """Return queries and K and V [rows, heads, head_dim], normalised and rotated; None for K and V of others."""
@@ -251,25 +272,6 @@ class Decoder:
         if "sinks" in weights:
             rest["sinks"] = weights["sinks"].float()
         return _Layer(kind, rotation, linears, adders, norms, _head_norms(self._config, kind, weights), rest)
-
-
-class _InputEmbedding:
-    """The second embedding, of which every layer has its own part ("Gemma 3n", 2025)."""
-
-    def __init__(self, config: ModelConfig, parts: Mapping[str, Tensor]) -> None:
-        assert config.per_layer_input is not None
-        self._size, self._eps = config.per_layer_input.size, config.norm_eps
-        self._embedding, self._norm = parts["input_embedding"], parts["input_norm"]
-        self._projection = parts["input_projection"]
-
-    def of(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
-        """Return what each layer reads: [rows, num_layers, size], given embeddings [rows, hidden_size]."""
-        scale = torch.tensor(self._size**0.5, dtype=self._embedding.dtype)
-        own = (F.embedding(token_ids, self._embedding) * scale.to(hidden.device)).view(len(hidden), -1, self._size)
-        projected = F.linear(hidden, self._projection) * hidden.shape[-1] ** -0.5
-        normed = reference.rms_norm(projected.view(len(hidden), -1, self._size), self._norm, self._eps)
-        out: Tensor = (normed + own) * 2.0**-0.5
-        return out
 
 
 def _unchanged(hidden: Tensor) -> Tensor:

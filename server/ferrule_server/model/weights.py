@@ -123,7 +123,7 @@ def load_model(
     num_parameters = sum(place.tensor.numel() for place in places.values())
     on_progress = on_progress or (lambda _done, _total: None)
     plain = nullcontext(lambda _name: None)
-    with plain if encoding is None else _encoder(config, weights, places, encoding.encode) as on_read:
+    with plain if encoding is None else _encoder(config, weights, places, encoding) as on_read:
         digests = _read_all(stored, places, on_progress, on_read)
     _check_tied_head(config, digests)
     return LoadedModel(
@@ -237,10 +237,7 @@ def _read_all(
 
 @contextmanager
 def _encoder(
-    config: ModelConfig,
-    weights: ModelWeights,
-    places: dict[str, Place],
-    encode: Callable[[TensorSpec, torch.Tensor], torch.Tensor],
+    config: ModelConfig, weights: ModelWeights, places: dict[str, Place], encoding: Encoding
 ) -> Iterator[Callable[[str], None]]:
     """Yield what notes that a tensor has been read: a matrix is replaced once all its parts have been.
 
@@ -251,7 +248,7 @@ def _encoder(
         config: The network.
         weights: Changed.
         places: The parts that are still to be read, by name; those of a replaced matrix are removed.
-        encode: ``Encoding.encode``.
+        encoding: What replaces a matrix.
     """
     spec_of = {name: spec for spec in specs(config) if spec.is_linear for name in spec.names}
     missing = Counter(spec_of.values())
@@ -260,7 +257,7 @@ def _encoder(
 
     def put(spec: TensorSpec) -> None:
         holder = weights.holder(spec.layer)
-        holder[spec.part.name] = encode(spec, holder[spec.part.name])
+        holder[spec.part.name] = encoding.encode(spec, holder[spec.part.name])
 
     def note(name: str) -> None:
         nonlocal running

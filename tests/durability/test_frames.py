@@ -22,6 +22,7 @@ from ferrule_server.durability.frames import (
     SegmentHeader,
     Tail,
     encode_frame,
+    frame_bytes,
     scan,
 )
 from tests.durability.fault_files import Write, sectors_of
@@ -47,6 +48,11 @@ def torn(before: bytes, frame: bytes, parts: list[Write]) -> bytes:
     return bytes(data)
 
 
+def end_of(frame: Frame) -> int:
+    """Return the offset of the byte after a frame."""
+    return frame.offset + frame_bytes(len(frame.payload))
+
+
 def payloads_of(found: Scan) -> list[bytes]:
     """Return the payloads of the frames that were found."""
     return [frame.payload for frame in found.frames]
@@ -58,7 +64,7 @@ def test_frames_are_read_as_they_were_written(payloads: list[bytes]) -> None:
     data = segment_of(*payloads)
     found = scan(data, SEGMENT)
     assert payloads_of(found) == payloads
-    assert [frame.offset for frame in found.frames] == [0, *(frame.end for frame in found.frames)][: len(payloads)]
+    assert [frame.offset for frame in found.frames] == [0, *(end_of(frame) for frame in found.frames)][: len(payloads)]
     assert found[1:] == (len(data) - len(ZEROS), Tail.CLEAN, "", None)
 
 
@@ -146,7 +152,7 @@ def test_every_flipped_bit_is_damage(payloads: list[bytes]) -> None:
     data = segment_of(*payloads)
     whole = scan(data, SEGMENT)
     for at, changed in flips(data, whole.end):
-        hit = next(index for index, frame in enumerate(whole.frames) if at < frame.end)
+        hit = next(index for index, frame in enumerate(whole.frames) if at < end_of(frame))
         found = scan(changed, SEGMENT)
         assert found.tail is Tail.DAMAGED, (at, found)
         assert found.frames == whole.frames[:hit]
@@ -192,10 +198,10 @@ def test_only_confirmed_bytes_of_a_predecessor_are_read() -> None:
     """Frames and torn ends after them do not count, and fewer are damage."""
     data = segment_of(b"one", b"two", b"three")
     second = scan(data, SEGMENT).frames[1]
-    assert payloads_of(scan(data, SEGMENT, valid_bytes=second.end)) == [b"one", b"two"]
-    assert scan(data, SEGMENT, valid_bytes=second.end).tail is Tail.CLEAN
-    for missing in (data[: second.offset] + ZEROS, data[: second.offset], data[: second.end - 1] + ZEROS):
-        found = scan(missing, SEGMENT, valid_bytes=second.end)
+    assert payloads_of(scan(data, SEGMENT, valid_bytes=end_of(second))) == [b"one", b"two"]
+    assert scan(data, SEGMENT, valid_bytes=end_of(second)).tail is Tail.CLEAN
+    for missing in (data[: second.offset] + ZEROS, data[: second.offset], data[: end_of(second) - 1] + ZEROS):
+        found = scan(missing, SEGMENT, valid_bytes=end_of(second))
         assert (found.tail, found.frames) == (Tail.DAMAGED, [Frame(0, b"one")])
 
 

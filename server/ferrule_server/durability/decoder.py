@@ -65,11 +65,6 @@ class Definitions:
     principals: list[str] = field(default_factory=list)
     policies: list[bytes] = field(default_factory=list)
 
-    def clear(self) -> None:
-        """Forget all: a snapshot begins."""
-        self.principals.clear()
-        self.policies.clear()
-
 
 class Cursor:
     """Reads fields of a payload, one after the other.
@@ -170,7 +165,7 @@ def decode(payload: bytes, at: int, definitions: Definitions) -> tuple[int, Fiel
     Args:
         payload: The payload of a frame.
         at: Below the length of the payload.
-        definitions: As they are there; definitions and the begin of a snapshot change them.
+        definitions: As they are there; definitions change them. After the begin of a snapshot there are none.
 
     Raises:
         BadRecord: It is malformed. The definitions are not changed.
@@ -307,11 +302,6 @@ def _member(cursor: Cursor) -> int | bytes:
     return cursor.varint() or cursor.take(DIGEST_BYTES)
 
 
-def _snapshot_begin(_: Cursor, definitions: Definitions) -> Fields:
-    definitions.clear()
-    return ()
-
-
 def _no(cursor: Cursor) -> int:
     no = cursor.varint()
     if not no:
@@ -333,7 +323,7 @@ _READERS: Final[Mapping[int, Callable[[Cursor, Definitions], Fields]]] = Mapping
         Tag.CREATION: _creation,
         Tag.TOMBSTONE: lambda cursor, known: (_principal(cursor, known), cursor.take(DIGEST_BYTES)),
         Tag.MASK: lambda cursor, known: (_principal(cursor, known), cursor.take(cursor.varint())),
-        Tag.SNAPSHOT_BEGIN: _snapshot_begin,
+        Tag.SNAPSHOT_BEGIN: lambda _cursor, _: (),
         Tag.SNAPSHOT_END: lambda _cursor, _: (),
     }
 )

@@ -62,11 +62,6 @@ class Frame(NamedTuple):
     offset: int
     payload: bytes
 
-    @property
-    def end(self) -> int:
-        """The offset of the byte after it."""
-        return self.offset + len(self.payload) + OVERHEAD_BYTES
-
 
 class Scan(NamedTuple):
     """The frames of a segment.
@@ -205,7 +200,7 @@ def _is_valid_with(head: int, data: bytes, segment: int, start: int) -> bool:
     """Whether the last frame is valid with another length and version, so that only these are wrong or unknown."""
     if len(data) - start <= OVERHEAD_BYTES or data[-1] != END:
         return False
-    _, checksum = _HEAD.unpack_from(data, start)
+    checksum: int = _HEAD.unpack_from(data, start)[1]
     return _checksum(segment, start, head, data[start + _HEAD.size : -1]) == checksum
 
 

@@ -266,6 +266,7 @@ class JournalState:
             tip.settle()
         self._tips.clear()
         self._fresh.clear()
+        self.definitions = Definitions()
         self.is_in_snapshot = True
 
     def _end_snapshot(self) -> None:

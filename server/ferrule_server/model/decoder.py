@@ -79,6 +79,9 @@ class Decoder:
         weights: The decoder takes them over and removes the layers one by one as they are packed.
         device: The weights are moved there.
         is_plain: Use ``kernels.reference`` for every linear layer, as the definition to compare with.
+
+    Attributes:
+        plain_weights: The tensors that this decoder reads, on its device; None if they are packed.
     """
 
     def __init__(
@@ -95,21 +98,16 @@ class Decoder:
         self._final_norm = self._make_norm(final_norm, parts.get("final_norm_bias"))
         can_be_packed = not is_plain and can_pack(final_norm.to(parts["embedding"].dtype).unsqueeze(0))
         self._make: MakeLinear = packed_linear if can_be_packed else plain_linear
-        self._plain = ModelWeights(dict(parts)) if self._make is plain_linear else None
+        self.plain_weights = ModelWeights(dict(parts)) if self._make is plain_linear else None
         self._embed, self._head = _prepare_ends(parts, self._make)
         self._parts = parts
         self._scale = torch.tensor(config.embedding_scale, dtype=final_norm.dtype, device=device)
         self._layers = []
         for kind in config.layers:
             layer = _moved(weights.layers.pop(0), device)
-            if self._plain is not None:
-                self._plain.layers.append(dict(layer))
+            if self.plain_weights is not None:
+                self.plain_weights.layers.append(dict(layer))
             self._layers.append(self._prepare(kind, layer, ropes.index((kind.rope, kind.head_dim))))
-
-    @property
-    def plain_weights(self) -> ModelWeights | None:
-        """The tensors that this decoder reads, on its device; None if they are packed."""
-        return self._plain
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: LayerAttention, output_rows: Tensor) -> Tensor:
         """Run a step: write the KV of its rows through ``attention``, and return the hidden states of some rows.

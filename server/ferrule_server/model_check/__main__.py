@@ -74,9 +74,10 @@ def _text_of(report: Report) -> str:
         advice = f"\ntry {report.instead}" if report.instead else ""
         return f"{report.model} does not load: {report.reason}{advice}"
     details = report.details
+    parameters = f"{_count(details.num_parameters)} parameters"
     per_token, longest = size(details.kv_bytes_per_token), size(details.kv_bytes)
     rows = {
-        "architecture": _network_text(details),
+        "architecture": f"{details.architecture}, {details.num_layers} layers, {parameters}",
         "runs on": _path_text(details),
         "processor": details.processor_kernels or "its kernels can run this model",
         "GPU": details.gpu_kernels or "its kernels can run this model",
@@ -89,10 +90,6 @@ def _text_of(report: Report) -> str:
     lines += [f"{'warning':<14}{text}" for text in details.warnings]
     memory = "memory here" if details.memory.fits else "memory here, too little: a server would end with exit code 2"
     return "\n".join([f"{report.model} loads", *lines, memory, details.memory.table()])
-
-
-def _network_text(details: Details) -> str:
-    return f"{details.architecture}, {details.num_layers} layers, {_count(details.num_parameters)} parameters"
 
 
 def _path_text(details: Details) -> str:

@@ -43,23 +43,19 @@ def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
 
 def _kind(config: ModelConfig, values: ConfigValues, index: int, layer_type: str) -> LayerKind:
     """Return a layer of a type: full ones have heads of their own, stated for all of them or for each."""
-    kind = replace(config.layers[0], score_scale=1.0)
+    plain, own = config.layers[0], _own_settings(values, index)
+    head_dim, num_kv_heads, is_value_key = plain.head_dim, plain.num_kv_heads, False
     if layer_type == _FULL:
-        is_value_key = values.flag("attention_k_eq_v")
-        heads = kind.num_kv_heads
-        if is_value_key:
-            heads = values.count("num_global_key_value_heads", default=heads)
-        kind = replace(kind, head_dim=values.count("global_head_dim"), num_kv_heads=heads, is_value_key=is_value_key)
-    own = _own_settings(values, index)
-    kind = replace(
-        kind,
-        head_dim=own.count("head_dim", default=kind.head_dim),
-        num_kv_heads=own.count("num_key_value_heads", default=kind.num_kv_heads),
-    )
-    if config.num_heads % kind.num_kv_heads or kind.head_dim % 2:
-        sizes = f"{kind.num_kv_heads} KV heads of {kind.head_dim} values"
+        head_dim, is_value_key = values.count("global_head_dim"), values.flag("attention_k_eq_v")
+    if is_value_key:
+        num_kv_heads = values.count("num_global_key_value_heads", default=num_kv_heads)
+    head_dim = own.count("head_dim", default=head_dim)
+    num_kv_heads = own.count("num_key_value_heads", default=num_kv_heads)
+    if config.num_heads % num_kv_heads or head_dim % 2:
+        sizes = f"{num_kv_heads} KV heads of {head_dim} values"
         raise ModelError(f"config.json: layer {index} has {sizes}, which do not fit {config.num_heads} query heads")
-    return replace(kind, rope=read_rope(values, kind.head_dim, kind=layer_type))
+    kind = replace(plain, head_dim=head_dim, num_kv_heads=num_kv_heads, is_value_key=is_value_key, score_scale=1.0)
+    return replace(kind, rope=read_rope(values, head_dim, kind=layer_type))
 
 
 def _own_settings(values: ConfigValues, index: int) -> ConfigValues:

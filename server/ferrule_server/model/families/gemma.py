@@ -26,16 +26,6 @@ GEMMA_TENSORS: Final = {
 """The names of the norms from Gemma 2 on."""
 GEMMA_NETWORK: Final[dict[str, Any]] = {"activation": "gelu_tanh", "has_norm_after": True}
 """What is the same from Gemma 2 on."""
-_DEFAULTS: Final = {
-    "head_dim": 256,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "layer_types": None,
-    "tie_word_embeddings": True,
-}
 
 
 def gemma_network(config: ModelConfig, values: ConfigValues) -> ModelConfig:
@@ -66,7 +56,14 @@ GEMMA2: Final = Family(
     "Gemma2ForCausalLM",
     "gemma2",
     {
-        **_DEFAULTS,
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "layer_types": None,
+        "tie_word_embeddings": True,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
@@ -79,11 +76,12 @@ GEMMA2: Final = Family(
     differs="norms of 1 + w before and after, GELU, softcaps, windows in every second layer",
     example="google/gemma-2-2b-it",
 )
-GEMMA3: Final = Family(
-    "Gemma3ForCausalLM",
-    "gemma3_text",
-    {
-        **_DEFAULTS,
+GEMMA3: Final = replace(
+    GEMMA2,
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    defaults={
+        **GEMMA2.defaults,
         "vocab_size": 262_208,
         "num_attention_heads": 8,
         "max_position_embeddings": 131_072,
@@ -93,11 +91,9 @@ GEMMA3: Final = Family(
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
     },
-    _refine_3,
-    network={**GEMMA_NETWORK, "norm_offset": 1.0, "qk_norm": "head"},
-    only={"hidden_activation": "gelu_pytorch_tanh"},
+    refine=_refine_3,
+    network={**GEMMA2.network, "qk_norm": "head"},
     without_effect=frozenset({"hidden_act"}),
-    tensors=GEMMA_TENSORS,
     has_scaled_length=True,
     models="Gemma 3, 270M and 1B; 4B, 12B and 27B inside Gemma3ForConditionalGeneration",
     differs="as Gemma 2 without softcaps, norms of heads, windows in five of six layers, two rotations",

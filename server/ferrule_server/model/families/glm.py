@@ -6,39 +6,35 @@ tensor holds gate and up. Glm4 has norms after attention and feed-forward part t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from ferrule_server.model.families.family import Family
 
-_DEFAULTS: Final = {
-    "head_dim": 128,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1.5625e-07,
-    "partial_rotary_factor": 0.5,
-    "attention_bias": True,
-}
-_NETWORK: Final = {"has_attention_out_bias": False}
-_TENSORS: Final = {"gate_up": ("mlp.gate_up_proj",)}
-
 GLM: Final = Family(
     "GlmForCausalLM",
     "glm",
-    _DEFAULTS,
-    network=_NETWORK,
+    {
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1.5625e-07,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    },
+    network={"has_attention_out_bias": False},
     is_interleaved=True,
-    tensors=_TENSORS,
+    tensors={"gate_up": ("mlp.gate_up_proj",)},
     models="GLM-4 9B",
     differs="half of each head is rotated, in neighbouring pairs; biases of queries, keys and values",
     example="zai-org/glm-4-9b-hf",
 )
-GLM4: Final = Family(
-    "Glm4ForCausalLM",
-    "glm4",
-    _DEFAULTS,
-    network={**_NETWORK, "has_norm_after": True},
-    is_interleaved=True,
+GLM4: Final = replace(
+    GLM,
+    architecture="Glm4ForCausalLM",
+    model_type="glm4",
+    network={**GLM.network, "has_norm_after": True},
     tensors={
-        **_TENSORS,
+        **GLM.tensors,
         "attention_out_norm": ("post_self_attn_layernorm",),
         "mlp_out_norm": ("post_mlp_layernorm",),
     },

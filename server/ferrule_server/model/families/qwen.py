@@ -10,35 +10,34 @@ Not supported: partial rotation, activations other than SiLU, quantised checkpoi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.windows import late_windows
 
-_DEFAULTS: Final = {
-    "num_key_value_heads": 32,
-    "rms_norm_eps": 1e-6,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "layer_types": None,
-}
-
 QWEN2: Final = Family(
     "Qwen2ForCausalLM",
     "qwen2",
-    _DEFAULTS,
+    {
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "layer_types": None,
+    },
     late_windows,
     network={"has_qkv_bias": True},
     models="Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen",
     differs="biases of queries, keys and values",
     example="Qwen/Qwen2.5-7B-Instruct",
 )
-QWEN3: Final = Family(
-    "Qwen3ForCausalLM",
-    "qwen3",
-    {**_DEFAULTS, "head_dim": 128, "attention_bias": False},
-    late_windows,
+QWEN3: Final = replace(
+    QWEN2,
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    defaults={**QWEN2.defaults, "head_dim": 128, "attention_bias": False},
     network={"qk_norm": "head"},
     only={"use_qk_norm": True},
     models="Qwen3, dense, 0.6B to 32B, and their 2507 versions",

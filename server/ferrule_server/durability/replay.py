@@ -224,11 +224,10 @@ class JournalState:
         """Note in a creation that one of its sequences has ended."""
         creation = self.creations[key]
         members = tuple(secret if member == no else member for member in creation.members)
-        if any(isinstance(member, int) for member in members):
-            self.creations[key] = creation._replace(members=members)
-        else:
+        if not any(isinstance(member, int) for member in members):
             del self.creations[key]  # to the end: the dead are in the order of their ends
-            self.creations[key] = creation._replace(members=members[:1])
+            members = members[:1]
+        self.creations[key] = creation._replace(members=members)
 
     def _add_creation(self, creation: Creation) -> None:
         key = (creation.principal, creation.request_id)

@@ -9,7 +9,7 @@ in the gathered copy: whatever other sequences left in the pool, infinities incl
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Protocol
 
@@ -125,8 +125,7 @@ class PlainAttention:
 
     def __init__(self, pool: Tensor, step: StepArrays) -> None:
         self._pool = pool
-        names = ("positions", "slot_mapping", "cu_seqlens_q", "kv_lens", "block_tables")
-        self._step = {name: torch.tensor(getattr(step, name), device=pool.device) for name in names}
+        self._step = {name: torch.tensor(array, device=pool.device) for name, array in asdict(step).items()}
 
     def attend(self, layer: int, query: Tensor, kv: Kv, rule: AttentionRule, *, sinks: Tensor | None) -> Tensor:
         """See :class:`PoolAttention`."""

@@ -8,6 +8,7 @@ it does not can name it: such a key counts as absent.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -18,7 +19,7 @@ from ferrule_server.errors import ModelError
 from ferrule_server.model.config import CheckpointNames, LayerKind, ModelConfig
 from ferrule_server.model.families import FAMILIES, WRAPPERS
 from ferrule_server.model.families.family import Family, Wrapper
-from ferrule_server.model.families.others import NotSupported, check_not_quantised, files_advice, refusal_of
+from ferrule_server.model.families.others import check_not_quantised, no_model, refusal_of
 from ferrule_server.model.families.rotary import Note, longest_sequence, read_rope
 from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model_files import MAX_CONFIG_BYTES, FileMissing, name_of, read_object, shown
@@ -60,11 +61,10 @@ def read_config(folder: Path, ignored: Collection[str] = (), note: Note = _unhea
 def _no_config(folder: Path) -> ModelError:
     """Return the error of a folder without config.json: what it holds instead, if that is known."""
     text = f"{folder / 'config.json'} is missing; a model folder holds config.json and *.safetensors"
-    try:
-        advice = files_advice(path.name for path in itertools.islice(folder.iterdir(), _MAX_FILES))
-    except OSError:
-        advice = None
-    return ModelError(text) if advice is None else NotSupported(f"{text}; {advice[0]}", advice[1])
+    names = list[str]()
+    with contextlib.suppress(OSError):
+        names += [path.name for path in itertools.islice(folder.iterdir(), _MAX_FILES)]
+    return no_model(text, names)
 
 
 def parse_config(

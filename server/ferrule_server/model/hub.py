@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from ferrule_server.errors import ModelError
 from ferrule_server.model.checkpoint import INDEX_FILE, SINGLE_FILE, read_index
-from ferrule_server.model.families.others import NotSupported, files_advice
+from ferrule_server.model.families.others import no_model
 from ferrule_server.model_files import is_file
 
 OnShare = Callable[[float], None]
@@ -206,10 +206,7 @@ class _Repository:
         pickles = [name for name in self.others if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".gguf"))]
         instead = f", only {pickles[0]}, which is not read" if pickles and not has_weights else ""
         text = f"--model {self.name}: the repository has no {missing}{instead}"
-        advice = files_advice((*self.files, *self.others))
-        if advice is None:
-            return ModelError(text)
-        return NotSupported(text if instead else f"{text}; {advice[0]}", advice[1])
+        return no_model(text, (*self.files, *self.others), is_explained=bool(instead))
 
     def _download(self, paths: Iterable[str]) -> None:
         """Fetch files over a few connections."""
@@ -298,17 +295,13 @@ def _looked_up(name: str, revision: str | None, *, is_offline: bool) -> Path | _
             _LOG.warning("event=hub_unused model=%s commit=%s reason=%r", name, here.name, str(problem))
             return here
         first, also = "", ""
-        if problem.is_outage:
+        if _is_outage(problem.__cause__):
             first, also = "no such folder, and ", f"; nor is it complete in the cache, {root}"
         raise ModelError(f"--model {name}: {first}{problem}{also}") from problem
 
 
 class _Unlisted(Exception):
-    """The hub does not list a repository; the message says why. A later attempt may succeed."""
-
-    def __init__(self, message: str, *, is_outage: bool) -> None:
-        super().__init__(message)
-        self.is_outage = is_outage
+    """The hub does not list a repository; the message says why, the cause is what the library raised, if it did."""
 
 
 def _listed(name: str, revision: str, root: Path) -> _Repository:
@@ -327,9 +320,9 @@ def _listed(name: str, revision: str, root: Path) -> _Repository:
         raise ModelError(f"--revision {revision}: {name} has no such branch, tag or commit") from error
     # A server that is not a hub may cause any of these.
     except (_http_failure(), OSError, ValueError, TypeError, KeyError) as error:
-        raise _Unlisted(_reason(error, name), is_outage=_is_outage(error)) from error
+        raise _Unlisted(_reason(error, name)) from error
     if not _COMMIT.fullmatch(str(info.sha)):
-        raise _Unlisted(f"{constants.ENDPOINT} names no commit; is it a hub?", is_outage=True)
+        raise _Unlisted(f"{constants.ENDPOINT} names no commit; is it a hub?")
     found = {sibling.rfilename: sibling for sibling in info.siblings or ()}
     files = {path: _file(sibling) for path, sibling in found.items() if _is_wanted(path)}
     folder = root / f"models--{name.replace('/', '--')}" / "snapshots" / str(info.sha)
@@ -448,14 +441,14 @@ def _http_failure() -> type[Exception]:
     return failure
 
 
-def _status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of an error; None if there was no response."""
+def _status_of(error: BaseException | None) -> int | None:
+    """Return the HTTP status of an error; None if there was no response, or no error."""
     status: int | None = getattr(getattr(error, "response", None), "status_code", None)
     return status
 
 
-def _is_outage(error: BaseException) -> bool:
-    """Return whether a later request may succeed."""
+def _is_outage(error: BaseException | None) -> bool:
+    """Return whether a later request may succeed; None: what answered is no hub."""
     status = _status_of(error)
     return status is None or status >= 500 or status in (408, 416, 429)
 

@@ -116,13 +116,18 @@ def check_not_quantised(raw: Mapping[str, Any]) -> None:
         raise NotSupported(f"{text}, which is not supported yet", _QUANTISED)
 
 
-def files_advice(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return what the files are of a folder or repository without a model, and what to try; None if nothing is known.
+def no_model(text: str, names: Iterable[str], *, is_explained: bool = False) -> ModelError:
+    """Return the error of a folder or repository without a model; if its files tell what they are, with what to try.
 
     Args:
-        names: Its files.
+        text: What is missing.
+        names: The files that are there.
+        is_explained: The text says already what they are.
     """
     found = list(names)
     if any(name.endswith(".safetensors") for name in found):
         found = [name for name in found if not name.endswith(".bin")]
-    return next((advice for end, advice in _FORMATS.items() if any(name.endswith(end) for name in found)), None)
+    for end, (what, instead) in _FORMATS.items():
+        if any(name.endswith(end) for name in found):
+            return NotSupported(text if is_explained else f"{text}; {what}", instead)
+    return ModelError(text)

@@ -118,21 +118,11 @@ class Generation:
         """
         job, branch = self.job, self._branches[0]
         self._drivers.check_loop(job, self._loop)
-        self._first = branch.in_flight = AppendJob(
-            job.principal,
-            job.token_ids,
-            job.handle,
-            branch.output,
-            job.on_stale,
-            job.ttl_s,
-            job.request_id,
-            submitted_ns=job.submitted_ns,
-            new=job.new,
-            is_internal=True,
-            loop=self._loop,
-        )
+        first = self._append_job(branch, job.token_ids, job.handle, job.ttl_s, job.request_id)
+        first.new, first.submitted_ns = job.new, job.submitted_ns
+        self._first = branch.in_flight = first
         self._num_in_flight = 1
-        self._drivers.enter(self._first, branch.sink, at)
+        self._drivers.enter(first, branch.sink, at)
 
     def take(self, branch: int, job: LaneJob[object], outcome: Outcome) -> None:
         """Take a token, the forks, or an error, and continue."""
@@ -240,6 +230,14 @@ class Generation:
         if not self.job.request_id:
             self._orphans += handles
 
+    def _append_job(
+        self, branch: _Branch, token_ids: tuple[int, ...], handle: Handle | None, ttl_s: float | None, request_id: str
+    ) -> AppendJob:
+        """Return the append of some tokens to the sequence of a handle, from which the branch draws its next token."""
+        job = AppendJob(self.job.principal, token_ids, handle, branch.output, branch.on_stale, ttl_s, request_id)
+        job.is_internal, job.loop = True, self._loop
+        return job
+
     def _append(self, branch: _Branch, ended: Collection[str] = ()) -> None:
         """Append the last drawn token, or begin with a query, as soon as the reader has room or the sequence ended."""
         assert branch.handle is not None
@@ -259,10 +257,7 @@ class Generation:
         spent = branch.spent
         if spent is None:
             token_ids = (branch.token,) if branch.token >= 0 else ()
-            job = AppendJob(
-                self.job.principal, token_ids, branch.handle, branch.output, branch.on_stale, None, branch.request_id
-            )
-            job.is_internal, job.loop = True, self._loop
+            job = self._append_job(branch, token_ids, branch.handle, None, branch.request_id)
         else:  # the same job with the next token
             job = spent.job
             job.token_ids, job.handle, job.on_stale, job.rows_run = (branch.token,), branch.handle, branch.on_stale, 0
@@ -326,23 +321,15 @@ class Generation:
 
 def _branches_of(job: GenerateJob, driver: Generation, seed: int | None) -> list[_Branch]:
     output = dataclasses.replace(job.output, all_positions=False)
+    # Only an append that may create a branch needs it; a new sequence was created with it already.
+    may_fork = job.handle is not None and job.on_stale is StalePolicy.FORK
+    request_id = job.request_id if may_fork else ""
     branches: list[_Branch] = []
     for index in range(job.num_branches):
+        sink, stops = DriverSink(driver, index), StopCheck(job.stop)
         own_seed = None if seed is None else (seed + index) % _SEEDS
-        # Only an append that may create a branch needs it; a new sequence was created with it already.
-        may_fork = job.handle is not None and job.on_stale is StalePolicy.FORK
-        request_id = job.request_id if may_fork else ""
-        branches.append(
-            _Branch(
-                index=index,
-                sink=DriverSink(driver, index),
-                output=seeded(output, own_seed),
-                seed=own_seed,
-                stops=StopCheck(job.stop),
-                on_stale=job.on_stale,
-                request_id=part_of(request_id, f"branch{index}") if index else request_id,
-            )
-        )
+        own_id = part_of(request_id, f"branch{index}") if index else request_id
+        branches.append(_Branch(index, sink, seeded(output, own_seed), own_seed, stops, job.on_stale, own_id))
     return branches
 
 

@@ -16,7 +16,7 @@ import errno
 import gc
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -172,21 +172,14 @@ def survey(path: Path, files: Files, on_progress: OnProgress | None = None) -> J
         OSError: A file cannot be read, is not a regular one, or is too large.
     """
     journal = Journal(read_identity(path, files), Newest.find(path, files))
-    with _without_collections():
-        _Survey(path, files, journal, on_progress or (lambda _: None)).run()
-    return journal
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Switch off the collector of cycles, which would look at all sequences again and again; there are no cycles."""
     was_enabled = gc.isenabled()
-    gc.disable()
+    gc.disable()  # it would look at all sequences again and again; there are no cycles
     try:
-        yield
+        _Survey(path, files, journal, on_progress or (lambda _: None)).run()
     finally:
         if was_enabled:
             gc.enable()
+    return journal
 
 
 @dataclass(slots=True)

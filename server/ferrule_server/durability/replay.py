@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 from ferrule_server.durability.decoder import NUMBER_BYTES, Cursor, Definitions, decode, read_numbers
 from ferrule_server.durability.records import (
@@ -40,6 +40,8 @@ _UNKNOWN: Final = "sequence {} is not known, or was not written since the snapsh
 
 CreationKey = tuple[str, str]
 MaskKey = tuple[str, bytes]
+_Key = TypeVar("_Key", CreationKey, MaskKey, bytes)
+_Value = TypeVar("_Value")
 
 
 class _Tip:
@@ -242,22 +244,22 @@ class JournalState:
         for no in live:
             if self._tip(no).state.principal != creation.principal or self._makers.get(no, key) != key:
                 raise BadRecord(f"sequence {no} was not created by this request of {creation.principal!r}")
-        self.creations.pop(key, None)
         self._makers.update((no, key) for no in live)
-        self.creations[key] = creation
-        self._fresh.add(key)
+        self._put_last(self.creations, key, creation)
 
     def _add_tombstone(self, principal: str, secret: bytes) -> None:
         if secret in self._secrets:
             raise BadRecord("a tombstone of a live sequence")
-        self.tombstones.pop(secret, None)
-        self.tombstones[secret] = principal
-        self._fresh.add(secret)
+        self._put_last(self.tombstones, secret, principal)
 
     def _add_mask(self, principal: str, bits: bytes) -> None:
         key = (principal, hashlib.blake2b(bits, digest_size=16).digest())
-        self.masks.pop(key, None)
-        self.masks[key] = bits
+        self._put_last(self.masks, key, bits)
+
+    def _put_last(self, table: dict[_Key, _Value], key: _Key, value: _Value) -> None:
+        """Put what was written since the snapshot began at the end of a table."""
+        table.pop(key, None)
+        table[key] = value
         self._fresh.add(key)
 
     def _begin_snapshot(self) -> None:

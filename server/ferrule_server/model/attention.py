@@ -14,7 +14,6 @@ from functools import cache
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -206,7 +205,9 @@ class _Group:
         self._pieces = index_tensor(shape.pieces(_own_blocks(tables, kv_lens, shape)), pool)
         is_given_back = np.repeat(tables == _NULL_BLOCK, shape.block_size, axis=1)
         is_stale = (np.arange(self._length) >= kv_lens[:, None]) | is_given_back
-        self._stale = index_tensor(np.flatnonzero(_spread(is_stale, shape.num_kv_heads)), pool)
+        # In the order of the gathered slots: [2, num_seqs, num_kv_heads, length].
+        spread = np.broadcast_to(is_stale[None, :, None, :], (2, len(seqs), shape.num_kv_heads, self._length))
+        self._stale = index_tensor(np.flatnonzero(spread), pool)
         self._begin, self._device = int(step.positions[rows[0]]), pool.device
         self._positions = index_tensor(step.positions[rows], pool).view(self._num_seqs, 1, self._q_len, 1)
         self._future: Tensor | None = None  # of a chunk: the mask of a tile over its own keys
@@ -375,8 +376,3 @@ def _own_blocks(block_tables: Int32Array, kv_lens: Int32Array, shape: PoolShape)
     """Return the block tables, in which the first block of each sequence replaces the padding."""
     is_used = np.arange(block_tables.shape[1]) * shape.block_size < kv_lens[:, None]
     return np.where(is_used, block_tables, block_tables[:, :1])
-
-
-def _spread(is_stale: npt.NDArray[np.bool_], num_kv_heads: int) -> npt.NDArray[np.bool_]:
-    """Return [2, num_seqs, num_kv_heads, length] for [num_seqs, length], in the order of the gathered slots."""
-    return np.broadcast_to(is_stale[None, :, None, :], (2, len(is_stale), num_kv_heads, is_stale.shape[1]))

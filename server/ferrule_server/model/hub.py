@@ -97,7 +97,8 @@ def fetch_model(
     """
     found = _looked_up(name, revision, is_offline=is_offline)
     if isinstance(found, Path):
-        _compare(name, found, {path: _blob_name(found / path) for path in weights_of(found)})
+        links = {path: found / path for path in weights_of(found) if (found / path).is_symlink()}
+        _compare(name, found, {path: link.readlink().name for path, link in links.items()})  # blobs have their digests
         return found
     return found.fetch(check, on_share)
 
@@ -383,11 +384,6 @@ def _line(path: Path, digest: str) -> str:
 def _is_whole(path: Path, digest: str) -> bool:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest() == digest
-
-
-def _blob_name(path: Path) -> str:
-    """Return the name of the blob that a file of a commit links to, which is its digest; empty if it is no link."""
-    return path.readlink().name if path.is_symlink() else ""
 
 
 @contextmanager

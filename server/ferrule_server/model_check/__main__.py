@@ -74,11 +74,12 @@ def _text_of(report: Report) -> str:
         advice = f"\ntry {report.instead}" if report.instead else ""
         return f"{report.model} does not load: {report.reason}{advice}"
     details = report.details
+    reason = f" ({details.path_reason})" if details.path_reason else ""
     parameters = f"{_count(details.num_parameters)} parameters"
     per_token, longest = size(details.kv_bytes_per_token), size(details.kv_bytes)
     rows = {
         "architecture": f"{details.architecture}, {details.num_layers} layers, {parameters}",
-        "runs on": _path_text(details),
+        "runs on": f"{details.executor} on {details.device} in {details.dtype}{reason}",
         "processor": details.processor_kernels or "its kernels can run this model",
         "GPU": details.gpu_kernels or "its kernels can run this model",
         "weights": _weights_text(details),
@@ -90,11 +91,6 @@ def _text_of(report: Report) -> str:
     lines += [f"{'warning':<14}{text}" for text in details.warnings]
     memory = "memory here" if details.memory.fits else "memory here, too little: a server would end with exit code 2"
     return "\n".join([f"{report.model} loads", *lines, memory, details.memory.table()])
-
-
-def _path_text(details: Details) -> str:
-    reason = f" ({details.path_reason})" if details.path_reason else ""
-    return f"{details.executor} on {details.device} in {details.dtype}{reason}"
 
 
 def _weights_text(details: Details) -> str:

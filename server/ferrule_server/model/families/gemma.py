@@ -30,11 +30,8 @@ GEMMA_NETWORK: Final[dict[str, Any]] = {"activation": "gelu_tanh", "has_norm_aft
 
 def gemma_network(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     """Return the network with the factor of the embedding and the caps, from Gemma 2 on."""
-    caps = [
-        0.0 if values.get(key) in (None, 0) else values.number(key)
-        for key in ("attn_logit_softcapping", "final_logit_softcapping")
-    ]
-    return replace(config, embedding_scale=config.hidden_size**0.5, score_softcap=caps[0], logit_softcap=caps[1])
+    score, logit = map(values.number_or_zero, ("attn_logit_softcapping", "final_logit_softcapping"))
+    return replace(config, embedding_scale=config.hidden_size**0.5, score_softcap=score, logit_softcap=logit)
 
 
 def _scaled(config: ModelConfig, values: ConfigValues) -> ModelConfig:

@@ -45,9 +45,9 @@ _MINISTRAL3_ROPE: Final = {
 def _with_temperature(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     rope = ConfigValues(values.get("rope_parameters"), {})
     temperature = None
-    if rope.get(_SCALED_QUERIES) not in (None, 0):
+    if beta := rope.number_or_zero(_SCALED_QUERIES):
         length = rope.count("original_max_position_embeddings", default=values.count("max_position_embeddings"))
-        temperature = QueryTemperature(rope.number(_SCALED_QUERIES), length)
+        temperature = QueryTemperature(beta, length)
     return window_everywhere(replace(config, query_temperature=temperature), values)
 
 

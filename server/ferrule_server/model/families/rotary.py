@@ -155,7 +155,7 @@ def _llama3(part: ConfigValues, _longest: int, _pairs: int) -> Llama3Scaling:
 def _yarn(part: ConfigValues, longest: int, _pairs: int) -> YarnScaling:
     original = part.count(_ORIGINAL)
     factor = longest / original if part.is_absent("factor") else part.number("factor")
-    scales = [0.0 if part.get(key) in (None, 0) else part.number(key) for key in ("mscale", "mscale_all_dim")]
+    scales = [part.number_or_zero(key) for key in ("mscale", "mscale_all_dim")]
     magnitude = _yarn_magnitude(factor)
     if all(scales):
         magnitude = _yarn_magnitude(factor, scales[0]) / _yarn_magnitude(factor, scales[1])

@@ -73,6 +73,10 @@ class ConfigValues:
             raise ModelError(f"config.json: {key} is {shown(value)}, a number {limits} is expected")
         return float(value)
 
+    def number_or_zero(self, key: str) -> float:
+        """Return a positive number as :meth:`number` does, or 0 for 0 and null."""
+        return 0.0 if self.get(key) in (None, 0) else self.number(key)
+
     def flag(self, key: str) -> bool:
         """Return true or false; false if the family has no such setting.
 

@@ -55,8 +55,7 @@ def with_windows(config: ModelConfig, values: ConfigValues, types: Sequence[str]
     if _SLIDING not in types:
         return config
     window = values.count("sliding_window")
-    effective = window if window < config.max_positions else 0
-    return change_layers(config, types, {_SLIDING: {"window": effective}})
+    return change_layers(config, types, {_SLIDING: {"window": window if window < config.max_positions else 0}})
 
 
 def with_ropes(

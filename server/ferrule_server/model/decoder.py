@@ -266,7 +266,7 @@ class Decoder:
 
         adders = {name: add(name, norms.get(out_norm)) for name, out_norm in _ADDERS.items()}
         linears = {name: linear(name) for name in sorted(_LINEARS & weights.keys())}
-        rest = {name: weights[name] for name in ("scale", "sinks") if name in weights}
+        rest: LayerWeights = {name: weights[name] for name in ("scale", "sinks") if name in weights}
         return _Layer(kind, rotation, linears, adders, norms, _head_norms(self._config, kind, weights), rest)
 
 

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, info_pb2, tokenizer_pb2, types_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc, info_pb2, policy_pb2, tokenizer_pb2, types_pb2
 from ferrule_server.addresses import ListenAddress
 from ferrule_server.api.serve import SERVICES
 from ferrule_server.api.unix_socket import SocketPath
@@ -23,6 +23,7 @@ from ferrule_server.executor.base import DeviceLost
 from tests.api.harness import (
     EPOCH,
     INSTANCE,
+    PROMPT,
     Refusal,
     RunningServer,
     StreamClient,
@@ -106,6 +107,26 @@ def test_draining_refuses_new_prompts_and_serves_live_handles() -> None:
         with refused() as refusals:
             server.decode(branch, 1)
         assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+
+
+def test_a_new_prompt_is_refused_before_it_is_read() -> None:
+    """A client that must go elsewhere is not told what is wrong, and the mask it names does not count as used."""
+    with RunningServer() as server:
+        assert server.state.serving is not None
+        masks = server.state.serving.inputs.masks
+        request = cache_pb2.RegisterTokenMaskRequest(masks=[bytes([1] * 32), bytes([2] * 32)])
+        older = server.stub.RegisterTokenMask(request, timeout=20).fingerprints[0]
+        mask = policy_pb2.TokenMask(fingerprint=older)
+        masked = policy_pb2.LogitsReturnPolicy(greedy_argmax=policy_pb2.GreedyArgmax(token_mask=mask))
+        used = list(masks._order)
+        server.prefill()
+        _Drain(server, 60.0)
+        for wrong in ({"input_ids": [1 << 20]}, {"input_ids": PROMPT, "logits_policy": masked}, {}):
+            with refused() as refusals:
+                message = executor_pb2.PrefillInput(**wrong)
+                server.stub.Prefill(executor_pb2.PrefillRequest(input=message), timeout=20)
+            assert (refusals[0].code, refusals[0].reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert list(masks._order) == used
 
 
 def test_a_drain_takes_new_connections_and_streams_for_live_handles() -> None:

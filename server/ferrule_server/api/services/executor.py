@@ -63,8 +63,11 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
 
     async def Prefill(self, request: executor_pb2.PrefillRequest, context: Context) -> executor_pb2.PrefillResponse:
         """Run a prompt into a new sequence, or more tokens into an existing one."""
-        read, response = self.state.use().inputs.prefill, executor_pb2.PrefillResponse()
-        return await self._append(request, context, read, outputs.fill_prefill, response)
+        # A server that drains reads what it may answer: a prompt on a live handle, or one that was run before.
+        may_be_known = request.input.HasField("kv_cache") or request.input.request_id
+        serving = self.state.use() if may_be_known else self.state.use_for_new()
+        response = executor_pb2.PrefillResponse()
+        return await self._append(request, context, serving.inputs.prefill, outputs.fill_prefill, response)
 
     async def Decode(self, request: executor_pb2.DecodeRequest, context: Context) -> executor_pb2.DecodeResponse:
         """Append tokens to a sequence and return the row of the last token."""

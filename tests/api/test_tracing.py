@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from ferrule.v1 import cache_pb2, executor_pb2
@@ -327,6 +328,19 @@ def test_closing_is_bounded_and_sends_what_waits(
         assert "ferrule-traces" not in {thread.name for thread in threading.enumerate()}
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert "lost_spans=1 " in caplog.text
+
+
+def test_nothing_is_left_at_a_logger_that_outlives_the_tracer() -> None:
+    """It has the filters that it had before, so a tracer that is closed can be freed."""
+    logger = logging.getLogger(tracing._EXPORT_LOGGER)
+    with Collector() as collector:
+        OTLPSpanExporter(endpoint=collector.endpoint).shutdown()  # adds the SDK's own filter
+        before = list(logger.filters)
+        first, second = Tracer(collector.endpoint, "here"), Tracer(collector.endpoint, "here")
+        assert len(logger.filters) > len(before)
+        first.close()
+        second.close()
+    assert logger.filters == before
 
 
 def test_the_standard_variables_are_honoured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,7 @@ class Tracer:
         if closing.is_alive():
             self._exporter.shutdown()  # gives up the spans that are being sent
             closing.join(_HANG_UP_S)
+        self._exporter.detach()
 
 
 class CallTrace:
@@ -219,6 +220,10 @@ class _Exporter(SpanExporter):
         if not self._is_given_up.is_set():
             self._is_given_up.set()
             self._exporter.shutdown()
+
+    def detach(self) -> None:
+        """Leave the logger of the other exporter, which outlives this one; not before the last span is given up."""
+        logging.getLogger(_EXPORT_LOGGER).removeFilter(self._is_shown)
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         """Flush the other exporter; no spans are held here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import cache
 from typing import Any, Final
 
 from google.protobuf.message import Message
@@ -20,23 +21,34 @@ from ferrule_server.kv.metrics import KvMetrics
 from ferrule_server.quotas import QuotaLimits
 
 _ALWAYS: Final = (
-    *(info_pb2.FEATURE_BATCH_PREFILL, info_pb2.FEATURE_BATCH_DECODE),
-    *(info_pb2.FEATURE_STREAM_DECODE, info_pb2.FEATURE_UNIFIED_DECODE, info_pb2.FEATURE_FORWARD_VERIFY),
-    *(info_pb2.FEATURE_FORWARD, info_pb2.FEATURE_GENERATE),
-    *(info_pb2.FEATURE_FORK, info_pb2.FEATURE_TRUNCATE, info_pb2.FEATURE_RESERVE),
-    *(info_pb2.FEATURE_TOKEN_MASKS, info_pb2.FEATURE_PENALTIES, info_pb2.FEATURE_LOGIT_BIAS),
-    *(info_pb2.FEATURE_LOGPROB_TOKEN_IDS, info_pb2.FEATURE_TARGET_LOGPROBS, info_pb2.FEATURE_ENTROPY),
-    *(info_pb2.FEATURE_HIDDEN_STATE, info_pb2.FEATURE_ALL_POSITIONS),
-    *(info_pb2.FEATURE_CACHE_METRICS, info_pb2.FEATURE_ADMIN, info_pb2.FEATURE_REQUEST_ID),
+    info_pb2.FEATURE_BATCH_PREFILL,
+    info_pb2.FEATURE_BATCH_DECODE,
+    info_pb2.FEATURE_STREAM_DECODE,
+    info_pb2.FEATURE_UNIFIED_DECODE,
+    info_pb2.FEATURE_FORWARD_VERIFY,
+    info_pb2.FEATURE_FORWARD,
+    info_pb2.FEATURE_GENERATE,
+    info_pb2.FEATURE_FORK,
+    info_pb2.FEATURE_TRUNCATE,
+    info_pb2.FEATURE_RESERVE,
+    info_pb2.FEATURE_TOKEN_MASKS,
+    info_pb2.FEATURE_PENALTIES,
+    info_pb2.FEATURE_LOGIT_BIAS,
+    info_pb2.FEATURE_LOGPROB_TOKEN_IDS,
+    info_pb2.FEATURE_TARGET_LOGPROBS,
+    info_pb2.FEATURE_ENTROPY,
+    info_pb2.FEATURE_HIDDEN_STATE,
+    info_pb2.FEATURE_ALL_POSITIONS,
+    info_pb2.FEATURE_CACHE_METRICS,
+    info_pb2.FEATURE_ADMIN,
+    info_pb2.FEATURE_REQUEST_ID,
 )
 """Features of every server; trees of drafts are of none."""
 _SHARED_FIELDS: Final = ("shared_blocks", "tombstones", "num_prefix_evictions", "num_exhausted")
 """Fields of GetCacheMetrics that only an administrator sees: the pool counts them for all principals together."""
-_COUNTED: Final = (
-    *("prefills", "decodes", "verifies", "generates"),
-    *("prefill_tokens", "decode_tokens", "draft_tokens", "accepted_tokens"),
-)
-"""Counters of appends that a status shows, with num_ before the name."""
+_COUNTED_APPENDS: Final = ("prefills", "decodes", "verifies", "generates")
+_COUNTED_TOKENS: Final = ("prefill_tokens", "decode_tokens", "draft_tokens", "accepted_tokens")
+"""Counters of appends and of their tokens that a status shows, with num_ before the name."""
 _HOST: Final = Host()
 _CPU_NAME: Final = _HOST.processor_name()
 """Read once, before the event loop runs: the file has a page for each core."""
@@ -44,8 +56,18 @@ _CPU_NAME: Final = _HOST.processor_name()
 
 def same_fields(message: type[Message], *records: object) -> dict[str, Any]:
     """Return the attributes of records that a message has a field for, under the same name; the last record wins."""
-    known = message.DESCRIPTOR.fields_by_name
-    return {name: getattr(record, name) for record in records for name in known if hasattr(record, name)}
+    return {
+        name: getattr(record, name)
+        for record in records
+        for name in shared_names(message, type(record))  # type: ignore[arg-type]  # to mypy, classes have no hash
+    }
+
+
+@cache
+def shared_names(message: type[Message], record: type) -> tuple[str, ...]:
+    """Return the fields of a message that are also names of a class of records, which must declare all it has."""
+    declared = frozenset(dir(record))
+    return tuple(name for name in message.DESCRIPTOR.fields_by_name if name in declared)
 
 
 def model_info(serving: Serving) -> info_pb2.ModelInfo:
@@ -228,7 +250,7 @@ def _fill_appends(message: info_pb2.ExecutorStatus, figures: EngineSnapshot | Ow
     """Write the counters of sequences and appends, of all principals or of one."""
     counters: OwnCounters = figures.counters
     message.live_sequences = figures.num_sequences
-    for name in _COUNTED:
+    for name in (*_COUNTED_APPENDS, *_COUNTED_TOKENS):
         setattr(message, f"num_{name}", getattr(counters, name))
     message.num_errors = sum(figures.refused.values())
     message.avg_prefill_ns = counters.prefill_ns // max(1, counters.prefills)

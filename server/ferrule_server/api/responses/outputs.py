@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from ferrule_server.api.requests.fields import LEVELS, WIRE_TYPES
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.requests.policy import OutputPlan
 from ferrule_server.api.responses.describe import same_fields
-from ferrule_server.api.responses.times import duration, from_now
+from ferrule_server.api.responses.times import duration, timestamp
 from ferrule_server.api.rpc.status import to_status
 from ferrule_server.engine.jobs import AppendResult, CacheInfo, ForkResult, Lease, ListResult
 from ferrule_server.errors import FerruleError
@@ -108,7 +109,8 @@ async def keep_alive_response(leases: Sequence[Lease | FerruleError]) -> cache_p
 
 def cache_info(info: CacheInfo, *, with_blocks: bool) -> cache_pb2.CacheInfo:
     """Return one sequence as its owner may see it."""
-    message = cache_pb2.CacheInfo(summary=cache_summary(info), token_ids=info.token_ids or ())
+    summary = cache_summary(info, time.time_ns(), info.num_shared_blocks)
+    message = cache_pb2.CacheInfo(summary=summary, token_ids=info.token_ids or ())
     if info.tip is not None:
         fill_handle(message.kv_cache, info.tip)
     if with_blocks:
@@ -120,18 +122,28 @@ def cache_info(info: CacheInfo, *, with_blocks: bool) -> cache_pb2.CacheInfo:
 async def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
     """Return one page of sequences, by loggable id only. Other tasks get turns on the event loop."""
     response = cache_pb2.ListCachesResponse(next_page_token=page_token(result.next_after))
-    turns = Turns()
+    turns, unix_ns = Turns(), time.time_ns()
     for info in result.caches:
         await turns.pause()
-        response.caches.append(cache_summary(info))
+        response.caches.append(cache_summary(info, unix_ns, info.num_shared_blocks))
     return response
 
 
-def cache_summary(info: CacheInfo) -> cache_pb2.CacheSummary:
-    """Return what lists and views show of one sequence."""
-    own = {"lease": lease_message(info.lease), "create_time": from_now(-info.age_s)}
-    same = same_fields(cache_pb2.CacheSummary, info)
-    return cache_pb2.CacheSummary(**same | own, durability=LEVELS[info.is_durable])
+def cache_summary(info: CacheInfo, unix_ns: int, num_shared_blocks: int) -> cache_pb2.CacheSummary:
+    """Return what lists and views show of one sequence.
+
+    Args:
+        info: The sequence; its own ``num_shared_blocks`` is not read, because views have none.
+        unix_ns: When it was as old as ``info`` says, by the wall clock.
+        num_shared_blocks: Blocks of its tokens that other sequences use too.
+    """
+    own = {
+        "lease": lease_message(info.lease),
+        "create_time": timestamp(unix_ns - round(info.age_s * 1e9)),
+        "num_shared_blocks": num_shared_blocks,
+        "durability": LEVELS[info.is_durable],
+    }
+    return cache_pb2.CacheSummary(**same_fields(cache_pb2.CacheSummary, info) | own)
 
 
 def slot_reservation(evidence: SlotReservation, block_size: int, total_blocks: int) -> cache_pb2.KvSlotReservation:

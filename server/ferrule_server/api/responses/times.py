@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -20,8 +18,3 @@ def timestamp(unix_ns: int) -> Timestamp:
     message = Timestamp()
     message.FromNanoseconds(unix_ns)
     return message
-
-
-def from_now(seconds: float) -> Timestamp:
-    """Return the wall-clock time ``seconds`` from now; a negative number gives a time in the past."""
-    return timestamp(time.time_ns() + round(seconds * 1e9))

@@ -212,9 +212,8 @@ def _fill_journal(message: admin_pb2.ServerView, journal: DurabilityFigures) -> 
 
 
 def _sequence(seen: CacheInfo, view: View) -> admin_pb2.SequenceView:
-    summary = outputs.cache_summary(seen)
-    summary.num_shared_blocks = count_shared(seen.block_ids, view.refcounts, has_gaps=view.has_gaps)
-    summary.create_time.CopyFrom(timestamp(view.unix_ns - round(seen.age_s * 1e9)))
+    num_shared_blocks = count_shared(seen.block_ids, view.refcounts, has_gaps=view.has_gaps)
+    summary = outputs.cache_summary(seen, view.unix_ns, num_shared_blocks)
     return admin_pb2.SequenceView(summary=summary, **describe.same_fields(admin_pb2.SequenceView, seen))
 
 

@@ -1,11 +1,11 @@
-"""Runs the jobs of a call unless its reply would be too large, and ends calls with the status of an error."""
+"""Runs the jobs of a call, and ends calls with the status of an error."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 from grpc_status import rpc_status
@@ -16,14 +16,7 @@ from ferrule_server.api.rpc.status import log_refused, to_status
 from ferrule_server.api.security.principal import principal_of
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.jobs import AppendJob, GenerateJob, Job, Outcome, QueuedJob
-from ferrule_server.errors import Draining, FerruleError, InvalidRequest, ReplyTooLarge
-
-REPLY_BYTES_KEY: Final = "ferrule-max-reply-bytes"
-"""Key of the metadata in which a client says how large a message it accepts, in bytes."""
-USUAL_REPLY_BYTES: Final = 4 << 20
-"""What a client accepts if it does not say so: the default of gRPC's implementations."""
-_UNBOUNDED: Final = 1 << 62
-_MOST_DIGITS: Final = 18
+from ferrule_server.errors import Draining, FerruleError
 
 _R = TypeVar("_R")
 
@@ -134,36 +127,6 @@ def admit_new(state: ServerState, job: AppendJob | GenerateJob) -> None:
         if not job.request_id:
             raise Draining
         job.new = replace(job.new, is_repeat_only=True)
-
-
-def check_reply(context: Context, num_bytes: int, field: str, most_bytes: int = _UNBOUNDED) -> None:
-    """Check that the client of a call accepts a reply of this size, before anything runs.
-
-    gRPC discards a reply that is larger than its client accepts after the call has run.
-
-    Args:
-        context: The call. Its metadata is read only for replies beyond the usual size.
-        num_bytes: Upper bound of the size of the reply.
-        field: Path of the field that makes the reply large.
-        most_bytes: Largest reply of the server, unless that was checked before.
-
-    Raises:
-        ReplyTooLarge: The client may not accept the reply, or the server does not send it.
-        InvalidRequest: The metadata is not a number.
-    """
-    if num_bytes > min(most_bytes, USUAL_REPLY_BYTES):
-        limit_bytes = min(most_bytes, _accepted_bytes(context))
-        if num_bytes > limit_bytes:
-            raise ReplyTooLarge(field, num_bytes, limit_bytes)
-
-
-def _accepted_bytes(context: Context) -> int:
-    for key, value in context.invocation_metadata() or ():
-        if key == REPLY_BYTES_KEY:
-            if not (isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS):
-                raise InvalidRequest(REPLY_BYTES_KEY, f"must be a number of bytes, got {value[:64]!r}")
-            return int(value)
-    return USUAL_REPLY_BYTES
 
 
 def refuse(context: Context, rpc: str, error: FerruleError) -> NoReturn:

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 from ferrule.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
 from ferrule_server.api.requests.fields import lease, require
 from ferrule_server.api.responses import describe, outputs
-from ferrule_server.api.rpc.calls import Context, admit_new, check_reply, run_job
+from ferrule_server.api.rpc.calls import Context, admit_new, run_job
 from ferrule_server.api.rpc.refusals import Refusals
+from ferrule_server.api.rpc.reply_limit import check_reply
 from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.api.security.principal import caller_of, principal_of
 from ferrule_server.api.streams.answer_stream import AnswerStream

@@ -12,8 +12,9 @@ from typing import Any, Final, TypeVar
 
 from ferrule.v1 import executor_pb2
 from ferrule_server.api.requests.planned import PlannedAppend
-from ferrule_server.api.rpc.calls import Context, admit_new, check_reply, run_jobs
+from ferrule_server.api.rpc.calls import Context, admit_new, run_jobs
 from ferrule_server.api.rpc.refusals import Refusals
+from ferrule_server.api.rpc.reply_limit import check_reply
 from ferrule_server.api.rpc.state import ServerState, Serving
 from ferrule_server.api.rpc.status import to_status
 from ferrule_server.api.security.principal import principal_of

@@ -23,9 +23,10 @@ from ferrule.v1 import executor_pb2
 from ferrule_server.api.requests.fields import check_count
 from ferrule_server.api.requests.planned import PlannedAppend
 from ferrule_server.api.responses.outputs import fill_append, fill_prefill, fill_verify, release_results
-from ferrule_server.api.rpc.calls import USUAL_REPLY_BYTES, Context, admit_new, cancel, check_reply
+from ferrule_server.api.rpc.calls import Context, admit_new, cancel
 from ferrule_server.api.rpc.observe import current_call
 from ferrule_server.api.rpc.refusals import Refusals
+from ferrule_server.api.rpc.reply_limit import USUAL_REPLY_BYTES, check_reply
 from ferrule_server.api.rpc.state import Phase, ServerState
 from ferrule_server.api.rpc.status import fault_of, to_status
 from ferrule_server.api.streams.batches import Fill, Read

@@ -124,7 +124,7 @@ class _Call:
         self.state = ServerState("i", "e", "0", ApiLimits())
         replies = GenerateReplies(_PLAN, "r", max_reply_bytes, Refusals("Generate", "alice"))
         engine, context = cast("Any", self.engine), cast("Any", self.context)
-        self.stream = AnswerStream(self.state, engine, context, job=self.job, replies=replies)
+        self.stream = AnswerStream("Generate", self.state, engine, context, job=self.job, replies=replies)
         self.task = asyncio.create_task(self.stream.run())
 
     async def settles(self) -> None:

@@ -57,14 +57,13 @@ class Refusals:
         principal: The principal of the caller.
 
     Attributes:
-        rpc: As given.
         counts: By reason the first error and how many there were since the last lines; read only.
     """
 
-    __slots__ = ("_call", "_principal", "_quiet_until", "counts", "rpc")
+    __slots__ = ("_call", "_principal", "_quiet_until", "_rpc", "counts")
 
     def __init__(self, rpc: str, principal: str) -> None:
-        self.rpc = rpc
+        self._rpc = rpc
         self._principal = principal
         self._call = current_call()  # lines are logged outside of its task
         self.counts: dict[str, tuple[FerruleError, int]] = {}
@@ -84,5 +83,5 @@ class Refusals:
             return
         self._quiet_until = now + _QUIET_S
         for error, count in self.counts.values():
-            log_refused(self.rpc, error, self._principal, count, self._call)
+            log_refused(self._rpc, error, self._principal, count, self._call)
         self.counts.clear()

@@ -145,7 +145,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
         job, plan = serving.inputs.streams.forward(request, principal)
         check_reply(context, plan.row_bytes, "logits_policy")
         replies = ForwardReplies(plan, request.request_id, Refusals("Forward", principal))
-        await AnswerStream(self.state, serving.engine, context, job=job, replies=replies).run()
+        await AnswerStream("Forward", self.state, serving.engine, context, job=job, replies=replies).run()
 
     async def Generate(  # type: ignore[override]  # as above
         self, request: executor_pb2.GenerateRequest, context: Context
@@ -162,7 +162,7 @@ class ModelExecutorServicer(executor_pb2_grpc.ModelExecutorServiceServicer):
             Refusals("Generate", principal),
             _new_text(serving, request, job.token_ids),
         )
-        await AnswerStream(self.state, serving.engine, context, job=job, replies=replies).run()
+        await AnswerStream("Generate", self.state, serving.engine, context, job=job, replies=replies).run()
 
     # ---- caches -----------------------------------------------------------------------------------------------------
 

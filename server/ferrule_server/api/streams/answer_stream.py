@@ -33,20 +33,29 @@ class AnswerStream:
     ``Window.taken_bytes``. After that nothing more is delivered, and a job that is not over is cancelled.
 
     Args:
+        rpc: The method.
         state: The server.
         engine: Runs the job.
         context: The call.
         job: The request.
-        replies: Turns the frames of the job into messages; its refusals name the method.
+        replies: Turns the frames of the job into messages.
     """
 
     def __init__(
-        self, state: ServerState, engine: Engine, context: Context, *, job: StreamJob[object], replies: Replies
+        self,
+        rpc: str,
+        state: ServerState,
+        engine: Engine,
+        context: Context,
+        *,
+        job: StreamJob[object],
+        replies: Replies,
     ) -> None:
+        self._rpc = rpc
         self._engine = engine
         self._job = job
         self._replies = replies
-        self._writer = Writer(replies.refusals.rpc, state, context)
+        self._writer = Writer(rpc, state, context)
         self.caller = self._writer.caller
         self._call = current_call()
         self._is_over = False
@@ -106,7 +115,7 @@ class AnswerStream:
                     self._call.record_outcome(outcome)
                 self._is_over = outcome.is_last
         except Exception as failure:  # noqa: BLE001  (fault_of logs it)
-            self.end(fault_of(failure, self._replies.refusals.rpc))
+            self.end(fault_of(failure, self._rpc))
 
     def flush(self) -> None:
         """Wake the writer."""

@@ -50,7 +50,9 @@ STATUS_TABLE: Mapping[type[errors.FerruleError], grpc.StatusCode] = {
 
 def code_of(error: errors.FerruleError) -> grpc.StatusCode:
     """Return the status code of an error: that of the nearest class in :data:`STATUS_TABLE`."""
-    return next(STATUS_TABLE[each] for each in type(error).__mro__ if each in STATUS_TABLE)  # FerruleError itself is
+    code = next((STATUS_TABLE[each] for each in type(error).__mro__ if each in STATUS_TABLE), None)
+    assert code is not None, f"{type(error).__name__} is no FerruleError"
+    return code
 
 
 def to_status(error: errors.FerruleError) -> status_pb2.Status:

@@ -119,11 +119,14 @@ class CertificateAccess:
         """Do nothing: the TLS files are read again by ``tls.py``."""
 
 
+# Every member has
+#   admit(context) -> Caller               the caller of a call that begins; raises TokenMissing: it has no credentials,
+#                                          TokenInvalid: they are not accepted
+#   limits_of(principal) -> QuotaLimits    the quotas of a principal; from any thread, raises nothing
+#   refresh() -> None                      applies changes of the files of credentials, and logs what is wrong with
+#                                          them; may block, so not on the event loop
 Access = OpenAccess | TokenAccess | CertificateAccess
-"""Decides which callers are admitted (``admit``), and how much each may use (``limits_of``, from any thread).
-
-``refresh`` applies changes of the files of credentials; it may block, so not on the event loop.
-"""
+"""Decides which callers are admitted, and how much each may use."""
 
 
 def access_of(config: ServerConfig) -> Access:

@@ -179,6 +179,11 @@ class ForwardReplies:
         return Reply(response, len(frame.rows))
 
 
+# Every member has
+#   refusals: Refusals         the errors of branches, which are logged after each step
+#   add(frame) -> None         takes the next frame of the engine, which is of the member's own kind
+#   next() -> Reply | None     returns the next message, with as many waiting frames as fit; None: no frame waits
+# None of them raises an error of ours.
 Replies = GenerateReplies | ForwardReplies
 """Turns frames of the engine into messages. Used on the event loop only."""
 

@@ -38,3 +38,13 @@ def test_the_border_to_torch_is_one_number(most: int, monkeypatch: pytest.Monkey
         assert ("gemm" in kernels, "gemv" in kernels) == (2 < num_rows <= most, num_rows <= 2)
     promised = bench.chain.operations(64, **step, is_deterministic=True)
     assert "gemm" in {it.kernel for it in promised if isinstance(it, FakeLaunch)}
+
+
+@pytest.mark.parametrize("norm", ["attention_norm", "mlp_norm"])
+@pytest.mark.parametrize("num_rows", [1, 3, 72])
+def test_a_norm_that_is_missing_is_an_error(num_rows: int, norm: str) -> None:
+    """Without it every logit would be wrong, and nothing would say so."""
+    bench = Bench(max_rows=72, num_layers=1, simulate=False)
+    del bench.weights.layers[0][norm]
+    with pytest.raises(KeyError, match=norm):
+        bench.chain.operations(num_rows, stores_logits=True)

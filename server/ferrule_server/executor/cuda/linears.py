@@ -40,7 +40,8 @@ class LayerLinear:
         bias: None: it has none.
         norm: Weight of the norm in front of it; None: there is none.
         x: What it reads, or its norm does.
-        out: What it writes, or adds to if that is the residual stream.
+        out: Where its result ends: ``gated`` behind SwiGLU; added to, not overwritten, where it is the residual stream.
+            Steps on cuBLAS put the product elsewhere first (:class:`_Large`).
     """
 
     shape: LinearShape
@@ -74,14 +75,16 @@ class StepParts:
     def linear(self, layer: int, name: str) -> LayerLinear:
         """Return a linear of a layer by its name: ``qkv``, ``attention_out``, ``gate_up`` or ``down``."""
         buffers, weights = self.buffers, self.weights.layers[layer]
-        norm, x, out = {
-            "qkv": ("attention_norm", buffers.hidden, buffers.qkv),
-            "attention_out": ("", buffers.attended, buffers.hidden),
-            "gate_up": ("mlp_norm", buffers.hidden, buffers.gated),
-            "down": ("", buffers.gated, buffers.hidden),
-        }[name]
-        bias = weights.get(f"{name}_bias")
-        return LayerLinear(self.shape.linears[name], weights[name], bias, weights.get(norm), x, out)
+        shape, weight, bias = self.shape.linears[name], weights[name], weights.get(f"{name}_bias")
+        match name:
+            case "qkv":
+                return LayerLinear(shape, weight, bias, weights["attention_norm"], buffers.hidden, buffers.qkv)
+            case "attention_out":
+                return LayerLinear(shape, weight, bias, None, buffers.attended, buffers.hidden)
+            case "gate_up":
+                return LayerLinear(shape, weight, bias, weights["mlp_norm"], buffers.hidden, buffers.gated)
+        assert name == "down", name
+        return LayerLinear(shape, weight, bias, None, buffers.gated, buffers.hidden)
 
     def launch(self, spec: KernelSpec, arguments: Arguments, most_ctas: int) -> Launch:
         """Return a launch of as many CTAs as find work, in one wave at most."""
@@ -249,15 +252,18 @@ class _Large:
     def linear(self, layer: int, name: str) -> list[Operation]:
         buffers, linear, num_rows = self.parts.buffers, self.parts.linear(layer, name), self.num_rows
         made: list[Operation] = []
-        x = linear.x
+        x, product = linear.x, linear.out
         if linear.norm is not None:
-            has_delta = layer > 0 or name != "qkv"
-            made.append(self.parts.norm(linear.norm, num_rows, buffers.normed if has_delta else None))
+            is_first = layer == 0 and name == "qkv"  # no linear has given the residual stream anything yet
+            made.append(self.parts.norm(linear.norm, num_rows, None if is_first else buffers.normed))
             x = buffers.normed
-        out = {"qkv": buffers.qkv, "gate_up": buffers.gate_up}.get(name, buffers.normed)
-        made.append(partial(linear_out, x[:num_rows], linear.weight, out[:num_rows], linear.bias))
+        if linear.out is buffers.hidden:
+            product = buffers.normed  # the next norm adds it
+        elif name == "gate_up":
+            product = buffers.gate_up  # SwiGLU leads from it to ``out``
+        made.append(partial(linear_out, x[:num_rows], linear.weight, product[:num_rows], linear.bias))
         if name == "gate_up":
-            made.append(partial(_swiglu_out, out[:num_rows], linear.out[:num_rows]))
+            made.append(partial(_swiglu_out, product[:num_rows], linear.out[:num_rows]))
         return made
 
     def head(self, tokens: Tensor, *, stores_logits: bool, keeps_hidden: bool) -> list[Operation]:

@@ -97,6 +97,12 @@ def test_each_branch_searches_its_own_text() -> None:
     assert one.feed(b)
 
 
+def test_an_empty_string_is_refused() -> None:
+    """It would be found in nothing."""
+    with pytest.raises(ValueError, match="empty"):
+        prepare_search(vocabulary("byte_level"), ["x", ""])
+
+
 def test_memory_stays_with_the_longest_string() -> None:
     """However long the text gets."""
     tokenizer = vocabulary("byte_level")

@@ -96,7 +96,12 @@ def prepare_search(
         strings: At least one, none of them empty.
         skip_special_tokens: Leave special tokens out of the text that is searched.
         context: Tokens before the text. They decide how it begins (a leading space), but they are not searched.
+
+    Raises:
+        ValueError: A string is empty. It would be found nowhere, although every text contains it.
     """
+    if "" in strings:
+        raise ValueError("a stop string is empty")
     prepared = Suffixes(string.encode() for string in strings)
     return lambda: TextSearch(StreamDecoder(tokenizer, skip_special_tokens, context), prepared)
 

@@ -48,7 +48,8 @@ def operation(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
             actual = [own if kind is PlanType else kind for kind, own in zip(kinds, given, strict=True)]
 
             def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-                value = function(builder, *(getattr(own, "plan", arg) for own, arg in zip(given, args, strict=True)))
+                values = (own.plan if isinstance(own, PlanType) else arg for own, arg in zip(given, args, strict=True))
+                value = function(builder, *values)
                 return context.get_dummy_value() if result is types.void else value
 
             return result(*actual), emit

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
-import re
+import textwrap
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -95,7 +98,7 @@ def test_buffers_take_little_of_a_gpu(shape: ModelShape) -> None:
 def test_every_tensor_is_documented_and_zero() -> None:
     """A docstring stands below each that is allocated; tickets and counts begin at 0."""
     buffers = DecodeBuffers(FakeGpu().allocate, SHAPE, LIMITS, NUM_CTAS)
-    documented = re.findall(r'self\.(\w+) = allocate\(.*\)\n +"""', inspect.getsource(DecodeBuffers.__init__))
+    documented = _documented_attributes(DecodeBuffers.__init__)
     for name in documented:
         tensor = getattr(buffers, name)
         assert isinstance(tensor, torch.Tensor), name
@@ -103,6 +106,21 @@ def test_every_tensor_is_documented_and_zero() -> None:
     assert set(vars(buffers)) - set(documented) == {
         *("limits", "input_layout", "result_layout", "input", "result", "shaped")
     }
+
+
+def _documented_attributes(constructor: Callable[..., None]) -> list[str]:
+    """Return the attributes that a constructor allocates right before a docstring."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(constructor))).body
+    assert isinstance(function, ast.FunctionDef)
+    names = []
+    for made, text in pairwise(function.body):
+        match made, text:
+            case (
+                ast.Assign([ast.Attribute(ast.Name("self"), name)], ast.Call(ast.Name("allocate"))),
+                ast.Expr(ast.Constant(str())),
+            ):
+                names.append(name)
+    return names
 
 
 def test_scratch_holds_what_the_kernels_say_they_need() -> None:

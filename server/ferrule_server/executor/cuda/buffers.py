@@ -112,8 +112,11 @@ class DecodeBuffers:
     A step uses the first rows of each buffer. Tickets are 0 between steps: every kernel leaves them so, and nothing
     else writes them.
 
+    The constructor is also run on the meta device, by :func:`decode_buffer_bytes`: it allocates and makes views, and
+    neither reads nor writes a value.
+
     Args:
-        allocate: ``Gpu.allocate``.
+        allocate: ``Gpu.allocate``, or what counts its bytes.
         shape: Of the model.
         limits: Of a step.
         num_ctas: The grid of attention; that of the output head is no larger.

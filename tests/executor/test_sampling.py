@@ -38,6 +38,15 @@ def exact_probabilities(row: Float32Array, spec: SampleSpec) -> npt.NDArray[np.f
     return probabilities
 
 
+def test_a_choice_of_the_best_needs_no_logits() -> None:
+    """Executors that know it need not have the row; what is drawn from a row that is not there is an error."""
+    assert sampling.choose(None, 1, OutputSpec(greedy=True), 7, None) == (7, 0.0, None)
+    assert sampling.choose(None, 1, OutputSpec(), 7, None) is None
+    for spec in (OutputSpec(sample=SampleSpec()), OutputSpec(greedy=True, shaping=Shaping(bias=((1, 1.0),)))):
+        with pytest.raises(AssertionError, match="none were passed"):
+            sampling.choose(None, 1, spec, 7, None)
+
+
 LOGITS = st.lists(
     st.one_of(st.sampled_from([-2.0, 0.0, -0.0, 1.5]), st.floats(-30, 30, width=32)), min_size=1, max_size=40
 )

@@ -94,7 +94,8 @@ class _Output:
 
     def fill(self, row: RowOutput, history: Int32Array | None) -> None:
         """Write what the row returns."""
-        choice = choose(self._logits, row.position, self.spec, self.best_id, history)
+        logits = self._logits if _needs_choice(self.spec) else None  # else they may not be written
+        choice = choose(logits, row.position, self.spec, self.best_id, history)
         if choice is not None:
             row.token, row.is_accepted = choice.token, choice.is_accepted
         if needs_normaliser(self.spec):

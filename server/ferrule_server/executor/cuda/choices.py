@@ -221,7 +221,8 @@ def _fill_scores(outputs: Sequence[RowOutput], specs: Sequence[OutputSpec], resu
         end = begin + len(requested_ids(spec))
         if output.is_finite:
             is_random = spec.sample is not None and spec.sample.temperature != 0
-            choice = Choice(CHOSEN, float(results["chosen_logprobs"][i]) if is_random else 0.0)
+            sampled_logprob = float(results["chosen_logprobs"][i]) if is_random else 0.0
+            choice = None if output.token is None else Choice(output.token, sampled_logprob)
             fill_logprobs(output, spec, choice, results["requested"][begin:end].astype(np.float64))
             output.entropy = float(figures[i, 2]) if spec.entropy else None
             if spec.num_top_logprobs > 0:

@@ -66,12 +66,12 @@ def select_rows(
 
 
 def choose(
-    row: Float32Array, position: int, spec: OutputSpec, best_id: int, history: Int32Array | None
+    row: Float32Array | None, position: int, spec: OutputSpec, best_id: int, history: Int32Array | None
 ) -> Choice | None:
     """Return the token that the row gives; None if the spec requests none.
 
     Args:
-        row: float32 [vocab_size], finite, raw.
+        row: float32 [vocab_size], finite, raw; None if the spec takes the largest of the raw logits, or no token.
         position: Index in its sequence of the token to choose.
         spec: How to choose.
         best_id: The id of the largest logit, the lowest among equals.
@@ -80,12 +80,14 @@ def choose(
     sample = spec.sample
     if sample is None and not spec.greedy:
         return None
-    values: Logits = row
+    values: Logits | None = row
     if spec.shaping is not None:
+        assert row is not None, "a spec shapes logits, and none were passed"
         values = shape_row(row, spec.shaping, history)
         best_id = int(values.argmax())
     if sample is None or (sample.temperature == 0 and spec.draft is None):
         return Choice(best_id, 0.0)
+    assert values is not None, "a spec draws from logits, and none were passed"
     distribution = sampling_distribution(values, sample, float(values[best_id]))
     if spec.draft is not None:
         return decide(distribution, spec.draft, sample.seed, position)
@@ -166,15 +168,22 @@ def requested_ids(spec: OutputSpec, choice: Choice | None) -> list[int]:
     return [*chosen, *target, *spec.logprob_ids]
 
 
-def fill_logprobs(output: RowOutput, spec: OutputSpec, choice: Choice | None, requested: Float64Array) -> None:
-    """Fill in the log-probabilities of a row, given those of its :func:`requested_ids`."""
-    values = requested[: len(requested) - len(spec.logprob_ids)].tolist()
+def fill_logprobs(output: RowOutput, spec: OutputSpec, choice: Choice | None, model_logprobs: Float64Array) -> None:
+    """Fill in the log-probabilities of a row.
+
+    Args:
+        output: Of the row.
+        spec: What it returns.
+        choice: Its token; None: it has none.
+        model_logprobs: float64 [n], at T=1, of its :func:`requested_ids` in their order.
+    """
+    single = model_logprobs[: len(model_logprobs) - len(spec.logprob_ids)].tolist()
     if spec.logprob_ids:
-        output.requested_logprobs = logprobs(requested[len(values) :], 0.0)
+        output.requested_logprobs = logprobs(model_logprobs[len(single) :], 0.0)
     if spec.target_id >= 0:
-        output.target_logprob = values.pop()
-    if values and choice is not None:
-        output.model_logprob, output.sampled_logprob = values[0], choice.logprob
+        output.target_logprob = single.pop()
+    if single and choice is not None:
+        output.model_logprob, output.sampled_logprob = single[0], choice.logprob
 
 
 def logprobs(values: Logits, normaliser: float) -> Float32Array:

@@ -13,7 +13,7 @@ from ferrule_cli import app
 from ferrule_server.durability.writer import SYNC_BOUNDS_S, JournalCounters
 from ferrule_server.engine.engine import Engine
 from ferrule_server.engine.host_calls import Host
-from ferrule_server.engine.jobs import AppendJob, CacheInfo, GenerateJob, Lease
+from ferrule_server.engine.jobs import AppendJob, CacheInfo, GenerateJob
 from ferrule_server.engine.metrics.durability import DurabilityFigures
 from ferrule_server.errors import FeatureUnsupported, InvalidRequest
 from ferrule_server.kv.handle import Handle
@@ -123,8 +123,7 @@ def test_a_server_without_a_journal_says_so(server: RunningServer) -> None:
 def test_a_cold_sequence_tells_what_it_costs(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its level and the tokens to run, in GetCacheInfo and in lists."""
     handle = server.prefill().kv_cache
-    lease = Lease(60.0, 9.0)
-    cold = CacheInfo("ab", "me", 9, 0, 0, 1.0, lease, is_durable=True, tokens_to_recompute=9)
+    cold = CacheInfo("ab", "me", 9, 0, 0, 1.0, 60.0, 9.0, is_durable=True, tokens_to_recompute=9)
     monkeypatch.setattr(Host, "_describe", lambda *_: cold)
     summary = server.info(handle).summary
     assert (summary.durability, summary.tokens_to_recompute) == (JOURNALED, 9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import threading
 import time
@@ -15,6 +16,7 @@ from ferrule_server.engine.jobs import (
     ForkJob,
     ForkResult,
     GenerateJob,
+    ListResult,
     OutputRequest,
     StopRules,
     Window,
@@ -52,13 +54,27 @@ def test_a_look_sees_sequences_blocks_and_principals(harness: Harness) -> None:
         root.handle_id: "",
         branch.handle_id: root.handle_id,
     }
-    assert all(0 < each.lease.expires_in_s < each.lease.ttl_s for each in view.sequences)
+    assert all(0 < each.expires_in_s < each.ttl_s for each in view.sequences)
     num_owners = sorted(count for count in view.refcounts if count)
     assert num_owners == [1] + [2] * harness.store.pool.num_blocks_for(len(PROMPT))
     assert (view.kv.live_sequences, view.snapshot.num_sequences, view.num_principals) == (3, 3, 2)
     assert [each.name for each in view.principals] == ["bob", "alice"]
     again = _look(harness)
-    assert again.sequences[0].lease.expires_in_s < view.sequences[0].lease.expires_in_s
+    assert again.sequences[0].expires_in_s < view.sequences[0].expires_in_s
+
+
+def test_all_times_of_a_view_or_a_page_are_of_one_moment(harness: Harness) -> None:
+    """However long it takes to describe the sequences: the clock is read once for all of them."""
+    begun_s = float(round(time.monotonic()))
+    harness.clock = lambda: begun_s
+    for _ in range(4):
+        harness.submit(_append(None, *PROMPT)).result()
+    ticks = itertools.count()
+    harness.clock = lambda: begun_s + next(ticks) / 1024  # every reading differs, and no sum is rounded
+    page = harness.answer(ListResult, host_calls.list_caches("alice"))
+    for seen in (_look(harness).sequences, page.caches):
+        assert len(seen) == 4
+        assert len({(each.age_s, each.lease.expires_in_s) for each in seen}) == 1
 
 
 def test_sums_of_a_principal_grow_with_its_appends_alone(harness: Harness) -> None:

@@ -137,7 +137,7 @@ class Host:
         """Return all details of a sequence, and renew its lease."""
         sequence = self.store.resolve(handle, principal, at)
         self.store.renew(sequence)
-        info = self._describe(sequence)
+        info = self._describe(sequence, self.store.clock())
         info.tip, info.block_ids = sequence.handle_at(), tuple(sequence.held_ids)
         info.block_refcounts = tuple(map(self.store.pool.refcount, info.block_ids))
         info.token_ids = tuple(sequence.token_ids) if with_token_ids else None
@@ -146,7 +146,8 @@ class Host:
     def list_page(self, principal: str, after_handle_id: str, limit: int) -> ListResult:
         """Return a page of a principal's sequences, in order of handle_id."""
         sequences = self.store.registry.page(principal, after_handle_id, limit + 1)
-        page = tuple(self._describe(sequence) for sequence in sequences[:limit])
+        now = self.store.clock()
+        page = tuple(self._describe(sequence, now) for sequence in sequences[:limit])
         next_after = page[-1].handle_id if len(sequences) > limit else ""
         return ListResult(page, next_after, self.store.registry.count(principal))
 
@@ -157,6 +158,7 @@ class Host:
         pending = self.gate.pending()
         # Those that appended recently, newest first, then those that hold sequences or have jobs.
         known = dict.fromkeys(chain(self.own.recent(), self.store.usage.principals(), pending))
+        soonest, now = self.store.registry.soonest(max_sequences), self.store.clock()
         return View(
             at_s=time.monotonic(),
             unix_ns=time.time_ns(),
@@ -166,7 +168,7 @@ class Host:
             refcounts=refcounts,
             is_cached=is_cached,
             has_gaps=self.store.pool.has_gaps,
-            sequences=tuple(map(self._see, self.store.registry.soonest(max_sequences))),
+            sequences=tuple(self._outline(each, now, tuple(each.held_ids)) for each in soonest),
             principals=tuple(self._principal(name, pending) for name in islice(known, max_principals)),
             num_principals=len(known),
             num_jobs=self.gate.num_jobs,
@@ -179,37 +181,34 @@ class Host:
             return error
         return Lease(granted, granted)
 
-    def _describe(self, sequence: Sequence) -> CacheInfo:
+    def _describe(self, sequence: Sequence, now: float) -> CacheInfo:
         """Describe a sequence, as a rule in a time independent of its length: a page has up to a thousand of them."""
-        info = self._outline(sequence)
+        info = self._outline(sequence, now)
         info.num_shared_blocks = self.store.pool.count_shared(sequence.block_ids)
         return info
 
-    def _see(self, sequence: Sequence) -> CacheInfo:
-        """Describe a sequence for a view, whose reader counts the shared blocks."""
-        info = self._outline(sequence)
-        info.block_ids = tuple(sequence.held_ids)
-        return info
-
-    def _outline(self, sequence: Sequence) -> CacheInfo:
-        """Describe a sequence apart from its blocks."""
-        now = self.store.clock()
+    def _outline(self, sequence: Sequence, now: float, block_ids: tuple[int, ...] = ()) -> CacheInfo:
+        """Describe a sequence at a time on the store's clock, apart from who shares its blocks."""
+        length, num_blocks = sequence.length, sequence.num_blocks
+        # By position, in the order of the class: keywords take longer, and a view has up to a thousand of these.
         return CacheInfo(
-            handle_id=sequence.handle_id,
-            principal=sequence.principal,
-            length=sequence.length,
-            num_blocks=sequence.num_blocks,
-            kv_bytes=sequence.num_blocks * self.bytes_per_block,
-            age_s=now - sequence.created_at,
-            lease=Lease(sequence.ttl_s, max(0.0, sequence.expires_at - now)),
-            parent_handle_id=sequence.parent_handle_id,
-            num_pending=self.lanes.num_pending(sequence),
-            is_appending=sequence.is_appending,
-            reserved_length=sequence.reserved_length,
-            is_durable=sequence.is_durable,
-            tokens_to_recompute=sequence.length if sequence.is_cold else 0,
-            first_position=sequence.first_position,
-            lowest_length=sequence.lowest_length,
+            sequence.handle_id,
+            sequence.principal,
+            length,
+            num_blocks,
+            num_blocks * self.bytes_per_block,
+            now - sequence.created_at,
+            sequence.ttl_s,
+            max(0.0, sequence.expires_at - now),
+            sequence.parent_handle_id,
+            self.lanes.num_pending(sequence),
+            sequence.is_appending,
+            sequence.reserved_length,
+            sequence.first_position,
+            sequence.lowest_length,
+            sequence.is_durable,
+            length if sequence.is_cold else 0,
+            block_ids,
         )
 
     def _principal(self, name: str, pending: dict[str, tuple[int, int]]) -> PrincipalSeen:

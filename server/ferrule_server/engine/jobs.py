@@ -592,17 +592,18 @@ class CacheInfo:
         num_blocks: Blocks that it holds, including those set aside for future tokens.
         kv_bytes: Bytes of all its blocks; shared ones count in full.
         age_s: Seconds since it was created.
-        num_shared_blocks: Blocks of its tokens that other sequences use too; 0 in views, whose readers count them.
-        tip: The newest handle (``None`` in lists and views, which never carry secrets).
-        block_ids: Blocks that it holds of its tokens, in order; block_refcounts: how many sequences use each (1 =
-            unshared). Both empty in lists; views have refcounts of all blocks instead.
+        ttl_s, expires_in_s: As in :class:`Lease`.
         parent_handle_id: The sequence it was forked from; empty if it was prefilled.
         num_pending: Jobs in flight or waiting on it.
-        token_ids: None unless requested.
         reserved_length: Tokens up to which room is reserved; 0: none is.
+        is_appending, first_position, lowest_length: As in :class:`~ferrule_server.kv.sequence.Sequence`.
         is_durable: It survives the process.
         tokens_to_recompute: Tokens whose KV must be computed before it can be used: it was restored.
-        is_appending, first_position, lowest_length: As in :class:`~ferrule_server.kv.sequence.Sequence`.
+        block_ids: Blocks that it holds of its tokens, in order; block_refcounts: how many sequences use each (1 =
+            unshared). Both empty in lists; views have refcounts of all blocks instead.
+        num_shared_blocks: Blocks of its tokens that other sequences use too; 0 in views, whose readers count them.
+        tip: The newest handle (``None`` in lists and views, which never carry secrets).
+        token_ids: None unless requested.
     """
 
     handle_id: str
@@ -611,20 +612,26 @@ class CacheInfo:
     num_blocks: int
     kv_bytes: int
     age_s: float
-    lease: Lease
-    num_shared_blocks: int = 0
-    tip: Handle | None = None
+    ttl_s: float
+    expires_in_s: float
     parent_handle_id: str = ""
     num_pending: int = 0
     is_appending: bool = False
-    token_ids: tuple[int, ...] | None = None
     reserved_length: int = 0
     first_position: int = 0
     lowest_length: int = 1
-    block_ids: tuple[int, ...] = field(default=(), repr=False)
-    block_refcounts: tuple[int, ...] = ()
     is_durable: bool = False
     tokens_to_recompute: int = 0
+    block_ids: tuple[int, ...] = field(default=(), repr=False)
+    block_refcounts: tuple[int, ...] = ()
+    num_shared_blocks: int = 0
+    tip: Handle | None = None
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def lease(self) -> Lease:
+        """Its lease."""
+        return Lease(self.ttl_s, self.expires_in_s)
 
 
 @dataclass(frozen=True, slots=True)

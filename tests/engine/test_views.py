@@ -8,6 +8,8 @@ import threading
 import time
 from typing import Any, cast
 
+import pytest
+
 from ferrule_server.engine import host_calls
 from ferrule_server.engine.bridge.gate import Gate
 from ferrule_server.engine.host_calls import View
@@ -21,7 +23,7 @@ from ferrule_server.engine.jobs import (
     StopRules,
     Window,
 )
-from ferrule_server.engine.metrics.counters import EngineSnapshot
+from ferrule_server.engine.metrics.counters import EngineCounters, EngineSnapshot
 from ferrule_server.executor.base import OutputSpec
 from ferrule_server.kv.handle import Handle
 from tests.engine.harness import GREEDY, Harness, wait_until
@@ -175,6 +177,20 @@ def test_what_was_seen_never_changes_afterwards(harness: Harness) -> None:
     harness.submit(host_calls.release("alice", (handle,))).outcome()
     assert [pickle.dumps(each) for each in seen] == pictures
     assert harness.engine.snapshot().counters.decodes > 0
+
+
+def test_a_snapshot_agrees_with_its_own_counters(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the engine thread refuses a job while another thread takes the snapshot."""
+    copy = EngineCounters.copy
+
+    def copy_then_refuse(counters: EngineCounters) -> EngineCounters:
+        copied = copy(counters)
+        counters.refuse("alice", "HANDLE_STALE")
+        return copied
+
+    monkeypatch.setattr(EngineCounters, "copy", copy_then_refuse)
+    first, second = harness.engine.snapshot(), harness.engine.snapshot()
+    assert (first.refused, second.refused) == ({}, {"HANDLE_STALE": 1})
 
 
 def test_snapshots_of_other_threads_are_whole_values(harness: Harness) -> None:

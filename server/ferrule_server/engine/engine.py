@@ -80,7 +80,8 @@ class Engine:
     Attributes:
         info: What the executor says of itself and its model.
         counters: What has happened so far; written by the engine thread.
-        snapshot: Returns a copy of the current state; takes 20 us, from any thread, at most one step old.
+        snapshot: Returns a copy of the current state; takes some tens of us, from any thread, at most one step
+            old.
         own_figures: Returns the figures of one principal; cheap, from any thread, at most one step old.
         kv_metrics: Returns counters and state of the KV pool; from any thread, at most one step old.
         is_durable: Whether sequences can survive the process.

@@ -30,7 +30,7 @@ class Gauges:
     is_failed: bool = False
 
     def snapshot(self) -> EngineSnapshot:
-        """Return a copy of the engine's current state; takes 20 us, at most one step old."""
+        """Return a copy of the engine's current state; takes some tens of us, at most one step old."""
         return EngineSnapshot(
             counters=self.counters.copy(),
             num_running=len(self.lanes.running),
@@ -40,7 +40,7 @@ class Gauges:
             total_blocks=self.store.pool.capacity,
             free_blocks=self.store.pool.num_free,
             is_failed=self.is_failed,
-            refused=dict(self.gate.refused + self.counters.refused.copy()),
+            refused_at_gate=self.gate.refused,
             num_streams=len(self.drivers.active),
             num_parked=self.drivers.num_parked,
             num_arrived=len(self.inbox),
@@ -48,10 +48,9 @@ class Gauges:
 
     def own_figures(self, principal: str) -> OwnFigures:
         """Return the figures of one principal; cheap, at most one step old."""
-        counters = self.counters.own.look(principal)
         return OwnFigures(
             self.store.registry.count(principal),
-            counters,
+            self.counters.own.look(principal),
             self.store.ledger.own.look(principal),
-            dict(self.gate.refused_of(principal) + counters.refused.copy()),
+            self.gate.refused_of(principal),
         )

@@ -20,8 +20,7 @@ import math
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from ferrule_server.engine.jobs import (
@@ -90,15 +89,15 @@ class Gate:
         self._prefills = Meter("PREFILL_RATE", lambda principal: limits_of(principal).prefill_tokens_per_s, clock)
         self._company = Company()
         self._finished = _Finished()
-        self.refused: Counter[str] = Counter()
-        self._refused_of: PerPrincipal[Counter[str]] = PerPrincipal(Counter)
+        self.refused: Mapping[str, int] = {}
+        self._refused_of: PerPrincipal[dict[str, int]] = PerPrincipal(dict)
 
     @property
     def num_jobs(self) -> int:
         """Jobs admitted and not finished."""
         return self._jobs.num_held
 
-    def refused_of(self, principal: str) -> Counter[str]:
+    def refused_of(self, principal: str) -> dict[str, int]:
         """Return how many jobs of one principal were refused here, by reason; a copy."""
         with self._lock:
             return self._refused_of.look(principal).copy()
@@ -125,10 +124,7 @@ class Gate:
                     continue
                 if cache_id := _sequence_of(job):
                     blocked[cache_id] = error
-                counts = self.refused.copy()
-                counts[error.reason] += 1
-                self.refused = counts
-                self._refused_of.of(job.principal)[error.reason] += 1
+                self._count_refused(job.principal, error.reason)
                 refused.append((job, sink, error))
         return admitted, refused
 
@@ -194,6 +190,11 @@ class Gate:
             return QueueFull(num_host_calls, MAX_HOST_CALLS)
         self._host_calls.take(principal)
         return None
+
+    def _count_refused(self, principal: str, reason: str) -> None:
+        self.refused = {**self.refused, reason: self.refused.get(reason, 0) + 1}
+        own = self._refused_of.of(principal)
+        own[reason] = own.get(reason, 0) + 1
 
     def _too_many_rows(self, principal: str, num_rows: int, max_rows: int, now: float) -> QuotaExceeded:
         """Return an error that says when the rows of a job would fit; never, if they are more than the quota."""

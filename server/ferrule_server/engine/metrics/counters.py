@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from ferrule_server.engine.metrics.timings import EngineTimings
@@ -114,7 +115,7 @@ class EngineSnapshot:
         num_sequences: Live sequences. num_durable: those of them that survive the process.
         total_blocks, free_blocks: Of the pool, without the null block.
         is_failed: True after a device was lost; nothing runs any more.
-        refused: Jobs refused, by reason, at the gate and on the engine thread.
+        refused_at_gate: Jobs refused before they reached the engine thread, by reason.
         num_streams: Generates and Forwards in progress. num_parked: those of them that wait for their readers.
         num_arrived: Requests and stream frames that the engine thread has not taken yet.
     """
@@ -126,11 +127,16 @@ class EngineSnapshot:
     total_blocks: int
     free_blocks: int
     is_failed: bool
-    refused: dict[str, int] = field(default_factory=dict)
+    refused_at_gate: Mapping[str, int] = field(default_factory=dict)
     num_streams: int = 0
     num_parked: int = 0
     num_arrived: int = 0
     num_durable: int = 0
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Jobs refused, by reason, at the gate and on the engine thread."""
+        return dict(Counter(self.counters.refused) + Counter(self.refused_at_gate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +147,15 @@ class OwnFigures:
         num_sequences: Its live sequences.
         counters: The engine's counters for it.
         kv: The counters of its sequences.
-        refused: Its jobs refused, by reason, at the gate and on the engine thread.
+        refused_at_gate: Its jobs refused before they reached the engine thread, by reason.
     """
 
     num_sequences: int
     counters: OwnCounters
     kv: KvCounters
-    refused: dict[str, int]
+    refused_at_gate: Mapping[str, int]
+
+    @property
+    def refused(self) -> dict[str, int]:
+        """Its jobs refused, by reason, at the gate and on the engine thread."""
+        return dict(Counter(self.counters.refused) + Counter(self.refused_at_gate))

@@ -4,12 +4,12 @@
     assembly/       makes the parts of an engine and joins them
     jobs.py         the requests that the engine accepts and their results; the class of a job says what kind it is
     host_calls.py   operations that need no step: release, reserve, keep-alive, describe, list, view; what they show
-    bridge/         between the event loop and the engine thread. The only room with locks
+    bridge/         between the event loop and the engine thread
     appends/        one append: judged, reserved, run row by row, committed, recorded for a retry
     steps/          one step: which rows, copy-on-write, the executor, steps queued ahead, warm-up
     durable/        sequences that survive the process: the journal, and replies that wait for it
     generation/     Generate and Forward: the engine enters appends for these requests
-    metrics/        counters, timings, and the data of a server view
+    metrics/        counters, timings, and figures of the journal
     masks.py        token masks that clients have registered
     settings.py     limits of the engine
     faults/         unexpected exceptions, and places where tests make the engine fail on purpose

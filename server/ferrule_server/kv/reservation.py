@@ -58,7 +58,7 @@ class Reservation:
     new: NewSequence = USUAL
 
     def check_tokens(self, token_ids: SequenceOf[int]) -> None:
-        """Return if these tokens can be committed.
+        """Return if these tokens of a live reservation can be committed.
 
         Raises:
             ValueError: There is no token, or more than were reserved. Or the blocks of a sequence to be created were

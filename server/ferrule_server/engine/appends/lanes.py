@@ -223,7 +223,15 @@ class Lanes:
         return ForkResult(handles, min(granted), replayed=True)
 
     def _judge(self, job: LaneJob[object], sink: Sink, sequence: Sequence) -> None:
-        """Carry out or start a job whose turn it is: no append is in flight on the sequence."""
+        """Carry out or start a job whose turn it is: no append is in flight on the sequence.
+
+        Raises:
+            FerruleError: An append is refused, see :meth:`Admission.append`; nothing changed.
+            HandleStale: The sequence does not hold the tokens of the handle of a fork or truncate.
+            TruncateBeyond: The new length of a truncate is outside [1, length of its handle].
+            KvGivenBack: What a row after the new length attends to was given back.
+            QuotaExceeded, BlocksExhausted: There is no room for a fork, or for the reserved room after a truncate.
+        """
         if isinstance(job, AppendJob):
             self._proceed(self.admission.append(job, sink, sequence), job, sink, sequence)
             return

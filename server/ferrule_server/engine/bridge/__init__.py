@@ -1,4 +1,6 @@
-"""Between the event loop and the engine thread; no other room takes a lock or calls the event loop.
+"""Between the event loop and the engine thread; no other room calls the event loop.
+
+Locks are taken here and in ``durable/confirmations.py``, where the engine thread and the journal thread meet.
 
 gate.py      jobs on their way to the engine thread: refuses those beyond a queue or a quota; principals take turns
 delivery.py  outcomes on their way back, once per step

@@ -56,12 +56,13 @@ class Direct:
 
 @dataclass(eq=False)
 class Confirmations:
-    """The outlet with a journal: outcomes wait for it. Engine thread only.
+    """The outlet with a journal: each outcome is held until a group of records is on the disk.
 
-    Each outcome is held until a group of records is on the disk.
+    Called on the engine thread, but for ``_release``, which the journal calls on its own thread after each sync. The
+    lock guards what is held and which group is synced, and both threads deliver with it held.
 
-    Invariant: outcomes are released in the order in which they came, and none before its group is synced. Both threads
-    deliver with the lock held, so no outcome overtakes an earlier one of the same job.
+    Invariant: outcomes are released in the order in which they came, and none before its group is synced; no outcome
+    overtakes an earlier one of the same job.
 
     Args:
         journal: Writes what happens to durable sequences.

@@ -209,11 +209,13 @@ class _Group:
         spread = np.broadcast_to(is_stale[None, :, None, :], (2, len(seqs), shape.num_kv_heads, self._length))
         self._stale = index_tensor(np.flatnonzero(spread), pool)
         self._begin, self._device = int(step.positions[rows[0]]), pool.device
-        self._positions = index_tensor(step.positions[rows], pool).view(self._num_seqs, 1, self._q_len, 1)
         self._future: Tensor | None = None  # of a chunk: the mask of a tile over its own keys
+        self._positions: Tensor | None = None  # of all others: those of the rows
         if self._q_len * shape.num_queries_per_kv > _MAX_GROUPED_ROWS:
             tile = torch.arange(min(self._q_len, _TILE_ROWS), device=pool.device)
             self._future = self._mask(tile.unsqueeze(1), tile, AttentionRule(1.0), torch.float32)
+        else:
+            self._positions = index_tensor(step.positions[rows], pool).view(self._num_seqs, 1, self._q_len, 1)
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def attend(self, query: Tensor, layer_pieces: Tensor, rule: AttentionRule, *, sinks: Tensor | None) -> Tensor:
@@ -257,6 +259,7 @@ class _Group:
         """Compute the attention of the few rows of many sequences at once."""
         seen = (rule.window, rule.chunk)
         if seen not in self._masks:
+            assert self._positions is not None
             keys = torch.arange(self._length, device=self._device)
             self._masks[seen] = self._mask(self._positions, keys, rule, query.dtype)
         stacked, mask = self._stack(query, self._num_seqs), self._masks[seen]

@@ -43,7 +43,7 @@ def test_a_shared_block_is_freed_by_its_last_owner() -> None:
     assert pool.refcount(block_ids[0]) == 2
     pool.share(block_ids[:1], 3)
     assert [pool.release(block_ids[:1]) for _ in range(3)] == [0, 0, 0]
-    assert pool.count_with(1, block_ids) == 1
+    assert pool.count_unshared(block_ids) == 1
     assert pool.release(block_ids) == 1
     assert pool.release(block_ids[:1]) == 1
     assert pool.num_used == 0

@@ -358,8 +358,9 @@ def _header_of(found: Scan, segment: int, epoch: str) -> tuple[SegmentHeader | N
         return None, found
     try:
         header = SegmentHeader.decode(found.frames[0].payload)
-        if (header.segment, header.epoch) != (segment, epoch):
-            raise ValueError(f"its header says segment {header.segment} of epoch {header.epoch}")
     except ValueError as error:
         return None, Scan([], 0, Tail.DAMAGED, str(error))
+    if (header.segment, header.epoch) != (segment, epoch):
+        reason = f"its header says segment {header.segment} of epoch {header.epoch}"
+        return None, Scan([], 0, Tail.DAMAGED, reason)
     return header, found

@@ -200,12 +200,13 @@ class BlockPool:
         """Return how many blocks of a block table have several owners; see :func:`count_shared`."""
         return count_shared(table, self._refcounts, has_gaps=self.has_gaps)
 
-    def count_with(self, num_owners: int, block_ids: Iterable[int]) -> int:
-        """Return how many of these blocks have so many owners.
+    def count_unshared(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks have one owner: those that a release frees."""
+        return sum(self._refcounts[block_id] == 1 for block_id in block_ids)
 
-        A release frees blocks with 1 owner, and :meth:`adopt` takes those with 0 from the free blocks.
-        """
-        return sum(self._refcounts[block_id] == num_owners for block_id in block_ids)
+    def count_unowned(self, block_ids: Iterable[int]) -> int:
+        """Return how many of these blocks have no owner: those that :meth:`adopt` takes from the free blocks."""
+        return sum(self._refcounts[block_id] == 0 for block_id in block_ids)
 
     def cached_ids(self) -> list[int]:
         """Return the cached blocks in the order in which they would be handed out."""

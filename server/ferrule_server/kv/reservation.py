@@ -395,7 +395,7 @@ class Reservations:
         # The room beyond the append must be there afterwards as well.
         num_whole = self.pool.num_blocks_for(max(length + num_tokens, sequence.reserved_length))
         num_needed = num_whole - len(prefix) + is_copied
-        num_own = self.pool.count_with(1, sequence.block_ids[len(prefix) :]) + len(sequence.spare_ids)
+        num_own = self.pool.count_unshared(sequence.block_ids[len(prefix) :]) + len(sequence.spare_ids)
         if num_needed > num_own:
             num_held = num_whole - sequence.num_given_back
             self.usage.check(sequence.principal, num_blocks=num_needed - num_own, num_whole=num_held)
@@ -406,7 +406,7 @@ class Reservations:
         principal, num_tokens, creates = reservation.principal, reservation.num_tokens, reservation.verdict.creates
         num_blocks = self.pool.num_blocks_for(max(num_tokens, reserved_length))
         num_fresh = num_blocks - len(found_ids)
-        num_more = num_fresh + self.pool.count_with(0, found_ids)
+        num_more = num_fresh + self.pool.count_unowned(found_ids)
         self.usage.check(principal, num_sequences=int(creates), num_blocks=num_more, num_whole=num_blocks)
         self.pool.require(num_more)
         self.cache.link(found_ids)

@@ -8,7 +8,6 @@ it does not can name it: such a key counts as absent.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -61,9 +60,10 @@ def read_config(folder: Path, ignored: Collection[str] = (), note: Note = _unhea
 def _no_config(folder: Path) -> ModelError:
     """Return the error of a folder without config.json: what it holds instead, if that is known."""
     text = f"{folder / 'config.json'} is missing; a model folder holds config.json and *.safetensors"
-    names = list[str]()
-    with contextlib.suppress(OSError):
-        names += [path.name for path in itertools.islice(folder.iterdir(), _MAX_FILES)]
+    try:
+        names = [path.name for path in itertools.islice(folder.iterdir(), _MAX_FILES)]
+    except OSError:
+        names = []
     return no_model(text, names)
 
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 from ferrule_server.errors import ModelError
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.families.family import Family
 from ferrule_server.model.families.values import ConfigValues
-from ferrule_server.model.families.windows import change_layers, layer_types, with_windows
+from ferrule_server.model.families.windows import layer_types, with_windows
 from ferrule_server.model_files import shown
 
 
 def _refine(config: ModelConfig, values: ConfigValues) -> ModelConfig:
     rotated = _rotated_layers(config.num_layers, values)
-    types = ["full_attention" if keeps else "sliding_attention" for keeps in rotated]
-    network = change_layers(config, types, {"sliding_attention": {"rope": None}})
+    pairs = zip(config.layers, rotated, strict=True)
+    layers = tuple(kind if is_rotated else replace(kind, rope=None) for kind, is_rotated in pairs)
+    network = replace(config, layers=layers)
     if not values.flag("use_sliding_window") or values.get("sliding_window") is None:
         return network
     if values.get("layer_types") is not None:
-        types = layer_types(values, every=1)
+        return with_windows(network, values, layer_types(values, every=1))
+    types = ["full_attention" if is_rotated else "sliding_attention" for is_rotated in rotated]
     return with_windows(network, values, types)
 
 

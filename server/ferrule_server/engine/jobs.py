@@ -454,7 +454,11 @@ class Verified:
     row_handles: tuple[Handle, ...] = ()
 
     def num_appended(self, num_drafts: int) -> int:
-        """Return how many of so many drafts are appended: the accepted ones, or all if the client decides."""
+        """Return how many drafts are appended: the accepted ones, or all if the client decides.
+
+        This relies on two conditions: a rule always chooses a ``next_token``, and Acceptance.NONE never does; and
+        ``num_drafts`` is the number of drafts of the very verify that has this result.
+        """
         return num_drafts if self.next_token is None else self.accepted_count
 
 
@@ -486,7 +490,7 @@ class AppendResult:
 
 
 class Finish(enum.Enum):
-    """Why a branch of Generate ended."""
+    """Why a branch of Generate ended. The names are those of the contract, the values those of metrics."""
 
     EOS = "eos"
     STOP_TOKEN = "stop_token"  # noqa: S105  (a token of text)

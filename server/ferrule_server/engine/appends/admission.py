@@ -181,11 +181,7 @@ class Admission:
         if job.drafts is not None:  # rejected drafts were not committed
             specs = {row: specs[row] for row in specs if row < len(token_ids)}
         if not specs:  # no row returns anything, so nothing is run
-            ttl_s = self.store.renew(sequence, rows.ttl_s)
-            answer = AppendResult(sequence.handle_at(end), replayed=is_replay, ttl_s=ttl_s)
-            if job.drafts is not None:
-                answer.verified = with_row_handles(rows.verified or Verified(), job.drafts, sequence, end)
-            return answer
+            return self._answer(job, sequence, rows, is_replay=is_replay)
         if sequence.is_cold:
             return None
         first = next(iter(specs))
@@ -196,6 +192,14 @@ class Admission:
         run = RunningAppend(job, sink, reservation, token_ids[first:], specs, rows.ttl_s)
         run.verified, run.numbers = rows.verified, rows.numbers
         return run
+
+    def _answer(self, job: AppendJob, sequence: Sequence, rows: _Rows, *, is_replay: bool) -> AppendResult:
+        """Return the answer if no row is requested."""
+        ttl_s = self.store.renew(sequence, rows.ttl_s)
+        answer = AppendResult(sequence.handle_at(rows.end), replayed=is_replay, ttl_s=ttl_s)
+        if job.drafts is not None:
+            answer.verified = with_row_handles(rows.verified or Verified(), job.drafts, sequence, rows.end)
+        return answer
 
 
 @dataclass(slots=True)

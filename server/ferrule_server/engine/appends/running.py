@@ -196,27 +196,3 @@ class Reports(Protocol):
 
     def note_masks(self, principal: str, masks: SequenceOf[TokenMask], /) -> None:
         """Note token masks that a client has registered."""
-
-
-class NoJournal:
-    """Takes reports where no sequence is durable, and drops them.
-
-    Attributes:
-        is_lost, has_work, has_open: As in :class:`~ferrule_server.engine.durable.journal.Journal`.
-    """
-
-    is_lost: Final = False
-    has_work: Final = False
-    has_open: Final = False
-
-    def __len__(self) -> int:
-        return 0
-
-    def figures(self, _: int) -> None:
-        """Return None: there are none."""
-
-    def _drop(self, *_: object) -> None:
-        """Do nothing."""
-
-    note_append = note_rewind = note_fork = note_truncate = note_reserve = _drop
-    note_state = note_ended = note_masks = _drop

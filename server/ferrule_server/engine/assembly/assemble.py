@@ -119,8 +119,28 @@ def assemble(setup: Setup, counters: EngineCounters) -> Parts:
     )
     endings.subscribe(records.forget, stepper.forget, creations.note_ended, drivers.note_ended)
     gauges = Gauges(store, counters, inbox, gate, outlet, lanes, drivers)
-    bytes_per_block = setup.executor.info.bytes_per_block
-    host = Host(store, bytes_per_block, lanes, endings, journal, gate, counters.own, gauges.snapshot)
+    host = Host(
+        store=store,
+        bytes_per_block=setup.executor.info.bytes_per_block,
+        lanes=lanes,
+        endings=endings,
+        journal=journal,
+        gate=gate,
+        own=counters.own,
+        snapshot=gauges.snapshot,
+    )
     return Parts(
-        inbox, gate, delivery, outlet, outcomes, lanes, endings, drivers, gather, warmup, stepper, host, gauges
+        inbox=inbox,
+        gate=gate,
+        delivery=delivery,
+        outlet=outlet,
+        outcomes=outcomes,
+        lanes=lanes,
+        endings=endings,
+        drivers=drivers,
+        gather=gather,
+        warmup=warmup,
+        stepper=stepper,
+        host=host,
+        gauges=gauges,
     )

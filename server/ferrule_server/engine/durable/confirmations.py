@@ -11,7 +11,6 @@ from typing import Final
 
 from ferrule_server.engine.appends.creations import Creations
 from ferrule_server.engine.appends.records import ReplayRecords
-from ferrule_server.engine.appends.running import NoJournal
 from ferrule_server.engine.bridge.delivery import Delivery
 from ferrule_server.engine.bridge.gate import Finished, is_last
 from ferrule_server.engine.durable.journal import Journal
@@ -20,6 +19,30 @@ from ferrule_server.engine.durable.restore import restore
 from ferrule_server.engine.jobs import AppendJob, GenerateJob, HostCall, Job, QueuedJob
 from ferrule_server.errors import DurabilityLost, RequestIdReused
 from ferrule_server.kv.sequence_store import SequenceStore
+
+
+class NoJournal:
+    """Takes reports where no sequence is durable, and drops them.
+
+    Attributes:
+        is_lost, has_work, has_open: As in :class:`~ferrule_server.engine.durable.journal.Journal`.
+    """
+
+    is_lost: Final = False
+    has_work: Final = False
+    has_open: Final = False
+
+    def __len__(self) -> int:
+        return 0
+
+    def figures(self, _num_recomputed_tokens: int) -> None:
+        """Return None: there are none."""
+
+    def _drop(self, *_: object) -> None:
+        """Do nothing."""
+
+    note_append = note_rewind = note_fork = note_truncate = note_reserve = _drop
+    note_state = note_ended = note_masks = _drop
 
 
 class Direct:

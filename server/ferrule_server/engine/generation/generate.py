@@ -140,7 +140,11 @@ class Generation:
         """Continue parked branches: as many as the reader has room for, and those whose sequences have ended."""
         parked, self._parked = self._parked, []
         for branch in parked:
-            self._append(branch, ended)
+            assert branch.handle is not None
+            if branch.handle.handle_id in ended:
+                self._enter(branch)  # to learn how it ended, whether the reader has room or not
+            else:
+                self._append(branch)
 
     def end(self, why: Why) -> None:
         """Stop every branch that continues. Before the first frame, the call as a whole fails."""
@@ -238,12 +242,12 @@ class Generation:
         job.is_internal, job.loop = True, self._loop
         return job
 
-    def _append(self, branch: _Branch, ended: Collection[str] = ()) -> None:
-        """Append the last drawn token, or begin with a query, as soon as the reader has room or the sequence ended."""
-        assert branch.handle is not None
-        if self._has_room() or branch.handle.handle_id in ended:
+    def _append(self, branch: _Branch) -> None:
+        """Append the last drawn token, or begin with a query, as soon as the reader has room."""
+        if self._has_room():
             self._enter(branch)
         else:
+            assert branch.handle is not None
             branch.drawn_ns = 0
             self._parked.append(branch)
             self._drivers.park(self, branch.handle)

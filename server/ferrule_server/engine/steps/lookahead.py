@@ -100,7 +100,6 @@ class Lookahead:
 
     Attributes:
         has_more: The executor has said that it has more to prepare; read only.
-        is_due: The executor may have something to prepare, or may use what it has prepared meanwhile.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Lookahead:
         self._claimed: list[int] = []
         self._read_ns = 0
         self._num_quiet = 0
-        self.is_due = False
+        self._is_due = False
         self.has_more = False
 
     def claim(self, running: Iterable[RunningAppend]) -> list[Chunk]:
@@ -144,7 +143,7 @@ class Lookahead:
             DeviceLost: As the executor says. Whatever else it raises; nothing is pending then.
         """
         is_followed = self._decide_follow(chunks) and is_alone
-        self.is_due = True
+        self._is_due = True
         try:
             if self._claimed:
                 return self._run_claimed(chunks, is_followed=is_followed)
@@ -170,7 +169,7 @@ class Lookahead:
         self._claimed = []
         while self._pending:
             step = self._pending.popleft()
-            self.is_due = True
+            self._is_due = True
             self._counters.discarded_rows += len(step.guesses)
             try:
                 step.pending.result()
@@ -180,15 +179,28 @@ class Lookahead:
             except Exception:  # noqa: BLE001 - a step that is dropped may fail
                 _LOG.warning("a step that is thrown away failed rows=%d", step.batch.num_rows, exc_info=True)
 
+    def make_way(self) -> None:
+        """Drop the queued step, because the executor is about to run something else.
+
+        Raises:
+            DeviceLost: As the executor says.
+        """
+        self._is_due = True
+        self.drop()
+
+    def idle(self) -> None:
+        """Note that there are no requests, so the executor may use what it has prepared meanwhile."""
+        self._is_due = True
+
     def tend(self) -> None:
         """Let the executor do one piece of preparation: after each step and when idle, unless the next one is pending.
 
         Raises:
             DeviceLost: As the executor says.
         """
-        if self._pending or not (self.is_due or self.has_more):
+        if self._pending or not (self._is_due or self.has_more):
             return
-        self.is_due = self.has_more = False
+        self._is_due = self.has_more = False
         self.has_more = self._executor.tend()
 
     # ---- inside -----------------------------------------------------------------------------------------------------

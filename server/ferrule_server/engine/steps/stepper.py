@@ -166,8 +166,7 @@ class Stepper:
             DeviceLost: As the executor says.
         """
         if self._lookahead is not None:
-            self._lookahead.is_due = True
-            self._lookahead.drop()
+            self._lookahead.make_way()
         self.warmup.run_one()
 
     def tend(self) -> None:
@@ -190,7 +189,7 @@ class Stepper:
     def idle(self) -> None:
         """Note that there are no requests at the moment, so the executor may prepare itself."""
         if self._lookahead is not None:
-            self._lookahead.is_due = True
+            self._lookahead.idle()
 
     def close(self) -> None:
         """Drop the queued step and ignore its errors, which no request depends on."""

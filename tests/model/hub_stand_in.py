@@ -243,15 +243,17 @@ class _Storage(_Handler):
 
 def _sibling(folder: Path, path: str) -> dict[str, Any]:
     size, etag = (folder / path).stat().st_size, etag_of(folder / path)
-    if path.endswith(_LARGE):
-        pointer = {"sha256": etag, "size": size, "pointerSize": 134}
-        return {"rfilename": path, "size": size, "blobId": "0" * 40, "lfs": pointer}
-    return {"rfilename": path, "size": size, "blobId": etag}
+    if not path.endswith(_LARGE):
+        return {"rfilename": path, "size": size, "blobId": etag}
+    pointer = {"sha256": etag, "size": size, "pointerSize": 134}
+    sibling = {"rfilename": path, "blobId": "0" * 40, "lfs": pointer}
+    # A mirror may give the size of a large file with its pointer alone.
+    return sibling if path.startswith("model-00001") else sibling | {"size": size}
 
 
 def _tree_entry(folder: Path, path: str) -> dict[str, Any]:
-    sibling = _sibling(folder, path)
-    entry = {"type": "file", "path": path, "size": sibling["size"], "oid": sibling["blobId"]}
+    sibling, size = _sibling(folder, path), (folder / path).stat().st_size
+    entry = {"type": "file", "path": path, "size": size, "oid": sibling["blobId"]}
     if "lfs" in sibling:
-        entry["lfs"] = {"oid": sibling["lfs"]["sha256"], "size": sibling["size"], "pointerSize": 134}
+        entry["lfs"] = {"oid": sibling["lfs"]["sha256"], "size": size, "pointerSize": 134}
     return entry

@@ -61,7 +61,7 @@ class Outline:
     Attributes:
         folder: Has the configuration, and the index of the weights if there is one.
         commit: Of a model of the hub; None for any other folder.
-        stored_bytes: Size of the weights; 0: all are in the folder.
+        stored_bytes: Size of the weights, whether they are in the folder or not.
         missing_bytes: How many of them are still to be fetched.
         tensors: The names of the tensors, if weights may be missing and the repository has an index; else empty.
     """
@@ -110,10 +110,16 @@ def outline_model(name: str, revision: str | None, *, is_offline: bool, check: C
     """
     found = _looked_up(name, revision, is_offline=is_offline)
     if isinstance(found, Path):
-        return Outline(found, found.name)
+        return outline_folder(found, found.name)
     weights, folder = found.configuration(check), found.folder
     missing_bytes, tensors = found.size(found.missing(weights)), frozenset(_weight_map(folder))
     return Outline(folder, folder.name, found.size(weights), missing_bytes, tensors)
+
+
+def outline_folder(folder: Path, commit: str | None = None) -> Outline:
+    """Return what is known of a folder whose weights are those in it."""
+    weights = [folder / name for name in weights_of(folder)]
+    return Outline(folder, commit, sum(path.stat().st_size for path in weights if path.exists()))
 
 
 def cached_models() -> list[tuple[str, Path | None, int]]:
@@ -168,8 +174,8 @@ class _Repository:
         self._download([path for path in self.files if TEXTS.fullmatch(path)])
         if missing := self.missing(weights):
             self._check_room(missing)
-            found = (self.name, self.folder.name, len(missing), self.size(missing))
-            _LOG.info("downloading model=%s commit=%s files=%d bytes=%d", *found)
+            what = "downloading model=%s commit=%s files=%d bytes=%d"
+            _LOG.info(what, self.name, self.folder.name, len(missing), self.size(missing))
             with self._watching(missing, on_share):
                 self._download(missing)
         _compare(self.name, self.folder, {path: self.files[path].etag for path in weights})
@@ -296,13 +302,21 @@ def _looked_up(name: str, revision: str | None, *, is_offline: bool) -> Path | _
             _LOG.warning("event=hub_unused model=%s commit=%s reason=%r", name, here.name, str(problem))
             return here
         first, also = "", ""
-        if _is_outage(problem.__cause__):
+        if problem.is_outage:
             first, also = "no such folder, and ", f"; nor is it complete in the cache, {root}"
         raise ModelError(f"--model {name}: {first}{problem}{also}") from problem
 
 
 class _Unlisted(Exception):
-    """The hub does not list a repository; the message says why, the cause is what the library raised, if it did."""
+    """The hub does not list a repository; the message says why.
+
+    Attributes:
+        is_outage: This was no word of a hub about the repository, so a later attempt may succeed.
+    """
+
+    def __init__(self, message: str, *, is_outage: bool) -> None:
+        super().__init__(message)
+        self.is_outage = is_outage
 
 
 def _listed(name: str, revision: str, root: Path) -> _Repository:
@@ -321,9 +335,9 @@ def _listed(name: str, revision: str, root: Path) -> _Repository:
         raise ModelError(f"--revision {revision}: {name} has no such branch, tag or commit") from error
     # A server that is not a hub may cause any of these.
     except (_http_failure(), OSError, ValueError, TypeError, KeyError) as error:
-        raise _Unlisted(_reason(error, name)) from error
+        raise _Unlisted(_reason(error, name), is_outage=_is_outage(error)) from error
     if not _COMMIT.fullmatch(str(info.sha)):
-        raise _Unlisted(f"{constants.ENDPOINT} names no commit; is it a hub?")
+        raise _Unlisted(f"{constants.ENDPOINT} names no commit; is it a hub?", is_outage=True)
     found = {sibling.rfilename: sibling for sibling in info.siblings or ()}
     files = {path: _file(sibling) for path, sibling in found.items() if _is_wanted(path)}
     folder = root / f"models--{name.replace('/', '--')}" / "snapshots" / str(info.sha)
@@ -332,7 +346,9 @@ def _listed(name: str, revision: str, root: Path) -> _Repository:
 
 def _file(sibling: Any) -> _File:  # its fields differ between versions of the library
     """Return a file as the hub lists it."""
-    return _File(int(sibling.size or 0), str(sibling.blob_id if sibling.lfs is None else sibling.lfs.sha256))
+    if sibling.lfs is not None:
+        return _File(int(sibling.lfs.size), str(sibling.lfs.sha256))
+    return _File(int(sibling.size or 0), str(sibling.blob_id))
 
 
 def _is_wanted(path: str) -> bool:
@@ -443,8 +459,8 @@ def _status_of(error: BaseException | None) -> int | None:
     return status
 
 
-def _is_outage(error: BaseException | None) -> bool:
-    """Return whether a later request may succeed; None: what answered is no hub."""
+def _is_outage(error: BaseException) -> bool:
+    """Return whether a later request may succeed: nothing answered, or no hub, or a hub that cannot answer now."""
     status = _status_of(error)
     return status is None or status >= 500 or status in (408, 416, 429)
 

@@ -23,7 +23,7 @@ from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.families.others import NotSupported
 from ferrule_server.model.families.rotary import Note
-from ferrule_server.model.hub import Outline, cached_models, has_weights, is_hub_name, outline_model, weights_of
+from ferrule_server.model.hub import Outline, cached_models, has_weights, is_hub_name, outline_folder, outline_model
 from ferrule_server.model.tensors import HEAD, on_meta
 from ferrule_server.model.weights import TORCH_DTYPES, check_tensors, is_ignorable, of_text_model
 from ferrule_server.model_files import listed
@@ -179,7 +179,7 @@ def _located(config: ServerConfig, name: str) -> Outline:
     """Return what is known of a model before its weights are read; of one of the hub, fetch configuration and index."""
     if name == DEMO_MODEL or as_folder(name) is not None or not is_hub_name(name):
         folder, _, _ = find_model(config, lambda _stage, _share: None)
-        return Outline(folder)
+        return outline_folder(folder)
     check = functools.partial(network_of, config)
     return outline_model(name, config.revision, is_offline=config.is_offline, check=check)
 
@@ -219,7 +219,6 @@ def _details(
     (executor, path_reason), sizes = _executor_of(config, plan), _bytes_by_type(config, plan)
     dtype = TORCH_DTYPES[plan.dtype]
     max_context = config.max_context or network.max_positions
-    files = [source.folder / name for name in weights_of(source.folder)]
     return Details(
         commit=source.commit,
         architecture=network.architecture,
@@ -238,7 +237,7 @@ def _details(
         kv_bytes_per_token=network.kv_values * dtype.itemsize,
         kv_bytes=kv_bytes(network, dtype, max_context),
         left_out=network.names.parts_left_out(names),
-        stored_bytes=source.stored_bytes or sum(file.stat().st_size for file in files if file.exists()),
+        stored_bytes=source.stored_bytes,
         download_bytes=source.missing_bytes,
         memory=plan.memory,
         warnings=tuple(warnings),

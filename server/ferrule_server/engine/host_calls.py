@@ -6,8 +6,8 @@ Those on sequences judge leases at ``at``, the job's time of arrival on the stor
     ContextExceeded, ExceedsPool, QuotaExceeded, BlocksExhausted  There is no room; nothing changed.
 
 A view of the whole server is cheap enough to be taken between two steps: data proportional to the pool is copied, not
-traversed, and the reader computes the rest from the copies. With 200 000 blocks and 10 000 sequences a view takes about
-a millisecond of the engine thread.
+traversed, and the reader computes the rest from the copies. With 200 000 blocks and 9000 sequences, of which it lists
+256, a view takes about two milliseconds of the engine thread; with 1024 listed, five to seven.
 """
 
 from __future__ import annotations

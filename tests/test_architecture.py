@@ -212,7 +212,7 @@ RECORDS = (
 MAX_RECORD_FIELDS = 77
 """Of all these together."""
 BUDGET: dict[str, int] = {
-    "server": 32170,
+    "server": 32175,
     "client": 11646,
     "tools": 5842,  # the training of the bundled model came from the server with 650
 }

@@ -236,12 +236,16 @@ def test_a_row_of_a_forward_must_fit_into_a_message() -> None:
     assert caught.value.reason == "CONTEXT_EXCEEDED"
 
 
+def _serving(tokenizer: Tokenizer | None) -> Any:
+    return SimpleNamespace(inputs=SimpleNamespace(tokenizer=tokenizer))
+
+
 @pytest.mark.parametrize("skips", [False, True])
 def test_the_text_of_a_generate_has_special_tokens_unless_skipped(skips: bool) -> None:
     """As the request says."""
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     request = executor_pb2.GenerateRequest(return_text=True, skip_special_tokens=skips)
-    new_text = executor_service._new_text(cast("Any", SimpleNamespace(tokenizer=tokenizer)), request, ())
+    new_text = executor_service._new_text(_serving(tokenizer), request, ())
     assert new_text is not None
     text = new_text()
     text.push(0)
@@ -254,7 +258,7 @@ def test_the_text_of_a_generate_has_its_stop_only_if_it_is_included(includes: bo
     tokenizer = Tokenizer.load(DEMO_FOLDER)
     assert tokenizer is not None
     request = executor_pb2.GenerateRequest(return_text=True, stop_strings=["two"], include_stop_text=includes)
-    new_text = executor_service._new_text(cast("Any", SimpleNamespace(tokenizer=tokenizer)), request, ())
+    new_text = executor_service._new_text(_serving(tokenizer), request, ())
     assert new_text is not None
     text = new_text()
     for token_id in tokenizer.encode("one two three"):

@@ -147,7 +147,7 @@ def test_cancelled_appends_are_there_once_or_not_at_all(target: str) -> None:
                     cache.append(token, policy=wanted) if number % 4 < 2 else stream.run([Append(cache, token, wanted)])
                 )
                 task: asyncio.Task[object] = asyncio.create_task(call)
-                asyncio.get_running_loop().call_later(1e-4 * (number % 20), task.cancel)
+                asyncio.get_running_loop().call_later(_delay_s(number), task.cancel)
                 try:
                     await task
                     expected.append(token)
@@ -164,6 +164,11 @@ def test_cancelled_appends_are_there_once_or_not_at_all(target: str) -> None:
     run(main())
 
 
+def _delay_s(number: int) -> float:
+    """Return after how long an attempt is cancelled: up to 2 ms, longer after many, so that a slow machine ends too."""
+    return 1e-4 * (number % 20) * (1 + number // 200)
+
+
 def test_cancelled_steps_draw_each_token_once(target: str) -> None:
     """The pending token is sent by every attempt and appended by one; a fixed seed draws what a loop alone draws."""
 
@@ -175,7 +180,7 @@ def test_cancelled_steps_draw_each_token_once(target: str) -> None:
             num_cancelled = 0
             while len(said) < len(alone):
                 task = asyncio.create_task(cache.step())
-                asyncio.get_running_loop().call_later(1e-4 * ((len(said) + num_cancelled) % 20), task.cancel)
+                asyncio.get_running_loop().call_later(_delay_s(len(said) + num_cancelled), task.cancel)
                 try:
                     said.append((await task).token)
                 except asyncio.CancelledError:

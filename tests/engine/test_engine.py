@@ -196,8 +196,8 @@ def test_an_append_that_keeps_failing_ends_alone_and_its_handle_stays_good(harne
 
 
 def test_a_lost_device_loses_every_handle_and_says_so(harness: Harness) -> None:
-    """After DeviceLost nothing runs, in flight or later, and the owner is told once."""
-    handle = harness.prefill(1, 2).handle
+    """After DeviceLost nothing runs, in flight or later, the owner is told once, and nothing counts as live."""
+    handle = harness.submit(append(None, 1, 2, request_id="r")).result().handle
     harness.executor.errors[len(harness.executor.batches) + 1] = DeviceLost()
     one, waiting = harness.submit_all(append(handle, 3), append(handle, 4))
     assert isinstance(one.error(), HandleLost)
@@ -206,6 +206,7 @@ def test_a_lost_device_loses_every_handle_and_says_so(harness: Harness) -> None:
     assert harness.engine.snapshot().is_failed
     harness.engine.close()
     assert isinstance(harness.submit(append(handle, 3)).error(), Draining)
+    harness.check_integrity()
 
 
 def test_release_acts_at_the_next_boundary_and_ends_what_waits() -> None:

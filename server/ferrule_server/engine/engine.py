@@ -282,7 +282,7 @@ class Engine:
             lambda: self._lanes.end_all(lambda job: why(job.handle)),
             lambda: self._drivers.end_all(why),
             lambda: self._parts.warmup.end_all(lambda: why(None)),
-            *((self._store.lose_all,) if is_lost else ()),
+            *((self._parts.endings.lose_all,) if is_lost else ()),
             self._answer_rest,
             self._outlet.close,
             self._stepper.close,

@@ -346,8 +346,13 @@ class SequenceStore:
                 if sequence.expires_at < sequence.scheduled_at:
                     self._leases.schedule(sequence)
 
-    def lose_all(self) -> None:
-        """Free everything after a device fault, cached blocks too; durable sequences become cold."""
+    def lose_all(self) -> list[str]:
+        """Free everything after a device fault, cached blocks too; durable sequences become cold.
+
+        Returns:
+            The handle_ids of all others, which have ended.
+        """
+        lost = [sequence.handle_id for sequence in self.registry if not sequence.is_durable]
         self._cache.clear()
         for reservation in list(self.reservations.live):
             self.reservations.abort(reservation)
@@ -359,6 +364,7 @@ class SequenceStore:
             else:
                 self.registry.remove(sequence)
                 self._free_sequence(sequence)
+        return lost
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariants of the store and of its parts hold; slow, for tests."""

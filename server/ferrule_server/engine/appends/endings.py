@@ -79,6 +79,11 @@ class Endings:
             self._notify(handle_id)
             _LOG.info("lease expired handle_id=%s", handle_id)
 
+    def lose_all(self) -> None:
+        """End all sequences after a device fault, except durable ones, which become cold."""
+        for handle_id in self.store.lose_all():
+            self._notify(handle_id)
+
     def _notify(self, handle_id: str) -> None:
         """Notify every listener that a sequence has ended, for whatever reason."""
         for listener in self._listeners:

@@ -161,9 +161,12 @@ def _many() -> dict[str, Message]:
 
 @pytest.mark.parametrize("name", ["batch", "one field", "frame"])
 def test_others_run_while_a_large_request_is_parsed(name: str) -> None:
-    """The longest time without a pause is a few milliseconds."""
+    """The longest time without a pause is a few milliseconds, or what protobuf itself takes on a slow machine."""
     message = _many()[name]
     data = message.SerializeToString()
+    begin_s = time.thread_time()
+    type(message).FromString(data).SerializeToString()
+    protobuf_s = time.thread_time() - begin_s
     assert len(data) > 4 * PIECE_BYTES
     expected = num_messages(message)
 
@@ -187,7 +190,7 @@ def test_others_run_while_a_large_request_is_parsed(name: str) -> None:
         assert found == message
         return longest_s
 
-    assert asyncio.run(longest_pause_s()) < 0.03
+    assert asyncio.run(longest_pause_s()) < max(0.03, 2 * protobuf_s)
 
 
 @pytest.mark.parametrize("item", [b"\x0a\x00", b"\x0a\x04\x0a\x02ab"], ids=["empty", "numbers"])

@@ -161,7 +161,7 @@ def _many() -> dict[str, Message]:
 
 @pytest.mark.parametrize("name", ["batch", "one field", "frame"])
 def test_others_run_while_a_large_request_is_parsed(name: str) -> None:
-    """The longest time without a pause is a few milliseconds, or what protobuf itself takes on a slow machine."""
+    """The longest time without a pause is what protobuf itself takes, whatever the machine, and a few milliseconds."""
     message = _many()[name]
     data = message.SerializeToString()
     begin_s = time.thread_time()
@@ -190,7 +190,7 @@ def test_others_run_while_a_large_request_is_parsed(name: str) -> None:
         assert found == message
         return longest_s
 
-    assert asyncio.run(longest_pause_s()) < max(0.03, 2 * protobuf_s)
+    assert asyncio.run(longest_pause_s()) < 1.5 * protobuf_s + 0.005
 
 
 @pytest.mark.parametrize("item", [b"\x0a\x00", b"\x0a\x04\x0a\x02ab"], ids=["empty", "numbers"])

@@ -49,6 +49,8 @@ def test_foreign_released_and_invented_handles_answer_alike(store: SequenceStore
         assert caught.type is HandleUnknown
         messages.add(caught.value.message.replace(handle_id_of(cache_id), "ID"))
     assert len(messages) == 1
+    assert store.release(foreign.handle_at(), "bob") is None
+    assert store.resolve(foreign.handle_at(), "alice") is foreign
 
 
 @pytest.mark.parametrize(

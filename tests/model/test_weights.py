@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import ferrule_server
 from ferrule_server.errors import ModelError
+from ferrule_server.model import weights
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.rope import stored_order
 from ferrule_server.model.tensors import EMBEDDING
@@ -285,6 +286,15 @@ def test_another_head_is_found_before_the_weights_are_read(folder: Path) -> None
     edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
     with pytest.raises(ModelError, match=r"ties the output head, yet lm_head\.weight differs"):
         check_tensors(folder, read_config(folder))
+
+
+def test_another_head_that_begins_alike_is_found_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole tensors are compared, by their digests."""
+    monkeypatch.setattr(weights, "_FIRST_BYTES", 64)
+    edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    edit(folder, lambda t: t["lm_head.weight"][-1, -1].add_(1))
+    check_tensors(folder, read_config(folder))
+    assert "ties the output head" in error_of(folder)
 
 
 def test_a_tied_head_may_be_stored_when_it_is_the_embedding(folder: Path) -> None:

@@ -135,6 +135,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "torch",
     ),
     "ferrule_server.executor.sampling": ("ferrule_server.executor.sampling", "ferrule_server.executor.base", "numpy"),
+    "ferrule_server.executor.sampling.exponential": ("ferrule_server.kernels.cpu.doubles", "numba", "numpy"),
     "ferrule_server.executor.sampling.device*": (
         "ferrule_server.executor.sampling",
         "ferrule_server.executor.base",
@@ -212,7 +213,7 @@ RECORDS = (
 MAX_RECORD_FIELDS = 77
 """Of all these together."""
 BUDGET: dict[str, int] = {
-    "server": 32175,
+    "server": 32613,
     "client": 11646,
     "tools": 5842,  # the training of the bundled model came from the server with 650
 }

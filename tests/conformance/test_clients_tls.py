@@ -56,7 +56,7 @@ WITHOUT_TLS = {
     "node": "No connection established",
     "python": "Socket closed",
     "go": "error reading server preface",
-    "rust": "transport error",
+    "rust": "tonic::transport::Error(Transport",
     "cpp": "Socket closed",
 }
 """What an example reads at a port with TLS."""

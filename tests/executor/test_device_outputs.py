@@ -128,10 +128,10 @@ def assert_same(ours: RowOutput, expected: RowOutput) -> None:
             np.testing.assert_allclose(mine, theirs, atol=0 if is_exact else 1e-5, rtol=0 if is_exact else 1e-6)
 
 
-@pytest.mark.parametrize("has_numpy", [False, True])
+@pytest.mark.parametrize("is_exact", [False, True])
 @settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), vocab_size=st.sampled_from(VOCAB_SIZES), num_rows=st.integers(1, 9))
-def test_batched_rows_are_those_of_the_definition(has_numpy: bool, seed: int, vocab_size: int, num_rows: int) -> None:
+def test_batched_rows_are_those_of_the_definition(is_exact: bool, seed: int, vocab_size: int, num_rows: int) -> None:
     """Any mix of rows: the same tokens, decisions and ids, log-probabilities within 1e-5, and nothing else."""
     rng = np.random.default_rng(seed)
     logits = random_logits(rng, num_rows, vocab_size)
@@ -140,7 +140,7 @@ def test_batched_rows_are_those_of_the_definition(has_numpy: bool, seed: int, vo
     histories = [history_of(rng, spec, vocab_size) for spec in specs]
     positions = rng.integers(0, 5000, num_rows).tolist()
     expected = select_rows(logits, positions, specs, histories, hidden)
-    outputs = DeviceOutputs(CPU, has_numpy=has_numpy)
+    outputs = DeviceOutputs(CPU, is_exact=is_exact)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_outputs, "_SMALL_ELEMENTS", 0)
         ours = outputs.select(torch.from_numpy(logits), torch.from_numpy(hidden), positions, specs, histories)
@@ -148,8 +148,8 @@ def test_batched_rows_are_those_of_the_definition(has_numpy: bool, seed: int, vo
         assert_same(mine, theirs)
 
 
-@pytest.mark.parametrize("has_numpy", [False, True])
-def test_rows_of_extreme_logits_are_those_of_the_definition(has_numpy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_rows_of_extreme_logits_are_those_of_the_definition(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits further apart than float32 reaches give finite values, entropies and draws too."""
     monkeypatch.setattr(device_outputs, "_SMALL_ELEMENTS", 0)
     logits = np.array([[3e38, -3e38, 3e38, 0.0], [-3e38, -3e38, -3e38, 3e38], [1e-40, 0.0, -1e-40, -3e38]], np.float32)
@@ -157,7 +157,7 @@ def test_rows_of_extreme_logits_are_those_of_the_definition(has_numpy: bool, mon
     shaping = Shaping(repetition_penalty=1e-38, frequency_penalty=3e38)
     histories = [np.array([2, 2], np.int32)] * 3
     for specs in ([spec] * 3, [replace(spec, shaping=shaping)] * 3):
-        ours = DeviceOutputs(CPU, has_numpy=has_numpy).select(
+        ours = DeviceOutputs(CPU, is_exact=is_exact).select(
             torch.from_numpy(logits), torch.zeros(3, 1), [5, 6, 7], specs, histories
         )
         for mine, theirs in zip(ours, select_rows(logits, [5, 6, 7], specs, histories), strict=True):
@@ -171,7 +171,7 @@ def test_top_p_that_is_reached_exactly_keeps_no_token_more(top_p: float) -> None
     """Of eight equals a quarter is the two lowest ids, batched as in the definition."""
     logits = np.zeros((64, 8), np.float32)
     specs = [OutputSpec(sample=SampleSpec(top_p=top_p, seed=seed)) for seed in range(64)]
-    rows = DeviceOutputs(CPU, has_numpy=False).select(torch.from_numpy(logits), torch.zeros(64, 1), [0] * 64, specs)
+    rows = DeviceOutputs(CPU, is_exact=False).select(torch.from_numpy(logits), torch.zeros(64, 1), [0] * 64, specs)
     assert {row.token for row in rows} == set(range(int(8 * top_p)))
     assert [row.token for row in rows] == [row.token for row in select_rows(logits, [0] * 64, specs)]
 
@@ -193,12 +193,12 @@ def test_rows_on_an_accelerator_are_those_of_the_definition(vocab_size: int) -> 
         assert_same(mine, theirs)
 
 
-@pytest.mark.parametrize("has_numpy", [False, True])
-def test_full_rows_are_their_receivers_and_their_neighbours_have_none(has_numpy: bool) -> None:
+@pytest.mark.parametrize("is_exact", [False, True])
+def test_full_rows_are_their_receivers_and_their_neighbours_have_none(is_exact: bool) -> None:
     """Logits and hidden states are copies of one row each, on the host, in float32; nobody else gets any."""
     logits, hidden = torch.randn(3, 20000), torch.randn(3, HIDDEN_SIZE, dtype=torch.bfloat16)
     specs = [OutputSpec(greedy=True), OutputSpec(full_logits=True, hidden_state=True), OutputSpec(greedy=True)]
-    rows = DeviceOutputs(CPU, has_numpy=has_numpy).select(logits, hidden, [0, 1, 2], specs)
+    rows = DeviceOutputs(CPU, is_exact=is_exact).select(logits, hidden, [0, 1, 2], specs)
     copied = rows[1].logits
     assert copied is not None
     assert copied.base is None or copied.base.nbytes == copied.nbytes
@@ -255,7 +255,7 @@ def test_rows_go_through_in_bounded_groups(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(DeviceSampler, "choose", choose)
     logits = np.random.default_rng(0).standard_normal((10, 97)).astype(np.float32)
     specs = [OutputSpec(sample=SampleSpec(seed=i), logprobs=True, entropy=True) for i in range(10)]
-    ours = DeviceOutputs(CPU, has_numpy=False).select(
+    ours = DeviceOutputs(CPU, is_exact=False).select(
         torch.from_numpy(logits), torch.zeros(10, 1), list(range(10)), specs
     )
     assert seen == [3, 3, 3, 1]

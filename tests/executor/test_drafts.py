@@ -60,15 +60,6 @@ def slow_target(sample: SampleSpec, shaping: Shaping | None) -> Float64Array:
     return target
 
 
-def dense(distribution: Distribution) -> Float64Array:
-    """Return the probabilities of a distribution: float64 [VOCAB]."""
-    probabilities = np.zeros(VOCAB)
-    probabilities[slice(None) if distribution.token_ids is None else distribution.token_ids] = (
-        distribution.probabilities()
-    )
-    return probabilities
-
-
 def draft_distributions(kind: str, distribution: Distribution) -> list[DraftDistribution | None]:
     """Return distributions q of one kind to draw drafts from; ``own`` is p itself, up to the rounding of float32."""
     rng = np.random.default_rng(4)
@@ -81,7 +72,7 @@ def draft_distributions(kind: str, distribution: Distribution) -> list[DraftDist
         ids = [np.array(ids, np.int32) for ids in ([6, 2, 4], [5, 1], [3])]
         return [DraftDistribution(bytes([i]), part, rng.dirichlet(np.ones(len(part)))) for i, part in enumerate(ids)]
     if kind == "own":
-        return [DraftDistribution(b"p", None, dense(distribution).astype(np.float32).astype(np.float64))]
+        return [DraftDistribution(b"p", None, distribution.probabilities().astype(np.float32).astype(np.float64))]
     return [None]
 
 
@@ -106,7 +97,7 @@ def emitted(distribution: Distribution, draft_distribution: DraftDistribution | 
         accepted = accept_probability(distribution, draft)
         out[drafted] += q[drafted] * accepted
         if accepted < 1:
-            out += q[drafted] * (1 - accepted) * dense(residual(distribution, draft))
+            out += q[drafted] * (1 - accepted) * residual(distribution, draft).probabilities()
     return out
 
 
@@ -130,11 +121,9 @@ def test_emitted_distribution_is_any_target_under_any_draft(
     weights: list[float], q: list[float], kept: set[int]
 ) -> None:
     """Zeros anywhere in p and q, distributions over few tokens, sums that are not 1: what comes out is p."""
-    ids = np.array(sorted(kept), np.intp)
-    part = np.array(weights)[ids] + 1e-3
-    distribution = Distribution(ids, part)
+    distribution = Distribution(np.where(np.isin(np.arange(VOCAB), list(kept)), np.array(weights) + 1e-3, 0.0))
     draft_distribution = DraftDistribution(b"q", None, np.array(q) / sum(q) * (1 + 5e-4))
-    assert np.abs(emitted(distribution, draft_distribution, 0) - dense(distribution)).sum() / 2 < 1e-9
+    assert np.abs(emitted(distribution, draft_distribution, 0) - distribution.probabilities()).sum() / 2 < 1e-9
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -150,17 +139,17 @@ def test_decisions_follow_the_numbers(kind: str, monkeypatch: pytest.MonkeyPatch
             numbers[Purpose.ACCEPT] = math.nextafter(border, 0)
             accepted = decide(distribution, draft, 0, 0)
             assert (accepted.token, accepted.is_accepted) == (token_id, True)
-            assert accepted.logprob == pytest.approx(math.log(dense(distribution)[token_id]), abs=1e-12)
+            assert accepted.logprob == pytest.approx(math.log(distribution.probabilities()[token_id]), abs=1e-12)
         if border < 1:
             numbers[Purpose.ACCEPT] = border
-            left = dense(residual(distribution, draft))
+            left = residual(distribution, draft).probabilities()
             cells = 500
             counts = np.zeros(VOCAB)
             for cell in range(cells):
                 numbers[Purpose.RESIDUAL] = (cell + 0.5) / cells
                 other = decide(distribution, draft, 0, 0)
                 assert not other.is_accepted
-                assert other.logprob == pytest.approx(math.log(dense(distribution)[other.token]), abs=1e-12)
+                assert other.logprob == pytest.approx(math.log(distribution.probabilities()[other.token]), abs=1e-12)
                 counts[other.token] += 1
             assert np.abs(counts / cells - left).max() <= 1 / cells
 
@@ -169,9 +158,9 @@ def test_rejected_draft_of_certainty_is_never_drawn_again() -> None:
     """What is left of p has everything but the draft; tokens that p drops stay dropped."""
     distribution = distribution_of(SampleSpec(top_k=4), None)
     for token_id in range(VOCAB):
-        left = dense(residual(distribution, DraftSpec(token_id)))
+        left = residual(distribution, DraftSpec(token_id)).weights
         assert left[token_id] == 0
-        assert set(np.flatnonzero(left)) == set(np.flatnonzero(dense(distribution))) - {token_id}
+        assert set(np.flatnonzero(left)) == set(np.flatnonzero(distribution.probabilities())) - {token_id}
 
 
 def test_draft_that_leaves_nothing_falls_back_to_the_target() -> None:
@@ -180,7 +169,7 @@ def test_draft_that_leaves_nothing_falls_back_to_the_target() -> None:
     draft = DraftSpec(2, DraftDistribution(b"p", None, distribution.probabilities()))
     assert accept_probability(distribution, draft) == 1
     assert residual(distribution, draft) is distribution
-    certain = Distribution(np.array([3]), np.ones(1))
+    certain = Distribution(np.eye(VOCAB)[3])
     assert accept_probability(certain, DraftSpec(3)) == 1
     assert residual(certain, DraftSpec(3)) is certain
 
@@ -212,8 +201,7 @@ def run_chain(
     drafted = [1, 1]
     if draft_distribution is not None:
         drafted = [
-            Distribution(None, draft_distribution.probs).draw(uniform(seed, 1 + i, Purpose.DRAFT)).token
-            for i in range(2)
+            Distribution(draft_distribution.probs).draw(uniform(seed, 1 + i, Purpose.DRAFT)).token for i in range(2)
         ]
     rows = np.stack([next_row(token_id) for token_id in (first, *drafted)])
     sample = SampleSpec(spec.temperature, spec.top_k, spec.top_p, spec.min_p, seed)

@@ -14,7 +14,7 @@ from ferrule_server.executor.base import Float32Array, OutputSpec, RowOutput, Sa
 from ferrule_server.executor.sampling import selection as sampling
 from ferrule_server.executor.sampling.distributions import Distribution, sampling_distribution
 from ferrule_server.executor.sampling.philox import Purpose, uniform
-from ferrule_server.executor.sampling.ranking import largest, ranked_largest
+from ferrule_server.executor.sampling.ranking import ranked_largest
 from ferrule_server.executor.sampling.selection import select_rows
 from tests.executor.slow_distributions import as_row, mask_of, slow_distribution, slow_draw, slow_shape
 
@@ -32,10 +32,7 @@ def draw(row: Float32Array, spec: SampleSpec, u: float) -> int:
 def exact_probabilities(row: Float32Array, spec: SampleSpec) -> npt.NDArray[np.float64]:
     """Return float64 [vocab_size], the probability of each token under the distribution."""
     distribution = sampling_distribution(row, spec, float(row.max()))
-    probabilities = np.zeros(len(row))
-    token_ids = np.arange(len(row)) if distribution.token_ids is None else distribution.token_ids
-    probabilities[token_ids] = distribution.weights / distribution.weights.sum()
-    return probabilities
+    return distribution.probabilities()
 
 
 def test_a_choice_of_the_best_needs_no_logits() -> None:
@@ -255,8 +252,8 @@ def test_full_logits_are_the_receivers_own_copy() -> None:
     assert second.logits is None
 
 
-def test_rows_of_one_batch_equal_rows_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, for every kind of row, whatever shares the batch or the chunk."""
+def test_rows_of_one_batch_equal_rows_run_alone() -> None:
+    """Bit for bit, for every kind of row, whatever shares the batch."""
     kinds = [
         OutputSpec(greedy=True, logprobs=True),
         OutputSpec(sample=SampleSpec(temperature=0.8, top_k=5, seed=3), logprobs=True),
@@ -266,10 +263,8 @@ def test_rows_of_one_batch_equal_rows_run_alone(monkeypatch: pytest.MonkeyPatch)
     specs = [kinds[i % len(kinds)] for i in range(13)]
     logits = np.random.default_rng(2).standard_normal((13, 97)).astype(np.float32)
     alone = [select_one(logits[i], specs[i], i) for i in range(13)]
-    for chunk_elements in (1, 300, 1 << 20):
-        monkeypatch.setattr(sampling, "_CHUNK_ELEMENTS", chunk_elements)
-        for one, other in zip(alone, select_rows(logits, list(range(13)), specs), strict=True):
-            assert repr(one) == repr(other)
+    for one, other in zip(alone, select_rows(logits, list(range(13)), specs), strict=True):
+        assert repr(one) == repr(other)
 
 
 def test_selection_changes_nothing_and_needs_no_rows() -> None:
@@ -300,7 +295,7 @@ def test_draws_of_long_rows_are_those_of_one_long_sum(u: float, share: float) ->
     for length in (4096, 4097, 5000, 30011):
         weights = rng.random(length) * (rng.random(length) < share)
         weights[rng.integers(length)] = 1.0
-        token, logprob, _ = Distribution(None, weights).draw(u)
+        token, logprob, _ = Distribution(weights).draw(u)
         sums = np.cumsum(weights)
         assert token == int(sums.searchsorted(u * sums[-1], side="right"))
         assert logprob == pytest.approx(math.log(weights[token] / weights.sum()), abs=1e-12)
@@ -313,7 +308,7 @@ def test_draw_between_two_sums_of_one_run_takes_its_last_token() -> None:
     for _ in range(200):
         weights[:128] = rng.random(128)
         weights[127], weights[5000] = 0.0, 1e-9
-        token = Distribution(None, weights).draw(math.nextafter(1 - 1e-9 / weights.sum(), 0)).token
+        token = Distribution(weights).draw(math.nextafter(1 - 1e-9 / weights.sum(), 0)).token
         assert weights[token] > 0
 
 
@@ -324,7 +319,7 @@ def test_largest_of_long_rows_are_those_of_a_full_sort(k: int) -> None:
     smooth = rng.standard_normal(30011)
     for row in (smooth, np.round(smooth), np.round(smooth) * 0, np.where(rng.random(30011) < 0.999, -np.inf, smooth)):
         expected = np.argsort(-row, kind="stable")[:k]
-        assert largest(row.astype(np.float64), k).tolist() == sorted(expected.tolist())
+        assert ranked_largest(row.astype(np.float64), k).tolist() == expected.tolist()
         assert ranked_largest(row, k).tolist() == expected.tolist()
 
 

@@ -90,7 +90,7 @@ def test_what_a_step_costs_beside_its_graph(
 ) -> None:
     """One upload, one replay, one copy for each thing that is asked for, one wait; torch works for its rows alone."""
     toy = Toy(max_rows=32)
-    toy.runner._outputs = DeviceOutputs(torch.device("cpu"), has_numpy=False)
+    toy.runner._outputs = DeviceOutputs(torch.device("cpu"), is_exact=False)
     batch = batch_of(specs)
     toy.runner.run(batch)
     toy.capture()

@@ -185,9 +185,9 @@ class NumbaCpuExecutor:
         for begin in range(0, max(1, len(positions)), memory.max_outputs):
             part = slice(begin, begin + memory.max_outputs)
             memory.set_outputs(batch.output_rows[part], is_head_only=begin > 0)
-            ask(memory, batch.output_specs[part])
+            ask(memory, positions[part], batch.output_specs[part], batch.histories[part])
             self._run_step(0 if begin else batch.num_rows)
-            rows += read_outputs(memory, positions[part], batch.output_specs[part], batch.histories[part])
+            rows += read_outputs(memory, positions[part], batch.output_specs[part])
         return rows
 
     def _run_step(self, num_rows: int) -> None:

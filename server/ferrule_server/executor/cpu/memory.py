@@ -6,7 +6,7 @@ All memory is allocated here, once. A step writes its inputs into it and reads i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from ferrule_server.kernels.cpu.attention import TILE_TOKENS, attention_scratch_
 from ferrule_server.kernels.cpu.dot import GROUP
 from ferrule_server.kernels.cpu.linear import MOST_BLOCK_ROWS
 from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan
-from ferrule_server.kernels.cpu.records import BEST_BYTES, MOST_TOP, RESULT_FIELDS, STEP
+from ferrule_server.kernels.cpu.records import BEST_BYTES, CHOICE, MOST_TOP, RESULT_FIELDS, STEP
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.rope import Rope
@@ -78,6 +78,9 @@ class StepMemory:
         top_counts: int32 [max_outputs], how many of the largest logits are needed.
         logits: float32 [max_outputs, at least vocab_size].
         results: float64 [max_outputs, RESULT_FIELDS].
+        choices: CHOICE [max_outputs], how each token is chosen from the logits.
+        kept: What the choices of this step refer to.
+        all_tokens: uint8 [ceil(vocab_size / 8)], the mask that allows every token.
         queries: float32 [rows, num_heads * head_dim], what attention reads.
         inputs: Of linear layers, by name: ``normed``, ``attended`` and ``activated``, [rows, at least their width].
         top_ids: int32 [max_outputs, MOST_TOP].
@@ -86,6 +89,8 @@ class StepMemory:
 
     def __init__(self, config: ModelConfig, plan: Plan, *, max_rows: int, max_context: int, num_threads: int) -> None:
         self._kept: list[Tensor] = []
+        self.kept: list[npt.NDArray[Any]] = []
+        self.all_tokens = np.full(-(-config.vocab_size // 8), 255, np.uint8)
         self.inputs: dict[str, Tensor] = {}
         self._step = np.zeros(1, STEP)
         self.address = self._step.ctypes.data
@@ -148,6 +153,7 @@ class StepMemory:
         self.targets: Int32Array = self._new("targets", (count,), torch.int32).numpy()
         self.top_counts: Int32Array = self._new("top_counts", (count,), torch.int32).numpy()
         self.results: npt.NDArray[np.float64] = self._new("results", (count, RESULT_FIELDS), torch.float64).numpy()
+        self.choices = self._new("choices", (count, CHOICE.itemsize), torch.uint8).numpy().view(CHOICE)[:, 0]
         top = self._new("top_results", (count, MOST_TOP, 2)).numpy()
         self.top_logits: Float32Array = top[:, :, 0]
         self.top_ids: Int32Array = top.view(np.int32)[:, :, 1]
@@ -207,6 +213,10 @@ class StepMemory:
         step = self._step[0]
         self._rows["output_rows"][: len(output_rows)] = output_rows
         step["num_outputs"], step["is_head_only"] = len(output_rows), is_head_only
+
+    def set_choices(self, num_choices: int) -> None:
+        """Write of how many outputs ``choices`` choose a token."""
+        self._step["num_choices"] = num_choices
 
     def set_threads(self, num_threads: int) -> None:
         """Write how many threads run the next step."""

@@ -1,8 +1,8 @@
 """What output rows ask of the kernels, and what they return.
 
-The kernels give the best token, the k best, the log of the sum of exponentials, entropy and the logit of one known
-token. All that needs more is computed from the row of logits, which the kernels then write to memory. A value does not
-depend on what else its row returns.
+The kernels give the best token, the k best, the log of the sum of exponentials, entropy, the logit of one known token,
+and the token that is chosen. All that needs more is read from the row of logits, which the kernels then write to
+memory. A value does not depend on what else its row returns.
 """
 
 from __future__ import annotations
@@ -11,34 +11,79 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from ferrule_server.executor.base import Float32Array, Int32Array, OutputSpec, RowOutput
+from ferrule_server.executor.base import Float32Array, Int32Array, OutputSpec, RowOutput, SampleSpec, Shaping
 from ferrule_server.executor.cpu.memory import StepMemory
-from ferrule_server.executor.sampling.distributions import Choice
+from ferrule_server.executor.sampling.distributions import SMALLEST_TEMPERATURE, Choice, log_share
+from ferrule_server.executor.sampling.drafts import proposal
+from ferrule_server.executor.sampling.philox import Purpose, uniform
 from ferrule_server.executor.sampling.ranking import ranked_largest
-from ferrule_server.executor.sampling.selection import (
-    choose,
-    fill_logprobs,
-    logprobs,
-    needs_normaliser,
-    requested_ids,
-)
+from ferrule_server.executor.sampling.selection import fill_logprobs, logprobs, needs_normaliser, requested_ids
 from ferrule_server.kernels.cpu.records import MOST_TOP, WANTS_LOGITS, WANTS_SUMS
 
 _PLAIN = (OutputSpec(), OutputSpec(greedy=True))
 """The commonest specs, which need the best token at most."""
+_COLDEST = SampleSpec(top_k=1)
+"""Draws what a temperature of 0 draws."""
+_UNSHAPED = Shaping()
+_BIAS = np.dtype([("token", np.int64), ("amount", np.float64)])
 
 
-def ask(memory: StepMemory, specs: Sequence[OutputSpec]) -> None:
-    """Write what each output needs of the kernels."""
+def ask(
+    memory: StepMemory, positions: Sequence[int], specs: Sequence[OutputSpec], histories: Sequence[Int32Array | None]
+) -> None:
+    """Write what each output needs of the kernels.
+
+    Args:
+        memory: Before the step.
+        positions: Index in its sequence of each row's own token.
+        specs: What each row returns.
+        histories: As ``StepBatch.histories``; its arrays stay as they are until the step has run.
+    """
+    count = len(specs)
+    memory.wants[:count], memory.targets[:count], memory.top_counts[:count] = 0, -1, 0
+    memory.choices["is_drawn"][:count] = 0
+    memory.kept.clear()
+    num_choices = 0
     for i, spec in enumerate(specs):
         if spec in _PLAIN:
-            memory.wants[i], memory.targets[i], memory.top_counts[i] = 0, -1, 0
             continue
         memory.wants[i] = WANTS_LOGITS * _needs_logits(spec) | WANTS_SUMS * needs_normaliser(spec)
         memory.targets[i] = spec.target_id
         is_kept = spec.num_top_logprobs <= MOST_TOP
         memory.top_counts[i] = min(spec.num_top_logprobs, memory.vocab_size) if is_kept else 0
+        if _needs_choice(spec):
+            memory.choices[i] = _choice(memory, spec, positions[i] + 1, histories[i] if histories else None)
+            num_choices += 1
+    memory.set_choices(num_choices)
+
+
+def _choice(memory: StepMemory, spec: OutputSpec, position: int, history: Int32Array | None) -> tuple[float, ...]:
+    """Return the fields of CHOICE; what they refer to is kept by the memory."""
+
+    def address(values: npt.ArrayLike | None, kind: npt.DTypeLike) -> int:
+        if values is None:
+            return 0
+        memory.kept.append(np.ascontiguousarray(values, kind))
+        return memory.kept[-1].ctypes.data
+
+    sample = spec.sample if spec.sample is not None and spec.sample.temperature else _COLDEST
+    shaping, draft, shaped = spec.shaping, spec.draft, spec.shaping or _UNSHAPED
+    counted = history if shaped.has_penalties else None
+    bits = shaped.mask.bits if shaped.mask is not None else memory.all_tokens if shaping is not None else None
+    tokens, probabilities = (None, None) if draft is None else proposal(draft)
+    purposes = (Purpose.SAMPLE,) if draft is None else (Purpose.ACCEPT, Purpose.RESIDUAL)
+    numbers = [uniform(sample.seed, position, purpose) for purpose in purposes]
+    return (
+        address(counted, np.int32), address(bits, np.uint8), address(list(shaped.bias) or None, _BIAS),
+        address(tokens, np.int32), address(probabilities, np.float64),
+        1 if sample is _COLDEST and draft is None else 2, 0 if counted is None else len(counted), len(shaped.bias),
+        sample.top_k, -1 if draft is None else draft.token_id, 0 if tokens is None else len(tokens),
+        shaped.repetition_penalty, shaped.frequency_penalty, shaped.presence_penalty,
+        max(sample.temperature, SMALLEST_TEMPERATURE), sample.top_p, sample.min_p,
+        numbers[0], numbers[-1],
+    )  # fmt: skip
 
 
 def _needs_logits(spec: OutputSpec) -> bool:
@@ -47,32 +92,28 @@ def _needs_logits(spec: OutputSpec) -> bool:
 
 
 def _needs_choice(spec: OutputSpec) -> bool:
-    """Whether the token of an output is not just the one with the largest logit, so that ``choose`` reads the row."""
+    """Whether the token of an output is not just the one with the largest logit."""
     is_drawn = spec.sample is not None and spec.sample.temperature != 0
     return is_drawn or spec.draft is not None or (spec.shaping is not None and (spec.greedy or spec.sample is not None))
 
 
-def read_outputs(
-    memory: StepMemory, positions: Sequence[int], specs: Sequence[OutputSpec], histories: Sequence[Int32Array | None]
-) -> list[RowOutput]:
+def read_outputs(memory: StepMemory, positions: Sequence[int], specs: Sequence[OutputSpec]) -> list[RowOutput]:
     """Return what each output requests; values are copies.
 
     Args:
         memory: After the step.
         positions: Index in its sequence of each row's own token.
         specs: As they were asked.
-        histories: As ``StepBatch.histories``.
     """
-    best = memory.results[: len(specs), 0].tolist()
     rows = []
-    for i, (position, spec) in enumerate(zip(positions, specs, strict=True)):
-        best_id = int(best[i])
-        row = RowOutput(position + 1, is_finite=best_id >= 0)
+    results = memory.results[: len(specs)].tolist()
+    for i, (position, spec, result) in enumerate(zip(positions, specs, results, strict=True)):
+        row = RowOutput(position + 1, is_finite=result[0] >= 0)
         rows.append(row)
         if spec == _PLAIN[1] and row.is_finite:
-            row.token = best_id
+            row.token = int(result[0])
         elif spec != _PLAIN[0] and row.is_finite:
-            _Output(memory, i, spec, best_id).fill(row, histories[i] if histories else None)
+            _Output(memory, i, spec, result).fill(row)
     return rows
 
 
@@ -84,18 +125,17 @@ class _Output:
         memory: After the step.
         place: Index of the output.
         spec: What it returns.
-        best_id: The token with the largest logit.
+        results: Its results, RESULT_FIELDS.
     """
 
     memory: StepMemory
     place: int
     spec: OutputSpec
-    best_id: int
+    results: list[float]
 
-    def fill(self, row: RowOutput, history: Int32Array | None) -> None:
+    def fill(self, row: RowOutput) -> None:
         """Write what the row returns."""
-        logits = self._logits if _needs_choice(self.spec) else None  # else they may not be written
-        choice = choose(logits, row.position, self.spec, self.best_id, history)
+        choice = self._choice()
         if choice is not None:
             row.token, row.is_accepted = choice.token, choice.is_accepted
         if needs_normaliser(self.spec):
@@ -105,13 +145,19 @@ class _Output:
         if self.spec.hidden_state:
             row.hidden_state = self.memory.hidden_state(self.place)
 
+    def _choice(self) -> Choice | None:
+        if not _needs_choice(self.spec):
+            return Choice(int(self.results[0]), 0.0) if self.spec.greedy or self.spec.sample is not None else None
+        token, weight, total, is_accepted = self.results[5:]
+        return Choice(int(token), log_share(weight, total), None if self.spec.draft is None else is_accepted > 0)
+
     @property
     def _logits(self) -> Float32Array:
         return self.memory.logits[self.place, : self.memory.vocab_size]
 
     def _fill_logprobs(self, row: RowOutput, choice: Choice | None) -> None:
-        _, best_logit, normaliser, entropy, target_logit = self.memory.results[self.place].tolist()
-        known = {self.best_id: best_logit, self.spec.target_id: target_logit}
+        best_id, best_logit, normaliser, entropy, target_logit = self.results[:5]
+        known = {int(best_id): best_logit, self.spec.target_id: target_logit}
         token_ids = requested_ids(self.spec, choice)
         values = [known[i] if i in known else float(self.memory.logits[self.place, i]) for i in token_ids]
         if token_ids:

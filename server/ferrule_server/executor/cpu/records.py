@@ -14,12 +14,14 @@ from torch import Tensor
 from ferrule_server.executor.cpu.memory import StepMemory, ropes
 from ferrule_server.executor.cpu.stages import address_of, list_stages
 from ferrule_server.executor.cpu.weights import HeadUnits, Packed, PackedModel
+from ferrule_server.kernels.cpu.choice import NUM_BINS, RUN
 from ferrule_server.kernels.cpu.compiled import Kernels
 from ferrule_server.kernels.cpu.plan import TILE_INPUTS
 from ferrule_server.kernels.cpu.records import LAYER, MODEL, THREAD
 from ferrule_server.kernels.cpu.sync import SyncBlock
 from ferrule_server.model.attention import attention_layers
 from ferrule_server.model.config import LayerKind, ModelConfig
+from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.rope import Rope, rotation_table
 
 
@@ -133,4 +135,11 @@ class ThreadRecords:
         self._records = np.zeros(num_threads, THREAD)
         self._records["model"], self._records["step"] = model.address, memory.address
         self._records["sync"], self._records["number"] = sync.address, range(num_threads)
+        num_runs = -(-memory.vocab_size // RUN)
+        doubles = {"shaped": RUN * num_runs, "weights": RUN * num_runs, "sums": num_runs + RUN}
+        sizes = {name: 8 * count for name, count in {**doubles, "bins": max(2 * NUM_BINS, num_runs)}.items()}
+        self._memory = {}
+        for name, size in {**sizes, "digits": 4 * RUN * num_runs, "tokens": 4 * RUN * num_runs}.items():
+            own = self._memory[name] = new_tensor((num_threads, size), torch.uint8)
+            self._records[name] = own.data_ptr() + size * np.arange(num_threads)
         self.addresses = [self._records.ctypes.data + number * THREAD.itemsize for number in range(num_threads)]

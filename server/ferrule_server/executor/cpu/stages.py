@@ -58,6 +58,7 @@ def list_stages(
     stages.rows(Kind.CLEAR_OUTPUT)
     stages.linear(Kind.READ_LOGITS, packed.parts, "embedding" if config.is_tied else "head", "normed")
     stages.rows(Kind.MERGE_OUTPUT)
+    stages.rows(Kind.CHOOSE, kernel=kernels.choose)
     return stages.finish(), first_of_head
 
 

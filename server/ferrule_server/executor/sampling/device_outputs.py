@@ -21,7 +21,6 @@ from ferrule_server.executor.sampling.device_sampler import ChoiceRow, DeviceSam
 from ferrule_server.executor.sampling.distributions import Choice
 from ferrule_server.executor.sampling.ranking import Float64Array
 from ferrule_server.executor.sampling.selection import (
-    choose,
     fill_logprobs,
     logprobs,
     needs_normaliser,
@@ -68,16 +67,15 @@ class DeviceOutputs:
 
     Args:
         device: Where logits and hidden states are.
-        has_numpy: Use numpy where it is faster; by default on a CPU, whose tensors it reads in place. Numpy compares
-            many logits at a time (the largest of 16 rows of 152 000, two threads: 0.8 ms, torch 2.0), and it
-            partitions rows that torch would sort.
+        is_exact: Choose with the bits of the definition, by default on a CPU, whose tensors numpy reads in place (and
+            compares faster: the largest of 16 rows of 152 000, two threads: 0.8 ms, torch 2.0).
     """
 
-    def __init__(self, device: torch.device, *, has_numpy: bool | None = None) -> None:
-        self._has_numpy = device.type == "cpu" if has_numpy is None else has_numpy
+    def __init__(self, device: torch.device, *, is_exact: bool | None = None) -> None:
+        self._is_exact = device.type == "cpu" if is_exact is None else is_exact
         self._most_elements = _GROUP_ELEMENTS if device.type == "cpu" else _ACCELERATOR_GROUP_ELEMENTS
         self._device = device
-        self._sampler = DeviceSampler(device)
+        self._sampler = DeviceSampler(device, is_exact=self._is_exact)
 
     def select(
         self,
@@ -103,11 +101,11 @@ class DeviceOutputs:
         Returns:
             As ``selection.select_rows``.
         """
-        if self._has_numpy and hidden is not None and logits.numel() <= _SMALL_ELEMENTS:
+        if self._is_exact and hidden is not None and logits.numel() <= _SMALL_ELEMENTS:
             states = hidden.float().numpy() if any(spec.hidden_state for spec in specs) else None
             return select_rows(logits.numpy(), positions, specs, histories, states)
         if best is None:
-            best = ranking.best_ids(logits.numpy()) if self._has_numpy else best_ids(logits)
+            best = ranking.best_ids(logits.numpy()) if self._is_exact else best_ids(logits)
         histories = histories or [None] * len(specs)
         rows = [ChoiceRow(at + 1, spec, history) for at, spec, history in zip(positions, specs, histories, strict=True)]
         outputs = [RowOutput(row.position, is_finite=best_id >= 0) for row, best_id in zip(rows, best, strict=True)]
@@ -123,23 +121,17 @@ class DeviceOutputs:
         return outputs
 
     def _choose(self, tile: _Tile) -> dict[int, Choice]:
-        """Choose the tokens of the rows that request one, and return the choices by row.
-
-        On a CPU numpy chooses: it partitions rows that torch would sort (top-k and top-p are 7 to 40 times faster), and
-        it is not slower otherwise (16 rows of 152 000, two threads, temperature alone: 4.0 ms, torch 4.5).
-        """
+        """Choose the tokens of the rows that request one, and return the choices by row."""
         choices: dict[int, Choice] = {}
         batched = []
         for i in tile.finite:
-            position, spec, history = tile.rows[i]
+            spec = tile.rows[i].spec
             if spec.sample is None and not spec.greedy:
                 continue
             if spec.shaping is None and spec.draft is None and (spec.sample is None or spec.sample.temperature == 0):
                 choices[i] = Choice(tile.best[i], 0.0)
-            elif not self._has_numpy:
+            else:
                 batched.append(i)
-            elif (choice := choose(tile.logits[i].numpy(), position, spec, tile.best[i], history)) is not None:
-                choices[i] = choice
         for group, logits in self._groups(tile.logits, batched):
             choices.update(zip(group, self._sampler.choose(logits, [tile.rows[i] for i in group]), strict=True))
         for i, choice in choices.items():
@@ -190,12 +182,7 @@ class DeviceOutputs:
         self, logits: Tensor, rows: Sequence[int], counts: Sequence[int]
     ) -> Iterator[tuple[npt.NDArray[np.int64], Float32Array]]:
         """Yield ids and logits of the best tokens of each row."""
-        if self._has_numpy:
-            for i, k in zip(rows, counts, strict=True):
-                row = logits[i].numpy()
-                token_ids = ranking.ranked_largest(row, k)
-                yield token_ids, row[token_ids]
-        elif rows:
+        if rows:
             ids, values = (part.cpu().numpy() for part in top(rows_of(logits, rows), max(counts)))
             for token_ids, best, k in zip(ids, values, counts, strict=True):
                 yield token_ids[:k], best[:k]

@@ -1,8 +1,9 @@
 """Choose tokens for many rows at once on their device: shaping, distribution, draft and draw in one batch.
 
 Every row becomes float64 weights over the whole vocabulary, with 0 where a token is dropped. For a greedy choice only
-one token has a weight. So rows of all kinds go together. The definition is the one in numpy (``selection.choose``).
-Sums in another order may differ from it in the last bits.
+one token has a weight. So rows of all kinds go together. The definition is the one in numpy (``selection.choose``). On
+a CPU the choice is the same bit for bit: exp and the sums, top-k and top-p are those of the definition, row by row.
+Elsewhere exp, and sums in another order, may differ from it in the last bits.
 """
 
 from __future__ import annotations
@@ -18,8 +19,15 @@ import torch
 from torch import Tensor
 
 from ferrule_server.executor.base import DraftSpec, Int32Array, OutputSpec, SampleSpec, TokenMask
-from ferrule_server.executor.sampling.distributions import SMALLEST_TEMPERATURE, Choice, Distribution
+from ferrule_server.executor.sampling.distributions import (
+    SMALLEST_TEMPERATURE,
+    Choice,
+    Distribution,
+    keep_top,
+    total_of,
+)
 from ferrule_server.executor.sampling.drafts import proposal
+from ferrule_server.executor.sampling.exponential import exp_of
 from ferrule_server.executor.sampling.philox import Purpose, uniform
 
 _GREEDY = SampleSpec(temperature=0)
@@ -49,10 +57,11 @@ class DeviceSampler:
 
     Args:
         device: Where the logits are.
+        is_exact: Choose with the bits of the definition, on a CPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, is_exact: bool = False) -> None:
+        self._device, self._is_exact = device, is_exact
         self._masks: WeakKeyDictionary[TokenMask, Tensor] = WeakKeyDictionary()
 
     def choose(self, logits: Tensor, rows: Sequence[ChoiceRow]) -> list[Choice]:
@@ -64,7 +73,7 @@ class DeviceSampler:
         """
         values = self._shape(logits, rows)
         weights = self._weights(values, rows)
-        totals = weights.sum(1)
+        totals = self._column([total_of(row) for row in weights.numpy()])[:, 0] if self._is_exact else weights.sum(1)
         drawn, accepted_ids = self._judge(weights, totals, rows)
         is_accepted = accepted_ids >= 0
         tokens = torch.where(is_accepted, accepted_ids, self._draw(drawn, rows))
@@ -123,7 +132,7 @@ class DeviceSampler:
         ]
         if any(temperature != 1 for temperature in temperatures):
             weights /= self._column(temperatures)
-        weights.exp_()
+        weights = torch.from_numpy(exp_of(weights.numpy())) if self._is_exact else weights.exp_()
         self._cut(weights, values, samples)
         if any(sample.min_p > 0 for sample in samples):
             weights.masked_fill_(weights < self._column([sample.min_p for sample in samples]), 0)
@@ -134,10 +143,15 @@ class DeviceSampler:
         return weights
 
     def _cut(self, weights: Tensor, values: Tensor, samples: Sequence[SampleSpec]) -> None:
-        """Set the weights of tokens that top-k and top-p drop to 0, in place; sorts the rows that use either."""
+        """Set the weights of tokens that top-k and top-p drop to 0, in place."""
         cut = [i for i, sample in enumerate(samples) if sample.top_k > 0 or sample.top_p < 1]
-        if not cut:
-            return
+        if self._is_exact:
+            for i in cut:
+                keep_top(weights[i].numpy(), values[i].numpy(), samples[i])
+        elif cut:
+            self._cut_sorted(weights, values, samples, cut)
+
+    def _cut_sorted(self, weights: Tensor, values: Tensor, samples: Sequence[SampleSpec], cut: Sequence[int]) -> None:
         order = (values[cut] + 0.0).sort(dim=1, descending=True, stable=True).indices  # -0.0 equals 0.0
         vocab_size = values.shape[1]
         counts = self._column([samples[i].top_k or vocab_size for i in cut])
@@ -165,7 +179,7 @@ class DeviceSampler:
         accepted_ids[places] = torch.where(numbers < ratio, draft_ids.squeeze(1), -1)
         residual = (target - proposed).clamp_(min=0)
         drawn = weights.clone()
-        drawn[places] = torch.where(residual.amax(1, keepdim=True) > 0, residual, target)
+        drawn[places] = torch.where(residual.amax(1, keepdim=True) > 0, residual, weights[places])
         return drawn, accepted_ids
 
     def _proposals(self, drafts: Sequence[DraftSpec], vocab_size: int) -> Tensor:
@@ -179,6 +193,9 @@ class DeviceSampler:
 
     def _draw(self, weights: Tensor, rows: Sequence[ChoiceRow]) -> Tensor:
         """Return the first token of each row whose cumulative probability exceeds its number: int64 [num_rows]."""
+        if self._is_exact:
+            pairs = zip(weights.numpy(), rows, strict=True)
+            return self._tensor([Distribution(own).draw(_number(row)).token for own, row in pairs], torch.int64)
         sums = weights.cumsum(1)
         return torch.searchsorted(
             sums, self._column([_number(row) for row in rows]) * sums[:, -1:], right=True
@@ -223,6 +240,6 @@ def _redraw(row: ChoiceRow, drawn: Tensor, weights: Tensor) -> Choice:
     A parallel sum may be too small in its last bits where one of its parts begins. Then a token with weight 0 can
     appear to begin there. If the random number hits such a gap, about 1e-16 wide, the row is summed again in order.
     """
-    token = Distribution(None, drawn.cpu().numpy()).draw(_number(row)).token
+    token = Distribution(drawn.cpu().numpy()).draw(_number(row)).token
     host = weights.cpu().numpy()
     return _choice(row, token, float(host[token]), float(host.sum()), 0.0)

@@ -1,25 +1,30 @@
 """The distribution that a token is drawn from: temperature, then top-k, top-p and min-p, then one draw.
 
-Tokens rank by logit, equal logits by lowest id; temperature does not change the rank. The vocabulary is never sorted as
-a whole: top-k partitions it, and top-p ranks only the tokens that can still be in the nucleus.
+Tokens rank by logit, equal logits by lowest id; temperature does not change the rank. This is the plain definition,
+which sorts and has a weight for every token; ``kernels.cpu.choice`` does the same, with the same bits, in a few passes.
+Weights are summed in one order: 64 consecutive tokens by themselves (:func:`sums_of_runs`), then these sums from the
+first on.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ferrule_server.executor.base import SampleSpec
-from ferrule_server.executor.sampling.ranking import Float64Array, IntArray, Logits, largest, ranked
+from ferrule_server.executor.sampling.exponential import exp_of
+from ferrule_server.executor.sampling.ranking import Float64Array, Logits, bits_by_rank, ranked
 
 SMALLEST_TEMPERATURE = 1e-200
 """Below this temperature every logit but the largest has weight 0, and the division could overflow."""
-
-_RUN = 128
-_LONG = 4096
+RUN: Final = 64
+"""Tokens that are summed before their sum is added to that of the row."""
+_SHIFTS: Final = (50, 36, 22, 8, 0)
+"""Where the 14 bits begin by which tokens are sorted into bins, one division of the last bin after the other."""
 
 
 class Choice(NamedTuple):
@@ -40,39 +45,53 @@ class Choice(NamedTuple):
 class Distribution:
     """The distribution that one token is drawn from.
 
-    Invariant: ids ascend, no weight is negative, at least one is positive.
+    Invariant: no weight is negative, at least one is positive.
 
     Attributes:
-        token_ids: intp [n], the tokens kept, ascending; None: all tokens.
-        weights: float64 [n], probabilities up to one common factor.
+        weights: float64 [vocab_size], probabilities up to one common factor; 0 for a token that is not kept.
     """
 
-    token_ids: IntArray | None
     weights: Float64Array
 
     def draw(self, u: float) -> Choice:
-        """Return the first token whose cumulative probability exceeds ``u``.
-
-        Args:
-            u: Random number in [0, 1).
-        """
-        index, total = _first_beyond(self.weights, u)
-        token = index if self.token_ids is None else int(self.token_ids[index])
-        return Choice(token, math.log(self.weights[index]) - math.log(total))
+        """Return the first token whose cumulative probability exceeds ``u``, a number in [0, 1)."""
+        sums = np.cumsum(sums_of_runs(self.weights))
+        goal = u * sums[-1]
+        run = int(sums.searchsorted(goal, side="right"))
+        part = self.weights[run * RUN : (run + 1) * RUN]
+        index = int(np.cumsum(part).searchsorted(goal - (sums[run - 1] if run else 0.0), side="right"))
+        if index == len(part):  # the two sums of the run differ in the last bit, and the goal lies between them
+            index = int(np.flatnonzero(part)[-1])
+        return Choice(run * RUN + index, log_share(float(part[index]), float(sums[-1])))
 
     def probabilities(self) -> Float64Array:
-        """Return the probability of each kept token: float64 [n]."""
-        probabilities: Float64Array = self.weights / self.weights.sum()
-        return probabilities
+        """Return the probability of each token: float64 [vocab_size]."""
+        return self.weights / total_of(self.weights)
 
-    def probability(self, token_id: int) -> float:
-        """Return the probability of one token, kept or not."""
-        index = token_id
-        if self.token_ids is not None:
-            index = int(self.token_ids.searchsorted(token_id))
-            if index == len(self.token_ids) or self.token_ids[index] != token_id:
-                return 0.0
-        return float(self.weights[index] / self.weights.sum())
+    def logprob(self, token_id: int) -> float:
+        """Return the log-probability of a token that is kept."""
+        return log_share(float(self.weights[token_id]), total_of(self.weights))
+
+
+def log_share(weight: float, total: float) -> float:
+    """Return the natural log-probability of a token of some weight."""
+    return math.log(weight) - math.log(total)
+
+
+def sums_of_runs(weights: Float64Array) -> Float64Array:
+    """Return the sums of 64 consecutive weights each: every eighth from the l-th on in lane l, then lanes are added."""
+    lanes = np.pad(weights, (0, -len(weights) % RUN)).reshape(-1, 8, 8)
+    sums = lanes[:, 0]
+    for number in range(1, 8):
+        sums = sums + lanes[:, number]
+    for half in (4, 2, 1):
+        sums = sums[:, :half] + sums[:, half : 2 * half]
+    return sums[:, 0]
+
+
+def total_of(weights: Float64Array) -> float:
+    """Return the sum of all weights."""
+    return float(np.cumsum(sums_of_runs(weights))[-1])
 
 
 def sampling_distribution(row: Logits, spec: SampleSpec, peak: float) -> Distribution:
@@ -84,61 +103,41 @@ def sampling_distribution(row: Logits, spec: SampleSpec, peak: float) -> Distrib
         peak: The largest logit of the row.
     """
     if spec.temperature == 0:
-        return Distribution(np.array([row.argmax()]), np.ones(1))
-    token_ids = largest(row, spec.top_k) if 0 < spec.top_k < len(row) else None
-    values = row if token_ids is None else row[token_ids]
-    weights = np.subtract(values, peak, dtype=np.float64)
-    if spec.temperature != 1:
-        weights /= max(spec.temperature, SMALLEST_TEMPERATURE)
-    distribution = Distribution(token_ids, np.exp(weights, out=weights))
+        return Distribution((np.arange(len(row)) == row.argmax()).astype(np.float64))
+    below = np.subtract(row, peak, dtype=np.float64)
+    weights = exp_of(below / max(spec.temperature, SMALLEST_TEMPERATURE))
+    keep_top(weights, row, spec)
+    weights[weights < spec.min_p] = 0
+    return Distribution(weights)
+
+
+def keep_top(weights: Float64Array, row: Logits, spec: SampleSpec) -> None:
+    """Set to 0, in place, the weights of the tokens that top-k, then top-p drop."""
+    if 0 < spec.top_k < len(row):
+        weights[ranked(row)[spec.top_k :]] = 0
     if spec.top_p < 1:
-        distribution = _keep(distribution, _nucleus(values, distribution.weights, spec.top_p))
-    if spec.min_p > 0:
-        distribution = _keep(distribution, np.flatnonzero(distribution.weights >= spec.min_p))
-    return distribution
+        _keep_nucleus(weights, bits_by_rank(row), spec.top_p)
 
 
-def _first_beyond(weights: Float64Array, u: float) -> tuple[int, float]:
-    """Return the first index at which the sum of weights exceeds ``u`` times their total, and the total.
+def _keep_nucleus(weights: Float64Array, bits: npt.NDArray[np.uint64], top_p: float) -> None:
+    """Set to 0 what is not in the smallest set of the largest logits whose weights reach ``top_p`` of their sum.
 
-    Long rows are summed in runs. Then only the run with the result is summed element by element, which takes a fifth of
-    the time of one long sum. The weight at the index is positive.
+    The weights are summed by bins of tokens, from the largest logits on; then those of the bin in which the goal lies,
+    by smaller bins; then those of equal logits, by ascending id.
+
+    Args:
+        weights: float64 [vocab_size], changed in place.
+        bits: uint64 [vocab_size], rising with the logits.
+        top_p: Less than 1.
     """
-    num_whole = len(weights) // _RUN if len(weights) > _LONG else 0
-    if not num_whole:
-        sums = np.cumsum(weights)
-        return int(sums.searchsorted(u * sums[-1], side="right")), float(sums[-1])
-    runs = weights[: num_whole * _RUN].reshape(num_whole, _RUN).sum(axis=1)
-    sums = np.cumsum(np.append(runs, weights[num_whole * _RUN :].sum()))
-    goal = u * sums[-1]
-    run = int(sums.searchsorted(goal, side="right"))
-    part = weights[run * _RUN : (run + 1) * _RUN if run < num_whole else None]
-    index = int(np.cumsum(part).searchsorted(goal - (sums[run - 1] if run else 0.0), side="right"))
-    if index == len(part):  # the two sums of the run differ in the last bit, and the goal lies between them
-        index = int(np.flatnonzero(part)[-1])
-    return run * _RUN + index, float(sums[-1])
-
-
-def _keep(distribution: Distribution, indices: IntArray) -> Distribution:
-    """Return the distribution of only the tokens at ``indices`` (intp, ascending)."""
-    token_ids = indices if distribution.token_ids is None else distribution.token_ids[indices]
-    return Distribution(token_ids, distribution.weights[indices])
-
-
-def _nucleus(values: Logits, weights: Float64Array, top_p: float) -> IntArray:
-    """Return the indices, ascending, of the smallest set of largest weights whose sum reaches ``top_p`` of the total.
-
-    At most ``total - goal`` may be dropped. All tokens lighter than its mean share per token weigh less than that
-    together, so none of them is in the set. If rounding breaks this argument, all tokens are ranked.
-    """
-    total = float(weights.sum())
-    goal = top_p * total
-    for floor in ((total - goal) / len(weights), 0.0):
-        candidates = np.flatnonzero(weights >= floor)
-        order = candidates[ranked(values[candidates])]
-        sums = np.cumsum(weights[order])
-        if sums[-1] >= goal:
-            break
-    is_kept = np.zeros(len(values), np.bool_)
-    is_kept[order[: int(sums.searchsorted(goal)) + 1]] = True
-    return np.flatnonzero(is_kept)
+    goal, reached, tokens = top_p * total_of(weights), 0.0, np.flatnonzero(weights)
+    for shift in _SHIFTS:
+        digits, bins = np.unique(~bits[tokens] >> np.uint64(shift) & np.uint64(0x3FFF), return_inverse=True)
+        even, odd = np.bincount(bins + len(digits) * (tokens & 1), weights[tokens], 2 * len(digits)).reshape(2, -1)
+        sums = np.cumsum(np.append(reached, even + odd))
+        last = min(int(sums[1:].searchsorted(goal)), len(sums) - 2)
+        reached, tokens = float(sums[last]), tokens[bins == last]
+    sums = np.cumsum(np.append(reached, weights[tokens]))[1:]
+    token = tokens[min(int(sums.searchsorted(goal)), len(tokens) - 1)]
+    is_equal = bits == bits[token]
+    weights[(bits < bits[token]) | (is_equal & (np.arange(len(bits)) > token))] = 0

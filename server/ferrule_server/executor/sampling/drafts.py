@@ -11,8 +11,6 @@ Each decision uses the number of its own purpose at the position of the token: A
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from ferrule_server.executor.base import DraftSpec, Int32Array
@@ -31,9 +29,9 @@ def decide(target: Distribution, draft: DraftSpec, seed: int, position: int) -> 
         position: Index in its sequence of the token to decide on.
     """
     if uniform(seed, position, Purpose.ACCEPT) < accept_probability(target, draft):
-        return Choice(draft.token_id, math.log(target.probability(draft.token_id)), True)
+        return Choice(draft.token_id, target.logprob(draft.token_id), True)
     token = residual(target, draft).draw(uniform(seed, position, Purpose.RESIDUAL)).token
-    return Choice(token, math.log(target.probability(token)), False)
+    return Choice(token, target.logprob(token), False)
 
 
 def accept_probability(target: Distribution, draft: DraftSpec) -> float:
@@ -41,25 +39,21 @@ def accept_probability(target: Distribution, draft: DraftSpec) -> float:
 
     A draft with q(x) = 0 cannot have been drawn from q. It is accepted if p(x) is not 0.
     """
-    token_ids, probs = proposal(draft)
-    p = target.probability(draft.token_id)
-    q = float((probs[draft.token_id] if token_ids is None else probs[token_ids == draft.token_id]).sum())
+    p = float(target.probabilities()[draft.token_id])
+    q = float(_probabilities(draft, len(target.weights))[draft.token_id])
     if q == 0:
         return float(p > 0)
     return min(1.0, p / q)
 
 
 def residual(target: Distribution, draft: DraftSpec) -> Distribution:
-    """Return max(p - q, 0) over the tokens of ``target``.
+    """Return max(p - q, 0).
 
     If nothing is left, p and q are equal up to rounding, and a draft is rejected only by rounding. The result is then p
     itself, which changes the distribution of the output by no more than that.
     """
-    weights = target.probabilities()
-    weights -= _probabilities_of(draft, target)
-    if not np.maximum(weights, 0.0, out=weights).any():
-        return target
-    return Distribution(target.token_ids, weights)
+    weights = np.maximum(target.probabilities() - _probabilities(draft, len(target.weights)), 0.0)
+    return Distribution(weights) if weights.any() else target
 
 
 def proposal(draft: DraftSpec) -> tuple[Int32Array | None, Float64Array]:
@@ -72,16 +66,11 @@ def proposal(draft: DraftSpec) -> tuple[Int32Array | None, Float64Array]:
     return draft.distribution.token_ids, draft.distribution.probs / draft.distribution.probs.sum()
 
 
-def _probabilities_of(draft: DraftSpec, target: Distribution) -> Float64Array:
-    """Return q of each token that ``target`` keeps: float64 [len(target.weights)]."""
+def _probabilities(draft: DraftSpec, vocab_size: int) -> Float64Array:
+    """Return q of each token: float64 [vocab_size]."""
     token_ids, probs = proposal(draft)
     if token_ids is None:
-        return probs if target.token_ids is None else probs[target.token_ids]
-    found = np.zeros(len(target.weights))
-    if target.token_ids is None:
-        found[token_ids] = probs
-        return found
-    places = target.token_ids.searchsorted(token_ids).clip(max=len(target.token_ids) - 1)
-    is_kept = target.token_ids[places] == token_ids
-    found[places[is_kept]] = probs[is_kept]
+        return probs
+    found = np.zeros(vocab_size)
+    found[token_ids] = probs
     return found

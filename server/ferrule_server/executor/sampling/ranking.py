@@ -1,4 +1,4 @@
-"""Rank logits: largest first, the lowest id first among equals. No more of a row is sorted than necessary."""
+"""Rank logits: largest first, the lowest id first among equals."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrule_server.executor.base import Float32Array
-
-_GROUP = 128
 
 Float64Array = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.intp]
@@ -28,52 +26,17 @@ def best_ids(logits: Float32Array) -> list[int]:
     return ids
 
 
-def largest(row: Logits, k: int) -> IntArray:
-    """Return the ids of the ``k`` largest logits, ascending; among equals the lowest ids win. 0 < k < len(row).
-
-    A long row is divided into groups. Only tokens that reach the k-th largest maximum of a group are compared, and at
-    least k do. This takes a third of the time of a partition of the whole row.
-    """
-    num_groups = len(row) // _GROUP
-    if 2 * k >= num_groups:
-        return _partition(row, k)
-    maxima = row[: _GROUP * num_groups].reshape(_GROUP, num_groups).max(axis=0)
-    candidates = np.flatnonzero(row >= np.partition(maxima, num_groups - k)[num_groups - k])
-    return candidates if len(candidates) == k else candidates[_partition(row[candidates], k)]
-
-
-def _partition(row: Logits, k: int) -> IntArray:
-    """Return the same as :func:`largest`, by one partition of the whole row."""
-    first = len(row) - k
-    border = np.partition(row, first)[first]
-    token_ids = np.flatnonzero(row >= border)
-    surplus = len(token_ids) - k
-    if surplus == 0:
-        return token_ids
-    return np.delete(token_ids, np.flatnonzero(row[token_ids] == border)[-surplus:])
-
-
 def ranked_largest(row: Logits, k: int) -> IntArray:
     """Return the ids of the ``k`` largest logits (or all), largest first, the lowest id first among equals."""
-    if k >= len(row):
-        return ranked(row)
-    token_ids = largest(row, k)
-    return token_ids[ranked(row[token_ids])]
+    return ranked(row)[:k]
 
 
 def ranked(values: Logits) -> IntArray:
-    """Return the indices of ``values``, largest value first, the lowest index first among equals.
+    """Return the indices of ``values``, largest value first, the lowest index first among equals."""
+    return np.argsort(~bits_by_rank(values), kind="stable")
 
-    For float32 one sort of 64-bit keys (value in the high bits, index in the low bits) is many times faster than a
-    stable argsort.
-    """
-    if values.dtype != np.float32:
-        return np.argsort(-values, kind="stable")
-    bits = (values + np.float32(0)).view(np.int32)  # adding 0 makes -0.0 and 0.0 the same key
-    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).astype(np.int64)  # rises with the value, below zero too
-    np.invert(keys, out=keys)
-    keys <<= 32
-    keys |= np.arange(len(values))
-    keys.sort()
-    keys &= 0xFFFFFFFF
-    return keys
+
+def bits_by_rank(values: Logits) -> npt.NDArray[np.uint64]:
+    """Return integers that rise with the values: uint64, of the same shape; 0.0 and -0.0 are equal."""
+    bits = (values.astype(np.float64) + 0.0).view(np.int64)
+    return (bits ^ (bits >> 63 | np.int64(-(1 << 63)))).view(np.uint64)

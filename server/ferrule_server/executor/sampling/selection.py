@@ -2,10 +2,9 @@
 
 This module is the definition; ``device_outputs`` does the same on a device. The order is that of the contract:
 penalties, bias, mask, temperature, top-k, top-p, min-p, renormalise, then one draw against the cumulative distribution
-in float64 by ascending token id. Platforms may differ in the last bits of ``exp``. So two of them can draw different
-tokens only if the random number is within about 1e-15 of a border between two tokens.
-
-Costs are per row: a row that requests little is not slowed by a neighbour that requests much.
+in float64 by ascending token id. exp and the order of every sum are our own, so all processors draw the same tokens.
+A GPU may differ in the last bits, and so draw another token if the random number is within about 1e-15 of a border
+between two tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ferrule_server.executor.base import Float32Array, Int32Array, OutputSpec, RowOutput, Shaping
-from ferrule_server.executor.sampling.distributions import Choice, sampling_distribution
+from ferrule_server.executor.sampling.distributions import Choice, sampling_distribution, total_of
 from ferrule_server.executor.sampling.drafts import decide
+from ferrule_server.executor.sampling.exponential import exp_of
 from ferrule_server.executor.sampling.philox import Purpose, uniform
 from ferrule_server.executor.sampling.ranking import Float64Array, Logits, best_ids, ranked_largest
-
-_CHUNK_ELEMENTS = 1 << 17
-"""The most logits that are normalised together, so that the float64 copy stays in the L2 cache."""
 
 _LOWEST = float(np.finfo(np.float32).min)
 
@@ -50,15 +47,13 @@ def select_rows(
     if not specs:
         return []
     best = best_ids(logits)
-    wanted = [i for i, spec in enumerate(specs) if best[i] >= 0 and needs_normaliser(spec)]
-    normalisers = _log_normalisers(logits, best, wanted)
     outputs = []
     for i, (spec, best_id) in enumerate(zip(specs, best, strict=True)):
         output = RowOutput(int(positions[i]) + 1, is_finite=best_id >= 0)
         outputs.append(output)
         if output.is_finite:
             choice = choose(logits[i], output.position, spec, best_id, histories[i] if histories else None)
-            _fill_row(output, logits[i], spec, choice, normalisers.get(i, math.nan))
+            _fill_row(output, logits[i], spec, choice)
             if spec.hidden_state:
                 assert hidden is not None, "a spec requests hidden states, and none were passed"
                 output.hidden_state = hidden[i].copy()
@@ -133,21 +128,9 @@ def needs_normaliser(spec: OutputSpec) -> bool:
     return spec.logprobs or spec.num_top_logprobs > 0 or spec.target_id >= 0 or bool(spec.logprob_ids) or spec.entropy
 
 
-def _log_normalisers(logits: Float32Array, best: Sequence[int], rows: list[int]) -> dict[int, float]:
-    """Return log(sum(exp(row))) in float64 of each wanted row, by row index."""
-    normalisers: dict[int, float] = {}
-    size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
-    for start in range(0, len(rows), size):
-        chunk = rows[start : start + size]
-        tops = logits[chunk, [best[i] for i in chunk]].astype(np.float64)
-        weights = np.subtract(logits[chunk], tops[:, None], dtype=np.float64)
-        sums = np.exp(weights, out=weights).sum(axis=1)
-        normalisers.update(zip(chunk, (tops + np.log(sums)).tolist(), strict=True))
-    return normalisers
-
-
-def _fill_row(output: RowOutput, row: Float32Array, spec: OutputSpec, choice: Choice | None, normaliser: float) -> None:
-    """Fill in the output of one finite row except its hidden state; ``normaliser`` is NaN if it is not needed."""
+def _fill_row(output: RowOutput, row: Float32Array, spec: OutputSpec, choice: Choice | None) -> None:
+    """Fill in the output of one finite row except its hidden state."""
+    normaliser, entropy = _normalise(row) if needs_normaliser(spec) else (math.nan, math.nan)
     if choice is not None:
         output.token, output.is_accepted = choice.token, choice.is_accepted
     if token_ids := requested_ids(spec, choice):
@@ -156,7 +139,7 @@ def _fill_row(output: RowOutput, row: Float32Array, spec: OutputSpec, choice: Ch
         top_ids = ranked_largest(row, spec.num_top_logprobs)
         output.top_ids, output.top_logprobs = top_ids.astype(np.int32), logprobs(row[top_ids], normaliser)
     if spec.entropy:
-        output.entropy = _entropy(row)
+        output.entropy = entropy
     if spec.full_logits:
         output.logits = row.copy()
 
@@ -191,9 +174,10 @@ def logprobs(values: Logits, normaliser: float) -> Float32Array:
     return np.maximum(values.astype(np.float64) - normaliser, _LOWEST).astype(np.float32)
 
 
-def _entropy(row: Float32Array) -> float:
-    """Return -sum(p * log(p)) of the raw distribution, in nats."""
-    below = np.subtract(row, row.max(), dtype=np.float64)
-    weights = np.exp(below)
-    total = float(weights.sum())
-    return max(0.0, math.log(total) - float((weights * below).sum()) / total)
+def _normalise(row: Float32Array) -> tuple[float, float]:
+    """Return log(sum(exp(row))) and the entropy, -sum(p * log(p)) in nats, of the raw distribution."""
+    peak = row.max()
+    below = np.subtract(row, peak, dtype=np.float64)
+    weights = exp_of(below)
+    total = total_of(weights)
+    return float(peak) + math.log(total), max(0.0, math.log(total) - total_of(weights * below) / total)

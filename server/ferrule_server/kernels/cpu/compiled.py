@@ -24,6 +24,7 @@ from numba import cfunc, types
 from numba.core import config
 
 from ferrule_server.kernels.cpu.attention import attend, merge
+from ferrule_server.kernels.cpu.choice import choose
 from ferrule_server.kernels.cpu.linear import linear
 from ferrule_server.kernels.cpu.pack import pack
 from ferrule_server.kernels.cpu.plan import MatrixKind, Plan, PlanType
@@ -46,12 +47,14 @@ class Kernels:
         pack: Called with null and what ``pack.pack`` takes; releases the GIL.
         linear: Address for each kind of matrix, for stages.
         attention: Addresses of ``attend`` and ``merge`` for each width of heads, for stages.
+        choose: Address, for the last stage.
     """
 
     work: Callable[[None, int], int]
     pack: Callable[[None, int, int, int, int, int, int], int]
     linear: Mapping[MatrixKind, int]
     attention: Mapping[int, tuple[int, int]]
+    choose: int
     owners: tuple[Any, ...]
 
 
@@ -71,6 +74,7 @@ def compile_kernels(
     general = PlanType(replace(plan, head_dim=0))
     wanted = [
         (linear, types.int64(general, types.int64, types.int64)),
+        (choose, types.int64(general, types.int64, types.int64)),
         (work, types.int64(general, types.int64)),
         (pack, types.int64(general, *[types.int64] * 6)),
     ]
@@ -83,10 +87,11 @@ def compile_kernels(
         on_progress(len(compiled), len(wanted))
         compiled.append(cfunc(signature, cache=cache is not None)(kernel.py_func))  # type: ignore[attr-defined]
     on_progress(len(compiled), len(wanted))
-    linear_code, work_code, pack_code, *attention_code = (each.address for each in compiled)
+    linear_code, choose_code, work_code, pack_code, *attention_code = (each.address for each in compiled)
     pairs = zip(attention_code[::2], attention_code[1::2], strict=True)
     by_width = dict(zip(widths, pairs, strict=True))
-    return Kernels(_WORK(work_code), _PACK(pack_code), {plan.kind: linear_code}, by_width, tuple(compiled))
+    linear_codes = {plan.kind: linear_code}
+    return Kernels(_WORK(work_code), _PACK(pack_code), linear_codes, by_width, choose_code, tuple(compiled))
 
 
 def _attention_plan(plan: Plan, head_dim: int) -> Plan:

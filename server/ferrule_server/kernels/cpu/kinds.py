@@ -59,3 +59,6 @@ class Kind(IntEnum):
     """Tasks of attention; some leave partials."""
     MERGE = 41
     """Partials are merged, if there are any."""
+
+    CHOOSE = 42
+    """Tokens are chosen from whole rows of logits, if any are (``choice``); the last stage."""

@@ -29,6 +29,7 @@ I16 = ir.IntType(16)
 I32 = ir.IntType(32)
 I64 = ir.IntType(64)
 F32 = ir.FloatType()
+F64 = ir.DoubleType()
 F32X16 = ir.VectorType(F32, LANES)
 I16X16 = ir.VectorType(I16, LANES)
 I16X32 = ir.VectorType(I16, 2 * LANES)
@@ -258,8 +259,8 @@ def select_within(builder: Builder, first: Value, count: Value, x: Value, y: Val
 
 
 def fold(builder: Builder, x: Value, combine: Any) -> Value:
-    """Return the combination of all lanes, halves first: lane i with lane i + 8, then i + 4, i + 2, i + 1."""
-    count = LANES
+    """Return the combination of all lanes, halves first: of 16, lane i with lane i + 8, then i + 4, i + 2, i + 1."""
+    count = x.type.count
     while count > 1:
         count //= 2
         first, second = (ir.Constant(ir.VectorType(I32, count), list(range(i, i + count))) for i in (0, count))

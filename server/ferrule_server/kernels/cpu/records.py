@@ -22,19 +22,28 @@ WANTS_SUMS: Final = 2
 """The output needs the log of the sum of exp(logit)."""
 MOST_TOP: Final = 64
 """The most of the largest logits that are kept of a row."""
-RESULT_FIELDS: Final = 5
-"""float64 fields of an output: best token (-1: a logit is not finite), its logit, log sum, entropy, target logit."""
+RESULT_FIELDS: Final = 9
+"""float64 fields of an output: best token (-1: a logit is not finite), its logit, log sum, entropy, target logit; the
+token chosen, its weight and that of all tokens, and whether it is the draft, accepted."""
 BEST_BYTES: Final = 32
 """What a thread keeps of an output: largest logit, its token, whether all are finite, number of top entries, merged."""
 
 
-def _record(addresses: str, sizes: str = "", numbers: str = "") -> np.dtype[Any]:
+def _record(addresses: str, sizes: str = "", numbers: str = "", doubles: str = "") -> np.dtype[Any]:
     whole = [(name, np.int64) for name in (addresses + " " + sizes).split()]
-    return np.dtype([*whole, *((name, np.float32) for name in numbers.split())], align=True)
+    wide = [(name, np.float64) for name in doubles.split()]
+    return np.dtype([*whole, *wide, *((name, np.float32) for name in numbers.split())], align=True)
 
 
-THREAD: Final = _record("model step sync", "number")
-"""What one thread of a step is called with: MODEL, STEP, the sync block (``sync``), and which thread it is."""
+THREAD: Final = _record("model step sync shaped weights sums bins digits tokens", "number")
+"""What one thread of a step is called with: MODEL, STEP, the sync block (``sync``), its own memory for the choice of a
+token, and which thread it is.
+
+    shaped, weights  float64 [whole runs of tokens], logits and weights of a row; -inf and 0 after the vocabulary
+    sums             float64, of the weights of each run
+    bins             float64, what weighs a bin of tokens
+    digits, tokens   int32 [whole runs of tokens]: the bin of each token, and the tokens that are still looked at
+"""
 
 STAGE: Final = _record(
     "kernel layer following weight bias inputs",
@@ -105,8 +114,8 @@ MODEL: Final = _record(
 STEP: Final = _record(
     "token_ids positions slot_mapping begins ends ancestors block_tables output_rows "
     "tasks merges partials hidden added normed queries keys temperatures attended activated quantised rotations inputs "
-    "scratch wants targets top_counts logits best sums tops results top_results",
-    "is_head_only num_rows table_width num_outputs num_tasks num_merges partial_bytes "
+    "scratch wants targets top_counts choices logits best sums tops results top_results",
+    "is_head_only num_rows table_width num_outputs num_choices num_tasks num_merges partial_bytes "
     "normed_bytes attended_bytes activated_bytes quantised_bytes scratch_bytes logit_bytes num_threads",
 )
 """One step: inputs, and memory for what is between its stages.
@@ -117,6 +126,7 @@ STEP: Final = _record(
     ancestors        int64 [num_rows]: row r sees token begins[r] + j, before ends[r], if bit j is set; 0: sees all
     block_tables     int32 [num_seqs, table_width]
     output_rows      int32 [num_outputs]
+    choices          CHOICE [num_outputs], of which ``num_choices`` choose a token
     tasks            int32 [num_tasks, TASK_FIELDS] (``attention``)
     hidden           float32 [num_rows, hidden_size], the residual stream
     added            float32 [num_rows, hidden_size], what is added to it once it is normed
@@ -130,6 +140,23 @@ STEP: Final = _record(
     scratch          ``scratch_bytes`` for each thread
 """
 
+CHOICE: Final = _record(
+    "history mask bias drafts probabilities",
+    "is_drawn num_counted num_biased top_k draft num_drafts",
+    doubles="repetition frequency presence temperature top_p min_p number residual_number",
+)
+"""How the token of an output is chosen, from which logits; the fields of Shaping, SampleSpec and DraftSpec.
+
+    history          int32 [num_counted], tokens that penalties count
+    mask             one bit for each token, 1: allowed; 0: neither mask nor penalties nor bias change the logits
+    bias             int64 token and float64 number [num_biased]
+    is_drawn         0: nothing is chosen; 1: the largest logit; 2: one draw
+    draft            token that is accepted or replaced; -1: none
+    drafts           int32 [num_drafts], the tokens of the draft's distribution; 0: the whole vocabulary
+    probabilities    float64, of these tokens
+    number           random, in [0, 1), for the draw or to accept the draft; ``residual_number`` to replace it
+"""
+
 
 def _record_at(kind: np.dtype[Any]) -> Any:
     """Return a function for kernels: the record of a kind at an address."""
@@ -141,6 +168,7 @@ def _record_at(kind: np.dtype[Any]) -> Any:
     return at
 
 
+choice_at = _record_at(CHOICE)
 layer_at = _record_at(LAYER)
 model_at = _record_at(MODEL)
 stage_at = _record_at(STAGE)

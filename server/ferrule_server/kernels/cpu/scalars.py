@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba import types
 
 from ferrule_server.kernels.cpu.kernel import operation
-from ferrule_server.kernels.cpu.lanes import F32, I8, I16, I32, I64, Builder, Value, read, write
+from ferrule_server.kernels.cpu.lanes import F32, F64, I8, I16, I32, I64, Builder, Value, read, write
 
 
 @operation(types.int64, types.int64)
@@ -31,6 +31,12 @@ def read_int64(builder: Builder, address: Value) -> Value:
 def read_float32(builder: Builder, address: Value) -> Value:
     """Return the float32 number at an address."""
     return read(builder, address, F32, 4)
+
+
+@operation(types.float64, types.int64)
+def read_float64(builder: Builder, address: Value) -> Value:
+    """Return the float64 number at an address."""
+    return read(builder, address, F64, 8)
 
 
 @operation(types.float32, types.int64)

@@ -78,7 +78,7 @@ def _run_stages(plan: Plan, thread: int) -> bool:
     model, step = model_at(here.model), step_at(here.step)
     number = model.first_of_head if step.is_head_only else 0
     # Read now: after the last barrier the record may already hold the next step.
-    end = model.num_stages if step.num_outputs > 0 else model.first_of_head
+    end = model.first_of_head if step.num_outputs == 0 else model.num_stages - (step.num_choices == 0)
     while number < end:
         place = model.stages + number * _STAGE_BYTES
         stage = stage_at(place)

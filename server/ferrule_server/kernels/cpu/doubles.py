@@ -1,0 +1,241 @@
+"""Passes over 64 tokens of a row in float64, eight at a time: what a token weighs, and which tokens are kept.
+
+A run of 64 tokens is summed in eight lanes, lane l the tokens l, l + 8, ... in ascending order; then lane l is added to
+lane l + 4, l + 2 and l + 1. So a sum has the same bits on every processor, and in numpy (``executor.sampling``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from ferrule_server.kernels.cpu.kernel import kernel, operation
+from ferrule_server.kernels.cpu.lanes import F32, I32, I64, Builder, Value, advance, call, fold, read, spread, write
+from ferrule_server.kernels.cpu.loops import loop
+from ferrule_server.kernels.cpu.scalars import read_float32, read_float64, write_float64
+
+_WIDTH: Final = 8
+_F64 = ir.DoubleType()
+_F32X8, _F64X8 = (ir.VectorType(kind, _WIDTH) for kind in (F32, _F64))
+_I32X8, _I64X8 = (ir.VectorType(kind, _WIDTH) for kind in (I32, I64))
+_LOWEST: Final = float("-inf")
+_LOWEST_EXPONENT: Final = -700.0
+LEAST: Final = 1e-300
+"""What weighs less weighs nothing."""
+_LOG2_E: Final = 1.4426950408889634
+_LN2_HIGH: Final = float.fromhex("0x1.62e42feep-1")
+"""The upper bits of log(2)."""
+_LN2_LOW: Final = float.fromhex("0x1.a39ef35793c76p-33")
+_TO_INTEGER: Final = 1.5 * 2.0**52
+"""Added to a number it leaves the nearest integer in the low bits of the sum."""
+_COEFFICIENTS: Final = tuple(
+    float.fromhex(f"0x1.{digits}p-{exponent}")
+    for digits, exponent in (
+        ("0", 1), ("5555555555555", 3), ("5555555555555", 5), ("1111111110e6a", 7), ("6c16c16c16a93", 10),
+        ("a01a01a4b322f", 13), ("a01a01a2ba8c3", 16), ("71de17e40edfe", 19), ("27e4e7c9c1412", 22),
+        ("af236aac51d05", 26), ("1f5abc1998660", 29),
+    )
+)  # fmt: skip
+"""Of (exp(r) - 1 - r) / r**2 from -log(2) / 2 to log(2) / 2: 1/2, 1/6, and a polynomial through points of Chebyshev."""
+DIGIT_BITS: Final = 14
+"""Bits of a logit by which tokens are sorted into bins at a time; the first ones are its sign and exponent too."""
+
+
+def _number(kind: Value, value: float) -> Value:
+    """Return a constant of a type, in all lanes if it is a vector."""
+    return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
+
+
+@operation(types.float64, types.float64)
+def exp(builder: Builder, x: Value) -> Value:
+    """Return the exponential of numbers of at most 0, exact to one unit in the last place; of -700 for those below.
+
+    It is 2**n times a polynomial in the rest of the exponent (Cody and Waite, 1980), whose pairs of terms do not wait
+    for each other (Estrin, 1960).
+    """
+    kind, whole = (_F64X8, _I64X8) if isinstance(x.type, ir.VectorType) else (_F64, I64)
+
+    def fma(x: Value, y: Value, z: Value) -> Value:
+        return call(builder, "llvm.fma.v8f64" if kind is _F64X8 else "llvm.fma.f64", kind, [x, y, z])
+
+    lowest, to_integer = _number(kind, _LOWEST_EXPONENT), _number(kind, _TO_INTEGER)
+    x = builder.select(builder.fcmp_ordered(">", x, lowest), x, lowest)
+    shifted = fma(x, _number(kind, _LOG2_E), to_integer)
+    n = builder.fsub(shifted, to_integer)
+    high = fma(n, _number(kind, -_LN2_HIGH), x)
+    rest = fma(n, _number(kind, -_LN2_LOW), high)
+    error = fma(n, _number(kind, -_LN2_LOW), builder.fsub(high, rest))
+    terms, power, squared = [_number(kind, each) for each in _COEFFICIENTS], rest, builder.fmul(rest, rest)
+    while len(terms) > 1:
+        last = [terms.pop()] if len(terms) % 2 else []
+        terms = [fma(odd, power, even) for even, odd in zip(terms[::2], terms[1::2], strict=True)] + last
+        power = builder.fmul(power, power)
+    result = builder.fadd(_number(kind, 1.0), builder.fadd(rest, fma(squared, terms[0], error)))
+    exponent = builder.shl(builder.bitcast(shifted, whole), _number(whole, 52))
+    return builder.bitcast(builder.add(builder.bitcast(result, whole), exponent), kind)
+
+
+@kernel
+def logit_at(logits: int, is_wide: bool, token: int) -> float:
+    """Return the logit of a token in a row, which is float32 unless it is wide."""
+    return read_float64(logits + 8 * token) if is_wide else np.float64(read_float32(logits + 4 * token))
+
+
+@kernel
+def exponentials(source: int, target: int, count: int) -> None:
+    """Write the exponentials of float64 numbers of at most 0; 0 instead of less than 1e-300."""
+    for i in range(count):
+        x = exp(read_float64(source + 8 * i))
+        write_float64(target + 8 * i, x if x >= LEAST else 0.0)
+
+
+@operation(types.int64, types.float64)
+def rank(builder: Builder, x: Value) -> Value:
+    """Return integers whose bits, without a sign, rise with the numbers; 0.0 and -0.0 are equal."""
+    kind, whole = (_F64X8, _I64X8) if isinstance(x.type, ir.VectorType) else (_F64, I64)
+    bits = builder.bitcast(builder.fadd(x, _number(kind, 0.0)), whole)
+    return builder.xor(bits, builder.or_(builder.ashr(bits, _number(whole, 63)), _number(whole, -(1 << 63))))
+
+
+def _eight(builder: Builder, address: Value, number: Value, is_wide: Value = None) -> Value:
+    """Return eight logits as float64, by their number in a row, which is float32 unless it is wide."""
+    if is_wide is None:
+        return read(builder, advance(builder, address, number, 8 * _WIDTH), _F64X8, 8)
+    with builder.if_else(is_wide) as (wide, narrow):
+        with wide:
+            x = read(builder, advance(builder, address, number, 8 * _WIDTH), _F64X8, 8)
+            of_wide = builder.block
+        with narrow:
+            y = builder.fpext(read(builder, advance(builder, address, number, 4 * _WIDTH), _F32X8, 4), _F64X8)
+            of_narrow = builder.block
+    result = builder.phi(_F64X8)
+    result.add_incoming(x, of_wide)
+    result.add_incoming(y, of_narrow)
+    return result
+
+
+def _sum(builder: Builder, weights: Value, weigh_eight: Callable[[Value], Value], floor: Value) -> Value:
+    """Write 64 weights, 0 for those below a floor, and return their sum.
+
+    Args:
+        builder: LLVM's.
+        weights: float64 [64], written.
+        weigh_eight: Returns the weights of eight tokens, of their number.
+        floor: The least weight that is kept.
+    """
+    least = spread(builder, floor, _F64X8)
+
+    def eight(number: Value, sums: list[Value]) -> list[Value]:
+        found = weigh_eight(number)
+        kept = builder.select(builder.fcmp_ordered(">=", found, least), found, _number(_F64X8, 0.0))
+        write(builder, kept, advance(builder, weights, number, 8 * _WIDTH), 8)
+        return [builder.fadd(sums[0], kept)]
+
+    (sums,) = loop(builder, ir.Constant(I64, _WIDTH), [_number(_F64X8, 0.0)], eight)
+    return fold(builder, sums, builder.fadd)
+
+
+@operation(types.float64, types.int64, types.boolean, types.int64, *[types.float64] * 3)
+def weigh(
+    builder: Builder, logits: Value, is_wide: Value, weights: Value, peak: Value, temperature: Value, floor: Value
+) -> Value:
+    """Write the weights of 64 tokens, exp((logit - peak) / temperature), or 0 below a floor; return their sum."""
+    peak, temperature = spread(builder, peak, _F64X8), spread(builder, temperature, _F64X8)
+
+    def eight(number: Value) -> Value:
+        below = builder.fsub(_eight(builder, logits, number, is_wide), peak)
+        return exp.emit(builder, builder.fdiv(below, temperature))
+
+    return _sum(builder, weights, eight, floor)
+
+
+@operation(types.float64, types.int64, types.boolean, types.int64, types.float64, types.float64, types.int64)
+def keep(
+    builder: Builder, logits: Value, is_wide: Value, weights: Value, floor: Value, border: Value, last: Value
+) -> Value:
+    """Set the weights of 64 tokens to 0 that rank after a border, or are below a floor; return the sum of the others.
+
+    Args:
+        builder: LLVM's.
+        logits: Of the tokens.
+        is_wide: They are float64.
+        weights: float64 [64], changed.
+        floor: The least weight of a token that is kept.
+        border: The least logit.
+        last: The last token with that logit, counted from the first of these.
+    """
+    border = spread(builder, border, _F64X8)
+
+    def eight(number: Value) -> Value:
+        x, found = _eight(builder, logits, number, is_wide), _eight(builder, weights, number)
+        ahead = builder.sub(last, builder.mul(number, ir.Constant(I64, _WIDTH)))
+        lanes = ir.Constant(_I32X8, list(range(_WIDTH)))
+        is_among = builder.icmp_signed("<=", lanes, spread(builder, builder.trunc(ahead, I32), _I32X8))
+        is_kept = builder.and_(builder.fcmp_ordered("==", x, border), is_among)
+        is_kept = builder.or_(builder.fcmp_ordered(">", x, border), is_kept)
+        return builder.select(is_kept, found, _number(_F64X8, 0.0))
+
+    return _sum(builder, weights, eight, floor)
+
+
+@operation(types.void, types.int64, types.boolean, types.int64)
+def digits(builder: Builder, logits: Value, is_wide: Value, out: Value) -> None:
+    """Write the first bits of the ranks of 64 logits as int32."""
+
+    def eight(number: Value, _: list[Value]) -> list[Value]:
+        ranks = rank.emit(builder, _eight(builder, logits, number, is_wide))
+        found = builder.trunc(builder.lshr(ranks, _number(_I64X8, 64 - DIGIT_BITS)), _I32X8)
+        write(builder, found, advance(builder, out, number, 4 * _WIDTH), 4)
+        return []
+
+    loop(builder, ir.Constant(I64, _WIDTH), [], eight)
+
+
+@operation(types.int64, types.int64, types.int64)
+def matches(builder: Builder, numbers: Value, wanted: Value) -> Value:
+    """Return a bit for each of 64 int32 numbers, from the lowest on: whether it is the one wanted."""
+    kind = ir.VectorType(I32, 64)
+    equal = builder.icmp_signed(
+        "==", read(builder, numbers, kind, 4), spread(builder, builder.trunc(wanted, I32), kind)
+    )
+    return builder.bitcast(equal, I64)
+
+
+@operation(types.int64, types.int64)
+def lowest_bit(builder: Builder, bits: Value) -> Value:
+    """Return the number of the lowest bit that is 1; 64 if none is."""
+    return call(builder, "llvm.cttz.i64", I64, [bits, ir.Constant(ir.IntType(1), 0)])
+
+
+@operation(types.void, *[types.int64] * 4)
+def widen(builder: Builder, logits: Value, mask: Value, count: Value, out: Value) -> None:
+    """Write eights of float32 logits as float64, -inf where the bit of a mask is 0."""
+
+    def eight(number: Value, _: list[Value]) -> list[Value]:
+        is_allowed = builder.bitcast(
+            read(builder, builder.add(mask, number), ir.IntType(8), 1), ir.VectorType(ir.IntType(1), _WIDTH)
+        )
+        x = builder.fpext(read(builder, advance(builder, logits, number, 4 * _WIDTH), _F32X8, 4), _F64X8)
+        x = builder.select(is_allowed, x, _number(_F64X8, _LOWEST))
+        write(builder, x, advance(builder, out, number, 8 * _WIDTH), 8)
+        return []
+
+    loop(builder, count, [], eight)
+
+
+@operation(types.float64, types.int64, types.boolean)
+def largest(builder: Builder, logits: Value, is_wide: Value) -> Value:
+    """Return the largest of 64 logits."""
+
+    def larger(x: Value, y: Value) -> Value:
+        return builder.select(builder.fcmp_ordered(">", x, y), x, y)
+
+    def eight(number: Value, best: list[Value]) -> list[Value]:
+        return [larger(_eight(builder, logits, number, is_wide), best[0])]
+
+    (best,) = loop(builder, ir.Constant(I64, _WIDTH), [_number(_F64X8, _LOWEST)], eight)
+    return fold(builder, best, larger)

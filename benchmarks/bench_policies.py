@@ -1,10 +1,16 @@
-"""What a LogitsReturnPolicy costs on the wire: bytes and time of a BatchDecode for a vocabulary of 152 k.
+"""What a LogitsReturnPolicy costs: on the wire, or in a step of the engine.
 
-Each policy appends the same tokens to the same number of sequences of a model that has the vocabulary of Qwen3 and next
-to no layers, so that the figures are those of the output: the head, the copy, the encoding and the connection. Policies
-take turns. The client is plain grpcio with a raised receive limit.
+On the wire, for a vocabulary of 152 k: bytes and time of a BatchDecode. Each policy appends the same tokens to the same
+number of sequences of a model that has the vocabulary of Qwen3 and next to no layers, so that the figures are those of
+the output: the head, the copy, the encoding and the connection. Policies take turns. The client is plain grpcio with a
+raised receive limit.
+
+In the engine (``--in-process``): time of a step in which all rows choose their token by the same policy, and the rate
+of greedy rows that is left. Policies take turns; rows of random models are flat. A *neighbour* is a step of greedy rows
+of which one returns its logits.
 
 Usage: python benchmarks/bench_policies.py [--rows 1 16 64] [--rounds 7]
+       python benchmarks/bench_policies.py --in-process demo wide-49k wide wide-262k qwen3-0.6b 270m-262k [--rows 16]
 """
 
 from __future__ import annotations
@@ -16,8 +22,10 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 from child_server import server  # type: ignore[import-not-found]  # beside this script, not a package
@@ -72,12 +80,71 @@ def measure(stub: executor_pb2_grpc.ModelExecutorServiceStub, num_rows: int, num
     ]
 
 
+def drawn_specs(vocab_size: int) -> dict[str, list[Any]]:
+    """Return the specs of the first row and of all others by the name of their policy."""
+    import numpy as np
+
+    from ferrule_server.executor.base import OutputSpec, SampleSpec, Shaping, TokenMask
+
+    is_allowed = np.random.default_rng(0).random(vocab_size) < 0.5
+    mask = TokenMask(b"half of the ids.", np.packbits(is_allowed, bitorder="little"))
+    greedy, drawn = OutputSpec(greedy=True), OutputSpec(sample=SampleSpec(seed=1))
+    specs = {
+        "greedy": greedy,
+        "T=1": drawn,
+        "T=0.6, min_p .05": OutputSpec(sample=SampleSpec(0.6, min_p=0.05)),
+        "T=0.6, top_k 20, top_p .95": OutputSpec(sample=SampleSpec(0.6, 20, 0.95)),
+        "T=1, top_p .95": OutputSpec(sample=SampleSpec(top_p=0.95)),
+        "T=3, top_p .95": OutputSpec(sample=SampleSpec(3.0, top_p=0.95)),
+        "T=1, repetition 1.1": OutputSpec(sample=SampleSpec(), shaping=Shaping(repetition_penalty=1.1)),
+        "T=1, mask": OutputSpec(sample=SampleSpec(), shaping=Shaping(mask=mask)),
+        "log-probabilities, top 20, entropy": OutputSpec(
+            sample=SampleSpec(), logprobs=True, num_top_logprobs=20, entropy=True
+        ),
+    }
+    return {name: [spec, spec] for name, spec in specs.items()} | {
+        "neighbour": [OutputSpec(full_logits=True, greedy=True), greedy]
+    }
+
+
+def measure_steps(model: str, counts: Sequence[int], num_rounds: int) -> None:
+    """Print the time of a step under each policy, and its rate as a share of that of greedy rows."""
+    from benchmarks.bench_cpu import model_folder  # beside this script
+    from benchmarks.in_process import append_job, in_process, load_executor
+
+    executor = load_executor(model_folder(model), kv_bytes=1 << 30, max_context=2048)
+    specs = drawn_specs(executor.info.model.config.vocab_size)
+    with in_process(executor) as engine:
+        for num_rows in counts:
+            made = engine.append([append_job([row + 1, 2, 3], None, None) for row in range(num_rows)])
+            handles = [each.handle for each in made]
+            samples: dict[str, list[float]] = {name: [] for name in specs}
+            for token in range(num_rounds + 2):
+                for name, (first, other) in specs.items():
+                    wanted = [first, *[other] * (num_rows - 1)]
+                    jobs = [append_job([token], *pair) for pair in zip(handles, wanted, strict=True)]
+                    results, seconds = engine.timed(jobs)
+                    handles = [each.handle for each in results]
+                    samples[name].append(seconds * 1e3)
+            engine.release(handles)
+            for name, times in samples.items():
+                shares = sorted(a / b for a, b in zip(samples["greedy"][2:], times[2:], strict=True))
+                share, median = statistics.median(shares), statistics.median(times[2:])
+                low, high = shares[len(shares) // 4], shares[-1 - len(shares) // 4]
+                print(f"{model:<12} {num_rows:>4}  {name:<36} {median:>9.2f} ms  {share:.3f}  ({low:.3f}-{high:.3f})")
+
+
 def main() -> None:
     """Print a table, then one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--in-process", nargs="+", metavar="MODEL", help="demo, or a shape of make_random_model.py")
     arguments = parser.parse_args()
+    for model in arguments.in_process or ():
+        measure_steps(model, arguments.rows, arguments.rounds)
+    if arguments.in_process:
+        return
     costs: list[Cost] = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), "wide")

@@ -213,7 +213,7 @@ RECORDS = (
 MAX_RECORD_FIELDS = 77
 """Of all these together."""
 BUDGET: dict[str, int] = {
-    "server": 32613,
+    "server": 32618,
     "client": 11646,
     "tools": 5842,  # the training of the bundled model came from the server with 650
 }

@@ -342,7 +342,7 @@ def cohort_drawn(scene: Scene) -> Sequence[Body]:
 
 
 def cohort_hot(scene: Scene) -> Sequence[Body]:
-    """BatchDecode of 512 rows, drawn from nearly flat distributions, whose most likely tokens must be sorted."""
+    """BatchDecode of 512 rows, drawn from nearly flat distributions, most of whose tokens are kept."""
     return _cohort(scene, policy_pb2.LogitsReturnPolicy(sample=policy_pb2.Sample(temperature=3.0, top_p=0.95, seed=1)))
 
 

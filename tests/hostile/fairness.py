@@ -122,6 +122,7 @@ FLOODS = {
     "cohort_drawn": _cohort(bodies.cohort_drawn),
     "cohort_drawn_49k": _cohort(bodies.cohort_drawn, "wide-49k"),
     "cohort_hot": _cohort(bodies.cohort_hot),
+    "cohort_hot_152k": _cohort(bodies.cohort_hot, "wide"),
     "chat_template": Flood(bodies.chat_template, depth=2),
     "verify_dense": Flood(bodies.verify_dense),
     "status": Flood(bodies.status, depth=32),

@@ -55,8 +55,8 @@ class Rows:
         self, positions: Sequence[int], specs: Sequence[OutputSpec], histories: Sequence[Int32Array | None]
     ) -> None:
         """Write how each token is chosen."""
-        ask(self._memory, positions, specs, histories)
-        self._memory.set_outputs(np.arange(len(specs), dtype=np.int32), is_head_only=False)
+        num_choices = ask(self._memory, positions, specs, histories)
+        self._memory.set_outputs(np.arange(len(specs), dtype=np.int32), num_choices, is_head_only=False)
 
     def choose(self) -> None:
         """Choose the tokens of all rows."""

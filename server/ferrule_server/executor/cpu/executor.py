@@ -184,8 +184,8 @@ class NumbaCpuExecutor:
         rows: list[RowOutput] = []
         for begin in range(0, max(1, len(positions)), memory.max_outputs):
             part = slice(begin, begin + memory.max_outputs)
-            memory.set_outputs(batch.output_rows[part], is_head_only=begin > 0)
-            ask(memory, positions[part], batch.output_specs[part], batch.histories[part])
+            num_choices = ask(memory, positions[part], batch.output_specs[part], batch.histories[part])
+            memory.set_outputs(batch.output_rows[part], num_choices, is_head_only=begin > 0)
             self._run_step(0 if begin else batch.num_rows)
             rows += read_outputs(memory, positions[part], batch.output_specs[part])
         return rows

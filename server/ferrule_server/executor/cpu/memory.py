@@ -208,15 +208,11 @@ class StepMemory:
         self._ancestors = ancestors
         self._step["ancestors"] = ancestors.ctypes.data
 
-    def set_outputs(self, output_rows: Int32Array, *, is_head_only: bool) -> None:
-        """Write which rows the head computes, at most ``max_outputs``."""
+    def set_outputs(self, output_rows: Int32Array, num_choices: int, *, is_head_only: bool) -> None:
+        """Write which rows the head computes, at most ``max_outputs``, and how many of ``choices`` choose a token."""
         step = self._step[0]
         self._rows["output_rows"][: len(output_rows)] = output_rows
-        step["num_outputs"], step["is_head_only"] = len(output_rows), is_head_only
-
-    def set_choices(self, num_choices: int) -> None:
-        """Write of how many outputs ``choices`` choose a token."""
-        self._step["num_choices"] = num_choices
+        step["num_outputs"], step["is_head_only"], step["num_choices"] = len(output_rows), is_head_only, num_choices
 
     def set_threads(self, num_threads: int) -> None:
         """Write how many threads run the next step."""

@@ -26,14 +26,13 @@ _PLAIN = (OutputSpec(), OutputSpec(greedy=True))
 """The commonest specs, which need the best token at most."""
 _COLDEST = SampleSpec(top_k=1)
 """Draws what a temperature of 0 draws."""
-_UNSHAPED = Shaping()
 _BIAS = np.dtype([("token", np.int64), ("amount", np.float64)])
 
 
 def ask(
     memory: StepMemory, positions: Sequence[int], specs: Sequence[OutputSpec], histories: Sequence[Int32Array | None]
-) -> None:
-    """Write what each output needs of the kernels.
+) -> int:
+    """Write what each output needs of the kernels, and return how many choose a token from their logits.
 
     Args:
         memory: Before the step.
@@ -56,7 +55,7 @@ def ask(
         if _needs_choice(spec):
             memory.choices[i] = _choice(memory, spec, positions[i] + 1, histories[i] if histories else None)
             num_choices += 1
-    memory.set_choices(num_choices)
+    return num_choices
 
 
 def _choice(memory: StepMemory, spec: OutputSpec, position: int, history: Int32Array | None) -> tuple[float, ...]:
@@ -69,7 +68,7 @@ def _choice(memory: StepMemory, spec: OutputSpec, position: int, history: Int32A
         return memory.kept[-1].ctypes.data
 
     sample = spec.sample if spec.sample is not None and spec.sample.temperature else _COLDEST
-    shaping, draft, shaped = spec.shaping, spec.draft, spec.shaping or _UNSHAPED
+    shaping, draft, shaped = spec.shaping, spec.draft, spec.shaping or Shaping()
     counted = history if shaped.has_penalties else None
     bits = shaped.mask.bits if shaped.mask is not None else memory.all_tokens if shaping is not None else None
     tokens, probabilities = (None, None) if draft is None else proposal(draft)

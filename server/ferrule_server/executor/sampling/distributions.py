@@ -132,12 +132,10 @@ def _keep_nucleus(weights: Float64Array, bits: npt.NDArray[np.uint64], top_p: fl
     """
     goal, reached, tokens = top_p * total_of(weights), 0.0, np.flatnonzero(weights)
     for shift in _SHIFTS:
-        digits, bins = np.unique(~bits[tokens] >> np.uint64(shift) & np.uint64(0x3FFF), return_inverse=True)
-        even, odd = np.bincount(bins + len(digits) * (tokens & 1), weights[tokens], 2 * len(digits)).reshape(2, -1)
-        sums = np.cumsum(np.append(reached, even + odd))
+        _, bins = np.unique(~bits[tokens] >> np.uint64(shift) & np.uint64(0x3FFF), return_inverse=True)
+        sums = np.cumsum(np.append(reached, np.bincount(bins, weights[tokens])))
         last = min(int(sums[1:].searchsorted(goal)), len(sums) - 2)
         reached, tokens = float(sums[last]), tokens[bins == last]
     sums = np.cumsum(np.append(reached, weights[tokens]))[1:]
     token = tokens[min(int(sums.searchsorted(goal)), len(tokens) - 1)]
-    is_equal = bits == bits[token]
-    weights[(bits < bits[token]) | (is_equal & (np.arange(len(bits)) > token))] = 0
+    weights[(bits < bits[token]) | ((bits == bits[token]) & (np.arange(len(bits)) > token))] = 0

@@ -68,8 +68,16 @@ def _choose(here: Record, choice: Record, logits: int, results: int) -> None:
         peak = read_float64(logits + 8 * token)
     weight, total, is_accepted = 1.0, 1.0, False
     if choice.is_drawn == 2:
-        total = _weigh(here, choice, logits, is_wide, num_runs, peak)
-        token, is_accepted = _draw(here, choice, vocab_size, num_runs, total)
+        is_lean = choice.top_p == 1 and choice.top_k == 0 and choice.draft < 0
+        total = _weigh(here, choice, logits, is_wide, num_runs, peak, is_lean)
+        if choice.draft >= 0:
+            token, is_accepted = _judge(here, choice, vocab_size, num_runs, total)
+        else:
+            run, rest = _find_run(here.sums, num_runs, choice.number * total)
+            if is_lean:  # the weights have not been kept
+                place, floor = logits + RUN * (8 if is_wide else 4) * run, max(LEAST, choice.min_p)
+                weigh(place, is_wide, here.weights + 8 * RUN * run, peak, choice.temperature, floor)
+            token = _first_beyond(here.weights, run, rest)
         weight = read_float64(here.weights + 8 * token)
     write_float64(results + 40, np.float64(token))
     write_float64(results + 48, weight)
@@ -96,45 +104,44 @@ def _shape(here: Record, choice: Record, logits: int, vocab_size: int) -> None:
 def _penalise(here: Record, choice: Record, num_tokens: int) -> None:
     """Count the tokens of the history, and change the logits of those that occurred."""
     clear_values(here.digits, num_tokens)
-    num_different = 0
+    for i in range(choice.num_counted):
+        place = here.digits + 4 * read_int32(choice.history + 4 * i)
+        write_int32(place, read_int32(place) + 1)
     for i in range(choice.num_counted):
         token = read_int32(choice.history + 4 * i)
-        count = read_int32(here.digits + 4 * token)
-        write_int32(here.digits + 4 * token, count + 1)
-        write_int32(here.tokens + 4 * num_different, token)
-        num_different += count == 0
-    for i in range(num_different):
-        token = read_int32(here.tokens + 4 * i)
         place, count = here.shaped + 8 * token, read_int32(here.digits + 4 * token)
-        x = read_float64(place)
-        x = x / choice.repetition if x > 0 else x * choice.repetition
-        write_float64(place, x - (count * choice.frequency + choice.presence))
+        if count > 0:  # not yet changed
+            x = read_float64(place)
+            x = x / choice.repetition if x > 0 else x * choice.repetition
+            write_float64(place, x - (count * choice.frequency + choice.presence))
+            write_int32(here.digits + 4 * token, 0)
 
 
 @kernel
 def _largest(logits: int, num_runs: int) -> int:
     """Return the token with the largest of a row of float64 logits, the lowest id among equals."""
-    best, first = -np.inf, 0
+    best, token = -np.inf, 0
     for run in range(num_runs):
         x = largest(logits + 8 * RUN * run, True)
         if x > best:
-            best, first = x, RUN * run
-    token = first
+            best, token = x, RUN * run
     while read_float64(logits + 8 * token) != best:
         token += 1
     return token
 
 
 @kernel
-def _weigh(here: Record, choice: Record, logits: int, is_wide: bool, num_runs: int, peak: float) -> float:
-    """Write the weights of a row and the sums of its runs, and return the sum of all."""
+def _weigh(
+    here: Record, choice: Record, logits: int, is_wide: bool, num_runs: int, peak: float, is_lean: bool
+) -> float:
+    """Write the weights of a row, unless it is lean, and the sums of its runs, and return the sum of all."""
     has_nucleus = choice.top_p < 1
     floor = LEAST if has_nucleus else max(LEAST, choice.min_p)
     border, last, total, run_bytes = -np.inf, 0, 0.0, RUN * (8 if is_wide else 4)
     if 0 < choice.top_k < RUN * num_runs:
         border, last = _find_largest(here, logits, is_wide, num_runs, choice.top_k)
     for run in range(num_runs):
-        weights = here.weights + 8 * RUN * run
+        weights = here.weights if is_lean else here.weights + 8 * RUN * run
         part = weigh(logits + run_bytes * run, is_wide, weights, peak, choice.temperature, floor)
         write_float64(here.sums + 8 * run, part)
         total += part
@@ -163,13 +170,13 @@ def _keep(here: Record, logits: int, is_wide: bool, num_runs: int, floor: float,
 
 @kernel
 def _find_largest(here: Record, logits: int, is_wide: bool, num_runs: int, count: int) -> tuple[float, int]:
-    """Return logit and id of the last of the ``count`` largest logits, none below as many of the largest of runs."""
+    """Return logit and id of the last of the ``count`` largest logits; of long rows, only where runs reach it."""
     num_whole = (num_runs + RUN - 1) // RUN
     for run in range(RUN * num_whole):
         x = largest(logits + RUN * (8 if is_wide else 4) * run, is_wide) if run < num_runs else -np.inf
         write_float64(here.sums + 8 * run, x)
     cutoff = -np.inf
-    if count <= num_runs:
+    if count <= num_runs and num_runs > 8 * RUN:
         cutoff, _ = _find_border(here, here.sums, True, num_whole, 0, np.float64(count), cutoff)
     return _find_border(here, logits, is_wide, num_runs, 0, np.float64(count), cutoff)
 
@@ -198,27 +205,24 @@ def _find_border(
             break
         digit, reached = _find_bin(here, reached, goal)
         count = _keep_tokens(here, count, digit)
-    i = 0
-    while i < count - 1:
-        reached += 1.0 if weights == 0 else read_float64(weights + 8 * read_int32(here.tokens + 4 * i))
+    token = -1
+    for i in range(count):
+        token = read_int32(here.tokens + 4 * i)
+        reached += 1.0 if weights == 0 else read_float64(weights + 8 * token)
         if reached >= goal:
             break
-        i += 1
-    token = read_int32(here.tokens + 4 * i)
     return logit_at(logits, is_wide, token), token
 
 
 @kernel
 def _bin_row(here: Record, logits: int, is_wide: bool, num_runs: int, weights: int, cutoff: float) -> None:
     """Write the first digits of the tokens of all runs that reach the cutoff, and add their weights to bins."""
-    clear_values(here.bins, 4 * NUM_BINS)
-    odd_bins = here.bins + 8 * NUM_BINS
+    clear_values(here.bins, 2 * NUM_BINS)
     for run in range(num_runs):
         if read_float64(here.sums + 8 * run) >= cutoff:
             digits(logits + RUN * (8 if is_wide else 4) * run, is_wide, here.digits + 4 * RUN * run)
-            for token in range(RUN * run, RUN * (run + 1), 2):
-                _add_to_bin(here.bins, weights, token, read_int32(here.digits + 4 * token))
-                _add_to_bin(odd_bins, weights, token + 1, read_int32(here.digits + 4 * token + 4))
+            for token in range(RUN * run, RUN * (run + 1)):
+                _add_to_bin(here, weights, token, read_int32(here.digits + 4 * token))
 
 
 @kernel
@@ -238,7 +242,7 @@ def _keep_row(here: Record, num_runs: int, cutoff: float, digit: int) -> int:
 @kernel
 def _bin_tokens(here: Record, logits: int, is_wide: bool, weights: int, count: int, shift: int) -> bool:
     """Add the weights of some tokens to bins by other digits, and return whether their logits are different."""
-    clear_values(here.bins, 4 * NUM_BINS)
+    clear_values(here.bins, 2 * NUM_BINS)
     first, is_different = logit_at(logits, is_wide, read_int32(here.tokens)), False
     for i in range(count):
         token = read_int32(here.tokens + 4 * i)
@@ -246,7 +250,7 @@ def _bin_tokens(here: Record, logits: int, is_wide: bool, weights: int, count: i
         is_different |= x != first
         digit = rank(x) >> shift & (NUM_BINS - 1)
         write_int32(here.digits + 4 * token, digit)
-        _add_to_bin(here.bins + 8 * NUM_BINS * (token & 1), weights, token, digit)
+        _add_to_bin(here, weights, token, digit)
     return is_different
 
 
@@ -262,9 +266,9 @@ def _keep_tokens(here: Record, count: int, digit: int) -> int:
 
 
 @kernel
-def _add_to_bin(bins: int, weights: int, token: int, digit: int) -> None:
-    """Add the weight of a token to its bin. Even and odd tokens have bins of their own, so that fewer wait."""
-    place = bins + 8 * digit
+def _add_to_bin(here: Record, weights: int, token: int, digit: int) -> None:
+    """Add the weight of a token to its bin."""
+    place = here.bins + 8 * digit
     write_float64(place, read_float64(place) + (1.0 if weights == 0 else read_float64(weights + 8 * token)))
 
 
@@ -272,21 +276,21 @@ def _add_to_bin(bins: int, weights: int, token: int, digit: int) -> None:
 def _find_bin(here: Record, reached: float, goal: float) -> tuple[int, float]:
     """Return the bin in which the goal lies, from the last one on, and what weighs before it."""
     found, before = 0, reached
-    for digit in range(NUM_BINS - 1, -1, -1):
-        part = read_float64(here.bins + 8 * digit) + read_float64(here.bins + 8 * (NUM_BINS + digit))
-        if part > 0:
-            found, before = digit, reached
-            reached += part
-            if reached >= goal:
-                break
+    for first in range(NUM_BINS - RUN, -1, -RUN):
+        if largest(here.bins + 8 * first, True) > 0:
+            for digit in range(first + RUN - 1, first - 1, -1):
+                part = read_float64(here.bins + 8 * digit)
+                if part > 0:
+                    found, before = digit, reached
+                    reached += part
+                    if reached >= goal:
+                        return found, before
     return found, before
 
 
 @kernel
-def _draw(here: Record, choice: Record, vocab_size: int, num_runs: int, total: float) -> tuple[int, bool]:
-    """Return the token, and whether it is the draft, accepted."""
-    if choice.draft < 0:
-        return _first_beyond(here.weights, here.sums, num_runs, choice.number * total), False
+def _judge(here: Record, choice: Record, vocab_size: int, num_runs: int, total: float) -> tuple[int, bool]:
+    """Accept the draft or replace it: return the token, and whether it is the draft."""
     p, q = read_float64(here.weights + 8 * choice.draft) / total, 0.0
     if choice.drafts == 0:
         q = read_float64(choice.probabilities + 8 * choice.draft)
@@ -295,10 +299,11 @@ def _draw(here: Record, choice: Record, vocab_size: int, num_runs: int, total: f
             q = read_float64(choice.probabilities + 8 * i)
     if p > 0 and (q == 0 or choice.number < p / q):
         return choice.draft, True
-    left = _subtract_drafts(here, choice, vocab_size, num_runs, total)
-    if left == 0:
-        return _first_beyond(here.weights, here.sums, num_runs, choice.residual_number * total), False
-    return _first_beyond(here.shaped, here.bins, num_runs, choice.residual_number * left), False
+    weights, sums, whole = here.shaped, here.bins, _subtract_drafts(here, choice, vocab_size, num_runs, total)
+    if whole == 0:
+        weights, sums, whole = here.weights, here.sums, total
+    run, rest = _find_run(sums, num_runs, choice.residual_number * whole)
+    return _first_beyond(weights, run, rest), False
 
 
 @kernel
@@ -320,13 +325,19 @@ def _subtract_drafts(here: Record, choice: Record, vocab_size: int, num_runs: in
 
 
 @kernel
-def _first_beyond(weights: int, sums: int, num_runs: int, goal: float) -> int:
-    """Return the first token at which the sum of the weights exceeds a goal."""
+def _find_run(sums: int, num_runs: int, goal: float) -> tuple[int, float]:
+    """Return the run in which the sum of the weights exceeds a goal, and what is left of the goal before it."""
     run, before = 0, 0.0
     while run < num_runs - 1 and before + read_float64(sums + 8 * run) <= goal:
         before += read_float64(sums + 8 * run)
         run += 1
-    found, summed, rest = -1, 0.0, goal - before
+    return run, goal - before
+
+
+@kernel
+def _first_beyond(weights: int, run: int, rest: float) -> int:
+    """Return the first token of a run at which the sum of its weights exceeds a number."""
+    found, summed = -1, 0.0
     for token in range(RUN * run, RUN * (run + 1)):
         weight = read_float64(weights + 8 * token)
         summed += weight

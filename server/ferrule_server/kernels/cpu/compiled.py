@@ -90,8 +90,8 @@ def compile_kernels(
     linear_code, choose_code, work_code, pack_code, *attention_code = (each.address for each in compiled)
     pairs = zip(attention_code[::2], attention_code[1::2], strict=True)
     by_width = dict(zip(widths, pairs, strict=True))
-    linear_codes = {plan.kind: linear_code}
-    return Kernels(_WORK(work_code), _PACK(pack_code), linear_codes, by_width, choose_code, tuple(compiled))
+    kinds = {plan.kind: linear_code}
+    return Kernels(_WORK(work_code), _PACK(pack_code), kinds, by_width, choose_code, tuple(compiled))
 
 
 def _attention_plan(plan: Plan, head_dim: int) -> Plan:

@@ -32,14 +32,11 @@ _LN2_HIGH: Final = float.fromhex("0x1.62e42feep-1")
 _LN2_LOW: Final = float.fromhex("0x1.a39ef35793c76p-33")
 _TO_INTEGER: Final = 1.5 * 2.0**52
 """Added to a number it leaves the nearest integer in the low bits of the sum."""
-_COEFFICIENTS: Final = tuple(
-    float.fromhex(f"0x1.{digits}p-{exponent}")
-    for digits, exponent in (
-        ("0", 1), ("5555555555555", 3), ("5555555555555", 5), ("1111111110e6a", 7), ("6c16c16c16a93", 10),
-        ("a01a01a4b322f", 13), ("a01a01a2ba8c3", 16), ("71de17e40edfe", 19), ("27e4e7c9c1412", 22),
-        ("af236aac51d05", 26), ("1f5abc1998660", 29),
-    )
-)  # fmt: skip
+_COEFFICIENTS: Final = tuple(map(float.fromhex, (
+    "0x1.0000000000000p-1", "0x1.5555555555555p-3", "0x1.5555555555555p-5", "0x1.1111111110e6ap-7",
+    "0x1.6c16c16c16a93p-10", "0x1.a01a01a4b322fp-13", "0x1.a01a01a2ba8c3p-16", "0x1.71de17e40edfep-19",
+    "0x1.27e4e7c9c1412p-22", "0x1.af236aac51d05p-26", "0x1.1f5abc1998660p-29",
+)))  # fmt: skip
 """Of (exp(r) - 1 - r) / r**2 from -log(2) / 2 to log(2) / 2: 1/2, 1/6, and a polynomial through points of Chebyshev."""
 DIGIT_BITS: Final = 14
 """Bits of a logit by which tokens are sorted into bins at a time; the first ones are its sign and exponent too."""
@@ -66,15 +63,13 @@ def exp(builder: Builder, x: Value) -> Value:
     x = builder.select(builder.fcmp_ordered(">", x, lowest), x, lowest)
     shifted = fma(x, _number(kind, _LOG2_E), to_integer)
     n = builder.fsub(shifted, to_integer)
-    high = fma(n, _number(kind, -_LN2_HIGH), x)
-    rest = fma(n, _number(kind, -_LN2_LOW), high)
-    error = fma(n, _number(kind, -_LN2_LOW), builder.fsub(high, rest))
-    terms, power, squared = [_number(kind, each) for each in _COEFFICIENTS], rest, builder.fmul(rest, rest)
+    rest = fma(n, _number(kind, -_LN2_LOW), fma(n, _number(kind, -_LN2_HIGH), x))
+    terms, power, one = [_number(kind, each) for each in _COEFFICIENTS], rest, _number(kind, 1.0)
     while len(terms) > 1:
         last = [terms.pop()] if len(terms) % 2 else []
         terms = [fma(odd, power, even) for even, odd in zip(terms[::2], terms[1::2], strict=True)] + last
         power = builder.fmul(power, power)
-    result = builder.fadd(_number(kind, 1.0), builder.fadd(rest, fma(squared, terms[0], error)))
+    result = fma(rest, fma(rest, terms[0], one), one)
     exponent = builder.shl(builder.bitcast(shifted, whole), _number(whole, 52))
     return builder.bitcast(builder.add(builder.bitcast(result, whole), exponent), kind)
 

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from ferrule_server.kernels.cpu.activations import copy_values, softcap
+from ferrule_server.kernels.cpu.activations import softcap
 from ferrule_server.kernels.cpu.dot import GROUP
 from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.lanes import (
@@ -26,6 +26,7 @@ from ferrule_server.kernels.cpu.lanes import (
     select_below,
     splat,
     store,
+    store_past_caches,
     subtract,
     sum_of,
 )
@@ -75,7 +76,8 @@ def read_logits(here: Record, stage: Record, unit: int, row: int, num_rows: int)
         best = step.best + kept * BEST_BYTES
         top = _keep_best(logits, first, width, best)
         if wants & WANTS_LOGITS:
-            copy_values(logits, GROUP, step.logits + output * step.logit_bytes + 4 * first)
+            for j in range(0, 4 * GROUP, 4 * LANES):
+                store_past_caches(step.logits + output * step.logit_bytes + 4 * first + j, load(logits + j))
         if wants & WANTS_SUMS:
             num_units = (model.vocab_size + GROUP - 1) // GROUP
             _keep_sums(logits, width, top, step.sums + (output * num_units + unit) * 16)

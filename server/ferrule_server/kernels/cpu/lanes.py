@@ -158,6 +158,14 @@ def store(builder: Builder, address: Value, x: Value) -> None:
 
 
 @operation(types.void, types.int64, lanes)
+def store_past_caches(builder: Builder, address: Value, x: Value) -> None:
+    """Write 16 float32 numbers to a cache line of which nothing is read before the next barrier."""
+    done = builder.store(x, pointer(builder, address, F32X16))
+    done.align = 64
+    done.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
+
+
+@operation(types.void, types.int64, lanes)
 def store_bfloat16(builder: Builder, address: Value, x: Value) -> None:
     """Write 16 numbers to an address, rounded to bfloat16."""
     write(builder, builder.trunc(builder.lshr(_rounded_bits(builder, x), integers(16)), I16X16), address, 2)

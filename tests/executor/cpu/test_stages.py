@@ -64,7 +64,7 @@ def test_a_layer_is_a_list(folder: Path, layer: str) -> None:
     norm = "layer_norm" if config.has_layer_norm else "norm"
     layers = " ".join([layer.replace("AFTER", "keep_added | add_normed")] * config.num_layers)
     end = "" if layer.endswith("|") else " |"
-    assert found == f"embed {layers}{end} head {norm} clear_output | read_logits | merge_output |"
+    assert found == f"embed {layers}{end} head {norm} clear_output | read_logits | merge_output | choose |"
 
 
 @pytest.mark.parametrize("folder", ["gemma4-shared-kv-second-embedding"], indirect=True)
@@ -99,8 +99,8 @@ def test_a_stage_knows_the_linear_layer_that_follows(folder: Path) -> None:
 
 
 def test_every_kind_is_listed_and_does_something() -> None:
-    """None falls through to what another one does. Attention is called by its address alone."""
+    """None falls through to what another one does. Attention and the choice are called by their addresses alone."""
     done = inspect.getsource(rows) + inspect.getsource(linear)
-    attention = {Kind.ATTEND, Kind.MERGE}
-    assert [kind.name for kind in Kind if kind not in attention and f"Kind.{kind.name}" not in done] == []
+    called = {Kind.ATTEND, Kind.MERGE, Kind.CHOOSE}
+    assert [kind.name for kind in Kind if kind not in called and f"Kind.{kind.name}" not in done] == []
     assert [kind.name for kind in Kind if f"Kind.{kind.name}" not in inspect.getsource(stages)] == []

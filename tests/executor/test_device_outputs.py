@@ -146,6 +146,7 @@ def test_batched_rows_are_those_of_the_definition(is_exact: bool, seed: int, voc
         ours = outputs.select(torch.from_numpy(logits), torch.from_numpy(hidden), positions, specs, histories)
     for mine, theirs in zip(ours, expected, strict=True):
         assert_same(mine, theirs)
+        assert not is_exact or mine.sampled_logprob == theirs.sampled_logprob  # weight and sum have the same bits
 
 
 @pytest.mark.parametrize("is_exact", [False, True])

@@ -93,14 +93,24 @@ ROWS = {
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("temperature", [1e-200, 1e-30, 0.7, 1.0, 3.0, 1e30])
 def test_cuts_of_long_rows_are_those_of_a_full_sort(name: str, temperature: float) -> None:
-    """Borders in crowds of equal and of nearly equal logits, float32 and, shaped, float64."""
+    """Borders in crowds of equal and of nearly equal logits: float32, also under a mask, and, penalised, float64."""
     shaping = Shaping(presence_penalty=0.25, bias=((5, 1.5), (30010, -0.5)))
+    masked = Shaping(mask=TokenMask(b"thirds", np.packbits(np.arange(30011) % 3 == 0, bitorder="little")))
     history = np.arange(0, 30000, 7, dtype=np.int32)
     cuts = product([0, 1, 50, 470, 29000], [1e-9, 0.5, 0.95, 1 - 2**-53, 1.0], [0.0, 0.02])
     for i, (top_k, top_p, min_p) in enumerate(cuts):
         sample = SampleSpec(temperature, top_k, top_p, min_p, seed=i)
-        specs = [OutputSpec(sample=sample, logprobs=True, shaping=each) for each in (None, shaping)]
-        check(np.stack([ROWS[name]] * 2), specs, [None, history])
+        specs = [OutputSpec(sample=sample, logprobs=True, shaping=each) for each in (None, masked, shaping)]
+        check(np.stack([ROWS[name]] * 3), specs, [None, None, history])
+
+
+def test_logits_that_only_float64_tells_apart_have_a_rank() -> None:
+    """Twelve tokens that a bias makes nearly equal, in no order."""
+    order = np.random.default_rng(5).permutation(12)
+    shaping = Shaping(bias=tuple((3 * i, 3 + 1e-12 * float(place)) for i, place in enumerate(order)))
+    samples = [SampleSpec(top_k=count, seed=count) for count in range(1, 8)] + [SampleSpec(top_p=0.3, seed=8)]
+    specs = [OutputSpec(sample=sample, logprobs=True, shaping=shaping) for sample in samples]
+    check(np.zeros((8, 64), np.float32), specs, positions=list(range(8)))
 
 
 def test_sums_are_those_of_the_definition() -> None:

@@ -80,7 +80,7 @@ class StepMemory:
         results: float64 [max_outputs, RESULT_FIELDS].
         choices: CHOICE [max_outputs], how each token is chosen from the logits.
         kept: What the choices of this step refer to.
-        all_tokens: uint8 [ceil(vocab_size / 8)], the mask that allows every token.
+        all_tokens: uint8 [whole 64 of vocab_size], the mask that allows every token.
         queries: float32 [rows, num_heads * head_dim], what attention reads.
         inputs: Of linear layers, by name: ``normed``, ``attended`` and ``activated``, [rows, at least their width].
         top_ids: int32 [max_outputs, MOST_TOP].
@@ -90,7 +90,7 @@ class StepMemory:
     def __init__(self, config: ModelConfig, plan: Plan, *, max_rows: int, max_context: int, num_threads: int) -> None:
         self._kept: list[Tensor] = []
         self.kept: list[npt.NDArray[Any]] = []
-        self.all_tokens = np.full(-(-config.vocab_size // 8), 255, np.uint8)
+        self.all_tokens = np.full(-(-config.vocab_size // 64) * 8, 255, np.uint8)
         self.inputs: dict[str, Tensor] = {}
         self._step = np.zeros(1, STEP)
         self.address = self._step.ctypes.data

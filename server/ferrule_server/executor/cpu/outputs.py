@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import Struct
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,6 @@ from ferrule_server.executor.base import Float32Array, Int32Array, OutputSpec, R
 from ferrule_server.executor.cpu.memory import StepMemory
 from ferrule_server.executor.sampling.distributions import SMALLEST_TEMPERATURE, Choice, log_share
 from ferrule_server.executor.sampling.drafts import proposal
-from ferrule_server.executor.sampling.philox import Purpose, uniform
 from ferrule_server.executor.sampling.ranking import ranked_largest
 from ferrule_server.executor.sampling.selection import fill_logprobs, logprobs, needs_normaliser, requested_ids
 from ferrule_server.kernels.cpu.records import MOST_TOP, WANTS_LOGITS, WANTS_SUMS
@@ -26,6 +26,9 @@ _PLAIN = (OutputSpec(), OutputSpec(greedy=True))
 """The commonest specs, which need the best token at most."""
 _COLDEST = SampleSpec(top_k=1)
 """Draws what a temperature of 0 draws."""
+_NO_SHAPING = Shaping()
+_CHOICE = Struct("11qQq6d")
+"""CHOICE, as Python writes it."""
 _BIAS = np.dtype([("token", np.int64), ("amount", np.float64)])
 
 
@@ -48,12 +51,14 @@ def ask(
     for i, spec in enumerate(specs):
         if spec in _PLAIN:
             continue
+        needs_choice = _needs_choice(spec)
         memory.wants[i] = WANTS_LOGITS * _needs_logits(spec) | WANTS_SUMS * needs_normaliser(spec)
         memory.targets[i] = spec.target_id
         is_kept = spec.num_top_logprobs <= MOST_TOP
         memory.top_counts[i] = min(spec.num_top_logprobs, memory.vocab_size) if is_kept else 0
-        if _needs_choice(spec):
-            memory.choices[i] = _choice(memory, spec, positions[i] + 1, histories[i] if histories else None)
+        if needs_choice:
+            fields = _choice(memory, spec, positions[i] + 1, histories[i] if histories else None)
+            _CHOICE.pack_into(memory.choices.data, i * _CHOICE.size, *fields)
             num_choices += 1
     return num_choices
 
@@ -68,20 +73,22 @@ def _choice(memory: StepMemory, spec: OutputSpec, position: int, history: Int32A
         return memory.kept[-1].ctypes.data
 
     sample = spec.sample if spec.sample is not None and spec.sample.temperature else _COLDEST
-    shaping, draft, shaped = spec.shaping, spec.draft, spec.shaping or Shaping()
+    draft, shaped = spec.draft, spec.shaping or _NO_SHAPING
     counted = history if shaped.has_penalties else None
-    bits = shaped.mask.bits if shaped.mask is not None else memory.all_tokens if shaping is not None else None
+    bits = memory.all_tokens if spec.shaping is not None else None
+    if shaped.mask is not None:
+        bits = (
+            np.pad(shaped.mask.bits, (0, -len(shaped.mask.bits) % 8)) if len(shaped.mask.bits) % 8 else shaped.mask.bits
+        )
     tokens, probabilities = (None, None) if draft is None else proposal(draft)
-    purposes = (Purpose.SAMPLE,) if draft is None else (Purpose.ACCEPT, Purpose.RESIDUAL)
-    numbers = [uniform(sample.seed, position, purpose) for purpose in purposes]
     return (
         address(counted, np.int32), address(bits, np.uint8), address(list(shaped.bias) or None, _BIAS),
         address(tokens, np.int32), address(probabilities, np.float64),
         1 if sample is _COLDEST and draft is None else 2, 0 if counted is None else len(counted), len(shaped.bias),
         sample.top_k, -1 if draft is None else draft.token_id, 0 if tokens is None else len(tokens),
+        sample.seed, position,
         shaped.repetition_penalty, shaped.frequency_penalty, shaped.presence_penalty,
-        max(sample.temperature, SMALLEST_TEMPERATURE), sample.top_p, sample.min_p,
-        numbers[0], numbers[-1],
+        1 / max(sample.temperature, SMALLEST_TEMPERATURE), sample.top_p, sample.min_p,
     )  # fmt: skip
 
 
@@ -148,7 +155,8 @@ class _Output:
         if not _needs_choice(self.spec):
             return Choice(int(self.results[0]), 0.0) if self.spec.greedy or self.spec.sample is not None else None
         token, weight, total, is_accepted = self.results[5:]
-        return Choice(int(token), log_share(weight, total), None if self.spec.draft is None else is_accepted > 0)
+        logprob = log_share(weight, total) if self.spec.logprobs else 0.0
+        return Choice(int(token), logprob, None if self.spec.draft is None else is_accepted > 0)
 
     @property
     def _logits(self) -> Float32Array:

@@ -137,9 +137,9 @@ class ThreadRecords:
         self._records["sync"], self._records["number"] = sync.address, range(num_threads)
         num_runs = -(-memory.vocab_size // RUN)
         doubles = {"shaped": RUN * num_runs, "weights": RUN * num_runs, "sums": num_runs + RUN}
-        sizes = {name: 8 * count for name, count in {**doubles, "bins": max(NUM_BINS, num_runs)}.items()}
+        sizes = {name: 8 * count for name, count in {**doubles, "bins": max(2 * NUM_BINS, num_runs)}.items()}
         self._memory = {}
-        for name, size in {**sizes, "digits": 4 * RUN * num_runs, "tokens": 4 * RUN * num_runs}.items():
+        for name, size in {**sizes, "digits": 2 * RUN * num_runs, "tokens": 4 * RUN * num_runs}.items():
             own = self._memory[name] = new_tensor((num_threads, size), torch.uint8)
             self._records[name] = own.data_ptr() + size * np.arange(num_threads)
         self.addresses = [self._records.ctypes.data + number * THREAD.itemsize for number in range(num_threads)]

@@ -125,15 +125,14 @@ class DeviceSampler:
 
     def _weights(self, values: Tensor, rows: Sequence[ChoiceRow]) -> Tensor:
         """Return probabilities up to a factor per row: float64 [num_rows, vocab_size], the largest 1."""
-        weights = values - values.amax(1, keepdim=True).double()
+        peaks = values.amax(1, keepdim=True).double()
+        weights = values - peaks
         samples = [row.sample for row in rows]
-        temperatures = [
-            max(sample.temperature, SMALLEST_TEMPERATURE) if sample.temperature else 1 for sample in samples
-        ]
-        if any(temperature != 1 for temperature in temperatures):
-            weights /= self._column(temperatures)
+        factors = [1 / max(sample.temperature, SMALLEST_TEMPERATURE) if sample.temperature else 1 for sample in samples]
+        if any(factor != 1 for factor in factors):
+            weights *= self._column(factors)
         weights = torch.from_numpy(exp_of(weights.numpy())) if self._is_exact else weights.exp_()
-        self._cut(weights, values, samples)
+        self._cut(weights, values, samples, peaks)
         if any(sample.min_p > 0 for sample in samples):
             weights.masked_fill_(weights < self._column([sample.min_p for sample in samples]), 0)
         cold = [i for i, sample in enumerate(samples) if sample.temperature == 0]
@@ -142,12 +141,12 @@ class DeviceSampler:
             weights[cold] = torch.nn.functional.one_hot(best, values.shape[1]).double()
         return weights
 
-    def _cut(self, weights: Tensor, values: Tensor, samples: Sequence[SampleSpec]) -> None:
+    def _cut(self, weights: Tensor, values: Tensor, samples: Sequence[SampleSpec], peaks: Tensor) -> None:
         """Set the weights of tokens that top-k and top-p drop to 0, in place."""
         cut = [i for i, sample in enumerate(samples) if sample.top_k > 0 or sample.top_p < 1]
         if self._is_exact:
             for i in cut:
-                keep_top(weights[i].numpy(), values[i].numpy(), samples[i])
+                keep_top(weights[i].numpy(), values[i].numpy(), samples[i], peaks[i].item())
         elif cut:
             self._cut_sorted(weights, values, samples, cut)
 

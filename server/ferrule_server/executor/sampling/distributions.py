@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ferrule_server.executor.base import SampleSpec
 from ferrule_server.executor.sampling.exponential import exp_of
@@ -23,8 +22,8 @@ SMALLEST_TEMPERATURE = 1e-200
 """Below this temperature every logit but the largest has weight 0, and the division could overflow."""
 RUN: Final = 64
 """Tokens that are summed before their sum is added to that of the row."""
-_SHIFTS: Final = (50, 36, 22, 8, 0)
-"""Where the 14 bits begin by which tokens are sorted into bins, one division of the last bin after the other."""
+_SHIFTS: Final = (52, 40, 28, 16, 4, 0)
+"""Where the bits end by which tokens are sorted into bins, one division of the last bin after the other."""
 
 
 class Choice(NamedTuple):
@@ -105,37 +104,46 @@ def sampling_distribution(row: Logits, spec: SampleSpec, peak: float) -> Distrib
     if spec.temperature == 0:
         return Distribution((np.arange(len(row)) == row.argmax()).astype(np.float64))
     below = np.subtract(row, peak, dtype=np.float64)
-    weights = exp_of(below / max(spec.temperature, SMALLEST_TEMPERATURE))
-    keep_top(weights, row, spec)
+    weights = exp_of(below * (1 / max(spec.temperature, SMALLEST_TEMPERATURE)))
+    keep_top(weights, row, spec, peak)
     weights[weights < spec.min_p] = 0
     return Distribution(weights)
 
 
-def keep_top(weights: Float64Array, row: Logits, spec: SampleSpec) -> None:
+def keep_top(weights: Float64Array, row: Logits, spec: SampleSpec, peak: float) -> None:
     """Set to 0, in place, the weights of the tokens that top-k, then top-p drop."""
     if 0 < spec.top_k < len(row):
         weights[ranked(row)[spec.top_k :]] = 0
     if spec.top_p < 1:
-        _keep_nucleus(weights, bits_by_rank(row), spec.top_p)
+        _keep_nucleus(weights, row, spec.top_p, peak)
 
 
-def _keep_nucleus(weights: Float64Array, bits: npt.NDArray[np.uint64], top_p: float) -> None:
+def _keep_nucleus(weights: Float64Array, row: Logits, top_p: float, peak: float) -> None:
     """Set to 0 what is not in the smallest set of the largest logits whose weights reach ``top_p`` of their sum.
 
-    The weights are summed by bins of tokens, from the largest logits on; then those of the bin in which the goal lies,
-    by smaller bins; then those of equal logits, by ascending id.
+    The weights are summed by bins of tokens, from the largest logits on: by their distance to the peak; then those of
+    the bin in which the goal lies, as long as they are many, by bits of their logits; then one after the other. In a
+    bin even and odd ids are summed apart. Tokens that weigh too little to be in the set are not looked at.
 
     Args:
         weights: float64 [vocab_size], changed in place.
-        bits: uint64 [vocab_size], rising with the logits.
+        row: float32 or float64 [vocab_size].
         top_p: Less than 1.
+        peak: The largest logit of the row.
     """
-    goal, reached, tokens = top_p * total_of(weights), 0.0, np.flatnonzero(weights)
-    for shift in _SHIFTS:
-        _, bins = np.unique(~bits[tokens] >> np.uint64(shift) & np.uint64(0x3FFF), return_inverse=True)
-        sums = np.cumsum(np.append(reached, np.bincount(bins, weights[tokens])))
-        last = min(int(sums[1:].searchsorted(goal)), len(sums) - 2)
-        reached, tokens = float(sums[last]), tokens[bins == last]
+    bits = ~bits_by_rank(row)
+    goal, reached = top_p * total_of(weights), 0.0
+    tokens = np.flatnonzero(weights >= 0.5 * (1.0 - top_p) / (RUN * -(-len(row) // RUN)))
+    distances = np.subtract(peak, row, dtype=np.float64).view(np.int64) >> 44
+    nearest = np.clip(distances - ((1023 - 10) << 8), 0, 4095)
+    for bins in (nearest, *(bits >> np.uint64(shift) for shift in _SHIFTS)):
+        if bins is nearest or len(tokens) > RUN:
+            found, numbers = np.unique(bins[tokens], return_inverse=True)
+            even, odd = (np.bincount(numbers, weights[tokens] * (tokens % 2 == half), len(found)) for half in (0, 1))
+            sums = np.cumsum(np.append(reached, even + odd))
+            last = min(int(sums[1:].searchsorted(goal)), len(sums) - 2)
+            reached, tokens = float(sums[last]), tokens[numbers == last]
+    tokens = tokens[np.argsort(bits[tokens], kind="stable")]
     sums = np.cumsum(np.append(reached, weights[tokens]))[1:]
     token = tokens[min(int(sums.searchsorted(goal)), len(tokens) - 1)]
-    weights[(bits < bits[token]) | ((bits == bits[token]) & (np.arange(len(bits)) > token))] = 0
+    weights[(bits > bits[token]) | ((bits == bits[token]) & (np.arange(len(bits)) > token))] = 0

@@ -15,6 +15,7 @@ attention_block.py  its products with one block of K or V
 head.py             what outputs need of logits: the best, the k best, sums of exponentials
 choice.py           the choice of a token from a row of logits
 doubles.py          its passes over 64 tokens in float64, and exp
+philox.py           the random number of a draw
 activations.py      embedding, norms, rotation, and how inputs of linear layers are stored
 lanes.py            16 float32 lanes as a type of Numba
 scalars.py          single numbers in memory

@@ -14,16 +14,31 @@ from llvmlite import ir
 from numba import types
 
 from ferrule_server.kernels.cpu.kernel import kernel, operation
-from ferrule_server.kernels.cpu.lanes import F32, I32, I64, Builder, Value, advance, call, fold, read, spread, write
+from ferrule_server.kernels.cpu.lanes import (
+    F64,
+    I16,
+    I32,
+    I64,
+    Builder,
+    Value,
+    advance,
+    call,
+    fold,
+    read,
+    spread,
+    write,
+)
 from ferrule_server.kernels.cpu.loops import loop
-from ferrule_server.kernels.cpu.scalars import read_float32, read_float64, write_float64
+from ferrule_server.kernels.cpu.scalars import read_float32, read_float64, read_int8, write_float64
 
 _WIDTH: Final = 8
-_F64 = ir.DoubleType()
-_F32X8, _F64X8 = (ir.VectorType(kind, _WIDTH) for kind in (F32, _F64))
-_I32X8, _I64X8 = (ir.VectorType(kind, _WIDTH) for kind in (I32, I64))
+_RUN: Final = 64
+_F32X8, _F64X8 = (ir.VectorType(kind, _WIDTH) for kind in (ir.FloatType(), F64))
+_I16X8, _I32X8, _I64X8 = (ir.VectorType(kind, _WIDTH) for kind in (I16, I32, I64))
 _LOWEST: Final = float("-inf")
 _LOWEST_EXPONENT: Final = -700.0
+WIDE: Final = -1
+"""In the place of the address of a mask: the logits are float64, and what a mask forbids is -inf."""
 LEAST: Final = 1e-300
 """What weighs less weighs nothing."""
 _LOG2_E: Final = 1.4426950408889634
@@ -38,8 +53,12 @@ _COEFFICIENTS: Final = tuple(map(float.fromhex, (
     "0x1.27e4e7c9c1412p-22", "0x1.af236aac51d05p-26", "0x1.1f5abc1998660p-29",
 )))  # fmt: skip
 """Of (exp(r) - 1 - r) / r**2 from -log(2) / 2 to log(2) / 2: 1/2, 1/6, and a polynomial through points of Chebyshev."""
-DIGIT_BITS: Final = 14
-"""Bits of a logit by which tokens are sorted into bins at a time; the first ones are its sign and exponent too."""
+DIGIT_BITS: Final = 12
+"""Bits by which tokens are sorted into bins at a time."""
+_DISTANCE_SHIFT: Final = 44
+"""What is left of a distance to the peak: its exponent and the first eight bits after the point."""
+_LEAST_DISTANCE: Final = (1023 - 10) << 8
+"""The first bin has all distances below 2**-10, and so the last one all from nearly 64 on."""
 
 
 def _number(kind: Value, value: float) -> Value:
@@ -54,7 +73,7 @@ def exp(builder: Builder, x: Value) -> Value:
     It is 2**n times a polynomial in the rest of the exponent (Cody and Waite, 1980), whose pairs of terms do not wait
     for each other (Estrin, 1960).
     """
-    kind, whole = (_F64X8, _I64X8) if isinstance(x.type, ir.VectorType) else (_F64, I64)
+    kind, whole = (_F64X8, _I64X8) if isinstance(x.type, ir.VectorType) else (F64, I64)
 
     def fma(x: Value, y: Value, z: Value) -> Value:
         return call(builder, "llvm.fma.v8f64" if kind is _F64X8 else "llvm.fma.f64", kind, [x, y, z])
@@ -75,9 +94,12 @@ def exp(builder: Builder, x: Value) -> Value:
 
 
 @kernel
-def logit_at(logits: int, is_wide: bool, token: int) -> float:
-    """Return the logit of a token in a row, which is float32 unless it is wide."""
-    return read_float64(logits + 8 * token) if is_wide else np.float64(read_float32(logits + 4 * token))
+def logit_at(logits: int, mask: int, token: int) -> float:
+    """Return the logit of a token in a row; the mask is as in :func:`_eight`."""
+    if mask == WIDE:
+        return read_float64(logits + 8 * token)
+    is_allowed = mask == 0 or read_int8(mask + token // 8) >> token % 8 & 1 != 0
+    return np.float64(read_float32(logits + 4 * token)) if is_allowed else -np.inf
 
 
 @kernel
@@ -91,34 +113,55 @@ def exponentials(source: int, target: int, count: int) -> None:
 @operation(types.int64, types.float64)
 def rank(builder: Builder, x: Value) -> Value:
     """Return integers whose bits, without a sign, rise with the numbers; 0.0 and -0.0 are equal."""
-    kind, whole = (_F64X8, _I64X8) if isinstance(x.type, ir.VectorType) else (_F64, I64)
+    kind, whole = (_F64X8, _I64X8) if isinstance(x.type, ir.VectorType) else (F64, I64)
     bits = builder.bitcast(builder.fadd(x, _number(kind, 0.0)), whole)
     return builder.xor(bits, builder.or_(builder.ashr(bits, _number(whole, 63)), _number(whole, -(1 << 63))))
 
 
-def _eight(builder: Builder, address: Value, number: Value, is_wide: Value = None) -> Value:
-    """Return eight logits as float64, by their number in a row, which is float32 unless it is wide."""
-    if is_wide is None:
+def _eight(builder: Builder, address: Value, number: Value, mask: Value = None) -> Value:
+    """Return eight logits as float64, by their number in a row.
+
+    Args:
+        builder: LLVM's.
+        address: Of the row.
+        number: Of the eight.
+        mask: Address of the bits of the row, which is float32: -inf is returned where they are 0. Or 0: all are 1. Or
+            ``WIDE``, or None: the row is float64.
+    """
+    if mask is None:
         return read(builder, advance(builder, address, number, 8 * _WIDTH), _F64X8, 8)
-    with builder.if_else(is_wide) as (wide, narrow):
+    with builder.if_else(builder.icmp_signed("==", mask, ir.Constant(I64, WIDE))) as (wide, narrow):
         with wide:
-            x = read(builder, advance(builder, address, number, 8 * _WIDTH), _F64X8, 8)
-            of_wide = builder.block
+            x, of_wide = _eight(builder, address, number), builder.block
         with narrow:
             y = builder.fpext(read(builder, advance(builder, address, number, 4 * _WIDTH), _F32X8, 4), _F64X8)
-            of_narrow = builder.block
+            plain = (y, builder.block)
+            with builder.if_then(builder.icmp_signed("!=", mask, ir.Constant(I64, 0))):
+                masked = (_allow(builder, y, builder.add(mask, number)), builder.block)
+            y, of_narrow = _either(builder, plain, masked), builder.block
+    return _either(builder, (x, of_wide), (y, of_narrow))
+
+
+def _either(builder: Builder, *incoming: tuple[Value, Value]) -> Value:
+    """Return the value that comes with the block before this one."""
     result = builder.phi(_F64X8)
-    result.add_incoming(x, of_wide)
-    result.add_incoming(y, of_narrow)
+    for value, block in incoming:
+        result.add_incoming(value, block)
     return result
 
 
-def _sum(builder: Builder, weights: Value, weigh_eight: Callable[[Value], Value], floor: Value) -> Value:
+def _allow(builder: Builder, x: Value, mask: Value) -> Value:
+    """Return the lanes whose bit of a byte is 1, and -inf in the others."""
+    is_allowed = builder.bitcast(read(builder, mask, ir.IntType(8), 1), ir.VectorType(ir.IntType(1), _WIDTH))
+    return builder.select(is_allowed, x, _number(_F64X8, _LOWEST))
+
+
+def _sum(builder: Builder, weights: Value | None, weigh_eight: Callable[[Value], Value], floor: Value) -> Value:
     """Write 64 weights, 0 for those below a floor, and return their sum.
 
     Args:
         builder: LLVM's.
-        weights: float64 [64], written.
+        weights: float64 [64], written; None: nothing is.
         weigh_eight: Returns the weights of eight tokens, of their number.
         floor: The least weight that is kept.
     """
@@ -127,37 +170,58 @@ def _sum(builder: Builder, weights: Value, weigh_eight: Callable[[Value], Value]
     def eight(number: Value, sums: list[Value]) -> list[Value]:
         found = weigh_eight(number)
         kept = builder.select(builder.fcmp_ordered(">=", found, least), found, _number(_F64X8, 0.0))
-        write(builder, kept, advance(builder, weights, number, 8 * _WIDTH), 8)
+        if weights is not None:
+            write(builder, kept, advance(builder, weights, number, 8 * _WIDTH), 8)
         return [builder.fadd(sums[0], kept)]
 
     (sums,) = loop(builder, ir.Constant(I64, _WIDTH), [_number(_F64X8, 0.0)], eight)
     return fold(builder, sums, builder.fadd)
 
 
-@operation(types.float64, types.int64, types.boolean, types.int64, *[types.float64] * 3)
+@operation(types.void, *[types.int64] * 5, *[types.float64] * 3)
 def weigh(
-    builder: Builder, logits: Value, is_wide: Value, weights: Value, peak: Value, temperature: Value, floor: Value
-) -> Value:
-    """Write the weights of 64 tokens, exp((logit - peak) / temperature), or 0 below a floor; return their sum."""
-    peak, temperature = spread(builder, peak, _F64X8), spread(builder, temperature, _F64X8)
+    builder: Builder, logits: Value, mask: Value, weights: Value, sums: Value, count: Value, peak: Value, factor: Value,
+    floor: Value,
+) -> None:  # fmt: skip
+    """Write the weights of runs of 64 tokens, exp((logit - peak) * factor), or 0 below a floor; and their sums."""
+    peak, factor = spread(builder, peak, _F64X8), spread(builder, factor, _F64X8)
+
+    def run(number: Value, _: list[Value]) -> list[Value]:
+        def eight(inner: Value) -> Value:
+            place = builder.add(builder.mul(number, ir.Constant(I64, _WIDTH)), inner)
+            below = builder.fsub(_eight(builder, logits, place, mask), peak)
+            return exp.emit(builder, builder.fmul(below, factor))
+
+        part = _sum(builder, advance(builder, weights, number, 8 * _RUN), eight, floor)
+        write(builder, part, advance(builder, sums, number, 8), 8)
+        return []
+
+    loop(builder, count, [], run)
+
+
+@operation(types.float64, *[types.int64] * 3, types.float64)
+def sum_before(builder: Builder, weights: Value, bins: Value, border: Value, floor: Value) -> Value:
+    """Return the sum of those of 64 weights that are not below a floor, and whose bin is before a border."""
+    border = spread(builder, builder.trunc(border, I16), _I16X8)
 
     def eight(number: Value) -> Value:
-        below = builder.fsub(_eight(builder, logits, number, is_wide), peak)
-        return exp.emit(builder, builder.fdiv(below, temperature))
+        own = read(builder, advance(builder, bins, number, 2 * _WIDTH), _I16X8, 2)
+        found = _eight(builder, weights, number)
+        return builder.select(builder.icmp_signed("<", own, border), found, _number(_F64X8, 0.0))
 
-    return _sum(builder, weights, eight, floor)
+    return _sum(builder, None, eight, floor)
 
 
-@operation(types.float64, types.int64, types.boolean, types.int64, types.float64, types.float64, types.int64)
+@operation(types.float64, *[types.int64] * 3, *[types.float64] * 2, types.int64)
 def keep(
-    builder: Builder, logits: Value, is_wide: Value, weights: Value, floor: Value, border: Value, last: Value
+    builder: Builder, logits: Value, mask: Value, weights: Value, floor: Value, border: Value, last: Value
 ) -> Value:
     """Set the weights of 64 tokens to 0 that rank after a border, or are below a floor; return the sum of the others.
 
     Args:
         builder: LLVM's.
         logits: Of the tokens.
-        is_wide: They are float64.
+        mask: As in :func:`_eight`.
         weights: float64 [64], changed.
         floor: The least weight of a token that is kept.
         border: The least logit.
@@ -166,7 +230,7 @@ def keep(
     border = spread(builder, border, _F64X8)
 
     def eight(number: Value) -> Value:
-        x, found = _eight(builder, logits, number, is_wide), _eight(builder, weights, number)
+        x, found = _eight(builder, logits, number, mask), _eight(builder, weights, number)
         ahead = builder.sub(last, builder.mul(number, ir.Constant(I64, _WIDTH)))
         lanes = ir.Constant(_I32X8, list(range(_WIDTH)))
         is_among = builder.icmp_signed("<=", lanes, spread(builder, builder.trunc(ahead, I32), _I32X8))
@@ -177,14 +241,20 @@ def keep(
     return _sum(builder, weights, eight, floor)
 
 
-@operation(types.void, types.int64, types.boolean, types.int64)
-def digits(builder: Builder, logits: Value, is_wide: Value, out: Value) -> None:
-    """Write the first bits of the ranks of 64 logits as int32."""
+@operation(types.void, *[types.int64] * 2, types.float64, types.int64)
+def digits(builder: Builder, logits: Value, mask: Value, peak: Value, out: Value) -> None:
+    """Write the bins of 64 tokens as int16, by their distance to the largest logit of the row, the nearest first."""
+    peak = spread(builder, peak, _F64X8)
+
+    def bounded(x: Value, sign: str, bound: Value) -> Value:
+        return builder.select(builder.icmp_signed(sign, x, bound), x, bound)
 
     def eight(number: Value, _: list[Value]) -> list[Value]:
-        ranks = rank.emit(builder, _eight(builder, logits, number, is_wide))
-        found = builder.trunc(builder.lshr(ranks, _number(_I64X8, 64 - DIGIT_BITS)), _I32X8)
-        write(builder, found, advance(builder, out, number, 4 * _WIDTH), 4)
+        distance = builder.bitcast(builder.fsub(peak, _eight(builder, logits, number, mask)), _I64X8)
+        found = builder.trunc(builder.ashr(distance, _number(_I64X8, _DISTANCE_SHIFT)), _I32X8)
+        found = builder.sub(found, _number(_I32X8, _LEAST_DISTANCE))
+        found = bounded(bounded(found, ">", _number(_I32X8, 0)), "<", _number(_I32X8, (1 << DIGIT_BITS) - 1))
+        write(builder, builder.trunc(found, _I16X8), advance(builder, out, number, 2 * _WIDTH), 2)
         return []
 
     loop(builder, ir.Constant(I64, _WIDTH), [], eight)
@@ -192,12 +262,10 @@ def digits(builder: Builder, logits: Value, is_wide: Value, out: Value) -> None:
 
 @operation(types.int64, types.int64, types.int64)
 def matches(builder: Builder, numbers: Value, wanted: Value) -> Value:
-    """Return a bit for each of 64 int32 numbers, from the lowest on: whether it is the one wanted."""
-    kind = ir.VectorType(I32, 64)
-    equal = builder.icmp_signed(
-        "==", read(builder, numbers, kind, 4), spread(builder, builder.trunc(wanted, I32), kind)
-    )
-    return builder.bitcast(equal, I64)
+    """Return a bit for each of 64 int16 numbers, from the lowest on: whether it is the one wanted."""
+    kind = ir.VectorType(I16, 64)
+    same = spread(builder, builder.trunc(wanted, I16), kind)
+    return builder.bitcast(builder.icmp_signed("==", read(builder, numbers, kind, 2), same), I64)
 
 
 @operation(types.int64, types.int64)
@@ -206,31 +274,28 @@ def lowest_bit(builder: Builder, bits: Value) -> Value:
     return call(builder, "llvm.cttz.i64", I64, [bits, ir.Constant(ir.IntType(1), 0)])
 
 
-@operation(types.void, *[types.int64] * 4)
-def widen(builder: Builder, logits: Value, mask: Value, count: Value, out: Value) -> None:
-    """Write eights of float32 logits as float64, -inf where the bit of a mask is 0."""
+@operation(types.void, *[types.int64] * 3)
+def widen(builder: Builder, logits: Value, mask: Value, out: Value) -> None:
+    """Write 64 float32 logits as float64, -inf where the bit of a mask is 0."""
 
     def eight(number: Value, _: list[Value]) -> list[Value]:
-        is_allowed = builder.bitcast(
-            read(builder, builder.add(mask, number), ir.IntType(8), 1), ir.VectorType(ir.IntType(1), _WIDTH)
-        )
         x = builder.fpext(read(builder, advance(builder, logits, number, 4 * _WIDTH), _F32X8, 4), _F64X8)
-        x = builder.select(is_allowed, x, _number(_F64X8, _LOWEST))
+        x = _allow(builder, x, builder.add(mask, number))
         write(builder, x, advance(builder, out, number, 8 * _WIDTH), 8)
         return []
 
-    loop(builder, count, [], eight)
+    loop(builder, ir.Constant(I64, _WIDTH), [], eight)
 
 
-@operation(types.float64, types.int64, types.boolean)
-def largest(builder: Builder, logits: Value, is_wide: Value) -> Value:
+@operation(types.float64, *[types.int64] * 2)
+def largest(builder: Builder, logits: Value, mask: Value) -> Value:
     """Return the largest of 64 logits."""
 
     def larger(x: Value, y: Value) -> Value:
         return builder.select(builder.fcmp_ordered(">", x, y), x, y)
 
     def eight(number: Value, best: list[Value]) -> list[Value]:
-        return [larger(_eight(builder, logits, number, is_wide), best[0])]
+        return [larger(_eight(builder, logits, number, mask), best[0])]
 
     (best,) = loop(builder, ir.Constant(I64, _WIDTH), [_number(_F64X8, _LOWEST)], eight)
     return fold(builder, best, larger)

@@ -41,8 +41,9 @@ token, and which thread it is.
 
     shaped, weights  float64 [whole runs of tokens], logits and weights of a row; -inf and 0 after the vocabulary
     sums             float64, of the weights of each run
-    bins             float64, what weighs a bin of tokens
-    digits, tokens   int32 [whole runs of tokens]: the bin of each token, and the tokens that are still looked at
+    bins             float64 [bins, 2], what the even and the odd tokens of a bin weigh
+    digits           int16 [whole runs of tokens], the bin of each token
+    tokens           int32 [whole runs of tokens], those that are still looked at
 """
 
 STAGE: Final = _record(
@@ -142,8 +143,8 @@ STEP: Final = _record(
 
 CHOICE: Final = _record(
     "history mask bias drafts probabilities",
-    "is_drawn num_counted num_biased top_k draft num_drafts",
-    doubles="repetition frequency presence temperature top_p min_p number residual_number",
+    "is_drawn num_counted num_biased top_k draft num_drafts seed position",
+    doubles="repetition frequency presence factor top_p min_p",
 )
 """How the token of an output is chosen, from which logits; the fields of Shaping, SampleSpec and DraftSpec.
 
@@ -154,7 +155,8 @@ CHOICE: Final = _record(
     draft            token that is accepted or replaced; -1: none
     drafts           int32 [num_drafts], the tokens of the draft's distribution; 0: the whole vocabulary
     probabilities    float64, of these tokens
-    number           random, in [0, 1), for the draw or to accept the draft; ``residual_number`` to replace it
+    seed, position   of the random numbers
+    factor           1 / temperature
 """
 
 

@@ -16,6 +16,12 @@ def read_int32(builder: Builder, address: Value) -> Value:
 
 
 @operation(types.int64, types.int64)
+def read_int16(builder: Builder, address: Value) -> Value:
+    """Return the int16 number at an address as int64."""
+    return builder.sext(read(builder, address, I16, 2), I64)
+
+
+@operation(types.int64, types.int64)
 def read_int8(builder: Builder, address: Value) -> Value:
     """Return the int8 number at an address as int64."""
     return builder.sext(read(builder, address, I8, 1), I64)

@@ -116,17 +116,19 @@ def measure_steps(model: str, counts: Sequence[int], num_rounds: int) -> None:
     specs = drawn_specs(executor.info.model.config.vocab_size)
     with in_process(executor) as engine:
         for num_rows in counts:
-            made = engine.append([append_job([row + 1, 2, 3], None, None) for row in range(num_rows)])
-            handles = [each.handle for each in made]
             samples: dict[str, list[float]] = {name: [] for name in specs}
+            handles = {}
+            for name in specs:  # a sequence keeps its policy
+                made = engine.append([append_job([row + 1, 2, 3], None, None) for row in range(num_rows)])
+                handles[name] = [each.handle for each in made]
             for token in range(num_rounds + 2):
                 for name, (first, other) in specs.items():
                     wanted = [first, *[other] * (num_rows - 1)]
-                    jobs = [append_job([token], *pair) for pair in zip(handles, wanted, strict=True)]
+                    jobs = [append_job([token], *pair) for pair in zip(handles[name], wanted, strict=True)]
                     results, seconds = engine.timed(jobs)
-                    handles = [each.handle for each in results]
+                    handles[name] = [each.handle for each in results]
                     samples[name].append(seconds * 1e3)
-            engine.release(handles)
+            engine.release([each for own in handles.values() for each in own])
             for name, times in samples.items():
                 shares = sorted(a / b for a, b in zip(samples["greedy"][2:], times[2:], strict=True))
                 share, median = statistics.median(shares), statistics.median(times[2:])

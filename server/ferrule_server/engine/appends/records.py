@@ -113,7 +113,11 @@ class ReplayRecords:
         if handle_id in self._bulky:
             self._drop_rows(handle_id)
         spec = job.output.spec
-        output = job.output if spec is None or spec.shaping is None else _without_mask(job.output, spec, spec.shaping)
+        output, before = job.output, self._records.get(handle_id)
+        if before is not None and before.output == output:
+            output = before.output
+        elif spec is not None and spec.shaping is not None:
+            output = _without_mask(output, spec, spec.shaping)
         record = AppendRecord(job.principal, start, output, result)
         if job.drafts is not None:
             _add_drafts(record, job, job.drafts)

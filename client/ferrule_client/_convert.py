@@ -82,6 +82,12 @@ def check_handle(value: object) -> None:
         raise TypeError(f"a Handle is needed, got {type(value).__name__}; {hint}")
 
 
+def summary_from_message(message: cache_pb2.CacheSummary) -> t.CacheSummary:
+    """Return one line of a list of sequences."""
+    handle = handle_from_message(message.kv_cache) if message.HasField("kv_cache") else None
+    return value(t.CacheSummary, message, handle=handle)
+
+
 def handle_from_message(message: types_pb2.KvCacheHandle) -> t.Handle:
     """Return the value that a wire handle stands for."""
     return t.Handle(message.cache_id, message.length, message.lineage, message.instance, message.handle_id)

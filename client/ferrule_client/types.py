@@ -477,7 +477,7 @@ class CacheInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSummary:
-    """One line of a list of sequences. It cannot be used as a handle.
+    """One line of a list of sequences.
 
     Attributes:
         handle_id: Loggable id.
@@ -492,6 +492,7 @@ class CacheSummary:
         create_time: When it was created, by the server's wall clock.
         durability: As in ``CacheInfo``.
         tokens_to_recompute: As in ``CacheInfo``.
+        handle: At the tip, with which the sequence can be used again; None unless it was asked for.
     """
 
     handle_id: str
@@ -506,6 +507,7 @@ class CacheSummary:
     create_time: datetime | None
     durability: str
     tokens_to_recompute: int
+    handle: Handle | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ferrule.v1 import cache_pb2, executor_pb2
 from ferrule_server.api.rpc.intake import CallRates
+from ferrule_server.api.security.auth import OpenAccess
 from ferrule_server.errors import QuotaExceeded
 from ferrule_server.fairness.bucket import BURST_S, Meter
 from ferrule_server.quotas import UNLIMITED, QuotaLimits
+from tests.api.harness import RunningServer, refused
 
 
 class Clock:
@@ -78,6 +81,34 @@ def test_a_refused_call_is_not_counted() -> None:
     clock.now += 0.5
     rates.admit("me")
     assert refusal(rates).reason == "QUOTA_CALL_RATE"
+
+
+def test_some_calls_are_counted_and_never_refused() -> None:
+    """What a caller over its rate may always send makes it wait longer for all else."""
+    rates, _ = rates_of(calls_per_s=1, request_bytes_per_s=1)
+    rates.admit("me")
+    before = refusal(rates).retry_after_s
+    rates.admit("me", is_always=True)
+    after = refusal(rates).retry_after_s
+    assert before is not None
+    assert after == pytest.approx(before + 1.0)
+
+
+def test_a_caller_over_its_rate_can_look_keep_and_give_back() -> None:
+    """Only the three methods that say so: all else is refused until its time comes."""
+    access = OpenAccess(is_admin=False, quotas=QuotaLimits(calls_per_s=2))
+    with RunningServer(access=access) as server:
+        handle = server.prefill().kv_cache
+        with refused() as refusals:
+            for _ in range(20):
+                server.stub.GetCacheInfo(cache_pb2.GetCacheInfoRequest(kv_cache=handle), timeout=20)
+        assert refusals[0].reason == "QUOTA_CALL_RATE"
+        for _ in range(5):
+            server.stub.GetStatus(executor_pb2.GetStatusRequest(), timeout=20)
+            kept = server.stub.KeepAlive(cache_pb2.KeepAliveRequest(kv_caches=[handle]), timeout=20)
+            assert kept.results[0].HasField("lease")
+        released = server.stub.ReleaseCache(cache_pb2.ReleaseCacheRequest(kv_caches=[handle]), timeout=20)
+        assert released.results[0].released
 
 
 def test_principals_do_not_share_a_rate() -> None:

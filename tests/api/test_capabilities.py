@@ -21,6 +21,7 @@ from ferrule.v1 import (
 )
 from ferrule_server.config import ServerConfig
 from ferrule_server.executor.base import ExecutorState
+from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.loading import create_executor
 from tests.api.harness import FULL, GREEDY, RunningServer, decode_item, read_status, refusal_of, refused
 
@@ -276,6 +277,18 @@ def test_features_about_what_a_call_does(server: Server, capabilities: info_pb2.
     first, second = server.prefill(request_id="same"), server.prefill(request_id="same")
     assert info_pb2.FEATURE_REQUEST_ID in capabilities.features
     assert first.kv_cache == second.kv_cache
+
+
+def test_the_longest_sequence_is_one_that_the_pool_can_hold() -> None:
+    """It is served, one token more is not; the model itself would take more."""
+    executor = PagedReferenceExecutor(kv_memory_bytes=1 << 15)
+    with RunningServer(executor) as server:
+        longest = server.stub.GetModelInfo(executor_pb2.GetModelInfoRequest(), timeout=20).info.max_sequence_length
+        assert longest == (executor.info.num_blocks - 1) * executor.info.block_size < executor.info.model.max_context
+        assert server.prefill((1,) * longest).kv_cache.length == longest
+        with refused() as refusals:
+            server.prefill((1,) * (longest + 1))
+        assert refusals[0].reason == "EXCEEDS_POOL"
 
 
 def test_limits_are_those_that_hold(server: Server, capabilities: info_pb2.ExecutorCapabilities) -> None:

@@ -66,6 +66,16 @@ def test_a_repeated_append_is_replayed(client: Client) -> None:
         assert again.detach() == cache.handle
 
 
+def test_a_lost_handle_is_found_in_the_list(client: Client) -> None:
+    """It is there if it is asked for, and the sequence goes on from it."""
+    with client.prefill(PROMPT) as cache:
+        assert [one.handle for one in client.list_caches()] == [None]
+        (found,) = client.list_caches(with_handles=True)
+        assert found.handle == cache.handle
+        again = client.adopt(found.handle, keep_alive=False)
+        assert again.append(9, policy=greedy()).handle.length == len(PROMPT) + 1
+
+
 def test_stale_handles_say_where_the_sequence_is(client: Client) -> None:
     """The error carries the tip, and each stale policy does what its name says."""
     with client.prefill(PROMPT) as cache:

@@ -292,6 +292,15 @@ def test_list_pages_through_own_sequences_without_secrets(harness: Harness) -> N
     assert other.caches == ()
 
 
+def test_a_list_with_tips_has_the_newest_handles(harness: Harness) -> None:
+    """Its owner can go on with them."""
+    first = harness.prefill(1, 2, 3).handle
+    tip = harness.decode(first, 4).handle
+    page = harness.answer(ListResult, host_calls.list_caches("me", with_tips=True))
+    assert [cache.tip for cache in page.caches] == [tip]
+    assert harness.decode(page.caches[0].tip, 5).handle.length == 5  # type: ignore[arg-type]
+
+
 def test_keep_alive_answers_each_handle_alone(harness: Harness) -> None:
     """One unknown handle does not spoil the batch; the ttl is clamped."""
     handle = harness.prefill(1, 2).handle

@@ -641,21 +641,24 @@ class AsyncClient:
         (registered,) = await self._connection.register_masks([given.to_bits(vocab_size)], attempts)
         return registered
 
-    async def list_caches(self, *, page_size: int = 0, timeout: Timeout = USE_DEFAULT) -> AsyncIterator[CacheSummary]:
+    async def list_caches(
+        self, *, page_size: int = 0, with_handles: bool = False, timeout: Timeout = USE_DEFAULT
+    ) -> AsyncIterator[CacheSummary]:
         """Yield the caller's live sequences by loggable id, asking for the next page when it is needed.
 
         Args:
             page_size: Entries per page; 0 lets the server choose.
+            with_handles: Each has its ``handle``, for ``client.adopt``: a program that lost its own can go on.
             timeout: Seconds each page may take.
 
         Example:
             ``lengths = [one.length async for one in client.list_caches()]``
         """
         _check.whole("page_size", page_size)
-        request = cache_pb2.ListCachesRequest(page_size=page_size)
+        request = cache_pb2.ListCachesRequest(page_size=page_size, with_handles=with_handles)
         while True:
             reply = await self._connection.unary(self._connection.executor.ListCaches, request, timeout=timeout)
-            for one in (_convert.value(CacheSummary, summary) for summary in reply.caches):
+            for one in map(_convert.summary_from_message, reply.caches):
                 yield one
             if not reply.next_page_token:
                 return

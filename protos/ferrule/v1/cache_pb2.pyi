@@ -181,12 +181,14 @@ class CacheInfo(_message.Message):
     def __init__(self, summary: _Optional[_Union[CacheSummary, _Mapping]] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_ids: _Optional[_Iterable[int]] = ..., block_ref_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ListCachesRequest(_message.Message):
-    __slots__ = ("page_size", "page_token")
+    __slots__ = ("page_size", "page_token", "with_handles")
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    WITH_HANDLES_FIELD_NUMBER: _ClassVar[int]
     page_size: int
     page_token: str
-    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+    with_handles: bool
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., with_handles: _Optional[bool] = ...) -> None: ...
 
 class ListCachesResponse(_message.Message):
     __slots__ = ("caches", "next_page_token")
@@ -197,7 +199,7 @@ class ListCachesResponse(_message.Message):
     def __init__(self, caches: _Optional[_Iterable[_Union[CacheSummary, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class CacheSummary(_message.Message):
-    __slots__ = ("handle_id", "length", "num_blocks", "num_shared_blocks", "kv_bytes", "reserved_length", "lease", "create_time", "first_position", "lowest_length", "durability", "tokens_to_recompute")
+    __slots__ = ("handle_id", "length", "num_blocks", "num_shared_blocks", "kv_bytes", "reserved_length", "lease", "create_time", "first_position", "lowest_length", "durability", "tokens_to_recompute", "kv_cache")
     HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +212,7 @@ class CacheSummary(_message.Message):
     LOWEST_LENGTH_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_TO_RECOMPUTE_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_FIELD_NUMBER: _ClassVar[int]
     handle_id: str
     length: int
     num_blocks: int
@@ -222,7 +225,8 @@ class CacheSummary(_message.Message):
     lowest_length: int
     durability: _types_pb2.Durability
     tokens_to_recompute: int
-    def __init__(self, handle_id: _Optional[str] = ..., length: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., reserved_length: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., first_position: _Optional[int] = ..., lowest_length: _Optional[int] = ..., durability: _Optional[_Union[_types_pb2.Durability, str]] = ..., tokens_to_recompute: _Optional[int] = ...) -> None: ...
+    kv_cache: _types_pb2.KvCacheHandle
+    def __init__(self, handle_id: _Optional[str] = ..., length: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., reserved_length: _Optional[int] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ..., create_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., first_position: _Optional[int] = ..., lowest_length: _Optional[int] = ..., durability: _Optional[_Union[_types_pb2.Durability, str]] = ..., tokens_to_recompute: _Optional[int] = ..., kv_cache: _Optional[_Union[_types_pb2.KvCacheHandle, _Mapping]] = ...) -> None: ...
 
 class RegisterTokenMaskRequest(_message.Message):
     __slots__ = ("masks",)

@@ -350,7 +350,7 @@ class ModelExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListCaches(self, request, context):
-        """Lists the caller's sequences by loggable id, a page at a time. Read-only.
+        """Lists the caller's sequences by loggable id, a page at a time, on request with their handles. Read-only.
         Errors: INVALID_ARGUMENT (INVALID_FIELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -143,11 +143,14 @@ class Host:
         info.token_ids = tuple(sequence.token_ids) if with_token_ids else None
         return info
 
-    def list_page(self, principal: str, after_handle_id: str, limit: int) -> ListResult:
+    def list_page(self, principal: str, after_handle_id: str, limit: int, with_tips: bool) -> ListResult:
         """Return a page of a principal's sequences, in order of handle_id."""
         sequences = self.store.registry.page(principal, after_handle_id, limit + 1)
         now = self.store.clock()
         page = tuple(self._describe(sequence, now) for sequence in sequences[:limit])
+        if with_tips:
+            for info, sequence in zip(page, sequences, strict=False):
+                info.tip = sequence.handle_at() if info.length else None
         next_after = page[-1].handle_id if len(sequences) > limit else ""
         return ListResult(page, next_after, self.store.registry.count(principal))
 
@@ -250,9 +253,11 @@ def describe(principal: str, handle: Handle, *, with_token_ids: bool = False) ->
     return HostCall(principal, lambda host, at: host.describe(principal, handle, at, with_token_ids), (handle,))
 
 
-def list_caches(principal: str, after_handle_id: str = "", limit: int = 100) -> HostCall[ListResult]:
+def list_caches(
+    principal: str, after_handle_id: str = "", limit: int = 100, *, with_tips: bool = False
+) -> HostCall[ListResult]:
     """Return the call that lists a principal's sequences in order of handle_id, after ``after_handle_id``."""
-    return HostCall(principal, lambda host, _: host.list_page(principal, after_handle_id, limit))
+    return HostCall(principal, lambda host, _: host.list_page(principal, after_handle_id, limit, with_tips))
 
 
 def keep_masks(principal: str, masks: tuple[TokenMask, ...]) -> HostCall[None]:

@@ -606,7 +606,7 @@ class CacheInfo:
         block_ids: Blocks that it holds of its tokens, in order; block_refcounts: how many sequences use each (1 =
             unshared). Both empty in lists; views have refcounts of all blocks instead.
         num_shared_blocks: Blocks of its tokens that other sequences use too; 0 in views, whose readers count them.
-        tip: The newest handle (``None`` in lists and views, which never carry secrets).
+        tip: The newest handle; ``None`` unless it is asked for, since it is a secret.
         token_ids: None unless requested.
     """
 

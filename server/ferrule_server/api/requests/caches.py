@@ -60,7 +60,8 @@ class CacheReader:
     def list_caches(self, request: cache_pb2.ListCachesRequest, principal: str) -> HostCall[ListResult]:
         """Return the call of a ListCaches."""
         limit = min(request.page_size or self._fields.limits.default_page_size, self._fields.limits.max_page_size)
-        return host_calls.list_caches(principal, _after_handle_id(request.page_token), limit)
+        after = _after_handle_id(request.page_token)
+        return host_calls.list_caches(principal, after, limit, with_tips=request.with_handles)
 
     def named(self, handles: Sequence[types_pb2.KvCacheHandle], path: str) -> tuple[Handle, ...]:
         """Return the handles in the list ``path``; only their ``cache_id`` counts.

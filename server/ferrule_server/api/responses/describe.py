@@ -75,7 +75,7 @@ def model_info(serving: Serving) -> info_pb2.ModelInfo:
     info, tokenizer = serving.engine.info, serving.inputs.tokenizer
     model, config = info.model, info.model.config
     own = {
-        "max_sequence_length": model.max_context,
+        "max_sequence_length": min(model.max_context, (info.num_blocks - 1) * info.block_size),
         "dtype": _dtype(model.dtype),
         "kv_dtype": _dtype(info.kv_dtype),
         "device_type": _device_type(info),

@@ -120,12 +120,14 @@ def cache_info(info: CacheInfo, *, with_blocks: bool) -> cache_pb2.CacheInfo:
 
 
 async def list_response(result: ListResult) -> cache_pb2.ListCachesResponse:
-    """Return one page of sequences, by loggable id only. Other tasks get turns on the event loop."""
+    """Return one page of sequences, by loggable id and with what handles there are. Other tasks get turns meanwhile."""
     response = cache_pb2.ListCachesResponse(next_page_token=page_token(result.next_after))
     turns, unix_ns = Turns(), time.time_ns()
     for info in result.caches:
         await turns.pause()
         response.caches.append(cache_summary(info, unix_ns, info.num_shared_blocks))
+        if info.tip is not None:
+            fill_handle(response.caches[-1].kv_cache, info.tip)
     return response
 
 

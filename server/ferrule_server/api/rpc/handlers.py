@@ -37,6 +37,9 @@ OPEN_SERVICES: Final = frozenset({"grpc.health.v1.Health"})
 ROLES: Final[Mapping[str, str]] = {"ferrule.v1.AdminService": ADMIN}
 """The role that each method of a service requires."""
 
+ALWAYS_ADMITTED: Final = frozenset({"GetStatus", "KeepAlive", "ReleaseCache"})
+"""Methods that no rate refuses: a caller that is ahead of its own can keep what it has, give it back, and look."""
+
 INSTANCE_KEY: Final = "ferrule-instance"
 """Key of the metadata that names the server a call is for."""
 
@@ -198,7 +201,7 @@ class _Guard:
         await intake.turns.turn(caller.principal, call.peer if is_open else "")  # refusing takes time, too
         if not is_open:
             _check_instance(call, self.registrar.state.instance)
-            intake.rates.admit(caller.principal)
+            intake.rates.admit(caller.principal, is_always=self.name in ALWAYS_ADMITTED)
         if (role := ROLES.get(self.service)) is not None:
             caller.require(role)
 

@@ -68,14 +68,19 @@ class CallRates:
         self._calls = Meter("CALL_RATE", lambda principal: limits_of(principal).calls_per_s, clock)
         self._bytes = Meter("REQUEST_BYTES", lambda principal: limits_of(principal).request_bytes_per_s, clock)
 
-    def admit(self, principal: str) -> None:
+    def admit(self, principal: str, *, is_always: bool = False) -> None:
         """Count one call, or refuse it; a refused call is not counted.
+
+        Args:
+            principal: The caller.
+            is_always: Count the call whatever the caller has spent.
 
         Raises:
             QuotaExceeded: ``CALL_RATE`` or ``REQUEST_BYTES``, with the time after which a call would be admitted.
         """
-        self._calls.check(principal)
-        self._bytes.check(principal)
+        if not is_always:
+            self._calls.check(principal)
+            self._bytes.check(principal)
         self._calls.charge(principal, 1)
 
     def charge_bytes(self, principal: str, num_bytes: int) -> float:

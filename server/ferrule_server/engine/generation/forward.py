@@ -1,6 +1,6 @@
 """Forward: all rows of some tokens; no sequence is kept.
 
-The tokens are run as appends to a hidden sequence, whose handle is never sent. The first chunk reserves all its room,
+The tokens are run as appends to a hidden sequence, whose handle is not sent. The first chunk reserves all its room,
 so a request that does not fit is refused before anything is sent. The sequence is released with the last chunk, an
 error or a cancel, or by its lease if the reader stops reading.
 """

@@ -23,8 +23,11 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from ferrule.v1 import admin_pb2, cache_pb2, executor_pb2, info_pb2, policy_pb2, tokenizer_pb2, types_pb2
+from ferrule_server import errors
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.engine.settings import EngineSettings
+from ferrule_server.errors import FerruleError
+from tests.reasons import documented, table
 
 ROOT = Path(__file__).resolve().parents[1]
 PROTOS = ROOT / "protos"
@@ -54,6 +57,14 @@ def _field_number(message: type[Any], field: str) -> int:
 
 def _buf(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(BUF), *arguments], cwd=PROTOS, capture_output=True, text=True, check=False)
+
+
+def test_comments_and_table_name_the_same_reasons() -> None:
+    """And those of the errors that the server has: what a client can meet is in both."""
+    classes = (each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, FerruleError))
+    reasons = {each.REASON for each in classes if "REASON" in vars(each)} - {"CANCELLED"}  # which gRPC itself says
+    assert frozenset[str]().union(*documented().values()) == table()
+    assert reasons == {reason for reason in table() if not reason.startswith("QUOTA_")}
 
 
 def test_stubs_are_what_the_protos_give(generator: ModuleType) -> None:

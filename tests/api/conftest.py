@@ -9,6 +9,9 @@ import pytest
 from ferrule.v1 import types_pb2
 from ferrule_server.api.security import strangers
 from tests.api.harness import RunningServer
+from tests.reasons import reasons_are_documented
+
+__all__ = ["reasons_are_documented"]
 
 
 @pytest.fixture(scope="package")

@@ -29,7 +29,7 @@ from ferrule_server.model.config import ModelConfig
         (info_pb2.ExecutorCapabilities, [ApiLimits], [describe.capabilities]),
         (info_pb2.MemoryUsage, [ExecutorState], [describe._memory_usage, describe._fill_executor]),
         (cache_pb2.CacheMetrics, [KvMetrics], [describe.cache_metrics]),
-        (cache_pb2.CacheSummary, [CacheInfo], [outputs.cache_summary]),
+        (cache_pb2.CacheSummary, [CacheInfo], [outputs.cache_summary, outputs.list_response]),
         (cache_pb2.KvSlotReservation, [SlotReservation], [outputs.slot_reservation]),
         (cache_pb2.KvSlotAllocation, [SlotAllocation], [outputs.slot_reservation]),
         (admin_pb2.SequenceView, [CacheInfo], [view._sequence]),
@@ -63,7 +63,7 @@ def test_an_error_inside_of_a_property_is_not_hidden() -> None:
 
 
 def _names_written(writer: Callable[..., Any]) -> set[str]:
-    """Return the names of keyword arguments, of the keys of dictionaries, and of attributes that are assigned."""
+    """Return the names of keyword arguments, keys of dictionaries, attributes that are assigned or filled by a call."""
     names = set()
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(writer)))):
         if isinstance(node, ast.keyword) and node.arg is not None:
@@ -72,4 +72,6 @@ def _names_written(writer: Callable[..., Any]) -> set[str]:
             names |= {key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
         elif isinstance(node, ast.Assign):
             names |= {target.attr for target in node.targets if isinstance(target, ast.Attribute)}
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "").startswith("fill_"):
+            names |= {argument.attr for argument in node.args if isinstance(argument, ast.Attribute)}
     return names

@@ -72,8 +72,10 @@ def test_a_lost_handle_is_found_in_the_list(client: Client) -> None:
         assert [one.handle for one in client.list_caches()] == [None]
         (found,) = client.list_caches(with_handles=True)
         assert found.handle == cache.handle
+        assert found.handle is not None
         again = client.adopt(found.handle, keep_alive=False)
         assert again.append(9, policy=greedy()).handle.length == len(PROMPT) + 1
+        again.detach()
 
 
 def test_stale_handles_say_where_the_sequence_is(client: Client) -> None:

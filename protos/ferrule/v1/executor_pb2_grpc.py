@@ -30,8 +30,10 @@ class ModelExecutorServiceStub:
     """Runs a decoder-only language model over KV caches that the client holds handles to.
 
     Errors: every error is a google.rpc.Status with one ErrorInfo{reason, domain "ferrule"}; the table of codes and
-    reasons is in protos/README.md. Any call can answer UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), UNAVAILABLE
-    (STARTING, DRAINING), INVALID_ARGUMENT (REQUEST_TOO_LARGE), DEADLINE_EXCEEDED (REQUEST_TIMEOUT), UNIMPLEMENTED
+    reasons is in protos/README.md. Any call can answer UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), ABORTED
+    (WRONG_INSTANCE, if its metadata names another server), INVALID_ARGUMENT (INVALID_FIELD, REQUEST_TOO_LARGE),
+    DEADLINE_EXCEEDED (REQUEST_TIMEOUT), RESOURCE_EXHAUSTED (QUEUE_FULL, and all but GetStatus, KeepAlive and ReleaseCache
+    QUOTA_CALL_RATE, QUOTA_REQUEST_BYTES), UNAVAILABLE (STARTING, DRAINING, DURABILITY_LOST), UNIMPLEMENTED
     (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
 
     A request that has a field which the server does not know is refused as a whole, and a stream ends: UNIMPLEMENTED /
@@ -161,8 +163,10 @@ class ModelExecutorServiceServicer:
     """Runs a decoder-only language model over KV caches that the client holds handles to.
 
     Errors: every error is a google.rpc.Status with one ErrorInfo{reason, domain "ferrule"}; the table of codes and
-    reasons is in protos/README.md. Any call can answer UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), UNAVAILABLE
-    (STARTING, DRAINING), INVALID_ARGUMENT (REQUEST_TOO_LARGE), DEADLINE_EXCEEDED (REQUEST_TIMEOUT), UNIMPLEMENTED
+    reasons is in protos/README.md. Any call can answer UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), ABORTED
+    (WRONG_INSTANCE, if its metadata names another server), INVALID_ARGUMENT (INVALID_FIELD, REQUEST_TOO_LARGE),
+    DEADLINE_EXCEEDED (REQUEST_TIMEOUT), RESOURCE_EXHAUSTED (QUEUE_FULL, and all but GetStatus, KeepAlive and ReleaseCache
+    QUOTA_CALL_RATE, QUOTA_REQUEST_BYTES), UNAVAILABLE (STARTING, DRAINING, DURABILITY_LOST), UNIMPLEMENTED
     (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
 
     A request that has a field which the server does not know is refused as a whole, and a stream ends: UNIMPLEMENTED /
@@ -203,8 +207,8 @@ class ModelExecutorServiceServicer:
         sequence, and by `request_id` for a new one with FEATURE_REQUEST_ID.
         Errors: INVALID_ARGUMENT (INVALID_FIELD, TOKEN_OUT_OF_VOCAB, REQUEST_ID_REUSED, REPLY_TOO_LARGE), NOT_FOUND
         (HANDLE_*, EPOCH_CHANGED, MASK_UNKNOWN), ABORTED (HANDLE_STALE, WRONG_INSTANCE), OUT_OF_RANGE (CONTEXT_EXCEEDED,
-        EXCEEDS_POOL, KV_GIVEN_BACK), RESOURCE_EXHAUSTED (KV_BLOCKS_EXHAUSTED, QUEUE_FULL, QUOTA_*), INTERNAL
-        (NON_FINITE_LOGITS).
+        EXCEEDS_POOL, KV_GIVEN_BACK), RESOURCE_EXHAUSTED (KV_BLOCKS_EXHAUSTED, QUEUE_FULL, QUOTA_*), UNAVAILABLE
+        (RESTORING), INTERNAL (NON_FINITE_LOGITS).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -265,8 +269,9 @@ class ModelExecutorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ForwardVerify(self, request, context):
-        """Runs draft tokens, a chain or a tree, and returns their rows; with an acceptance rule it also decides which
-        drafts hold and appends exactly those. Idempotent: a retry is answered from the record. Errors as in Prefill.
+        """Runs draft tokens and returns their rows; with an acceptance rule it also decides which drafts hold and appends
+        exactly those. Only chains are served: a tree of drafts is UNIMPLEMENTED / FEATURE_UNSUPPORTED. Idempotent: a retry
+        is answered from the record. Errors as in Prefill.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -297,7 +302,8 @@ class ModelExecutorServiceServicer:
         branches.
         Errors: NOT_FOUND (HANDLE_*, EPOCH_CHANGED), ABORTED (HANDLE_STALE, WRONG_INSTANCE), INVALID_ARGUMENT
         (INVALID_FIELD, REQUEST_ID_REUSED), OUT_OF_RANGE (KV_GIVEN_BACK), RESOURCE_EXHAUSTED (QUOTA_*; KV_BLOCKS_EXHAUSTED
-        where room is reserved for the sequence and there is no block for the copy that its next append then needs).
+        where room is reserved for the sequence and there is no block for the copy that its next append then needs),
+        UNAVAILABLE (RESTORING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -319,7 +325,8 @@ class ModelExecutorServiceServicer:
         Appends up to that length then find their blocks, whatever is forked, truncated or rewound meanwhile; forks do not
         inherit it. It counts in QUOTA_KV_TOKENS and renews the leases. Idempotent: lengths are absolute.
         Errors: NOT_FOUND (HANDLE_*, EPOCH_CHANGED), ABORTED (WRONG_INSTANCE), INVALID_ARGUMENT (INVALID_FIELD),
-        OUT_OF_RANGE (CONTEXT_EXCEEDED, EXCEEDS_POOL), RESOURCE_EXHAUSTED (KV_BLOCKS_EXHAUSTED, QUOTA_*).
+        OUT_OF_RANGE (CONTEXT_EXCEEDED, EXCEEDS_POOL), RESOURCE_EXHAUSTED (KV_BLOCKS_EXHAUSTED, QUOTA_*), UNAVAILABLE
+        (RESTORING).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -492,8 +499,10 @@ class ModelExecutorService:
     """Runs a decoder-only language model over KV caches that the client holds handles to.
 
     Errors: every error is a google.rpc.Status with one ErrorInfo{reason, domain "ferrule"}; the table of codes and
-    reasons is in protos/README.md. Any call can answer UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), UNAVAILABLE
-    (STARTING, DRAINING), INVALID_ARGUMENT (REQUEST_TOO_LARGE), DEADLINE_EXCEEDED (REQUEST_TIMEOUT), UNIMPLEMENTED
+    reasons is in protos/README.md. Any call can answer UNAUTHENTICATED (TOKEN_MISSING, TOKEN_INVALID), ABORTED
+    (WRONG_INSTANCE, if its metadata names another server), INVALID_ARGUMENT (INVALID_FIELD, REQUEST_TOO_LARGE),
+    DEADLINE_EXCEEDED (REQUEST_TIMEOUT), RESOURCE_EXHAUSTED (QUEUE_FULL, and all but GetStatus, KeepAlive and ReleaseCache
+    QUOTA_CALL_RATE, QUOTA_REQUEST_BYTES), UNAVAILABLE (STARTING, DRAINING, DURABILITY_LOST), UNIMPLEMENTED
     (FEATURE_UNSUPPORTED) and INTERNAL (ENGINE_FAULT); they are not repeated below.
 
     A request that has a field which the server does not know is refused as a whole, and a stream ends: UNIMPLEMENTED /

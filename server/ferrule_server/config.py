@@ -95,6 +95,16 @@ class ServerConfig:
     model and starts at once, for client authors and tests (default: {default} = numba-cuda on a GPU, else numba-cpu; if
     the kernels do not support the model or the machine, another one runs and the log says why)
     """
+    reference_vocab_size: int = _MODEL.setting("--reference-vocab", COUNT.within("2", "1048576"), "256")
+    """tokens of paged-reference's vocabulary"""
+    reference_layers: int = _MODEL.setting("--reference-layers", COUNT.within("1", "256"), "2")
+    """layers of paged-reference, all of which keep KV"""
+    reference_heads: int = _MODEL.setting("--reference-heads", COUNT.within("1", "256"), "4")
+    """heads of each layer of paged-reference"""
+    reference_block_size: int = _MODEL.setting(
+        "--reference-block-size", one_of("1", "2", "4", "8", "16", "32", "64").then(int), "16"
+    )
+    """tokens in a block of paged-reference"""
     device: str = _MODEL.setting("--device", _DEVICE, "auto")
     """where the model runs; a GPU that is named must exist (default: {default} = the first GPU, else the processor)"""
     dtype: str = _MODEL.setting("--dtype", one_of("auto", "bfloat16", "float16", "float32"), "auto")

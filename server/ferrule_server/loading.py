@@ -178,8 +178,12 @@ def _for_host(config: ServerConfig, plan: LoadPlan) -> ServerConfig:
 def _paged_reference(config: ServerConfig) -> Executor:
     with _allocating(config) as kv_memory_bytes:
         return PagedReferenceExecutor(
+            vocab_size=config.reference_vocab_size,
+            num_layers=config.reference_layers,
+            num_heads=config.reference_heads,
+            num_kv_heads=config.reference_heads,
             max_context=config.max_context or _PAGED_REFERENCE_CONTEXT,
-            block_size=BLOCK_SIZE,
+            block_size=config.reference_block_size,
             kv_memory_bytes=kv_memory_bytes,
         )
 

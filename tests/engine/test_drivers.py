@@ -49,7 +49,7 @@ def stand_still(harness: Harness, make: Make) -> tuple[StreamJob[object], Stream
     """Start a stream and wait until its reader leaves no room."""
     job = make(Window(FEW))
     stream = start(harness, job)
-    wait_until(lambda: bool(harness.engine._drivers._parked))
+    wait_until(lambda: bool(harness.engine._drivers.parked))
     return job, stream
 
 
@@ -177,7 +177,7 @@ def test_a_branch_released_while_it_stands_still_hears_of_it_at_once(harness: Ha
     """It ends; the other branch stands still on, and ends when its window opens."""
     job = generate(None, 1, 2, output=drawn_with(5), num_branches=2, max_tokens=9, window=Window(FEW))
     stream = start(harness, job)
-    wait_until(lambda: len(harness.engine._drivers._parked) == 1 and not harness.engine._lanes.running)
+    wait_until(lambda: len(harness.engine._drivers.parked) == 1 and not harness.engine._lanes.running)
     victim = stream.so_far()[1].handles[-1]
     harness.release(victim)
     wait_until(lambda: stream.so_far()[1].last.finish is Finish.ERROR)

@@ -246,7 +246,7 @@ def test_anything_beside_anything_keeps_every_handle_true_and_every_stream_ends_
             client.settle()
             client.make_room()
             assert harness.engine.snapshot().num_streams == 0
-            assert not harness.engine._drivers._parked
+            assert not harness.engine._drivers.parked
             assert all(not sequence.num_pins for sequence in harness.store.registry)
             harness.check_integrity()
         assert client.num_checked > 100

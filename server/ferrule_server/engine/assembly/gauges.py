@@ -42,7 +42,7 @@ class Gauges:
             is_failed=self.is_failed,
             refused_at_gate=self.gate.refused,
             num_streams=len(self.drivers.active),
-            num_parked=self.drivers.num_parked,
+            num_parked=len(self.drivers.parked),
             num_arrived=len(self.inbox),
         )
 

@@ -79,17 +79,10 @@ class Driver(Protocol):
 
 @dataclass(eq=False, slots=True)
 class DriverSink:
-    """Receives the outcomes of one branch of a driver. They stay on the engine thread: see :class:`Outcomes`."""
+    """Names the branch of a driver that an outcome is for. It is never delivered to: see :class:`Outcomes`."""
 
     driver: Driver
     branch: int
-
-    def deliver(self, job: Job[object], outcome: Outcome) -> None:
-        """Pass the outcome to the driver."""
-        self.driver.take(self.branch, job, outcome)  # type: ignore[arg-type]  # drivers enter no other jobs
-
-    def flush(self) -> None:
-        """Do nothing: frames are made at the end of the turn."""
 
 
 Returned = tuple[DriverSink, LaneJob[object], Outcome]
@@ -140,6 +133,7 @@ class Drivers:
 
     Attributes:
         active: The drivers in progress.
+        parked: Those of them that wait for their readers, and the sequences that each continues then.
     """
 
     store: SequenceStore
@@ -150,7 +144,7 @@ class Drivers:
     outcomes: Outcomes
     seed_key: bytes = field(repr=False)
     active: dict[Driver, None] = field(default_factory=dict, init=False)
-    _parked: dict[Driver, set[str]] = field(default_factory=dict, init=False)
+    parked: dict[Driver, set[str]] = field(default_factory=dict, init=False)
     _touched: dict[Driver, None] = field(default_factory=dict, init=False)
     _ended: set[str] = field(default_factory=set, init=False)
     _is_woken: bool = field(default=False, init=False)
@@ -158,11 +152,6 @@ class Drivers:
     def __post_init__(self) -> None:
         """Share what is returned."""
         self._returned = self.outcomes.returned
-
-    @property
-    def num_parked(self) -> int:
-        """Number of drivers that wait for their readers."""
-        return len(self._parked)
 
     @property
     def has_work(self) -> bool:
@@ -186,7 +175,7 @@ class Drivers:
 
     def note_ended(self, handle_id: str) -> None:
         """Record that a sequence has ended, so that a driver that is parked on it resumes."""
-        if self._parked:
+        if self.parked:
             self._ended.add(handle_id)
             self._is_woken = True
 
@@ -198,7 +187,7 @@ class Drivers:
         """
         self._is_woken = False
         self._give_all()
-        while self._parked:
+        while self.parked:
             self._unpark()
             if not self._returned:
                 break
@@ -221,7 +210,7 @@ class Drivers:
         for driver in list(self.active):
             self._end(driver, why)
         self._touched.clear()
-        self._parked.clear()
+        self.parked.clear()
 
     # ---- for drivers ------------------------------------------------------------------------------------------------
 
@@ -230,7 +219,8 @@ class Drivers:
     ) -> RunningAppend | None:
         """Enter an append or a fork, as :meth:`Lanes.enter` does; a refusal is handed back like any outcome."""
         try:
-            return self.lanes.enter(job, sink, self.store.clock() if at is None else at, spent)
+            at = self.store.clock() if at is None else at
+            return self.lanes.enter(job, sink, at, spent)  # type: ignore[arg-type]  # lanes only hand it to Outcomes
         except FerruleError as error:
             self._returned.append((sink, job, error))
         except Exception:  # noqa: BLE001 - a bug must end its own branch only
@@ -244,7 +234,7 @@ class Drivers:
     def park(self, driver: Driver, handle: Handle) -> None:
         """Park the driver until its window opens or the sequence of ``handle`` has ended."""
         handle_id = handle.handle_id
-        self._parked.setdefault(driver, set()).add(handle_id)
+        self.parked.setdefault(driver, set()).add(handle_id)
         try:
             self.store.resolve(handle, driver.job.principal)
         except FerruleError:  # it ended before a driver was parked on it
@@ -285,12 +275,12 @@ class Drivers:
     def _unpark(self) -> None:
         """Resume drivers whose window is open or whose sequence has ended."""
         ended, self._ended = self._ended, set()
-        for driver, handle_ids in list(self._parked.items()):
+        for driver, handle_ids in list(self.parked.items()):
             if driver.job.window.is_open or not ended.isdisjoint(handle_ids):
                 self._resume(driver, ended)
 
     def _resume(self, driver: Driver, ended: Collection[str]) -> None:
-        del self._parked[driver]
+        del self.parked[driver]
         try:
             driver.resume(ended)
         except Exception:  # noqa: BLE001 - a bug must end its own driver only
@@ -299,7 +289,7 @@ class Drivers:
 
     def _end(self, driver: Driver, why: Why) -> None:
         """End a driver and deliver its last frame; later outcomes are ignored."""
-        self._parked.pop(driver, None)
+        self.parked.pop(driver, None)
         try:
             driver.end(why)
         except Exception:  # noqa: BLE001 - the caller must get an answer
@@ -324,7 +314,7 @@ class Drivers:
 
     def _lose(self, driver: Driver, error: FerruleError) -> None:
         self._leave(driver)
-        self._parked.pop(driver, None)
+        self.parked.pop(driver, None)
         self.outcomes.collect(driver.job, driver.sink, error)
 
     def _leave(self, driver: Driver) -> None:

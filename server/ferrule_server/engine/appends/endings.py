@@ -28,6 +28,9 @@ class Endings:
         counters: Counts sequences that have ended.
         journal: Writes what happens to durable sequences.
         failpoints: Where to fail on purpose.
+
+    Attributes:
+        listeners: Called with the handle_id of each sequence that has ended.
     """
 
     store: SequenceStore
@@ -36,11 +39,7 @@ class Endings:
     counters: EngineCounters
     journal: Reports
     failpoints: Failing
-    _listeners: list[Callable[[str], object]] = field(default_factory=list, init=False)
-
-    def subscribe(self, *listeners: Callable[[str], object]) -> None:
-        """From now on, call these with the handle_id of each sequence that has ended."""
-        self._listeners += listeners
+    listeners: tuple[Callable[[str], object], ...] = field(default=(), init=False)
 
     def release(self, principal: str, handles: tuple[Handle, ...]) -> tuple[int | None, ...]:
         """Release sequences at once; jobs in flight or waiting on them are answered with HANDLE_UNKNOWN.
@@ -86,6 +85,6 @@ class Endings:
 
     def _notify(self, handle_id: str) -> None:
         """Notify every listener that a sequence has ended, for whatever reason."""
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener(handle_id)
         self.journal.note_ended(handle_id)

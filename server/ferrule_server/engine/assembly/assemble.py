@@ -99,16 +99,9 @@ def assemble(setup: Setup, counters: EngineCounters) -> Parts:
         outlet = Confirmations(durability.journal, store, delivery)
         outlet.restore(durability, records, creations, partial(inbox.put, []))
     journal: Reports = outlet.journal
-    lanes = Lanes(
-        store,
-        Admission(store, records, creations, counters, setup.executor.info.model.fingerprint),
-        creations,
-        Cold(store, counters, settings.restore_wait_tokens),
-        counters,
-        outcomes.collect,
-        journal,
-        setup.failpoints,
-    )
+    admission = Admission(store, records, creations, counters, setup.executor.info.model.fingerprint)
+    cold = Cold(store, counters, settings.restore_wait_tokens)
+    lanes = Lanes(store, admission, creations, cold, counters, outcomes.collect, journal, setup.failpoints)
     endings = Endings(store, lanes, gather.forget, counters, journal, setup.failpoints)
     seed_key = secrets.token_bytes(16) if durability is None else durability.seed_key
     drivers = Drivers(store, lanes, counters, creations.check_loop, endings.release_one, outcomes, seed_key)
@@ -117,30 +110,10 @@ def assemble(setup: Setup, counters: EngineCounters) -> Parts:
     stepper = Stepper(
         setup.executor, store, settings, lanes, commits, warmup, gather, counters, setup.shares, setup.failpoints
     )
-    endings.subscribe(records.forget, stepper.forget, creations.note_ended, drivers.note_ended)
+    endings.listeners = (records.forget, stepper.batcher.forget, creations.note_ended, drivers.note_ended)
     gauges = Gauges(store, counters, inbox, gate, outlet, lanes, drivers)
-    host = Host(
-        store=store,
-        bytes_per_block=setup.executor.info.bytes_per_block,
-        lanes=lanes,
-        endings=endings,
-        journal=journal,
-        gate=gate,
-        own=counters.own,
-        snapshot=gauges.snapshot,
-    )
+    bytes_per_block = setup.executor.info.bytes_per_block
+    host = Host(store, bytes_per_block, lanes, endings, journal, gate, counters.own, gauges.snapshot)
     return Parts(
-        inbox=inbox,
-        gate=gate,
-        delivery=delivery,
-        outlet=outlet,
-        outcomes=outcomes,
-        lanes=lanes,
-        endings=endings,
-        drivers=drivers,
-        gather=gather,
-        warmup=warmup,
-        stepper=stepper,
-        host=host,
-        gauges=gauges,
+        inbox, gate, delivery, outlet, outcomes, lanes, endings, drivers, gather, warmup, stepper, host, gauges
     )

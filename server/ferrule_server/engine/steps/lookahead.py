@@ -146,7 +146,9 @@ class Lookahead:
         self._is_due = True
         try:
             if self._claimed:
-                return self._run_claimed(chunks, is_followed=is_followed)
+                self._steps.failpoints.hit("after_schedule")
+                rows, self._claimed = self._claimed, []
+                return self._queue_and_read(self._pending[0], chunks, rows, is_followed=is_followed)
             self.drop()
             batch = self._steps.prepare(chunks)
             if not is_followed or not self._executor.can_submit(batch):
@@ -179,17 +181,8 @@ class Lookahead:
             except Exception:  # noqa: BLE001 - a step that is dropped may fail
                 _LOG.warning("a step that is thrown away failed rows=%d", step.batch.num_rows, exc_info=True)
 
-    def make_way(self) -> None:
-        """Drop the queued step, because the executor is about to run something else.
-
-        Raises:
-            DeviceLost: As the executor says.
-        """
-        self._is_due = True
-        self.drop()
-
     def idle(self) -> None:
-        """Note that there are no requests, so the executor may use what it has prepared meanwhile."""
+        """Note that no request is run now, so the executor may use what it has prepared meanwhile."""
         self._is_due = True
 
     def tend(self) -> None:
@@ -215,11 +208,6 @@ class Lookahead:
             self._num_quiet -= 1
             return False
         return not self.has_more and all(map(_is_token_of_generate, chunks))
-
-    def _run_claimed(self, chunks: list[Chunk], *, is_followed: bool) -> StepOutcome:
-        self._steps.failpoints.hit("after_schedule")
-        rows, self._claimed = self._claimed, []
-        return self._queue_and_read(self._pending[0], chunks, rows, is_followed=is_followed)
 
     def _queue_and_read(
         self, step: _Submitted, chunks: SequenceOf[Chunk], rows: SequenceOf[int], *, is_followed: bool

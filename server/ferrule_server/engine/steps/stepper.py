@@ -116,7 +116,7 @@ class Stepper:
     def __post_init__(self) -> None:
         """Make the parts of a step."""
         settings = self.settings
-        self._batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
+        self.batcher = Batcher(settings.max_step_rows, settings.max_step_time_s)
         self._runner = StepRunner(self.executor, self.counters, self.failpoints, settings.debug_top_tokens)
         self._lookahead: Lookahead | None = None
         if isinstance(self.executor, PipelinedExecutor):
@@ -127,10 +127,6 @@ class Stepper:
         """Return whether there is something to warm up or to prepare now."""
         is_due = self.warmup.queue and not self.warmup.is_waiting
         return bool(is_due) or (self._lookahead is not None and self._lookahead.has_more)
-
-    def forget(self, handle_id: str) -> None:
-        """Forget a sequence that has ended."""
-        self._batcher.forget(handle_id)
 
     def step(self) -> None:
         """Run one step and commit what it has finished. A failure ends only the appends that cause it.
@@ -147,7 +143,7 @@ class Stepper:
                 self.lanes.fail(run, error)
             return
         if not chunks:
-            self.hold_s = self._batcher.hold_s
+            self.hold_s = self.batcher.hold_s
             return
         self.counters.timings.num_left_out = len(self.lanes.running) - len(chunks)
         try:
@@ -166,7 +162,8 @@ class Stepper:
             DeviceLost: As the executor says.
         """
         if self._lookahead is not None:
-            self._lookahead.make_way()
+            self._lookahead.idle()
+            self._lookahead.drop()
         self.warmup.run_one()
 
     def tend(self) -> None:
@@ -205,12 +202,12 @@ class Stepper:
         for run in [run for run in self.lanes.running if run.job.is_cancelled and run.is_abandoned]:
             self.lanes.fail(run, Cancelled())
         claimed = [] if self._lookahead is None else self._lookahead.claim(self.lanes.running)
-        return claimed or self._batcher.plan(self.lanes.running)
+        return claimed or self.batcher.plan(self.lanes.running)
 
     def _are_all(self, chunks: list[Chunk]) -> bool:
         """Return whether only the appends in this step are waiting for a step, and none of them will have to wait."""
         is_wanted = self.lanes.num_waiting or self.warmup.queue or self.settings.debug_top_tokens
-        is_wanted = is_wanted or self._batcher.has_debts
+        is_wanted = is_wanted or self.batcher.has_debts
         return len(chunks) == len(self.lanes.running) and not is_wanted
 
     # ---- run --------------------------------------------------------------------------------------------------------
@@ -218,7 +215,7 @@ class Stepper:
     def _run(self, chunks: list[Chunk], *, is_alone: bool = False) -> StepOutcome:
         ahead = self._lookahead
         outcome = self._runner.run(chunks) if ahead is None else ahead.run(chunks, is_alone=is_alone)
-        self._batcher.learn(chunks, outcome.elapsed_ns)
+        self.batcher.learn(chunks, outcome.elapsed_ns)
         appends = [(chunk.run.job.principal, not chunk.run.job.is_internal) for chunk in chunks]
         self.shares.add_service(appends, outcome.elapsed_ns)
         return outcome

@@ -125,8 +125,10 @@ class Warmup:
         self._settle(warming)
         if not warming.sizes:
             return
-        size = warming.sizes[0]
-        warming.steps.append(self._run(self._batch_of(size)))
+        batch = self._batch_of(warming.sizes[0])
+        begun_ns = time.monotonic_ns()
+        self._executor.run(batch)
+        warming.steps.append(WarmStep(batch.num_seqs, batch.num_rows, time.monotonic_ns() - begun_ns))
         warming.num_runs += 1
         if not self._is_preparing():
             self._settle(warming)
@@ -164,23 +166,15 @@ class Warmup:
         return "" if self._pipelined is None else self._pipelined.state.fallback_reason
 
     def _batch_of(self, size: int) -> StepBatch:
-        """Return one row for each of ``size`` sequences, at the end of a sequence of moderate length; 0: a prefill."""
+        """Return one row for each of ``size`` sequences, at the end of a sequence of moderate length.
+
+        0: a prefill of as many rows as a step may have, of one sequence if the context allows it.
+        """
+        max_context = self._executor.info.model.max_context
         if size:
-            return self._batch([1] * size, min(_KV_LEN, self._executor.info.model.max_context))
-        return self._prefill()
-
-    def _run(self, batch: StepBatch) -> WarmStep:
-        begun_ns = time.monotonic_ns()
-        self._executor.run(batch)
-        return WarmStep(batch.num_seqs, batch.num_rows, time.monotonic_ns() - begun_ns)
-
-    def _prefill(self) -> StepBatch:
-        """Return as many rows as a step may have, of one sequence if the context allows it."""
-        num_left, max_context = self._max_step_rows, self._executor.info.model.max_context
-        counts = [max_context] * (num_left // max_context)
-        if num_left % max_context:
-            counts.append(num_left % max_context)
-        return self._batch(counts)
+            return self._batch([1] * size, min(_KV_LEN, max_context))
+        num_whole, num_left = divmod(self._max_step_rows, max_context)
+        return self._batch([max_context] * num_whole + [num_left] * (num_left > 0))
 
     def _batch(self, counts: list[int], kv_len: int = 0) -> StepBatch:
         """Return the last ``counts`` rows of sequences of length ``kv_len``; 0: all rows of each."""

@@ -38,9 +38,8 @@ def arm(harness: Harness, text: str) -> None:
     failpoints = harness.engine._setup.failpoints
     assert isinstance(failpoints, Failpoints)
     for place, armed in Failpoints.parse(text)._armed.items():
-        for each in armed:
-            nth = None if each.nth is None else each.nth + failpoints.num_hits[place]
-            failpoints.arm(place, each.act, nth)
+        for act, nth in armed:
+            failpoints.arm(place, act, None if nth is None else nth + failpoints.num_hits[place])
 
 
 def disarm(harness: Harness) -> None:

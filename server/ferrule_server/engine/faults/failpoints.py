@@ -21,7 +21,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Final, Literal, TypeVar, get_args
 
 Place = Literal["before_schedule", "after_schedule", "during_copy", "after_commit", "during_free"]
@@ -51,12 +50,6 @@ class NoFailpoints:
         return iter((items,))
 
 
-@dataclass(frozen=True, slots=True)
-class _Armed:
-    act: Callable[[], object]
-    nth: int | None
-
-
 class Failpoints:
     """The actions at each place. Armed before the engine starts, hit on its thread.
 
@@ -65,7 +58,7 @@ class Failpoints:
     """
 
     def __init__(self) -> None:
-        self._armed: dict[Place, list[_Armed]] = {}
+        self._armed: dict[Place, list[tuple[Callable[[], object], int | None]]] = {}
         self.num_hits: dict[Place, int] = dict.fromkeys(PLACES, 0)
 
     @classmethod
@@ -89,14 +82,14 @@ class Failpoints:
 
     def arm(self, place: Place, act: Callable[[], object], nth: int | None = None) -> None:
         """Call ``act`` on the engine thread at every hit of ``place``, or at the ``nth`` only (1 is the first)."""
-        self._armed.setdefault(place, []).append(_Armed(act, nth))
+        self._armed.setdefault(place, []).append((act, nth))
 
     def hit(self, place: Place) -> None:
         """Run the actions of ``place``, which the engine has reached; raises what they raise."""
         self.num_hits[place] += 1
-        for armed in self._armed.get(place, ()):
-            if armed.nth is None or armed.nth == self.num_hits[place]:
-                armed.act()
+        for act, nth in self._armed.get(place, ()):
+            if nth is None or nth == self.num_hits[place]:
+                act()
 
     def halves(self, items: list[_T], place: Place) -> Iterator[list[_T]]:
         """Return the first half of the items, hit ``place``, and return the others."""

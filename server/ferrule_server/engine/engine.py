@@ -28,7 +28,6 @@ from functools import partial
 
 from ferrule_server.engine.appends.cold import lost
 from ferrule_server.engine.assembly.assemble import Setup, assemble
-from ferrule_server.engine.bridge.gate import Finished
 from ferrule_server.engine.faults.unexpected import fault
 from ferrule_server.engine.generation.forward import ForwardPass
 from ferrule_server.engine.generation.generate import Generation
@@ -277,7 +276,7 @@ class Engine:
 
         Without a device what is in flight is lost, but durable sequences are restored by the next process.
         """
-        why: Callable[[Handle | None], FerruleError] = partial(lost, self._store) if is_lost else _draining
+        why: Callable[[Handle | None], FerruleError] = partial(lost, self._store) if is_lost else lambda _: Draining()
         parts: tuple[Callable[[], object], ...] = (
             lambda: self._lanes.end_all(lambda job: why(job.handle)),
             lambda: self._drivers.end_all(why),
@@ -302,9 +301,7 @@ class Engine:
 
     def _refuse_rest(self) -> None:
         """Answer the jobs in the inbox of a closed engine. Each is answered once, by the thread that takes it out."""
-        refused: list[Finished] = [(job, sink, Draining()) for job, sink in self._inbox.drain()]
-        if refused:
-            self._parts.delivery.hand_over(refused)
+        self._parts.delivery.hand_over([(job, sink, Draining()) for job, sink in self._inbox.drain()])
 
     # ---- taking jobs ------------------------------------------------------------------------------------------------
 
@@ -344,17 +341,13 @@ class Engine:
             self._parts.warmup.add(job, sink)
         else:
             assert isinstance(job, GenerateJob | ForwardJob)
-            self._start(job, sink, at)
-
-    def _start(self, job: GenerateJob | ForwardJob, sink: Sink, at: float) -> None:
-        """Start the driver of a job that is answered in frames."""
-        if job.is_cancelled:
-            raise Cancelled
-        if isinstance(job, GenerateJob):
-            self.counters.generate(job.principal)
-            self._drivers.start(Generation(job, sink, self._drivers), at)
-        else:
-            self._drivers.start(ForwardPass(job, sink, self._drivers), at)
+            if job.is_cancelled:
+                raise Cancelled
+            if isinstance(job, GenerateJob):
+                self.counters.generate(job.principal)
+                self._drivers.start(Generation(job, sink, self._drivers), at)
+            else:
+                self._drivers.start(ForwardPass(job, sink, self._drivers), at)
 
     def _arrival(self, submitted_ns: int) -> float:
         """Return when a job was submitted, on the store's clock: a step since then must not cost it its lease."""
@@ -370,8 +363,3 @@ class Engine:
     def durability(self) -> DurabilityFigures | None:
         """Return the figures of the journal; from any thread."""
         return self._journal.figures(self.counters.restored_tokens)
-
-
-def _draining(_: Handle | None) -> FerruleError:
-    """Return why a job ends when the engine stops."""
-    return Draining()

@@ -127,11 +127,13 @@ class Host:
                 self.journal.note_reserve(request.sequence)
         return reservation
 
-    def keep_alive(
-        self, principal: str, handles: tuple[Handle, ...], ttl_s: float | None, at: float
-    ) -> tuple[Lease | FerruleError, ...]:
-        """Renew leases; each handle that names no sequence fails alone."""
-        return tuple(self._renew(principal, handle, ttl_s, at) for handle in handles)
+    def renew(self, principal: str, handle: Handle, ttl_s: float | None, at: float) -> Lease | FerruleError:
+        """Renew a lease, or return why it cannot be renewed: each handle of a request fails alone."""
+        try:
+            granted = self.store.renew(self.store.resolve(handle, principal, at), ttl_s)
+        except FerruleError as error:
+            return error
+        return Lease(granted, granted)
 
     def describe(self, principal: str, handle: Handle, at: float, with_token_ids: bool) -> CacheInfo:
         """Return all details of a sequence, and renew its lease."""
@@ -176,13 +178,6 @@ class Host:
             num_principals=len(known),
             num_jobs=self.gate.num_jobs,
         )
-
-    def _renew(self, principal: str, handle: Handle, ttl_s: float | None, at: float) -> Lease | FerruleError:
-        try:
-            granted = self.store.renew(self.store.resolve(handle, principal, at), ttl_s)
-        except FerruleError as error:
-            return error
-        return Lease(granted, granted)
 
     def _describe(self, sequence: Sequence, now: float) -> CacheInfo:
         """Describe a sequence, as a rule in a time independent of its length: a page has up to a thousand of them."""
@@ -245,7 +240,9 @@ def keep_alive(
 
     Its result has, for each handle, its lease or the reason why it could not be renewed.
     """
-    return HostCall(principal, lambda host, at: host.keep_alive(principal, handles, ttl_s, at), handles)
+    return HostCall(
+        principal, lambda host, at: tuple(host.renew(principal, each, ttl_s, at) for each in handles), handles
+    )
 
 
 def describe(principal: str, handle: Handle, *, with_token_ids: bool = False) -> HostCall[CacheInfo]:

@@ -141,7 +141,7 @@ class Confirmations:
         outcomes = [self._awaited(each) for each in finished]
         with self._lock:
             self._held += [each for each in outcomes if each[0] > self._synced]
-            self._deliver([each for group, each in outcomes if group <= self._synced])
+            self.delivery.hand_over([each for group, each in outcomes if group <= self._synced])
 
     def tend(self) -> list[Finished] | None:
         """Tend the journal; if it has just been lost, return what waited for it, with DURABILITY_LOST as the outcome.
@@ -169,10 +169,6 @@ class Confirmations:
             free: list[Finished] = []
             while self._held and self._held[0][0] <= synced:
                 free.append(self._held.popleft()[1])
-            self._deliver(free)
-
-    def _deliver(self, free: list[Finished]) -> None:
-        if free:
             self.delivery.hand_over(free)
 
     def _awaited(self, finished: Finished) -> tuple[int, Finished]:

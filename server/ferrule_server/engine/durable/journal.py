@@ -124,7 +124,7 @@ class Journal:
         self._snapshot_bytes = 0
         self._released = self._num_restored = 0
         self._retry_s, self._retry_at = _RETRY_S, 0.0
-        self._oldest: tuple[int, float] | None = None
+        self._oldest = (0, 0.0)  # group that the disk may not have yet, and when it was closed
         self._writer = writer(self._note_synced, self._note_failed)
 
     def attach(
@@ -318,7 +318,7 @@ class Journal:
         """Give the records of this round to the disk."""
         if self._writer.has_open:
             group = self._writer.close_group()
-            if self._oldest is None or self._oldest[0] <= self._writer.synced:
+            if self._oldest[0] <= self._writer.synced:
                 self._oldest = (group, time.monotonic())
 
     @property
@@ -340,20 +340,20 @@ class Journal:
         if self._failure is not None or (not self.is_lost and self._is_stalled()):
             self._failure = None
             return self._lose()
-        if self.health is Health.HEALTHY:
-            self._continue_snapshot()
-        elif self.health is Health.LOST:
+        if self.health is Health.LOST:
             self._recover()
         elif self.health is Health.PROBING:
             if self._writer.synced >= self._snapshot_group:
                 self.health, self._snapshot = Health.WRITING, self._write_snapshot(starts_segment=False)
                 self._write_slice()  # its begin must be the first record of the segment
         elif self._snapshot is not None:
-            self._write_next_slice()
-        elif self._writer.synced >= self._snapshot_group:
-            self._note_snapshot_synced()
-            self.health, self._retry_s, self._oldest = Health.HEALTHY, _RETRY_S, None
-            _LOG.warning("the journal is healthy again durable_sequences=%d", len(self._known))
+            if self._writer.synced >= self._slice_group:  # replies wait for no more than one slice
+                self._write_slice()
+        elif self._snapshot_group:
+            if self._writer.synced >= self._snapshot_group:
+                self._note_snapshot_synced()
+        elif self._writer.size_bytes >= max(_LEAST_BYTES, 2 * self._snapshot_bytes):
+            self._snapshot = self._write_snapshot()
         return False
 
     def close(self) -> None:
@@ -478,21 +478,6 @@ class Journal:
         self._writer.append(self._encoder.snapshot_end())
         self._snapshot_group = self._writer.close_group(ends_snapshot=True)
 
-    def _continue_snapshot(self) -> None:
-        if self._snapshot is None:
-            if self._snapshot_group:
-                if self._writer.synced >= self._snapshot_group:
-                    self._note_snapshot_synced()
-            elif self._writer.size_bytes >= max(_LEAST_BYTES, 2 * self._snapshot_bytes):
-                self._snapshot = self._write_snapshot()
-        else:
-            self._write_next_slice()
-
-    def _write_next_slice(self) -> None:
-        """Write pieces of a snapshot once the disk has those before: replies wait for no more than one slice."""
-        if self._writer.synced >= self._slice_group:
-            self._write_slice()
-
     def _write_slice(self) -> None:
         """Write pieces of a snapshot for a moment, the last one perhaps."""
         assert self._snapshot is not None
@@ -505,24 +490,22 @@ class Journal:
         self._slice_group = self._writer.next_group - (not self._writer.has_open)
 
     def _note_snapshot_synced(self) -> None:
-        """Count a snapshot that is on the disk."""
+        """Count a snapshot that is on the disk. A journal that was lost is complete again with it."""
         self.num_snapshots += 1
         self._snapshot_group = 0
         self._snapshot_bytes = self._writer.size_bytes
+        if self.is_lost:
+            self.health, self._retry_s, self._oldest = Health.HEALTHY, _RETRY_S, (0, 0.0)
+            _LOG.warning("the journal is healthy again durable_sequences=%d", len(self._known))
 
     def _is_stalled(self) -> bool:
-        if self._oldest is None:
-            return False
         group, since = self._oldest
-        if group <= self._writer.synced:
-            self._oldest = None
-            return False
-        return time.monotonic() - since > STALL_S
+        return group > self._writer.synced and time.monotonic() - since > STALL_S
 
     def _lose(self) -> bool:
         was_lost = self.is_lost
         self.health = Health.LOST
-        self._snapshot, self._snapshot_group, self._oldest = None, 0, None
+        self._snapshot, self._snapshot_group, self._oldest = None, 0, (0, 0.0)
         self._retry_at = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, _LONGEST_RETRY_S)
         if not was_lost:

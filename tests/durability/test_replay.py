@@ -54,7 +54,6 @@ def test_a_journal_describes_what_happened_after_every_group(seed: int) -> None:
             state.read(model.groups[num_read])
             num_read += 1
         assert view(state) == model.state()
-        assert state.next_no <= model.next_no
 
 
 @given(SEEDS)

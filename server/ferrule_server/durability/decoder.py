@@ -8,50 +8,17 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, TypeVar
 
-from ferrule_server.durability.records import (
-    APPEND_HAS_ANSWER,
-    CREATION_HAS_SEED,
-    DIGEST_BYTES,
-    DOUBLE,
-    FLOAT32,
-    FLOAT64,
-    HAS_ANSWER,
-    HAS_DRAFTS,
-    HAS_LOOP,
-    HAS_PARENT,
-    HAS_POSITION,
-    HAS_PREFIX,
-    HAS_SEED,
-    HAS_TOKEN,
-    HAS_TRUNCATION,
-    HAS_TTL,
-    HAS_VERIFIED,
-    IS_PARTIAL,
-    IS_PUBLISHED,
-    IS_REWIND,
-    SINGLE,
-    UINT64,
-    WAS_ACCEPTED,
-    WAS_REJECTED,
-    Answer,
-    BadRecord,
-    Creation,
-    DraftsAnswer,
-    End,
-    Numbers,
-    Row,
-    SequenceState,
-    Tag,
-    Truncation,
-)
+from ferrule_server.durability import records
+from ferrule_server.durability.records import Answer, BadRecord, DraftsAnswer, Numbers, Row, Tag, Truncation
 
 Fields = tuple[object, ...]
 """The fields of a record, in the order in which its :class:`~.records.Tag` names them."""
 
 _T = TypeVar("_T")
 _MAX_UINT32: Final = (1 << 32) - 1
-_ENDS: Final = {each.value: each for each in End}
+_ENDS: Final = {each.value: each for each in records.End}
 _SHAPE_MASK: Final = 0xFFF
+_JUDGED: Final = records.WAS_ACCEPTED | records.WAS_REJECTED
 
 
 NUMBER_BYTES: Final = tuple(sum((0, 0, 4, 8)[shape >> shift & 3] for shift in (0, 2, 4, 6)) for shape in range(256))
@@ -130,7 +97,7 @@ class Cursor:
 
     def double(self) -> float:
         """Return the next double."""
-        value: float = FLOAT64.unpack(self.take(8))[0]
+        value: float = records.FLOAT64.unpack(self.take(8))[0]
         return value
 
     def seconds(self) -> float:
@@ -142,7 +109,7 @@ class Cursor:
 
     def seed(self) -> int:
         """Return the next seed."""
-        value: int = UINT64.unpack(self.take(8))[0]
+        value: int = records.UINT64.unpack(self.take(8))[0]
         return value
 
     def text(self) -> str:
@@ -189,10 +156,10 @@ def read_numbers(cursor: Cursor, shape: int) -> Numbers:
 
 
 def _number(cursor: Cursor, kind: int) -> float | None:
-    if kind == DOUBLE:
+    if kind == records.DOUBLE:
         return cursor.double()
-    if kind == SINGLE:
-        value: float = FLOAT32.unpack(cursor.take(4))[0]
+    if kind == records.SINGLE:
+        value: float = records.FLOAT32.unpack(cursor.take(4))[0]
         return value
     return 0.0 if kind else None
 
@@ -216,44 +183,46 @@ def _defined(known: list[_T], index: int) -> _T:
 
 def _sequence(cursor: Cursor, definitions: Definitions) -> Fields:
     no = _no(cursor)
-    flags = cursor.flags(IS_PUBLISHED | HAS_PREFIX | HAS_ANSWER | HAS_TRUNCATION | HAS_PARENT)
-    secret, principal = cursor.take(DIGEST_BYTES), _principal(cursor, definitions)
+    flags = cursor.flags(
+        records.IS_PUBLISHED | records.HAS_PREFIX | records.HAS_ANSWER | records.HAS_TRUNCATION | records.HAS_PARENT
+    )
+    secret, principal = cursor.take(records.DIGEST_BYTES), _principal(cursor, definitions)
     ttl_s, reserved_length, window = cursor.seconds(), cursor.varint(), cursor.varint()
-    parent = cursor.take(8).hex() if flags & HAS_PARENT else ""
-    prefix = (_no(cursor), cursor.varint()) if flags & HAS_PREFIX else (0, 0)
+    parent = cursor.take(8).hex() if flags & records.HAS_PARENT else ""
+    prefix = (_no(cursor), cursor.varint()) if flags & records.HAS_PREFIX else (0, 0)
     token_ids = cursor.token_ids()
-    answer = _answer(cursor, definitions) if flags & HAS_ANSWER else None
-    truncation = _truncation(cursor) if flags & HAS_TRUNCATION else None
-    is_published = bool(flags & IS_PUBLISHED)
-    state = SequenceState(
+    answer = _answer(cursor, definitions) if flags & records.HAS_ANSWER else None
+    truncation = _truncation(cursor) if flags & records.HAS_TRUNCATION else None
+    is_published = bool(flags & records.IS_PUBLISHED)
+    state = records.SequenceState(
         no, secret, principal, ttl_s, is_published, reserved_length, parent, token_ids, answer, truncation, window
     )
     return state, *prefix
 
 
 def _append(cursor: Cursor, definitions: Definitions) -> Fields:
-    no, flags = _no(cursor), cursor.flags(IS_REWIND | HAS_TTL | APPEND_HAS_ANSWER)
-    rewind_to = cursor.varint() if flags & IS_REWIND else None
-    ttl_s = cursor.seconds() if flags & HAS_TTL else None
+    no, flags = _no(cursor), cursor.flags(records.IS_REWIND | records.HAS_TTL | records.APPEND_HAS_ANSWER)
+    rewind_to = cursor.varint() if flags & records.IS_REWIND else None
+    ttl_s = cursor.seconds() if flags & records.HAS_TTL else None
     token_ids = cursor.token_ids()
-    answer = _answer(cursor, definitions) if flags & APPEND_HAS_ANSWER else None
+    answer = _answer(cursor, definitions) if flags & records.APPEND_HAS_ANSWER else None
     return no, rewind_to, token_ids, ttl_s, answer
 
 
 def _answer(cursor: Cursor, definitions: Definitions) -> Answer:
-    flags = cursor.flags(HAS_SEED | IS_PARTIAL | HAS_DRAFTS)
+    flags = cursor.flags(records.HAS_SEED | records.IS_PARTIAL | records.HAS_DRAFTS)
     start, num_tokens = cursor.varint(), cursor.varint()
     policy = _defined(definitions.policies, cursor.varint())
-    seed = cursor.seed() if flags & HAS_SEED else None
-    drafts = _drafts(cursor) if flags & HAS_DRAFTS else None
+    seed = cursor.seed() if flags & records.HAS_SEED else None
+    drafts = _drafts(cursor) if flags & records.HAS_DRAFTS else None
     num_rows = cursor.varint()
     first = start + num_tokens - num_rows + 1
     rows = tuple(_row(cursor, position) for position in range(first, first + num_rows))
-    return Answer(start, num_tokens, policy, seed, rows, not flags & IS_PARTIAL, drafts)
+    return Answer(start, num_tokens, policy, seed, rows, not flags & records.IS_PARTIAL, drafts)
 
 
 def _drafts(cursor: Cursor) -> DraftsAnswer:
-    digest, num_certain, draft_ids = cursor.take(DIGEST_BYTES), cursor.varint(), tuple(cursor.token_ids())
+    digest, num_certain, draft_ids = cursor.take(records.DIGEST_BYTES), cursor.varint(), tuple(cursor.token_ids())
     accepted_count = cursor.varint()
     if accepted_count > len(draft_ids):
         raise BadRecord(f"{accepted_count} of {len(draft_ids)} drafts were accepted")
@@ -262,20 +231,20 @@ def _drafts(cursor: Cursor) -> DraftsAnswer:
 
 def _row(cursor: Cursor, position: int) -> Row:
     shape = cursor.byte() | cursor.byte() << 8
-    if shape & ~_SHAPE_MASK or shape & (WAS_ACCEPTED | WAS_REJECTED) == WAS_ACCEPTED | WAS_REJECTED:
+    if shape & ~_SHAPE_MASK or shape & _JUDGED == _JUDGED:
         raise BadRecord(f"a row of shape {shape:#x}")
-    if shape & HAS_POSITION:
+    if shape & records.HAS_POSITION:
         position = cursor.varint()
-    token = cursor.varint() if shape & HAS_TOKEN else None
+    token = cursor.varint() if shape & records.HAS_TOKEN else None
     numbers = read_numbers(cursor, shape) if shape & 0xFF else _NO_NUMBERS
-    is_accepted = bool(shape & WAS_ACCEPTED) if shape & (WAS_ACCEPTED | WAS_REJECTED) else None
+    is_accepted = bool(shape & records.WAS_ACCEPTED) if shape & _JUDGED else None
     if position < 0:
         raise BadRecord(f"a row at position {position}")
     return Row(position, token, *numbers, is_accepted)
 
 
 def _truncation(cursor: Cursor) -> Truncation:
-    return Truncation(cursor.varint(), cursor.take(DIGEST_BYTES), cursor.varint(), cursor.varint())
+    return Truncation(cursor.varint(), cursor.take(records.DIGEST_BYTES), cursor.varint(), cursor.varint())
 
 
 def _end(cursor: Cursor, _: Definitions) -> Fields:
@@ -286,20 +255,17 @@ def _end(cursor: Cursor, _: Definitions) -> Fields:
 
 
 def _creation(cursor: Cursor, definitions: Definitions) -> Fields:
-    principal, flags = _principal(cursor, definitions), cursor.flags(HAS_LOOP | CREATION_HAS_SEED | HAS_VERIFIED)
-    request_id, content = cursor.text(), cursor.take(DIGEST_BYTES)
-    loop = cursor.take(DIGEST_BYTES) if flags & HAS_LOOP else b""
-    start, length, lineage = cursor.varint(), cursor.varint(), cursor.take(DIGEST_BYTES)
-    seed = cursor.seed() if flags & CREATION_HAS_SEED else None
-    verified = (cursor.varint(), cursor.optional()) if flags & HAS_VERIFIED else None
-    members = tuple(_member(cursor) for _ in range(cursor.varint()))
+    principal = _principal(cursor, definitions)
+    flags = cursor.flags(records.HAS_LOOP | records.CREATION_HAS_SEED | records.HAS_VERIFIED)
+    request_id, content = cursor.text(), cursor.take(records.DIGEST_BYTES)
+    loop = cursor.take(records.DIGEST_BYTES) if flags & records.HAS_LOOP else b""
+    start, length, lineage = cursor.varint(), cursor.varint(), cursor.take(records.DIGEST_BYTES)
+    seed = cursor.seed() if flags & records.CREATION_HAS_SEED else None
+    verified = (cursor.varint(), cursor.optional()) if flags & records.HAS_VERIFIED else None
+    members = tuple(cursor.varint() or cursor.take(records.DIGEST_BYTES) for _ in range(cursor.varint()))
     if not members:
         raise BadRecord("a creation of no sequence")
-    return (Creation(principal, request_id, content, loop, start, length, lineage, seed, verified, members),)
-
-
-def _member(cursor: Cursor) -> int | bytes:
-    return cursor.varint() or cursor.take(DIGEST_BYTES)
+    return (records.Creation(principal, request_id, content, loop, start, length, lineage, seed, verified, members),)
 
 
 def _no(cursor: Cursor) -> int:
@@ -313,7 +279,7 @@ _NO_NUMBERS: Final[Numbers] = (None, None, None, None)
 _READERS: Final[Mapping[int, Callable[[Cursor, Definitions], Fields]]] = MappingProxyType(
     {
         Tag.PRINCIPAL: lambda cursor, known: _define(known.principals, cursor.varint(), cursor.text()),
-        Tag.POLICY: lambda cursor, known: _define(known.policies, cursor.varint(), cursor.take(DIGEST_BYTES)),
+        Tag.POLICY: lambda cursor, known: _define(known.policies, cursor.varint(), cursor.take(records.DIGEST_BYTES)),
         Tag.SEQUENCE: _sequence,
         Tag.APPEND: _append,
         Tag.TRUNCATE: lambda cursor, _: (_no(cursor), _truncation(cursor)),
@@ -321,7 +287,7 @@ _READERS: Final[Mapping[int, Callable[[Cursor, Definitions], Fields]]] = Mapping
         Tag.LEASE: lambda cursor, _: (_no(cursor), cursor.seconds()),
         Tag.END: _end,
         Tag.CREATION: _creation,
-        Tag.TOMBSTONE: lambda cursor, known: (_principal(cursor, known), cursor.take(DIGEST_BYTES)),
+        Tag.TOMBSTONE: lambda cursor, known: (_principal(cursor, known), cursor.take(records.DIGEST_BYTES)),
         Tag.MASK: lambda cursor, known: (_principal(cursor, known), cursor.take(cursor.varint())),
         Tag.SNAPSHOT_BEGIN: lambda _cursor, _: (),
         Tag.SNAPSHOT_END: lambda _cursor, _: (),

@@ -296,18 +296,9 @@ class Encoder:
         self._policies: dict[bytes, bytes] = {}
         self._tips: dict[int, Tip] = {}
 
-    def reset(self) -> None:
-        """Forget all definitions: the journal begins again."""
-        for each in (self._principals, self._policies, self._tips):
-            each.clear()
-
     def knows(self, no: int) -> bool:
         """Return whether the sequence was written since the snapshot began, so that its changes can be written."""
         return no in self._tips
-
-    def forget(self, no: int) -> None:
-        """Forget a sequence that has ended."""
-        self._tips.pop(no, None)
 
     def append(
         self, no: int, rewind_to: int | None, token_ids: Sequence[int], ttl_s: float | None, answer: Answer | None
@@ -382,9 +373,7 @@ class Encoder:
 
     def end(self, no: int, how: End) -> bytes:
         """Return the end of a sequence, and forget it."""
-        record = self._of(b"\x08", no) + SMALL[how]
-        self.forget(no)
-        return record
+        return b"\x08" + self._tips.pop(no).no + SMALL[how]
 
     def creation(self, creation: Creation) -> bytes:
         """Return what a request has created; its live sequences must have been written since the snapshot began."""
@@ -409,7 +398,8 @@ class Encoder:
 
     def snapshot_begin(self) -> bytes:
         """Return the begin of a snapshot, and forget all definitions."""
-        self.reset()
+        for each in (self._principals, self._policies, self._tips):
+            each.clear()
         return b"\x0c"
 
     def snapshot_end(self) -> bytes:

@@ -88,7 +88,6 @@ class JournalState:
         creations: By principal and request_id; those whose sequences have all ended in the order of their ends.
         tombstones: Principals by secret, the oldest first.
         masks: Packed bits by principal and fingerprint, in the order in which they were registered.
-        next_no: Above every number of a sequence so far.
         is_in_snapshot: A snapshot has begun and has not ended.
         num_snapshots: Snapshots that have ended.
         num_records: Records so far.
@@ -99,7 +98,6 @@ class JournalState:
         self.creations: dict[CreationKey, Creation] = {}
         self.tombstones: dict[bytes, str] = {}
         self.masks: dict[MaskKey, bytes] = {}
-        self.next_no = 1
         self.is_in_snapshot = False
         self.num_snapshots = 0
         self.num_records = 0
@@ -167,7 +165,6 @@ class JournalState:
         self._sequences[state.no] = state
         self._secrets[state.secret] = state.no
         self._tips[state.no] = _Tip(state)
-        self.next_no = max(self.next_no, state.no + 1)
 
     def _prefix(self, no: int, length: int) -> array[int]:
         token_ids = self._tip(no).token_ids
@@ -237,7 +234,7 @@ class JournalState:
         known = self.creations.get(key)
         # A version with other digests of requests writes it again without them.
         is_other = known is not None and known._replace(content=creation.content, loop=creation.loop) != creation
-        if known is not None and is_other and _is_live(known):
+        if known is not None and is_other and any(isinstance(member, int) for member in known.members):
             raise BadRecord("a request_id was used twice")
         if len(set(live)) != len(live) or (not live and len(creation.members) > 1):
             raise BadRecord("a creation names a sequence twice, or several that have ended")
@@ -283,10 +280,6 @@ class JournalState:
         self._makers = {no: key for no, key in self._makers.items() if key in fresh}
         self.is_in_snapshot = False
         self.num_snapshots += 1
-
-
-def _is_live(creation: Creation) -> bool:
-    return any(isinstance(member, int) for member in creation.members)
 
 
 def _read_steps(tips: Mapping[int, _Tip], payload: bytes, at: int) -> tuple[int, int]:

@@ -34,9 +34,13 @@ class LeaseHeap:
         # By cache_id, so that the heap never keeps a released sequence's tokens alive.
         self._entries: list[tuple[float, str]] = []
 
-    def schedule(self, sequence: Sequence) -> None:
-        """Check the sequence when its lease ends, which is before its ``scheduled_at``."""
-        self._push(sequence, sequence.expires_at)
+    def schedule(self, sequence: Sequence, at: float) -> None:
+        """Check the sequence at a time before its ``scheduled_at``."""
+        sequence.scheduled_at = at
+        heapq.heappush(self._entries, (at, sequence.cache_id))
+        if len(self._entries) > 2 * len(self._sequences) + _SPARE_ENTRIES:
+            self._entries = [(each.scheduled_at, cache_id) for cache_id, each in self._sequences.items()]
+            heapq.heapify(self._entries)
 
     def next_at(self) -> float | None:
         """Return when the first lease may end, or None when there is none."""
@@ -51,7 +55,7 @@ class LeaseHeap:
             sequence = self._sequences[heapq.heappop(self._entries)[1]]
             sequence.scheduled_at = math.inf
             if sequence.num_pins:
-                self._push(sequence, now + PIN_RECHECK_S)
+                self.schedule(sequence, now + PIN_RECHECK_S)
             else:
                 due.append(sequence)
             self._settle()
@@ -77,10 +81,3 @@ class LeaseHeap:
                 heapq.heapreplace(self._entries, (sequence.expires_at, cache_id))
             else:
                 return
-
-    def _push(self, sequence: Sequence, at: float) -> None:
-        sequence.scheduled_at = at
-        heapq.heappush(self._entries, (at, sequence.cache_id))
-        if len(self._entries) > 2 * len(self._sequences) + _SPARE_ENTRIES:
-            self._entries = [(each.scheduled_at, cache_id) for cache_id, each in self._sequences.items()]
-            heapq.heapify(self._entries)

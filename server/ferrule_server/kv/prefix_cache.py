@@ -96,10 +96,8 @@ class PrefixCache:
             stop = (index + 1) * size
             lineage = chain.at(stop)
             key = (sequence.principal, is_private, lineage)
-            entry = _Entry(key, parent, chain.token_ids[stop - size : stop], NULL_BLOCK)
-            if index:
-                entry.previous = table[index - 1]
-            self._list(table[index], entry)
+            previous = table[index - 1] if index else NULL_BLOCK
+            self._list(table[index], _Entry(key, parent, chain.token_ids[stop - size : stop], previous))
             parent = lineage
 
     def find(self, principal: str, chain: LineageChain, *, is_cold: bool = False) -> list[int]:

@@ -290,7 +290,7 @@ class SequenceStore:
                 self.on_lease(sequence)
         sequence.expires_at = self.clock() + sequence.ttl_s
         if sequence.expires_at < sequence.scheduled_at:
-            self._leases.schedule(sequence)
+            self._leases.schedule(sequence, sequence.expires_at)
         return sequence.ttl_s
 
     def expire(self, at: float | None = None) -> list[str]:
@@ -344,7 +344,7 @@ class SequenceStore:
             if sequence.is_durable:
                 sequence.expires_at = max(sequence.expires_at, now + max(sequence.ttl_s, RESTORED_LEASE_S))
                 if sequence.expires_at < sequence.scheduled_at:
-                    self._leases.schedule(sequence)
+                    self._leases.schedule(sequence, sequence.expires_at)
 
     def lose_all(self) -> list[str]:
         """Free everything after a device fault, cached blocks too; durable sequences become cold.

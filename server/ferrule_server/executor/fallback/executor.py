@@ -117,7 +117,7 @@ class FallbackExecutor:
             DeviceLost: The device is gone permanently and no KV can be trusted.
         """
         self._settle()
-        self._has_decoded |= _has_small_sequence(batch)
+        self._has_decoded |= batch.num_seqs > 0 and int(np.diff(batch.cu_seqlens_q).min()) <= SMALL_ROWS
         runner = self._path.runner
         if runner is None or not batch.num_rows:
             return self._run_in_torch(batch)
@@ -367,7 +367,3 @@ class FallbackExecutor:
             raise self._lose(gone) from error
         except Exception:  # noqa: BLE001 - the device is not gone, and the given error says more
             return
-
-
-def _has_small_sequence(batch: StepBatch) -> bool:
-    return batch.num_seqs > 0 and int(np.diff(batch.cu_seqlens_q).min()) <= SMALL_ROWS

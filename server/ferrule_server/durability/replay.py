@@ -217,16 +217,12 @@ class JournalState:
             self._add_tombstone(state.principal, state.secret)
         key = self._makers.pop(no, None)
         if key is not None:
-            self._end_member(key, no, state.secret)
-
-    def _end_member(self, key: CreationKey, no: int, secret: bytes) -> None:
-        """Note in a creation that one of its sequences has ended."""
-        creation = self.creations[key]
-        members = tuple(secret if member == no else member for member in creation.members)
-        if not any(isinstance(member, int) for member in members):
-            del self.creations[key]  # to the end: the dead are in the order of their ends
-            members = members[:1]
-        self.creations[key] = creation._replace(members=members)
+            creation = self.creations[key]
+            members = tuple(state.secret if member == no else member for member in creation.members)
+            if not any(isinstance(member, int) for member in members):
+                del self.creations[key]  # to the end: the dead are in the order of their ends
+                members = members[:1]
+            self.creations[key] = creation._replace(members=members)
 
     def _add_creation(self, creation: Creation) -> None:
         key = (creation.principal, creation.request_id)

@@ -47,19 +47,19 @@ Why = Callable[[Handle | None], FerruleError]
 
 
 class Driver(Protocol):
-    """One stream job in progress, between two frames."""
+    """One stream job in progress, between two frames.
+
+    Attributes:
+        sink: Receives the frames.
+        is_over: Whether the last frame, or an error, has been given.
+    """
+
+    sink: Sink
+    is_over: bool
 
     @property
     def job(self) -> StreamJob[object]:
         """The request."""
-
-    @property
-    def sink(self) -> Sink:
-        """Receives the frames."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the last frame, or an error, has been given."""
 
     def begin(self, at: float) -> None:
         """Enter the first append; leases are judged at ``at`` on the store's clock."""

@@ -121,7 +121,10 @@ class Warmup:
     def _run_next(self, warming: _Warming) -> None:
         if self.is_waiting:
             return
-        self._forget_other_ways()
+        way = self._current_way()
+        if way != self._way:  # torch has replaced the kernels since
+            self._way = way
+            self._warm.clear()
         self._settle(warming)
         if not warming.sizes:
             return
@@ -153,13 +156,6 @@ class Warmup:
 
     def _is_preparing(self) -> bool:
         return self._pipelined is not None and bool(self._pipelined.state.preparation)
-
-    def _forget_other_ways(self) -> None:
-        """Forget the warm sizes if torch has replaced the kernels since."""
-        way = self._current_way()
-        if way != self._way:
-            self._way = way
-            self._warm.clear()
 
     def _current_way(self) -> str:
         """Return the reason why torch runs the steps for good; empty: none so far."""

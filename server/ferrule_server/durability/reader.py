@@ -22,13 +22,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ferrule_server.durability.directory import (
-    Identity,
-    Newest,
-    list_segments,
-    read_identity,
-    segment_path,
-)
+from ferrule_server.durability.directory import Identity, Newest, list_segments, read_identity, segment_path
 from ferrule_server.durability.files import Files
 from ferrule_server.durability.frames import Frame, Previous, Scan, SegmentHeader, Tail, scan
 from ferrule_server.durability.records import BadRecord, Tag

@@ -19,14 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ferrule_server.errors import ConfigError
-from ferrule_server.executor.base import (
-    ExecutorInfo,
-    Float32Array,
-    Int32Array,
-    ModelDescription,
-    StepBatch,
-    StepResult,
-)
+from ferrule_server.executor.base import ExecutorInfo, Float32Array, Int32Array, ModelDescription, StepBatch, StepResult
 from ferrule_server.executor.sampling.selection import select_rows
 from ferrule_server.model.config import LayerKind, ModelConfig
 

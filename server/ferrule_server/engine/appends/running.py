@@ -11,16 +11,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from ferrule_server.durability.records import End
-from ferrule_server.engine.jobs import (
-    AppendJob,
-    Follow,
-    ForkResult,
-    LaneJob,
-    Sink,
-    StepTiming,
-    TruncateJob,
-    Verified,
-)
+from ferrule_server.engine.jobs import AppendJob, Follow, ForkResult, LaneJob, Sink, StepTiming, TruncateJob, Verified
 from ferrule_server.executor.base import Int32Array, OutputSpec, RowOutput, TokenMask
 from ferrule_server.kv.append_rule import Verdict
 from ferrule_server.kv.handle import Handle

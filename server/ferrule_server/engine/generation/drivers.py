@@ -27,16 +27,7 @@ from typing import Protocol
 from ferrule_server.engine.appends.lanes import Lanes
 from ferrule_server.engine.appends.running import RunningAppend
 from ferrule_server.engine.faults.unexpected import fault
-from ferrule_server.engine.jobs import (
-    SEED_BITS,
-    GenerateJob,
-    Job,
-    LaneJob,
-    Outcome,
-    OutputRequest,
-    Sink,
-    StreamJob,
-)
+from ferrule_server.engine.jobs import SEED_BITS, GenerateJob, Job, LaneJob, Outcome, OutputRequest, Sink, StreamJob
 from ferrule_server.engine.metrics.counters import EngineCounters
 from ferrule_server.errors import Cancelled, FerruleError
 from ferrule_server.kv.handle import Handle

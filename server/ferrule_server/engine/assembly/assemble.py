@@ -115,5 +115,17 @@ def assemble(setup: Setup, counters: EngineCounters) -> Parts:
     bytes_per_block = setup.executor.info.bytes_per_block
     host = Host(store, bytes_per_block, lanes, endings, journal, gate, counters.own, gauges.snapshot)
     return Parts(
-        inbox, gate, delivery, outlet, outcomes, lanes, endings, drivers, gather, warmup, stepper, host, gauges
+        inbox=inbox,
+        gate=gate,
+        delivery=delivery,
+        outlet=outlet,
+        outcomes=outcomes,
+        lanes=lanes,
+        endings=endings,
+        drivers=drivers,
+        gather=gather,
+        warmup=warmup,
+        stepper=stepper,
+        host=host,
+        gauges=gauges,
     )

@@ -20,7 +20,8 @@ from tools.docs_site import parsers
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+START = (ROOT / "docs" / "start.md").read_text()
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", README + START, re.DOTALL | re.MULTILINE)
 OTHER_FLAGS = {
     f"--{figure}-metric" for figure in ("total-queued-requests", "total-running-requests", "kv-cache-usage-percentage")
 }
@@ -51,6 +52,11 @@ def test_examples_are_typed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", *map(str, paths)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_page_before_a_first_program_is_short() -> None:
+    """Who needs more finds it behind a link."""
+    assert len(START.split()) <= 900
 
 
 def test_every_call_is_served(mortal_target: str) -> None:

@@ -125,16 +125,17 @@ PROJECTS := pyproject.toml server/pyproject.toml
 $(VENV)/.demo-$(TORCH): $(PROJECTS) constraints.txt deploy/install_torch.py
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "error: '$(PY)' is not Python 3.11 or newer; name one that is: make PY=python3.11" >&2; exit 1; }
-	@echo "== installing the client and the server into $(VENV): downloads $(if $(filter cpu,$(TORCH)),310 MB,2.8 GB)"
+	@echo "== installing the client and the server into $(VENV): downloads $(if $(filter cpu,$(TORCH)),310 MB,3 GB and compiles kernels)"
 	@$(PY) -m venv $(VENV) || { echo "error: cannot make $(VENV); on Debian it needs the package python3-venv" >&2; exit 1; }
 	@$(BIN)/python deploy/install_torch.py --build $(TORCH) --index "$(TORCH_INDEX)"
-	@$(PIP) -e '.[cli]' -e server
+	@$(PIP) -e '.[cli]' -e 'server$(if $(filter cuda,$(TORCH)),[cuda])'
+	@$(if $(filter cuda,$(TORCH)),$(BIN)/python -m tools.kernels.build)
 	@echo "== installed: $$(du -sh $(VENV) | cut -f1)"
 	@rm -f $(VENV)/.demo-*; touch $@
 
 $(VENV)/.ok: $(VENV)/.demo-$(TORCH)
 	@echo "== installing what the tests need into $(VENV)"
-	@$(PIP) -q -e '.[cli,dev]' -e 'server[otel,kernels]'
+	@$(PIP) -q -e '.[cli,dev]' -e 'server[otel,cuda]'
 	@$(PIP) -q --no-deps --upgrade --target $(VENV)/generator grpcio-tools
 	@touch $@
 

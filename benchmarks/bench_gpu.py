@@ -169,8 +169,8 @@ def _git(*arguments: str) -> str:
 
 def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     from benchmarks.gpu.parts import STAGES
+    from ferrule_server.kernel_builder.compile import ARCHITECTURES
     from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
-    from tools.kernels.compile import ARCHITECTURES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), metavar="STAGE")

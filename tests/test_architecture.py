@@ -150,6 +150,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_server.loading": (
         "ferrule_server.executor",
         "ferrule_server.kernels",
+        "ferrule_server.kernel_builder",
         "ferrule_server.model_files",
         "ferrule_server.model",
         "ferrule_server.text",
@@ -187,7 +188,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ferrule_server.kernels": ("ferrule_server.kernels", *DEVICE),
     # The kernels of the processor write some LLVM code themselves.
     "ferrule_server.kernels.cpu": ("ferrule_server.kernels.cpu", "llvmlite", "numba", "numpy"),
-    # The GPU kernels know neither their compiler (tools/kernels) nor the driver: a port replaces one module each.
+    "ferrule_server.kernel_builder": (
+        "ferrule_server.kernel_builder",
+        "ferrule_server.kernels",
+        "ferrule_server.executor.cuda",
+        "llvmlite",
+        "numba",
+    ),
+    # The GPU kernels know neither their compiler (kernel_builder) nor the driver: a port replaces one module each.
     "ferrule_server.kernels.cuda": ("ferrule_server.kernels.cuda", "numpy", "torch"),
     "ferrule_server.executor.cuda.driver": ("ferrule_server.kernels.cuda", "cuda"),
     "ferrule_server.executor.cuda.bundle": ("ferrule_server.kernels", "ferrule_server.errors"),

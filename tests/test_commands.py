@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -189,6 +190,15 @@ def _bundles(story: Story, command: Command) -> None:
     build._parse(shlex.split(command.program)[3:])
 
 
+def _protoc(story: Story, command: Command) -> None:
+    """It writes stubs of every file, where the generator is."""
+    program = re.sub(r"(?<= )protos\b", str(ROOT / "protos"), command.program.removeprefix("python"))
+    generator = f"PYTHONPATH={shlex.quote(str(Path(sys.prefix, 'generator')))} {shlex.quote(sys.executable)}"
+    story.shell(f"{generator} {program}")
+    names = {path.stem for path in (ROOT / "protos" / "ferrule" / "v1").glob("*.proto")}
+    assert names <= {path.name.removesuffix("_pb2.py") for path in (story.folder / "ferrule" / "v1").glob("*_pb2.py")}
+
+
 def _buf(story: Story, command: Command) -> None:
     """A function of the shell, then calls by it; a handle is the one that the page told to put in."""
     if command.text.startswith("call() {"):
@@ -228,6 +238,7 @@ RULES: Final = (
     Rule(r"make ", _make),
     Rule(r"python benchmarks/", _benchmark),
     Rule(r"python -m tools\.kernels\.build", _bundles),
+    Rule(r"python -m grpc_tools\.protoc", _protoc),
     Rule(r"call(\(\)| )", _buf),
     Rule(r"curl ", _curl),
 )

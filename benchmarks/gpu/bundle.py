@@ -9,7 +9,7 @@ from benchmarks.gpu import attention, ceilings, models
 from ferrule_server.executor.cuda.choice_launches import ChoiceSpecs
 from ferrule_server.executor.cuda.kernel_choice import specs_needed
 from ferrule_server.kernels.cuda.spec import KernelSpec
-from tools.kernels.build import build_bundles
+from tools.kernels.build import build_with_progress
 
 
 def every_spec(names: Sequence[str]) -> list[KernelSpec]:
@@ -24,4 +24,4 @@ def every_spec(names: Sequence[str]) -> list[KernelSpec]:
 
 def build_bundle(path: Path, architecture: str, names: Sequence[str]) -> None:
     """Compile everything and write the bundle."""
-    build_bundles(every_spec(names), {architecture: path})
+    build_with_progress(every_spec(names), {architecture: path})

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -204,7 +205,7 @@ def _load(config: ServerConfig, on_progress: OnProgress, host: Host) -> LoadedEx
     tokenizer, chat_template = load_texts(folder)
     if tokenizer is None:
         note_no_tokenizer(folder, _log.warning)
-    with _preparing(config, plan) as preparation:
+    with _preparing(config, plan, on_progress) as preparation:
         prepared = _prepare_processor(config, plan, on_progress)
         encoding = None if prepared is None else prepared.packer
         model = load_model(folder, dtype=plan.dtype, config=model_config, on_progress=on_bytes, encoding=encoding)
@@ -262,7 +263,7 @@ def _device_of(config: ServerConfig) -> Device:
 
 
 @contextlib.contextmanager
-def _preparing(config: ServerConfig, plan: LoadPlan) -> Iterator[Preparation | None]:
+def _preparing(config: ServerConfig, plan: LoadPlan, on_progress: OnProgress) -> Iterator[Preparation | None]:
     """Begin on a GPU what can be done before the model is read, and close it if the body fails; None without a GPU."""
     device = plan.device
     if device.index is None:
@@ -272,6 +273,10 @@ def _preparing(config: ServerConfig, plan: LoadPlan) -> Iterator[Preparation | N
 
     from ferrule_server.executor.cuda.compose import prepare
     from ferrule_server.executor.cuda.options import GpuOptions
+    from ferrule_server.kernel_builder.at_start import built_bundle
+
+    def on_kernel(share: float) -> None:
+        on_progress("compiling GPU kernels", share)
 
     free_bytes, total_bytes = torch.cuda.mem_get_info(device.index)
     options = GpuOptions(
@@ -288,6 +293,7 @@ def _preparing(config: ServerConfig, plan: LoadPlan) -> Iterator[Preparation | N
         is_deterministic=config.is_deterministic,
         kernel_cache=config.kernel_cache,
         kernel_bundle=config.kernel_bundle,
+        build=partial(built_bundle, cache=config.kernel_cache, on_progress=on_kernel),
         early_launch=config.early_launch,
         has_graphs=config.has_cuda_graphs,
     )

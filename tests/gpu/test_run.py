@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ferrule_server.kernel_builder.bundles import write_bundle
 from ferrule_server.kernels.cuda import embed
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from tools.gpu import run
 from tools.gpu.device_memory import DeviceMemory
 from tools.gpu.gpu import Gpu
-from tools.kernels.build import write_bundle
 
 RUN = Path(run.__file__)
 

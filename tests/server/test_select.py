@@ -31,13 +31,13 @@ from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.host_plan import RESERVE_BYTES, HostPlan
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.host import Host
+from ferrule_server.kernel_builder.bundles import write_bundle
 from ferrule_server.loading import create_executor
 from ferrule_server.model import weights
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import read_config
 from tests.executor.cpu.models import DEMO
 from tests.executor.cuda.fake_gpu import FakeGpu
-from tools.kernels.build import write_bundle
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -12,13 +12,13 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+from ferrule_server.kernel_builder.compile import ARCHITECTURES, CompileError
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
 from ferrule_server.kernels.cuda.specialise import KernelError
 from tools.gpu.device_memory import spec_of
 from tools.gpu.run import OPS, launching_tests
 from tools.gpu.worker import every_spec
-from tools.kernels.build import build_bundles
-from tools.kernels.compile import ARCHITECTURES, CompileError
+from tools.kernels.build import build_with_progress
 
 _TESTS = Path("tests", "kernels", "cuda")
 
@@ -35,7 +35,7 @@ def main() -> None:
 def _build(args: argparse.Namespace) -> None:
     specs = every_spec(args.ops, MODEL_SHAPES[args.shape])
     specs += [] if args.without_tests else _specs_of_tests(args.ops)
-    build_bundles(specs, {args.architecture: args.output})
+    build_with_progress(specs, {args.architecture: args.output})
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -12,9 +12,9 @@ import torch
 
 from ferrule_server.executor.cuda.bundle import Bundle, architectures_for
 from ferrule_server.executor.cuda.driver import Device, Function, Launch
+from ferrule_server.kernel_builder.compile import ARCHITECTURES, capability_of, compile_all
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, parameters
 from tools.gpu.recorded_driver import RecordedDriver
-from tools.kernels.compile import ARCHITECTURES, capability_of, compile_all
 
 CELLS: dict[str, type[Any]] = {"Address": ctypes.c_int64, "I32": ctypes.c_int32, "F32": ctypes.c_float}
 

@@ -8,7 +8,7 @@ from typing import Any
 from cuda.bindings import driver as real
 
 from ferrule_server.executor.cuda.bundle import architectures_for
-from tools.kernels.compile import ARCHITECTURES, Multiprocessor
+from ferrule_server.kernel_builder.compile import ARCHITECTURES, Multiprocessor
 
 CONTEXT, LIBRARY, KERNEL, FUNCTION = 1001, 1002, 1003, 1004
 

@@ -243,8 +243,8 @@ def tasks_of(stages: Sequence[str], ops: Sequence[str]) -> list[Result]:
 
 
 def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    from ferrule_server.kernel_builder.compile import ARCHITECTURES
     from ferrule_server.kernels.cuda.spec import MODEL_SHAPES
-    from tools.kernels.compile import ARCHITECTURES
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(MODEL_SHAPES), help="the model; Qwen3-8B, in a dry run Qwen3-0.6B")

@@ -23,13 +23,13 @@ from ferrule_server.executor.cuda.bundle import Bundle, BundleError, architectur
 from ferrule_server.executor.cuda.driver import Device, DriverError
 from ferrule_server.executor.cuda.litmus import run_litmus
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
+from ferrule_server.kernel_builder.compile import ARCHITECTURES
 from ferrule_server.kernels.cuda import litmus
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
 from tools.gpu import layout, measure
 from tools.gpu.cases import cases_of
 from tools.gpu.gpu import Call, Gpu
 from tools.gpu.probes import CEILINGS, read_blocks_spec
-from tools.kernels.compile import ARCHITECTURES
 
 Result = dict[str, Any]
 _CEILING_BYTES = 4 << 30

@@ -4,7 +4,7 @@
     python -m tools.kernels.build --architecture sm_90a --shape ~/models/Qwen3-14B --output kernels/
     python -m tools.kernels.build --wheel dist/
 
-Needs the compiler (pip install '.[kernels]'), but no GPU and no driver. Two cores take about three minutes.
+Needs the compiler (pip install 'ferrule-server[cuda]'), but no GPU and no driver. Two cores take about three minutes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
-import json
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -22,20 +20,13 @@ from rich.progress import Progress
 
 from ferrule_server import __version__
 from ferrule_server.errors import ModelError
-from ferrule_server.executor.cuda.bundle import BUNDLES, FORMAT, INDEX, PACKAGE, kernel_key, source_hash
+from ferrule_server.executor.cuda.bundle import BUNDLES, PACKAGE, source_hash
+from ferrule_server.kernel_builder.bundles import build_bundles, write_zip
+from ferrule_server.kernel_builder.compile import ARCHITECTURES, CompileError
 from ferrule_server.kernels.cuda import catalog, litmus
-from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, Cubin, KernelSpec, ModelShape
+from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
 from ferrule_server.kernels.cuda.specialise import KernelError
-from tools.kernels.compile import (
-    ARCHITECTURES,
-    CompileError,
-    compile_ptx,
-    cubins_of,
-    toolkit,
-    versions,
-)
 
-_EPOCH = (1980, 1, 1, 0, 0, 0)
 _INIT = '''"""Compiled GPU kernels for servers of ferrule {ferrule}."""
 
 __version__ = "{version}"
@@ -49,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         specs = [spec for name in args.shape for spec in catalog.kernels_of(_shape(name))]
         paths = {name: args.output / f"{name}.bundle" for name in args.architecture}
         args.output.mkdir(parents=True, exist_ok=True)
-        build_bundles(catalog.merged([*specs, *litmus.SPECS]), paths, args.workers)
+        build_with_progress(catalog.merged([*specs, *litmus.SPECS]), paths, args.workers)
         if args.wheel:
             print(write_wheel(args.wheel, list(paths.values())))
     except (CompileError, KernelError, ModelError, OSError) as error:
@@ -98,69 +89,21 @@ def _shape(name: str) -> ModelShape:
     return shape_of(read_config(Path(name).expanduser()))
 
 
-def build_bundles(specs: Iterable[KernelSpec], paths: Mapping[str, Path], num_workers: int | None = None) -> None:
-    """Compile kernels and write a bundle for each architecture, without those that do not fit it; says how far it is.
-
-    Args:
-        specs: Kernels.
-        paths: Where the bundle of each architecture goes; the folders exist.
-        num_workers: Processes that compile; None: one per core.
-
-    Raises:
-        KernelError: A kernel's source leaves the language.
-        CompileError: The compiler is missing or refuses a kernel.
-    """
+def build_with_progress(specs: Iterable[KernelSpec], paths: Mapping[str, Path], num_workers: int | None = None) -> None:
+    """Build bundles, and say how far it is and what they have."""
     specs, console = list(specs), Console(stderr=True)
     console.print(f"compiling {len(specs)} kernels for {', '.join(paths)}", soft_wrap=True)
     with Progress(console=console) as progress:
-        bar = progress.add_task("numba", total=len(specs))
-        ptx = compile_ptx(specs, num_workers, lambda: progress.advance(bar))
-        bar = progress.add_task("ptxas", total=len(paths))
-        for architecture, path in paths.items():
-            made = cubins_of(ptx, architecture)
-            for compiled, _ in made:
-                for message in compiled.unfit():
-                    console.print(f"{architecture} is without a kernel: {message}", soft_wrap=True)
-            write_bundle(path, architecture, {it.spec: cubin for it, cubin in made if not list(it.unfit())})
-            progress.advance(bar)
+        bar = progress.add_task("kernels", total=None)
+        build_bundles(
+            specs,
+            paths,
+            num_workers,
+            lambda done, total: progress.update(bar, completed=done, total=total),
+            lambda text: console.print(text, soft_wrap=True),
+        )
     for path in paths.values():
         console.print(f"{path}: {len(specs)} kernels, {path.stat().st_size / 1e6:.1f} MB", soft_wrap=True)
-
-
-def write_bundle(
-    path: Path,
-    architecture: str,
-    cubins: Mapping[KernelSpec, Cubin],
-    cuda: tuple[int, int] | None = None,
-    sources: str | None = None,
-) -> None:
-    """Write a bundle in place of what is at ``path``; the same kernels give the same bytes.
-
-    Args:
-        path: The file.
-        architecture: Of all cubins.
-        cubins: What it holds.
-        cuda: Version of the toolkit; None: the one that is installed.
-        sources: Hash of the kernels' sources; None: that of this checkout.
-    """
-    contents: dict[str, bytes] = {}
-    kernels = {kernel_key(spec): list(filter(None, (it.code, it.late_code))) for spec, it in cubins.items()}
-    index = {
-        "format": FORMAT,
-        "architecture": architecture,
-        "toolkit": cuda or toolkit(),
-        "versions": versions() if cuda is None else "",
-        "sources": sources or source_hash(),
-        "kernels": {key: [_digest(contents, code) for code in codes] for key, codes in kernels.items()},
-    }
-    _write_zip(path, {INDEX: json.dumps(index, indent=1).encode(), **dict(sorted(contents.items()))})
-
-
-def _digest(contents: dict[str, bytes], code: bytes) -> str:
-    """Return the name of a member of a bundle, and add it to the contents."""
-    name = hashlib.sha256(code).hexdigest()
-    contents[name] = code
-    return name
 
 
 def write_wheel(folder: Path, bundles: Iterable[Path]) -> Path:
@@ -184,23 +127,12 @@ def write_wheel(folder: Path, bundles: Iterable[Path]) -> Path:
     files[f"{info}/RECORD"] = "".join([*record, f"{info}/RECORD,,\n"]).encode()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{PACKAGE}-{version}-py3-none-any.whl"
-    _write_zip(path, files)
+    write_zip(path, files)
     return path
 
 
 def _base64_hash(content: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
-
-
-def _write_zip(path: Path, files: Mapping[str, bytes]) -> None:
-    """Write a zip file whole, then put it in place."""
-    written = path.with_name(f".{path.name}.tmp")
-    with zipfile.ZipFile(written, "w") as file:
-        for name, content in files.items():
-            member = zipfile.ZipInfo(name, _EPOCH)
-            member.compress_type = zipfile.ZIP_DEFLATED
-            file.writestr(member, content)
-    written.replace(path)
 
 
 if __name__ == "__main__":

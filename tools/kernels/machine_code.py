@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ferrule_server.kernel_builder.compile import Compiled, has_dependent_launch, has_room_for_two
 from tools.kernels.addressing import mixed_loads, narrow_addresses
-from tools.kernels.compile import Compiled, has_dependent_launch, has_room_for_two
 from tools.kernels.sass import Instruction, MachineCode, disassemble_all
 
 _GLOBAL_STORES = frozenset({"STG", "ST", "ATOMG", "ATOM", "RED", "REDG", "UBLKRED", "UTMASTG", "UTMAREDG"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from tools.kernels.compile import toolkit, versions
+from ferrule_server.kernel_builder.compile import toolkit, versions
 from tools.kernels.machine_code import Made
 from tools.kernels.sass import INSTRUCTION_BYTES
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.kernels.compile import Compiled, CompileError, tool
+from ferrule_server.kernel_builder.compile import Compiled, CompileError, tool
 
 INSTRUCTION_BYTES = 16
 

@@ -26,10 +26,11 @@ from ferrule_server.executor.cuda.bundle import (
     kernel_key,
     source_hash,
 )
+from ferrule_server.kernel_builder.bundles import write_bundle
 from ferrule_server.kernels.cuda import add_norm, embed
 from ferrule_server.kernels.cuda.intrinsics import Address
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
-from tools.kernels.build import write_bundle, write_wheel
+from tools.kernels.build import write_wheel
 
 SPEC, OTHER = embed.spec(), add_norm.spec(1024, ADD=False)
 HOPPER, CUDA = (9, 0), (13, 0)

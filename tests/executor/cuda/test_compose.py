@@ -23,14 +23,14 @@ from ferrule_server.executor.cuda.memory_plan import format_plan
 from ferrule_server.executor.cuda.options import GpuOptions
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.torch import TorchExecutor
+from ferrule_server.kernel_builder.bundles import write_bundle
 from ferrule_server.kernels.cuda.catalog import merged
-from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, ModelShape
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.weights import LoadedModel
 from tests.configs import with_layers
 from tests.executor.cuda.fake_gpu import FakeGpu
 from tests.executor.cuda.tiny_model import tiny_config, tiny_model
-from tools.kernels.build import write_bundle
 
 GIB = 1 << 30
 
@@ -232,6 +232,44 @@ def test_kernels_that_may_not_run_leave_it_to_torch_with_the_reason(
     assert executor.state.memory == preparation.plan
     assert [reason in record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [True]
     executor.close()
+
+
+def test_kernels_that_are_missing_are_built(config: ModelConfig, specs: list[KernelSpec], tmp_path: Path) -> None:
+    """If a bundle is there that lacks some, too; what is installed and whole needs no compiler."""
+    asked: list[tuple[int, int]] = []
+
+    def build(_: ModelShape, capability: tuple[int, int]) -> Path:
+        asked.append(capability)
+        write(tmp_path / "built.bundle", specs)
+        return tmp_path / "built.bundle"
+
+    preparation = prepared(config, build=build)
+    assert preparation.kernels is not None
+    assert preparation.kernels.bundle == tmp_path / "built.bundle"
+    assert set(preparation.kernels.cubins) == set(specs)
+    assert asked == [FakeGpu().info.capability]
+
+
+@pytest.mark.usefixtures("_whole")
+def test_kernels_that_are_there_are_not_built(config: ModelConfig) -> None:
+    """Nobody is asked."""
+
+    def build(_: ModelShape, __: tuple[int, int]) -> Path:
+        raise AssertionError
+
+    assert prepared(config, build=build).kernels is not None
+
+
+def test_a_compiler_that_is_missing_leaves_it_to_torch_with_one_advice(config: ModelConfig) -> None:
+    """The reason says what is missing and names one command."""
+
+    def build(_: ModelShape, __: tuple[int, int]) -> Path:
+        raise GpuError("the compiler of GPU kernels is not installed; pip install 'ferrule-server[cuda]'")
+
+    preparation = prepared(config, build=build)
+    assert preparation.kernels is None
+    assert preparation.reason.endswith("not installed; pip install 'ferrule-server[cuda]'")
+    assert "make kernels" not in preparation.reason
 
 
 def test_torch_that_was_asked_for_is_no_fallback(

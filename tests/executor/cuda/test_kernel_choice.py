@@ -27,6 +27,7 @@ from ferrule_server.executor.cuda.kernel_choice import (
 from ferrule_server.executor.cuda.kernel_set import KernelSet
 from ferrule_server.executor.cuda.linears import StepParts
 from ferrule_server.executor.cuda.weights import adopt_weights
+from ferrule_server.kernel_builder.compile import ARCHITECTURES, capability_of
 from ferrule_server.kernels.cuda import attention
 from ferrule_server.kernels.cuda.catalog import kernels_of
 from ferrule_server.kernels.cuda.logit_rows import num_slices
@@ -36,7 +37,6 @@ from ferrule_server.model.rope import LinearScaling, Rope, YarnScaling
 from tests.configs import with_layers
 from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
 from tests.executor.cuda.tiny_model import KINDS, tiny_config, tiny_executor
-from tools.kernels.compile import ARCHITECTURES, capability_of
 
 QWEN, LLAMA = MODEL_SHAPES["Qwen3-8B"], MODEL_SHAPES["Llama-3.2-1B"]
 

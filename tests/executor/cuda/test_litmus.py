@@ -15,10 +15,10 @@ from ferrule_server.executor.cuda.bundle import BundleError
 from ferrule_server.executor.cuda.gpu import Gpu, GpuError, Operation
 from ferrule_server.executor.cuda.litmus import Verdict, find_verdict, main, run_litmus
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
+from ferrule_server.kernel_builder.bundles import write_bundle
 from ferrule_server.kernels.cuda.litmus import CONTROL, ROW_BYTES, SPECS, WAITING
 from ferrule_server.kernels.cuda.spec import Cubin
 from tests.executor.cuda.fake_gpu import FakeGpu, FakeLaunch
-from tools.kernels.build import write_bundle
 
 CUBINS = dict.fromkeys(SPECS, Cubin("litmus", b"code"))
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from ferrule_server.executor.cuda.kernel_choice import shape_of, specs_needed
+from ferrule_server.kernel_builder.bundles import write_bundle
 from ferrule_server.kernels.cuda.spec import Cubin
 from tests.executor.cuda.tiny_model import tiny_config
-from tools.kernels.build import write_bundle
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 3.0

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ferrule_server.kernel_builder.compile import ARCHITECTURES
 from ferrule_server.kernels.cuda.intrinsics import INTRINSICS
 from tools.kernels import build
-from tools.kernels.compile import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "tools" / "kernels" / "README.md").read_text()

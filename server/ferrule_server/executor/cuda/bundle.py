@@ -1,6 +1,6 @@
 """A bundle: all kernels for one architecture in one file. A server loads its kernels from one and compiles nothing.
 
-``tools/kernels/build.py`` writes bundles. A bundle is a zip file of ``bundle.json``, whose fields are those of
+``kernel_builder`` writes bundles. A bundle is a zip file of ``bundle.json``, whose fields are those of
 :class:`Bundle`, and one member per cubin, which is named by its SHA-256. A kernel is there twice: *early* as it is
 written, and *late*, without ``griddepcontrol.launch_dependents``: the kernel after it starts at its end. Before sm_90
 both are the same.
@@ -48,7 +48,7 @@ _UNREADABLE = (
     zlib.error,
 )
 """What reading a damaged zip file may raise."""
-_ADVICE = "install the ferrule-kernels of this version, or run `make kernels` in a checkout of it"
+ADVICE = "install the ferrule-kernels of this version, or run `make kernels` in a checkout of it"
 
 
 class BundleError(Exception):
@@ -156,7 +156,7 @@ def find_bundle(named: Path | None, capability: tuple[int, int], cuda_version: t
             reasons.append(str(error))
         else:
             return bundle
-    raise BundleError(f"{'; '.join(reasons) or 'no compiled kernels are installed'}; {_ADVICE}")
+    raise BundleError(f"{'; '.join(reasons) or 'no compiled kernels are installed'}; {ADVICE}")
 
 
 def check_bundle_file(path: Path) -> None:

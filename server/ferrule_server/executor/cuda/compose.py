@@ -1,14 +1,14 @@
 """Puts the executor on a GPU together, in two moves: before the model is read, and with it.
 
-Before: what the memory is for, so that too little of it is said at once; and the kernels, from a bundle. Nothing is
-compiled. Whatever keeps the kernels away, if only one of them, leaves all steps to torch, with the reason; only in
-deterministic mode, which promises the bits of the kernels, it ends the start.
+Before: what the memory is for, so that too little of it is said at once; and the kernels, from a bundle, which another
+process builds if none is there. Whatever keeps the kernels away, if only one of them, leaves all steps to torch, with
+the reason; only in deterministic mode, which promises the bits of the kernels, it ends the start.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ import torch
 
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import BLOCK_SIZE, MemoryPlan
-from ferrule_server.executor.cuda.bundle import BundleError, find_bundle
+from ferrule_server.executor.cuda.bundle import ADVICE, Bundle, BundleError, find_bundle
 from ferrule_server.executor.cuda.cuda_device import CudaDevice
 from ferrule_server.executor.cuda.driver import GpuInfo
 from ferrule_server.executor.cuda.early_launch import EarlyLaunch
@@ -32,7 +32,7 @@ from ferrule_server.executor.cuda.runner import NAME, CudaDecodeRunner
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.torch import TorchExecutor
-from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
+from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec, ModelShape
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.weights import LoadedModel
 
@@ -198,6 +198,8 @@ def _opened(config: ModelConfig, options: GpuOptions, open_gpu: Callable[[str], 
 def load_kernels(config: ModelConfig, options: GpuOptions, gpu: GpuInfo) -> Kernels:
     """Return the kernels of a model for a GPU, from its bundle; a line in the log says where they are from.
 
+    Where no bundle is named and none that is installed serves, one is built.
+
     Raises:
         ConfigError: A bundle is named, and it does not serve the GPU.
         GpuError: There is no bundle, or it lacks a kernel, or a kernel takes more shared memory than there is.
@@ -207,12 +209,15 @@ def load_kernels(config: ModelConfig, options: GpuOptions, gpu: GpuInfo) -> Kern
     is_deterministic, limit = options.is_deterministic, gpu.shared_bytes_per_cta
     specs = specs_needed(shape_of(config), is_deterministic=is_deterministic, block_size=BLOCK_SIZE, limit=limit)
     try:
-        bundle = find_bundle(options.kernel_bundle, gpu.capability, gpu.cuda_version)
-        cubins = bundle.read(specs)
+        bundle, cubins = _read(options.kernel_bundle, specs, gpu)
+        if options.build is not None and options.kernel_bundle is None and len(cubins) < len(specs):
+            raise BundleError(f"{bundle.path} lacks kernels of this model")
     except BundleError as error:
         if options.kernel_bundle is not None:
             raise ConfigError(f"--kernel-bundle: {error}") from error
-        raise GpuError(str(error)) from error
+        if options.build is None:
+            raise GpuError(str(error)) from error
+        bundle, cubins = _built(options.build, error, config, specs, gpu)
     _log.info(
         "event=kernels_found num=%d wanted=%d architecture=%s bundle=%s",
         *(len(cubins), len(specs), bundle.architecture, bundle.path),
@@ -226,3 +231,26 @@ def load_kernels(config: ModelConfig, options: GpuOptions, gpu: GpuInfo) -> Kern
             needed = f"{spec.name} needs {spec.shared_bytes} bytes of shared memory per CTA"
             raise GpuError(f"{needed}, {gpu.name} has {limit}")
     return Kernels(bundle.path, cubins)
+
+
+def _read(named: Path | None, specs: Sequence[KernelSpec], gpu: GpuInfo) -> tuple[Bundle, dict[KernelSpec, Cubin]]:
+    bundle = find_bundle(named, gpu.capability, gpu.cuda_version)
+    return bundle, bundle.read(specs)
+
+
+def _built(
+    build: Callable[[ModelShape, tuple[int, int]], Path],
+    missing: BundleError,
+    config: ModelConfig,
+    specs: Sequence[KernelSpec],
+    gpu: GpuInfo,
+) -> tuple[Bundle, dict[KernelSpec, Cubin]]:
+    """Return a bundle that is built for a model, and its kernels.
+
+    Raises:
+        GpuError: It cannot be built, or this driver cannot load it; the message also says why none was found.
+    """
+    try:
+        return _read(build(shape_of(config), gpu.capability), specs, gpu)
+    except (GpuError, BundleError) as error:
+        raise GpuError(f"{str(missing).removesuffix(f'; {ADVICE}')}; {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from ferrule_server.executor.base import BLOCK_SIZE
 from ferrule_server.executor.cuda.buffers import Limits
+from ferrule_server.kernels.cuda.spec import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class GpuOptions:
         is_deterministic: Bits must not depend on what else is in a step.
         kernel_cache: Folder in which the outcome of a test of early launch is kept; None: in the user's cache folder.
         kernel_bundle: Bundle of kernels, or folder of bundles; None: those that are installed.
+        build: Returns a bundle for a model and a compute capability where none is installed, or raises GpuError.
         early_launch: Whether kernels may start while the one before them runs: ``on``, ``off``, or ``auto``: if a test
             has shown that this GPU does it right.
         has_graphs: Steps are captured in CUDA graphs.
@@ -47,6 +50,7 @@ class GpuOptions:
     is_deterministic: bool = False
     kernel_cache: Path | None = None
     kernel_bundle: Path | None = None
+    build: Callable[[ModelShape, tuple[int, int]], Path] | None = None
     early_launch: str = "auto"
     has_graphs: bool = True
 

@@ -30,6 +30,6 @@ spec.py          a compiled kernel and its promises; constants.py: shared number
 ticket.py        CTAs that meet without waiting; vectors.py: vectors in shared memory
 catalog.py       every kernel that a model needs
 
-The compiler and the checks of machine code are tools of development (``tools/kernels``); ``executor/cuda`` loads the
-compiled kernels from a bundle and launches them.
+The compiler is in ``kernel_builder``, the checks of machine code are tools of development (``tools/kernels``);
+``executor/cuda`` loads the compiled kernels from a bundle and launches them.
 """

@@ -1,7 +1,7 @@
 """Every instruction that Python has no word for, in one place: a port to another compiler touches this file alone.
 
 An intrinsic is declared as a plain function whose signature gives the register kinds and whose decorator gives the PTX.
-It has no body: ``tools/kernels/compile.py`` turns declarations into numba intrinsics, the simulator of the tests has a
+It has no body: ``kernel_builder/compile.py`` turns declarations into numba intrinsics, the simulator of the tests has a
 twin of each. Importing this module needs neither numba nor a GPU.
 
 Addresses are byte addresses (``Address``, 64 bits, global memory) or byte offsets into the dynamic shared memory of the

@@ -25,11 +25,17 @@ from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 
+from ferrule_server.kernel_builder import compile as compiler
+from ferrule_server.kernel_builder.compile import (
+    ARCHITECTURES,
+    assemble_all,
+    compile_ptx,
+    has_dependent_launch,
+    toolkit,
+)
 from ferrule_server.kernels.cuda import attention
 from ferrule_server.kernels.cuda.catalog import kernels_of, merged
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
-from tools.kernels import compile as compiler
-from tools.kernels.compile import ARCHITECTURES, assemble_all, compile_ptx, has_dependent_launch, toolkit
 from tools.kernels.machine_code import Made, take_apart
 from tools.kernels.report import SHOWN, table, written_into
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from ferrule_server.executor.cuda.bundle import BUNDLES, Bundle, kernel_key, source_hash
+from ferrule_server.kernel_builder.compile import ARCHITECTURES, compile_all, has_dependent_launch, toolkit
 from ferrule_server.kernels.cuda import add_norm, catalog, embed, litmus
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec, ModelShape
 from tools.kernels import build
 from tools.kernels.build import main
-from tools.kernels.compile import ARCHITECTURES, compile_all, has_dependent_launch, toolkit
 
 SPECS = [add_norm.spec(1024, ADD=False), embed.spec()]
 

@@ -13,6 +13,21 @@ from typing import Any
 
 import pytest
 
+from ferrule_server.kernel_builder import compile as compiler
+from ferrule_server.kernel_builder.compile import (
+    ARCHITECTURES,
+    Compiled,
+    CompileError,
+    assemble,
+    compile_all,
+    compile_ptx,
+    compile_spec,
+    has_dependent_launch,
+    tool,
+    toolkit,
+    versions,
+    write_ptx,
+)
 from ferrule_server.kernels.cuda import embed
 from ferrule_server.kernels.cuda.intrinsics import (
     F32,
@@ -38,21 +53,6 @@ from ferrule_server.kernels.cuda.intrinsics import (
 )
 from ferrule_server.kernels.cuda.spec import Cubin, KernelSpec
 from ferrule_server.kernels.cuda.specialise import KernelError, i32, registers, u32, unrolled
-from tools.kernels import compile as compiler
-from tools.kernels.compile import (
-    ARCHITECTURES,
-    Compiled,
-    CompileError,
-    assemble,
-    compile_all,
-    compile_ptx,
-    compile_spec,
-    has_dependent_launch,
-    tool,
-    toolkit,
-    versions,
-    write_ptx,
-)
 from tools.kernels.sass import MachineCode, disassemble_all
 
 

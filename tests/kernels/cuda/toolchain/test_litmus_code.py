@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ferrule_server.kernel_builder.compile import ARCHITECTURES, assemble, has_dependent_launch, write_ptx
 from ferrule_server.kernels.cuda.litmus import CONTROL, THREADS, WAITING
-from tools.kernels.compile import ARCHITECTURES, assemble, has_dependent_launch, write_ptx
 from tools.kernels.machine_code import take_apart
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from ferrule_server.kernel_builder.compile import ARCHITECTURES, Compiled, assemble, compile_spec, write_ptx
 from ferrule_server.kernels.cuda.intrinsics import (
     I32,
     Address,
@@ -37,7 +38,6 @@ from ferrule_server.kernels.cuda.intrinsics import (
 from ferrule_server.kernels.cuda.spec import KernelSpec
 from ferrule_server.kernels.cuda.specialise import i32, registers, u32, unrolled
 from tools.kernels.addressing import narrow_addresses
-from tools.kernels.compile import ARCHITECTURES, Compiled, assemble, compile_spec, write_ptx
 from tools.kernels.machine_code import RULES, Made, check, take_apart
 
 Kernel = Callable[..., None]

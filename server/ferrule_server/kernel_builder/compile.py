@@ -78,7 +78,7 @@ _PTX_VERSION = "8.7"
 """Of the PTX that ptxas reads: the lowest with ``sm_120``. NVVM 13 writes 9.0, which ptxas of CUDA 12 refuses."""
 _SHARED_MEMORY = "ferrule_shared"
 _COMPILER = ("numba", "numba-cuda", "llvmlite", "nvidia-nvvm")
-_INSTALL = "pip install 'ferrule-server[kernels]'"
+_INSTALL = "pip install 'ferrule-server[cuda]'"
 _SIZES = {"Address": "64", "I32": "32", "F32": "32"}
 
 

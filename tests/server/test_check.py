@@ -205,12 +205,13 @@ def test_a_gpu_runs_what_its_kernels_know(
     assert set(details.weights_bytes_by_type) == set(DTYPES)
 
 
-def test_a_gpu_that_is_not_there_is_wrong_usage() -> None:
+@pytest.mark.parametrize("settings", [{"device": "cuda"}, {"executor": "numba-cuda"}], ids=str)
+def test_a_gpu_that_is_not_there_is_wrong_usage(settings: dict[str, Any]) -> None:
     """As it is for a server."""
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(ConfigError, match="--device cuda"):
-        check_model(ServerConfig(model="demo", device="cuda"))
+    with pytest.raises(ConfigError, match=r"--device cuda|--executor numba-cuda"):
+        check_model(ServerConfig(model="demo", **settings))
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -481,6 +482,11 @@ def test_the_command_gives_flags_and_exit_code_on(tmp_path: Path, capfd: pytest.
     assert app.main(["check", "demo", "--json", "--dtype", "float32", "--max-context", "99", "--weights", "int8"]) == 0
     found = json.loads(capfd.readouterr().out)
     assert (found["dtype"], found["max_context"], found["weights"]) == ("float32", 99, "int8")
+    assert app.main(["check", "--model", "demo", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["model"] == "demo"
+    for wrong in ([], ["demo", "--model", "demo"]):
+        assert app.main(["check", *wrong]) == 2
+        assert "--model" in capfd.readouterr().err
     assert app.main(["check", str(folder_of(tmp_path, architectures=["BertModel"]))]) == 1
     assert "does not load" in capfd.readouterr().out
 

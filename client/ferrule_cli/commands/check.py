@@ -21,21 +21,21 @@ Exit codes: 0 it loads, 1 it does not (the output says why, and what to try inst
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
-    parser.add_argument("model", metavar="MODEL", help="demo, a folder, or org/name on the hub")
+    one = parser.add_mutually_exclusive_group(required=True)  # without a default it is not put in place of the option
+    one.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="demo, a folder, or org/name")
+    one.add_argument("--model", metavar="MODEL", help="the same, as for ferrule serve")
     for flag in ("--dtype", "--max-context", "--weights"):
         parser.add_argument(flag, metavar="VALUE", help="as for ferrule serve")
-    parser.add_argument("--ignore-config-key", metavar="NAME", action="append", default=[], help="as for ferrule serve")
+    parser.add_argument("--ignore-config-key", metavar="NAME", action="append", help="as for ferrule serve")
     parser.add_argument("--json", action="store_true", help="print JSON for scripts")
 
 
 def run(args: argparse.Namespace) -> int:
     """Let the server's package print what is asked for, and return its exit code."""
     need_server()
-    values = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items() if isinstance(value, str)}
-    flags = [f"{flag}={value}" for flag, value in values.items()] + ["--json"] * args.json
-    if names := getattr(args, "ignore_config_key", None):
-        flags.append(f"--ignore-config-key={','.join(names)}")
-    command = [sys.executable, "-m", "ferrule_server.model_check", *flags]
+    given = {name: ",".join(value) if isinstance(value, list) else value for name, value in vars(args).items()}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if isinstance(value, str)]
+    command = [sys.executable, "-m", "ferrule_server.model_check", *flags, *["--json"] * args.json]
     with Waiting(f"the check of {args.model}" if "model" in args else "the list of models"):
         done = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603 - our own program
     sys.stdout.write(done.stdout)

@@ -117,7 +117,7 @@ KV_BYTES = 12 << 20
 @cache
 def kernels_of(plan: Plan, head_dims: frozenset[int]) -> Kernels:
     """Return the kernels of a plan, loaded once in a process."""
-    return compile_kernels(plan, usable_cache(None), lambda _done, _total: None, head_dims)
+    return compile_kernels(plan, usable_cache(None), lambda *_counts: None, head_dims)
 
 
 def prepared_of(config: ModelConfig, plan: Plan) -> Prepared:

@@ -6,23 +6,40 @@ from pathlib import Path
 
 import pytest
 
+from ferrule_server.executor.cpu.executor import prepare
 from ferrule_server.kernels.cpu import compiled
 from ferrule_server.kernels.cpu.compiled import compile_kernels, usable_cache
 from ferrule_server.kernels.cpu.plan import Plan
+from ferrule_server.model.config_reader import read_config
+from tests.executor.cpu.models import DEMO
 
 PLAN = Plan("fma", is_emulated=False, is_bfloat16=False, head_dim=32)
+
+
+def _ignore(*_counts: int) -> None:
+    """Progress nobody looks at."""
+
+
+def test_what_was_compiled_is_counted(tmp_path: Path) -> None:
+    """At a first start all kernels are; at the next one none is, and the stages do not speak of it."""
+    config = read_config(DEMO)
+    stages: list[str] = []
+    for _ in range(2):
+        prepare(config, PLAN, tmp_path, lambda stage, _share: stages.append(stage))
+    assert (stages[0], stages[8]) == ("kernels, 0 of 8", "kernels, 8 of 8, 8 compiled")
+    assert stages[9:] == [f"kernels, {num} of 8" for num in range(9)]
 
 
 def test_kernels_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time nothing is written (``test_restart`` runs what was kept); other sources have another folder."""
     cache = usable_cache(None)
     assert cache is not None
-    compile_kernels(PLAN, cache, lambda _done, _total: None)
+    compile_kernels(PLAN, cache, _ignore)
     kept = {path: path.stat().st_mtime_ns for path in (cache / compiled._VERSION).rglob("*.nbc")}
     assert len(kept) >= 5
-    seen: list[tuple[int, int]] = []
-    compile_kernels(PLAN, cache, lambda done, total: seen.append((done, total)))
-    assert seen == [(i, 6) for i in range(7)]
+    seen: list[tuple[int, int, int]] = []
+    compile_kernels(PLAN, cache, lambda *counts: seen.append(counts))
+    assert seen == [(i, 6, 0) for i in range(7)]
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
     (tmp_path / "kernels").mkdir()
     monkeypatch.setattr(compiled, "_SOURCES", tmp_path / "kernels")
@@ -33,7 +50,7 @@ def test_a_read_only_folder_serves_what_it_holds(tmp_path: Path, monkeypatch: py
     """As in an image: its machine code is copied to memory, and nothing that it holds is compiled again."""
     user = usable_cache(None)
     assert user is not None
-    compile_kernels(PLAN, user, lambda _done, _total: None)
+    compile_kernels(PLAN, user, _ignore)
     kept = {path.name for path in (user / compiled._VERSION).rglob("*.nbc")}
     monkeypatch.setattr("os.access", lambda *_: False)
     copied = usable_cache(user.parent)
@@ -41,7 +58,7 @@ def test_a_read_only_folder_serves_what_it_holds(tmp_path: Path, monkeypatch: py
     assert copied != user
     assert {path.name for path in (copied / compiled._VERSION).rglob("*.nbc")} == kept
     before = {path: path.stat().st_mtime_ns for path in copied.rglob("*.nb?")}
-    compile_kernels(PLAN, copied, lambda _done, _total: None)
+    compile_kernels(PLAN, copied, _ignore)
     assert {path: path.stat().st_mtime_ns for path in copied.rglob("*.nb?")} == before
 
 

@@ -95,14 +95,15 @@ def prepare(
         config: The network.
         plan: How the kernels are compiled.
         kernel_cache: Folder in which machine code is kept; None: the user's cache.
-        on_progress: Called while kernels are compiled.
+        on_progress: Called while kernels are compiled or loaded; the stage says how many were compiled, if any were.
 
     Raises:
         MemoryError, OSError: There is no memory for the weights.
     """
 
-    def on_kernel(num_done: int, num_kernels: int) -> None:
-        on_progress(f"kernels, {num_done} of {num_kernels} (compiled at the first start)", num_done / num_kernels)
+    def on_kernel(num_done: int, num_kernels: int, num_new: int) -> None:
+        note = f", {num_new} compiled" if num_new else ""
+        on_progress(f"kernels, {num_done} of {num_kernels}{note}", num_done / num_kernels)
 
     head_dims = {kind.head_dim for kind in config.layers}
     kernels = compile_kernels(plan, usable_cache(kernel_cache), on_kernel, head_dims)

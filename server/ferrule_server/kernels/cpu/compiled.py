@@ -59,14 +59,14 @@ class Kernels:
 
 
 def compile_kernels(
-    plan: Plan, cache: Path | None, on_progress: Callable[[int, int], None], head_dims: Iterable[int] = ()
+    plan: Plan, cache: Path | None, on_progress: Callable[[int, int, int], None], head_dims: Iterable[int] = ()
 ) -> Kernels:
     """Return the kernels of a plan; the first time this takes some seconds.
 
     Args:
         plan: How to compile them.
         cache: Folder in which machine code is kept; None: it is not kept.
-        on_progress: Called with (kernels done, kernels in all).
+        on_progress: Called with (kernels done, kernels in all, kernels that were compiled and not found in the cache).
         head_dims: Widths of heads beside that of the plan.
     """
     if cache is not None:
@@ -83,10 +83,12 @@ def compile_kernels(
         attention = PlanType(_attention_plan(plan, width))
         wanted += [(kernel, types.int64(attention, types.int64, types.int64)) for kernel in (attend, merge)]
     compiled: list[Any] = []
+    num_new = 0
     for kernel, signature in wanted:
-        on_progress(len(compiled), len(wanted))
+        on_progress(len(compiled), len(wanted), num_new)
         compiled.append(cfunc(signature, cache=cache is not None)(kernel.py_func))  # type: ignore[attr-defined]
-    on_progress(len(compiled), len(wanted))
+        num_new += compiled[-1].cache_hits == 0
+    on_progress(len(compiled), len(wanted), num_new)
     linear_code, choose_code, work_code, pack_code, *attention_code = (each.address for each in compiled)
     pairs = zip(attention_code[::2], attention_code[1::2], strict=True)
     by_width = dict(zip(widths, pairs, strict=True))

@@ -49,7 +49,7 @@ def parse_config(arguments: Sequence[str], environment: Mapping[str, str]) -> Se
         SystemExit: The arguments contain ``--help`` or ``--version``.
     """
     flags, in_file = _given(arguments, environment)
-    values = {"instance": instance_of_host(socket.gethostname())} | _values(ServerConfig, flags, environment, in_file)
+    values = _of_host() | _values(ServerConfig, flags, environment, in_file)
     if values.get("executor") == "paged-reference":
         values.setdefault("model", None)
     return ServerConfig(**values)
@@ -64,12 +64,21 @@ def settings_text(arguments: Sequence[str], environment: Mapping[str, str]) -> s
     flags, in_file = _given(arguments, environment)
     if not flags["print_config"]:
         return None
+    defaults = _of_host()
     lines = [
-        config_line(setting, setting.given(flags[setting.name], environment) or in_file.get(setting.name))
+        config_line(
+            replace(setting, default=defaults.get(setting.name, setting.default)),
+            setting.given(flags[setting.name], environment) or in_file.get(setting.name),
+        )
         for setting in _SETTINGS
         if setting.group
     ]
     return "\n".join(lines) + "\n"
+
+
+def _of_host() -> dict[str, Any]:
+    """Return the defaults, by the names of settings, that depend on this machine."""
+    return {"instance": instance_of_host(socket.gethostname())}
 
 
 def _given(arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, Any], _InFile]:
@@ -199,8 +208,8 @@ _EPILOG: Final = """\
 Every flag can be given as an environment variable: --kv-memory as FERRULE_KV_MEMORY, --insecure as
 FERRULE_INSECURE=1. An empty variable counts as unset, but an empty FERRULE_TOKEN_FILE or FERRULE_TLS_* is an error.
 In the TOML file of --config, the keys are the flags without their dashes: kv-memory = "4GiB", max-context = 8192,
-insecure = true. Flags win over the environment, the environment wins over the file, and the file wins over defaults.
-~ is expanded in every path.
+insecure = true. They may be in a table [serve]. Flags win over the environment, the environment wins over the file,
+and the file wins over defaults. ~ is expanded in every path.
 
 examples:
   ferrule serve                                        the demo model on 127.0.0.1:50051

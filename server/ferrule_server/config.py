@@ -91,9 +91,10 @@ class ServerConfig:
         "--executor", one_of("auto", "torch", "numba-cpu", "numba-cuda", "paged-reference"), "auto"
     )
     """what runs the steps: numba-cpu runs our own kernels on the processor, with the same bits whatever shares a step;
-    numba-cuda runs our own kernels on a GPU and falls back to torch; torch runs on any device; paged-reference needs no
-    model and starts at once, for client authors and tests (default: {default} = numba-cuda on a GPU, else numba-cpu; if
-    the kernels do not support the model or the machine, another one runs and the log says why)
+    numba-cuda runs our own kernels on a GPU, which must exist, and falls back to torch on it; torch runs on any device;
+    paged-reference needs no model and starts at once, for client authors and tests (default: {default} = numba-cuda on
+    a GPU, else numba-cpu; if the kernels do not support the model or the machine, another one runs and the log says
+    why)
     """
     reference_vocab_size: int = _MODEL.setting("--reference-vocab", COUNT.within("2", "1048576"), "256")
     """tokens of paged-reference's vocabulary"""
@@ -151,7 +152,9 @@ class ServerConfig:
         SIZE.within("64KiB"),
         f"{DEFAULT_KV_MEMORY}, less if less is free; on a GPU what --gpu-memory-fraction leaves beside the model",
     )
-    """size of the KV pool in KiB, MiB, GiB or TiB, such as 512MiB; allocated at start"""
+    """memory of the KV cache of all sequences together, in KiB, MiB, GiB or TiB, such as 512MiB; it is allocated at the
+    start and never grows; weights and everything else come on top
+    """
     max_context: int | None = _LIMITS.optional("--max-context", POSITIVE, "the model's limit")
     """longest sequence in tokens"""
     max_ttl_s: float = _LIMITS.setting("--max-ttl", TIME.within(f"{MIN_TTL_S:g}s", _MAX_TTL), "1h")

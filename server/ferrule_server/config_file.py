@@ -9,6 +9,8 @@ For example::
 
     [client]                       # for the commands that use a server; the server skips it
     target = "127.0.0.1:50051"
+
+The keys of the server may also be in a table ``[serve]``.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.settings import Setting, parse_boolean
 
 _CLIENT: Final = "client"
+_SERVE: Final = "serve"
 _SWITCH, _ON_OR_OFF, _NAMES, _NUMBERS = "", "on|off", "NAME,...", ("N", "SHARE")
 """Values in ``--help`` that stand for other types of TOML than texts."""
 
@@ -32,7 +35,8 @@ def read_config_file(path: Path, settings: Iterable[Setting]) -> dict[str, tuple
     """Return what a file sets: by the name of a setting, where it is set and the text that a flag would have.
 
     Raises:
-        ConfigError: The file cannot be read, is not TOML, has an unknown key, or a value has the wrong type.
+        ConfigError: The file cannot be read, is not TOML, has an unknown key or the same one twice, or a value has the
+            wrong type.
     """
     try:
         table = tomllib.loads(path.read_text("utf-8"))
@@ -42,6 +46,11 @@ def read_config_file(path: Path, settings: Iterable[Setting]) -> dict[str, tuple
         raise ConfigError(f"{path}: not TOML: {error}") from None
     if isinstance(table.get(_CLIENT), dict):
         del table[_CLIENT]
+    if isinstance(table.get(_SERVE), dict):
+        served = table.pop(_SERVE)
+        if twice := ", ".join(sorted(table.keys() & served)):
+            raise ConfigError(f"{path}: set twice, in [{_SERVE}] and above it: {twice}")
+        table |= served
     known = {_key(setting): setting for setting in settings}
     values: dict[str, tuple[str, str]] = {}
     for key, value in table.items():

@@ -257,6 +257,8 @@ def _device_of(config: ServerConfig) -> Device:
     device = find_device("cpu" if runs_on_processor else config.device)
     if device.index is None and config.device.startswith("cuda"):
         raise ConfigError(f"--device {config.device}: {device.reason}; --device auto runs the model on the processor")
+    if device.index is None and config.executor == "numba-cuda":
+        raise ConfigError(f"--executor numba-cuda: {device.reason}; --executor auto or torch runs without a GPU")
     if device.index is not None and config.is_deterministic and config.dtype == "float32":
         raise ConfigError("--deterministic needs the kernels of the GPU, which compute in bfloat16: no --dtype float32")
     return device
@@ -348,9 +350,8 @@ def _prepare_processor(config: ServerConfig, plan: LoadPlan, on_progress: OnProg
 
 
 def _on_processor(config: ServerConfig, plan: LoadPlan, model: LoadedModel, prepared: Prepared | None) -> Executor:
-    """Return the executor of the processor. If another one was requested, it reports why that one does not run."""
-    needs_gpu = config.executor == "numba-cuda" or plan.device.is_broken
-    reason = f"{plan.device.reason}; the model runs on the processor" if needs_gpu else ""
+    """Return the executor of the processor; it reports why a GPU that is there is not used."""
+    reason = f"{plan.device.reason}; the model runs on the processor" if plan.device.is_broken else ""
     if plan.choice.plan is None or prepared is None:
         return _on_torch(config, model, "; ".join(filter(None, [reason, plan.choice.reason])))
     from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor

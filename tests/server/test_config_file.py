@@ -141,6 +141,29 @@ def test_the_format_of_the_log_is_known_although_the_rest_is_wrong(tmp_path: Pat
     assert log_format_of(_file(tmp_path, "log-format = 'json'", "x = 1"), {}) == "text"
 
 
+def test_the_keys_of_the_server_may_be_in_a_table(tmp_path: Path) -> None:
+    """Beside those above it; none may be in both, and an unknown one is refused there too."""
+    config = parse_config(_file(tmp_path, "max-context = 64", "[serve]", "kv-memory = '5MiB'", "reflection = true"), {})
+    assert (config.max_context, config.kv_memory_bytes, config.has_reflection) == (64, 5 << 20, True)
+    with pytest.raises(ConfigError, match=r"set twice, in \[serve\] and above it: threads$"):
+        parse_config(_file(tmp_path, "threads = 1", "[serve]", "threads = 2"), {})
+    with pytest.raises(ConfigError, match=r"unknown setting 'thread' \(did you mean threads\?\)"):
+        parse_config(_file(tmp_path, "[serve]", "thread = 2"), {})
+    with pytest.raises(ConfigError, match=r"unknown setting 'serve'"):
+        parse_config(_file(tmp_path, "serve = 2"), {})
+
+
+def test_printed_settings_name_the_instance_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the host, unless another one is given."""
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu-3.example.org")
+    for given, line in (([], "# instance: gpu-3"), (["--instance", "east"], 'instance = "east"  # --instance')):
+        arguments = [*given, "--print-config"]
+        text = settings_text(arguments, {})
+        assert text is not None
+        assert line in text.splitlines()
+        assert parse_config(arguments, {}).instance in line
+
+
 def test_printed_settings_are_a_file_that_gives_them_again(tmp_path: Path) -> None:
     """Wherever they came from, which is said; what has its default is a comment."""
     named = _file(tmp_path, "threads = 2", "prefix-cache = 'off'", 'model = "a \\" b"')

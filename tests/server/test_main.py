@@ -673,8 +673,24 @@ def test_a_journal_that_cannot_be_is_refused_before_torch_is_imported(name: str,
     (tmp_path / "file").touch()
     run = _run("--durable", str(tmp_path / name), "--listen", "127.0.0.1:0")
     assert (run.returncode, run.stdout) == (2, "")
-    assert f"{tmp_path / name} cannot be used for durable handles" in run.stderr
+    problem = f"--durable {tmp_path / name} cannot be used for durable handles: Not a directory; name a folder"
+    assert run.stderr.startswith(f"ferrule serve: {problem} ")
+    assert run.stderr.count("\n") == 1
     assert "importing torch" not in run.stderr
+
+
+def test_a_pool_that_is_too_small_for_the_model_ends_with_2() -> None:
+    """Before weights are read; the message names the flag and the least size."""
+    run = _run("--kv-memory", "64KiB", "--device", "cpu", "--listen", "127.0.0.1:0")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "reading weights" not in run.stderr
+    said = run.stderr.splitlines()[-1]
+    assert said.startswith("ferrule serve: --kv-memory is 65536 bytes, too little for this model: it needs at least ")
+    least = re.search(r"at least (\d+KiB) ", said)
+    assert least is not None
+    with _running("--kv-memory", least[1], "--device", "cpu", "--listen", "127.0.0.1:0") as (process, values):
+        assert values["blocks"] == "7"
+        _end(process)
 
 
 def test_help_and_version() -> None:

@@ -347,8 +347,9 @@ def check_directory(path: Path, instance: str) -> None:
 def cannot_write(path: Path, error: OSError) -> str:
     """Return the message of a start that cannot write its journal."""
     if error.errno == errno.ENOSPC:
-        return f"{path} is full ({error.strerror}): make room there, since a start writes all durable state again"
-    return f"{path} cannot be used for durable handles: {error}"
+        return f"--durable {path} is full ({error.strerror}): make room there, a start writes all durable state again"
+    reason = error.strerror or error
+    return f"--durable {path} cannot be used for durable handles: {reason}; name a folder that can be written"
 
 
 def segment_path(directory: Path, number: int) -> Path:

@@ -186,8 +186,8 @@ def check_settings(
     least_bytes = least_kv_bytes(config, dtype, block_size)
     if kv_memory_bytes < least_bytes:
         raise ConfigError(
-            f"{kv_memory_bytes} bytes of KV memory are too few for this model: at least {least_bytes} are needed "
-            f"({_MIN_BLOCKS} blocks of {block_size} tokens); raise --kv-memory"
+            f"--kv-memory is {kv_memory_bytes} bytes, too little for this model: it needs at least "
+            f"{-(-least_bytes >> 10)}KiB ({_MIN_BLOCKS} blocks of {block_size} tokens)"
         )
 
 

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from ferrule import FerruleError, HandleNotFoundError, errors, sample
@@ -36,7 +37,21 @@ KINDS |= {
     "logit_bias": "an object",
 }
 SAMPLING = {"temperature", "top_p", "frequency_penalty", "presence_penalty", "logprobs", "top_logprobs"}
-SERVED = {*KINDS, "user"}
+IGNORED = {"user", "safety_identifier", "prompt_cache_key"}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "store": (False,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": ("none", "minimal", "low", "medium", "high"),
+}  # values that ask for nothing, or for what has no effect here; any other is not supported
+SERVED = {*KINDS, *IGNORED, *NEUTRAL}
 BOUND = 2**31  # of every number but the seed
 MAX_CHOICES = 128  # as at OpenAI; the client makes an object for each before the server is asked
 MAX_BODY_BYTES = 4 << 20
@@ -49,7 +64,13 @@ STATUSES |= dict.fromkeys((errors.InvalidRequestError, errors.OutOfRangeError, e
 STATUSES |= dict.fromkeys((errors.UnavailableError, *LOST), 503)
 
 
-async def refuse(_: Request | None, error: Exception) -> JSONResponse:
+def paths(request: Request) -> list[str]:
+    """Return what the application of a request serves, such as ``GET /healthz``."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    return [f"{min(route.methods or ['GET'])} {route.path}" for route in routes]
+
+
+async def refuse(request: Request | None, error: Exception) -> JSONResponse:
     """Return what an exception means to the client, in OpenAI's form."""
     if isinstance(error, FerruleError):
         status = next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
@@ -57,9 +78,12 @@ async def refuse(_: Request | None, error: Exception) -> JSONResponse:
     elif not isinstance(error, HTTPException):
         status, text, code, param = 500, "the gateway failed; its log says why", "internal_error", None
     else:
-        status, text, param = error.status_code, error.detail, None
+        status, text = error.status_code, error.detail
         code = {401: "invalid_api_key"}.get(status, "invalid_request")
         code = "model_not_found" if isinstance(error, UnknownModel) else code
+        param = error.param if isinstance(error, NotSupported) else None
+        if status == 404 and request is not None and not isinstance(error, UnknownModel):
+            text = f"there is no such path; served are {', '.join(paths(request))}"
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     body = {"message": text, "type": "server_error" if status >= 500 else kind, "code": code, "param": param}
     wait_s = math.ceil(getattr(error, "retry_after_s", None) or 1)
@@ -129,6 +153,15 @@ def check(body: Json) -> None:
             raise ValueError(f"logit_bias of token {token} must be a finite number below {BOUND}")
 
 
+def check_supported(body: Json) -> None:
+    """Raise NotSupported for a parameter that is not served, or that has a value which would change the answer."""
+    for name in sorted(body):
+        if name not in SERVED:
+            raise NotSupported(name)
+        if name in NEUTRAL and not any(type(one) is type(body[name]) and one == body[name] for one in NEUTRAL[name]):
+            raise NotSupported(name, NEUTRAL[name])
+
+
 def plain(message: Any) -> Json:
     """Return a message in its one form: without nulls, and with its content as a text. Raises ValueError for others."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -151,14 +184,24 @@ class UnknownModel(HTTPException):
     """A request names another model than the one that is served."""
 
 
+class NotSupported(HTTPException):
+    """A request has a parameter, or a value of it, that asks for what the gateway cannot do; its name is ``param``."""
+
+    def __init__(self, name: str, accepted: tuple[Any, ...] = ()) -> None:
+        values = " or ".join(json.dumps(value) for value in accepted)
+        advice = f"leave it out or send {values}" if accepted else "leave it out"
+        what = f"this value of {name}" if accepted else name
+        super().__init__(400, f"{what} is not supported: {advice}")
+        self.param = name
+
+
 class Turn:
     """A request: its messages and the arguments of ``generate``, checked."""
 
     def __init__(self, body: Json, key: bytes) -> None:
         json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair raises ValueError
         body = {name: value for name, value in body.items() if value is not None}
-        if wrong := sorted(body.keys() - SERVED):
-            raise ValueError(f"{wrong[0]} is not supported")
+        check_supported(body)
         if wrong := sorted({"model", "messages"} - body.keys()):
             raise ValueError(f"{wrong[0]} is missing")
         check(body)

@@ -595,6 +595,69 @@ def test_refusals_are_typed(served: Served, kind: type[openai.APIStatusError], c
         assert len(raised.value.message) > 10
 
 
+NEUTRAL_VALUES: dict[str, list[Any]] = {
+    "tools": [[]],
+    "tool_choice": ["none", "auto"],
+    "functions": [[]],
+    "function_call": ["none"],
+    "response_format": [{"type": "text"}],
+    "modalities": [["text"]],
+    "store": [False],
+    "metadata": [{}],
+    "service_tier": ["auto", "default"],
+    "parallel_tool_calls": [True, False],
+    "reasoning_effort": ["none", "low", "medium", "high"],
+    "user": ["ann"],
+    "safety_identifier": ["a-1"],
+    "prompt_cache_key": ["k"],
+}
+"""What an SDK may send although it asks for nothing."""
+
+
+def test_values_that_ask_for_nothing_are_accepted(served: Served) -> None:
+    """All of them together, with the answer that the request has without them; each alone is a request too."""
+    whole = {name: values[0] for name, values in NEUTRAL_VALUES.items()}
+    wanted = said(served.ask(START))
+    reply = httpx2.post(f"{served.url}/v1/chat/completions", json=FIXED | {"messages": START} | whole, timeout=60)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["choices"][0]["message"] == wanted
+    for name, values in NEUTRAL_VALUES.items():
+        for value in values:
+            Turn(FIXED | {"messages": START, name: value}, b"")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("store", True),
+        ("store", 0),
+        ("metadata", {"a": "b"}),
+        ("service_tier", "flex"),
+        ("parallel_tool_calls", 1),
+        ("reasoning_effort", 5),
+        ("web_search_options", {}),
+        ("no_such_thing", "x"),
+    ],
+)
+def test_what_is_not_supported_is_named(served: Served, name: str, value: Any) -> None:
+    """In the message and as ``param``; it is no malformed request."""
+    reply = httpx2.post(f"{served.url}/v1/chat/completions", json=FIXED | {"messages": START, name: value})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (400, "invalid_request", name)
+    assert re.match(rf"(this value of )?{name} is not supported: leave it out", error["message"])
+
+
+def test_a_path_that_is_not_served_is_told_the_others(served: Served) -> None:
+    """With their methods; an unknown model is another 404."""
+    error = httpx2.post(f"{served.url}/v1/completions", json={}).json()["error"]
+    assert error["message"] == (
+        "there is no such path; served are POST /v1/chat/completions, GET /v1/models, GET /healthz"
+    )
+
+
 def test_what_is_no_request_is_refused(served: Served) -> None:
     """Neither JSON, nor text in UTF-8, nor anything too large."""
     post = f"{served.url}/v1/chat/completions"
@@ -1172,7 +1235,7 @@ def test_the_options_are_those_of_the_page() -> None:
         name: {None: "none", False: "off"}.get(value) or (f"{value:g}" if isinstance(value, int) else value)
         for name, value in options.items()
     }
-    served = section[section.index("It serves") : section.index("is ignored")]
+    served = section[section.index("It serves") : section.index("Their other values")]
     named = set(re.findall(r"`(\w+)`", served)) | {"frequency_penalty", "presence_penalty", "model"}
     assert named == SERVED
 

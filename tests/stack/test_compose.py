@@ -29,9 +29,9 @@ def project(*on_top: Path, **environment: str) -> dict[str, Any]:
     return load([PLAIN, *on_top], environment)
 
 
-def settings(service: dict[str, Any], folder: Path = ROOT / "nowhere") -> ServerConfig:
+def settings(service: dict[str, Any], folder: Path = ROOT / "nowhere", **environment: str) -> ServerConfig:
     """Return what the server of a service makes of its image, its environment and ferrule.env of a folder."""
-    return parse_config(service.get("command", []), image_variables() | variables_of(service, folder, {}))
+    return parse_config(service.get("command", []), image_variables() | variables_of(service, folder, environment))
 
 
 def named(name: str) -> Path:
@@ -162,8 +162,9 @@ def test_a_server_outlives_what_is_asked_of_it(plain: dict[str, Any]) -> None:
     for name in SERVERS:
         seconds = int(plain[name]["stop_grace_period"].removesuffix("s"))
         assert seconds >= settings(plain[name]).drain_grace_s + 10
-        longer = project(DRAIN_GRACE="10m", STOP_GRACE="11m")["services"][name]
-        assert (settings(longer).drain_grace_s, longer["stop_grace_period"]) == (600, "11m")
+        graces = {"DRAIN_GRACE": "10m", "STOP_GRACE": "11m"}
+        longer = project(**graces)["services"][name]
+        assert (settings(longer, **graces).drain_grace_s, longer["stop_grace_period"]) == (600, "11m")
 
 
 def test_every_setting_can_be_set(plain: dict[str, Any], tmp_path: Path) -> None:
@@ -175,6 +176,23 @@ def test_every_setting_can_be_set(plain: dict[str, Any], tmp_path: Path) -> None
         config = settings(plain[name], tmp_path)
         assert (config.max_ttl_s, config.quotas.handles, config.instance) == (600, 8, name.removesuffix("-gpu"))
         assert settings(plain[name]).max_ttl_s == 3600
+
+
+def test_a_file_of_yours_goes_before_the_variables(plain: dict[str, Any], tmp_path: Path) -> None:
+    """Also for each setting that has a variable of its own; only what fits the rest of the compose file is fixed."""
+    shell = {"MODEL": "/models/a", "KV_MEMORY": "2GiB", "DRAIN_GRACE": "5s", "LOG_FORMAT": "json", "DURABLE": "/data/a"}
+    lines = ["MODEL=/models/b", "KV_MEMORY=3GiB", "DRAIN_GRACE=6s", "LOG_FORMAT=text", "DURABLE=/data/b"]
+    (tmp_path / "ferrule.env").write_text("".join(f"FERRULE_{line}\n" for line in lines))
+    for name in SERVERS:
+        config = settings(plain[name], tmp_path, **shell)
+        assert (config.model, config.kv_memory_bytes, config.drain_grace_s) == ("/models/b", 3 << 30, 6)
+        assert (config.log_format, config.durable) == ("text", Path("/data/b"))
+        assert settings(plain[name], **shell).model == "/models/a"
+    fixed = set.intersection(*(set(plain[name]["environment"]) for name in SERVERS))
+    assert fixed == {"FERRULE_INSECURE", "FERRULE_METRICS_LISTEN", "FERRULE_INSTANCE", "HF_TOKEN_PATH"}
+    page = (ROOT / "docs" / "operations.md").read_text()
+    for name in set().union(*(plain[name]["environment"] for name in SERVERS)) - {"NVIDIA_DRIVER_CAPABILITIES"}:
+        assert f"`{name}`" in page[page.index("## Containers") : page.index("### Credentials in containers")], name
 
 
 @pytest.mark.parametrize("on_top", WAYS, ids=lambda paths: "+".join(path.stem for path in paths) or "plain")
@@ -209,11 +227,11 @@ def test_what_is_made_once_is_kept(plain: dict[str, Any]) -> None:
 def test_each_server_has_a_journal_of_its_own() -> None:
     """In a volume, below a folder that the image gives to the server's user and to nobody else."""
     assert "--owner=10001 --group=10001 --mode=0700 /data " in (ROOT / "deploy" / "Dockerfile").read_text()
-    whole, volumes = project(DURABLE="/data/journal"), set()
+    whole, volumes = project(), set()
     for name in SERVERS:
         assert settings(project()["services"][name]).durable is None
         service = whole["services"][name]
-        assert settings(service).durable == Path("/data/journal")
+        assert settings(service, DURABLE="/data/journal").durable == Path("/data/journal")
         (volume,) = {entry.split(":")[0] for entry in service["volumes"] if entry.split(":")[1] == "/data"}
         assert volume in whole["volumes"]
         volumes.add(volume)
@@ -236,9 +254,10 @@ def test_a_model_of_yours_is_served_from_your_folder() -> None:
     service = project()["services"]["ferrule"]
     assert settings(service).model == "demo"
     assert "models:/models:ro" in service["volumes"]
-    service = project(MODELS="/data", MODEL="/models/Q", KV_MEMORY="4GiB", MEMORY="8g")["services"]["ferrule"]
-    assert settings(service).model == "/models/Q"
-    assert settings(service).kv_memory_bytes == 4 << 30
+    shell = {"MODELS": "/data", "MODEL": "/models/Q", "KV_MEMORY": "4GiB", "MEMORY": "8g"}
+    service = project(**shell)["services"]["ferrule"]
+    assert settings(service, **shell).model == "/models/Q"
+    assert settings(service, **shell).kv_memory_bytes == 4 << 30
     assert "/data:/models:ro" in service["volumes"]
     assert service["mem_limit"] == "8g"
 

@@ -16,6 +16,7 @@ from tests.tools import tool
 from tools.compose.compose_file import ON_TOP, PLAIN, ROOT, load, started
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
+FILES = [PLAIN, *ON_TOP, *sorted((ROOT / "deploy").glob("*.env"))]
 SOURCES = [PLAIN, *ON_TOP, ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "deploy" / "Dockerfile"]
 OF_COMPOSE = {"COMPOSE_PROFILES", "COMPOSE_FILE"}
 
@@ -81,7 +82,7 @@ def test_there_are_commands_to_test() -> None:
 
 def _variables() -> set[str]:
     """Return the variables that compose fills in, in any of the files."""
-    texts = [re.sub(r"^ *#.*$", "", path.read_text(), flags=re.MULTILINE) for path in (PLAIN, *ON_TOP)]
+    texts = [re.sub(r"^ *#.*$", "", path.read_text(), flags=re.MULTILINE) for path in FILES]
     filled = {name for text in texts for name in re.findall(r"\$\{(\w+)", text)}
     return filled | {
         name for text in texts for name in re.findall(r"^ +(\w+):(?: +#.*)?$", text, re.MULTILINE) if name.isupper()
@@ -95,7 +96,7 @@ def test_the_example_of_variables_lists_them_all() -> None:
     listed = {found[1]: found[2] for found in matches if found}
     assert set(listed) == _variables() | {"COMPOSE_FILE"}
     assert all((ROOT / name).exists() for name in listed["COMPOSE_FILE"].split(":"))
-    texts = "".join(path.read_text() for path in (PLAIN, *ON_TOP))
+    texts = "".join(path.read_text() for path in FILES)
     for name, value in listed.items():
         defaults = set(re.findall(rf"\${{{name}:?-([^}}]*)}}", texts))
         assert not defaults or value in defaults or name == "MODELS", name

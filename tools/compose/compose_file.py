@@ -88,15 +88,15 @@ def variables_of(service: Mapping[str, Any], folder: Path, shell: Mapping[str, s
 
     Args:
         service: Of a project.
-        folder: Of the project, where the files are that ``env_file`` names.
-        shell: Variables that compose runs with: what ``environment`` has without a value is as it is there.
+        folder: Where the optional files are that ``env_file`` names; required ones are ours.
+        shell: Variables that compose runs with: they fill in these files, and what ``environment`` has without a value.
     """
     found: dict[str, str] = {}
     for entry in service.get("env_file", []):
-        path = folder / entry["path"]
+        path = (ROOT if entry["required"] else folder) / entry["path"]
         if not path.exists() and not entry["required"]:
             continue
-        found |= dict(re.findall(r"^(\w+)=(.*)$", path.read_text("utf-8"), re.MULTILINE))
+        found |= _filled_in(dict(re.findall(r"^(\w+)=(.*)$", path.read_text("utf-8"), re.MULTILINE)), shell)
     for name, value in service.get("environment", {}).items():
         found.pop(name, None)
         given = shell.get(name) if value is None else value

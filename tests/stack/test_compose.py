@@ -22,6 +22,8 @@ from tools.compose.compose_file import ON_TOP, PLAIN, ROOT, image_variables, loa
 SERVERS = ("ferrule", "ferrule-gpu", "ferrule-a", "ferrule-b")
 WAYS = [(), *((path,) for path in ON_TOP)]
 """What may lie on top of docker-compose.yml."""
+NOWHERE = ROOT / "nowhere"
+"""A folder without a file ferrule.env."""
 
 
 def project(*on_top: Path, **environment: str) -> dict[str, Any]:
@@ -29,9 +31,9 @@ def project(*on_top: Path, **environment: str) -> dict[str, Any]:
     return load([PLAIN, *on_top], environment)
 
 
-def settings(service: dict[str, Any], folder: Path = ROOT / "nowhere", **environment: str) -> ServerConfig:
+def settings(service: dict[str, Any], folder: Path = NOWHERE, /, **shell: str) -> ServerConfig:
     """Return what the server of a service makes of its image, its environment and ferrule.env of a folder."""
-    return parse_config(service.get("command", []), image_variables() | variables_of(service, folder, environment))
+    return parse_config(service.get("command", []), image_variables() | variables_of(service, folder, shell))
 
 
 def named(name: str) -> Path:
@@ -164,7 +166,7 @@ def test_a_server_outlives_what_is_asked_of_it(plain: dict[str, Any]) -> None:
         assert seconds >= settings(plain[name]).drain_grace_s + 10
         graces = {"DRAIN_GRACE": "10m", "STOP_GRACE": "11m"}
         longer = project(**graces)["services"][name]
-        assert (settings(longer, **graces).drain_grace_s, longer["stop_grace_period"]) == (600, "11m")
+        assert (settings(longer, NOWHERE, **graces).drain_grace_s, longer["stop_grace_period"]) == (600, "11m")
 
 
 def test_every_setting_can_be_set(plain: dict[str, Any], tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ def test_a_file_of_yours_goes_before_the_variables(plain: dict[str, Any], tmp_pa
         config = settings(plain[name], tmp_path, **shell)
         assert (config.model, config.kv_memory_bytes, config.drain_grace_s) == ("/models/b", 3 << 30, 6)
         assert (config.log_format, config.durable) == ("text", Path("/data/b"))
-        assert settings(plain[name], **shell).model == "/models/a"
+        assert settings(plain[name], NOWHERE, **shell).model == "/models/a"
     fixed = set.intersection(*(set(plain[name]["environment"]) for name in SERVERS))
     assert fixed == {"FERRULE_INSECURE", "FERRULE_METRICS_LISTEN", "FERRULE_INSTANCE", "HF_TOKEN_PATH"}
     page = (ROOT / "docs" / "operations.md").read_text()
@@ -256,8 +258,8 @@ def test_a_model_of_yours_is_served_from_your_folder() -> None:
     assert "models:/models:ro" in service["volumes"]
     shell = {"MODELS": "/data", "MODEL": "/models/Q", "KV_MEMORY": "4GiB", "MEMORY": "8g"}
     service = project(**shell)["services"]["ferrule"]
-    assert settings(service, **shell).model == "/models/Q"
-    assert settings(service, **shell).kv_memory_bytes == 4 << 30
+    assert settings(service, NOWHERE, **shell).model == "/models/Q"
+    assert settings(service, NOWHERE, **shell).kv_memory_bytes == 4 << 30
     assert "/data:/models:ro" in service["volumes"]
     assert service["mem_limit"] == "8g"
 

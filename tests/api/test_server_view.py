@@ -217,6 +217,7 @@ def test_a_picture_tells_the_states_of_blocks_apart() -> None:
     assert picture.cell_blocks == 1
     assert list(picture.cells) == [0, 1, 2, 3, 4, 254, 255, 255, 255]
     assert list(picture.fill) == [0, 0, 255, 255, 255, 255, 255, 255, 255]
+    assert list(picture.num_shared) == [1, 1, 4]
 
 
 @pytest.mark.parametrize("num_blocks", [2, 3, 17, 100, 1000])
@@ -235,6 +236,7 @@ def test_cells_of_several_blocks_show_the_largest_and_how_full_they_are(num_bloc
     assert [fill > 0 for fill in picture.fill] == [share > 0 for share in shares]
     assert [fill == 255 for fill in picture.fill] == [share > 254 / 255 for share in shares]
     assert list(picture.fill) == pytest.approx([255 * share for share in shares], abs=1)
+    assert list(picture.num_shared) == [refcounts.count(2), refcounts.count(3), sum(c > 3 for c in refcounts)]
 
 
 def test_a_large_pool_is_read_piece_by_piece() -> None:

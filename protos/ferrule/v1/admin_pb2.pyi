@@ -146,14 +146,16 @@ class ServerView(_message.Message):
     def __init__(self, time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., uptime: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., status: _Optional[_Union[_info_pb2.ExecutorStatus, _Mapping]] = ..., cache_metrics: _Optional[_Union[_cache_pb2.CacheMetrics, _Mapping]] = ..., running_appends: _Optional[int] = ..., queued_jobs: _Optional[int] = ..., num_step_rows: _Optional[int] = ..., step_ns: _Optional[int] = ..., num_refused: _Optional[_Mapping[str, int]] = ..., block_map: _Optional[_Union[BlockMap, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceView, _Mapping]]] = ..., principals: _Optional[_Iterable[_Union[PrincipalView, _Mapping]]] = ..., known_principals: _Optional[int] = ..., step_times: _Optional[_Union[Histogram, _Mapping]] = ..., queue_times: _Optional[_Union[Histogram, _Mapping]] = ..., first_token_times: _Optional[_Union[Histogram, _Mapping]] = ..., inter_token_times: _Optional[_Union[Histogram, _Mapping]] = ..., decode_times: _Optional[_Union[Histogram, _Mapping]] = ..., journal_state: _Optional[_Union[JournalState, str]] = ..., durable_sequences: _Optional[int] = ..., cold_sequences: _Optional[int] = ..., tokens_to_recompute: _Optional[int] = ..., sync_times: _Optional[_Union[Histogram, _Mapping]] = ...) -> None: ...
 
 class BlockMap(_message.Message):
-    __slots__ = ("cell_blocks", "cells", "fill")
+    __slots__ = ("cell_blocks", "cells", "fill", "num_shared")
     CELL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CELLS_FIELD_NUMBER: _ClassVar[int]
     FILL_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARED_FIELD_NUMBER: _ClassVar[int]
     cell_blocks: int
     cells: bytes
     fill: bytes
-    def __init__(self, cell_blocks: _Optional[int] = ..., cells: _Optional[bytes] = ..., fill: _Optional[bytes] = ...) -> None: ...
+    num_shared: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, cell_blocks: _Optional[int] = ..., cells: _Optional[bytes] = ..., fill: _Optional[bytes] = ..., num_shared: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SequenceView(_message.Message):
     __slots__ = ("summary", "parent_handle_id", "principal", "num_pending", "is_appending")

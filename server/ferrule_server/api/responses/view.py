@@ -252,4 +252,5 @@ def block_map(owners: npt.NDArray[np.int32], is_cached: bytes, max_cells: int) -
         cell_blocks=cell_blocks,
         cells=np.maximum.reduceat(marks, starts).tobytes(),
         fill=(-(-num_held * _MAX_BYTE // sizes)).astype(np.uint8).tobytes(),
+        num_shared=np.bincount(np.minimum(owners, 4), minlength=5)[2:].tolist(),
     )

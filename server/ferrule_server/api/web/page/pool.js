@@ -33,20 +33,18 @@ export class Pool {
     this.#fill = bytes(map.fill);
     this.#perCell = num(map.cell_blocks) || 1;
     this.#total = num(cache.empty_blocks) + num(cache.cached_blocks) + num(cache.used_blocks);
-    this.#tell(cache, blockSize);
+    this.#tell(cache, blockSize, map.num_shared ?? []);
     this.#draw();
   }
 
-  #tell(cache, blockSize) {
+  #tell(cache, blockSize, owners) {
     const used = num(cache.used_blocks);
     const shared = num(cache.shared_blocks);
-    const owners = [0, 0, 0];
-    for (const cell of this.#cells) if (cell >= 3) owners[Math.min(cell - 3, 2)] += 1;
     const isExact = this.#perCell === 1;
     const counts = { empty: num(cache.empty_blocks), cached: num(cache.cached_blocks), single: used - shared };
-    [counts.by2, counts.by3, counts.many] = isExact ? owners : [null, null, null];
+    [counts.by2, counts.by3, counts.many] = [0, 1, 2].map((index) => num(owners[index]));
     for (const [name, value] of Object.entries(counts)) {
-      document.querySelector(`#legend [data-count="${name}"]`).textContent = value === null ? "" : count(value);
+      document.querySelector(`#legend [data-count="${name}"]`).textContent = count(value);
     }
     const each = isExact ? "a cell is a block" : `a cell is ${this.#perCell} blocks, filled as far as they are held`;
     const note = `${some(this.#total, "block")} of ${some(num(blockSize), "token")}, ${count(used)} held, ${count(shared)} of them shared; ${each}.`;

@@ -139,6 +139,14 @@ def _flag(row: Row, text: str) -> list[str]:
     return [row.flag] if row.is_switch else [f"{row.flag}={text}"]
 
 
+def test_the_help_says_what_the_pool_is() -> None:
+    """What --kv-memory limits, its units and its default."""
+    words = " ".join(build_parser().format_help().split())
+    text = words[words.rindex("--kv-memory SIZE") : words.rindex("--max-context")]
+    assert "the KV cache of all sequences together, in KiB, MiB, GiB or TiB" in text
+    assert "weights and everything else come on top (default: 1GiB, less if less is free" in text
+
+
 def test_the_table_is_complete() -> None:
     """Every flag and every field stands in it once."""
     flags = [action.option_strings[0] for action in build_parser()._actions]

@@ -144,14 +144,15 @@ def test_content_of_another_kind_stands_in_for_an_empty_one(chats: RunningServer
         assert _chat(chats, message).text.startswith(f"[user] {shown}<")
 
 
-def test_tools_that_the_template_ignores_are_reported(chats: RunningServer) -> None:
-    """No tools are not ignored."""
+def test_tools_that_the_template_ignores_are_reported(chats: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    """In each reply, and once in the log; no tools are not ignored."""
     source = "{% for m in messages %}{{ m.content }}{% endfor %}"
     template = ChatTemplate(TokenizerConfig({}, {"default": source}))
     with RunningServer(tokenizer=Tokenizer.load(DEMO_FOLDER), chat_template=template) as server:
         assert _chat(server, USER, tools_json='[{"name": "f"}]').tools_ignored
         assert _chat(server, USER, tools_json='[{"name": "f"}]', allow_special_tokens=True).tools_ignored
         assert not _chat(server, USER, tools_json="[]").tools_ignored
+    assert [line.split()[0] for line in caplog.messages if "tools" in line] == ["event=tools_ignored"]
     assert not _chat(chats, USER, tools_json='[{"name": "f"}]').tools_ignored
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -21,6 +22,8 @@ from ferrule_server.text.stand_ins import render_guarded
 if TYPE_CHECKING:
     from ferrule_server.text.chat_template import ChatTemplate
     from ferrule_server.text.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
 
 _INLINE_LENGTH: Final = 1024
 """Texts and lists of ids up to this length take less time than a change of threads."""
@@ -53,6 +56,7 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
+        self._has_warned_of_tools = False
         limits = state.limits
         largest_bytes = max(limits.max_text_bytes, TEXT_BYTES_PER_TOKEN * limits.max_text_tokens)
         self._workers = TextWorkers(state.limits_of, _NUM_LARGEST * largest_bytes, charge=self._charge)
@@ -87,7 +91,16 @@ class TokenizerServicer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         principal, work = principal_of(context), functools.partial(_rendered, codec, template, request)
         num_more = (not request.allow_special_tokens) + bool(request.tools_json)
         self._charge(principal, num_more * num_bytes)  # most are rendered again: render_guarded, and without tools
-        return await self._workers.run(principal, lane, num_bytes, work)
+        response = await self._workers.run(principal, lane, num_bytes, work)
+        if response.tools_ignored:
+            self._warn_of_tools()
+        return response
+
+    def _warn_of_tools(self) -> None:
+        """Log once that the chat template ignores tools; each reply says so too."""
+        if not self._has_warned_of_tools:
+            _LOG.warning("event=tools_ignored (the chat template does not use tools: describe them in a message)")
+        self._has_warned_of_tools = True
 
     async def _run(
         self, context: Context, work: Callable[[], _Response], num_bytes: int, *, is_inline: bool

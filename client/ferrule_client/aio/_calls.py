@@ -128,14 +128,11 @@ class SequenceCalls:
             timeout: Seconds that requests may take which this needs.
         """
         tip = self.tip
+        reads = _messages.Reading(parses)
+        ids = await self._connection.ids_of(tokens, reads, timeout=timeout, is_patient=self.recovers)
         if isinstance(tokens, str):
-            reads = _messages.Reading(parses)
-            ids = await self._connection.encode_text(tokens, reads, timeout=timeout, is_patient=self.recovers)
-            given: Any = ids  # Any: ints of any kind
-            pending = "send" if pending == "auto" else pending
-        else:
-            ids = _check.token_list(tokens)
-            given = tokens if isinstance(tokens, (Sequence, np.ndarray)) else [tokens]
+            tokens, pending = ids, "send" if pending == "auto" else pending
+        given: Any = tokens if isinstance(tokens, (Sequence, np.ndarray)) else [tokens]  # Any: ints of any kind
         sent = tip.decode_input(tip.joined(ids, given, pending), policy, on_stale)
         if tip.beyond:
             await self.drop_beyond(timeout)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ferrule_client import _check
 from ferrule_client._public import publish
 from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._token_log import common_length
+from ferrule_client.aio._closing import Closing
 from ferrule_client.aio._opening import opening
 from ferrule_client.aio.cache import AsyncCache
 from ferrule_client.aio.generation import AsyncGeneration
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncChat"]
 
 
-class AsyncChat:
+class AsyncChat(Closing):
     """Messages, and the one sequence whose KV is kept from turn to turn; made by ``AsyncClient.chat``.
 
     Leaving ``async with`` releases the sequence::
@@ -68,14 +68,6 @@ class AsyncChat:
         self.policy = sample() if policy is None else policy
         self.max_tokens = max_tokens
         self.messages: list[dict[str, str]] = []
-
-    async def __aenter__(self) -> AsyncChat:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def __repr__(self) -> str:
         return f"AsyncChat({len(self.messages)} messages, {len(self._token_ids)} tokens)"

@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Literal
 
 import grpc
@@ -26,6 +25,7 @@ from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
 from ferrule_client.aio._calls import SequenceCalls, calls_of, release_all, tip_of
+from ferrule_client.aio._closing import Closing
 from ferrule_client.aio._connection import Connection
 from ferrule_client.aio._lease import LeaseKeeper
 from ferrule_client.aio._opening import opening
@@ -67,7 +67,7 @@ _POLL_S = 0.1
 _NEVER_READY = ("draining", "failed")
 
 
-class AsyncClient:
+class AsyncClient(Closing):
     """A connection to one Ferrule server. Safe to use from several tasks; the caches it makes are not.
 
     Use it in ``async with``. Nothing is sent yet: the first call connects::
@@ -124,14 +124,6 @@ class AsyncClient:
         )
         self._keeper = LeaseKeeper(self._renew)
         self.admin = AsyncAdmin(self._connection)
-
-    async def __aenter__(self) -> AsyncClient:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def __repr__(self) -> str:
         return f"AsyncClient({self._connection.target!r}{', closed' if self._connection.is_closed else ''})"
@@ -206,11 +198,8 @@ class AsyncClient:
         Example:
             ``async with client.prefill("def f(x):", policy=greedy()) as cache: print(cache.pending)``
         """
-        if isinstance(tokens, str):
-            reads = Reading(parse_special_tokens, add_special_tokens and "begin")
-            ids = await self._connection.encode_text(tokens, reads, timeout=timeout, is_patient=recover)
-        else:
-            ids = _check.token_list(tokens)
+        reads = Reading(parse_special_tokens, add_special_tokens and "begin")
+        ids = await self._connection.ids_of(tokens, reads, timeout=timeout, is_patient=recover)
         options = PromptOptions(
             ttl, reserve_length, reuse_prefix, publish_prefix, self._connection.durability, drop_outside_window
         )

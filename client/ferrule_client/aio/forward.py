@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from types import TracebackType
 
 from ferrule.v1 import executor_pb2
 from ferrule_client import _convert
@@ -11,6 +10,7 @@ from ferrule_client._messages import Reading
 from ferrule_client._public import publish
 from ferrule_client._retry import Attempts
 from ferrule_client._timeouts import Timeout
+from ferrule_client.aio._closing import Closing
 from ferrule_client.aio._connection import Connection
 from ferrule_client.aio._stream_call import OpenCall
 from ferrule_client.errors import FerruleError
@@ -19,7 +19,7 @@ from ferrule_client.types import ForwardChunk
 __all__ = ["AsyncForwardPass"]
 
 
-class AsyncForwardPass(AsyncIterator[ForwardChunk]):
+class AsyncForwardPass(AsyncIterator[ForwardChunk], Closing):
     """Rows of the positions of an input, stretch by stretch; made by ``AsyncClient.forward``.
 
     Nothing runs before the first ``next``. After a broken connection the input is run again, and rows that are out
@@ -42,14 +42,6 @@ class AsyncForwardPass(AsyncIterator[ForwardChunk]):
         self._call: OpenCall[executor_pb2.ForwardResponse] | None = None
         self._position = 0
         self._has_ended = False
-
-    async def __aenter__(self) -> AsyncForwardPass:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def __del__(self) -> None:
         if self.__dict__.get("_call") is not None:

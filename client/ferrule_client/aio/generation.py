@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import grpc
@@ -21,6 +20,7 @@ from ferrule_client._timeouts import Timeout
 from ferrule_client._tip import Tip, using
 from ferrule_client._token_log import TokenLog
 from ferrule_client.aio._calls import calls_of, tip_of
+from ferrule_client.aio._closing import Closing
 from ferrule_client.aio._connection import Connection
 from ferrule_client.aio._drawing import AsyncBranch, Course, Event, Leg
 from ferrule_client.aio.branches import AsyncBranches
@@ -46,7 +46,7 @@ _WINDOW = 16
 _NUM_CONTEXT = 8
 
 
-class AsyncGeneration(AsyncIterator[Token]):
+class AsyncGeneration(AsyncIterator[Token], Closing):
     """Tokens as the server draws them; made by ``AsyncCache.generate`` and ``AsyncClient.generate``.
 
     Each is an int, the token id, that also knows its text, its log-probabilities and its branch::
@@ -106,14 +106,6 @@ class AsyncGeneration(AsyncIterator[Token]):
         self._courses = [Course(branch) for branch in self.branches]
         if plan.max_tokens == 0:
             self._finish_all("max_tokens")
-
-    async def __aenter__(self) -> AsyncGeneration:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        await self.close()
 
     def __del__(self) -> None:
         for leg in self.__dict__.get("_legs", ()):
@@ -338,11 +330,8 @@ class AsyncGeneration(AsyncIterator[Token]):
     async def _first_request(self, timeout: Timeout) -> executor_pb2.GenerateRequest:
         plan, (first, *_) = self._plan, self._courses
         if not first.branch.has_cache:
-            if isinstance(self._prompt, str):
-                ids = await self._connection.encode_text(
-                    self._prompt, self._reads, timeout=timeout, is_patient=self._is_patient
-                )
-                self._prompt = self._tokens = tuple(ids)
+            ids = await self._connection.ids_of(self._prompt, self._reads, timeout=timeout, is_patient=self._is_patient)
+            self._prompt = self._tokens = tuple(ids)
             self._prompt_log = TokenLog(self._tokens)
             return _messages.generate_request(
                 plan, input_ids=self._tokens, n=plan.n, request_id=self._request_id, options=self._options

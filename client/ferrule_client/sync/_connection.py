@@ -33,7 +33,7 @@ from ferrule_client.errors import (
 from ferrule_client.masks import TokenMask
 from ferrule_client.sync._stream_call import OpenCall, open_replies
 from ferrule_client.sync._wire import Wire
-from ferrule_client.types import Capabilities, Durability, Handle, ModelInfo, TlsConfig
+from ferrule_client.types import Capabilities, Durability, Handle, ModelInfo, TlsConfig, Tokens
 
 _log = logging.getLogger(__name__)
 
@@ -354,6 +354,12 @@ class Connection:
         request = tokenize_request(text, reads)
         reply = self.run(self.tokenizer.Tokenize, request, self.attempts(timeout, is_patient=is_patient))
         return list(reply.token_ids)
+
+    def ids_of(self, tokens: Tokens | str, reads: Reading, *, timeout: Timeout, is_patient: bool = False) -> list[int]:
+        """Return the ids of tokens or of a text. Raises as ``encode_text`` and ``token_list``."""
+        if not isinstance(tokens, str):
+            return _check.token_list(tokens)
+        return self.encode_text(tokens, reads, timeout=timeout, is_patient=is_patient)
 
     def close(self) -> None:
         """Close the channel; calls under way are cancelled. Closing twice changes nothing."""

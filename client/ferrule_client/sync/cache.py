@@ -9,18 +9,17 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn, overload
 
-from ferrule.v1 import cache_pb2
 from ferrule_client import _convert, _messages
 from ferrule_client import _notebook as notebook
 from ferrule_client._messages import Reading, Stops
 from ferrule_client._public import publish
 from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._tip import Tip
-from ferrule_client.errors import FerruleError, WrongInstanceError
+from ferrule_client.errors import FerruleError
 from ferrule_client.items import Append, DraftDistributions, Verify
 from ferrule_client.masks import MaskLike
 from ferrule_client.policy import Policy, greedy
-from ferrule_client.sync._calls import SequenceCalls
+from ferrule_client.sync._calls import SequenceCalls, release_all
 from ferrule_client.sync._connection import Connection
 from ferrule_client.sync.branches import Branches
 from ferrule_client.sync.generation import Generation
@@ -540,13 +539,7 @@ class Cache:
         """
         if self.is_released:
             return Released((False,), 0)
-        self._calls.give_up()
-        request = cache_pb2.ReleaseCacheRequest(kv_caches=[_convert.handle_to_message(self.handle)])
-        try:
-            reply = self._connection.unary(self._connection.executor.ReleaseCache, request, timeout=timeout)
-        except WrongInstanceError:  # its instance has another name now, or is not there any more
-            return Released((False,), 0)
-        return Released(tuple(result.released for result in reply.results), reply.freed_blocks)
+        return release_all(self._connection, [self], timeout)
 
     def detach(self) -> Handle:
         """Give the sequence away and return its handle: no release, no keep-alive, no warning from here on.

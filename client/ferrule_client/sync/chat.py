@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ferrule_client import _check
@@ -15,6 +14,7 @@ from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._token_log import common_length
 from ferrule_client.errors import HandleNotFoundError
 from ferrule_client.policy import Policy, sample
+from ferrule_client.sync._closing import Closing
 from ferrule_client.sync.cache import Cache
 from ferrule_client.sync.generation import Generation
 from ferrule_client.types import Answer, Handle
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Chat"]
 
 
-class Chat:
+class Chat(Closing):
     """Messages, and the one sequence whose KV is kept from turn to turn; made by ``Client.chat``.
 
     Leaving ``with`` releases the sequence::
@@ -68,12 +68,6 @@ class Chat:
         self.policy = sample() if policy is None else policy
         self.max_tokens = max_tokens
         self.messages: list[dict[str, str]] = []
-
-    def __enter__(self) -> Chat:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Chat({len(self.messages)} messages, {len(self._token_ids)} tokens)"

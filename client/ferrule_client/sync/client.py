@@ -8,7 +8,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Literal
 
 import grpc
@@ -30,6 +29,7 @@ from ferrule_client.errors import DrainingError, FerruleError, StartingError, Un
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
 from ferrule_client.policy import Policy, logits, seeded
 from ferrule_client.sync._calls import SequenceCalls, calls_of, release_all, tip_of
+from ferrule_client.sync._closing import Closing
 from ferrule_client.sync._connection import Connection
 from ferrule_client.sync._lease import LeaseKeeper
 from ferrule_client.sync.admin import Admin
@@ -67,7 +67,7 @@ _POLL_S = 0.1
 _NEVER_READY = ("draining", "failed")
 
 
-class Client:
+class Client(Closing):
     """A connection to one Ferrule server. Safe to use from several threads; the caches it makes are not.
 
     Use it in ``with``. Nothing is sent yet: the first call connects::
@@ -124,12 +124,6 @@ class Client:
         )
         self._keeper = LeaseKeeper(self._renew)
         self.admin = Admin(self._connection)
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Client({self._connection.target!r}{', closed' if self._connection.is_closed else ''})"
@@ -203,11 +197,8 @@ class Client:
         Example:
             ``with client.prefill("def f(x):", policy=greedy()) as cache: print(cache.pending)``
         """
-        if isinstance(tokens, str):
-            reads = Reading(parse_special_tokens, add_special_tokens and "begin")
-            ids = self._connection.encode_text(tokens, reads, timeout=timeout, is_patient=recover)
-        else:
-            ids = _check.token_list(tokens)
+        reads = Reading(parse_special_tokens, add_special_tokens and "begin")
+        ids = self._connection.ids_of(tokens, reads, timeout=timeout, is_patient=recover)
         options = PromptOptions(
             ttl, reserve_length, reuse_prefix, publish_prefix, self._connection.durability, drop_outside_window
         )

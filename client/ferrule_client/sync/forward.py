@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import TracebackType
 
 from ferrule.v1 import executor_pb2
 from ferrule_client import _convert
@@ -13,6 +12,7 @@ from ferrule_client._public import publish
 from ferrule_client._retry import Attempts
 from ferrule_client._timeouts import Timeout
 from ferrule_client.errors import FerruleError
+from ferrule_client.sync._closing import Closing
 from ferrule_client.sync._connection import Connection
 from ferrule_client.sync._stream_call import OpenCall
 from ferrule_client.types import ForwardChunk
@@ -20,7 +20,7 @@ from ferrule_client.types import ForwardChunk
 __all__ = ["ForwardPass"]
 
 
-class ForwardPass(Iterator[ForwardChunk]):
+class ForwardPass(Iterator[ForwardChunk], Closing):
     """Rows of the positions of an input, stretch by stretch; made by ``Client.forward``.
 
     Nothing runs before the first ``next``. After a broken connection the input is run again, and rows that are out
@@ -43,12 +43,6 @@ class ForwardPass(Iterator[ForwardChunk]):
         self._call: OpenCall[executor_pb2.ForwardResponse] | None = None
         self._position = 0
         self._has_ended = False
-
-    def __enter__(self) -> ForwardPass:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if self.__dict__.get("_call") is not None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import grpc
@@ -30,6 +29,7 @@ from ferrule_client.errors import (
     UnavailableError,
 )
 from ferrule_client.sync._calls import calls_of, tip_of
+from ferrule_client.sync._closing import Closing
 from ferrule_client.sync._connection import Connection
 from ferrule_client.sync._drawing import Branch, Course, Event, Leg
 from ferrule_client.sync.branches import Branches
@@ -47,7 +47,7 @@ _WINDOW = 16
 _NUM_CONTEXT = 8
 
 
-class Generation(Iterator[Token]):
+class Generation(Iterator[Token], Closing):
     """Tokens as the server draws them; made by ``Cache.generate`` and ``Client.generate``.
 
     Each is an int, the token id, that also knows its text, its log-probabilities and its branch::
@@ -107,12 +107,6 @@ class Generation(Iterator[Token]):
         self._courses = [Course(branch) for branch in self.branches]
         if plan.max_tokens == 0:
             self._finish_all("max_tokens")
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def __del__(self) -> None:
         for leg in self.__dict__.get("_legs", ()):
@@ -337,11 +331,8 @@ class Generation(Iterator[Token]):
     def _first_request(self, timeout: Timeout) -> executor_pb2.GenerateRequest:
         plan, (first, *_) = self._plan, self._courses
         if not first.branch.has_cache:
-            if isinstance(self._prompt, str):
-                ids = self._connection.encode_text(
-                    self._prompt, self._reads, timeout=timeout, is_patient=self._is_patient
-                )
-                self._prompt = self._tokens = tuple(ids)
+            ids = self._connection.ids_of(self._prompt, self._reads, timeout=timeout, is_patient=self._is_patient)
+            self._prompt = self._tokens = tuple(ids)
             self._prompt_log = TokenLog(self._tokens)
             return _messages.generate_request(
                 plan, input_ids=self._tokens, n=plan.n, request_id=self._request_id, options=self._options

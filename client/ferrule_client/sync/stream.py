@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args, overload
 
 from ferrule.v1 import executor_pb2
@@ -19,6 +18,7 @@ from ferrule_client.errors import FerruleError
 from ferrule_client.items import Append, Item, Prompt, Verify
 from ferrule_client.policy import Policy, check_policy
 from ferrule_client.sync._calls import calls_of, release_all, tip_of
+from ferrule_client.sync._closing import Closing
 from ferrule_client.sync._connection import Connection
 from ferrule_client.sync._exchange import Exchange
 from ferrule_client.sync.branches import Branches
@@ -35,7 +35,7 @@ Errors = Literal["raise", "return"]
 _R = TypeVar("_R")
 
 
-class Stream:
+class Stream(Closing):
     """One open StreamDecode: each ``run`` is one frame out and, as a rule, one frame back.
 
     It is opened at the first use, and opened again if the connection breaks: what was under way is then sent once more,
@@ -57,12 +57,6 @@ class Stream:
         self._follow = follow
         self._exchange = Exchange(connection)
         self._calls = self._exchange.calls
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if self.__dict__.get("_calls"):
@@ -177,11 +171,9 @@ class Stream:
                 return sent
             assert isinstance(sent, executor_pb2.DecodeInput)
             return _messages.chunk_input(sent, item)
-        tokens = item.tokens
-        if isinstance(tokens, str):
-            reads = _messages.Reading(item.parse_special_tokens, item.add_special_tokens and "begin")
-            tokens = self._connection.encode_text(tokens, reads, timeout=timeout, is_patient=item.recover)
-        return _messages.prompt_input(_check.token_list(tokens), self._options(item), item)
+        reads = _messages.Reading(item.parse_special_tokens, item.add_special_tokens and "begin")
+        ids = self._connection.ids_of(item.tokens, reads, timeout=timeout, is_patient=item.recover)
+        return _messages.prompt_input(ids, self._options(item), item)
 
     def _settled(self, item: Any, sent: Input, result: Appended | FerruleError) -> Any:
         """Move a cache by what came of its item, or make that of a new sequence; return that, or the error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import signal
 import threading
@@ -59,6 +60,51 @@ def test_generate_draws_what_decoding_by_hand_draws(client: Client, seed: int | 
         assert next(loop, None) is None
 
 
+@pytest.mark.parametrize("name", ["text", "tokens", "cached_tokens", "output"])
+def test_what_only_a_run_fills_is_refused_before_it(client: Client, name: str) -> None:
+    """An empty text would look like an answer; afterwards each is there."""
+    with client.prefill(PROMPT) as cache:
+        for loop in (client.generate(PROMPT, 3, keep=True), cache.generate(3)):
+            loop._plan = dataclasses.replace(loop._plan, has_text=True)  # the reference server has no tokenizer
+            with pytest.raises(RuntimeError, match=r"has not run: call read\(\), or iterate"):
+                getattr(loop, name)
+            loop._plan = dataclasses.replace(loop._plan, has_text=False)
+            assert loop.finish_reason is None
+            assert len(loop.read().tokens) == 3
+            assert loop.output.token == loop.tokens[-1]
+            client.release(loop.caches[-1:])
+
+
+def test_a_loop_that_will_not_run_is_empty(client: Client) -> None:
+    """With nothing to draw, or closed before its first token."""
+    with client.generate(PROMPT, 5) as closed:
+        pass
+    for loop in (client.generate(PROMPT, 0, text=True), closed):
+        assert (loop.tokens, loop.cached_tokens) == ([], 0)
+    assert client.generate(PROMPT, 0, text=True).text == ""
+
+
+def test_a_loop_says_how_far_it_is(client: Client) -> None:
+    """Nothing that it shows is secret."""
+    loop = client.generate(PROMPT, 3, n=2, policy=greedy(), ignore_eos=True)
+    assert repr(loop) == "Generation(not run)"
+    next(loop)
+    assert repr(loop) == "Generation(1 tokens, running; 0 tokens, running)"
+    assert repr(loop.read()) == "Generation(3 tokens, max_tokens; 3 tokens, max_tokens)"
+    assert repr(loop.branches[1]) == "Branch(1, 3 tokens, max_tokens)"
+    assert repr(client.generate(PROMPT, 0)) == "Generation(0 tokens, max_tokens)"
+
+
+def test_no_repr_shows_the_secret_of_a_handle(client: Client) -> None:
+    """Logs show the loggable id instead."""
+    with client.prefill(PROMPT, policy=greedy()) as cache, cache.fork(2) as branches:
+        shown = [cache, cache.handle, cache.last, cache.pending, cache.generate(2), branches, client]
+        texts = list(map(repr, shown))
+        assert f"Cache({cache.handle.handle_id}, length=4, " in texts[0]
+        for secret in (cache.handle.cache_id, *(branch.handle.cache_id for branch in branches)):
+            assert not [text for text in texts if secret in text]
+
+
 def test_two_loops_are_one_long_loop(client: Client) -> None:
     """A second loop goes on where the first one stopped, whatever way it stopped."""
     whole = decode_by_hand(client, 12, None)
@@ -103,7 +149,7 @@ def test_prompt_that_does_not_fit_is_an_error(client: Client, n: int) -> None:
 def test_tokens_that_do_not_fit_are_an_error(client: Client) -> None:
     """Nothing is appended, nothing gets lost, and shorter ones go on from there."""
     with client.prefill([1] * 500) as cache:
-        pending = cache.generate(1).tokens + list(cache.generate(1, policy=greedy()))
+        pending = list(cache.generate(1, policy=greedy()))
         loop = cache.generate(5, tokens=[5] * 20)
         with pytest.raises(ContextExceededError):
             loop.read()

@@ -40,7 +40,12 @@ class AsyncBranch:
         self._cache = cache
 
     def __repr__(self) -> str:
-        return f"AsyncBranch({self.index}, {len(self.tokens)} tokens, {self.finish_reason or 'goes on'})"
+        return f"AsyncBranch({self.index}, {self.state})"
+
+    @property
+    def state(self) -> str:
+        """How far it is, for people: ``12 tokens, running``, or why it ended."""
+        return f"{len(self.tokens)} tokens, {self.finish_reason or 'running'}"
 
     @property
     def has_cache(self) -> bool:

@@ -100,6 +100,7 @@ class AsyncGeneration(AsyncIterator[Token], Closing):
         self._whole: executor_pb2.GenerateRequest | None = None
         self._num_repeats = 0
         self._has_begun = False
+        self._has_run = False
         self._events: deque[Event] = deque()
         self._legs: deque[Leg] = deque()
         self.branches = [AsyncBranch(n, plan.seed_of(n), None if n else cache) for n in range(plan.n)]
@@ -111,6 +112,10 @@ class AsyncGeneration(AsyncIterator[Token], Closing):
         for leg in self.__dict__.get("_legs", ()):
             leg.call.cancel()
 
+    def __repr__(self) -> str:
+        states = [branch.state for branch in self.branches] if self._has_run or self._has_ended() else ["not run"]
+        return f"AsyncGeneration({'; '.join(states)})"
+
     async def __anext__(self) -> Token:
         token = await self.advance()
         if token is None:
@@ -119,8 +124,12 @@ class AsyncGeneration(AsyncIterator[Token], Closing):
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids handed out so far, of the first branch."""
-        return self.branches[0].tokens
+        """Token ids handed out so far, of the first branch.
+
+        Raises:
+            RuntimeError: The generation has not run.
+        """
+        return self._drawn().tokens
 
     @property
     def text(self) -> str:
@@ -128,10 +137,11 @@ class AsyncGeneration(AsyncIterator[Token], Closing):
 
         Raises:
             AttributeError: It was not asked for.
+            RuntimeError: The generation has not run.
         """
         if not self._plan.has_text:
             raise AttributeError("there is no text: ask for it with text=True")
-        return self.branches[0].text
+        return self._drawn().text
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -145,8 +155,12 @@ class AsyncGeneration(AsyncIterator[Token], Closing):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that came out of the prefix cache; there with the first token."""
-        return self.branches[0].cached_tokens
+        """Tokens of the prompt that came out of the prefix cache; there with the first token.
+
+        Raises:
+            RuntimeError: The generation has not run.
+        """
+        return self._drawn().cached_tokens
 
     @property
     def output(self) -> Output:
@@ -155,7 +169,7 @@ class AsyncGeneration(AsyncIterator[Token], Closing):
         Raises:
             RuntimeError: There is no token yet.
         """
-        return self.branches[0].cache.last
+        return self._drawn().cache.last
 
     @property
     def caches(self) -> AsyncBranches:
@@ -165,6 +179,7 @@ class AsyncGeneration(AsyncIterator[Token], Closing):
 
     async def advance(self) -> Token | None:
         """Return the next token of any branch, or None when all have ended; what ``next`` does, without its error."""
+        self._has_run = True
         try:
             while self._events or not self._has_ended():
                 if not self._events:
@@ -239,6 +254,12 @@ class AsyncGeneration(AsyncIterator[Token], Closing):
         self._finish_all("closed")
         self._events.clear()
         await self._end()
+
+    def _drawn(self) -> AsyncBranch:
+        """Return the first branch; raise RuntimeError if nothing was asked of the server yet."""
+        if not (self._has_run or self._has_ended()):
+            raise RuntimeError("the generation has not run: call read(), or iterate over its tokens or pieces()")
+        return self.branches[0]
 
     def _has_ended(self) -> bool:
         return all(branch.finish_reason is not None for branch in self.branches)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ferrule_client._public import publish
 from ferrule_client.masks import MaskLike
-from ferrule_client.policy import Policy
+from ferrule_client.policy import Policy, hinting
 from ferrule_client.types import Acceptance, OnStale, Output, Pending, Tokens, Verification
 
 __all__ = ["Append", "DraftDistributions", "Item", "Prompt", "Verify"]
@@ -29,6 +29,7 @@ class Item(Generic[R_co]):
     __slots__ = ()
 
 
+@hinting
 @dataclass(frozen=True, slots=True)
 class Prompt(Item[Any]):
     """A new sequence; its result is its cache.
@@ -66,6 +67,7 @@ class Prompt(Item[Any]):
     add_special_tokens: bool = True
 
 
+@hinting
 @dataclass(frozen=True, slots=True)
 class Append(Item[Output], Generic[C]):
     """Tokens to append to a cache, as ``Cache.append`` does; its result is the output.
@@ -100,6 +102,7 @@ class Append(Item[Output], Generic[C]):
         return self.all_positions or not self.is_final
 
 
+@hinting
 @dataclass(frozen=True, slots=True, eq=False)
 class Verify(Item[Verification], Generic[C]):
     """Drafts to check, as ``Cache.verify`` does; its result is the verification.

@@ -14,17 +14,21 @@ Only what is asked for is computed and sent. Without a policy nothing is.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypedDict, Unpack, get_args
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args
 
 from ferrule_client import _check
 from ferrule_client._public import publish
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
 
-__all__ = ["DType", "Policy", "Sampling", "check_policy", "greedy", "logits", "sample", "seeded"]
+__all__ = ["DType", "Policy", "Sampling", "check_policy", "greedy", "hinting", "logits", "sample", "seeded"]
+
+_T = TypeVar("_T")
 
 _SEED_BITS = 52  # such an integer is exact in JSON and in JavaScript
 
@@ -238,5 +242,47 @@ def check_policy(value: object) -> None:
     hint = f"call it: policy={name}()" if callable(value) else "make one with greedy(), sample() or logits()"
     raise TypeError(f"the policy must be a Policy, got {name}; {hint}")
 
+
+def hinting(cls: type[_T]) -> type[_T]:
+    """Let each method of a class that takes a policy say where a setting of ``sample`` belongs.
+
+    ``temperature=0.3`` beside the arguments of such a method raises a TypeError that names
+    ``policy=sample(temperature=0.3)``. Everything else reaches the method as it is.
+    """
+    for name, method in list(vars(cls).items()):
+        if inspect.isfunction(method) and "policy" in inspect.signature(method).parameters:
+            setattr(cls, name, _hinting(method, cls.__name__ if name == "__init__" else name))
+    return cls
+
+
+def _hinting(method: Callable[..., Any], name: str) -> Callable[..., Any]:  # Any: of every method
+    """Return a method that refuses settings by its name; it stays a coroutine function if it is one."""
+
+    @functools.wraps(method)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _refuse_settings(name, kwargs)
+        return method(*args, **kwargs)
+
+    @functools.wraps(method)
+    async def awaited(*args: Any, **kwargs: Any) -> Any:
+        _refuse_settings(name, kwargs)
+        return await method(*args, **kwargs)
+
+    return awaited if inspect.iscoroutinefunction(method) else checked
+
+
+def _refuse_settings(name: str, given: Mapping[str, object]) -> None:
+    """Raise TypeError if arguments of a call are settings of ``sample``."""
+    wrong = [key for key in given if key in _SETTINGS]
+    if wrong:
+        settings = ", ".join(f"{key}={_shown(given[key])}" for key in wrong)
+        raise TypeError(f"{name}() takes no {' nor '.join(wrong)}: pass policy=sample({settings})")
+
+
+def _shown(value: object) -> str:
+    return repr(value) if isinstance(value, (int, float, str)) else "..."
+
+
+_SETTINGS = frozenset(Sampling.__dataclass_fields__) | frozenset(Settings.__annotations__)
 
 publish(globals(), ("Policy", "Sampling", "Settings", "greedy", "logits", "sample"))

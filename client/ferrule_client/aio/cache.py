@@ -22,7 +22,7 @@ from ferrule_client.aio.generation import AsyncGeneration
 from ferrule_client.errors import FerruleError
 from ferrule_client.items import Append, DraftDistributions, Verify
 from ferrule_client.masks import MaskLike
-from ferrule_client.policy import Policy, greedy
+from ferrule_client.policy import Policy, greedy, hinting
 from ferrule_client.types import (
     Acceptance,
     CacheInfo,
@@ -44,6 +44,7 @@ _log = logging.getLogger(__name__)
 _EXIT_S = 5.0
 
 
+@hinting
 class AsyncCache:
     r"""One sequence on the server, and the handle at its newest state.
 

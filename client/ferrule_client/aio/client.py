@@ -38,7 +38,7 @@ from ferrule_client.aio.generation import AsyncGeneration
 from ferrule_client.aio.stream import AsyncStream
 from ferrule_client.errors import DrainingError, FerruleError, StartingError, UnavailableError, WrongInstanceError
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
-from ferrule_client.policy import Policy, logits, seeded
+from ferrule_client.policy import Policy, hinting, logits, seeded
 from ferrule_client.types import (
     CacheSummary,
     Capabilities,
@@ -67,6 +67,7 @@ _POLL_S = 0.1
 _NEVER_READY = ("draining", "failed")
 
 
+@hinting
 class AsyncClient(Closing):
     """A connection to one Ferrule server. Safe to use from several tasks; the caches it makes are not.
 

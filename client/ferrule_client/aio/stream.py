@@ -20,7 +20,7 @@ from ferrule_client.aio._exchange import Exchange
 from ferrule_client.aio.branches import AsyncBranches
 from ferrule_client.errors import FerruleError
 from ferrule_client.items import Append, Item, Prompt, Verify
-from ferrule_client.policy import Policy, check_policy
+from ferrule_client.policy import Policy, check_policy, hinting
 from ferrule_client.types import Tokens
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ Errors = Literal["raise", "return"]
 _R = TypeVar("_R")
 
 
+@hinting
 class AsyncStream(Closing):
     """One open StreamDecode: each ``run`` is one frame out and, as a rule, one frame back.
 

@@ -18,7 +18,7 @@ from ferrule_client._tip import Tip
 from ferrule_client.errors import FerruleError
 from ferrule_client.items import Append, DraftDistributions, Verify
 from ferrule_client.masks import MaskLike
-from ferrule_client.policy import Policy, greedy
+from ferrule_client.policy import Policy, greedy, hinting
 from ferrule_client.sync._calls import SequenceCalls, release_all
 from ferrule_client.sync._connection import Connection
 from ferrule_client.sync.branches import Branches
@@ -44,6 +44,7 @@ _log = logging.getLogger(__name__)
 _EXIT_S = 5.0
 
 
+@hinting
 class Cache:
     r"""One sequence on the server, and the handle at its newest state.
 

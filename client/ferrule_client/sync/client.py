@@ -27,7 +27,7 @@ from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
 from ferrule_client.errors import DrainingError, FerruleError, StartingError, UnavailableError, WrongInstanceError
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
-from ferrule_client.policy import Policy, logits, seeded
+from ferrule_client.policy import Policy, hinting, logits, seeded
 from ferrule_client.sync._calls import SequenceCalls, calls_of, release_all, tip_of
 from ferrule_client.sync._closing import Closing
 from ferrule_client.sync._connection import Connection
@@ -67,6 +67,7 @@ _POLL_S = 0.1
 _NEVER_READY = ("draining", "failed")
 
 
+@hinting
 class Client(Closing):
     """A connection to one Ferrule server. Safe to use from several threads; the caches it makes are not.
 

@@ -16,7 +16,7 @@ from ferrule_client._tip import Tip
 from ferrule_client._token_log import TokenLog
 from ferrule_client.errors import FerruleError
 from ferrule_client.items import Append, Item, Prompt, Verify
-from ferrule_client.policy import Policy, check_policy
+from ferrule_client.policy import Policy, check_policy, hinting
 from ferrule_client.sync._calls import calls_of, release_all, tip_of
 from ferrule_client.sync._closing import Closing
 from ferrule_client.sync._connection import Connection
@@ -35,6 +35,7 @@ Errors = Literal["raise", "return"]
 _R = TypeVar("_R")
 
 
+@hinting
 class Stream(Closing):
     """One open StreamDecode: each ``run`` is one frame out and, as a rule, one frame back.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import SupportsFloat, cast
 
 import numpy as np
@@ -24,6 +24,8 @@ def token_list(tokens: object) -> list[int]:
         ids = _ints(tokens)
     except TypeError:
         text = "token ids must be integers; use client.tokenize(text) to make them of a text"
+        if isinstance(tokens, Sequence) and any(isinstance(one, Mapping) for one in tokens):
+            text = "token ids must be integers; use client.apply_chat_template(messages) to make them of a conversation"
         raise TypeError(f"{text} (got {_kind(tokens)})") from None
     if ids and (min(ids) < 0 or max(ids) > _MAX_UINT32):
         wrong = next(i for i in ids if not 0 <= i <= _MAX_UINT32)

@@ -812,8 +812,12 @@ class CacheMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatPrompt:
-    """A conversation as the model's chat template writes it.
+class ChatPrompt(Sequence[int]):
+    """A conversation as the model's chat template writes it. It is a sequence of its token ids.
+
+    Pass it to ``prefill``, ``generate`` and every other call that takes tokens. Nothing is added to it::
+
+        with client.prefill(client.apply_chat_template(messages)) as cache: ...
 
     Attributes:
         text: The text as rendered.
@@ -824,6 +828,12 @@ class ChatPrompt:
     text: str
     token_ids: tuple[int, ...]
     tools_ignored: bool = False
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, index: Any) -> Any:  # Any: a number gives an id, a slice several
+        return self.token_ids[index]
 
 
 @dataclass(slots=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ferrule import Client, greedy
+from ferrule.types import Prompt
 
 NUM_TOKENS = 12
 GREEDY: dict[str, Any] = {"policy": greedy(), "max_tokens": NUM_TOKENS}
@@ -156,6 +158,28 @@ def test_the_model_continues_an_answer_that_was_begun(client: Client, start: str
     asked = [{"role": "user", "content": "What is a queue?"}, {"role": "assistant", "content": start}]
     prompt = client.apply_chat_template(asked, continue_final_message=True)
     assert prompt.text.endswith((f"Assistant: {start}", f"Assistant: {start.strip()}"))
+
+
+def test_a_rendered_conversation_is_a_prompt(client: Client) -> None:
+    """As it is, for every call that takes tokens; its answer comes as text."""
+    asked = [{"role": "user", "content": "What is a queue?"}]
+    prompt = client.apply_chat_template(asked)
+    assert (list(prompt), len(prompt), prompt[:2]) == ([*prompt.token_ids], len(prompt.token_ids), prompt.token_ids[:2])
+    with client.stream() as stream, client.prefill(prompt) as cache, stream.run([Prompt(prompt)])[0] as other:
+        assert cache.token_ids == other.token_ids == list(prompt.token_ids)
+        cache.append(prompt)
+        assert cache.length == 2 * len(prompt)
+    answer = client.generate(prompt, NUM_TOKENS, policy=greedy()).read()
+    assert answer.tokens == fresh(client, asked)
+    assert answer.text
+    np.testing.assert_array_equal(client.score(prompt), client.score(prompt.token_ids))
+
+
+def test_a_conversation_that_is_not_rendered_is_no_prompt(client: Client) -> None:
+    """The error names the call that renders it."""
+    for call in (client.prefill, client.generate):
+        with pytest.raises(TypeError, match=r"use client\.apply_chat_template\(messages\)"):
+            call([{"role": "user", "content": "Hello"}])  # type: ignore[list-item]
 
 
 def test_tools_that_the_template_ignores_are_reported(client: Client) -> None:

@@ -347,7 +347,7 @@ class AsyncClient(Closing):
             n: As in ``AsyncCache.generate``.
             stop: As in ``AsyncCache.generate``.
             ignore_eos: As in ``AsyncCache.generate``.
-            text: As in ``AsyncCache.generate``. None: if the prompt is a text.
+            text: As in ``AsyncCache.generate``. None: if the prompt is a text or a ``ChatPrompt``.
             ttl: Lease in seconds, clamped by the server. None: the server's default.
             reuse_prefix: As in ``prefill``.
             publish_prefix: As in ``prefill``.
@@ -372,7 +372,7 @@ class AsyncClient(Closing):
             n=n,
             stop=stop,
             ignore_eos=ignore_eos,
-            text=isinstance(prompt, str) if text is None else text,
+            text=isinstance(prompt, (str, ChatPrompt)) if text is None else text,
         )
         options = PromptOptions(
             ttl, None, reuse_prefix, publish_prefix, self._connection.durability, drop_outside_window

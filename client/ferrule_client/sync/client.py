@@ -346,7 +346,7 @@ class Client(Closing):
             n: As in ``Cache.generate``.
             stop: As in ``Cache.generate``.
             ignore_eos: As in ``Cache.generate``.
-            text: As in ``Cache.generate``. None: if the prompt is a text.
+            text: As in ``Cache.generate``. None: if the prompt is a text or a ``ChatPrompt``.
             ttl: Lease in seconds, clamped by the server. None: the server's default.
             reuse_prefix: As in ``prefill``.
             publish_prefix: As in ``prefill``.
@@ -371,7 +371,7 @@ class Client(Closing):
             n=n,
             stop=stop,
             ignore_eos=ignore_eos,
-            text=isinstance(prompt, str) if text is None else text,
+            text=isinstance(prompt, (str, ChatPrompt)) if text is None else text,
         )
         options = PromptOptions(
             ttl, None, reuse_prefix, publish_prefix, self._connection.durability, drop_outside_window

@@ -5,13 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypedDict, cast
 
 import grpc
 from google.protobuf.message import Message
 
 from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, tokenizer_pb2, types_pb2
 from ferrule_client import _check, _convert
+from ferrule_client._timeouts import Timeout
 from ferrule_client.errors import InvalidRequestError, TruncateBeyondError
 from ferrule_client.items import Append, DraftDistributions, Prompt, Verify
 from ferrule_client.policy import Policy, check_policy, greedy, sample, seeded
@@ -53,6 +54,14 @@ class Reading(NamedTuple):
 
     parses: bool = False
     adds: bool | Literal["begin"] = False
+
+
+class TextOptions(TypedDict, total=False):
+    """How ``AsyncClient.score`` reads its texts, and how long a call may take; each as it says."""
+
+    add_special_tokens: bool
+    parse_special_tokens: bool
+    timeout: Timeout
 
 
 @dataclass(frozen=True, slots=True)

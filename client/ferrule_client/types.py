@@ -43,6 +43,7 @@ __all__ = [
     "Released",
     "Reservation",
     "Rows",
+    "Score",
     "Status",
     "Timing",
     "TlsConfig",
@@ -310,6 +311,32 @@ class ForwardChunk(Rows):
         cut = rows._cut(slice(skip, None))  # noqa: SLF001
         cut["arrays"] |= pooled
         return replace(self, first_position=position, num_rows=self.num_rows - skip, **cut)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Score:
+    """How likely the model finds a continuation of a context, token by token.
+
+    Attributes:
+        token_ids: Token ids of the continuation.
+        logprobs: Natural log-probability of each under the raw model, given all tokens before it, float32
+            [number of tokens].
+        greedy_ids: The most likely token in the place of each.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: FloatArray
+    greedy_ids: tuple[int, ...]
+
+    @property
+    def total(self) -> float:
+        """Log-probability of the whole continuation: the sum of ``logprobs``."""
+        return float(self.logprobs.sum(dtype=np.float64))
+
+    @property
+    def is_greedy(self) -> bool:
+        """True: greedy decoding after the context begins with the continuation."""
+        return self.token_ids == self.greedy_ids
 
 
 class Token(int):

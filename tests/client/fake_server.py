@@ -281,6 +281,7 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
             + [info_pb2.FEATURE_REQUEST_ID] * self.has_request_ids
             + [info_pb2.FEATURE_DURABLE_HANDLES] * self.is_durable,
             max_handles_per_request=self.advertised,
+            max_fork_count=256,
         )
         reply = executor_pb2.GetCapabilitiesResponse(capabilities=capabilities)
         return self._run("GetCapabilities", context, lambda: reply)

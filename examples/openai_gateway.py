@@ -21,7 +21,7 @@ from typing import Any
 
 import uvicorn
 from openai_form import FINISH, LOST, Events, Json, Rows, Turn, body_of, choice, digests, is_foreign, refuse, until_gone
-from openai_options import api_keys, connection, parser
+from openai_options import api_keys, check_server, connection, parser
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -246,4 +246,5 @@ def build(args: argparse.Namespace) -> Starlette:
 
 if __name__ == "__main__":
     args = parser().parse_args()
+    check_server(args)
     uvicorn.run(build(args), host=args.listen[0], port=args.listen[1], timeout_graceful_shutdown=5)

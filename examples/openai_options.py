@@ -8,6 +8,8 @@ import ipaddress
 from pathlib import Path
 from typing import Any
 
+from ferrule import Client, FerruleError
+from ferrule.errors import UnavailableError
 from ferrule.types import TlsConfig
 
 
@@ -70,6 +72,16 @@ def connection(args: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"{text}; name its authority with --tls-ca")
     token = args.token_file.read_text().strip() if args.token_file else None
     return {"token": token, "tls": TlsConfig(args.tls_ca.read_bytes()) if args.tls_ca else None}
+
+
+def check_server(args: argparse.Namespace) -> None:
+    """Raise SystemExit with one line if no server can be reached; if one refuses, ``/healthz`` says why."""
+    with Client(args.target, **connection(args)) as client, contextlib.suppress(FerruleError):
+        try:
+            client.status(timeout=5)
+        except UnavailableError as error:
+            if error.reason == "CONNECTION_FAILED":
+                raise SystemExit(str(error)) from None
 
 
 def is_local(target: str) -> bool:

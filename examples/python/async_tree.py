@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 
 from ferrule import AsyncClient, sample
+from ferrule.errors import UnavailableError
 from ferrule.types import AsyncCache
 
 PROMPT = "def read_file(path):"
@@ -37,4 +39,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except UnavailableError as error:  # there is no server, or it went away
+        sys.exit(str(error))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ferrule import Cache, Client, Policy
+from ferrule.errors import UnavailableError
 
 PROMPT = "def read_file(path):"
 WIDTH = 3
@@ -61,4 +63,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UnavailableError as error:  # there is no server, or it went away
+        sys.exit(str(error))

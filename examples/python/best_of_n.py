@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import sys
 import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 from ferrule import Client, sample
+from ferrule.errors import UnavailableError
 
 PROMPT = inspect.getsource(textwrap.indent) + "\n\ndef read_file(path):"
 NUM_BRANCHES = 8
@@ -64,4 +66,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UnavailableError as error:  # there is no server, or it went away
+        sys.exit(str(error))

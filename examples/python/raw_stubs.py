@@ -12,7 +12,10 @@ channel = grpc.insecure_channel((sys.argv[1:] or ["127.0.0.1:50051"])[0])
 executor = executor_pb2_grpc.ModelExecutorServiceStub(channel)
 tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
 text = tokenizer_pb2.TokenizeRequest(text="def read_file(path):", add_begin_tokens=True)
-ids = tokenizer.Tokenize(text, timeout=30).token_ids
+try:
+    ids = tokenizer.Tokenize(text, timeout=30).token_ids
+except grpc.RpcError as error:
+    sys.exit(f"no answer: {error.details()}")
 start = executor_pb2.PrefillInput(input_ids=ids, logits_policy={"greedy_argmax": {}}, request_id=str(uuid.uuid4()))
 out = executor.Prefill(executor_pb2.PrefillRequest(input=start), timeout=30).output
 owner = (("ferrule-instance", out.kv_cache.instance),)  # for the proxy on the way

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import dataclass, field
 
 from ferrule import Cache, Client, greedy
+from ferrule.errors import UnavailableError
 from ferrule.types import Append, Prompt
 
 PROMPTS = (
@@ -78,4 +80,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UnavailableError as error:  # there is no server, or it went away
+        sys.exit(str(error))

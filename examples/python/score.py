@@ -1,14 +1,17 @@
 """RL scoring: log-probabilities of given completions, as a reward model or a policy gradient needs them.
 
-Two ways, the same numbers: ``client.score`` runs a whole text and keeps nothing. If many completions share a long
-prompt, fork it and run each completion alone.
+Three ways, the same numbers. ``client.score(text)`` runs a whole text and keeps nothing. If many completions share a
+long prompt, ``client.score(prompt, completions)`` runs the prompt once, forks it and runs each completion alone;
+``score_forked`` does the same by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 
 from ferrule import Client, Policy
+from ferrule.errors import UnavailableError
 from ferrule.types import Append, FloatArray
 
 PROMPT = "def read_file(path):"
@@ -46,10 +49,15 @@ def main() -> None:
         prompt = client.tokenize(PROMPT, add_special_tokens="begin")
         completions = [client.tokenize(text) for text in COMPLETIONS]
         forked = score_forked(client, prompt, completions)
-        for text, ids, logprobs in zip(COMPLETIONS, completions, forked, strict=True):
+        scores = client.score(prompt, completions)
+        for text, ids, logprobs, score in zip(COMPLETIONS, completions, forked, scores, strict=True):
             whole = score_whole(client, prompt, ids)
-            print(f"{logprobs.sum():8.2f} total {logprobs.mean():7.3f} per token ({whole.mean():7.3f} whole)  {text!r}")
+            same = f"{logprobs.mean():7.3f} by hand, {whole.mean():7.3f} whole"
+            print(f"{score.total:8.2f} total {score.logprobs.mean():7.3f} per token ({same})  {text!r}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UnavailableError as error:  # there is no server, or it went away
+        sys.exit(str(error))

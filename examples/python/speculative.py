@@ -7,9 +7,11 @@ that decodes token by token, and the same guesses checked without handles, the w
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 
 from ferrule import Client, greedy
+from ferrule.errors import UnavailableError
 
 PROMPT = """class Point:
     def __init__(self, x, y):
@@ -87,4 +89,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UnavailableError as error:  # there is no server, or it went away
+        sys.exit(str(error))

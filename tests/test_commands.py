@@ -243,7 +243,7 @@ RULES: Final = (
     Rule(r"curl ", _curl),
 )
 
-NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local", "openai", "tutorial"}
+NAMED_BLOCKS: Final = {*TOOLS, *GENERATING, "newcomer", "local", "openai", "shell-reason", "tutorial"}
 """Blocks that are run as a whole by their name, by tests/conformance, examples, stack and test_tutorial.py."""
 
 

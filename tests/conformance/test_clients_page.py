@@ -9,9 +9,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
+from ferrule.v1 import executor_pb2, executor_pb2_grpc
 from tests.conformance.languages import (
     EXAMPLES,
     ROOT,
@@ -92,6 +95,77 @@ def test_the_commands_of_a_language_run(language: str, servers: Servers, tmp_pat
     secrets = {"FERRULE_TLS_CA": str(servers.folder / "ca.pem"), "FERRULE_TOKEN": TOKENS["bob"]}
     said = _run(_block(PAGE, language), target, tmp_path, **environment, **secrets)
     assert "EXECUTOR_STATE" in said if language.startswith("curl") else said.endswith("released 3\n")
+
+
+def _piece(language: str) -> str:
+    """Return the piece of the page of errors that reads the reason of one."""
+    found = re.search(rf"^```\w+ {language}-reason\n(.*?)^```", CLIENTS, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_the_reason_of_an_error_is_read_in_python(servers: Servers) -> None:
+    """As on the page: of a call, of an item, and of an error that has none."""
+    names: dict[str, Any] = {}
+    exec(_piece("python"), names)
+    prompt = executor_pb2.PrefillInput(input_ids=[10**6])
+    with grpc.insecure_channel(servers.target("shipped")) as channel:
+        stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        (item,) = stub.BatchPrefill(executor_pb2.BatchPrefillRequest(inputs=[prompt]), timeout=30).results
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Prefill(executor_pb2.PrefillRequest(input=prompt), timeout=30)
+    assert [names["reason_of"](one) for one in (item.error, refused.value)] == ["TOKEN_OUT_OF_VOCAB"] * 2
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        stub = executor_pb2_grpc.ModelExecutorServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as failed:
+            stub.Prefill(executor_pb2.PrefillRequest(), timeout=30)
+    assert names["reason_of"](failed.value) == ""
+
+
+def test_the_reason_of_an_error_is_read_in_node(servers: Servers, tmp_path: Path) -> None:
+    """With the lines of the example before it."""
+    try:
+        (tmp_path / "node_modules").symlink_to(node_modules())
+        node = need("node")
+    except Missing as missing:
+        absent(missing)
+    example = (EXAMPLES / "node" / "fork.js").read_text("utf-8").replace("../../protos", (ROOT / "protos").as_uri())
+    head = example[: example.index("const { tokenIds }")]
+    calls = """
+const wrong = { inputIds: [1000000] };
+const { results } = await call(executor, "BatchPrefill", { inputs: [wrong] });
+const error = await call(executor, "Prefill", { input: wrong }).catch((error) => error);
+console.log(reasonOf(results[0].error.details), reasonOf(detailsOf(error)));
+executor.close(), tokenizer.close();
+"""
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "reason.js").write_text(head + _piece("node") + calls)
+    command = [node, str(tmp_path / "reason.js"), servers.target("shipped")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == "TOKEN_OUT_OF_VOCAB TOKEN_OUT_OF_VOCAB\n"
+
+
+def test_the_reason_of_an_error_is_read_in_the_shell(servers: Servers, tmp_path: Path) -> None:
+    """Of what ``buf curl`` says."""
+    try:
+        need("jq"), need("buf")
+    except Missing as missing:
+        absent(missing)
+    method = f"http://{servers.target('shipped')}/ferrule.v1.ModelExecutorService/Prefill"
+    options = "--schema protos --protocol grpc --http2-prior-knowledge"
+    script = f"""buf curl {options} -d '{{"input": {{"inputIds": [1000000]}}}}' {method} 2> {tmp_path}/error.json\n"""
+    script += _piece("shell").replace("error.json", f"{tmp_path}/error.json")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    run = subprocess.run(
+        ["bash", "-c", script], cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "TOKEN_OUT_OF_VOCAB\n"
+
+
+def test_every_language_has_a_piece_that_reads_the_reason() -> None:
+    """Each of those with an example."""
+    for language in ("python", "node", "typescript", "go", "rust", "cpp", "shell"):
+        assert "ErrorInfo" in _piece(language) or "error_info" in _piece(language)
 
 
 @pytest.mark.slow

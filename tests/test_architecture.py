@@ -221,9 +221,9 @@ RECORDS = (
 MAX_RECORD_FIELDS = 77
 """Of all these together."""
 BUDGET: dict[str, int] = {
-    "server": 32618,
-    "client": 11746,  # scores of continuations, and what a wrong call is told, came with 100
-    "tools": 5842,  # the training of the bundled model came from the server with 650
+    "server": 33087,  # the compiler of the GPU kernels came from the tools with 322
+    "client": 11754,
+    "tools": 5520,  # the training of the bundled model came from the server with 650
 }
 """Code lines of each product (``python -m tools.code_lines``). A sum rises only by what an issue grants."""
 

@@ -49,14 +49,13 @@ def ask(
     memory.kept.clear()
     num_choices = 0
     for i, spec in enumerate(specs):
-        if spec in _PLAIN:
+        if _is_plain(spec):
             continue
-        needs_choice = _needs_choice(spec)
         memory.wants[i] = WANTS_LOGITS * _needs_logits(spec) | WANTS_SUMS * needs_normaliser(spec)
         memory.targets[i] = spec.target_id
         is_kept = spec.num_top_logprobs <= MOST_TOP
         memory.top_counts[i] = min(spec.num_top_logprobs, memory.vocab_size) if is_kept else 0
-        if needs_choice:
+        if _needs_choice(spec):
             fields = _choice(memory, spec, positions[i] + 1, histories[i] if histories else None)
             _CHOICE.pack_into(memory.choices.data, i * _CHOICE.size, *fields)
             num_choices += 1
@@ -77,9 +76,8 @@ def _choice(memory: StepMemory, spec: OutputSpec, position: int, history: Int32A
     counted = history if shaped.has_penalties else None
     bits = memory.all_tokens if spec.shaping is not None else None
     if shaped.mask is not None:
-        bits = (
-            np.pad(shaped.mask.bits, (0, -len(shaped.mask.bits) % 8)) if len(shaped.mask.bits) % 8 else shaped.mask.bits
-        )
+        missing = -len(shaped.mask.bits) % 8
+        bits = np.pad(shaped.mask.bits, (0, missing)) if missing else shaped.mask.bits
     tokens, probabilities = (None, None) if draft is None else proposal(draft)
     return (
         address(counted, np.int32), address(bits, np.uint8), address(list(shaped.bias) or None, _BIAS),
@@ -90,6 +88,11 @@ def _choice(memory: StepMemory, spec: OutputSpec, position: int, history: Int32A
         shaped.repetition_penalty, shaped.frequency_penalty, shaped.presence_penalty,
         1 / max(sample.temperature, SMALLEST_TEMPERATURE), sample.top_p, sample.min_p,
     )  # fmt: skip
+
+
+def _is_plain(spec: OutputSpec) -> bool:
+    """Whether an output needs the best token at most; draws are told at once, without comparing specs."""
+    return spec.sample is None and spec in _PLAIN
 
 
 def _needs_logits(spec: OutputSpec) -> bool:
@@ -116,10 +119,10 @@ def read_outputs(memory: StepMemory, positions: Sequence[int], specs: Sequence[O
     for i, (position, spec, result) in enumerate(zip(positions, specs, results, strict=True)):
         row = RowOutput(position + 1, is_finite=result[0] >= 0)
         rows.append(row)
-        if spec == _PLAIN[1] and row.is_finite:
-            row.token = int(result[0])
-        elif spec != _PLAIN[0] and row.is_finite:
+        if row.is_finite and not _is_plain(spec):
             _Output(memory, i, spec, result).fill(row)
+        elif row.is_finite and spec.greedy:
+            row.token = int(result[0])
     return rows
 
 

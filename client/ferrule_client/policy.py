@@ -26,7 +26,7 @@ from ferrule_client import _check
 from ferrule_client._public import publish
 from ferrule_client.masks import MaskLike, TokenMask, as_mask
 
-__all__ = ["DType", "Policy", "Sampling", "check_policy", "greedy", "hinting", "logits", "sample", "seeded"]
+__all__ = ["DType", "Policy", "Sampling", "check_policy", "greedy", "logits", "sample", "seeded"]
 
 _T = TypeVar("_T")
 

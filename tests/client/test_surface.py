@@ -18,7 +18,7 @@ MAX_NAMES = 16
 """Three of them are kept free for what follows."""
 MAX_METHODS = 45
 """Of ``Client``, ``Cache`` and ``Stream`` together; eight are kept free."""
-MAX_ARGUMENTS = 150
+MAX_ARGUMENTS = 151
 """Besides 130: ``durability`` of the client and ``drop_outside_window`` of ``prefill`` and ``generate``, which are said
 where a sequence is made; ``parse_special_tokens`` and ``add_special_tokens`` of the calls that take a text;
 ``continue_final_message`` of ``apply_chat_template``, which ``add_generation_prompt`` cannot say; and ``continuations``

@@ -36,6 +36,7 @@ from ferrule_server.kernel_builder.compile import (
 from ferrule_server.kernels.cuda import attention
 from ferrule_server.kernels.cuda.catalog import kernels_of, merged
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, KernelSpec
+from tools.kernels import machine_code
 from tools.kernels.machine_code import Made, take_apart
 from tools.kernels.report import SHOWN, table, written_into
 
@@ -43,7 +44,7 @@ PATH = Path(__file__).with_name("kernels.json")
 PAGE = Path(__file__).resolve().parents[4] / "tools" / "kernels" / "machine_code.md"
 PACKAGE = "ferrule_server.kernels.cuda"
 COMPILER = Path(compiler.__file__)
-RULES = [COMPILER.with_name(name) for name in ("addressing.py", "machine_code.py", "sass.py")]
+RULES = [Path(machine_code.__file__).with_name(name) for name in ("addressing.py", "machine_code.py", "sass.py")]
 VARIANTS = [(name, early) for name in ARCHITECTURES for early in (True, False) if early or has_dependent_launch(name)]
 """What is assembled of each kernel: architecture, and whether it starts early."""
 SOME_VARIANTS = [("sm_80", True), ("sm_90a", True), ("sm_90a", False), ("sm_120", True)]

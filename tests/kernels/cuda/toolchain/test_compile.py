@@ -354,10 +354,10 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(CompileError, match=r"not installed .*pip install 'ferrule-server\[kernels\]'"):
+    with pytest.raises(CompileError, match=r"not installed .*pip install 'ferrule-server\[cuda\]'"):
         write_ptx(SCALE)
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
-    with pytest.raises(CompileError, match=r"ptxas is not installed; pip install 'ferrule-server\[kernels\]'"):
+    with pytest.raises(CompileError, match=r"ptxas is not installed; pip install 'ferrule-server\[cuda\]'"):
         tool("ptxas")
 
 

@@ -96,3 +96,10 @@ def test_the_asyncio_client_scores_the_same(client: Client, target: str) -> None
     for score, other in zip(client.score(CONTEXT, CONTINUATIONS), aio_harness.run(scored()), strict=True):
         np.testing.assert_allclose(score.logprobs, other.logprobs, atol=TOLERANCE)
         assert score.greedy_ids == other.greedy_ids
+
+
+def test_one_text_is_no_list_of_continuations(client: Client) -> None:
+    """Its characters would be scored one by one."""
+    with pytest.raises(TypeError, match="list of texts"):
+        client.score("Q:", " Paris")
+    assert list(client.list_caches()) == []

@@ -278,7 +278,7 @@ class AsyncClient(Closing):
         Args:
             tokens: Token ids, at least one, or a text.
             continuations: Token ids or texts, each to be scored after ``tokens``. A text is encoded alone, without
-                special tokens around it.
+                special tokens around it, so it begins with the space before its first word.
             add_special_tokens: As in ``prefill``.
             parse_special_tokens: As in ``prefill``.
             timeout: Seconds one chunk may take, retries included; with ``continuations``, one call.
@@ -287,6 +287,7 @@ class AsyncClient(Closing):
             float32 [number of tokens - 1], natural logarithms under the raw model; or a ``Score`` per continuation.
 
         Raises:
+            TypeError: The continuations are one text and no list of them.
             ValueError: There are continuations and the context has no token.
             FerruleError: As in ``prefill``. Nothing stays on the server.
 
@@ -295,6 +296,8 @@ class AsyncClient(Closing):
             ``totals = [score.total for score in await client.score("2 + 2 =", [" 4", " 5"])]``
         """
         reads = Reading(parse_special_tokens, add_special_tokens and "begin")
+        if isinstance(continuations, str):
+            raise TypeError("continuations must be a list of texts or of token ids; put a single text into a list")
         if continuations is not None:
             context = await self._connection.ids_of(tokens, reads, timeout=timeout)
             alone = Reading(parse_special_tokens)

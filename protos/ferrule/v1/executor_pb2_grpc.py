@@ -279,8 +279,8 @@ class ModelExecutorServiceServicer:
 
     def Forward(self, request, context):
         """Runs tokens without keeping a cache and streams the rows of all positions, in chunks. Idempotent.
-        Errors: INVALID_ARGUMENT, OUT_OF_RANGE, RESOURCE_EXHAUSTED as in Prefill; RESOURCE_EXHAUSTED (SLOW_CONSUMER) if the
-        client reads more slowly than its lease lasts.
+        Errors as in Prefill but for those of handles; RESOURCE_EXHAUSTED (SLOW_CONSUMER) if the client reads more slowly than
+        its lease lasts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

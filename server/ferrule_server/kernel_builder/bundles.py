@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -92,7 +93,7 @@ def _digest(contents: dict[str, bytes], code: bytes) -> str:
 
 def write_zip(path: Path, files: Mapping[str, bytes]) -> None:
     """Write a zip file whole, then put it in place."""
-    written = path.with_name(f".{path.name}.tmp")
+    written = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # servers that start together write apart
     with zipfile.ZipFile(written, "w") as file:
         for name, content in files.items():
             member = zipfile.ZipInfo(name, _EPOCH)

@@ -313,3 +313,22 @@ def test_a_wheel_brings_bundles_to_a_server(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": f"{server}:{site}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == str(site / PACKAGE / "sm_90a.bundle")
+
+
+def test_processes_that_write_the_same_bundle_do_not_share_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that start together compile the same; whoever is last puts a whole file in place."""
+    written: set[str] = set()
+    replace = Path.replace
+
+    def noted(self: Path, target: Path) -> Path:
+        written.add(self.name)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", noted)
+    for pid in (1, 2):
+        monkeypatch.setattr("os.getpid", lambda pid=pid: pid)
+        write_bundle(tmp_path / "kernels.bundle", "sm_80", {}, (12, 9))
+    assert len(written) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["kernels.bundle"]

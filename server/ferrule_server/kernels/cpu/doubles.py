@@ -14,26 +14,14 @@ from llvmlite import ir
 from numba import types
 
 from ferrule_server.kernels.cpu.kernel import kernel, operation
-from ferrule_server.kernels.cpu.lanes import (
-    F64,
-    I16,
-    I32,
-    I64,
-    Builder,
-    Value,
-    advance,
-    call,
-    fold,
-    read,
-    spread,
-    write,
-)
+from ferrule_server.kernels.cpu.lanes import I16, I32, I64, Builder, Value, advance, call, fold, read, spread, write
 from ferrule_server.kernels.cpu.loops import loop
 from ferrule_server.kernels.cpu.scalars import read_float32, read_float64, read_int8, write_float64
 
 _WIDTH: Final = 8
 _RUN: Final = 64
-_F32X8, _F64X8 = (ir.VectorType(kind, _WIDTH) for kind in (ir.FloatType(), F64))
+_F64 = ir.DoubleType()
+_F32X8, _F64X8 = (ir.VectorType(kind, _WIDTH) for kind in (ir.FloatType(), _F64))
 _I16X8, _I32X8, _I64X8 = (ir.VectorType(kind, _WIDTH) for kind in (I16, I32, I64))
 _LOWEST: Final = float("-inf")
 _LOWEST_EXPONENT: Final = -700.0
@@ -73,7 +61,7 @@ def exp(builder: Builder, x: Value) -> Value:
     It is 2**n times a polynomial in the rest of the exponent (Cody and Waite, 1980), whose pairs of terms do not wait
     for each other (Estrin, 1960).
     """
-    kind, whole = (_F64X8, _I64X8) if isinstance(x.type, ir.VectorType) else (F64, I64)
+    kind, whole = (_F64X8, _I64X8) if isinstance(x.type, ir.VectorType) else (_F64, I64)
 
     def fma(x: Value, y: Value, z: Value) -> Value:
         return call(builder, "llvm.fma.v8f64" if kind is _F64X8 else "llvm.fma.f64", kind, [x, y, z])
@@ -113,7 +101,7 @@ def exponentials(source: int, target: int, count: int) -> None:
 @operation(types.int64, types.float64)
 def rank(builder: Builder, x: Value) -> Value:
     """Return integers whose bits, without a sign, rise with the numbers; 0.0 and -0.0 are equal."""
-    kind, whole = (_F64X8, _I64X8) if isinstance(x.type, ir.VectorType) else (F64, I64)
+    kind, whole = (_F64X8, _I64X8) if isinstance(x.type, ir.VectorType) else (_F64, I64)
     bits = builder.bitcast(builder.fadd(x, _number(kind, 0.0)), whole)
     return builder.xor(bits, builder.or_(builder.ashr(bits, _number(whole, 63)), _number(whole, -(1 << 63))))
 

@@ -221,7 +221,7 @@ RECORDS = (
 MAX_RECORD_FIELDS = 77
 """Of all these together."""
 BUDGET: dict[str, int] = {
-    "server": 33076,  # the compiler of the GPU kernels came from the tools with 322
+    "server": 33080,  # the compiler of the GPU kernels came from the tools with 322
     "client": 11758,
     "tools": 5520,  # the training of the bundled model came from the server with 650
 }

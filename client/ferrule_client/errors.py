@@ -222,6 +222,7 @@ class HandleStaleError(FerruleError):
     """The sequence moved on or was rewritten since the handle was made, by somebody else; nothing changed.
 
     ``cache.truncate(cache.length)`` or ``on_stale="rewind"`` drops what they appended, ``on_stale="fork"`` branches.
+    If the sequence was rewritten below the handle, as the message says, only a newer handle or a prefill helps.
     """
 
     @property

@@ -19,6 +19,7 @@ from class to status code. The tree::
     +- WrongInstance             WRONG_INSTANCE
     |  +- CallElsewhere          WRONG_INSTANCE
     +- HandleStale               HANDLE_STALE
+    |  +- HandleRewritten        HANDLE_STALE
     +- OutOfRange
     |  +- TruncateBeyond, ContextExceeded, ExceedsPool, KvGivenBack
     +- ResourceExhausted
@@ -258,6 +259,16 @@ class HandleStale(FerruleError):
 
     def __init__(self, handle_id: str, length: int, tip_length: int) -> None:
         super().__init__(handle_id=handle_id, length=length, tip_length=tip_length)
+
+
+class HandleRewritten(HandleStale):
+    """The sequence does not hold the tokens of the handle any more, so no ``on_stale`` can continue from them."""
+
+    REASON = "HANDLE_STALE"
+    TEXT = (
+        "handle {handle_id} is stale at length {length}: its tokens were dropped or replaced, and the sequence is at "
+        "{tip_length}; use the newest handle, or prefill the tokens into a new sequence"
+    )
 
 
 class OutOfRange(FerruleError):

@@ -10,7 +10,7 @@ from unittest import mock
 import grpc
 import pytest
 
-from ferrule.v1 import executor_pb2, policy_pb2, types_pb2
+from ferrule.v1 import cache_pb2, executor_pb2, policy_pb2, types_pb2
 from ferrule_server import errors
 from ferrule_server.api.limits import ApiLimits
 from ferrule_server.api.rpc.state import Phase
@@ -58,6 +58,7 @@ TABLE: dict[type[FerruleError], tuple[FerruleError, Code, str, set[str]]] = {
         (errors.WrongInstance("ab", "b"), Code.ABORTED, "WRONG_INSTANCE", "handle_id instance"),
         (errors.CallElsewhere("b", "a"), Code.ABORTED, "WRONG_INSTANCE", "instance answered_by"),
         (errors.HandleStale("ab", 3, 5), Code.ABORTED, "HANDLE_STALE", "handle_id length tip_length"),
+        (errors.HandleRewritten("ab", 3, 5), Code.ABORTED, "HANDLE_STALE", "handle_id length tip_length"),
         (errors.TruncateBeyond("ab", 9, 5), Code.OUT_OF_RANGE, "TRUNCATE_BEYOND", "handle_id new_length length"),
         (errors.ContextExceeded(9, 8), Code.OUT_OF_RANGE, "CONTEXT_EXCEEDED", "length max_context"),
         (
@@ -165,6 +166,12 @@ def _stale(server: RunningServer) -> None:
     server.decode(handle, 8)
 
 
+def _rewritten(server: RunningServer) -> None:
+    handle = server.prefill((1, 2, 3)).kv_cache
+    server.truncate(handle, 2)
+    server.stub.ForkCache(cache_pb2.ForkCacheRequest(kv_cache=handle), timeout=10)
+
+
 def _expired(server: RunningServer) -> None:
     handle = server.prefill().kv_cache
     server.clock.offset_s += 100
@@ -234,6 +241,7 @@ REACHED: dict[type[FerruleError], Callable[[RunningServer], object]] = {
     errors.HandleLost: _lost,
     errors.WrongInstance: lambda server: _other(server, f"other.{EPOCH}.AAAAAAAAAAAAAAAAAAAAAA"),
     errors.HandleStale: _stale,
+    errors.HandleRewritten: _rewritten,
     errors.TruncateBeyond: lambda server: server.truncate(server.prefill().kv_cache, 999),
     errors.RequestTooLarge: lambda server: server.prefill((1,) * 200_000),
     errors.ContextExceeded: lambda server: server.prefill((1,) * 300),

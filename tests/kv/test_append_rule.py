@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from ferrule_server.errors import HandleStale
+from ferrule_server.errors import HandleRewritten
 from ferrule_server.kv.append_rule import Verdict, judge
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.lineage import LineageChain
@@ -40,6 +40,9 @@ def test_every_verdict_is_that_of_the_model(held: Tokens, policy: StalePolicy) -
             judge(SEQUENCES[held], handle, tokens, policy)
         metadata = {"handle_id": "id", "length": str(len(named)), "tip_length": str(len(held))}
         assert caught.value.metadata == metadata
+        is_ancestor = held[: len(named)] == named
+        assert isinstance(caught.value, HandleRewritten) is not is_ancestor
+        assert ("on_stale" in caught.value.message) is is_ancestor  # no policy continues from tokens that are gone
 
 
 @pytest.mark.parametrize("length", [0, -1])
@@ -47,7 +50,7 @@ def test_every_verdict_is_that_of_the_model(held: Tokens, policy: StalePolicy) -
 def test_a_length_that_no_handle_has_is_stale(length: int, token_ids: list[int]) -> None:
     """Even with the right lineage, which anyone can compute who knows the fingerprint."""
     forged = Handle("a.b.c", length, LineageChain(b"model").at(0))
-    with pytest.raises(HandleStale):
+    with pytest.raises(HandleRewritten):
         judge(SEQUENCES[10, 11], forged, token_ids, StalePolicy.REWIND)
 
 

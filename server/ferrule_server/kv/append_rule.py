@@ -5,7 +5,7 @@ For handle ``(id, L, lineage)``, tokens ``t`` and tip = length of the sequence:
 =============================================================  =========================================
 case                                                           verdict
 =============================================================  =========================================
-``L`` beyond the tip, or the lineage at ``L`` differs          HandleStale
+``L`` beyond the tip, or the lineage at ``L`` differs          HandleRewritten
 ``t`` empty                                                    QUERY
 ``L`` is the tip                                               APPEND
 ``t`` is a prefix of the tokens committed after ``L``          REPLAY, whatever ``on_stale`` says
@@ -18,7 +18,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as SequenceOf
 
-from ferrule_server.errors import HandleStale
+from ferrule_server.errors import HandleRewritten, HandleStale
 from ferrule_server.kv.handle import Handle, StalePolicy
 from ferrule_server.kv.sequence import Sequence
 
@@ -63,10 +63,10 @@ def check_handle(sequence: Sequence, handle: Handle) -> None:
     """Return if the handle names tokens that the sequence still holds.
 
     Raises:
-        HandleStale: The sequence is shorter, or holds other tokens now; or no handle has this length.
+        HandleRewritten: The sequence is shorter, or holds other tokens now; or no handle has this length.
     """
     if not 1 <= handle.length <= len(sequence.chain.token_ids) or sequence.chain.at(handle.length) != handle.lineage:
-        raise _stale(sequence, handle)
+        raise HandleRewritten(sequence.handle_id, handle.length, sequence.length)
 
 
 def judge(
@@ -94,7 +94,7 @@ def judge(
         return Verdict.REPLAY
     verdict = _STALE_VERDICTS.get(on_stale)
     if verdict is None:
-        raise _stale(sequence, handle)
+        raise HandleStale(sequence.handle_id, handle.length, sequence.length)
     return verdict
 
 
@@ -102,7 +102,3 @@ def is_committed(sequence: Sequence, start: int, token_ids: SequenceOf[int]) -> 
     """Return whether exactly these tokens are committed from ``start`` on."""
     # A slice that ends at the tip is shorter than tokens that go beyond it, hence unequal.
     return sequence.token_ids[start : start + len(token_ids)].tolist() == list(token_ids)
-
-
-def _stale(sequence: Sequence, handle: Handle) -> HandleStale:
-    return HandleStale(sequence.handle_id, handle.length, sequence.length)

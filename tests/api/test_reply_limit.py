@@ -58,6 +58,16 @@ def test_a_client_that_accepts_more_says_so(large: RunningServer) -> None:
         assert (refusals[0].reason, refusals[0].fields) == ("INVALID_FIELD", ("ferrule-max-reply-bytes",))
 
 
+def test_a_client_cannot_lower_the_usual_limit(large: RunningServer) -> None:
+    """A reply up to 4 MiB is sent whatever the client says, so a refusal names that limit."""
+    request, says_less = executor_pb2.PrefillRequest(input=prompt()), (("ferrule-max-reply-bytes", "1000"),)
+    with refused() as refusals:
+        large.stub.Prefill(request, timeout=20, metadata=says_less)
+    assert (refusals[0].reason, refusals[0].metadata["limit_bytes"]) == ("REPLY_TOO_LARGE", str(4 << 20))
+    del request.input.input_ids[6:]
+    assert large.stub.Prefill(request, timeout=20, metadata=says_less).output.outputs.num_rows == 6
+
+
 def test_small_replies_need_no_word(large: RunningServer) -> None:
     """Neither a token for each row nor six rows of logits."""
     request = executor_pb2.PrefillRequest(input=prompt(GREEDY))

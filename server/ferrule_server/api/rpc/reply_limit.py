@@ -14,7 +14,7 @@ from ferrule_server.errors import InvalidRequest, ReplyTooLarge
 REPLY_BYTES_KEY: Final = "ferrule-max-reply-bytes"
 """Key of the metadata in which a client says how large a message it accepts, in bytes."""
 USUAL_REPLY_BYTES: Final = 4 << 20
-"""What a client accepts if it does not say so: the default of gRPC's implementations."""
+"""What every client accepts, whatever it says: the default of gRPC's implementations."""
 _UNBOUNDED: Final = 1 << 62
 _MOST_DIGITS: Final = 18
 
@@ -39,9 +39,10 @@ def check_reply(context: Context, num_bytes: int, field: str, most_bytes: int = 
 
 
 def _accepted_bytes(context: Context) -> int:
+    """Return the number in the metadata of a call, at least the usual size, below which nobody is asked."""
     for key, value in context.invocation_metadata() or ():
         if key == REPLY_BYTES_KEY:
             if not (isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= _MOST_DIGITS):
                 raise InvalidRequest(REPLY_BYTES_KEY, f"must be a number of bytes, got {value[:64]!r}")
-            return int(value)
+            return max(int(value), USUAL_REPLY_BYTES)
     return USUAL_REPLY_BYTES

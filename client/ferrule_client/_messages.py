@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from ferrule_client._timeouts import Timeout
 from ferrule_client.errors import InvalidRequestError, TruncateBeyondError
 from ferrule_client.items import Append, DraftDistributions, Prompt, Verify
 from ferrule_client.policy import Policy, check_policy, greedy, sample, seeded
-from ferrule_client.types import Acceptance, Durability, Handle, WithText
+from ferrule_client.types import Acceptance, ChatMessage, Durability, Handle, WithText
 
 SequenceRequest = (
     executor_pb2.DecodeRequest
@@ -189,6 +190,42 @@ def tokenize_request(text: str, reads: Reading) -> tokenizer_pb2.TokenizeRequest
     return tokenizer_pb2.TokenizeRequest(
         text=text, parse_special_tokens=reads.parses, add_special_tokens=adds, add_begin_tokens=begins
     )
+
+
+def chat_request(
+    messages: Sequence[ChatMessage],
+    variables: Mapping[str, object] | None,
+    *,
+    tools: Sequence[Mapping[str, object]] = (),
+    **flags: bool,
+) -> tokenizer_pb2.ApplyChatTemplateRequest:
+    """Return the request for a conversation as the chat template writes it; raise TypeError if it is none.
+
+    Args:
+        messages: Oldest first.
+        variables: More variables for the template.
+        tools: Definitions of tools.
+        flags: The other fields of the request.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not all(isinstance(one, Mapping) for one in messages):
+        raise TypeError('a conversation is a list of messages, such as [{"role": "user", "content": "Hello"}]')
+    return tokenizer_pb2.ApplyChatTemplateRequest(
+        messages=map(_chat_message, messages),
+        tools_json=json.dumps(list(tools)) if tools else "",
+        variables_json=json.dumps(dict(variables)) if variables else "",
+        **flags,
+    )
+
+
+def _chat_message(message: ChatMessage) -> tokenizer_pb2.ChatMessage:
+    """Return the wire form of a message; what is neither its role nor a plain text goes as JSON."""
+    extra = dict(message)
+    role, content = extra.pop("role", None), extra.pop("content", "")
+    if not isinstance(role, str):
+        raise TypeError(f"a message needs a text as role, got {role!r}")
+    if not isinstance(content, str):
+        extra["content"], content = content, ""
+    return tokenizer_pb2.ChatMessage(role=role, content=content, extra_json=json.dumps(extra) if extra else "")
 
 
 def new_request_id() -> str:

@@ -478,11 +478,18 @@ class FakeServer(executor_pb2_grpc.ModelExecutorServiceServicer, tokenizer_pb2_g
 
     def Tokenize(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         begin = self.begin if request.add_begin_tokens or request.add_special_tokens else b""
-        return tokenizer_pb2.TokenizeResponse(token_ids=begin + request.text.encode())
+        reply = tokenizer_pb2.TokenizeResponse(token_ids=begin + request.text.encode())
+        return self._run("Tokenize", context, lambda: reply)
 
     def Detokenize(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
         text, ends_mid_character = bytes_to_text(list(request.token_ids))
-        return tokenizer_pb2.DetokenizeResponse(text=text, ends_mid_character=ends_mid_character)
+        reply = tokenizer_pb2.DetokenizeResponse(text=text, ends_mid_character=ends_mid_character)
+        return self._run("Detokenize", context, lambda: reply)
+
+    def ApplyChatTemplate(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802, D102
+        text = "".join(f"{one.role}: {one.content}\n" for one in request.messages)
+        reply = tokenizer_pb2.ApplyChatTemplateResponse(text=text, token_ids=text.encode())
+        return self._run("ApplyChatTemplate", context, lambda: reply)
 
 
 NO_OWNER = "upstream connect error or disconnect/reset before headers. reset reason: remote connection failure"

@@ -136,6 +136,38 @@ def test_a_call_on_a_sequence_outlasts_a_restart(rpc: str, call: Call) -> None:
             cache.release()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda _, cache: cache.append("b"), id="append"),
+        pytest.param(lambda client, cache: list(client.stream().run([Append(cache, "b")])), id="stream"),
+        pytest.param(lambda _, cache: cache.generate(2, tokens="b", policy=greedy()).read(), id="generate"),
+        pytest.param(lambda client, cache: client.detokenizer(cache.token_ids).push(98), id="detokenizer"),
+    ],
+)
+def test_text_of_a_call_on_a_sequence_outlasts_a_restart(call: Call) -> None:
+    """The tokenizer is asked first, and is waited for as the call itself is."""
+    with FakeServer() as server, Client(server.target, max_retries=1, timeout=20) as client:
+        cache = client.prefill([*b"ab"], keep_alive=False)
+        with away(server, 1.0):
+            start = time.monotonic()
+            call(client, cache)
+            assert 0.8 < time.monotonic() - start < 12
+            cache.release()
+
+
+def test_the_next_turn_of_a_chat_outlasts_a_restart() -> None:
+    """The template is rendered when the server is back; the first turn fails as a prefill does."""
+    with FakeServer() as server, Client(server.target, max_retries=1, timeout=20) as client:
+        with client.chat(policy=greedy(), max_tokens=2) as chat:
+            chat.send("a")
+            with away(server, 1.0):
+                assert chat.send("b").tokens
+                chat.close()
+        with client.chat() as chat, pytest.raises(UnavailableError, match="no server at"):
+            chat.send("a")
+
+
 def test_a_call_on_a_sequence_ends_with_its_timeout() -> None:
     """The refusal is what the caller is told; without a timeout the retries end it, and so they do new prompts."""
     with FakeServer() as server, Client(server.target, max_retries=1, timeout=1.0) as client:

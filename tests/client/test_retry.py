@@ -299,6 +299,17 @@ def test_starting_server_is_waited_for(fake: FakeServer, fake_client: Client) ->
     assert time.monotonic() - start < 2
 
 
+@pytest.mark.parametrize("rpc", ["Tokenize", "Detokenize", "ApplyChatTemplate"])
+def test_calls_on_texts_wait_for_a_starting_server(fake: FakeServer, rpc: str) -> None:
+    """As any other call does, whatever ``max_retries`` says."""
+    with Client(fake.target, max_retries=0, timeout=20) as client:
+        fake.failures[rpc] = [STARTING] * 3
+        assert client.tokenize("ab") == [*b"ab"]
+        assert client.detokenize([*b"ab"]) == "ab"
+        assert client.apply_chat_template([{"role": "user", "content": "ab"}]).text == "user: ab\n"
+        assert fake.calls[rpc] == 4
+
+
 def test_retries_end(fake: FakeServer) -> None:
     """A connection that never holds is given up after a few tries, long before the timeout."""
     fake.failures["GetStatus"] = [GONE] * 100

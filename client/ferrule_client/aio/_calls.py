@@ -129,7 +129,7 @@ class SequenceCalls:
         """
         tip = self.tip
         reads = _messages.Reading(parses)
-        ids = await self._connection.ids_of(tokens, reads, timeout=timeout, is_patient=self.recovers)
+        ids = await self._connection.ids_of(tokens, reads, timeout=timeout, is_patient=self.recovers, on_sequence=True)
         if isinstance(tokens, str):
             tokens, pending = ids, "send" if pending == "auto" else pending
         given: Any = tokens if isinstance(tokens, (Sequence, np.ndarray)) else [tokens]  # Any: ints of any kind

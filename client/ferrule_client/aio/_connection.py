@@ -33,7 +33,7 @@ from ferrule_client.errors import (
     WrongInstanceError,
 )
 from ferrule_client.masks import TokenMask
-from ferrule_client.types import Capabilities, Durability, Handle, ModelInfo, TlsConfig, Tokens
+from ferrule_client.types import Capabilities, ChatPrompt, Durability, Handle, ModelInfo, TlsConfig, Tokens
 
 _log = logging.getLogger(__name__)
 
@@ -334,34 +334,48 @@ class Connection:
         bits = [mask.bits or b"" for mask in ours.values()]
         return await self.register_masks(bits, attempts.rest(), instance) == list(ours.values())
 
-    async def decode_text(
-        self, token_ids: Sequence[int], *, timeout: Timeout = USE_DEFAULT, is_patient: bool = False
-    ) -> tuple[str, bool]:
-        """Return the text of tokens without special ones, and whether it ends inside a character."""
+    async def decode_text(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+        """Return the text of drawn tokens without special ones, and whether it ends inside a character.
+
+        It belongs to a loop over a sequence, so it waits for the server as the loop's other calls do.
+        """
         request = tokenizer_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=True)
-        reply = await self.run(self.tokenizer.Detokenize, request, self.attempts(timeout, is_patient=is_patient))
+        reply = await self.run(self.tokenizer.Detokenize, request, self.attempts(USE_DEFAULT, on_sequence=True))
         return reply.text, reply.ends_mid_character
 
     async def encode_text(
-        self, text: str, reads: Reading, *, timeout: Timeout = USE_DEFAULT, is_patient: bool = False
+        self, text: str, reads: Reading, *, timeout: Timeout = USE_DEFAULT, **waits: bool
     ) -> list[int]:
         """Return the token ids of a text.
+
+        Args:
+            text: The text.
+            reads: How it becomes token ids.
+            timeout: Seconds for all attempts together.
+            waits: ``is_patient`` and ``on_sequence`` of ``Attempts``: the text of a call waits for the server as the
+                call itself does.
 
         Raises:
             TypeError: It is not a text.
             ValueError: It cannot be written in UTF-8.
         """
         request = tokenize_request(text, reads)
-        reply = await self.run(self.tokenizer.Tokenize, request, self.attempts(timeout, is_patient=is_patient))
+        reply = await self.run(self.tokenizer.Tokenize, request, self.attempts(timeout, **waits))
         return list(reply.token_ids)
 
-    async def ids_of(
-        self, tokens: Tokens | str, reads: Reading, *, timeout: Timeout, is_patient: bool = False
-    ) -> list[int]:
-        """Return the ids of tokens or of a text. Raises as ``encode_text`` and ``token_list``."""
+    async def ids_of(self, tokens: Tokens | str, reads: Reading, *, timeout: Timeout, **waits: bool) -> list[int]:
+        """Return the ids of tokens or of a text. Arguments and errors are those of ``encode_text``, ``token_list``."""
         if not isinstance(tokens, str):
             return _check.token_list(tokens)
-        return await self.encode_text(tokens, reads, timeout=timeout, is_patient=is_patient)
+        return await self.encode_text(tokens, reads, timeout=timeout, **waits)
+
+    async def render(
+        self, request: tokenizer_pb2.ApplyChatTemplateRequest, timeout: Timeout, *, on_sequence: bool = False
+    ) -> ChatPrompt:
+        """Return a conversation as the chat template writes it; ``on_sequence``: that of a chat, which recovers."""
+        attempts = self.attempts(timeout, is_patient=on_sequence, on_sequence=on_sequence)
+        reply = await self.run(self.tokenizer.ApplyChatTemplate, request, attempts)
+        return ChatPrompt(reply.text, tuple(reply.token_ids), reply.tools_ignored)
 
     async def close(self) -> None:
         """Close the channel; calls under way are cancelled. Closing twice changes nothing."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -442,7 +441,7 @@ class AsyncClient(Closing):
         Example:
             ``async with client.chat("Answer briefly.") as chat: print(await chat.send("Hello"))``
         """
-        return AsyncChat(self, system, policy=policy, max_tokens=max_tokens, variables=variables)
+        return AsyncChat(self, self._connection, system, policy=policy, max_tokens=max_tokens, variables=variables)
 
     def adopt(self, handle: Handle, *, keep_alive: bool = True) -> AsyncCache:
         """Return a cache for a handle that came from elsewhere; it owns the sequence from now on.
@@ -625,19 +624,16 @@ class AsyncClient(Closing):
         Example:
             ``ids = (await client.apply_chat_template([{"role": "user", "content": "Hello"}])).token_ids``
         """
-        if isinstance(messages, (str, bytes, Mapping)) or not all(isinstance(one, Mapping) for one in messages):
-            raise TypeError('a conversation is a list of messages, such as [{"role": "user", "content": "Hello"}]')
-        request = tokenizer_pb2.ApplyChatTemplateRequest(
-            messages=map(_chat_message, messages),
-            tools_json=json.dumps(list(tools)) if tools else "",
+        request = _messages.chat_request(
+            messages,
+            variables,
+            tools=tools,
             skip_generation_prompt=not add_generation_prompt,
-            variables_json=json.dumps(dict(variables)) if variables else "",
             allow_special_tokens=allow_special_tokens,
             special_tokens_as_text=special_tokens_as_text,
             continue_final_message=continue_final_message,
         )
-        reply = await self._connection.unary(self._connection.tokenizer.ApplyChatTemplate, request, timeout=timeout)
-        return ChatPrompt(reply.text, tuple(reply.token_ids), reply.tools_ignored)
+        return await self._connection.render(request, timeout)
 
     async def register_mask(self, mask: MaskLike, *, timeout: Timeout = USE_DEFAULT) -> TokenMask:
         """Have a mask kept on the server, so that policies name it by 16 bytes; return it, for ``mask=`` of a policy.
@@ -847,17 +843,6 @@ class AsyncClient(Closing):
     async def _renew(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | FerruleError]:
         """Renew the leases of as many handles as one request may hold, without asking for the server's limit first."""
         return await self.keep_alive(handles[: self._connection.handle_limit.most], timeout=timeout_s)
-
-
-def _chat_message(message: ChatMessage) -> tokenizer_pb2.ChatMessage:
-    """Return the wire form of a message; what is neither its role nor a plain text goes as JSON."""
-    extra = dict(message)
-    role, content = extra.pop("role", None), extra.pop("content", "")
-    if not isinstance(role, str):
-        raise TypeError(f"a message needs a text as role, got {role!r}")
-    if not isinstance(content, str):
-        extra["content"], content = content, ""
-    return tokenizer_pb2.ChatMessage(role=role, content=content, extra_json=json.dumps(extra) if extra else "")
 
 
 def _score(ids: list[int], output: Output) -> Score:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ferrule_client import _check
+from ferrule_client import _check, _messages
 from ferrule_client._public import publish
 from ferrule_client._timeouts import USE_DEFAULT, Timeout
 from ferrule_client._token_log import common_length
@@ -20,6 +20,7 @@ from ferrule_client.sync.generation import Generation
 from ferrule_client.types import Answer, Handle
 
 if TYPE_CHECKING:
+    from ferrule_client.sync._connection import Connection
     from ferrule_client.sync.client import Client
 
 __all__ = ["Chat"]
@@ -54,6 +55,7 @@ class Chat(Closing):
     def __init__(
         self,
         client: Client,
+        connection: Connection,
         system: str = "",
         *,
         policy: Policy | None = None,
@@ -61,6 +63,7 @@ class Chat(Closing):
         variables: Mapping[str, object] | None = None,
     ) -> None:
         self._client = client
+        self._connection = connection
         self._variables = variables
         self._cache: Cache | None = None
         self._token_ids: list[int] = []  # those of the sequence, then the pending one
@@ -102,9 +105,9 @@ class Chat(Closing):
             ``print(chat.send("What is a ferrule?"))``
         """
         question = {"role": "user", "content": text}
-        prompt = self._client.apply_chat_template(
-            [*self.all_messages, question], variables=self._variables, special_tokens_as_text=True, timeout=timeout
-        )
+        conversation = [*self.all_messages, question]
+        request = _messages.chat_request(conversation, self._variables, special_tokens_as_text=True)
+        prompt = self._connection.render(request, timeout, on_sequence=self._cache is not None)
         start = time.perf_counter()
         try:
             cache, num_reused = self._taken_back(prompt.token_ids, timeout)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -441,7 +440,7 @@ class Client(Closing):
         Example:
             ``with client.chat("Answer briefly.") as chat: print(chat.send("Hello"))``
         """
-        return Chat(self, system, policy=policy, max_tokens=max_tokens, variables=variables)
+        return Chat(self, self._connection, system, policy=policy, max_tokens=max_tokens, variables=variables)
 
     def adopt(self, handle: Handle, *, keep_alive: bool = True) -> Cache:
         """Return a cache for a handle that came from elsewhere; it owns the sequence from now on.
@@ -622,19 +621,16 @@ class Client(Closing):
         Example:
             ``ids = client.apply_chat_template([{"role": "user", "content": "Hello"}]).token_ids``
         """
-        if isinstance(messages, (str, bytes, Mapping)) or not all(isinstance(one, Mapping) for one in messages):
-            raise TypeError('a conversation is a list of messages, such as [{"role": "user", "content": "Hello"}]')
-        request = tokenizer_pb2.ApplyChatTemplateRequest(
-            messages=map(_chat_message, messages),
-            tools_json=json.dumps(list(tools)) if tools else "",
+        request = _messages.chat_request(
+            messages,
+            variables,
+            tools=tools,
             skip_generation_prompt=not add_generation_prompt,
-            variables_json=json.dumps(dict(variables)) if variables else "",
             allow_special_tokens=allow_special_tokens,
             special_tokens_as_text=special_tokens_as_text,
             continue_final_message=continue_final_message,
         )
-        reply = self._connection.unary(self._connection.tokenizer.ApplyChatTemplate, request, timeout=timeout)
-        return ChatPrompt(reply.text, tuple(reply.token_ids), reply.tools_ignored)
+        return self._connection.render(request, timeout)
 
     def register_mask(self, mask: MaskLike, *, timeout: Timeout = USE_DEFAULT) -> TokenMask:
         """Have a mask kept on the server, so that policies name it by 16 bytes; return it, for ``mask=`` of a policy.
@@ -844,17 +840,6 @@ class Client(Closing):
     def _renew(self, handles: Sequence[Handle], timeout_s: float) -> list[Lease | FerruleError]:
         """Renew the leases of as many handles as one request may hold, without asking for the server's limit first."""
         return self.keep_alive(handles[: self._connection.handle_limit.most], timeout=timeout_s)
-
-
-def _chat_message(message: ChatMessage) -> tokenizer_pb2.ChatMessage:
-    """Return the wire form of a message; what is neither its role nor a plain text goes as JSON."""
-    extra = dict(message)
-    role, content = extra.pop("role", None), extra.pop("content", "")
-    if not isinstance(role, str):
-        raise TypeError(f"a message needs a text as role, got {role!r}")
-    if not isinstance(content, str):
-        extra["content"], content = content, ""
-    return tokenizer_pb2.ChatMessage(role=role, content=content, extra_json=json.dumps(extra) if extra else "")
 
 
 def _score(ids: list[int], output: Output) -> Score:

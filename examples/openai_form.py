@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Set
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from ferrule import FerruleError, HandleNotFoundError, errors, sample
+from ferrule.types import ChatPrompt
 
 _LOG = logging.getLogger("uvicorn.error")
 Json = dict[str, Any]
@@ -52,6 +53,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none", "minimal", "low", "medium", "high"),
 }  # values that ask for nothing, or for what has no effect here; any other is not supported
 SERVED = {*KINDS, *IGNORED, *NEUTRAL}
+ROLES = ("system", "developer", "user", "assistant", "tool")
+FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
 BOUND = 2**31  # of every number but the seed
 MAX_CHOICES = 128  # as at OpenAI; the client makes an object for each before the server is asked
 MAX_BODY_BYTES = 4 << 20
@@ -67,7 +70,7 @@ STATUSES |= dict.fromkeys((errors.UnavailableError, *LOST), 503)
 def paths(request: Request) -> list[str]:
     """Return what the application of a request serves, such as ``GET /healthz``."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    return [f"{min(route.methods or ['GET'])} {route.path}" for route in routes]
+    return [f"{min(route.methods or ['GET'])} {route.path_format}" for route in routes]
 
 
 async def refuse(request: Request | None, error: Exception) -> JSONResponse:
@@ -81,13 +84,23 @@ async def refuse(request: Request | None, error: Exception) -> JSONResponse:
         status, text = error.status_code, error.detail
         code = {401: "invalid_api_key"}.get(status, "invalid_request")
         code = "model_not_found" if isinstance(error, UnknownModel) else code
-        param = error.param if isinstance(error, NotSupported) else None
+        param = getattr(error, "param", None)
         if status == 404 and request is not None and not isinstance(error, UnknownModel):
             text = f"there is no such path; served are {', '.join(paths(request))}"
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(status, "invalid_request_error")
     body = {"message": text, "type": "server_error" if status >= 500 else kind, "code": code, "param": param}
     wait_s = math.ceil(getattr(error, "retry_after_s", None) or 1)
     return JSONResponse({"error": body}, status, {"Retry-After": f"{wait_s}"} if status in (429, 503) else None)
+
+
+def key_of(request: Request, keys: Set[bytes]) -> bytes:
+    """Return the hash of the key of a request. Raises 401 if it is none of the keys, 403 if a page may have sent it."""
+    key = hashlib.sha256(request.headers.get("Authorization", "").removeprefix("Bearer ").encode()).digest()
+    if keys and key not in keys:
+        raise HTTPException(401, "an API key is required: Authorization: Bearer KEY")
+    if not keys and is_foreign(request):
+        raise HTTPException(403, "web pages of other sites are served by API key alone")
+    return key
 
 
 def is_foreign(request: Request) -> bool:
@@ -127,13 +140,20 @@ def digests(messages: list[Json]) -> list[bytes]:
 
 
 async def body_of(request: Request) -> Any:
-    """Return the JSON of a request. Raises 413 if it is too large, and ValueError if it is no JSON."""
+    """Return the JSON object of a request. Raises 413 if it is too large, and ValueError if it is none."""
     body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY_BYTES:
             raise HTTPException(413, f"a request may have {MAX_BODY_BYTES} bytes")
-    return json.loads(bytes(body))
+    try:
+        value = json.loads(bytes(body))
+    except (RecursionError, ValueError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"the body is not JSON: {reason}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"the body must be a JSON object, not {str(value)[:20]!r}")
+    return value
 
 
 def check(body: Json) -> None:
@@ -162,16 +182,27 @@ def check_supported(body: Json) -> None:
             raise NotSupported(name, NEUTRAL[name])
 
 
-def plain(message: Any) -> Json:
-    """Return a message in its one form: without nulls, and with its content as a text. Raises ValueError for others."""
+def plain(message: Any, at: str) -> Json:
+    """Return a message in its one form: without nulls and empty lists, and with its content as a text.
+
+    The chat template gets its other fields as they are. Raises ValueError if it is malformed, and NotSupported for a
+    role or a field that no template knows.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError("messages must be objects, each with a text as role")
+    if message["role"] not in ROLES:
+        text = f"{at}.role must be one of {', '.join(ROLES)}, not {message['role'][:40]!r}"
+        raise NotSupported(f"{at}.role", text=text)
     content = message.get("content")
     parts = [{"type": "text", "text": content or ""}] if isinstance(content, str | None) else content
     if not isinstance(parts, list) or not all(is_text(part) for part in parts):
         raise ValueError("the content of a message must be a text or a list of parts of type text")
     role = "system" if message["role"] == "developer" else message["role"]
-    kept = {key: value for key, value in message.items() if value is not None}
+    kept = {key: value for key, value in message.items() if value not in (None, [])}
+    if unknown := sorted(kept.keys() - FIELDS):
+        raise NotSupported(f"{at}.{unknown[0][:40]}")
+    if not isinstance(kept.get("tool_calls", []), list):
+        raise ValueError(f"{at}.tool_calls must be a list")
     return kept | {"role": role, "content": "".join(part["text"] for part in parts)}
 
 
@@ -183,15 +214,17 @@ def is_text(part: Any) -> bool:
 class UnknownModel(HTTPException):
     """A request names another model than the one that is served."""
 
+    param = "model"
+
 
 class NotSupported(HTTPException):
     """A request has a parameter, or a value of it, that asks for what the gateway cannot do; its name is ``param``."""
 
-    def __init__(self, name: str, accepted: tuple[Any, ...] = ()) -> None:
+    def __init__(self, name: str, accepted: tuple[Any, ...] = (), text: str = "") -> None:
         values = " or ".join(json.dumps(value) for value in accepted)
         advice = f"leave it out or send {values}" if accepted else "leave it out"
         what = f"this value of {name}" if accepted else name
-        super().__init__(400, f"{what} is not supported: {advice}")
+        super().__init__(400, text or f"{what} is not supported: {advice}")
         self.param = name
 
 
@@ -205,7 +238,8 @@ class Turn:
         if wrong := sorted({"model", "messages"} - body.keys()):
             raise ValueError(f"{wrong[0]} is missing")
         check(body)
-        self.key, self.model, self.messages = key, body["model"], [plain(message) for message in body["messages"]]
+        self.key, self.model = key, body["model"]
+        self.messages = [plain(message, f"messages[{i}]") for i, message in enumerate(body["messages"])]
         self.stop = [body["stop"]] if isinstance(body.get("stop"), str) else list(body.get("stop", []))
         self.is_seeded, self.is_stream = "seed" in body, bool(body.get("stream"))
         self.has_usage = bool(body.get("stream_options", {}).get("include_usage"))
@@ -220,10 +254,27 @@ class Turn:
         if not all(isinstance(text, str) for text in self.stop):
             raise ValueError("stop must be a text or a list of texts")
 
-    def check_model(self, served: str) -> None:
+    @staticmethod
+    def check_model(name: str, served: str) -> None:
         """Raise UnknownModel if another model is served."""
-        if self.model != served:
-            raise UnknownModel(404, f"the model {self.model!r} is not served; {served!r} is")
+        if name != served:
+            raise UnknownModel(404, f"the model {name!r} is not served; {served!r} is")
+
+    async def check_written(self, render: Callable[[list[Json]], Awaitable[ChatPrompt]]) -> None:
+        """Raise NotSupported if the chat template leaves out the calls of tools, or their results."""
+        calls = [place for place, one in enumerate(self.messages) if "tool_calls" in one]
+        results = [place for place, one in enumerate(self.messages) if one["role"] == "tool" and one["content"].strip()]
+        for places, field in ((calls, "tool_calls"), (results, "content")):
+            if not places:
+                continue
+            whole, without = await render(self.messages), [dict(one) for one in self.messages]
+            for place in places:
+                del without[place][field]
+            with contextlib.suppress(errors.InvalidRequestError):  # the template misses the field, so it reads it
+                if (await render(without)).text == whole.text:
+                    name = f"messages[{places[0]}].{field}"
+                    text = f"the model's chat template leaves {name} out: write it into the text of another message"
+                    raise NotSupported(name, text=text)
 
     @property
     def has_logprobs(self) -> bool:

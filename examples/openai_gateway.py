@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from openai_form import FINISH, LOST, Events, Json, Rows, Turn, body_of, choice, digests, is_foreign, refuse, until_gone
+from openai_form import FINISH, LOST, Events, Json, Rows, Turn, body_of, choice, digests, key_of, refuse, until_gone
 from openai_options import api_keys, check_server, connection, parser
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -177,26 +177,17 @@ class Gateway:
         return {**rows[0], "top_logprobs": rows[1:]}
 
 
-def admitted(request: Request) -> tuple[Gateway, bytes]:
-    """Return the gateway, and the hash of the key of a request."""
-    gateway: Gateway = request.app.state.gateway
-    key = hashlib.sha256(request.headers.get("Authorization", "").removeprefix("Bearer ").encode()).digest()
-    if gateway.keys and key not in gateway.keys:
-        raise HTTPException(401, "an API key is required: Authorization: Bearer KEY")
-    if not gateway.keys and is_foreign(request):
-        raise HTTPException(403, "web pages of other sites are served by API key alone")
-    return gateway, key
-
-
 async def complete(request: Request) -> Response:
     """Answer a conversation."""
-    gateway, key = admitted(request)
+    gateway: Gateway = request.app.state.gateway
+    key = key_of(request, gateway.keys)
     try:
         turn = Turn(await body_of(request), key)
         gateway.client.generate(0, **turn.settings(0))  # raises what is wrong with them; nothing is sent
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise HTTPException(400, f"malformed request: {error}") from None
-    turn.check_model((await gateway.client.model_info()).model_id)
+    turn.check_model(turn.model, (await gateway.client.model_info()).model_id)
+    await turn.check_written(gateway.rendered)
     return await until_gone(request, respond(gateway, turn))
 
 
@@ -212,10 +203,15 @@ async def respond(gateway: Gateway, turn: Turn) -> Response:
 
 
 async def models(request: Request) -> Response:
-    """List the one model."""
-    info = await admitted(request)[0].client.model_info()
+    """Return the one model, in a list unless it is asked for by its name."""
+    gateway: Gateway = request.app.state.gateway
+    key_of(request, gateway.keys)
+    info = await gateway.client.model_info()
     one = {"id": info.model_id, "object": "model", "created": 0, "owned_by": "ferrule"}
-    return JSONResponse({"object": "list", "data": [one]})
+    if not (name := request.path_params.get("model")):
+        return JSONResponse({"object": "list", "data": [one]})
+    Turn.check_model(name, info.model_id)
+    return JSONResponse(one)
 
 
 async def health(request: Request) -> Response:
@@ -239,7 +235,7 @@ def build(args: argparse.Namespace) -> Starlette:
             await asyncio.gather(*app.state.gateway.releases)
 
     routes = [Route("/v1/chat/completions", complete, methods=["POST"]), Route("/v1/models", models)]
-    routes.append(Route("/healthz", health))
+    routes += [Route("/v1/models/{model:path}", models), Route("/healthz", health)]
     handlers = dict.fromkeys((HTTPException, FerruleError, Exception), refuse)
     return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
 

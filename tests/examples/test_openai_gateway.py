@@ -25,7 +25,7 @@ import openai
 import pytest
 import uvicorn
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai_form import SERVED, Rows, Turn, digests, refuse
+from openai_form import SERVED, NotSupported, Rows, Turn, digests, refuse
 from openai_gateway import MARK, Gateway, build, respond
 from openai_options import api_keys, connection, parser
 
@@ -654,7 +654,8 @@ def test_a_path_that_is_not_served_is_told_the_others(served: Served) -> None:
     """With their methods; an unknown model is another 404."""
     error = httpx2.post(f"{served.url}/v1/completions", json={}).json()["error"]
     assert error["message"] == (
-        "there is no such path; served are POST /v1/chat/completions, GET /v1/models, GET /healthz"
+        "there is no such path; served are "
+        "POST /v1/chat/completions, GET /v1/models, GET /v1/models/{model}, GET /healthz"
     )
 
 
@@ -668,6 +669,10 @@ def test_what_is_no_request_is_refused(served: Served) -> None:
     replies += [httpx2.get(post), httpx2.post(f"{served.url}/v1/completions", json={})]
     assert [reply.status_code for reply in replies] == [400, 400, 400, 400, 400, 413, 413, 405, 404]
     assert {reply.json()["error"]["code"] for reply in replies} == {"invalid_request"}
+    reasons = [reply.json()["error"]["message"].removeprefix("malformed request: ") for reply in replies]
+    assert reasons[0] == "the body is not JSON: Expecting value: line 1 column 1 (char 0)"
+    assert reasons[1] == "the body must be a JSON object, not '[]'"
+    assert reasons[4] == "the body is not JSON: it is nested too deeply"
     assert all(reply.json()["error"]["type"] == "invalid_request_error" for reply in replies)
 
 
@@ -1000,7 +1005,13 @@ def test_only_so_many_answers_are_kept(shipped_target: str) -> None:
 def test_the_model_and_the_state_are_told(served: Served) -> None:
     """With the tokens of prompts, and how many of these were not run."""
     with served.client() as client:
-        assert [model.id for model in client.models.list()] == ["demo"]
+        (model,) = client.models.list()
+        assert client.models.retrieve("demo") == model
+        with pytest.raises(openai.NotFoundError) as raised:
+            client.models.retrieve("Qwen/Qwen3-0.6B")
+    assert model.id == "demo"
+    assert (raised.value.code, raised.value.param) == ("model_not_found", "model")
+    assert "'demo' is" in raised.value.message
     facts = httpx2.get(f"{served.url}/healthz").json()
     reply = served.ask(START)
     after = httpx2.get(f"{served.url}/healthz").json()
@@ -1027,6 +1038,60 @@ def test_text_of_a_special_token_is_plain_text(served: Served) -> None:
     cache.detach()
     assert 0 not in token_ids
     assert served.server.detokenize(token_ids) + found[1] == plain.text.rstrip("\n")
+
+
+CALL: dict[str, Any] = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "UTC"}'}}
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "What time is it?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"role": "bot"}, "role"),
+        ({"role": "function", "name": "clock"}, "role"),
+        ({"mood": "good"}, "mood"),
+        ({"refusal": "no"}, "refusal"),
+        ({"function_call": {"name": "f", "arguments": ""}}, "function_call"),
+    ],
+)
+def test_what_no_template_knows_of_a_message_is_named(served: Served, change: dict[str, Any], param: str) -> None:
+    """Rather than left out of the prompt, or written as whatever the template makes of it."""
+    messages = [*START, {"role": "user", "content": "x"} | change]
+    reply = httpx2.post(f"{served.url}/v1/chat/completions", json=FIXED | {"messages": messages})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (400, "invalid_request", f"messages[2].{param}")
+    assert error["param"] in error["message"]
+
+
+def test_calls_that_the_template_leaves_out_are_refused(served: Served) -> None:
+    """That of the bundled model writes what a tool has answered, and knows no calls."""
+    reply = httpx2.post(f"{served.url}/v1/chat/completions", json=FIXED | {"messages": CALLED})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "messages[1].tool_calls")
+    assert "chat template leaves messages[1].tool_calls out" in error["message"]
+    told = served.ask([CALLED[0], CALLED[2]])
+    assert num_prompt(told) > num_prompt(served.ask(CALLED[:1]))
+    nothing = CALLED[0] | {"name": "ann", "tool_calls": [], "annotations": [], "refusal": None}
+    assert said(served.ask([nothing])) == said(served.ask(CALLED[:1]))
+
+
+def test_calls_that_the_template_writes_are_served() -> None:
+    """As Qwen's does; one that drops the results of tools is refused for these."""
+    template = (ROOT / "tests" / "text" / "templates" / "qwen.jinja").read_text("utf-8")
+    silent = "{% for one in messages if one.role != 'tool' %}{{ one.content }}{{ one.tool_calls }}\n{% endfor %}"
+    turn = Turn(FIXED | {"messages": CALLED}, b"")
+    for source, param in ((template, None), (silent, "messages[2].content")):
+        client: Any = Templated(source)  # Any: it has the calls that are made
+        written = turn.check_written(Gateway(client, set(), 1, 60).rendered)
+        if param is None:
+            asyncio.run(written)
+        else:
+            with pytest.raises(NotSupported, match=re.escape(param)):
+                asyncio.run(written)
 
 
 def test_content_may_come_in_parts(served: Served) -> None:

@@ -222,7 +222,7 @@ MAX_RECORD_FIELDS = 77
 """Of all these together."""
 BUDGET: dict[str, int] = {
     "server": 33080,  # the compiler of the GPU kernels came from the tools with 322
-    "client": 11768,
+    "client": 11774,
     "tools": 5520,  # the training of the bundled model came from the server with 650
 }
 """Code lines of each product (``python -m tools.code_lines``). A sum rises only by what an issue grants."""

@@ -18,7 +18,7 @@ import functools
 import inspect
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, get_args
 
@@ -244,39 +244,45 @@ def check_policy(value: object) -> None:
 
 
 def hinting(cls: type[_T]) -> type[_T]:
-    """Let each method of a class that takes a policy say where a setting of ``sample`` belongs.
+    """Let each method of a class that takes a policy, and ``score``, say where a setting of ``sample`` belongs.
 
     ``temperature=0.3`` beside the arguments of such a method raises a TypeError that names
-    ``policy=sample(temperature=0.3)``. Everything else reaches the method as it is.
+    ``policy=sample(temperature=0.3)``, or says that the method draws nothing; so does ``max_new_tokens``, which names
+    ``max_tokens``. Everything else reaches the method as it is.
     """
     for name, method in list(vars(cls).items()):
-        if inspect.isfunction(method) and "policy" in inspect.signature(method).parameters:
+        if inspect.isfunction(method) and (name == "score" or "policy" in inspect.signature(method).parameters):
             setattr(cls, name, _hinting(method, cls.__name__ if name == "__init__" else name))
     return cls
 
 
 def _hinting(method: Callable[..., Any], name: str) -> Callable[..., Any]:  # Any: of every method
     """Return a method that refuses settings by its name; it stays a coroutine function if it is one."""
+    known = frozenset(inspect.signature(method).parameters)
 
     @functools.wraps(method)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        _refuse_settings(name, kwargs)
+        _refuse_settings(name, known, kwargs)
         return method(*args, **kwargs)
 
     @functools.wraps(method)
     async def awaited(*args: Any, **kwargs: Any) -> Any:
-        _refuse_settings(name, kwargs)
+        _refuse_settings(name, known, kwargs)
         return await method(*args, **kwargs)
 
     return awaited if inspect.iscoroutinefunction(method) else checked
 
 
-def _refuse_settings(name: str, given: Mapping[str, object]) -> None:
-    """Raise TypeError if arguments of a call are settings of ``sample``."""
-    wrong = [key for key in given if key in _SETTINGS]
+def _refuse_settings(name: str, known: Set[str], given: Mapping[str, object]) -> None:
+    """Raise TypeError if arguments of a call, whose own ones are ``known``, are settings of ``sample``, or the like."""
+    draws = "policy" in known
+    wrong = [key for key in given if key in _SETTINGS or (key in _LENGTHS and not draws)]
     if wrong:
         settings = ", ".join(f"{key}={_shown(given[key])}" for key in wrong)
-        raise TypeError(f"{name}() takes no {' nor '.join(wrong)}: pass policy=sample({settings})")
+        instead = f"pass policy=sample({settings})" if draws else "it draws nothing; generate() does"
+        raise TypeError(f"{name}() takes no {' nor '.join(wrong)}: {instead}")
+    if "max_new_tokens" in given and "max_tokens" in known:
+        raise TypeError(f"{name}() takes no max_new_tokens: pass max_tokens={_shown(given['max_new_tokens'])}")
 
 
 def _shown(value: object) -> str:
@@ -284,5 +290,6 @@ def _shown(value: object) -> str:
 
 
 _SETTINGS = frozenset(Sampling.__dataclass_fields__) | frozenset(Settings.__annotations__)
+_LENGTHS = frozenset({"max_tokens", "max_new_tokens"})
 
 publish(globals(), ("Policy", "Sampling", "Settings", "greedy", "logits", "sample"))

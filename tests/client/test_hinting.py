@@ -50,6 +50,17 @@ def test_several_settings_are_named_together() -> None:
     assert "mask" not in Verify.__init__.__annotations__  # `masks` of a verify is its own argument
 
 
+@pytest.mark.parametrize("cls", [Client, AsyncClient])
+def test_what_scores_says_that_it_draws_nothing(cls: type) -> None:
+    """And a loop says what the length is called; a call without one is left to the language."""
+    text = refused(cls.score, tokens="a", max_new_tokens=3, temperature=0.3)  # type: ignore[attr-defined]
+    assert text == "score() takes no max_new_tokens nor temperature: it draws nothing; generate() does"
+    text = refused(cls.generate, prompt="a", max_new_tokens=3)  # type: ignore[attr-defined]
+    assert text == "generate() takes no max_new_tokens: pass max_tokens=3"
+    text = refused(cls.prefill, tokens="a", max_new_tokens=3)  # type: ignore[attr-defined]
+    assert "unexpected keyword argument 'max_new_tokens'" in text
+
+
 def test_everything_else_is_refused_by_the_language() -> None:
     """And what is right goes through."""
     assert "unexpected keyword argument 'temprature'" in refused(Client.generate, prompt="a", temprature=0.3)

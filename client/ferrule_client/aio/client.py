@@ -670,6 +670,8 @@ class AsyncClient(Closing):
             with_handles: Each has its ``handle``, for ``client.adopt``: a program that lost its own can go on.
             timeout: Seconds each page may take.
 
+        The iterator can be read once; keep a list of it to look at it again.
+
         Example:
             ``lengths = [one.length async for one in client.list_caches()]``
         """

@@ -667,6 +667,8 @@ class Client(Closing):
             with_handles: Each has its ``handle``, for ``client.adopt``: a program that lost its own can go on.
             timeout: Seconds each page may take.
 
+        The iterator can be read once; keep a list of it to look at it again.
+
         Example:
             ``lengths = [one.length for one in client.list_caches()]``
         """

@@ -447,6 +447,11 @@ class Client(Closing):
 
         Nothing is sent: a handle that is no longer good shows at the first call.
 
+        A handle covers what is in the KV cache and nothing else, so no token is pending, whatever was pending where it
+        came from. Save that token beside the handle and pass it to the first call, as ``cache.append(token)`` or
+        ``tokens=`` of ``generate``; otherwise another one is chosen in its place. Tokens and policy of the other cache
+        are not known here either.
+
         Args:
             handle: The handle, as somebody's ``cache.detach()`` or ``cache.handle`` gave it.
             keep_alive: False: its lease is not renewed in the background.
@@ -662,12 +667,12 @@ class Client(Closing):
     ) -> Iterator[CacheSummary]:
         """Yield the caller's live sequences by loggable id, asking for the next page when it is needed.
 
+        The iterator can be read once; keep a list of it to look at it again.
+
         Args:
             page_size: Entries per page; 0 lets the server choose.
             with_handles: Each has its ``handle``, for ``client.adopt``: a program that lost its own can go on.
             timeout: Seconds each page may take.
-
-        The iterator can be read once; keep a list of it to look at it again.
 
         Example:
             ``lengths = [one.length for one in client.list_caches()]``

@@ -193,7 +193,9 @@ def test_a_file_of_yours_goes_before_the_variables(plain: dict[str, Any], tmp_pa
     fixed = set.intersection(*(set(plain[name]["environment"]) for name in SERVERS))
     assert fixed == {"FERRULE_INSECURE", "FERRULE_METRICS_LISTEN", "FERRULE_INSTANCE", "HF_TOKEN_PATH"}
     page = (ROOT / "docs" / "operations.md").read_text()
-    for name in set().union(*(plain[name]["environment"] for name in SERVERS)) - {"NVIDIA_DRIVER_CAPABILITIES"}:
+    servers = [project(*on_top)["services"][name] for on_top in WAYS for name in SERVERS]
+    names = set().union(*(one["environment"] for one in servers)) - {"NVIDIA_DRIVER_CAPABILITIES"}
+    for name in {*names, "FERRULE_LISTEN"}:
         assert f"`{name}`" in page[page.index("## Containers") : page.index("### Credentials in containers")], name
 
 

@@ -88,7 +88,7 @@ class Run:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the cells that are asked for; print a table and one JSON line, or JSON lines."""
     args = _parse_arguments(arguments)
-    _set_up_process()
+    set_up_process()
     from benchmarks.cpu.cells import CELLS, select
 
     run = _run_of(args)
@@ -114,7 +114,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _set_up_process() -> None:
+def set_up_process() -> None:
     """Find the sources here and in child processes, and let waiting threads of torch sleep as the server does."""
     paths = [str(ROOT), str(ROOT / "server"), str(ROOT / "client"), str(ROOT / "protos")]
     sys.path[:0] = paths
@@ -131,7 +131,7 @@ def _run_of(args: argparse.Namespace) -> Run:
     effort = QUICK if args.quick else Effort()
     if args.rounds:
         effort = replace(effort, num_rounds=args.rounds)
-    identity = {"model": args.model.rstrip("/").rpartition("/")[2], "is_quick": args.quick, **_versions()}
+    identity = {"model": args.model.rstrip("/").rpartition("/")[2], "is_quick": args.quick, **versions("cpu")}
     results = ResultsFile(args.results, retries_disturbed=args.retry_disturbed)
     return Run(folder, args.sides, effort, args.threads, identity, results, args.json)
 
@@ -154,7 +154,8 @@ def model_folder(name: str) -> Path:
     return folder
 
 
-def _versions() -> dict[str, Any]:
+def versions(benchmark: str) -> dict[str, Any]:
+    """Return what a benchmark ran on, for its records."""
     import numba
     import torch
 
@@ -163,7 +164,7 @@ def _versions() -> dict[str, Any]:
 
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, check=False, capture_output=True)
     return {
-        "benchmark": "cpu",
+        "benchmark": benchmark,
         "commit": commit.stdout.decode().strip(),
         "device": f"{processor_name()}, {Host().num_threads()} cores, {choose_instructions('bfloat16')[0]}",
         "versions": {

@@ -66,11 +66,12 @@ def write_model(folder: Path, shape: str, seed: int = 0) -> None:
     """Write config.json, model.safetensors and a note into ``folder``, which is made where it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_make_tensors(SHAPES[shape], seed), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_make_config(SHAPES[shape]), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config_of(SHAPES[shape]), indent=2) + "\n")
     (folder / "NOTE.txt").write_text(NOTE.format(seed=seed, shape=shape))
 
 
-def _make_config(shape: dict[str, Any]) -> dict[str, Any]:
+def config_of(shape: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json of a shape."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -84,6 +85,12 @@ def _make_config(shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def _make_tensors(shape: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: _random(size, generator) for name, size in sorted(tensor_sizes(shape).items())}
+
+
+def tensor_sizes(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the sizes of all tensors of a shape, by name."""
     hidden, intermediate, head_dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     num_q, num_kv = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
     sizes: dict[str, tuple[int, ...]] = {
@@ -99,8 +106,7 @@ def _make_tensors(shape: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
         sizes[f"{layer}.self_attn.o_proj.weight"] = (hidden, num_q)
         sizes[f"{layer}.mlp.gate_proj.weight"] = sizes[f"{layer}.mlp.up_proj.weight"] = (intermediate, hidden)
         sizes[f"{layer}.mlp.down_proj.weight"] = (hidden, intermediate)
-    generator = torch.Generator().manual_seed(seed)
-    return {name: _random(size, generator) for name, size in sorted(sizes.items())}
+    return sizes
 
 
 def _random(size: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

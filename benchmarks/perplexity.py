@@ -3,7 +3,8 @@
     python benchmarks/perplexity.py FOLDER TEXT... [--windows 2] [--json]
 
 The first windows of 1 024 tokens of each text are scored. A window has no context but the tokens that the tokenizer of
-the model puts before a text. ``python -m tools.real_models.smollm2`` makes a FOLDER.
+the model puts before a text. The matrices of a GGUF file stay as they are whatever
+the kind; to quantise its numbers, save them as a folder first, with transformers.
 """
 
 from __future__ import annotations

@@ -119,6 +119,19 @@ def converted(folder: Path, work_folder: Path, variant: str) -> Path:
 def _write_gguf(folder: Path, out: Path, variant: str) -> None:
     gguf: Any = import_module("gguf")  # a package of the peer's environment, without types here
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    kind = gguf.GGMLQuantizationType[variant.upper()]
+    with gguf_writer(out, config) as writer:
+        for name, values in read_tensors(folder / "model.safetensors"):
+            if values.ndim == 1:
+                writer.add_tensor(gguf_name(name), values)
+            else:
+                writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+
+@contextmanager
+def gguf_writer(out: Path, config: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield a writer to add the tensors of a Qwen3 to, without a vocabulary; the file is written afterwards."""
+    gguf: Any = import_module("gguf")  # as above
     writer = gguf.GGUFWriter(str(out), "qwen3")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -132,12 +145,7 @@ def _write_gguf(folder: Path, out: Path, variant: str) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    kind = gguf.GGMLQuantizationType[variant.upper()]
-    for name, values in read_tensors(folder / "model.safetensors"):
-        if values.ndim == 1:
-            writer.add_tensor(gguf_name(name), values)
-        else:
-            writer.add_tensor(gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+    yield writer
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -561,6 +561,7 @@ class ModelInfo:
         stop_token_ids: Tokens at which to stop by default: those and the chat template's.
         bos_token_id: Token put before a text, or None.
         attention_window: Tokens to which a row attends at most; 0: some layer attends to all of them.
+        packed_types: Of the matrices that are used as they are in the file, such as ``Q4_K``, the most frequent first.
     """
 
     model_id: str
@@ -582,6 +583,7 @@ class ModelInfo:
     stop_token_ids: tuple[int, ...]
     bos_token_id: int | None
     attention_window: int
+    packed_types: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

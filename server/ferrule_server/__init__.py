@@ -23,6 +23,7 @@ addresses.py    addresses to listen on, parsed and checked
 loading.py      chooses and loads model and executor by the settings
 host.py         the machine: its processor, and the cores and memory that the process may use
 model_files.py  reads the small files of a model folder, which strangers write
+named_models.py the models with a name of their own: demo, smollm2
 errors.py       every error of the server, with its reason
 quotas.py       what one principal may use at most
 suffixes.py     finds runs of tokens at the end of a text

@@ -12,6 +12,7 @@ from typing import Final
 
 from ferrule_server.addresses import ListenAddress, parse_listen, parse_metrics_listen, parse_otlp_endpoint
 from ferrule_server.errors import ConfigError
+from ferrule_server.named_models import DEMO_MODEL, NAMED_MODELS
 from ferrule_server.quotas import DEFAULT_QUOTAS, MIN_TTL_S, QuotaLimits
 from ferrule_server.settings import (
     COUNT,
@@ -32,7 +33,7 @@ from ferrule_server.settings import (
     parse_path,
 )
 
-DEMO_MODEL: Final = "demo"
+INT8_INPUTS: Final = "--activations int8 goes with --weights int8 or packed codes of 8 bits only"
 DEFAULT_CONNECTIONS: Final = 1024
 CONNECTIONS_OF_STRANGERS: Final = 12
 DEFAULT_KV_MEMORY: Final = "1GiB"
@@ -61,8 +62,11 @@ def instance_of_host(host_name: str) -> str:
 
 def _model(text: str) -> str:
     if not text:
-        raise ValueError("must be demo, a folder, or org/name on the hub")
+        raise ValueError(f"must be {', '.join(NAMED_MODELS)}, a folder, a GGUF file, or org/name on the hub")
     return str(parse_path(text)) if text.startswith("~") else text
+
+
+_MODEL_KIND: Final = Kind("|".join([*NAMED_MODELS, "FOLDER", "FILE.gguf", "ORG/NAME"]), _model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +77,14 @@ class ServerConfig:
     weights.
     """
 
-    model: str | None = _MODEL.setting("--model", Kind("demo|FOLDER|ORG/NAME", _model), DEMO_MODEL)
-    """the small bundled model, a Hugging Face folder with safetensors, or a model on the Hugging Face hub, whose
-    configuration, tokenizer and safetensors are fetched once and kept in HF_HOME
+    model: str | None = _MODEL.setting("--model", _MODEL_KIND, DEMO_MODEL)
+    """demo, the small bundled model; smollm2, SmolLM2-135M-Instruct, which is installed apart (without it the start
+    says how); a Hugging Face folder with safetensors; a GGUF file (the first, if it has parts); or a model on the
+    Hugging Face hub, whose configuration, tokenizer and safetensors are fetched once and kept in HF_HOME
     """
     ignored_config_keys: tuple[str, ...] = _MODEL.setting("--ignore-config-key", NAMES, "")
-    """keys of the model's config.json that count as absent, at your word that the model computes the same without
-    them; can be repeated; each is logged as a warning
+    """keys of the model's config.json, or of its GGUF file, that count as absent, at your word that the model computes
+    the same without them; can be repeated; each is logged as a warning
     """
     revision: str | None = _MODEL.optional("--revision", _REVISION, "main")
     """branch, tag or commit of a model on the hub"""
@@ -254,7 +259,7 @@ class ServerConfig:
         """
         self._check_access()
         self._check_metrics()
-        if self.model in (None, DEMO_MODEL):
+        if self.model in (None, *NAMED_MODELS):
             _require(not self.is_download_only, "--download-only requires a model on the hub: add --model org/name")
             _require(self.revision is None, "--revision requires a model on the hub: add --model org/name")
         if self.is_deterministic:
@@ -264,9 +269,7 @@ class ServerConfig:
         if self.executor == "numba-cuda":
             _require(self.device != "cpu", "--executor numba-cuda runs on a GPU; leave --device cpu out")
             _require(self.dtype != "float32", "--executor numba-cuda computes in bfloat16; leave --dtype float32 out")
-        _require(
-            self.activations == "int16" or self.weights == "int8", "--activations int8 goes with --weights int8 only"
-        )
+        _require(self.activations == "int16" or self.weights != "int4", INT8_INPUTS)
         if self.weights != "float":
             _require(
                 self.executor in ("auto", "numba-cpu") and not self.device.startswith("cuda"),

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ferrule_server.config import DEFAULT_KV_BYTES, DEMO_MODEL, ServerConfig
+from ferrule_server.config import DEFAULT_KV_BYTES, INT8_INPUTS, ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor.base import BLOCK_SIZE, Executor
 from ferrule_server.executor.host_plan import HostPlan, gib
@@ -20,7 +20,9 @@ from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.host import Host
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.families.rotary import Note
-from ferrule_server.model_files import is_folder, listed, name_of
+from ferrule_server.model.gguf.blocks import BLOCKS
+from ferrule_server.model_files import is_file, is_folder, listed, name_of
+from ferrule_server.named_models import NAMED_MODELS
 
 if TYPE_CHECKING:
     from ferrule_server.executor.cpu.executor import Prepared
@@ -38,7 +40,6 @@ _log = logging.getLogger(__name__)
 OnProgress = Callable[[str, float], None]
 """Called with the current stage, for people, and the progress of the whole load from 0 to 1; from any thread."""
 
-_DEMO_FOLDER: Final = Path(__file__).parent / "demo_model"
 _HOST: Final = Host()
 _PAGED_REFERENCE_CONTEXT: Final = 512
 _SMALL_WEIGHTS_BYTES: Final = 128 << 20
@@ -179,14 +180,11 @@ def _for_host(config: ServerConfig, plan: LoadPlan) -> ServerConfig:
 def _paged_reference(config: ServerConfig) -> Executor:
     with _allocating(config) as kv_memory_bytes:
         return PagedReferenceExecutor(
-            vocab_size=config.reference_vocab_size,
-            num_layers=config.reference_layers,
-            num_heads=config.reference_heads,
-            num_kv_heads=config.reference_heads,
-            max_context=config.max_context or _PAGED_REFERENCE_CONTEXT,
-            block_size=config.reference_block_size,
+            vocab_size=config.reference_vocab_size, num_layers=config.reference_layers,
+            num_heads=config.reference_heads, num_kv_heads=config.reference_heads,
+            max_context=config.max_context or _PAGED_REFERENCE_CONTEXT, block_size=config.reference_block_size,
             kv_memory_bytes=kv_memory_bytes,
-        )
+        )  # fmt: skip
 
 
 def _load(config: ServerConfig, on_progress: OnProgress, host: Host) -> LoadedExecutor:
@@ -211,7 +209,7 @@ def _load(config: ServerConfig, on_progress: OnProgress, host: Host) -> LoadedEx
         model = load_model(folder, dtype=plan.dtype, config=model_config, on_progress=on_bytes, encoding=encoding)
         if parts := ",".join(model_config.names.parts_left_out()):
             _log.info("event=text_model_only architecture=%s left_out=%s", model_config.architecture, parts)
-        if config.model == DEMO_MODEL or commit is not None:
+        if config.model in NAMED_MODELS or commit is not None:
             model.model_id = config.model or ""
         num_cores = host.num_threads()
         num_threads = suggested_threads(model.weights_bytes, min(torch.get_num_threads(), num_cores))
@@ -234,13 +232,15 @@ def load_texts(folder: Path) -> tuple[Tokenizer | None, ChatTemplate | None]:
     from ferrule_server.text.chat_template import ChatTemplate
     from ferrule_server.text.tokenizer import Tokenizer
 
-    chat_template = ChatTemplate.load(folder) if os.path.lexists(folder / "tokenizer.json") else None
+    has_tokenizer = is_file(folder) or os.path.lexists(folder / "tokenizer.json")
+    chat_template = ChatTemplate.load(folder) if has_tokenizer else None
     return Tokenizer.load(folder, chat_template), chat_template
 
 
 def note_no_tokenizer(folder: Path, note: Note) -> None:
-    """Warn that a model folder has no tokenizer.json, and name the files of other tokenizers in it."""
-    others = [path.name for path in sorted(folder.iterdir()) if _TOKENIZERS.fullmatch(path.name)]
+    """Warn that a model has no tokenizer.json, and name the files of other tokenizers in it."""
+    names = [] if is_file(folder) else sorted(path.name for path in folder.iterdir())
+    others = [name for name in names if _TOKENIZERS.fullmatch(name)]
     found = listed(others) or "none"
     note("event=no_tokenizer found=%r (tokenizer.json is not there; calls with text are UNIMPLEMENTED)", found)
 
@@ -358,14 +358,10 @@ def _on_processor(config: ServerConfig, plan: LoadPlan, model: LoadedModel, prep
 
     with _allocating(config) as kv_memory_bytes:
         options = CpuOptions(
-            plan=plan.choice.plan,
-            reason=plan.choice.reason,
-            num_threads=config.num_threads or 1,
-            kv_memory_bytes=kv_memory_bytes,
-            max_context=config.max_context or model.config.max_positions,
-            max_step_rows=config.max_step_rows,
+            plan.choice.plan, plan.choice.reason, num_threads=config.num_threads or 1, kv_memory_bytes=kv_memory_bytes,
+            max_context=config.max_context or model.config.max_positions, max_step_rows=config.max_step_rows,
             fallback_reason=reason,
-        )
+        )  # fmt: skip
         return NumbaCpuExecutor(model, options, prepared)
 
 
@@ -377,12 +373,9 @@ def _on_torch(config: ServerConfig, model: LoadedModel, reason: str) -> Executor
         _log.warning("event=torch_serves reason=%r", reason)
     with _allocating(config) as kv_memory_bytes:
         return TorchExecutor(
-            model,
-            kv_memory_bytes=kv_memory_bytes,
-            max_context=config.max_context or model.config.max_positions,
-            block_size=BLOCK_SIZE,
-            fallback_reason=reason,
-        )
+            model, kv_memory_bytes=kv_memory_bytes, max_context=config.max_context or model.config.max_positions,
+            block_size=BLOCK_SIZE, fallback_reason=reason,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -407,30 +400,31 @@ def find_model(config: ServerConfig, on_progress: OnProgress) -> tuple[Path, str
         ModelError: There is no such model.
     """
     if config.model is None:
-        raise ConfigError("--model is needed: demo, a folder, or org/name on the hub")
-    if config.model == DEMO_MODEL:
-        return _demo_folder(), None, on_progress
+        raise ConfigError("--model is needed: demo, a folder, a GGUF file, or org/name on the hub")
+    if (find := NAMED_MODELS.get(config.model)) is not None:
+        return find(), None, on_progress
     folder = as_folder(config.model)
     if folder is not None:
         if config.revision is not None:
-            raise ConfigError(f"--revision {config.revision}: --model {config.model} is a folder here, not on the hub")
+            kind = "file" if is_file(folder) else "folder"
+            raise ConfigError(f"--revision {config.revision}: --model {config.model} is a {kind} here, not on the hub")
         return folder, None, on_progress
     from ferrule_server.model.hub import is_hub_name
 
     if not is_hub_name(config.model):
         raise ModelError(
-            f"--model {name_of(config.model)}: there is no such folder; a model of the hub is named org/name"
+            f"--model {name_of(config.model)}: there is no such folder or file; a model of the hub is named org/name"
         )
     return _fetched(config, config.model, on_progress)
 
 
 def as_folder(name: str) -> Path | None:
-    """Return the folder that a setting names; None if there is none."""
+    """Return the folder or the GGUF file that a setting names; None if there is none."""
     try:
         folder = Path(name).expanduser()
     except RuntimeError:  # the home of a user who does not exist
         return None
-    return folder if is_folder(folder) else None
+    return folder if is_folder(folder) or is_file(folder) else None
 
 
 def _fetched(config: ServerConfig, name: str, on_progress: OnProgress) -> tuple[Path, str, OnProgress]:
@@ -458,15 +452,6 @@ def _fetched(config: ServerConfig, name: str, on_progress: OnProgress) -> tuple[
     return folder, folder.name, on_rest
 
 
-def _demo_folder() -> Path:
-    if not (_DEMO_FOLDER / "model.safetensors").is_file():
-        raise ModelError(
-            "--model demo: this installation lacks the files of the bundled model; install ferrule again, "
-            "name a folder with --model, or run --executor paged-reference, which needs none"
-        )
-    return (_DEMO_FOLDER / "model.safetensors").resolve().parent  # some installers make links of all files
-
-
 def network_of(config: ServerConfig, folder: Path, note: Note = _log.debug) -> ModelConfig:
     """Return the model's configuration. Too long a context is refused here, before the weights are read.
 
@@ -476,7 +461,8 @@ def network_of(config: ServerConfig, folder: Path, note: Note = _log.debug) -> M
         note: Called with each warning.
 
     Raises:
-        ConfigError: ``--max-context`` is beyond the context of the model.
+        ConfigError: ``--max-context`` is beyond the context of the model, or its matrices are not as other settings
+            require.
         ModelError: config.json is missing or unusable.
     """
     heard: list[str] = []
@@ -492,6 +478,11 @@ def network_of(config: ServerConfig, folder: Path, note: Note = _log.debug) -> M
         raise ConfigError(
             f"--max-context {config.max_context} is beyond the {most} tokens that {config.model} supports{reason}"
         )
+    if model_config.blocks and config.weights != "float":
+        raise ConfigError(f"--weights {config.weights}: {name_of(folder.name)} is packed already; leave --weights out")
+    has_bytes = config.weights == "int8" or any(BLOCKS[name].kind.bits == 8 for name in model_config.blocks.values())
+    if config.activations == "int8" and not has_bytes:
+        raise ConfigError(INT8_INPUTS)
     return model_config.for_context(config.max_context or most)
 
 

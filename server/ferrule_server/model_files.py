@@ -175,7 +175,7 @@ def shown(value: object) -> str:
     shortener = Repr()
     shortener.maxstring = shortener.maxother = shortener.maxlong = _MAX_SHOWN
     shortener.maxlevel = 2
-    return shortener.repr(value)
+    return " ".join(shortener.repr(value).splitlines())  # an array has several
 
 
 def name_of(value: object) -> str:

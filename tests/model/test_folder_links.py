@@ -322,11 +322,11 @@ OTHERS = {
 
 
 def _readers(path: Path) -> set[str]:
-    """Return what a module calls to read files, unless it is imported from model_files."""
+    """Return what a module calls to read files, unless it is imported from model_files or model_folder."""
     tree = ast.parse(path.read_text())
     imported = {
         alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-        if node.module == "ferrule_server.model_files" for alias in node.names
+        if node.module in ("ferrule_server.model_files", "ferrule_server.model_folder") for alias in node.names
     }  # fmt: skip
     called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
     names = {name for f in called if isinstance(f, ast.Attribute) for name in (f.attr, ast.unparse(f))}

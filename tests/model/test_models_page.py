@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 
 from ferrule_server.executor.sizes import kv_bytes, weights_bytes
 from ferrule_server.model.families import WRAPPERS
+from ferrule_server.model.gguf.architectures import _ARCHITECTURES
+from ferrule_server.model.gguf.blocks import BLOCKS
 from ferrule_server.model_check.__main__ import size
 from ferrule_server.model_check.catalogue import known_families
 from tests.model.conftest import CASES
@@ -42,6 +45,15 @@ def memory_rows() -> list[str]:
         weights, token, all_tokens = map(size, sizes)
         rows.append(f"| {model.name} | {weights} | {token} | {all_tokens} ({longest}) |")
     return rows
+
+
+def test_the_page_names_every_architecture_and_type_of_gguf_files() -> None:
+    """And no other."""
+    section = PAGE.partition("## GGUF files")[2].partition("| refused")[0]
+    architectures, types = re.findall(r"\*\*(?:Architectures|Types)\*\*(.*?)\n\* ", f"{section}\n* ", re.DOTALL)
+    names = {name.partition(" ")[0] for name in _ARCHITECTURES}
+    assert set(re.findall(r"`(\w+)`", architectures)) == names
+    assert re.findall(r"`(\w+)`", types) == ["F32", "F16", "BF16", *BLOCKS]
 
 
 @pytest.mark.parametrize("rows", [family_rows, memory_rows])

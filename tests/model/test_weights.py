@@ -16,8 +16,8 @@ import ferrule_server
 from ferrule_server.errors import ModelError
 from ferrule_server.model import weights
 from ferrule_server.model.config_reader import read_config
+from ferrule_server.model.parts import EMBEDDING
 from ferrule_server.model.rope import stored_order
-from ferrule_server.model.tensors import EMBEDDING
 from ferrule_server.model.weights import LoadedModel, _fingerprint, check_tensors, load_model
 from tests.model.conftest import CASES, Example, make_example
 

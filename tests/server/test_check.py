@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def test_bytes_of_packed_weights_are_those_of_a_loaded_model(
     config = read_config(folder)
     plan = choose(config, dtype, weights).plan
     assert plan is not None
-    packer = packing.Packer(config, plan, lambda *_: 0)
+    packer = packing.Packer(config, plan, defaultdict(lambda: lambda *_: 0))
     model = load_model(folder, dtype=dtype, config=config, encoding=packer)
     details = checked(folder, dtype=dtype, weights=weights)
     assert details.weights_bytes == model.weights_bytes
@@ -360,7 +361,7 @@ def test_configurations_are_refused_with_advice(
     ("files", "reason", "instead"),
     [
         (["adapter_config.json", "adapter_model.safetensors"], "a LoRA adapter", "merge"),
-        (["model-q4_k_m.gguf"], "GGUF", "--weights int8"),
+        (["model-q4_k_m.gguf"], "GGUF", "--model FILE.gguf"),
         (["pytorch_model.bin"], "pickles", "safetensors"),
         ([], "config.json is missing", ""),
     ],
@@ -380,7 +381,7 @@ def test_folders_of_other_formats_are_refused_with_advice(
 def test_a_path_that_is_not_there_is_said_to_be_none() -> None:
     """Before anything is said about a hub, and nobody is asked."""
     for name in ("./models/nope", "/models/nope", "nope"):
-        assert refused(name).reason == "there is no such folder; a model of the hub is named org/name"
+        assert refused(name).reason == "there is no such folder or file; a model of the hub is named org/name"
 
 
 def test_tensors_are_compared_before_anything_is_read(tmp_path: Path) -> None:
@@ -666,7 +667,7 @@ def test_frequencies_and_a_tied_head_in_an_index_are_no_fault(hub: Hub, reposito
 @pytest.mark.parametrize(
     ("files", "reason", "instead"),
     [
-        (["model-q4.gguf"], "the repository has no safetensors, only model-q4.gguf", "--weights int8"),
+        (["model-q4.gguf"], "the repository has no safetensors, only model-q4.gguf", "--model FILE.gguf"),
         (["pytorch_model.bin"], "the repository has no safetensors, only pytorch_model.bin", "with safetensors"),
         (["adapter_config.json", "adapter_model.safetensors"], "it holds a LoRA adapter", "merge"),
         (["README.md"], "the repository has no safetensors", ""),

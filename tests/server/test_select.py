@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks import make_random_model
 from ferrule_server import loading as select
+from ferrule_server import named_models
 from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor import devices
@@ -564,7 +565,7 @@ def test_threads_of_torch_are_paid_for_by_the_control_group(tmp_path: Path, monk
 
 def test_the_model_that_ships_is_no_folder_to_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its files the message says what to do, and no path that the user never typed."""
-    monkeypatch.setattr(select, "_DEMO_FOLDER", tmp_path)
+    monkeypatch.setattr(named_models, "_DEMO_FOLDER", tmp_path)
     with pytest.raises(ModelError, match="--model demo: this installation lacks") as caught:
         create_executor(ServerConfig(), _ignore)
     assert str(tmp_path) not in str(caught.value)

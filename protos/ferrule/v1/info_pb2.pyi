@@ -87,7 +87,7 @@ EXECUTOR_STATE_DRAINING: ExecutorState
 EXECUTOR_STATE_FAILED: ExecutorState
 
 class ModelInfo(_message.Message):
-    __slots__ = ("model_id", "architecture", "num_parameters", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_sequence_length", "dtype", "kv_dtype", "device_type", "device_name", "fingerprint", "eos_token_ids", "stop_token_ids", "bos_token_id", "kernel_set", "numerics_fingerprint", "attention_window")
+    __slots__ = ("model_id", "architecture", "num_parameters", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "max_sequence_length", "dtype", "kv_dtype", "device_type", "device_name", "fingerprint", "eos_token_ids", "stop_token_ids", "bos_token_id", "kernel_set", "numerics_fingerprint", "attention_window", "packed_types")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,7 @@ class ModelInfo(_message.Message):
     KERNEL_SET_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    PACKED_TYPES_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     architecture: str
     num_parameters: int
@@ -130,7 +131,8 @@ class ModelInfo(_message.Message):
     kernel_set: str
     numerics_fingerprint: bytes
     attention_window: int
-    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., num_parameters: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., kv_dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., device_type: _Optional[_Union[_types_pb2.DeviceType, str]] = ..., device_name: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., kernel_set: _Optional[str] = ..., numerics_fingerprint: _Optional[bytes] = ..., attention_window: _Optional[int] = ...) -> None: ...
+    packed_types: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model_id: _Optional[str] = ..., architecture: _Optional[str] = ..., num_parameters: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_heads: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., kv_dtype: _Optional[_Union[_types_pb2.DataType, str]] = ..., device_type: _Optional[_Union[_types_pb2.DeviceType, str]] = ..., device_name: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., kernel_set: _Optional[str] = ..., numerics_fingerprint: _Optional[bytes] = ..., attention_window: _Optional[int] = ..., packed_types: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ExecutorCapabilities(_message.Message):
     __slots__ = ("features", "max_batch_size", "max_step_rows", "max_fork_count", "max_top_logprobs", "max_draft_tokens", "max_request_bytes", "max_reply_bytes", "block_size", "total_blocks", "min_ttl", "max_ttl", "default_ttl", "supported_dtypes", "memory_requirements", "caller", "max_handles_per_request", "max_items_per_frame", "max_text_bytes", "max_text_tokens", "max_masks_per_request", "max_logprob_token_ids", "max_logit_biases", "max_stops", "max_stop_tokens", "max_stop_bytes")

@@ -257,6 +257,8 @@ class ModelDescription:
             quantised.
         fingerprint: 32 bytes over weights, dtypes and everything else that determines the KV; root of the lineage.
         weights_bytes: Bytes of the weights in memory.
+        packed_types: Of the matrices that are kept as they are in the file, by the names of its format, the most
+            frequent first.
     """
 
     config: ModelConfig
@@ -266,6 +268,7 @@ class ModelDescription:
     dtype: str
     fingerprint: bytes
     weights_bytes: int = 0
+    packed_types: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

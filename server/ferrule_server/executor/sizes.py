@@ -9,7 +9,8 @@ import torch
 
 from ferrule_server.executor.base import BLOCK_SIZE
 from ferrule_server.model.config import ModelConfig
-from ferrule_server.model.tensors import on_meta, specs
+from ferrule_server.model.parts import specs
+from ferrule_server.model.tensors import on_meta
 
 if TYPE_CHECKING:
     from ferrule_server.kernels.cpu.plan import Plan
@@ -32,9 +33,9 @@ def weights_bytes(config: ModelConfig, dtype: torch.dtype, plan: Plan | None = N
     total = sum(tensor.nbytes for tensor in weights.tensors())
     if plan is None:
         return total
-    from ferrule_server.executor.cpu.weights import packed_bytes
+    from ferrule_server.executor.cpu.weights import is_packed, packed_bytes
 
-    linear = [spec for spec in specs(config) if spec.is_linear]
+    linear = [spec for spec in specs(config) if is_packed(config, spec)]
     return total + sum(packed_bytes(config, plan, spec) - prod(spec.shape) * dtype.itemsize for spec in linear)
 
 

@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TypeGuard
 
 from ferrule_server.errors import ModelError
+from ferrule_server.model.gguf.files import opened
+from ferrule_server.model.stored import LAYOUTS, StoredTensor
 from ferrule_server.model_files import (
     MAX_HEADER_BYTES,
     FileMissing,
+    is_file,
     listed,
     name_of,
     open_file,
@@ -27,9 +29,6 @@ from ferrule_server.model_files import (
     read_up_to,
     shown,
 )
-
-DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes per element of the dtypes in which weights may be stored."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -40,40 +39,21 @@ _MAX_DIMENSIONS = 8
 _MAX_NUMBER = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor of a checkpoint, and the place of its bytes.
-
-    Attributes:
-        name: Its name in the checkpoint.
-        dtype: Its type as safetensors names it, such as ``BF16``.
-        shape: Row-major.
-        path: The file.
-        offset: First byte in the file.
-        num_bytes: Length of its data.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    path: Path
-    offset: int
-    num_bytes: int
-
-
 class _BadFile(Exception):
     """A file does not follow the format; the message says how."""
 
 
 def list_tensors(folder: Path) -> tuple[dict[str, StoredTensor], set[str], list[str]]:
-    """Return every tensor in the files of a model folder, and everything that is wrong with the files.
+    """Return every tensor in the files of a model, and everything that is wrong with the files.
 
     Args:
-        folder: Holds model.safetensors, or model.safetensors.index.json and its shards.
+        folder: Holds model.safetensors, or model.safetensors.index.json and its shards; or a GGUF file.
 
     Returns:
         The tensors by name; the names that a problem already mentions; the problems in words.
     """
+    if is_file(folder):
+        return _list_gguf(folder)
     if os.path.exists(folder / SINGLE_FILE):  # noqa: PTH110  (Path.exists raises for a folder that may not be read)
         return _merge(folder, [SINGLE_FILE], None)
     try:
@@ -81,6 +61,15 @@ def list_tensors(folder: Path) -> tuple[dict[str, StoredTensor], set[str], list[
     except ModelError as problem:
         return {}, set(), [str(problem)]
     return _merge(folder, sorted(set(weight_map.values())), weight_map)
+
+
+def _list_gguf(path: Path) -> tuple[dict[str, StoredTensor], set[str], list[str]]:
+    from ferrule_server.model.gguf.names import renamed  # which needs torch
+
+    try:
+        return renamed(opened(path)), set(), []
+    except ModelError as problem:
+        return {}, set(), [str(problem)]
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -188,7 +177,8 @@ def _parse_entry(path: Path, name: str, value: object, data_start: int) -> Store
     if not isinstance(dtype, str) or not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
         raise _BadFile(f"{where}the header entry of {name_of(name)} is malformed")
     num_bytes = offsets[1] - offsets[0]
-    if num_bytes < 0 or (dtype in DTYPE_BYTES and num_bytes != prod(shape) * DTYPE_BYTES[dtype]):
+    num_values, block_bytes = LAYOUTS.get(dtype, (0, 0))
+    if num_bytes < 0 or num_values > 1 or (num_values and num_bytes != prod(shape) * block_bytes):
         raise _BadFile(f"{where}{name_of(name)} has {num_bytes} bytes, which do not fit {dtype} {shape}")
     return StoredTensor(name, dtype, tuple(shape), path, data_start + offsets[0], num_bytes)
 

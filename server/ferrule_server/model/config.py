@@ -95,11 +95,13 @@ class CheckpointNames:
             in it, without ``model.layers.N.`` and their ending.
         renamed: What the names of a text model inside another begin with, and with what those of the text model begin.
         left_out: What the names of tensors around the text model begin with, which are not loaded.
+        has_whole_norms: Norms are stored with ``ModelConfig.norm_offset``.
     """
 
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     left_out: tuple[str, ...] = ()
+    has_whole_norms: bool = False
 
     def parts_left_out(self, names: Collection[str] | None = None) -> tuple[str, ...]:
         """Return the parts that are not loaded: those with tensors among these names; None: all that there may be."""
@@ -119,7 +121,7 @@ class ModelConfig:
         max_positions: Longest sequence in tokens for which the model was trained.
         layers: The kind of each decoder layer, in order.
         norm_eps: The number added to the mean square or the variance in every norm.
-        norm_offset: Added to the stored weight of every norm except that of values.
+        norm_offset: Added to the stored weight of every norm except that of values, if it is not stored with it.
         has_layer_norm: The norms over the residual stream subtract the mean too (LayerNorm, not RMSNorm).
         has_norm_bias: Those norms carry biases.
         has_norm_before: Attention and feed-forward part read normed rows.
@@ -144,6 +146,7 @@ class ModelConfig:
         has_mlp_bias: The feed-forward projections carry biases.
         eos_ids: Tokens that end a text: those of generation_config.json, else those of config.json.
         names: Of the tensors in the checkpoint; no part of the network, and not compared.
+        blocks: The types of blocks of those matrices in the checkpoint that are packed, by name; not compared either.
     """
 
     architecture: str
@@ -178,6 +181,7 @@ class ModelConfig:
     has_mlp_bias: bool = False
     eos_ids: tuple[int, ...] = ()
     names: CheckpointNames = field(default=CheckpointNames(), compare=False)
+    blocks: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def num_layers(self) -> int:

@@ -18,10 +18,14 @@ from ferrule_server.errors import ModelError
 from ferrule_server.model.config import CheckpointNames, LayerKind, ModelConfig
 from ferrule_server.model.families import FAMILIES, WRAPPERS
 from ferrule_server.model.families.family import Family, Wrapper
-from ferrule_server.model.families.others import check_not_quantised, no_model, refusal_of
+from ferrule_server.model.families.others import NotSupported, check_not_quantised, no_model, refusal_of
 from ferrule_server.model.families.rotary import Note, longest_sequence, read_rope
 from ferrule_server.model.families.values import ConfigValues
-from ferrule_server.model_files import MAX_CONFIG_BYTES, FileMissing, name_of, read_object, shown
+from ferrule_server.model.gguf.architectures import as_stored
+from ferrule_server.model.gguf.files import opened
+from ferrule_server.model.gguf.names import blocks_of
+from ferrule_server.model_files import MAX_CONFIG_BYTES, FileMissing, is_file, name_of, shown
+from ferrule_server.model_folder import read_object
 
 _MAX_FILES: Final = 1000
 """Of a folder without config.json that are looked at."""
@@ -36,16 +40,32 @@ def _unheard(_form: str, *_values: object) -> None:
 
 
 def read_config(folder: Path, ignored: Collection[str] = (), note: Note = _unheard) -> ModelConfig:
-    """Return the configuration of a model folder.
+    """Return the configuration of a model.
 
     Args:
-        folder: Holds config.json, and generation_config.json if the model has one.
+        folder: Holds config.json, and generation_config.json if the model has one; or a GGUF file.
         ignored: Keys of config.json that count as absent.
         note: Called with each warning.
 
     Raises:
         ModelError: A file is missing or broken, or this server cannot run the model exactly.
     """
+    try:
+        config = _read_config(folder, ignored, note)
+        if not is_file(folder):
+            return config
+        gguf = opened(folder)
+        return replace(as_stored(config, gguf), blocks=blocks_of(gguf))
+    except ModelError as error:
+        if is_file(folder):
+            told = name_of(folder.name)
+            error.args = (str(error).replace("config.json: ", f"{told}: ", 1),)
+            if isinstance(error, NotSupported):
+                error.reason = error.reason.replace("config.json: ", f"{told}: ", 1)
+        raise
+
+
+def _read_config(folder: Path, ignored: Collection[str], note: Note) -> ModelConfig:
     try:
         raw = read_object(folder, "config.json", MAX_CONFIG_BYTES)
     except FileMissing as error:

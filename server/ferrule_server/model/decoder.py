@@ -25,8 +25,9 @@ from ferrule_server.model.linear import (
     plain_linear,
     tied_ends,
 )
+from ferrule_server.model.parts import LAYER_PARTS
 from ferrule_server.model.rope import rotation_table
-from ferrule_server.model.tensors import LAYER_PARTS, LayerWeights, ModelWeights
+from ferrule_server.model.tensors import LayerWeights, ModelWeights
 
 # Where each operation is a launch that costs the host more than the device: few large operations run there, whose
 # rounding may differ.

@@ -25,6 +25,7 @@ from typing import Any, Final
 from ferrule_server.errors import ModelError
 from ferrule_server.model.checkpoint import INDEX_FILE, SINGLE_FILE, read_index
 from ferrule_server.model.families.others import no_model
+from ferrule_server.model.gguf.files import opened
 from ferrule_server.model_files import is_file
 
 OnShare = Callable[[float], None]
@@ -117,8 +118,8 @@ def outline_model(name: str, revision: str | None, *, is_offline: bool, check: C
 
 
 def outline_folder(folder: Path, commit: str | None = None) -> Outline:
-    """Return what is known of a folder whose weights are those in it."""
-    weights = [folder / name for name in weights_of(folder)]
+    """Return what is known of a folder whose weights are those in it, or of a GGUF file."""
+    weights = opened(folder).parts if is_file(folder) else [folder / name for name in weights_of(folder)]
     return Outline(folder, commit, sum(path.stat().st_size for path in weights if path.exists()))
 
 
@@ -137,9 +138,9 @@ def weights_of(folder: Path) -> list[str]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a folder has all its files with weights."""
+    """Return whether a folder has all its files with weights, as a GGUF file has."""
     weights = weights_of(folder)
-    return bool(weights) and all(is_file(folder / name) for name in weights)
+    return is_file(folder) or (bool(weights) and all(is_file(folder / name) for name in weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ class _Repository:
     def _no_model(self, has_weights: bool) -> ModelError:
         missing = "config.json" if has_weights else "safetensors"
         pickles = [name for name in self.others if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".gguf"))]
-        instead = f", only {pickles[0]}, which is not read" if pickles and not has_weights else ""
+        instead = f", only {pickles[0]}, which is not read from the hub" if pickles and not has_weights else ""
         text = f"--model {self.name}: the repository has no {missing}{instead}"
         return no_model(text, (*self.files, *self.others), is_explained=bool(instead))
 

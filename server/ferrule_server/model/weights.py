@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from io import FileIO
+from math import prod
 from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
 
 from ferrule_server.errors import ModelError
-from ferrule_server.model.checkpoint import DTYPE_BYTES, StoredTensor, list_tensors, without_index
+from ferrule_server.model.checkpoint import list_tensors, without_index
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import read_config
+from ferrule_server.model.gguf.blocks import dequantise
 from ferrule_server.model.memory import new_tensor
-from ferrule_server.model.tensors import EMBEDDING, HEAD, ModelWeights, Place, TensorSpec, allocate, on_meta, specs
-from ferrule_server.model_files import name_of, open_file, read_up_to
+from ferrule_server.model.parts import EMBEDDING, HEAD, TensorSpec, specs
+from ferrule_server.model.stored import LAYOUTS, StoredTensor
+from ferrule_server.model.tensors import ModelWeights, Place, StoredMatrix, allocate, on_meta
+from ferrule_server.model_files import is_file, name_of, open_file, read_up_to
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 Progress = Callable[[int, int], None]
@@ -44,11 +49,17 @@ class Encoding(Protocol):
 
     Attributes:
         name: Names the form and its version; part of the fingerprint. Empty: values are as they were.
+        kept: The tensors whose blocks it takes as they are in the file.
     """
 
     name: str
+    kept: Set[str]
 
-    def encode(self, spec: TensorSpec, matrix: torch.Tensor) -> torch.Tensor:
+    def takes(self, spec: TensorSpec) -> bool:
+        """Return whether a tensor is encoded."""
+        ...
+
+    def encode(self, spec: TensorSpec, matrix: torch.Tensor | StoredMatrix) -> torch.Tensor:
         """Return what replaces a matrix [rows, inputs]; called by one thread, while the next matrix is read."""
         ...
 
@@ -59,7 +70,7 @@ class LoadedModel:
 
     Attributes:
         config: The network.
-        model_id: Name of the folder, or of the model on the hub.
+        model_id: Name of the folder, of the GGUF file without its ending, or of the model on the hub.
         dtype: ``float32``, ``bfloat16`` or ``float16``, of weights, activations and KV.
         fingerprint: 32 bytes over weights, dtypes and everything else that decides the KV.
         num_parameters: Distinct parameters, tied ones once.
@@ -100,10 +111,10 @@ def load_model(
     on_progress: Progress | None = None,
     encoding: Encoding | None = None,
 ) -> LoadedModel:
-    """Return the model of a Hugging Face folder, with its weights converted to ``dtype``.
+    """Return the model of a Hugging Face folder or of a GGUF file, with its weights converted to ``dtype``.
 
     Args:
-        folder: Holds config.json and *.safetensors, one file or shards with an index.
+        folder: Holds config.json and *.safetensors, one file or shards with an index; or a GGUF file.
         dtype: Of weights, activations and KV.
         config: As the folder's config.json states it, for the context of the server; None: read it, for any context.
         on_progress: Called with (bytes read, bytes in total) after each chunk.
@@ -117,10 +128,10 @@ def load_model(
         config = read_config(folder)
     stored = check_tensors(folder, config)
     try:
-        weights, places = allocate(config, TORCH_DTYPES[dtype], new_tensor)
+        weights, places = allocate(config, TORCH_DTYPES[dtype], new_tensor, encoding.kept if encoding else frozenset())
     except (MemoryError, OSError, OverflowError, RuntimeError, ValueError) as error:
         raise ModelError(f"no memory for the weights of {folder}: {error}") from error
-    num_parameters = sum(place.tensor.numel() for place in places.values())
+    num_parameters = sum(prod(spec.shape) for spec in specs(config))
     on_progress = on_progress or (lambda _done, _total: None)
     plain = nullcontext(lambda _name: None)
     with plain if encoding is None else _encoder(config, weights, places, encoding) as on_read:
@@ -128,13 +139,19 @@ def load_model(
     _check_tied_head(config, digests)
     return LoadedModel(
         config=config,
-        model_id=folder.resolve().name.encode(errors="replace").decode(),  # on a disk a name need not be UTF-8
+        model_id=_name_of_model(folder),
         dtype=dtype,
         fingerprint=_fingerprint(config, digests, dtype, encoding),
         num_parameters=num_parameters,
         weights=weights,
         weights_bytes=sum(tensor.nbytes for tensor in weights.tensors()),
     )
+
+
+def _name_of_model(folder: Path) -> str:
+    """Return the name of a model folder, or of a GGUF file without its ending and the number of a part."""
+    name = re.sub(r"(-[0-9]{5}-of-[0-9]{5})?\.gguf$", "", folder.name) if is_file(folder) else folder.resolve().name
+    return name.encode(errors="replace").decode()  # on a disk a name need not be UTF-8
 
 
 def check_tensors(folder: Path, config: ModelConfig) -> list[StoredTensor]:
@@ -188,7 +205,8 @@ def _complaint(folder: Path, problems: list[str]) -> str:
     """Return one message for everything that is wrong with a folder, with a bounded number of problems."""
     rest = len(problems) - _MAX_PROBLEMS
     more = [f"and {rest} more"] if rest > 0 else []
-    return "\n  - ".join([f"model folder {folder} cannot be loaded:", *problems[:_MAX_PROBLEMS], *more])
+    kind = "file" if is_file(folder) else "folder"
+    return "\n  - ".join([f"model {kind} {folder} cannot be loaded:", *problems[:_MAX_PROBLEMS], *more])
 
 
 def is_ignorable(name: str) -> bool:
@@ -202,8 +220,8 @@ def _problem_of(entry: StoredTensor, shapes: dict[str, tuple[int, ...]]) -> str 
         return f"tensor {name} in {name_of(entry.path.name)} is unexpected"
     if entry.shape != shapes[entry.name]:
         return f"tensor {name} has shape {list(entry.shape)}, {list(shapes[entry.name])} is needed"
-    if entry.dtype not in DTYPE_BYTES:
-        return f"tensor {name} has dtype {name_of(entry.dtype)}, supported: {', '.join(DTYPE_BYTES)}"
+    if entry.dtype not in LAYOUTS:
+        return f"tensor {name} has dtype {name_of(entry.dtype)}, supported: {', '.join(LAYOUTS)}"
     return None
 
 
@@ -250,14 +268,15 @@ def _encoder(
         places: The parts that are still to be read, by name; those of a replaced matrix are removed.
         encoding: What replaces a matrix.
     """
-    spec_of = {name: spec for spec in specs(config) if spec.is_linear for name in spec.names}
+    spec_of = {name: spec for spec in specs(config) if encoding.takes(spec) for name in spec.names}
     missing = Counter(spec_of.values())
     running = Future[None]()
     running.set_result(None)
 
     def put(spec: TensorSpec) -> None:
         holder = weights.holder(spec.layer)
-        holder[spec.part.name] = encoding.encode(spec, holder[spec.part.name])
+        stored = weights.stored.pop(spec, None)
+        holder[spec.part.name] = encoding.encode(spec, stored or holder[spec.part.name])
 
     def note(name: str) -> None:
         nonlocal running
@@ -284,19 +303,29 @@ def _chunks(entry: StoredTensor, place: torch.Tensor | None, staging: torch.Tens
         place: Its destination, contiguous; None: it is read for its digest only.
         staging: uint8 [_CHUNK_BYTES], scratch memory that tensors share.
     """
-    dtype = _STORED_DTYPES[entry.dtype]
+    num_values, block_bytes = LAYOUTS[entry.dtype]
     flat = None if place is None else place.reshape(-1)
-    own_bytes = flat.view(torch.uint8) if flat is not None and flat.dtype == dtype else None
+    is_same = flat is not None and flat.dtype in (_STORED_DTYPES.get(entry.dtype), torch.uint8)
+    own_bytes = flat.view(torch.uint8) if flat is not None and is_same else None
+    chunk_bytes = _CHUNK_BYTES // (4 * num_values) * block_bytes  # as float32 they take as much as the largest chunk
     with open_file(entry.path.parent, entry.path.name) as file:
         file.seek(entry.offset)
-        for begin in range(0, entry.num_bytes, _CHUNK_BYTES):
-            end = min(begin + _CHUNK_BYTES, entry.num_bytes)
+        for begin in range(0, entry.num_bytes, chunk_bytes):
+            end = min(begin + chunk_bytes, entry.num_bytes)
             raw = staging[: end - begin] if own_bytes is None else own_bytes[begin:end]
             buffer = memoryview(raw.numpy().data)
             _read_exactly(file, buffer, entry)
             if flat is not None and own_bytes is None:
-                flat[begin // dtype.itemsize : end // dtype.itemsize].copy_(raw.view(dtype))
+                first, last = (num_bytes // block_bytes * num_values for num_bytes in (begin, end))
+                flat[first:last].copy_(_values(entry.dtype, raw))
             yield buffer
+
+
+def _values(dtype: str, raw: torch.Tensor) -> torch.Tensor:
+    """Return the values of whole blocks of a type, uint8 [num_bytes]: any type [num_values], which may be a view."""
+    if (plain := _STORED_DTYPES.get(dtype)) is not None:
+        return raw.view(plain)
+    return torch.from_numpy(dequantise(dtype, raw.numpy().reshape(-1, LAYOUTS[dtype][1]))).reshape(-1)
 
 
 def _read_exactly(file: FileIO, buffer: memoryview, entry: StoredTensor) -> None:
@@ -320,7 +349,8 @@ def _check_tied_head(config: ModelConfig, digests: dict[str, bytes]) -> None:
 def _fingerprint(config: ModelConfig, digests: dict[str, bytes], dtype: DTypeName, encoding: Encoding | None) -> bytes:
     """Return 32 bytes that are equal for equal networks, however their files are sharded."""
     network = asdict(replace(config, eos_ids=(), max_positions=1))
-    del network["names"]  # the digests are by name
+    del network["names"], network["blocks"]  # the digests are by name and type
+    network |= {"has_whole_norms": True} if config.names.has_whole_norms else {}
     digest = hashlib.sha256(b"ferrule-model-1\0")
     types = {"dtype": (encoding.name if encoding else "") or dtype, "kv_dtype": dtype}
     digest.update(json.dumps({"network": network, **types}, sort_keys=True).encode())

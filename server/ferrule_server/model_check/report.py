@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from ferrule_server.config import DEMO_MODEL, ServerConfig
+from ferrule_server.config import ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor.base import BLOCK_SIZE
 from ferrule_server.executor.cpu.support import choose, unsupported
@@ -18,15 +18,18 @@ from ferrule_server.executor.host_plan import HostPlan
 from ferrule_server.executor.sizes import kv_bytes, num_parameters, weights_bytes
 from ferrule_server.kernels.cpu.plan import WeightKind
 from ferrule_server.loading import LoadPlan, as_folder, find_model, load_texts, network_of, note_no_tokenizer, plan_load
-from ferrule_server.model.checkpoint import StoredTensor, list_tensors
+from ferrule_server.model.checkpoint import list_tensors
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.families.others import NotSupported
 from ferrule_server.model.families.rotary import Note
 from ferrule_server.model.hub import Outline, cached_models, has_weights, is_hub_name, outline_folder, outline_model
-from ferrule_server.model.tensors import HEAD, on_meta
+from ferrule_server.model.parts import HEAD
+from ferrule_server.model.stored import StoredTensor
+from ferrule_server.model.tensors import on_meta
 from ferrule_server.model.weights import TORCH_DTYPES, check_tensors, is_ignorable, of_text_model
 from ferrule_server.model_files import listed
+from ferrule_server.named_models import NAMED_MODELS
 
 _QUANTISED: Final[tuple[WeightKind, ...]] = ("int8", "int4")
 
@@ -177,7 +180,7 @@ def _reason_of(folder: Path | None) -> str:
 
 def _located(config: ServerConfig, name: str) -> Outline:
     """Return what is known of a model before its weights are read; of one of the hub, fetch configuration and index."""
-    if name == DEMO_MODEL or as_folder(name) is not None or not is_hub_name(name):
+    if name in NAMED_MODELS or as_folder(name) is not None or not is_hub_name(name):
         folder, _, _ = find_model(config, lambda _stage, _share: None)
         return outline_folder(folder)
     check = functools.partial(network_of, config)

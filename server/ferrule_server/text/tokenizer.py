@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import tokenizers
 
 from ferrule_server.errors import InvalidRequest, ModelError, TokenOutOfVocab
-from ferrule_server.model_files import MAX_TOKENIZER_BYTES, FileMissing, name_of, read_text, shown
+from ferrule_server.model_files import MAX_TOKENIZER_BYTES, FileMissing, name_of, shown
+from ferrule_server.model_folder import read_text
 from ferrule_server.text.control_tokens import ControlTokenFinder, control_tokens
 from ferrule_server.text.growth import MAX_BYTES, bound_growth
 from ferrule_server.text.tokenizer_config import TokenizerConfig

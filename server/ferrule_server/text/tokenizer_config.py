@@ -14,9 +14,8 @@ from ferrule_server.model_files import (
     MAX_TEMPLATE_BYTES,
     MAX_TOKENIZER_CONFIG_BYTES,
     FileMissing,
-    read_object,
-    read_text,
 )
+from ferrule_server.model_folder import read_object, read_text
 
 DEFAULT_TEMPLATE: Final = "default"
 _NAMED: Final = ("bos_token", "eos_token", "pad_token")

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from benchmarks.make_random_model import write_model
 from ferrule_server.executor.cpu.crowding import ThreadCount
 from ferrule_server.executor.cpu.executor import CpuOptions, NumbaCpuExecutor, Prepared, prepare
-from ferrule_server.executor.cpu.weights import Packer
+from ferrule_server.executor.cpu.weights import Packer, packed_kind, wanted_kernels
 from ferrule_server.executor.cpu.workers import Workers
-from ferrule_server.kernels.cpu.compiled import Kernels, compile_kernels, usable_cache
+from ferrule_server.kernels.cpu.compiled import Kernels, Wanted, compile_kernels, usable_cache
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import target_features
 from ferrule_server.kernels.cpu.sync import _IS_ABORTED
@@ -105,7 +105,7 @@ def plan_of(
         is_emulated=is_emulated,
         is_bfloat16=dtype == "bfloat16",
         head_dim=config.head_dim,
-        weights=weights,
+        packed=packed_kind(config, weights),
         has_int8_inputs=has_int8_inputs,
     )
 
@@ -115,14 +115,14 @@ KV_BYTES = 12 << 20
 
 
 @cache
-def kernels_of(plan: Plan, head_dims: frozenset[int]) -> Kernels:
+def kernels_of(plan: Plan, wanted: Wanted) -> Kernels:
     """Return the kernels of a plan, loaded once in a process."""
-    return compile_kernels(plan, usable_cache(None), lambda *_counts: None, head_dims)
+    return compile_kernels(plan, usable_cache(None), lambda *_counts: None, wanted)
 
 
 def prepared_of(config: ModelConfig, plan: Plan) -> Prepared:
     """Return what there is before weights are read."""
-    kernels = kernels_of(plan, frozenset(kind.head_dim for kind in config.layers))
+    kernels = kernels_of(plan, wanted_kernels(config, plan))
     return Prepared(kernels, Packer(config, plan, kernels.pack))
 
 

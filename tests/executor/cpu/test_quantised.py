@@ -48,7 +48,7 @@ def test_logits_are_those_of_the_quantised_weights(
     found = []
     for kernels in QUANTISED_SETS:
         with running(folder, "float32", kernels, weights=kind) as executor:
-            assert executor.info.kernel_set == f"{kind}-f32/1"
+            assert executor.info.kernel_set == "packed-f32/1"
             assert executor.info.model.dtype == kind
             found.append(all_logits(executor, *PROMPTS))
     np.testing.assert_allclose(found[0], expected, rtol=0, atol=3e-3 * float(expected.std()))
@@ -81,7 +81,7 @@ def test_int8_inputs_are_coarser(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path / "model")
     expected = oracle_logits(folder, "int8")
     with running(folder, "float32", QUANTISED_SETS[-1], weights="int8", has_int8_inputs=True) as executor:
-        assert executor.info.kernel_set == "int8a8-f32/1"
+        assert executor.info.kernel_set == "packed-a8-f32/1"
         found = all_logits(executor, *PROMPTS)
     assert 1e-4 < np.abs(found - expected).max() < 0.1 * expected.std()
 

@@ -32,7 +32,7 @@ def test_a_new_process_computes_the_same_bits(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.executor.cpu.test_restart", str(folder), str(cache)]
     compiled = subprocess.check_output(command, cwd=ROOT, text=True, timeout=600).strip()
     written = {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb?")}
-    assert len([path for path in written if path.suffix == ".nbc"]) == 6
+    assert len([path for path in written if path.suffix == ".nbc"]) == 8
     assert digest(folder, cache) == compiled
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.nb?")} == written
 

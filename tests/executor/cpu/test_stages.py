@@ -62,7 +62,7 @@ def test_a_layer_is_a_list(folder: Path, layer: str) -> None:
     config = read_config(folder)
     found, _ = stages_of(folder)
     norm = "layer_norm" if config.has_layer_norm else "norm"
-    layers = " ".join([layer.replace("AFTER", "keep_added | add_normed")] * config.num_layers)
+    layers = " ".join([layer.replace("AFTER", "keep | add_normed")] * config.num_layers)
     end = "" if layer.endswith("|") else " |"
     assert found == f"embed {layers}{end} head {norm} clear_output | read_logits | merge_output | choose |"
 
@@ -71,8 +71,8 @@ def test_a_layer_is_a_list(folder: Path, layer: str) -> None:
 def test_a_second_embedding_is_entries(folder: Path) -> None:
     """It begins with its own rows, and every layer ends with its gate and its projection."""
     found, _ = stages_of(folder)
-    assert found.startswith("embed copy | keep_inputs | mix_inputs norm | project | attend |")
-    assert found.count("add_normed copy | gate_input | keep_added | add_normed") == read_config(folder).num_layers
+    assert found.startswith("embed copy | keep | mix_inputs norm | project | attend |")
+    assert found.count("add_normed copy | gate | keep | add_normed") == read_config(folder).num_layers
 
 
 @pytest.mark.parametrize("folder", ["qwen3-gqa-4to1-tied"], indirect=True)

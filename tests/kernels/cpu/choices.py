@@ -14,6 +14,7 @@ from ferrule_server.executor.base import Float32Array, Int32Array, OutputSpec, R
 from ferrule_server.executor.cpu.memory import StepMemory
 from ferrule_server.executor.cpu.outputs import ask, read_outputs
 from ferrule_server.executor.cpu.records import ThreadRecords
+from ferrule_server.kernels.cpu.compiled import Wanted
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import MODEL, RESULT_FIELDS, STAGE
 from ferrule_server.kernels.cpu.sync import SyncBlock, reset
@@ -40,7 +41,7 @@ class Rows:
         self._sync = SyncBlock(1)
         owner: Any = SimpleNamespace(address=model.ctypes.data, owned=model)
         self._threads = ThreadRecords(owner, self._memory, self._sync, 1)
-        self._choose = _KERNEL(kernels_of(plan, frozenset()).choose)
+        self._choose = _KERNEL(kernels_of(plan, Wanted((), (), (), ())).choose)
         self._num_rows = 0
 
     def write(self, logits: Float32Array) -> None:

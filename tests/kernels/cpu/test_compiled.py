@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ferrule_server.executor.cpu.executor import prepare
 from ferrule_server.kernels.cpu import compiled
-from ferrule_server.kernels.cpu.compiled import compile_kernels, usable_cache
-from ferrule_server.kernels.cpu.plan import Plan
+from ferrule_server.kernels.cpu.compiled import Wanted, compile_kernels, usable_cache
+from ferrule_server.kernels.cpu.plan import Instructions, Plan
+from ferrule_server.kernels.matrix_kinds import CODES4_OFFSET, FLOAT32, INT8, MatrixKind
 from ferrule_server.model.config_reader import read_config
 from tests.executor.cpu.models import DEMO
 
 PLAN = Plan("fma", is_emulated=False, is_bfloat16=False, head_dim=32)
+WANTED = Wanted([FLOAT32], [FLOAT32], [], [32])
+
+
+@pytest.mark.parametrize("instructions", ["fma", "avx512-bf16", "avx512-vnni", "amx-bf16"])
+@pytest.mark.parametrize("is_bfloat16", [False, True])
+@pytest.mark.parametrize("packed", [None, INT8, CODES4_OFFSET])
+def test_attention_writes_what_linear_layers_read(
+    instructions: Instructions, is_bfloat16: bool, packed: MatrixKind | None
+) -> None:
+    """Its code is shared by models whose linear layers read the same form of inputs, and by no others."""
+    plan = Plan(instructions, is_emulated=False, is_bfloat16=is_bfloat16, head_dim=64, packed=packed)
+    found = compiled._shared_plan(plan, 64)
+    assert (found.has_wide_inputs, found.has_rounded_inputs) == (plan.has_wide_inputs, plan.has_rounded_inputs)
+    assert found == compiled._shared_plan(replace(plan, packed=packed and INT8), 64)
 
 
 def _ignore(*_counts: int) -> None:
@@ -34,12 +50,12 @@ def test_kernels_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest
     """The second time nothing is written (``test_restart`` runs what was kept); other sources have another folder."""
     cache = usable_cache(None)
     assert cache is not None
-    compile_kernels(PLAN, cache, _ignore)
+    compile_kernels(PLAN, cache, _ignore, WANTED)
     kept = {path: path.stat().st_mtime_ns for path in (cache / compiled._VERSION).rglob("*.nbc")}
     assert len(kept) >= 5
     seen: list[tuple[int, int, int]] = []
-    compile_kernels(PLAN, cache, lambda *counts: seen.append(counts))
-    assert seen == [(i, 6, 0) for i in range(7)]
+    compile_kernels(PLAN, cache, lambda *counts: seen.append(counts), WANTED)
+    assert seen == [(i, 7, 0) for i in range(8)]
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
     (tmp_path / "kernels").mkdir()
     monkeypatch.setattr(compiled, "_SOURCES", tmp_path / "kernels")
@@ -50,7 +66,7 @@ def test_a_read_only_folder_serves_what_it_holds(tmp_path: Path, monkeypatch: py
     """As in an image: its machine code is copied to memory, and nothing that it holds is compiled again."""
     user = usable_cache(None)
     assert user is not None
-    compile_kernels(PLAN, user, _ignore)
+    compile_kernels(PLAN, user, _ignore, WANTED)
     kept = {path.name for path in (user / compiled._VERSION).rglob("*.nbc")}
     monkeypatch.setattr("os.access", lambda *_: False)
     copied = usable_cache(user.parent)
@@ -58,7 +74,7 @@ def test_a_read_only_folder_serves_what_it_holds(tmp_path: Path, monkeypatch: py
     assert copied != user
     assert {path.name for path in (copied / compiled._VERSION).rglob("*.nbc")} == kept
     before = {path: path.stat().st_mtime_ns for path in copied.rglob("*.nb?")}
-    compile_kernels(PLAN, copied, _ignore)
+    compile_kernels(PLAN, copied, _ignore, WANTED)
     assert {path: path.stat().st_mtime_ns for path in copied.rglob("*.nb?")} == before
 
 

@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from numba import njit
 
+from ferrule_server.executor.cpu.layout import lay_out
+from ferrule_server.kernels.cpu.activations import SCALE_BYTES, SUMS_BYTES, SUMS_OFFSET
 from ferrule_server.kernels.cpu.dot import dot_group
-from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
+from ferrule_server.kernels.cpu.plan import Instructions, Plan
+from ferrule_server.kernels.matrix_kinds import INT8, MatrixKind
+from ferrule_server.model.gguf.blocks import BLOCKS
 from tests.executor.cpu.models import QUANTISED_SETS, kernel_set_name
 from tests.executor.cpu.unpacking import unpack_rows
+from tests.model.gguf.random_blocks import random_codes
+
+KINDS = {"rows of int8": INT8, **{block.kind.name: block.kind for block in BLOCKS.values()}}
+SOME_KINDS = (
+    "rows of int8", "codes4/32", "codes4/32+offset", "codes8/32+offset", "codes8/16/256", "table4/32/256", "fp4/32",
+)  # fmt: skip
+"""A kind for each path of the code: bytes, codes of 4 bits with and without a sign or by a table, scales of rows, of
+groups of 16 and of 32, as float16, int8 and exponents, and offsets."""
+Case = tuple[tuple[Instructions, bool], str, bool]
+
+
+def _cases() -> Iterator[Case]:
+    """Yield instructions, kinds and whether inputs are int8: all kinds only with the best instructions that run here.
+
+    To compile a kind takes seconds, and instructions differ in products and in how many sums there are, not in kinds.
+    """
+    for kernels in sorted({*QUANTISED_SETS, ("avx512-vnni", True)}):
+        is_best = kernels == max(each for each in QUANTISED_SETS if not each[1])
+        for name in KINDS if is_best else SOME_KINDS:
+            yield kernels, name, False
+            if kernels[0] == "avx512-vnni" and KINDS[name].bits == 8:
+                yield kernels, name, True
+
+
+def _case_name(case: Case) -> str:
+    """Return the id of a test."""
+    return f"{kernel_set_name(case[0])} {case[1]}{' int8 inputs' if case[2] else ''}"
 
 
 @njit
@@ -24,41 +58,49 @@ def _aligned(num_bytes: int) -> torch.Tensor:
     return room[begin : begin + num_bytes]
 
 
-@pytest.mark.parametrize("kind", ["int8", "int8 with int8", "int4"])
-@pytest.mark.parametrize("kernels", sorted({*QUANTISED_SETS, ("avx512-vnni", True)}), ids=kernel_set_name)
-@pytest.mark.parametrize("num_tiles", [1, 3, 16])
-def test_sums_are_exact(kernels: tuple[Instructions, bool], kind: str, num_tiles: int) -> None:
+def _weights(kind: MatrixKind, num_tiles: int) -> tuple[torch.Tensor, npt.NDArray[np.float64]]:
+    """Return a packed group of 64 outputs, with the lowest integers among them, and what it stands for."""
+    packed = _aligned(kind.packed_bytes(64, 32 * num_tiles))
+    if kind.is_grouped:
+        codes = random_codes(kind, 64, 32 * num_tiles)
+        lay_out(codes, packed.numpy())
+        return packed, codes.unpack().astype(np.float64)
+    packed.copy_(torch.randint(0, 256, packed.shape, generator=torch.Generator().manual_seed(5), dtype=torch.uint8))
+    packed[:256] = 0x80
+    packed[-256:] = torch.ones(64).view(torch.uint8)
+    return packed, unpack_rows(kind, packed, 32 * num_tiles).double().numpy()
+
+
+@pytest.mark.parametrize("case", list(_cases()), ids=_case_name)
+def test_sums_are_exact(case: Case) -> None:
     """For each number of rows that there is code for, with the largest integers among them; other rows stay."""
-    has_int8_inputs = kind == "int8 with int8"
-    if has_int8_inputs and kernels[0] == "fma":
-        pytest.skip("int8 inputs need AVX512-VNNI")
-    weights: WeightKind = "int4" if kind == "int4" else "int8"
-    plan = Plan(*kernels, is_bfloat16=True, head_dim=0, weights=weights, has_int8_inputs=has_int8_inputs)
+    kernels, name, has_int8_inputs = case
+    kind = KINDS[name]
+    plan = Plan(*kernels, is_bfloat16=True, head_dim=0, packed=kind, has_int8_inputs=has_int8_inputs)
+    for num_tiles in (8, 16) if kind.super_tiles > 1 else (1, 3, 16):
+        _check(plan, num_tiles)
+
+
+def _check(plan: Plan, num_tiles: int) -> None:
+    kind, most = plan.kind, plan.rows_at_once
+    packed, weight = _weights(kind, num_tiles)
     generator = torch.Generator().manual_seed(num_tiles)
-    packed = _aligned(num_tiles * plan.tile_bytes + plan.group_end_bytes)
-    packed.copy_(torch.randint(0, 256, packed.shape, generator=generator, dtype=torch.uint8))
-    packed[:256] = 0x80 if weights == "int8" else 0x88  # the lowest integers
-    if kind == "int4":
-        scales = 0.5 + torch.rand(num_tiles, 64, generator=generator)
-        packed.view(num_tiles, -1)[:, 1024:] = scales.bfloat16().view(torch.uint8)
-    else:
-        packed[-256:] = torch.ones(64).view(torch.uint8)
-    weight = unpack_rows(plan.kind, packed, 32 * num_tiles).double()
-    most = plan.rows_at_once
-    limit, kind_of_input = (127, torch.int8) if has_int8_inputs else (32767, torch.int16)
+    limit, kind_of_input = (127, torch.int8) if plan.has_int8_inputs else (32767, torch.int16)
     inputs = torch.randint(-limit, limit + 1, (most, 32 * num_tiles), generator=generator, dtype=kind_of_input)
     inputs[:, :16] = -limit
     row_scales = torch.rand(most, generator=generator)
-    begins = -128 * inputs.sum(1, dtype=torch.int32)
     width = plan.input_tile_bytes * num_tiles
-    rows = _aligned(most * (width + 64)).view(most, -1)
-    stored = inputs.view(most, -1, 2, 2).transpose(2, 3).flatten(1) if has_int8_inputs else inputs
+    rows = _aligned(most * (width + SCALE_BYTES + 48)).view(most, -1)
+    stored = inputs.view(most, -1, 2, 2).transpose(2, 3).flatten(1) if plan.has_int8_inputs else inputs
     rows[:, :width] = stored.contiguous().view(torch.uint8)
     rows[:, width : width + 4] = row_scales.unsqueeze(1).view(torch.uint8)
-    rows[:, width + 4 : width + 8] = begins.unsqueeze(1).view(torch.uint8)
-    exact = inputs.double() @ weight.T
-    total = exact if kind == "int4" else exact.float().double()  # the sum of integers is rounded once
-    expected = (total * row_scales.double().unsqueeze(1) + 7).float().numpy()
+    rows[:, width + 4 : width + 8] = (-128 * inputs.sum(1, dtype=torch.int32)).unsqueeze(1).view(torch.uint8)
+    halves = inputs.float().view(most, num_tiles, 2, 16).sum(3)
+    sums = torch.cat((halves, halves.sum(2, keepdim=True), torch.zeros(most, num_tiles, 1)), 2).flatten(1)
+    rows[:, width + SUMS_OFFSET :][:, : num_tiles * SUMS_BYTES] = sums.view(torch.uint8)
+    exact = inputs.double().numpy() @ weight.T
+    total = exact if kind.is_grouped else exact.astype(np.float32)  # the sum of integers is rounded once
+    expected = (total * row_scales.double().unsqueeze(1).numpy() + 7).astype(np.float32)
     for num_rows in range(1, most + 1):
         out = torch.full((most, 80), 7.0)
         _dot(
@@ -66,9 +108,9 @@ def test_sums_are_exact(kernels: tuple[Instructions, bool], kind: str, num_tiles
             rows.data_ptr() + width, out.data_ptr(), out.stride(0) * 4,
         )  # fmt: skip
         found = out[:num_rows, :64].numpy()
-        if weights == "int8":
-            np.testing.assert_array_equal(found, expected[:num_rows])
-        else:
+        if kind.is_grouped:
             np.testing.assert_allclose(found, expected[:num_rows], rtol=0, atol=4e-6 * np.abs(expected).max())
+        else:
+            np.testing.assert_array_equal(found, expected[:num_rows])
         assert (out[num_rows:] == 7).all()
         assert (out[:, 64:] == 7).all()

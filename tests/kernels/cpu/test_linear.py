@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ferrule_server.kernels.cpu.linear import MOST_BLOCK_ROWS, rows_of_part
+from ferrule_server.kernels.cpu.linear import MOST_BLOCK_ROWS
+from ferrule_server.kernels.cpu.multiply import rows_of_part
 from ferrule_server.kernels.cpu.plan import Instructions, Plan
 
 

@@ -21,6 +21,7 @@ from ferrule_server.executor.base import (
     DeviceLost,
     ExecutorInfo,
     Int32Array,
+    ModelDescription,
     RowOutput,
     StepBatch,
     StepResult,
@@ -31,7 +32,7 @@ from ferrule_server.executor.cpu.memory import StepMemory
 from ferrule_server.executor.cpu.outputs import ask, read_outputs
 from ferrule_server.executor.cpu.records import ModelRecord, ThreadRecords
 from ferrule_server.executor.cpu.tasks import TaskPlanner
-from ferrule_server.executor.cpu.weights import Packer
+from ferrule_server.executor.cpu.weights import Packer, block_types, wanted_kernels
 from ferrule_server.executor.cpu.workers import StepAborted, Workers
 from ferrule_server.executor.fallback.split import split_step
 from ferrule_server.executor.torch import check_settings, describe
@@ -105,8 +106,7 @@ def prepare(
         note = f", {num_new} compiled" if num_new else ""
         on_progress(f"kernels, {num_done} of {num_kernels}{note}", num_done / num_kernels)
 
-    head_dims = {kind.head_dim for kind in config.layers}
-    kernels = compile_kernels(plan, usable_cache(kernel_cache), on_kernel, head_dims)
+    kernels = compile_kernels(plan, usable_cache(kernel_cache), on_kernel, wanted_kernels(config, plan))
     return Prepared(kernels, Packer(config, plan, kernels.pack))
 
 
@@ -140,12 +140,9 @@ class NumbaCpuExecutor:
     def _start(self, config: ModelConfig, options: CpuOptions, kernels: Kernels) -> None:
         """Allocate the memory of a step and start the threads."""
         self._memory = StepMemory(
-            config,
-            options.plan,
-            max_rows=options.max_step_rows,
-            max_context=options.max_context,
-            num_threads=options.num_threads,
-        )
+            config, options.plan, max_rows=options.max_step_rows, max_context=options.max_context,
+            num_threads=options.num_threads, keeps_ups=any(len(layer["gate_up"]) == 2 for layer in self._packed.layers),
+        )  # fmt: skip
         self._planner = TaskPlanner(
             config.num_kv_heads,
             max(config.num_heads // kind.num_kv_heads for kind in config.layers),
@@ -241,9 +238,15 @@ def _describe(model: LoadedModel, options: CpuOptions) -> ExecutorInfo:
         block_size=plan.block_size,
         num_blocks=options.kv_memory_bytes // num_bytes,
         bytes_per_block=num_bytes,
-        model=replace(description, dtype=plan.weights) if plan.is_quantised else description,
+        model=_packed(description, plan) if plan.is_quantised else description,
         supported_dtypes=("float32", "bfloat16", "int8", "int4"),
         fallback_reason=options.fallback_reason,
         kernel_set=kernel_set_id(plan),
         kernel_set_reason=options.reason,
     )
+
+
+def _packed(description: ModelDescription, plan: Plan) -> ModelDescription:
+    """Return the description of a model whose matrices are packed."""
+    dtype = "int8" if plan.kind.bits == 8 else "int4"
+    return replace(description, dtype=dtype, packed_types=block_types(description.config))

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ferrule_server.executor.base import Float32Array, Int32Array, StepBatch
 from ferrule_server.executor.cpu.tasks import Tasks
-from ferrule_server.executor.cpu.weights import HeadUnits
+from ferrule_server.executor.cpu.units import GROUP, HeadUnits
 from ferrule_server.kernels.cpu.activations import SCALE_BYTES
 from ferrule_server.kernels.cpu.attention import TILE_TOKENS, attention_scratch_bytes, partial_bytes
-from ferrule_server.kernels.cpu.dot import GROUP
 from ferrule_server.kernels.cpu.linear import MOST_BLOCK_ROWS
-from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan
+from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import BEST_BYTES, CHOICE, MOST_TOP, RESULT_FIELDS, STEP
+from ferrule_server.kernels.matrix_kinds import TILE_INPUTS
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.rope import Rope
@@ -67,6 +67,7 @@ class StepMemory:
         max_rows: Rows of a step.
         max_context: Longest sequence in tokens.
         num_threads: Threads of a step.
+        keeps_ups: Some layers need the outputs of ``up`` before those of ``gate``.
 
     Attributes:
         address: Of the record.
@@ -87,8 +88,12 @@ class StepMemory:
         top_logits: float32 [max_outputs, MOST_TOP].
     """
 
-    def __init__(self, config: ModelConfig, plan: Plan, *, max_rows: int, max_context: int, num_threads: int) -> None:
+    def __init__(
+        self, config: ModelConfig, plan: Plan, *, max_rows: int, max_context: int, num_threads: int,
+        keeps_ups: bool = False,
+    ) -> None:  # fmt: skip
         self._kept: list[Tensor] = []
+        self._kept_rows: dict[str, Tensor] = {}
         self.kept: list[npt.NDArray[Any]] = []
         self.all_tokens = np.full(-(-config.vocab_size // 64) * 8, 255, np.uint8)
         self.inputs: dict[str, Tensor] = {}
@@ -102,7 +107,7 @@ class StepMemory:
         self.max_outputs = max(1, min(_MOST_OUTPUTS, max_rows, _LOGIT_BYTES // (4 * vocab)))
         self.logits: Float32Array = self._new("logits", (self.max_outputs, vocab)).numpy()
         self._step["logit_bytes"] = 4 * vocab
-        self._make_activations(config, plan)
+        self._make_activations(config, plan, keeps_ups)
         self._make_outputs(config, num_threads)
         self._make_scratch(config, max_context, num_threads)
         self._rows = {
@@ -122,7 +127,7 @@ class StepMemory:
         self._step[name] = tensor.data_ptr() + begin
         return tensor[begin : begin + num_values * dtype.itemsize].view(dtype).view(*shape)
 
-    def _make_activations(self, config: ModelConfig, plan: Plan) -> None:
+    def _make_activations(self, config: ModelConfig, plan: Plan, keeps_ups: bool) -> None:
         rows = self._max_rows + _PADDING_ROWS
         query, inputs = config.num_heads * config.head_dim, config.per_layer_input
         size = 0 if inputs is None else inputs.size
@@ -138,14 +143,16 @@ class StepMemory:
             memory = self._new("quantised", (rows, _row_size(width, torch.int16)), torch.int16)
             self._step["quantised_bytes"] = memory.stride(0) * memory.itemsize
         self._new("hidden", (rows, config.hidden_size))
+        if keeps_ups:
+            self._keep("ups", (rows, _inputs(config.intermediate_size)))
         self.queries = self._new("queries", (rows, query))
         self._new("rotations", (rows, len(ropes(config)), config.head_dim))
         if config.has_norm_after or size:
-            self._new("added", (rows, config.hidden_size))
+            self._keep("added", (rows, config.hidden_size))
         if config.qk_norm == "row":
             self._new("keys", (rows, max(kind.num_kv_heads * kind.head_dim for kind in config.layers)))
         if size:
-            self._new("inputs", (rows, config.num_layers * size))
+            self._keep("inputs", (rows, config.num_layers * size))
 
     def _make_outputs(self, config: ModelConfig, num_threads: int) -> None:
         count = self.max_outputs
@@ -164,7 +171,7 @@ class StepMemory:
     def _make_scratch(self, config: ModelConfig, max_context: int, num_threads: int) -> None:
         groups = [(kind.head_dim, config.num_heads // kind.num_kv_heads) for kind in config.layers]
         attention = max(attention_scratch_bytes(*group) for group in groups)
-        most = max(HeadUnits.of(config, kind).groups for kind in config.layers)
+        most = max(HeadUnits.of(kind.head_dim).groups for kind in config.layers)
         sums = (MOST_BLOCK_ROWS + _PADDING_ROWS) * 4 * GROUP * most
         size = -(-max(attention, sums) // 4096) * 4096
         self._new("scratch", (num_threads, size), torch.uint8)
@@ -174,6 +181,17 @@ class StepMemory:
         self.num_partials = min(wanted, _MOST_PARTIAL_BYTES // one) if num_threads > 1 else 0
         self._new("partials", (self.num_partials, one), torch.uint8)
         self._step["partial_bytes"] = one
+
+    def _keep(self, name: str, shape: tuple[int, int]) -> None:
+        """Allocate rows for what linear layers keep."""
+        self._kept_rows[name] = self._new(name, shape)
+
+    def kept_in(self, name: str, first: int = 0, size: int | None = None) -> dict[str, int]:
+        """Return where outputs are kept, as fields of a stage: ``size`` values of a row, from one on."""
+        rows = self._kept_rows[name]
+        place = rows.data_ptr() + first * rows.itemsize
+        size = rows.shape[1] if size is None else size
+        return {"kept": place, "kept_bytes": rows.stride(0) * rows.itemsize, "size": size}
 
     def rows_of(self, name: str) -> dict[str, int]:
         """Return where the inputs of linear layers are, as fields of a stage: ``inputs`` and ``input_bytes``."""

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ferrule_server.executor.cpu.memory import StepMemory, ropes
 from ferrule_server.executor.cpu.stages import address_of, list_stages
-from ferrule_server.executor.cpu.weights import HeadUnits, Packed, PackedModel
+from ferrule_server.executor.cpu.units import HeadUnits
+from ferrule_server.executor.cpu.weights import Packed, PackedModel
 from ferrule_server.kernels.cpu.choice import NUM_BINS, RUN
 from ferrule_server.kernels.cpu.compiled import Kernels
-from ferrule_server.kernels.cpu.plan import TILE_INPUTS
 from ferrule_server.kernels.cpu.records import LAYER, MODEL, THREAD
 from ferrule_server.kernels.cpu.sync import SyncBlock
 from ferrule_server.model.attention import attention_layers
@@ -49,11 +49,12 @@ class ModelRecord:
             _fill(layers[index : index + 1], _layer_of(config, index, layer, pools))
         stages, first_of_head = list_stages(config, packed, layers, kernels, memory)
         self.num_claims = int(np.count_nonzero(stages["kernel"]))
-        self._model = np.zeros(1, MODEL)
+        self._model, embedding = np.zeros(1, MODEL), packed.parts["embedding"]
         self._kept = (packed, pools, kernels, memory, tables, layers, stages)
         addresses = {
             "stages": stages.ctypes.data,
-            "embedding": address_of(packed.parts["embedding"]),
+            "embedding": address_of(embedding),
+            "look_up": kernels.look_up[embedding[0].kind] if isinstance(embedding, list) else 0,
             "input_embedding": address_of(packed.parts.get("input_embedding")),
             "rotations": tables.data_ptr(),
         }
@@ -69,14 +70,14 @@ class ModelRecord:
 
 def _layer_of(config: ModelConfig, index: int, layer: Packed, pools: Sequence[Tensor]) -> dict[str, Any]:
     """Return the fields of a layer's record."""
-    kind, units = config.layers[index], HeadUnits.of(config, config.layers[index])
+    kind = config.layers[index]
+    units = HeadUnits.of(kind.head_dim)
     number, place, _ = attention_layers(config)[index]
     pool = pools[number]
     return _fields_of(kind, LAYER) | {
         "q_norm": address_of(layer.get("q_norm")),
         "k_norm": address_of(layer.get("k_norm")),
         "num_queries_per_kv": config.num_heads // kind.num_kv_heads,
-        "num_projected_heads": units.num_heads,
         "heads_at_once": units.heads,
         "head_stride": units.stride,
         "pool": pool.data_ptr(),
@@ -98,7 +99,6 @@ def _features(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     return _fields_of(config, MODEL) | {
         "input_size": inputs.size if inputs is not None else 0,
         "is_gelu": config.activation == "gelu_tanh",
-        "hidden_tiles": -(-config.hidden_size // TILE_INPUTS),
         "embedding_scale": torch.tensor(config.embedding_scale, dtype=dtype).item(),
         "input_scale": 0.0 if inputs is None else torch.tensor(inputs.size**0.5, dtype=dtype).item(),
     }

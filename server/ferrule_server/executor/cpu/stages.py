@@ -12,18 +12,17 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ferrule_server.executor.cpu.memory import StepMemory
-from ferrule_server.executor.cpu.weights import HeadUnits, Packed, PackedMatrix, PackedModel
+from ferrule_server.executor.cpu.units import GROUP, HeadUnits
+from ferrule_server.executor.cpu.weights import Packed, PackedMatrix, PackedModel
 from ferrule_server.kernels.cpu.compiled import Kernels
-from ferrule_server.kernels.cpu.dot import GROUP
 from ferrule_server.kernels.cpu.kinds import Kind
-from ferrule_server.kernels.cpu.plan import TILE_INPUTS
 from ferrule_server.kernels.cpu.records import STAGE
 from ferrule_server.model.config import ModelConfig
 
 
-def address_of(weight: Tensor | PackedMatrix | None) -> int:
-    """Return where a weight is; 0: there is none."""
-    tensor = weight.data if isinstance(weight, PackedMatrix) else weight
+def address_of(weight: Tensor | list[PackedMatrix] | None) -> int:
+    """Return where a weight is, or its first piece; 0: there is none."""
+    tensor = weight[0].data if isinstance(weight, list) else weight
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -46,12 +45,12 @@ def list_stages(
     stages.rows(Kind.EMBED)
     if "input_projection" in packed.parts:
         stages.rows(Kind.COPY)
-        stages.linear(Kind.KEEP_INPUTS, packed.parts, "input_projection", "normed")
+        stages.linear(Kind.KEEP, packed.parts, "input_projection", "normed", **memory.kept_in("inputs"))
         weight = address_of(packed.parts["input_norm"])
         stages.rows(Kind.MIX_INPUTS, weight=weight, factor=config.hidden_size**-0.5)
     for index, layer in enumerate(packed.layers):
         stages.layer = layers[index : index + 1].ctypes.data
-        _list_layer(stages, config, index, layer)
+        _list_layer(stages, config, memory, index, layer)
     first_of_head = len(stages.entries)
     stages.is_of_outputs = True
     stages.norm(packed.parts, "final_norm")
@@ -62,23 +61,23 @@ def list_stages(
     return stages.finish(), first_of_head
 
 
-def _list_layer(stages: _Stages, config: ModelConfig, index: int, layer: Packed) -> None:
+def _list_layer(stages: _Stages, config: ModelConfig, memory: StepMemory, index: int, layer: Packed) -> None:
     kind, second = config.layers[index], config.per_layer_input
     is_row_norm = config.qk_norm == "row"
     stages.norm(layer, "attention_norm")
-    num_groups = HeadUnits.of(config, kind).groups
-    stages.linear(Kind.KEEP_HEADS if is_row_norm else Kind.PROJECT, layer, "qkv", "normed", num_groups)
+    stages.heads(Kind.KEEP_HEADS if is_row_norm else Kind.PROJECT, layer, kind.head_dim)
     if is_row_norm:
         stages.rows(Kind.NORM_HEADS)
     stages.attention(kind.head_dim)
     stages.add(layer, "attention_out", "attended", "attention_out_norm")
     if not config.is_parallel:
         stages.norm(layer, "mlp_norm")
-    stages.linear(Kind.ACTIVATE, layer, "gate_up", "normed")
+    stages.gate_up(layer)
     stages.add(layer, "down", "activated", "mlp_out_norm")
     if second is not None:
         stages.rows(Kind.COPY)
-        stages.linear(Kind.GATE_INPUT, layer, "input_gate", "normed", offset=index * second.size)
+        kept = memory.kept_in("inputs", first=index * second.size, size=second.size)
+        stages.linear(Kind.GATE, layer, "input_gate", "normed", **kept)
         stages.add(layer, "input_projection", "activated", "input_norm", 1.0)
     scale = layer.get("scale")
     if isinstance(scale, Tensor) and scale.item() != 1:
@@ -110,36 +109,75 @@ class _Stages:
         weight, bias = (address_of(parts.get(each)) for each in (name, f"{name}_bias"))
         self.rows(kind if weight else Kind.COPY, weight=weight, bias=bias)
 
-    def linear(self, kind: Kind, parts: Packed, name: str, inputs: str, num_groups: int = 1, **fields: float) -> None:
-        """Add a linear layer; first its inputs become integers if its matrix is quantised.
+    def linear(self, kind: Kind, parts: Packed, name: str, inputs: str, **fields: float) -> None:
+        """Add a linear layer whose matrix is one piece.
 
         Args:
             kind: What becomes of its outputs.
             parts: With its matrix.
             name: Of the matrix.
             inputs: The rows that it reads, a field of STEP.
-            num_groups: Groups of 64 outputs of a unit.
             fields: Others of STAGE.
         """
-        matrix, bias = parts[name], parts.get(f"{name}_bias")
-        assert isinstance(matrix, PackedMatrix)
-        num_tiles = -(-matrix.num_inputs // TILE_INPUTS)
-        unit_bytes = num_groups * matrix.kind.packed_bytes(GROUP, matrix.num_inputs)
+        (piece,) = self._pieces(parts, name)
+        self._quantise(piece, inputs)
+        self._multiply(kind, piece, address_of(parts.get(f"{name}_bias")), inputs, num_groups=1, **fields)
+
+    def heads(self, kind: Kind, parts: Packed, head_dim: int) -> None:
+        """Add the projection of heads: no piece of it depends on another."""
+        units = HeadUnits.of(head_dim)
+        bias = address_of(parts.get("qkv_bias"))
+        form: bool | None = None
+        for number, piece in enumerate(self._pieces(parts, "qkv")):
+            needed = self._is_int8(piece) if piece.kind.is_quantised else form
+            if needed != form:
+                self._quantise(piece, "normed")
+            elif number:
+                self.entries[-1]["is_open"] = True
+            form, first = needed, piece.piece.begin // head_dim
+            end = first + piece.piece.num_rows // head_dim
+            self._multiply(kind, piece, bias, "normed", num_groups=units.groups, first_head=first, end_head=end)
+            bias += bias and 4 * piece.num_packed_rows
+
+    def gate_up(self, parts: Packed) -> None:
+        """Add the first layer of a feed-forward part; if gate and up are packed differently, up is kept for gate."""
+        pieces, bias = self._pieces(parts, "gate_up"), address_of(parts.get("gate_up_bias"))
+        if len(pieces) == 1:
+            self.linear(Kind.ACTIVATE, parts, "gate_up", "normed")
+            return
+        gate, up = pieces
+        kept = self._memory.kept_in("ups", size=up.piece.num_rows)
+        self._quantise(up, "normed")
+        self._multiply(Kind.KEEP, up, bias and bias + 4 * gate.num_packed_rows, "normed", num_groups=1, **kept)
+        self._quantise(gate, "normed")
+        self._multiply(Kind.GATE, gate, bias, "normed", num_groups=1, **kept)
+
+    @staticmethod
+    def _pieces(parts: Packed, name: str) -> list[PackedMatrix]:
+        pieces = parts[name]
+        assert isinstance(pieces, list)
+        return pieces
+
+    def _is_int8(self, matrix: PackedMatrix) -> bool:
+        return self._kernels.plan.of(matrix.kind).has_int8_inputs
+
+    def _quantise(self, matrix: PackedMatrix, inputs: str) -> None:
+        """Make the inputs of a quantised matrix integers."""
         if matrix.kind.is_quantised:
-            self.rows(Kind.QUANTISE, num_tiles=num_tiles, **self._memory.rows_of(inputs))
+            fields = self._memory.rows_of(inputs)
+            self.rows(Kind.QUANTISE, num_tiles=matrix.num_tiles, is_int8=self._is_int8(matrix), **fields)
+
+    def _multiply(
+        self, kind: Kind, matrix: PackedMatrix, bias: int, inputs: str, *, num_groups: int, **fields: float
+    ) -> None:
+        """Add the product of rows and a matrix, with units of some groups of 64 outputs."""
+        unit_bytes = num_groups * matrix.kind.packed_bytes(GROUP, matrix.num_inputs)
         self.rows(
-            kind,
-            kernel=self._kernels.linear[matrix.kind],
-            weight=address_of(matrix),
-            bias=address_of(bias),
-            num_units=len(matrix.data) // unit_bytes,
-            unit_bytes=unit_bytes,
-            groups_at_once=num_groups,
-            sum_bytes=4 * GROUP * num_groups,
-            num_tiles=num_tiles,
-            **self._memory.rows_of("quantised" if matrix.kind.is_quantised else inputs),
-            **fields,
-        )
+            kind, kernel=self._kernels.linear, multiply=self._kernels.multiply[matrix.kind],
+            weight=matrix.data.data_ptr(), bias=bias, num_units=len(matrix.data) // unit_bytes, unit_bytes=unit_bytes,
+            groups_at_once=num_groups, sum_bytes=4 * GROUP * num_groups, num_tiles=matrix.num_tiles,
+            **self._memory.rows_of("quantised" if matrix.kind.is_quantised else inputs), **fields,
+        )  # fmt: skip
 
     def attention(self, head_dim: int) -> None:
         """Add the attention of a layer."""
@@ -150,8 +188,10 @@ class _Stages:
     def add(self, parts: Packed, name: str, inputs: str, norm: str, factor: float | None = None) -> None:
         """Add a linear layer whose outputs, normed if there is such a norm, are added to the residual stream."""
         factor = self._config.residual_scale if factor is None else factor
-        self.linear(Kind.KEEP_ADDED if norm in parts else Kind.ADD, parts, name, inputs, factor=factor)
-        if norm in parts:
+        if norm not in parts:
+            self.linear(Kind.ADD, parts, name, inputs, factor=factor)
+        else:
+            self.linear(Kind.KEEP, parts, name, inputs, **self._memory.kept_in("added"))
             self.rows(Kind.ADD_NORMED, weight=address_of(parts[norm]), factor=factor)
 
     def finish(self) -> npt.NDArray[Any]:

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan, WeightKind
+from ferrule_server.executor.cpu.weights import forms_of, packed_kind
+from ferrule_server.kernels.cpu.plan import Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import choose_instructions
+from ferrule_server.kernels.matrix_kinds import TILE_INPUTS
 from ferrule_server.model.config import LayerKind, ModelConfig, other_fields
 
 _HEAD_STEP: Final = 16
@@ -50,10 +52,10 @@ def choose(config: ModelConfig, dtype: str, weights: WeightKind = "float", *, ha
     Args:
         config: The network.
         dtype: Of KV, and of weights that are not quantised: ``bfloat16`` or ``float32``.
-        weights: Whether and how linear layers are quantised.
+        weights: Whether and how linear layers are quantised that are floats in the file.
         has_int8_inputs: Whether their inputs are int8 too, with weights of int8.
     """
-    instructions, reason = choose_instructions(dtype, weights)
+    instructions, reason = choose_instructions(dtype, forms_of(config, weights))
     why_not = unsupported(config, dtype)
     if instructions is None or why_not:
         return Choice(None, f"the kernels of the processor cannot run: {why_not or reason}")
@@ -64,7 +66,7 @@ def choose(config: ModelConfig, dtype: str, weights: WeightKind = "float", *, ha
         is_emulated=False,
         is_bfloat16=dtype == "bfloat16",
         head_dim=config.head_dim,
-        weights=weights,
+        packed=packed_kind(config, weights),
         has_int8_inputs=has_int8_inputs,
     )
     return Choice(plan, reason)

@@ -1,81 +1,90 @@
 """The weights of a model as the kernels read them: packed, one after the other, in one arena of huge pages.
 
-Linear layers are packed by ``kernels.cpu.pack``, as soon as they have been read, and freed then, so there is never a
-second copy of the model. Their rows come in units, each with whole groups of 64::
-
-    qkv       one head, or as many as 64 rows hold; a head of another width is padded to whole groups
-    gate_up   32 rows of gate, the same 32 rows of up; without a gate as others
-    others    64 rows
+Linear layers are packed as soon as they have been read, and freed then, so there is never a second copy of the model.
+What is packed in the file keeps its numbers (``layout``); floats are copied or quantised (``kernels.cpu.pack``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ferrule_server.kernels.cpu.dot import GROUP
+from ferrule_server.executor.cpu.layout import lay_out
+from ferrule_server.executor.cpu.units import GROUP, in_units, row_parts
+from ferrule_server.kernels.cpu.compiled import Wanted
 from ferrule_server.kernels.cpu.pack import pack_scratch_bytes
-from ferrule_server.kernels.cpu.plan import MatrixKind, Plan
+from ferrule_server.kernels.cpu.plan import Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import QUANTISERS
-from ferrule_server.model.config import LayerKind, ModelConfig
+from ferrule_server.kernels.matrix_kinds import CODES4_OFFSET, INT8, TILE_INPUTS, MatrixKind
+from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.gguf.blocks import BLOCKS
 from ferrule_server.model.memory import new_tensor
-from ferrule_server.model.tensors import ModelWeights, TensorSpec, specs
+from ferrule_server.model.parts import TensorSpec, specs
+from ferrule_server.model.tensors import ModelWeights, StoredMatrix
 
-_HALF: Final = GROUP // 2
 _ALIGNMENT: Final = 64
+_AT_ONCE: Final = 64
+"""Rows of blocks, so that what is between a file and its layout stays in the cache."""
+_QUANTISED: Final[Mapping[WeightKind, MatrixKind]] = {"int8": INT8, "int4": CODES4_OFFSET}
+_IN_INT8: Final = frozenset({("qkv", 2), ("down", 0), ("head", 0), ("embedding", 0)})
+"""Parts that keep 8 bits if others have codes of 4 bits: values, the last layer of a block and the head lose most."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeadUnits:
-    """How the rows of ``qkv`` form units.
+class Piece:
+    """Rows of a matrix that are packed in the same way.
 
     Attributes:
-        num_heads: Query, key and value heads of ``qkv``.
-        heads: Those of a unit.
-        groups: Groups of 64 rows of a unit.
-        stride: Rows from one head of a unit to the next.
+        kind: How.
+        begin: The first of them.
+        num_rows: How many there are.
+        block: The type of their blocks in the file; empty: they are floats there.
     """
 
-    num_heads: int
-    heads: int
-    groups: int
-    stride: int
-
-    @staticmethod
-    def of(config: ModelConfig, kind: LayerKind) -> HeadUnits:
-        """Return the units of a layer; one that reads the K and V of another has queries alone."""
-        num_kv = 0 if kind.kv_layer is not None else kind.num_kv_heads * (1 if kind.is_value_key else 2)
-        num_heads, width = config.num_heads + num_kv, kind.head_dim
-        if GROUP % width == 0:
-            heads = GROUP // width
-            return HeadUnits(num_heads, heads, 1, width)
-        groups = -(-width // GROUP)
-        return HeadUnits(num_heads, 1, groups, groups * GROUP)
+    kind: MatrixKind
+    begin: int
+    num_rows: int
+    block: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """The matrix of a linear layer as the kernels read it.
+    """A piece of the matrix of a linear layer as the kernels read it.
 
     Attributes:
-        kind: How it is packed.
+        piece: Which rows.
         num_inputs: Of a row.
         data: uint8.
     """
 
-    kind: MatrixKind
+    piece: Piece
     num_inputs: int
     data: Tensor
 
+    @property
+    def kind(self) -> MatrixKind:
+        """How it is packed."""
+        return self.piece.kind
 
-Packed = dict[str, Tensor | PackedMatrix]
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of a row."""
+        return -(-self.num_inputs // TILE_INPUTS)
+
+    @property
+    def num_packed_rows(self) -> int:
+        """Rows of all units."""
+        return GROUP * len(self.data) // self.kind.packed_bytes(GROUP, self.num_inputs)
+
+
+Packed = dict[str, Tensor | list[PackedMatrix]]
 """Weights by the names of their parts (``model/tensors.py``): the matrices of linear layers packed, the rows of
-embeddings as they were, all others float32, biases as long as the packed rows."""
+embeddings packed or as they were, all others float32, biases as long as the packed rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,45 +100,78 @@ class PackedModel:
     layers: list[Packed]
 
 
-def kind_of(plan: Plan, spec: TensorSpec) -> MatrixKind:  # noqa: ARG001  (all matrices are of one kind today)
-    """Return how a matrix is packed."""
-    return plan.kind
+def block_types(config: ModelConfig) -> tuple[str, ...]:
+    """Return the types of blocks in the file of a model, the most frequent first."""
+    return tuple(name for name, _ in Counter(config.blocks.values()).most_common())
+
+
+def packed_kind(config: ModelConfig, weights: WeightKind) -> MatrixKind | None:
+    """Return how most matrices are packed; None: they are floats."""
+    if not config.blocks:
+        return _QUANTISED.get(weights)
+    return BLOCKS[block_types(config)[0]].kind
+
+
+def forms_of(config: ModelConfig, weights: WeightKind) -> str:
+    """Return the names of how matrices are packed, for people, the most frequent first; empty: they are floats."""
+    return "+".join(block_types(config)) or (weights if weights in _QUANTISED else "")
+
+
+def is_packed(config: ModelConfig, spec: TensorSpec) -> bool:
+    """Return whether a tensor is packed: the matrices of linear layers, and an embedding that is packed in the file."""
+    return spec.is_linear or (spec.part.name == "embedding" and spec.names[0] in config.blocks)
+
+
+def pieces_of(config: ModelConfig, plan: Plan, spec: TensorSpec) -> list[Piece]:
+    """Return the pieces of a matrix, in order; neighbours that are packed alike are one piece."""
+    pieces: list[Piece] = []
+    begin = 0
+    for number, num_rows in enumerate(row_parts(config, spec)):
+        block = config.blocks.get(spec.names[min(number, len(spec.names) - 1)], "")
+        kind = BLOCKS[block].kind if block else _kind_of_floats(config, plan, spec, number)
+        if pieces and (pieces[-1].kind, pieces[-1].block) == (kind, block):
+            before = pieces.pop()
+            pieces.append(replace(before, num_rows=before.num_rows + num_rows))
+        else:
+            pieces.append(Piece(kind, begin, num_rows, block))
+        begin += num_rows
+    return pieces
+
+
+def _kind_of_floats(config: ModelConfig, plan: Plan, spec: TensorSpec, number: int) -> MatrixKind:
+    """Return how a part of the rows is packed that are floats in the file: as the plan says, but beside others."""
+    if config.blocks:
+        return plan.plain_kind
+    is_wider = plan.packed == CODES4_OFFSET and (spec.part.name, number) in _IN_INT8
+    return INT8 if is_wider else plan.kind
+
+
+def _all_pieces(config: ModelConfig, plan: Plan) -> Iterator[tuple[TensorSpec, Piece]]:
+    """Yield the pieces of all matrices."""
+    for spec in specs(config):
+        if is_packed(config, spec):
+            yield from ((spec, piece) for piece in pieces_of(config, plan, spec))
+
+
+def wanted_kernels(config: ModelConfig, plan: Plan) -> Wanted:
+    """Return which kernels a model needs, those of most matrices first."""
+    pieces = list(_all_pieces(config, plan))
+    kinds = Counter(piece.kind for _, piece in pieces)
+    packed = dict.fromkeys(piece.kind for _, piece in pieces if not piece.block)
+    looked_up = dict.fromkeys(piece.kind for spec, piece in pieces if spec.part.name == "embedding")
+    head_dims = sorted({kind.head_dim for kind in config.layers})
+    return Wanted(tuple(kinds), tuple(packed), tuple(looked_up), tuple(head_dims))
 
 
 def packed_bytes(config: ModelConfig, plan: Plan, spec: TensorSpec) -> int:
     """Return the bytes of a matrix once it is packed."""
-    rows = in_units(config, spec, torch.empty(spec.shape, device="meta"))
-    return kind_of(plan, spec).packed_bytes(*rows.shape)
+    return sum(_piece_bytes(config, spec, piece) for piece in pieces_of(config, plan, spec))
 
 
-def in_units(config: ModelConfig, spec: TensorSpec, values: Tensor) -> Tensor:
-    """Return the rows of a matrix, or the numbers of its bias, in whole units."""
-    name = spec.part.name.removesuffix("_bias")
-    if name == "qkv":
-        kind = config.layers[spec.layer]
-        return _by_units(HeadUnits.of(config, kind), values, kind.head_dim)
-    return _interleaved(values) if name == "gate_up" and config.is_gated else _padded(values, GROUP)
-
-
-def _padded(values: Tensor, step: int) -> Tensor:
-    """Return a matrix or vector with rows of zeros at its end, up to a multiple of ``step``."""
-    missing = -len(values) % step
-    return values if not missing else F.pad(values, (0, 0, 0, missing) if values.dim() == 2 else (0, missing))
-
-
-def _by_units(units: HeadUnits, values: Tensor, head_dim: int) -> Tensor:
-    """Return rows of heads in whole units."""
-    if units.stride != head_dim:
-        heads = values.view(-1, head_dim, *values.shape[1:])
-        padding = (0, 0, 0, units.stride - head_dim) if values.dim() == 2 else (0, units.stride - head_dim)
-        values = F.pad(heads, padding).flatten(0, 1)
-    return _padded(values, units.groups * GROUP)
-
-
-def _interleaved(values: Tensor) -> Tensor:
-    """Return rows of gate, then up, as units of 32 rows of gate and the same 32 rows of up."""
-    gate, up = (_padded(part, _HALF).view(-1, _HALF, *values.shape[1:]) for part in values.chunk(2))
-    return torch.cat((gate, up), 1).flatten(0, 1)
+def _piece_bytes(config: ModelConfig, spec: TensorSpec, piece: Piece) -> int:
+    rows = torch.empty((piece.num_rows, 1), device="meta")
+    assert spec.inputs is not None
+    return piece.kind.packed_bytes(len(in_units(config, spec, rows)), spec.inputs)
 
 
 class Packer:
@@ -142,43 +184,88 @@ class Packer:
 
     Attributes:
         name: Names the form of quantised matrices and its version, and that of their inputs; empty: not quantised.
+        kept: The tensors whose blocks are packed as they are in the file.
 
     Raises:
         MemoryError, OSError: There is no memory for the arena.
     """
 
-    def __init__(self, config: ModelConfig, plan: Plan, pack: Callable[..., int]) -> None:
+    def __init__(self, config: ModelConfig, plan: Plan, pack: Mapping[MatrixKind, Callable[..., int]]) -> None:
         self._config, self._plan, self._pack = config, plan, pack
-        num_bytes = sum(packed_bytes(config, plan, spec) for spec in specs(config) if spec.is_linear)
+        num_bytes = sum(_piece_bytes(config, spec, piece) for spec, piece in _all_pieces(config, plan))
         self._arena = new_tensor((num_bytes,), torch.uint8)
         self._used = 0
-        self.name = f"{plan.weights}/{QUANTISERS[plan.weights]}" if plan.is_quantised else ""
-        self.name += " inputs int8" if plan.has_int8_inputs else ""
+        self.name = _name_of(config, plan)
+        packed = [spec for spec in specs(config) if is_packed(config, spec)]
+        self.kept: Set[str] = config.blocks.keys() & {name for spec in packed for name in spec.names}
 
-    def encode(self, spec: TensorSpec, matrix: Tensor) -> Tensor:
+    def takes(self, spec: TensorSpec) -> bool:
+        """Return whether a tensor is packed."""
+        return is_packed(self._config, spec)
+
+    def encode(self, spec: TensorSpec, matrix: Tensor | StoredMatrix) -> Tensor:
         """Return a matrix packed, uint8."""
-        rows = in_units(self._config, spec, matrix).contiguous()
-        size = kind_of(self._plan, spec).packed_bytes(*rows.shape)
-        packed = self._arena[self._used : self._used + size]
-        assert len(packed) == size, f"{spec.names}: the arena is full"
-        self._used += size
-        scratch = torch.empty(pack_scratch_bytes(rows.shape[1]) + _ALIGNMENT, dtype=torch.uint8)
-        addresses = packed.data_ptr(), scratch.data_ptr()
-        self._pack(None, rows.data_ptr(), rows.stride(0) * rows.itemsize, *rows.shape, *addresses)
+        begin = self._used
+        for piece in pieces_of(self._config, self._plan, spec):
+            out = self._new(_piece_bytes(self._config, spec, piece))
+            rows = in_units(self._config, spec, matrix[piece.begin : piece.begin + piece.num_rows])
+            if piece.block:
+                _lay_out(piece.block, rows, out)
+            else:
+                self._copy(piece.kind, rows.contiguous(), out)
+        return self._arena[begin : self._used]
+
+    def _new(self, num_bytes: int) -> Tensor:
+        packed = self._arena[self._used : self._used + num_bytes]
+        assert len(packed) == num_bytes, "the arena is full"
+        self._used += num_bytes
         return packed
+
+    def _copy(self, kind: MatrixKind, rows: Tensor, out: Tensor) -> None:
+        """Pack rows of floats, quantised if their kind is."""
+        scratch = torch.empty(pack_scratch_bytes(rows.shape[1]) + _ALIGNMENT, dtype=torch.uint8)
+        addresses = out.data_ptr(), scratch.data_ptr()
+        self._pack[kind](None, rows.data_ptr(), rows.stride(0) * rows.itemsize, *rows.shape, *addresses)
 
     def finish(self, weights: ModelWeights) -> PackedModel:
         """Return the model, when all matrices have been packed."""
         model = PackedModel({}, [{} for _ in weights.layers])
+        matrix = None
         for spec in specs(self._config):
+            matrix = spec if spec.inputs is not None else matrix  # a bias follows its matrix
             holder = model.parts if spec.layer < 0 else model.layers[spec.layer]
-            holder[spec.part.name] = self._finish(spec, weights.holder(spec.layer)[spec.part.name])
+            values = weights.holder(spec.layer)[spec.part.name]
+            if is_packed(self._config, spec):
+                holder[spec.part.name] = list(self._split(spec, values))
+            elif spec.part.kind == "bias" and matrix is not None:
+                holder[spec.part.name] = self._bias(matrix, values)
+            else:
+                holder[spec.part.name] = values if spec.part.kind == "embedding" else values.float().contiguous()
         return model
 
-    def _finish(self, spec: TensorSpec, values: Tensor) -> Tensor | PackedMatrix:
-        if spec.is_linear:
-            assert spec.inputs is not None
-            return PackedMatrix(kind_of(self._plan, spec), spec.inputs, values)
-        if spec.part.kind == "embedding":
-            return values
-        return (in_units(self._config, spec, values) if spec.part.kind == "bias" else values).float().contiguous()
+    def _split(self, spec: TensorSpec, packed: Tensor) -> Iterator[PackedMatrix]:
+        begin = 0
+        assert spec.inputs is not None
+        for piece in pieces_of(self._config, self._plan, spec):
+            end = begin + _piece_bytes(self._config, spec, piece)
+            yield PackedMatrix(piece, spec.inputs, packed[begin:end])
+            begin = end
+
+    def _bias(self, matrix: TensorSpec, values: Tensor) -> Tensor:
+        pieces = pieces_of(self._config, self._plan, matrix)
+        parts = [values[piece.begin : piece.begin + piece.num_rows] for piece in pieces]
+        return torch.cat([in_units(self._config, matrix, part) for part in parts]).float()
+
+
+def _lay_out(block: str, rows: Tensor, out: Tensor) -> None:
+    """Pack rows of blocks, uint8 [rows, row_bytes], some at a time."""
+    for place, some in zip(out.view(len(rows) // _AT_ONCE, -1), torch.split(rows, _AT_ONCE), strict=True):
+        lay_out(BLOCKS[block].codes(some.numpy()), place.numpy())
+
+
+def _name_of(config: ModelConfig, plan: Plan) -> str:
+    if not plan.is_quantised:
+        return ""
+    kinds = {piece.kind for _, piece in _all_pieces(config, plan) if piece.kind.is_quantised}
+    forms = sorted(kind.name if config.blocks else f"{kind.name}/{QUANTISERS[kind]}" for kind in kinds)
+    return " ".join([*forms, "inputs int8"] if plan.has_int8_inputs else forms)

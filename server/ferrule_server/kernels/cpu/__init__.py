@@ -5,10 +5,12 @@ step.py             the step: its stages in order, and the barriers between them
 kinds.py            the kinds of stages
 rows.py             stages that are shared out by rows
 linear.py           linear layers, with what follows each of them
+multiply.py         the part of them that depends on the kind of the matrix
 heads.py            heads that have been projected: norm, rotation, and the pool
 dot.py              the product of a few rows and 64 outputs, for each set of instructions
 tiles.py            the same product with the tiles of AMX
 dot_quantised.py    the same product of quantised weights, in integers
+calls.py            calls of kernels by their address
 operands.py         what each of them is given
 attention.py        paged attention, by tiles of tokens
 attention_block.py  its products with one block of K or V

@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from ferrule_server.kernels.cpu.calls import call_look_up
 from ferrule_server.kernels.cpu.kernel import Lanes, Record, kernel
 from ferrule_server.kernels.cpu.lanes import (
     LANES,
@@ -32,6 +33,7 @@ from ferrule_server.kernels.cpu.lanes import (
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.scalars import (
     read_bfloat16,
+    read_float16,
     read_float32,
     read_int8,
     read_int32,
@@ -40,7 +42,11 @@ from ferrule_server.kernels.cpu.scalars import (
 )
 
 _ROOT_HALF: Final = np.float32(math.sqrt(0.5))
-SCALE_BYTES: Final = 8
+SUMS_OFFSET: Final = 16
+"""Where the sums of groups are in what :func:`quantise_row` writes for some tiles."""
+SUMS_BYTES: Final = 16
+"""Of each tile: float32 sums of its first 16 inputs, of its last 16, and of all."""
+SCALE_BYTES: Final = SUMS_OFFSET + 16 * SUMS_BYTES
 """What :func:`quantise_row` writes for some tiles."""
 
 
@@ -195,7 +201,11 @@ def softcap(x: Lanes, cap: np.float32) -> Lanes:
 @kernel
 def embed_row(plan: Plan, model: Record, token_id: int, out: int) -> None:
     """Write the embedding of a token as float32, times ``embedding_scale``."""
-    _look_up(plan, model, token_id, out)
+    if model.look_up:
+        call_look_up(model.look_up, model.embedding, token_id, out, model.hidden_size)
+    else:
+        for i in range(0, model.hidden_size, LANES):
+            store(out + 4 * i, load_element(plan, model.embedding, token_id * model.hidden_size + i))
     factor = splat(model.embedding_scale)
     for i in range(0, model.hidden_size, LANES):
         store(out + 4 * i, multiply(load(out + 4 * i), factor))
@@ -217,44 +227,64 @@ def mix_inputs(plan: Plan, model: Record, step: Record, stage: Record, row: int)
 
 
 @kernel
-def _look_up(plan: Plan, model: Record, token_id: int, out: int) -> None:
-    """Write the embedding of a token as float32. A tied one is read out of the packed output head."""
-    size = model.hidden_size
-    if not model.is_tied:
-        for i in range(0, size, LANES):
-            store(out + 4 * i, load_element(plan, model.embedding, token_id * size + i))
-        return
-    group = model.embedding + token_id // 64 * (model.hidden_tiles * plan.tile_bytes + plan.group_end_bytes)
-    row = token_id % 64
+def look_up(plan: Plan, embedding: int, token_id: int, out: int, size: int) -> int:
+    """Write a row of a packed embedding as float32, exactly (``dot_quantised`` says where its numbers are)."""
+    num_tiles = (size + 31) // 32
+    group, row = (
+        embedding + token_id // 64 * (num_tiles * plan.kind.tile_bytes + plan.kind.group_end_bytes),
+        token_id % 64,
+    )
     for k in range(size):
-        if plan.is_quantised:
-            write_float32(out + 4 * k, read_quantised(plan, group, row, k, model.hidden_tiles))
-        elif plan.is_bfloat16:
+        if plan.kind.bits == 32:
+            write_float32(out + 4 * k, read_float32(group + 256 * k + 4 * row))
+        elif plan.kind.bits == 16:
             write_float32(out + 4 * k, read_bfloat16(group + k // 2 * 256 + 4 * row + k % 2 * 2))
         else:
-            write_float32(out + 4 * k, read_float32(group + 256 * k + 4 * row))
+            write_float32(out + 4 * k, read_quantised(plan, group, row, k, num_tiles))
+    return 0
 
 
 @kernel
 def read_quantised(plan: Plan, group: int, row: int, k: int, num_tiles: int) -> np.float32:
-    """Return the weight of one of 64 outputs and of one input (``dot_quantised`` says where it is)."""
-    tile, i = group + k // 32 * plan.tile_bytes, k % 32
-    if plan.group_end_bytes:
-        value = read_int8(tile + i // 4 * 256 + 4 * row + i % 2 * 2 + i % 4 // 2)
-        return np.float32(value) * read_float32(group + num_tiles * plan.tile_bytes + 4 * row)
-    byte = read_int8(tile + i // 8 * 256 + 4 * row + i % 2 * 2 + i % 8 // 4)
-    value = byte >> 4 if i % 4 // 2 else (byte & 15 ^ 8) - 8
-    return np.float32(value) * read_bfloat16(tile + 1024 + 2 * row)
+    """Return the weight of one of 64 outputs and of one input."""
+    shared = plan.kind.super_tiles * plan.kind.own_bytes + plan.kind.super_bytes
+    first = group + k // (32 * plan.kind.super_tiles) * shared
+    tile, i = first + k // 32 % plan.kind.super_tiles * plan.kind.own_bytes, k % 32
+    if plan.kind.bits == 8:
+        value = np.float32(read_int8(tile + i // 4 * 256 + 4 * row + i % 2 * 2 + i % 4 // 2))
+    else:
+        byte = read_int8(tile + i // 8 * 256 + 4 * row + i % 2 * 2 + i % 8 // 4)
+        code = byte >> 4 & 15 if i % 4 // 2 else byte & 15
+        value = np.float32(plan.kind.all_levels[code ^ plan.kind.code_mask])
+    if plan.kind.group_end_bytes:
+        return value * read_float32(group + num_tiles * plan.kind.tile_bytes + 4 * row)
+    place = tile + plan.kind.code_bytes + i // plan.kind.group * plan.kind.scale_bytes
+    shared_place = first + plan.kind.super_tiles * plan.kind.own_bytes + 2 * row
+    value *= _read_scale(plan, place, row, shared_place)
+    if plan.kind.has_offset:
+        value += _read_scale(plan, place + 32 // plan.kind.group * plan.kind.scale_bytes, row, shared_place + 128)
+    return value
 
 
 @kernel
-def quantise_row(plan: Plan, row: int, num_tiles: int, out: int) -> None:
+def _read_scale(plan: Plan, place: int, row: int, shared: int) -> np.float32:
+    """Return one of 64 scales or offsets, times the number that it may share."""
+    if plan.kind.scale_bytes == 128:
+        return read_float16(place + 2 * row)
+    if plan.kind.super_bytes:
+        return np.float32(read_int8(place + row)) * read_float16(shared)
+    return np.float32(math.ldexp(1.0, (read_int8(place + row) & 255) - 128))
+
+
+@kernel
+def quantise_row(plan: Plan, row: int, num_tiles: int, is_int8: int, out: int) -> None:
     """Write a float32 row as integers, then the data of every ``plan.tiles_at_once`` tiles of inputs.
 
-    That is a float32 scale, NaN if an input is not finite, so that the outputs are not either; and for int8 what all
-    sums begin with, because the products are with weights that are 128 larger: int32, -128 times the sum of the inputs.
+    That is a float32 scale, NaN if an input is not finite, so that the outputs are not either; what all sums of scales
+    of rows begin with if inputs are int8, because the products are with weights that are 128 larger: int32, -128 times
+    the sum of the inputs; and the sums of groups of inputs, which offsets are multiplied with.
     """
-    zero, most = splat(np.float32(0)), np.float32(127 if plan.has_int8_inputs else 32767)
+    zero, most = splat(np.float32(0)), np.float32(127 if is_int8 else 32767)
     for first in range(0, num_tiles, plan.tiles_at_once):
         begin, end = first * 32, min(num_tiles, first + plan.tiles_at_once) * 32
         top, invalid = zero, zero
@@ -264,15 +294,27 @@ def quantise_row(plan: Plan, row: int, num_tiles: int, out: int) -> None:
             invalid = fma(x, zero, invalid)
         largest = max_of(top)
         factor = splat(most / largest if largest > np.float32(1e-30) else np.float32(0))
-        total = zero
-        for i in range(begin, end, LANES):
-            x = rint(multiply(load(row + 4 * i), factor))
-            if plan.has_int8_inputs:
-                total = add(total, x)
-                store_int8_exchanged(out + i, x)
-            else:
-                store_int16(out + 2 * i, x)
-        place = out + plan.input_tile_bytes * num_tiles + SCALE_BYTES * (first // plan.tiles_at_once)
+        place = out + (32 if is_int8 else 64) * num_tiles + SCALE_BYTES * (first // plan.tiles_at_once)
+        total = np.float32(0)
+        for i in range(begin, end, 2 * LANES):
+            low = _store_integers(row, i, factor, is_int8, out)
+            high = _store_integers(row, i + LANES, factor, is_int8, out)
+            sums = place + SUMS_OFFSET + (i - begin) // 32 * SUMS_BYTES
+            write_float32(sums, low)
+            write_float32(sums + 4, high)
+            write_float32(sums + 8, low + high)
+            total += low + high
         write_float32(place, largest / most + sum_of(invalid))
-        if plan.has_int8_inputs:
-            write_int32(place + 4, -128 * np.int64(sum_of(total)))
+        if is_int8:
+            write_int32(place + 4, -128 * np.int64(total))
+
+
+@kernel
+def _store_integers(row: int, i: int, factor: Lanes, is_int8: int, out: int) -> np.float32:
+    """Write 16 inputs as integers and return their sum, which is exact."""
+    x = rint(multiply(load(row + 4 * i), factor))
+    if is_int8:
+        store_int8_exchanged(out + i, x)
+    else:
+        store_int16(out + 2 * i, x)
+    return np.float32(sum_of(x))

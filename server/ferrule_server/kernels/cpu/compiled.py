@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -23,12 +23,15 @@ import numba
 from numba import cfunc, types
 from numba.core import config
 
+from ferrule_server.kernels.cpu.activations import look_up
 from ferrule_server.kernels.cpu.attention import attend, merge
 from ferrule_server.kernels.cpu.choice import choose
 from ferrule_server.kernels.cpu.linear import linear
+from ferrule_server.kernels.cpu.multiply import multiply
 from ferrule_server.kernels.cpu.pack import pack
-from ferrule_server.kernels.cpu.plan import MatrixKind, Plan, PlanType
+from ferrule_server.kernels.cpu.plan import Plan, PlanType
 from ferrule_server.kernels.cpu.step import work
+from ferrule_server.kernels.matrix_kinds import INT8, MatrixKind
 
 _log = logging.getLogger(__name__)
 
@@ -38,28 +41,55 @@ _WORK: Final = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 _PACK: Final = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 6)
 
 
+_ANY_PLAN: Final = Plan("fma", is_emulated=False, is_bfloat16=False, head_dim=0)
+"""For kernels that do not depend on it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The machine code of a plan.
 
     Attributes:
+        plan: How a model is run; each kernel is compiled for what it reads of it.
         work: Called with (null, address of THREAD); releases the GIL.
-        pack: Called with null and what ``pack.pack`` takes; releases the GIL.
-        linear: Address for each kind of matrix, for stages.
+        pack: For each kind that floats are packed in: called with null and what ``pack.pack`` takes; releases the GIL.
+        linear: Address, for stages.
+        multiply: Address for each kind of matrix, for stages.
+        look_up: Address for each kind of packed embedding.
         attention: Addresses of ``attend`` and ``merge`` for each width of heads, for stages.
         choose: Address, for the last stage.
     """
 
+    plan: Plan
     work: Callable[[None, int], int]
-    pack: Callable[[None, int, int, int, int, int, int], int]
-    linear: Mapping[MatrixKind, int]
+    pack: Mapping[MatrixKind, Callable[..., int]]
+    linear: int
+    multiply: Mapping[MatrixKind, int]
+    look_up: Mapping[MatrixKind, int]
     attention: Mapping[int, tuple[int, int]]
     choose: int
     owners: tuple[Any, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which kernels a model needs.
+
+    Attributes:
+        kinds: Of its matrices.
+        packed: Those that floats are packed in.
+        looked_up: Of its packed embeddings.
+        head_dims: Widths of its heads.
+    """
+
+    kinds: Collection[MatrixKind]
+    packed: Collection[MatrixKind]
+    looked_up: Collection[MatrixKind]
+    head_dims: Collection[int]
+
+
 def compile_kernels(
-    plan: Plan, cache: Path | None, on_progress: Callable[[int, int, int], None], head_dims: Iterable[int] = ()
+    plan: Plan, cache: Path | None, on_progress: Callable[[int, int, int], None], wanted: Wanted
 ) -> Kernels:
     """Return the kernels of a plan; the first time this takes some seconds.
 
@@ -67,39 +97,44 @@ def compile_kernels(
         plan: How to compile them.
         cache: Folder in which machine code is kept; None: it is not kept.
         on_progress: Called with (kernels done, kernels in all, kernels that were compiled and not found in the cache).
-        head_dims: Widths of heads beside that of the plan.
+        wanted: Which of them.
     """
     if cache is not None:
         config.CACHE_DIR = str(cache / _VERSION)
-    general = PlanType(replace(plan, head_dim=0))
-    wanted = [
-        (linear, types.int64(general, types.int64, types.int64)),
-        (choose, types.int64(general, types.int64, types.int64)),
-        (work, types.int64(general, types.int64)),
-        (pack, types.int64(general, *[types.int64] * 6)),
+    general = replace(plan, head_dim=0)
+    shared = _shared_plan(plan)
+    jobs = [
+        *((multiply, general.of(kind), 8) for kind in wanted.kinds),
+        *((pack, general.of(kind), 6) for kind in wanted.packed),
+        *((look_up, general.of(kind), 4) for kind in wanted.looked_up),
+        *((each, _shared_plan(plan, width), 2) for width in wanted.head_dims for each in (attend, merge)),
+        (linear, shared, 2),
+        (choose, _ANY_PLAN, 2),
+        (work, shared, 1),
     ]
-    widths = sorted({plan.head_dim, *head_dims})
-    for width in widths:
-        attention = PlanType(_attention_plan(plan, width))
-        wanted += [(kernel, types.int64(attention, types.int64, types.int64)) for kernel in (attend, merge)]
     compiled: list[Any] = []
     num_new = 0
-    for kernel, signature in wanted:
-        on_progress(len(compiled), len(wanted), num_new)
+    for kernel, own, num_arguments in jobs:
+        on_progress(len(compiled), len(jobs), num_new)
+        signature = types.int64(PlanType(own), *[types.int64] * num_arguments)
         compiled.append(cfunc(signature, cache=cache is not None)(kernel.py_func))  # type: ignore[attr-defined]
         num_new += compiled[-1].cache_hits == 0
-    on_progress(len(compiled), len(wanted), num_new)
-    linear_code, choose_code, work_code, pack_code, *attention_code = (each.address for each in compiled)
-    pairs = zip(attention_code[::2], attention_code[1::2], strict=True)
-    by_width = dict(zip(widths, pairs, strict=True))
-    kinds = {plan.kind: linear_code}
-    return Kernels(_WORK(work_code), _PACK(pack_code), kinds, by_width, choose_code, tuple(compiled))
+    on_progress(len(compiled), len(jobs), num_new)
+    codes = iter(each.address for each in compiled)
+    return Kernels(
+        plan=plan, owners=tuple(compiled),
+        multiply={kind: next(codes) for kind in wanted.kinds},
+        pack={kind: _PACK(next(codes)) for kind in wanted.packed},
+        look_up={kind: next(codes) for kind in wanted.looked_up},
+        attention={width: (next(codes), next(codes)) for width in wanted.head_dims},
+        linear=next(codes), choose=next(codes), work=_WORK(next(codes)),
+    )  # fmt: skip
 
 
-def _attention_plan(plan: Plan, head_dim: int) -> Plan:
-    """Return the plan of attention with heads of a width; it is the same for all quantised weights."""
-    changes = {"weights": "int8", "has_int8_inputs": False} if plan.is_quantised else {}
-    return replace(plan, head_dim=head_dim, **changes)  # type: ignore[arg-type]
+def _shared_plan(plan: Plan, head_dim: int = 0) -> Plan:
+    """Return the plan of what does not read matrices; it is the same for all quantised ones."""
+    plan = replace(plan, packed=INT8, has_int8_inputs=False) if plan.is_quantised else plan
+    return replace(plan, head_dim=head_dim)
 
 
 def usable_cache(folder: Path | None) -> Path | None:

@@ -44,8 +44,9 @@ from ferrule_server.kernels.cpu.lanes import (
 )
 from ferrule_server.kernels.cpu.loops import for_each_count, loop
 from ferrule_server.kernels.cpu.operands import Operands
-from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan, PlanType
+from ferrule_server.kernels.cpu.plan import Plan, PlanType
 from ferrule_server.kernels.cpu.tiles import TILE_ROWS, emit_tile_product, sweep_of_lines
+from ferrule_server.kernels.matrix_kinds import TILE_INPUTS
 
 GROUP: Final = 64
 """Outputs of a group."""

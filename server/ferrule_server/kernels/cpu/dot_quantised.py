@@ -2,30 +2,35 @@
 
 Inputs are integers too: int16 with one float32 scale for every 512 of a row (``activations.quantise_row``), which is
 finer than bfloat16, or int8 if that was asked for, which is coarser and up to twice as fast (``vpdpbusd``). Products of
-integers are added as integers, so a sum has the same bits on every processor, in whatever order; only the scales are
-multiplied in float32, in the order of the inputs.
+integers are added as integers, so a sum has the same bits on every processor, in whatever order; only scales and
+offsets are multiplied in float32, in the order of the inputs.
 
-Weights are packed as streams of 64 outputs, like others (``dot``)::
+Weights are packed as streams of 64 outputs, like others (``dot``). A tile has the codes of 32 inputs::
 
-    int8   [inputs / 4][64][4]                        bytes of a weight: inputs 0, 2, 1, 3
-           [64] float32                               then one scale for each output
-    int4   [inputs / 32] of  [4][64][8]               two to a byte, low one first: inputs 0, 2, 4, 6, 1, 3, 5, 7
-                             [64] bfloat16            then one scale for each output and 32 inputs
+    8 bits   [8][64][4]     bytes of a weight: inputs 0, 2, 1, 3
+    4 bits   [4][64][8]     two to a byte, low one first: inputs 0, 2, 4, 6, 1, 3, 5, 7
 
 The order within a weight is that in which shifts of 16-bit lanes yield pairs of neighbours, which the processor
-multiplies with a pair of inputs and adds to one 32-bit lane (``vpdpwssd`` of AVX512-VNNI, ``vpmaddwd`` of AVX2).
+multiplies with a pair of inputs and adds to one 32-bit lane (``vpdpwssd`` of AVX512-VNNI, ``vpmaddwd`` of AVX2). The
+kind of the matrix (``kernels/matrix_kinds.py``) says what follows::
+
+    scales of rows     [64] float32, after the last tile
+    scales of groups   of each tile: [32 / group][64] scales, then as many offsets if there are any
+    int8 scales        after 8 tiles [64] float16 that multiply their scales, and 64 for their offsets
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from llvmlite import ir
 
+from ferrule_server.kernels.cpu.activations import SUMS_BYTES, SUMS_OFFSET
 from ferrule_server.kernels.cpu.lanes import (
     F32,
     F32X16,
-    I16X16,
+    I8,
     I16X32,
     I32,
     I32X16,
@@ -40,20 +45,21 @@ from ferrule_server.kernels.cpu.lanes import (
     offset,
     read,
     spread,
-    widen,
     write,
 )
 from ferrule_server.kernels.cpu.loops import LINE, loop, prefetch_lines
 from ferrule_server.kernels.cpu.operands import Operands
-from ferrule_server.kernels.cpu.plan import TILE_INPUTS, Plan
+from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.processor import target_features
+from ferrule_server.kernels.matrix_kinds import TILE_INPUTS
 
 _TILES: Final = 4
 """Times 16 outputs in a group."""
 _READ_BYTES: Final = 256
-"""Weights of 4 inputs in int8, of 8 in int4."""
-_INT4_SCALES: Final = 1024
-"""Where the scales of a tile are."""
+"""Weights of 4 inputs in 8 bits, of 8 in 4 bits."""
+_BYTES: Final = ir.VectorType(I8, 64)
+_HALF_BYTES: Final = ir.VectorType(I8, 32)
+_HALVES: Final = ir.VectorType(ir.HalfType(), 16)
 
 
 def emit_quantised_product(builder: Builder, plan: Plan, num_rows: int, given: Operands) -> None:
@@ -76,14 +82,25 @@ def emit_quantised_product(builder: Builder, plan: Plan, num_rows: int, given: O
 
 
 def _tiles_at_once(plan: Plan, num_rows: int) -> int:
-    """Return for how many times 16 outputs all sums stay in registers; int4 has sums of floats too."""
+    """Return for how many times 16 outputs all sums stay in registers; scales of groups need sums of floats too."""
     most = 24 if plan.rows_at_once > 5 else 5
-    most = most if plan.weights == "int8" else most // 2
+    most = most // 2 if plan.kind.is_grouped else most
     return max(num for num in (1, 2, 4) if num == 1 or num * num_rows <= most)
 
 
 def _ceil(builder: Builder, value: Value, divisor: int) -> Value:
     return builder.udiv(offset(builder, value, divisor - 1), ir.Constant(I64, divisor))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Values of LLVM: where a tile is, where in the codes of 64 outputs to begin, and what to prefetch meanwhile."""
+
+    start: Value
+    column: Value
+    number: Value
+    ahead: Value
+    lines: Value
 
 
 class _Product:
@@ -95,8 +112,9 @@ class _Product:
         self._given = given
         self._num_rows = num_rows
         self._tiles = range(num_tiles)
-        self._is_int8 = plan.weights == "int8"
-        self._pieces = TILE_INPUTS // (4 if self._is_int8 and num_tiles > 1 else 8)
+        self._kind = plan.kind
+        self._rows = given.input_rows(builder, num_rows)
+        self._pieces = TILE_INPUTS // (4 if plan.kind.bits == 8 and num_tiles > 1 else 8)
 
     def emit(self, column: Value, begins: list[Value], ahead: Value, num_lines: Value) -> list[Value]:
         """Return the products of some tiles of inputs, without the scales of inputs: float32, by rows.
@@ -104,34 +122,35 @@ class _Product:
         ``column`` is how many bytes of weights of 4 or 8 inputs come before the first output; ``begins`` is what the
         sums of each row begin with.
         """
-        builder, given = self._builder, self._given
-        rows = given.input_rows(builder, self._num_rows)
-        count = self._num_rows * len(self._tiles)
+        builder, given, kind = self._builder, self._given, self._kind
+        rows = self._rows
         lines = _ceil(builder, num_lines, self._pieces)
-        tile_bytes, input_bytes = self._plan.tile_bytes, self._plan.input_tile_bytes
-
-        def place(k: Value) -> tuple[Value, list[Value], Value]:
-            return (
-                advance(builder, given.weight, k, tile_bytes),
-                [advance(builder, row, k, input_bytes) for row in rows],
-                advance(builder, ahead, builder.mul(k, num_lines), LINE),
-            )
+        input_bytes = self._plan.input_tile_bytes
 
         def whole_tile(k: Value, sums: list[Value]) -> list[Value]:
-            at, columns, here = place(k)
-            return self._add_tile(builder.add(at, column), columns, here, lines, sums)
+            at = builder.add(advance(builder, given.weight, k, kind.own_bytes), column)
+            columns = [advance(builder, row, k, input_bytes) for row in rows]
+            here = advance(builder, ahead, builder.mul(k, num_lines), LINE)
+            return self._add_pieces(at, columns, here, lines, sums, range(self._pieces))
 
-        def scaled_tile(k: Value, sums: list[Value]) -> list[Value]:
-            at, columns, here = place(k)
-            parts = self._add_tile(builder.add(at, column), columns, here, lines, [integers(0)] * count)
-            scales = builder.add(at, builder.udiv(column, ir.Constant(I64, 2)))
-            return self._add_scaled(offset(builder, scales, _INT4_SCALES), parts, sums)
+        def super_tile(number: Value, sums: list[Value]) -> list[Value]:
+            begin = advance(builder, given.weight, number, kind.super_tiles * kind.tile_bytes)
+            shared = self._shared(offset(builder, begin, kind.super_tiles * kind.own_bytes), column)
 
-        if self._is_int8:
+            def tile(i: Value, sums: list[Value]) -> list[Value]:
+                k = builder.add(builder.mul(number, ir.Constant(I64, kind.super_tiles)), i)
+                here = advance(builder, ahead, builder.mul(k, num_lines), LINE)
+                start = advance(builder, begin, i, kind.own_bytes)
+                return self._add_tile(_Tile(start, column, k, here, lines), shared, sums)
+
+            return loop(builder, ir.Constant(I64, kind.super_tiles), sums, tile)
+
+        if not kind.is_grouped:
             start = [begin for begin in begins for _ in self._tiles]
             totals = loop(builder, given.num_tiles, start, whole_tile)
             return [builder.sitofp(total, F32X16) for total in totals]
-        return loop(builder, given.num_tiles, [constant(0.0)] * count, scaled_tile)
+        count = builder.udiv(given.num_tiles, ir.Constant(I64, kind.super_tiles))
+        return loop(builder, count, [constant(0.0)] * (self._num_rows * len(self._tiles)), super_tile)
 
     def begins(self) -> list[Value]:
         """Return what the sums of each row begin with: int32 in all lanes."""
@@ -153,49 +172,136 @@ class _Product:
                 total = read(builder, at, F32X16, 4)
                 write(builder, fma.emit(builder, sums[m * len(self._tiles) + i], scale, total), at, 4)
 
-    def _add_tile(self, start: Value, rows: list[Value], ahead: Value, lines: Value, sums: list[Value]) -> list[Value]:
-        """Add the products of 32 inputs to sums of integers, some inputs at a time."""
-        builder = self._builder
+    def _add_tile(self, tile: _Tile, shared: list[list[Value]], sums: list[Value]) -> list[Value]:
+        """Add the products of a tile whose groups have scales to sums of floats."""
+        builder, given, kind = self._builder, self._given, self._kind
+        columns = [advance(builder, row, tile.number, self._plan.input_tile_bytes) for row in self._rows]
+        first_sums = advance(builder, offset(builder, given.scales, SUMS_OFFSET), tile.number, SUMS_BYTES)
+        group_sums = [advance(builder, first_sums, given.row_bytes, m) for m in range(self._num_rows)]
+        at = builder.add(tile.start, tile.column)
+        num_groups = TILE_INPUTS // kind.group
+        pieces = self._pieces // num_groups
+        for group in range(num_groups):
+            place = 4 * group if num_groups > 1 else 8
+            inputs = [spread(builder, read(builder, offset(builder, x, place), F32, 4), F32X16) for x in group_sums]
+            parts = [integers(0)] * len(sums)
+            if self._plan.has_int8_inputs:
+                begins = [builder.fptosi(builder.fmul(x, constant(-128.0)), I32X16) for x in inputs]
+                parts = [begin for begin in begins for _ in self._tiles]
+            parts = self._add_pieces(
+                at, columns, tile.ahead, tile.lines, parts, range(group * pieces, (group + 1) * pieces)
+            )
+            factors = [builder.sitofp(part, F32X16) for part in parts]
+            sums = self._add_scaled(self._scales(tile, group, shared[0]), factors, sums)
+            if kind.has_offset:
+                factors = [x for x in inputs for _ in self._tiles]
+                sums = self._add_scaled(self._scales(tile, num_groups + group, shared[1]), factors, sums)
+        return sums
+
+    def _add_pieces(
+        self, start: Value, rows: list[Value], ahead: Value, lines: Value, sums: list[Value], pieces: range
+    ) -> list[Value]:
+        """Add the products of some pieces of 32 inputs to sums of integers."""
+        builder, kind = self._builder, self._kind
         words = self._plan.input_tile_bytes // 4 // self._pieces
-        piece_bytes = (2048 if self._is_int8 else 1024) // self._pieces
+        piece_bytes = kind.code_bytes // self._pieces
         words_at_once = words * _READ_BYTES // piece_bytes
 
-        def piece(i: Value, sums: list[Value]) -> list[Value]:
+        def piece(number: Value, sums: list[Value]) -> list[Value]:
+            i = offset(builder, number, pieces.start)
             upcoming = advance(builder, ahead, builder.mul(i, lines), LINE)
             prefetch_lines(builder, upcoming, lines)
             at = advance(builder, start, i, piece_bytes)
             columns = [advance(builder, row, i, 4 * words) for row in rows]
             sums = list(sums)
-            for word in range(words):
-                here = offset(builder, at, word // words_at_once * _READ_BYTES)
-                weights = [self._weights(offset(builder, here, 64 * t), word % words_at_once) for t in self._tiles]
-                for m, column in enumerate(columns):
-                    x = self._inputs(offset(builder, column, 4 * word))
-                    for t, values in enumerate(weights):
-                        place = m * len(weights) + t
-                        sums[place] = self._add_products(sums[place], values, x)
+            for first in range(0, words, words_at_once):
+                here = offset(builder, at, first // words_at_once * _READ_BYTES)
+                weights = [self._weights(offset(builder, here, 64 * t), words_at_once) for t in self._tiles]
+                for word in range(words_at_once):
+                    for m, column in enumerate(columns):
+                        x = self._inputs(offset(builder, column, 4 * (first + word)))
+                        for t, values in enumerate(weights):
+                            place = m * len(weights) + t
+                            sums[place] = self._add_products(sums[place], values[word], x)
             return sums
 
-        return loop(builder, ir.Constant(I64, self._pieces), sums, piece)
+        return loop(builder, ir.Constant(I64, len(pieces)), sums, piece)
 
-    def _add_scaled(self, scales: Value, parts: list[Value], sums: list[Value]) -> list[Value]:
-        """Add sums of integers, times the scales of 32 inputs, to sums of floats."""
-        builder = self._builder
-        weights = [widen(builder, read(builder, offset(builder, scales, 32 * t), I16X16, 32)) for t in self._tiles]
+    def _shared(self, place: Value, column: Value) -> list[list[Value]]:
+        """Return the numbers that multiply the scales of some tiles, and those of their offsets."""
+        builder, kind = self._builder, self._kind
+        if not kind.super_bytes:
+            return [[], []]
+        here = builder.add(place, builder.udiv(column, ir.Constant(I64, 2)))
+        begins = [offset(builder, here, 128 * i) for i in range(1 + kind.has_offset)]
+        return [[self._halves(offset(builder, begin, 32 * t)) for t in self._tiles] for begin in begins]
+
+    def _halves(self, address: Value) -> Value:
+        """Return 16 float16 numbers as float32."""
+        return self._builder.fpext(read(self._builder, address, _HALVES, 32), F32X16)
+
+    def _scales(self, tile: _Tile, number: int, shared: list[Value]) -> list[Value]:
+        """Return the scales of a group of the inputs of a tile, or the offsets, which follow them."""
+        builder, kind = self._builder, self._kind
+        size = kind.scale_bytes // 64
+        first = builder.add(tile.start, builder.udiv(tile.column, ir.Constant(I64, 4 // size)))
+        first = offset(builder, first, kind.code_bytes + number * kind.scale_bytes)
+        places = [offset(builder, first, 16 * size * t) for t in self._tiles]
+        if kind.scale == "float16":
+            return [self._halves(place) for place in places]
+        values = [read(builder, place, ir.VectorType(I8, 16), 16) for place in places]
+        if kind.scale == "exponent":
+            bits = [builder.shl(builder.zext(value, I32X16), integers(23)) for value in values]
+            return [builder.fmul(builder.bitcast(each, F32X16), constant(0.5)) for each in bits]
+        numbers = [builder.sitofp(builder.sext(value, I32X16), F32X16) for value in values]
+        return [builder.fmul(*pair) for pair in zip(numbers, shared, strict=True)]
+
+    def _add_scaled(self, scales: list[Value], factors: list[Value], sums: list[Value]) -> list[Value]:
+        """Add numbers of each row, times the scales of each tile, to sums."""
         return [
-            fma.emit(builder, builder.sitofp(part, F32X16), weights[i % len(weights)], total)
-            for i, (part, total) in enumerate(zip(parts, sums, strict=True))
+            fma.emit(self._builder, factor, scales[i % len(scales)], total)
+            for i, (factor, total) in enumerate(zip(factors, sums, strict=True))
         ]
 
-    def _weights(self, address: Value, pair: int) -> Value:
-        """Return the weights of a pair of inputs and of 16 outputs, int16; or of 4, each 128 larger, as bytes."""
+    def _weights(self, address: Value, count: int) -> list[Value]:
+        """Return the weights of pairs of inputs and of 16 outputs, int16; or of 4, each 128 larger, as bytes."""
         builder = self._builder
         if self._plan.has_int8_inputs:
-            return builder.xor(read(builder, address, I32X16, 64), integers(-0x7F7F7F80))
-        bits = 8 if self._is_int8 else 4
+            return [builder.xor(read(builder, address, I32X16, 64), integers(-0x7F7F7F80))]
         packed = read(builder, address, I16X32, 64)
-        left = 16 - bits * (pair + 1)
-        return builder.ashr(builder.shl(packed, _words(left)) if left else packed, _words(16 - bits))
+        if self._kind.bits == 8:
+            return [self._low_bytes(packed), builder.ashr(packed, _words(8))]
+        if self._kind.code_mask:
+            return [self._signed(packed, 12 - 4 * i) for i in range(count)]
+        if not self._kind.levels:
+            return [builder.and_(builder.lshr(packed, _words(4 * i)), _words(15)) for i in range(count)]
+        nibbles = (builder.and_(builder.lshr(packed, _words(bits)), _words(0x0F0F)) for bits in (0, 4))
+        pairs = [self._look_up(each) for each in nibbles]
+        return [*map(self._low_bytes, pairs), *(builder.ashr(each, _words(8)) for each in pairs)]
+
+    def _signed(self, packed: Value, left: int) -> Value:
+        """Return a nibble of each 16-bit lane, from -8 to 7."""
+        builder = self._builder
+        return builder.ashr(builder.shl(packed, _words(left)) if left else packed, _words(12))
+
+    def _low_bytes(self, packed: Value) -> Value:
+        """Return the low byte of each 16-bit lane, signed."""
+        return self._builder.ashr(self._builder.shl(packed, _words(8)), _words(8))
+
+    def _look_up(self, codes: Value) -> Value:
+        """Return what the bytes of 16-bit lanes stand for, each from 0 to 15."""
+        builder, levels = self._builder, [level & 255 for level in self._kind.levels]
+        bytes_ = builder.bitcast(codes, _BYTES)
+        if self._plan.instructions == "avx512-vnni" and not self._plan.is_emulated:
+            found = call(builder, "llvm.x86.avx512.pshuf.b.512", _BYTES, [ir.Constant(_BYTES, levels * 4), bytes_])
+            return builder.bitcast(found, I16X32)
+        halves = []
+        for first in (0, 32):
+            half = builder.shuffle_vector(bytes_, bytes_, _lanes(first, 32))
+            halves.append(
+                call(builder, "llvm.x86.avx2.pshuf.b", _HALF_BYTES, [ir.Constant(_HALF_BYTES, levels * 2), half])
+            )
+        return builder.bitcast(builder.shuffle_vector(*halves, _lanes(0, 64)), I16X32)
 
     def _inputs(self, address: Value) -> Value:
         """Return a pair of int16 inputs, or four of int8, in all lanes."""
@@ -237,6 +343,10 @@ class _Product:
             args = [builder.shuffle_vector(x, x, lanes) for x in (weights, inputs)]
             halves.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), args))
         return builder.shuffle_vector(*halves, ir.Constant(I32X16, list(range(16))))
+
+
+def _lanes(first: int, count: int) -> Value:
+    return ir.Constant(ir.VectorType(I32, count), list(range(first, first + count)))
 
 
 def _words(value: int) -> Value:

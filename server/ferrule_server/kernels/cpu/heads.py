@@ -23,8 +23,8 @@ def project_heads(plan: Plan, here: Record, stage: Record, unit: int, row: int, 
     sums, sum_bytes = sums_of(here, stage)
     first_value = model.num_heads + layer.num_kv_heads
     for i in range(layer.heads_at_once):
-        head = unit * layer.heads_at_once + i
-        if head >= layer.num_projected_heads:
+        head = stage.first_head + unit * layer.heads_at_once + i
+        if head >= stage.end_head:
             return
         for r in range(num_rows):
             place = sums + r * sum_bytes + 4 * i * layer.head_stride

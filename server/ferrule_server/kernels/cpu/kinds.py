@@ -26,11 +26,11 @@ class Kind(IntEnum):
     NORM_HEADS = 5
     """All query heads of a row are normed together, and all key heads; then they are finished as by ``PROJECT``."""
     ADD_NORMED = 6
-    """What ``KEEP_ADDED`` has kept is normed and added to the residual stream."""
+    """What ``KEEP`` has kept is normed and added to the residual stream."""
     SCALE = 7
     """The residual stream is multiplied by a number."""
     MIX_INPUTS = 8
-    """What ``KEEP_INPUTS`` has kept is normed, and the second embedding is added."""
+    """What ``KEEP`` has kept is normed, and the second embedding is added."""
     CLEAR_OUTPUT = 9
     """No logits of an output have been seen yet."""
     MERGE_OUTPUT = 10
@@ -43,15 +43,13 @@ class Kind(IntEnum):
     """The same, but queries and keys wait for ``NORM_HEADS``."""
     ADD = 22
     """Added to the residual stream."""
-    KEEP_ADDED = 23
-    """Written beside the residual stream, for ``ADD_NORMED``."""
+    KEEP = 23
+    """Kept as they are, for a stage that follows."""
     ACTIVATE = 24
     """activation(gate) * up, or activation(up)."""
-    KEEP_INPUTS = 25
-    """What all layers together read of the embedding, for ``MIX_INPUTS``."""
-    GATE_INPUT = 26
-    """activation(gate) * what this layer reads of the second embedding."""
-    READ_LOGITS = 27
+    GATE = 25
+    """activation(gate) * what was kept."""
+    READ_LOGITS = 26
     """Logits, and what outputs need of them."""
 
     # Attention (``attention``).

@@ -19,8 +19,9 @@ from typing import Final
 
 import numpy as np
 
-from ferrule_server.kernels.cpu.activations import SCALE_BYTES, clear_values, copy_values, store_input
-from ferrule_server.kernels.cpu.dot import GROUP, dot_group
+from ferrule_server.kernels.cpu.activations import clear_values, copy_values, store_input
+from ferrule_server.kernels.cpu.calls import call_multiply
+from ferrule_server.kernels.cpu.dot import GROUP
 from ferrule_server.kernels.cpu.head import read_logits
 from ferrule_server.kernels.cpu.heads import project_heads
 from ferrule_server.kernels.cpu.kernel import Lanes, Record, kernel
@@ -43,6 +44,8 @@ from ferrule_server.kernels.cpu.sync import claim
 
 _CACHED_BYTES: Final = 256 << 10
 """Inputs of a block of rows, so that they stay in the L2 cache beside the weights of a unit."""
+_LEAST_BLOCK_ROWS: Final = 32
+"""At least as many as are multiplied together with any instructions."""
 MOST_BLOCK_ROWS: Final = 128
 """Rows of a block, however narrow they are, so that their sums stay there too."""
 
@@ -66,11 +69,11 @@ def linear(plan: Plan, thread: int, stage_address: int) -> int:
     step = step_at(here.step)
     num_rows = step.num_outputs if stage.is_of_outputs else step.num_rows
     ahead = first_weights(stage_at(stage.following), here.number)
-    weight, num_units, unit_bytes, num_tiles = stage.weight, stage.num_units, stage.unit_bytes, stage.num_tiles
+    weight, num_units, unit_bytes = stage.weight, stage.num_units, stage.unit_bytes
     inputs, input_bytes = stage.inputs, stage.input_bytes
-    group_bytes = num_tiles * plan.tile_bytes + plan.group_end_bytes
+    group_bytes = unit_bytes // stage.groups_at_once
     sums, sum_bytes = sums_of(here, stage)
-    block_rows = min(MOST_BLOCK_ROWS, max(plan.rows_at_once, _CACHED_BYTES // input_bytes))
+    block_rows = min(MOST_BLOCK_ROWS, max(_LEAST_BLOCK_ROWS, _CACHED_BYTES // input_bytes))
     num_items = num_units * ((num_rows + block_rows - 1) // block_rows)
     item = here.number
     while item < num_items:
@@ -82,91 +85,16 @@ def linear(plan: Plan, thread: int, stage_address: int) -> int:
         upcoming = ahead if following >= num_items else weight + following % num_units * unit_bytes
         for group in range(stage.groups_at_once):
             place = first + group * group_bytes
-            _multiply(
-                plan,
-                place,
-                num_tiles,
-                count,
-                inputs + row * input_bytes,
-                input_bytes,
-                sums + 4 * GROUP * group,
-                sum_bytes,
+            call_multiply(
+                stage.multiply, place, stage.num_tiles, count, inputs + row * input_bytes, input_bytes,
+                sums + 4 * GROUP * group, sum_bytes,
                 upcoming if group + 1 == stage.groups_at_once else place + group_bytes,
-            )
-            if plan.group_end_bytes:
-                scales = place + group_bytes - plan.group_end_bytes
-                _scale(sums + 4 * GROUP * group, sum_bytes, count, scales)
+            )  # fmt: skip
         if stage.bias != 0:
             _add_bias(sums, sum_bytes, count, stage.bias + unit * sum_bytes)
         _finish(plan, here, stage, unit, row, count)
         item = following
     return 0
-
-
-@kernel
-def _scale(sums: int, sum_bytes: int, num_rows: int, scales: int) -> None:
-    """Multiply the sums of some rows by a scale for each of 64 outputs."""
-    for i in range(0, GROUP, LANES):
-        scale = load(scales + 4 * i)
-        for row in range(num_rows):
-            place = sums + row * sum_bytes + 4 * i
-            store(place, multiply(load(place), scale))
-
-
-@kernel
-def rows_of_part(plan: Plan, num_rows: int, num_parts: int) -> int:
-    """Return the rows of each part but the last: about equal ones, and whole tiles.
-
-    A tile that reached into the next part would add to the sums of rows that are added to again there.
-    """
-    rows = (num_rows + num_parts - 1) // num_parts
-    return (rows + plan.rows_stored - 1) // plan.rows_stored * plan.rows_stored
-
-
-@kernel
-def lines_of_part(plan: Plan, num_parts: int) -> int:
-    """Return how many cache lines of later weights each part of the rows prefetches, for each tile of inputs."""
-    lines = (plan.tile_bytes // 64 + num_parts - 1) // num_parts
-    return lines if plan.is_quantised else max(32, lines // 32 * 32)
-
-
-@kernel
-def _multiply(
-    plan: Plan,
-    weight: int,
-    num_tiles: int,
-    num_rows: int,
-    inputs: int,
-    input_bytes: int,
-    sums: int,
-    sum_bytes: int,
-    ahead: int,
-) -> None:
-    """Add the products of rows and a group to sums; ``ahead`` is the address of the group that comes next."""
-    tile_bytes = plan.tile_bytes
-    input_tile_bytes = plan.input_tile_bytes
-    num_parts = (num_rows + plan.rows_at_once - 1) // plan.rows_at_once
-    part_rows = rows_of_part(plan, num_rows, num_parts)
-    num_lines = lines_of_part(plan, num_parts)
-    for first in range(0, num_tiles, plan.tiles_at_once):
-        count = min(plan.tiles_at_once, num_tiles - first)
-        next_tiles = weight + (first + count) * tile_bytes if first + count < num_tiles else ahead
-        for part in range(num_parts):
-            row = part * part_rows
-            here = inputs + row * input_bytes
-            dot_group(
-                plan,
-                weight + first * tile_bytes,
-                count,
-                min(part_rows, num_rows - row),
-                here + first * input_tile_bytes,
-                input_bytes,
-                here + num_tiles * input_tile_bytes + first // plan.tiles_at_once * SCALE_BYTES,
-                sums + row * sum_bytes,
-                sum_bytes,
-                next_tiles + part * num_lines * 64 * count,
-                num_lines,
-            )
 
 
 @kernel
@@ -180,19 +108,17 @@ def _add_bias(sums: int, sum_bytes: int, num_rows: int, bias: int) -> None:
 @kernel
 def _finish(plan: Plan, here: Record, stage: Record, unit: int, row: int, num_rows: int) -> None:
     """Take the sums of some rows and one unit to where they are needed."""
-    model, step, kind = model_at(here.model), step_at(here.step), stage.kind
+    kind = stage.kind
     if kind in (Kind.PROJECT, Kind.KEEP_HEADS):
         project_heads(plan, here, stage, unit, row, num_rows)
     elif kind == Kind.ADD:
         _add_residual(here, stage, unit, row, num_rows)
-    elif kind == Kind.KEEP_ADDED:
-        _keep(here, stage, unit, row, num_rows, step.added, model.hidden_size)
+    elif kind == Kind.KEEP:
+        _keep(here, stage, unit, row, num_rows)
     elif kind == Kind.ACTIVATE:
         _activate(plan, here, stage, unit, row, num_rows)
-    elif kind == Kind.KEEP_INPUTS:
-        _keep(here, stage, unit, row, num_rows, step.inputs, model.num_layers * model.input_size)
-    elif kind == Kind.GATE_INPUT:
-        _gate_input(plan, here, stage, unit, row, num_rows)
+    elif kind == Kind.GATE:
+        _gate_kept(plan, here, stage, unit, row, num_rows)
     elif kind == Kind.READ_LOGITS:
         read_logits(here, stage, unit, row, num_rows)
 
@@ -233,27 +159,27 @@ def _activate(plan: Plan, here: Record, stage: Record, unit: int, row: int, num_
 
 
 @kernel
-def _keep(here: Record, stage: Record, unit: int, row: int, num_rows: int, out: int, size: int) -> None:
-    """Write the outputs of a unit of 64 as they are, to rows of ``size`` values."""
+def _keep(here: Record, stage: Record, unit: int, row: int, num_rows: int) -> None:
+    """Write the outputs of a unit of 64 as they are."""
     sums, sum_bytes = sums_of(here, stage)
-    width = min(GROUP, size - unit * GROUP)
+    width = min(GROUP, stage.size - unit * GROUP)
     for i in range(num_rows):
-        copy_values(sums + i * sum_bytes, width, out + 4 * ((row + i) * size + unit * GROUP))
+        copy_values(sums + i * sum_bytes, width, stage.kept + (row + i) * stage.kept_bytes + 4 * unit * GROUP)
 
 
 @kernel
-def _gate_input(plan: Plan, here: Record, stage: Record, unit: int, row: int, num_rows: int) -> None:
-    """Write activation(gate) * input of 64 of the values that a layer reads of the second embedding."""
+def _gate_kept(plan: Plan, here: Record, stage: Record, unit: int, row: int, num_rows: int) -> None:
+    """Write activation(gate) * kept of 64 values."""
     model, step = model_at(here.model), step_at(here.step)
     sums, sum_bytes = sums_of(here, stage)
-    width = min(GROUP, model.input_size - unit * GROUP)
+    width = min(GROUP, stage.size - unit * GROUP)
     for i in range(num_rows):
-        inputs = step.inputs + 4 * ((row + i) * model.num_layers * model.input_size + stage.offset + unit * GROUP)
+        kept = stage.kept + (row + i) * stage.kept_bytes + 4 * unit * GROUP
         out = step.activated + (row + i) * step.activated_bytes
         for j in range(0, width, LANES):
             x = load(sums + i * sum_bytes + 4 * j)
             x = gelu(x) if model.is_gelu else _silu(x)
-            store_input(plan, out, unit * GROUP + j, multiply(x, load(inputs + 4 * j)))
+            store_input(plan, out, unit * GROUP + j, multiply(x, load(kept + 4 * j)))
 
 
 @kernel

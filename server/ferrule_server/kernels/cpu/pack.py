@@ -1,8 +1,8 @@
 """Pack a matrix as linear layers read it, and quantise it on the way: the layouts of ``dot`` and ``dot_quantised``.
 
-int8: the largest magnitude of a row becomes 127. int4: the number with the largest magnitude among 32 becomes -8 or, if
-the squared error is smaller, -7, so that the range is used on the side where it is needed. Scales are rounded to
-bfloat16 (int4) before integers are; integers are rounded to nearest, halves to even. A row or 32 inputs of which one is
+int8: the largest magnitude of a row becomes 127. Codes of 4 bits with an offset: of some scales for 32 numbers, each
+with the offset that suits its codes best (least squares), those whose squared error is the smallest. They are rounded
+to float16 before codes are chosen. Integers are rounded to nearest, halves to even. A row or 32 inputs of which one is
 not finite get a scale of NaN, so that outputs are not finite either.
 """
 
@@ -24,7 +24,6 @@ from ferrule_server.kernels.cpu.lanes import (
     maximum,
     multiply,
     rint,
-    round_to_bfloat16,
     splat,
     store,
     store_int8,
@@ -36,7 +35,9 @@ from ferrule_server.kernels.cpu.scalars import (
     read_bfloat16,
     read_float32,
     read_int32,
+    round_to_float16,
     write_bfloat16,
+    write_float16,
     write_float32,
     write_int32,
 )
@@ -47,6 +48,9 @@ _WORD_BYTES: Final = 4 * _ROWS
 """From one int32 word of an output to its next."""
 _SMALLEST: Final = np.float32(2e-36)
 """Rows and blocks of smaller numbers are zeros: their scale might not be a normal number."""
+_NUM_FITS: Final = 12
+"""Scales that are tried for 32 numbers: the range as 15 steps, and as somewhat fewer or more."""
+_FIT_STEP: Final = np.float32(0.5)
 
 
 def pack_scratch_bytes(num_inputs: int) -> int:
@@ -68,17 +72,17 @@ def pack(plan: Plan, source: int, row_bytes: int, num_rows: int, num_inputs: int
         scratch: Address of ``pack_scratch_bytes``.
     """
     num_tiles = (num_inputs + _TILE - 1) // _TILE
-    group_bytes = num_tiles * plan.tile_bytes + plan.group_end_bytes
+    group_bytes = num_tiles * plan.kind.tile_bytes + plan.kind.group_end_bytes
     for row in range(num_rows):
         here, place = source + row * row_bytes, out + row // _ROWS * group_bytes
         if not plan.is_quantised:
             _copy(plan, here, num_inputs, place + 4 * (row % _ROWS))
             continue
         _widen(plan, here, num_inputs, num_tiles * _TILE, scratch)
-        if plan.group_end_bytes:
+        if plan.kind.group_end_bytes:
             _pack_int8(plan, scratch, num_tiles, place, row % _ROWS)
         else:
-            _pack_int4(plan, scratch, num_tiles, place, row % _ROWS)
+            _pack_codes(plan, scratch, num_tiles, place, row % _ROWS)
     return 0
 
 
@@ -127,51 +131,71 @@ def _pack_int8(plan: Plan, row: int, num_tiles: int, group: int, n: int) -> None
         word = read_int32(integers + 4 * q)
         difference = ((word >> 8) ^ word) & 0xFF00
         write_int32(group + q * _WORD_BYTES + 4 * n, word ^ difference ^ (difference << 8))
-    write_float32(group + num_tiles * plan.tile_bytes + 4 * n, scale + sum_of(invalid))
+    write_float32(group + num_tiles * plan.kind.tile_bytes + 4 * n, scale + sum_of(invalid))
 
 
 @kernel
-def _pack_int4(plan: Plan, row: int, num_tiles: int, group: int, n: int) -> None:
-    zero, integers = splat(np.float32(0)), row + 4 * num_tiles * _TILE
+def _pack_codes(plan: Plan, row: int, num_tiles: int, group: int, n: int) -> None:
+    zero, codes = splat(np.float32(0)), row + 4 * num_tiles * _TILE
     for tile in range(num_tiles):
-        block, place = row + 4 * _TILE * tile, group + tile * plan.tile_bytes
+        block, place = row + 4 * _TILE * tile, group + tile * plan.kind.tile_bytes
         x, y = load(block), load(block + 4 * LANES)
-        highest = max_of(maximum(x, y))
-        lowest = -max_of(maximum(subtract(zero, x), subtract(zero, y)))
-        extreme = lowest if -lowest > highest else highest
-        scale, error = _choose_scale(x, y, extreme, np.float32(-8))
-        other, other_error = _choose_scale(x, y, extreme, np.float32(-7))
-        if other_error < error:
-            scale = other
-        store_int8(integers, _nibble(x, scale))
-        store_int8(integers + LANES, _nibble(y, scale))
+        scale, begin = _fit(x, y)
+        store_int8(codes, _codes_of(x, scale, begin))
+        store_int8(codes + LANES, _codes_of(y, scale, begin))
         for i in range(4):
-            first = read_int32(integers + 8 * i) & 0x0F0F0F0F
-            second = read_int32(integers + 8 * i + 4) & 0x0F0F0F0F
+            first, second = read_int32(codes + 8 * i), read_int32(codes + 8 * i + 4)
             first, second = first | first >> 12, second | second >> 12
             low = (first & 0xFF) | (second & 0xFF) << 8
             write_int32(place + i * _WORD_BYTES + 4 * n, low | (first & 0xFF00) << 8 | (second & 0xFF00) << 16)
         invalid = sum_of(fma(x, zero, multiply(y, zero)))
-        write_bfloat16(place + 4 * _WORD_BYTES + 2 * n, scale + invalid)
+        scales = place + plan.kind.code_bytes + 2 * n
+        write_float16(scales, scale + invalid)
+        write_float16(scales + plan.kind.scale_bytes, begin)
 
 
 @kernel
-def _choose_scale(x: Lanes, y: Lanes, extreme: np.float32, level: np.float32) -> tuple[np.float32, np.float32]:
-    """Return the scale with which a number becomes a level, and the squared error of 32 numbers with it."""
-    if abs(extreme) < _SMALLEST:
-        return np.float32(0), np.float32(0)
-    scales = round_to_bfloat16(splat(extreme / level))
-    scale = max_of(scales)
-    first = subtract(multiply(_nibble(x, scale), scales), x)
-    second = subtract(multiply(_nibble(y, scale), scales), y)
-    return scale, sum_of(add(multiply(first, first), multiply(second, second)))
+def _fit(x: Lanes, y: Lanes) -> tuple[np.float32, np.float32]:
+    """Return the scale and the offset with which 32 numbers become codes of the smallest squared error."""
+    zero = splat(np.float32(0))
+    highest = max_of(maximum(x, y))
+    lowest = -max_of(maximum(subtract(zero, x), subtract(zero, y)))
+    width = highest - lowest
+    begin = round_to_float16(lowest)
+    if not width >= _SMALLEST:
+        return np.float32(0), begin
+    scale, error = np.float32(0), np.float32(np.inf)
+    total = sum_of(add(x, y))
+    for i in range(_NUM_FITS):
+        steps = np.float32(15) + (np.float32(i) - np.float32(_NUM_FITS // 3)) * _FIT_STEP
+        first, second = _codes_of(x, width / steps, lowest), _codes_of(y, width / steps, lowest)
+        sums = sum_of(add(first, second))
+        squares = sum_of(fma(first, first, multiply(second, second)))
+        products = sum_of(fma(first, x, multiply(second, y)))
+        spread = np.float32(32) * squares - sums * sums
+        if spread > 0:
+            own = round_to_float16((np.float32(32) * products - sums * total) / spread)
+            own_begin = round_to_float16((squares * total - sums * products) / spread)
+            found = _error(x, y, own, own_begin)
+            if found < error:
+                scale, begin, error = own, own_begin, found
+    return scale, begin
 
 
 @kernel
-def _nibble(x: Lanes, scale: np.float32) -> Lanes:
-    """Return numbers divided by a scale, rounded, from -8 to 7."""
+def _error(x: Lanes, y: Lanes, scale: np.float32, begin: np.float32) -> np.float32:
+    """Return the squared error of 32 numbers as codes."""
+    scales, begins = splat(scale), splat(begin)
+    first = subtract(fma(_codes_of(x, scale, begin), scales, begins), x)
+    second = subtract(fma(_codes_of(y, scale, begin), scales, begins), y)
+    return np.float32(sum_of(fma(first, first, multiply(second, second))))
+
+
+@kernel
+def _codes_of(x: Lanes, scale: np.float32, begin: np.float32) -> Lanes:
+    """Return the codes of numbers, from 0 to 15."""
     zero = splat(np.float32(0))
     if scale == 0:
         return zero
-    integers = maximum(rint(divide(x, splat(scale))), splat(np.float32(-8)))
-    return subtract(zero, maximum(subtract(zero, integers), splat(np.float32(-7))))
+    codes = maximum(rint(divide(subtract(x, splat(begin)), splat(scale))), zero)
+    return subtract(zero, maximum(subtract(zero, codes), splat(np.float32(-15))))

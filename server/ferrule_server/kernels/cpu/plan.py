@@ -6,49 +6,20 @@ type; the code of a kernel reads the attributes of its plan as constants, and br
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Final, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
+from typing import Any, Literal
 
 from numba import types
+from numba.core.imputils import lower_constant
 from numba.extending import NativeValue, models, overload_attribute, register_model, typeof_impl, unbox
+
+from ferrule_server.kernels.matrix_kinds import BFLOAT16, FLOAT32, MatrixKind
 
 Instructions = Literal["fma", "avx512-bf16", "avx512-vnni", "amx-bf16"]
 WeightKind = Literal["float", "int8", "int4"]
-
-TILE_INPUTS: Final = 32
-"""Inputs of a tile."""
-
-
-@dataclass(frozen=True, slots=True)
-class MatrixKind:
-    """How the matrix of a linear layer is packed: groups of 64 outputs, each with tiles of 32 inputs.
-
-    Attributes:
-        name: Of the numbers.
-        tile_bytes: Bytes of a tile.
-        group_end_bytes: Bytes after the last tile of a group.
-        is_quantised: The weights are integers with scales, and so are the inputs.
-    """
-
-    name: Literal["float32", "bfloat16", "int8", "int4"]
-    tile_bytes: int
-    group_end_bytes: int = 0
-    is_quantised: bool = False
-
-    def packed_bytes(self, num_rows: int, num_inputs: int) -> int:
-        """Return the bytes of a matrix whose rows are whole groups."""
-        return num_rows // 64 * (-(-num_inputs // 32) * self.tile_bytes + self.group_end_bytes)
-
-
-_KINDS: Final = {
-    kind.name: kind
-    for kind in (
-        MatrixKind("float32", 8192),
-        MatrixKind("bfloat16", 4096),
-        MatrixKind("int8", 2048, 256, is_quantised=True),
-        MatrixKind("int4", 1024 + 128, is_quantised=True),
-    )
-}
+"""How linear layers are kept: as floats, or quantised when they are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +35,8 @@ class Plan:
         head_dim: Width of a head, a multiple of 32; 0 in kernels that read it from the record of the
             model, so that models of other shapes share their machine code.
         block_size: Slots of a block.
-        weights: ``int8`` and ``int4``: linear layers are quantised (``dot_quantised``).
-        has_int8_inputs: The inputs of quantised layers are int8, with ``int8`` weights only; else int16.
+        packed: How the matrix is kept that the kernel reads (``dot_quantised``); None: its numbers are floats.
+        has_int8_inputs: The inputs of quantised layers with codes of 8 bits are int8; else int16.
     """
 
     instructions: Instructions
@@ -73,13 +44,27 @@ class Plan:
     is_bfloat16: bool
     head_dim: int
     block_size: int = 16
-    weights: WeightKind = "float"
+    packed: MatrixKind | None = None
     has_int8_inputs: bool = False
+
+    @property
+    def plain_kind(self) -> MatrixKind:
+        """How matrices of floats are packed."""
+        return BFLOAT16 if self.is_bfloat16 else FLOAT32
 
     @property
     def kind(self) -> MatrixKind:
         """How the matrices are packed that these kernels read."""
-        return _KINDS[self.weights if self.weights != "float" else "bfloat16" if self.is_bfloat16 else "float32"]
+        return self.packed or self.plain_kind
+
+    def of(self, kind: MatrixKind) -> Plan:
+        """Return the plan of kernels that read matrices of a kind in a model with this plan.
+
+        Inputs of floats beside quantised matrices are float32, as all that are not integers are there.
+        """
+        if kind.is_quantised:
+            return replace(self, packed=kind, has_int8_inputs=self.has_int8_inputs and kind.bits == 8)
+        return replace(self, packed=None, has_int8_inputs=False, instructions="fma") if self.is_quantised else self
 
     @property
     def input_tile_bytes(self) -> int:
@@ -92,16 +77,6 @@ class Plan:
     def is_quantised(self) -> bool:
         """Weights of linear layers are integers, and so are their inputs."""
         return self.kind.is_quantised
-
-    @property
-    def tile_bytes(self) -> int:
-        """Bytes of the weights of 32 inputs and 64 outputs."""
-        return self.kind.tile_bytes
-
-    @property
-    def group_end_bytes(self) -> int:
-        """Bytes after the last tile of 64 outputs."""
-        return self.kind.group_end_bytes
 
     @property
     def tiles_at_once(self) -> int:
@@ -118,7 +93,7 @@ class Plan:
             return 32
         if self.is_emulated or self.instructions not in ("avx512-bf16", "avx512-vnni"):
             return 5
-        return 16 if self.weights == "int8" and not self.has_int8_inputs else 12
+        return 16 if self.is_quantised and not self.kind.is_grouped and not self.has_int8_inputs else 12
 
     @property
     def rows_stored(self) -> int:
@@ -154,9 +129,18 @@ class PlanType(types.Type):
         self.plan = plan
 
 
+class _KindType(types.Type):
+    """The Numba type of one kind of matrix."""
+
+    def __init__(self, kind: MatrixKind) -> None:
+        super().__init__(repr(kind))
+        self.kind = kind
+
+
 @register_model(PlanType)
-class _PlanModel(models.OpaqueModel):
-    """Nothing of a plan exists at run time."""
+@register_model(_KindType)
+class _EmptyModel(models.OpaqueModel):
+    """Nothing of them exists at run time."""
 
 
 @typeof_impl.register(Plan)
@@ -164,23 +148,35 @@ def _typeof_plan(plan: Plan, _context: Any) -> PlanType:
     return PlanType(plan)
 
 
+@typeof_impl.register(MatrixKind)
+def _typeof_kind(kind: MatrixKind, _context: Any) -> _KindType:
+    return _KindType(kind)
+
+
+@lower_constant(_KindType)
+def _lower_kind(context: Any, _builder: Any, _type: Any, _value: Any) -> Any:
+    return context.get_dummy_value()
+
+
 @unbox(PlanType)
 def _unbox_plan(_type: Any, _obj: Any, context: Any) -> NativeValue:
     return NativeValue(context.context.get_dummy_value())
 
 
-_ATTRIBUTES: Final = (
-    *(field.name for field in fields(Plan) if field.name not in ("instructions", "weights")),
-    *(name for name, value in vars(Plan).items() if isinstance(value, property) and name != "kind"),
-)
+def _attributes(record: type) -> set[str]:
+    """Return the fields and properties of a record that kernels can read."""
+    properties = {name for name, value in vars(record).items() if isinstance(value, property)}
+    return properties | {field.name for field in fields(record)} - {"instructions", "packed", "name", "scale", "levels"}
 
 
-def _declare(name: str) -> None:
-    @overload_attribute(PlanType, name)
+def _declare(kind: type, name: str, of: Callable[[Any], Any]) -> None:
+    @overload_attribute(kind, name)
     def _attribute(plan):  # type: ignore[no-untyped-def]
-        value = getattr(plan.plan, name)
+        value = getattr(of(plan), name)
         return lambda plan: value  # noqa: ARG005  (Numba matches its name)
 
 
-for _name in _ATTRIBUTES:
-    _declare(_name)
+for _name in _attributes(Plan):
+    _declare(PlanType, _name, attrgetter("plan"))
+for _name in _attributes(MatrixKind):
+    _declare(_KindType, _name, attrgetter("kind"))

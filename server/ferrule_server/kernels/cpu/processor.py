@@ -15,19 +15,14 @@ from typing import Final
 import llvmlite.binding as llvm
 from numba.core import config
 
-from ferrule_server.kernels.cpu.plan import Instructions, Plan, WeightKind
+from ferrule_server.kernels.cpu.plan import Instructions, Plan
+from ferrule_server.kernels.matrix_kinds import CODES4_OFFSET, INT8, MatrixKind
 
-_VERSIONS: Final[Mapping[Instructions | WeightKind, int]] = {
-    "fma": 1,
-    "avx512-bf16": 1,
-    "amx-bf16": 1,
-    "int8": 1,
-    "int4": 1,
-}
+_VERSIONS: Final[Mapping[str, int]] = {"fma": 1, "avx512-bf16": 1, "amx-bf16": 1, "packed": 1}
 """Raised whenever a kernel set gives other bits than before."""
 
-QUANTISERS: Final[Mapping[WeightKind, int]] = {"int8": 1, "int4": 1}
-"""Versions of how weights are quantised: raised whenever the same weights give other integers or scales than before."""
+QUANTISERS: Final[Mapping[MatrixKind, int]] = {INT8: 1, CODES4_OFFSET: 1}
+"""Versions of how floats are quantised: raised whenever the same floats give other codes or scales than before."""
 
 _NR_ARCH_PRCTL: Final = 158
 _ARCH_REQ_XCOMP_PERM: Final = 0x1023
@@ -37,12 +32,11 @@ _XFEATURE_XTILEDATA: Final = 18
 def kernel_set_id(plan: Plan) -> str:
     """Return the name of the bits that kernels of a plan compute, such as ``fma-bf16/1``.
 
-    Quantised weights give the same bits with all instructions, so the name of their kernels has the type of KV only.
+    Packed weights give the same bits with all instructions, so the name of their kernels has the type of KV only.
     """
     kv = "bf16" if plan.is_bfloat16 else "f32"
     if plan.is_quantised:
-        inputs = "a8" if plan.has_int8_inputs else ""
-        return f"{plan.weights}{inputs}-{kv}/{_VERSIONS[plan.weights]}"
+        return f"packed{'-a8' if plan.has_int8_inputs else ''}-{kv}/{_VERSIONS['packed']}"
     name = plan.instructions if plan.instructions != "fma" else f"fma-{kv}"
     return f"{name}/{_VERSIONS[plan.instructions]}"
 
@@ -64,12 +58,12 @@ def may_use_amx() -> bool:
     return bool(libc.syscall(_NR_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
 
 
-def choose_instructions(dtype: str, weights: WeightKind = "float") -> tuple[Instructions | None, str]:
+def choose_instructions(dtype: str, packed: str = "") -> tuple[Instructions | None, str]:
     """Return the fastest instructions for weights of a type, and the reason, for people.
 
     Args:
         dtype: ``bfloat16`` or ``float32``.
-        weights: Whether they are quantised, and how.
+        packed: How matrices are packed, for people; empty: they are floats.
 
     Returns:
         None if the processor has no fused multiply-add: then the kernels cannot run.
@@ -77,11 +71,11 @@ def choose_instructions(dtype: str, weights: WeightKind = "float") -> tuple[Inst
     features = target_features()
     if platform.machine() != "aarch64" and not features.get("fma"):
         return None, "the processor has no fused multiply-add (FMA)"
-    if weights != "float":
+    if packed:
         has_vnni = features.get("avx512vnni") and features.get("avx512bw")
         if not has_vnni:
-            return "fma", f"the weights are {weights}, and the processor has no AVX512-VNNI"
-        return "avx512-vnni", f"the weights are {weights}, and the processor has AVX512-VNNI"
+            return "fma", f"the weights are {packed}, and the processor has no AVX512-VNNI"
+        return "avx512-vnni", f"the weights are {packed}, and the processor has AVX512-VNNI"
     if dtype == "float32":
         return "fma", "the weights are float32"
     if not features.get("avx512bf16"):

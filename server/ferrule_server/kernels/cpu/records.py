@@ -47,13 +47,15 @@ token, and which thread it is.
 """
 
 STAGE: Final = _record(
-    "kernel layer following weight bias inputs",
-    "kind is_of_outputs num_together claim num_units unit_bytes groups_at_once sum_bytes num_tiles input_bytes offset",
+    "kernel multiply layer following weight bias inputs kept",
+    "kind is_of_outputs num_together claim num_units unit_bytes groups_at_once sum_bytes num_tiles input_bytes "
+    "kept_bytes size first_head end_head is_open is_int8",
     "factor",
 )
 """One stage of a step, prepared when a model is loaded; which fields have a meaning depends on its kind (``kinds``).
 
-    kernel           machine code that claims the stage's work, for matrices of one kind; 0: its rows are shared out
+    kernel           machine code that claims the stage's work; 0: its rows are shared out
+    multiply         machine code of a linear layer for matrices of one kind
     layer            LAYER, of what follows heads
     following        STAGE of the next linear layer, whose weights a thread prefetches when it has no work
     weight, bias     of a linear layer or a norm; 0: there is none. Biases are as long as the packed rows
@@ -64,13 +66,16 @@ STAGE: Final = _record(
     num_units        units of a linear layer, of ``unit_bytes``
     groups_at_once   groups of 64 outputs of a unit, which are ``sum_bytes`` of each row
     num_tiles        tiles of 32 inputs
-    offset           values from the begin of a row of the second embedding to those of this layer
+    kept             float32 rows of ``size`` values, in steps of ``kept_bytes``: written by ``KEEP``, read by ``GATE``
+    first_head, end_head   which of the query, key and value heads it projects
+    is_int8          inputs become int8, else int16
+    is_open          the next stage does not depend on this one: there is no barrier between them
     factor           multiplies what is written or added
 """
 
 LAYER: Final = _record(
     "q_norm k_norm pool",
-    "head_dim num_kv_heads num_queries_per_kv is_value_key num_projected_heads heads_at_once head_stride "
+    "head_dim num_kv_heads num_queries_per_kv is_value_key heads_at_once head_stride "
     "pool_offset block_bytes head_bytes rotation_offset window",
     "score_scale",
 )
@@ -78,7 +83,6 @@ LAYER: Final = _record(
 
     q_norm, k_norm       float32 weights of norms; 0: heads are not normed
     is_value_key         values are the projected keys; there are no other values among the projected heads
-    num_projected_heads  query, key and value heads; without keys the layer reads K and V of an earlier one
     heads_at_once        heads of one unit: 1, or as many as fit in 64 outputs
     head_stride          outputs from one head of a unit to the next
     pool                 the KV pool
@@ -90,32 +94,31 @@ LAYER: Final = _record(
 """
 
 MODEL: Final = _record(
-    "stages embedding input_embedding rotations",
+    "stages embedding look_up input_embedding rotations",
     "num_stages first_of_head num_claims num_layers hidden_size num_heads head_dim num_rotations vocab_size input_size "
-    "is_tied has_v_norm is_gated is_gelu hidden_tiles",
+    "has_v_norm is_gated is_gelu",
     "norm_eps embedding_scale score_softcap logit_scale logit_softcap input_scale",
 )
 """Sizes of a model, its features, and memory that does not change between steps.
 
     stages                   STAGE [num_stages]; those from ``first_of_head`` on compute the outputs
     num_claims               how many of them have work that is claimed
+    look_up                  machine code that reads a row of a packed embedding; 0: its rows are as they were stored
     input_embedding          [vocab_size, num_layers * input_size], the second embedding; 0: there is none
     input_size               values that each layer reads of it
     head_dim                 of the widest heads
     rotations                float32 [num_rotations, 2, head_dim / 2]: radians per position; what multiplies the cosine
                              and sine of each pair; zeros after the pairs of narrower heads
-    is_tied                  the embedding is the packed head
     has_v_norm               each value head is normed, without a weight
     is_gated, is_gelu        activation(gate) * up, else activation(up); GELU by tanh, else SiLU
-    hidden_tiles             tiles of 32 inputs of the packed head
     *_softcap                scores and logits become cap * tanh(score / cap); 0: they do not
     input_scale              multiplies the second embedding
 """
 
 STEP: Final = _record(
     "token_ids positions slot_mapping begins ends ancestors block_tables output_rows "
-    "tasks merges partials hidden added normed queries keys temperatures attended activated quantised rotations inputs "
-    "scratch wants targets top_counts choices logits best sums tops results top_results",
+    "tasks merges partials hidden added ups normed queries keys temperatures attended activated quantised rotations "
+    "inputs scratch wants targets top_counts choices logits best sums tops results top_results",
     "is_head_only num_rows table_width num_outputs num_choices num_tasks num_merges partial_bytes "
     "normed_bytes attended_bytes activated_bytes quantised_bytes scratch_bytes logit_bytes num_threads",
 )
@@ -131,6 +134,7 @@ STEP: Final = _record(
     tasks            int32 [num_tasks, TASK_FIELDS] (``attention``)
     hidden           float32 [num_rows, hidden_size], the residual stream
     added            float32 [num_rows, hidden_size], what is added to it once it is normed
+    ups              float32 [num_rows, at least intermediate_size], the outputs of ``up``, for ``gate``
     normed, attended, activated   inputs of linear layers, float32 or bfloat16, with their strides in bytes
     quantised        the same as integers, of one linear layer at a time (``quantise_row``)
     queries          float32 [num_rows, num_heads * head_dim of the layer], times ``score_scale``

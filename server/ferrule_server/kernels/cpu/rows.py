@@ -30,8 +30,8 @@ def run_row(plan: Plan, here: Record, stage: Record, row: int) -> None:
     if kind == Kind.EMBED:
         _embed(plan, model, step, row)
     elif kind == Kind.QUANTISE:
-        source = stage.inputs + row * stage.input_bytes
-        quantise_row(plan, source, stage.num_tiles, step.quantised + row * step.quantised_bytes)
+        source, out = stage.inputs + row * stage.input_bytes, step.quantised + row * step.quantised_bytes
+        quantise_row(plan, source, stage.num_tiles, stage.is_int8, out)
     elif kind == Kind.NORM_HEADS:
         norm_heads(plan, here, stage, row)
     elif kind == Kind.ADD_NORMED:

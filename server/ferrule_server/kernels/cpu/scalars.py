@@ -46,10 +46,28 @@ def read_float64(builder: Builder, address: Value) -> Value:
 
 
 @operation(types.float32, types.int64)
+def read_float16(builder: Builder, address: Value) -> Value:
+    """Return the float16 number at an address as float32."""
+    return builder.fpext(read(builder, address, ir.HalfType(), 2), F32)
+
+
+@operation(types.float32, types.int64)
 def read_bfloat16(builder: Builder, address: Value) -> Value:
     """Return the bfloat16 number at an address as float32."""
     bits = builder.zext(read(builder, address, I16, 2), I32)
     return builder.bitcast(builder.shl(bits, ir.Constant(I32, 16)), F32)
+
+
+@operation(types.float32, types.float32)
+def round_to_float16(builder: Builder, value: Value) -> Value:
+    """Return a number rounded to float16, to nearest even; infinite beyond its range."""
+    return builder.fpext(builder.fptrunc(value, ir.HalfType()), F32)
+
+
+@operation(types.void, types.int64, types.float32)
+def write_float16(builder: Builder, address: Value, value: Value) -> None:
+    """Write a number, rounded to float16, to an address."""
+    write(builder, builder.fptrunc(value, ir.HalfType()), address, 2)
 
 
 @operation(types.void, types.int64, types.float32)

@@ -17,12 +17,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from llvmlite import ir
-from numba import types
-
-from ferrule_server.kernels.cpu.kernel import Record, kernel, operation
+from ferrule_server.kernels.cpu.calls import call_stage
+from ferrule_server.kernels.cpu.kernel import Record, kernel
 from ferrule_server.kernels.cpu.kinds import Kind
-from ferrule_server.kernels.cpu.lanes import I8, I64, Builder, Value, pointer
 from ferrule_server.kernels.cpu.linear import first_weights
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import STAGE, model_at, stage_at, step_at, thread_at
@@ -31,13 +28,6 @@ from ferrule_server.kernels.cpu.sync import barrier, begin_step, end_step, is_ab
 from ferrule_server.kernels.cpu.tiles import begin_tiles, end_tiles
 
 _STAGE_BYTES: Final = STAGE.itemsize
-
-
-@operation(types.void, *[types.int64] * 3)
-def _call(builder: Builder, kernel: Value, thread: Value, stage: Value) -> None:
-    """Call the machine code of a kernel; a plan has no value at run time."""
-    function = ir.FunctionType(I64, [I8.as_pointer(), I64, I64])
-    builder.call(pointer(builder, kernel, function), [ir.Constant(I8.as_pointer(), None), thread, stage])
 
 
 @kernel
@@ -88,7 +78,9 @@ def _run_stages(plan: Plan, thread: int) -> bool:
         if stage.kernel == 0:
             _run_rows(plan, here, place, stage.num_together)
         else:
-            _call(stage.kernel, thread, place)
+            call_stage(stage.kernel, thread, place)
+            if stage.is_open:
+                continue
         if not barrier(here.sync, step.num_threads, first_weights(stage_at(stage.following), here.number)):
             return False
     return True

@@ -40,7 +40,10 @@ _FORMATS: Final = {
         "it holds a LoRA adapter, which is not supported yet",
         "the model that it was made from, or merge the two (merge_and_unload of peft) and save the result",
     ),
-    ".gguf": ("it holds GGUF, which is not read", _QUANTISED),
+    ".gguf": (
+        "it holds GGUF, of which a file is named",
+        "the file itself: --model FILE.gguf, after a download if need be",
+    ),
     ".bin": ("it holds pickles, which are not read", "a repository of the model with safetensors"),
 }
 

@@ -1,0 +1,51 @@
+"""The names of the tensors of a GGUF file: those that a folder of safetensors would have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from ferrule_server.model.gguf.architectures import architecture_of
+from ferrule_server.model.gguf.blocks import BLOCKS
+from ferrule_server.model.gguf.container import Gguf
+from ferrule_server.model.gguf.network import DIVISORS
+from ferrule_server.model.parts import LAYER_PARTS, MODEL_PARTS
+from ferrule_server.model.stored import StoredTensor
+
+_PARTS: Final = {
+    "token_embd": ("embedding", 0), "output": ("head", 0), "output_norm": ("final_norm", 0),
+    "attn_norm": ("attention_norm", 0), "attn_qkv": ("qkv", 0), "attn_q": ("qkv", 0), "attn_k": ("qkv", 1),
+    "attn_v": ("qkv", 2), "attn_q_norm": ("q_norm", 0), "attn_k_norm": ("k_norm", 0),
+    "attn_output": ("attention_out", 0), "post_attention_norm": ("attention_out_norm", 0), "ffn_norm": ("mlp_norm", 0),
+    "ffn_gate": ("gate_up", 0), "ffn_up": ("gate_up", 1), "ffn_down": ("down", 0), "post_ffw_norm": ("mlp_out_norm", 0),
+}  # fmt: skip
+"""For each name in llama.cpp, the part of a layer or of the model, and which of the tensors in it (``tensors.py``)."""
+_NAME: Final = re.compile(r"(?:blk\.([0-9]+)\.)?(\w+)\.(weight|bias)")
+
+
+def renamed(gguf: Gguf) -> dict[str, StoredTensor]:
+    """Return the tensors by the names that they have in a folder; a tensor without such a name keeps its own.
+
+    Those with divisors of rotary frequencies are left out, because config.json has them.
+    """
+    known = architecture_of(gguf)
+    stored = {part.name: part.stored for part in (*LAYER_PARTS, *MODEL_PARTS)}
+    stored |= {} if known is None else known.parts(gguf)
+    names = {name: _renamed(name, stored) for name in gguf.tensors if name not in DIVISORS}
+    return {new: replace(gguf.tensors[old], name=new) for old, new in names.items()}
+
+
+def blocks_of(gguf: Gguf) -> dict[str, str]:
+    """Return the types of the tensors that consist of blocks, by the same names."""
+    return {name: tensor.dtype for name, tensor in renamed(gguf).items() if tensor.dtype in BLOCKS}
+
+
+def _renamed(name: str, stored: Mapping[str, tuple[str, ...]]) -> str:
+    match = _NAME.fullmatch(name)
+    part, index = _PARTS.get(match[2], ("", 0)) if match is not None else ("", 0)
+    names = stored.get(part, ())
+    if match is None or not names:
+        return name
+    return f"{f'model.layers.{match[1]}.' if match[1] else ''}{names[min(index, len(names) - 1)]}.{match[3]}"

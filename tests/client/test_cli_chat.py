@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -34,10 +35,10 @@ def chat(
 ) -> Callable[..., tuple[int, str, str]]:
     """Return what runs the command in this process on some input, and returns exit code, output and errors."""
 
-    def run(text: str | bytes, *arguments: str, target: str = shipped_target) -> tuple[int, str, str]:
+    def run(text: str | bytes, *arguments: str, target: str | None = shipped_target) -> tuple[int, str, str]:
         data = text.encode() if isinstance(text, str) else text
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8", errors="surrogateescape"))
-        code = command_line.run("chat", "--target", target, *arguments)
+        code = command_line.run("chat", *(["--target", target] if target else []), *arguments)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -54,6 +55,20 @@ def test_lines_of_standard_input_are_turns(chat: Callable[..., tuple[int, str, s
     assert second["num_reused_tokens"] == first["num_prompt_tokens"] + 10
     assert second["tokens_per_s"] > 0
     assert chat("Hello\n\nAnd now?\n", *options) == (0, f"{first['text'].lstrip()}\n{second['text'].lstrip()}\n", "")
+
+
+def test_a_server_of_its_own_ends_with_the_conversation(
+    chat: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what any other server with the model says, and nothing is left of it."""
+    options = ("--max-tokens", "5", "--temperature", "0")
+    said = chat("Hello\n", *options)
+    with tempfile.TemporaryDirectory() as place:
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        assert chat("Hello\n", "--model", "demo", *options, target=None) == said
+        assert list(Path(place).iterdir()) == []
+    code, _, err = chat("", "--model", "demo")
+    assert (code, "for a server of its own" in err) == (2, True)
 
 
 def test_the_same_seed_says_the_same(chat: Callable[..., tuple[int, str, str]]) -> None:

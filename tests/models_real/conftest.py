@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct with its trained weights: the folder, its texts, a server. `make test-models` runs them."""
+"""SmolLM2-135M-Instruct with its trained weights: the file, its texts, a server. `make test-models` runs them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ferrule_server.named_models import NAMED_MODELS
 from ferrule_server.text.tokenizer import Tokenizer
 from tests.model.conftest import one_thread
-from tools.real_models.smollm2 import smollm2
 
 __all__ = ["one_thread"]
 
@@ -21,15 +21,15 @@ NUM_TOKENS = 500
 
 
 @pytest.fixture(scope="session")
-def folder() -> Path:
-    """The model, in float32."""
-    return smollm2()
+def path() -> Path:
+    """The GGUF file."""
+    return NAMED_MODELS["smollm2"]()
 
 
 @pytest.fixture(scope="session")
-def tokenizer(folder: Path) -> Tokenizer:
+def tokenizer(path: Path) -> Tokenizer:
     """As the server loads it."""
-    loaded = Tokenizer.load(folder)
+    loaded = Tokenizer.load(path)
     assert loaded is not None
     return loaded
 
@@ -37,16 +37,16 @@ def tokenizer(folder: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def texts(tokenizer: Tokenizer) -> list[list[int]]:
     """The first tokens of a license and of a page, one more than are scored."""
-    paths = [ROOT / "LICENSE", ROOT / "docs" / "handles.md"]
-    return [tokenizer.encode(path.read_text("utf-8"))[: NUM_TOKENS + 1] for path in paths]
+    pages = [ROOT / "LICENSE", ROOT / "docs" / "handles.md"]
+    return [tokenizer.encode(page.read_text("utf-8"))[: NUM_TOKENS + 1] for page in pages]
 
 
 @pytest.fixture(scope="module")
-def target(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a server with the model, on the kernels of the processor; it ends with 0."""
     place = tmp_path_factory.mktemp("real_model")
     address = f"unix:{place}/ferrule.sock"
-    command = [sys.executable, "-m", "ferrule_server", "--model", str(folder), "--executor", "numba-cpu"]
+    command = [sys.executable, "-m", "ferrule_server", "--model", "smollm2", "--executor", "numba-cpu"]
     command += ["--listen", address, "--kv-memory", "256MiB", "--drain-grace", "0s"]
     with (place / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -17,7 +17,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.real_models import smollm2
+from ferrule_server.named_models import SMOLLM2
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("llama_cpp_ids.jsonl")
@@ -49,12 +49,12 @@ def main() -> None:
     """Write the record again."""
     from llama_cpp import Llama, __version__
 
-    path = smollm2.find_file(smollm2.PACKAGE)
+    path = SMOLLM2.find()
     model = Llama(str(path), vocab_only=True, verbose=False)
     made = {
         "made_with": f"llama-cpp-python {__version__}",
         "model": path.name,
-        "sha256": smollm2.SHA256,
+        "sha256": SMOLLM2.sha256,
         "date": str(dt.datetime.now(tz=dt.UTC).date()),
     }
     rows = [[text, *model.tokenize(text.encode(), add_bos=False, special=False)] for text in texts()]
@@ -66,6 +66,12 @@ def recorded() -> list[Recorded]:
     """Return what the file holds."""
     _, *lines = RECORD.read_text("utf-8").split("\n")[:-1]
     return [Recorded(text, token_ids) for text, *token_ids in map(json.loads, lines)]
+
+
+def made_with() -> dict[str, str]:
+    """Return with what the file was made, and from which model."""
+    found: dict[str, str] = json.loads(RECORD.read_text("utf-8").partition("\n")[0])
+    return found
 
 
 def texts() -> list[str]:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from benchmarks.cpu.sides import open_side
 from ferrule_server.executor.base import Executor, Float32Array, OutputSpec
@@ -37,16 +38,21 @@ MAX_CONTEXT = 640
 
 
 @pytest.fixture(scope="module")
-def oracle(folder: Path) -> Any:  # Any: transformers has no types
-    """The model in transformers, float32."""
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return loaded.eval()
+def oracle(path: Path) -> Any:  # Any: transformers has no types
+    """The model in transformers, which reads the file by its own code and that of the package gguf, in float32."""
+    read: Any = load_gguf_checkpoint
+    make: Any = AutoModelForCausalLM
+    empty = make.from_config(AutoConfig.for_model(**read(path)["config"]), dtype=torch.float32)
+    tensors = read(path, return_tensors=True, model_to_load=empty)["tensors"]
+    missing, unexpected = empty.load_state_dict(tensors, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])  # the head is the embedding
+    return empty.eval()
 
 
 @pytest.fixture(scope="module")
-def executor(folder: Path) -> Iterator[TorchExecutor]:
+def executor(path: Path) -> Iterator[TorchExecutor]:
     """Torch, float32."""
-    model = load_model(folder, dtype="float32")
+    model = load_model(path, dtype="float32")
     executor = TorchExecutor(model, kv_memory_bytes=128 << 20, max_context=MAX_CONTEXT)
     yield executor
     executor.close()
@@ -110,11 +116,11 @@ def _greedy_of_transformers(oracle: Any, prompt: list[int]) -> list[int]:
     return found
 
 
-def test_bfloat16_kernels_cost_a_thousandth_of_the_loss_at_most(
-    folder: Path, texts: list[list[int]], expected: list[Float32Array]
+def test_packed_kernels_cost_a_thousandth_of_the_loss_at_most(
+    path: Path, texts: list[list[int]], expected: list[Float32Array]
 ) -> None:
-    """The mean loss of the processor's kernels beside transformers' in float32."""
-    side = open_side("numba-cpu", folder, 2 * MAX_CONTEXT, MAX_CONTEXT, 2)
+    """The mean loss of the processor's kernels, which keep the blocks of the file, beside transformers' in float32."""
+    side = open_side("numba-cpu", path, 2 * MAX_CONTEXT, MAX_CONTEXT, 2)
     try:
         losses = [-target_logprobs(side.executor, token_ids).mean() for token_ids in texts]
     finally:

@@ -42,6 +42,12 @@ def num_same(first: list[int], second: list[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
+def test_the_matrices_are_those_of_the_file(client: Client) -> None:
+    """Packed as they are, under the name of the model."""
+    info = client.model_info()
+    assert (info.model_id, info.packed_types[0]) == ("smollm2", "Q4_1")
+
+
 def test_a_chat_of_three_turns_remembers(client: Client) -> None:
     """The first answer is right. Each turn reuses what its prompt begins with and says what a fresh sequence says."""
     with client.chat(policy=greedy(), max_tokens=32) as chat:

@@ -12,9 +12,9 @@ from tests.models_real.record_ids import recorded
 pytestmark = pytest.mark.real_model
 
 
-def test_ids_are_those_of_llama_cpp(folder: Path) -> None:
+def test_ids_are_those_of_llama_cpp(path: Path) -> None:
     """Of 1 000 texts, in which nothing is a control token."""
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(path)
     assert tokenizer is not None
     rows = recorded()
     ours = [tokenizer.encode(row.text, parse_special_tokens=False) for row in rows]
@@ -22,8 +22,8 @@ def test_ids_are_those_of_llama_cpp(folder: Path) -> None:
     assert [row.text for row, ids in zip(rows, ours, strict=True) if ids != row.token_ids] == []
 
 
-def test_the_text_of_the_ids_is_the_text(folder: Path) -> None:
+def test_the_text_of_the_ids_is_the_text(path: Path) -> None:
     """Byte by byte: no space is cleaned up, and no character is replaced."""
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(path)
     assert tokenizer is not None
     assert [row.text for row in recorded() if tokenizer.decode(row.token_ids) != row.text] == []

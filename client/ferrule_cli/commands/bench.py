@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 from ferrule_cli import common
 from ferrule_cli.commands.bench_measure import Run, measure, read_rate
 from ferrule_cli.connection import add_connection_options, connect, connect_async, wait_for_model
-from ferrule_cli.demo.server import ServerProcess
+from ferrule_cli.demo.server import own_server
 from ferrule_cli.load import options as load
 from ferrule_cli.waiting import Waiting
 from ferrule_client.sync.client import Client
-from ferrule_client.types import Status
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +48,6 @@ Ctrl-C ends a load, shows what was measured and releases all handles; a second o
 token is taken from $FERRULE_TOKEN.
 """
 
-_LOAD_S = 900.0
 _SERVER_OPTIONS = ("weights", "activations", "threads")
 _LOOPBACK = ("127.", "localhost", "[::1]", "unix:")
 
@@ -57,7 +55,7 @@ _LOOPBACK = ("127.", "localhost", "[::1]", "unix:")
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("server", nargs="?", metavar="TARGET", help="the same as --target")
-    parser.add_argument("--model", metavar="MODEL", help="demo (default), a folder, or org/name on the hub")
+    parser.add_argument("--model", metavar="MODEL", help="as of ferrule serve (demo)")
     parser.add_argument("--weights", choices=("float", "int8", "int4"), help="as of ferrule serve")
     parser.add_argument("--activations", choices=("int16", "int8"), help="as of ferrule serve")
     common.add_numbers(
@@ -155,15 +153,8 @@ def _server(args: argparse.Namespace) -> Iterator[tuple[Client, Callable[[int], 
             arguments += [f"--{name}", str(value)]
     from ferrule_client.aio.client import AsyncClient
 
-    with ServerProcess(arguments) as server, Client(server.target, max_retries=0, timeout=600.0) as client:
-        with Waiting("a server that starts") as waiting:
-
-            def show(loading: Status | None) -> None:
-                if loading is not None:
-                    waiting.show(loading.load_stage or "a server that starts", loading.load_progress)
-
-            server.wait_until_ready(client, show, _LOAD_S)
-        yield client, lambda retries: AsyncClient(server.target, max_retries=retries, timeout=600.0)
+    with own_server(arguments) as (target, client):
+        yield client, lambda retries: AsyncClient(target, max_retries=retries, timeout=600.0)
 
 
 def _as_json(result: Run) -> dict[str, object]:

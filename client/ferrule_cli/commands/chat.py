@@ -13,10 +13,12 @@ from typing import Any
 
 from ferrule_cli import common
 from ferrule_cli.connection import add_connection_options, connect, wait_for_model
+from ferrule_cli.demo.server import own_server
 from ferrule_cli.waiting import Waiting
 from ferrule_client.errors import FerruleError
 from ferrule_client.policy import sample
 from ferrule_client.sync.chat import Chat
+from ferrule_client.sync.client import Client
 from ferrule_client.types import Answer
 
 __all__ = ["EXAMPLES", "add_options", "run"]
@@ -28,6 +30,7 @@ EXAMPLES = """\
 examples:
   ferrule chat                                      talk; /help lists what else can be typed
   ferrule chat --system "You answer in one word."
+  ferrule chat --model smollm2                      start a server with this model, and end it with the conversation
   printf 'Hi\\nAnd now?\\n' | ferrule chat --json     one turn for each line, one JSON object for each answer
 
 Each turn sends what is new and keeps the rest of the conversation's KV on the server. Ctrl-C ends an answer,
@@ -46,6 +49,8 @@ Ctrl-C         end the answer that is being drawn"""
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
+    about = "talk to a server of its own with this model, as of ferrule serve"
+    parser.add_argument("--model", metavar="MODEL", help=about)
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message (none)")
     common.add_numbers(parser, ("--max-tokens", common.number(int, 1), 256, "N", "most tokens of an answer (256)"))
     common.add_sampling_options(parser)
@@ -57,8 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Talk until the input ends and return 0; errors are raised where nobody is there to be told and to go on."""
     policy = sample(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, min_p=args.min_p, seed=args.seed)
-    with common.ending_in_order(), connect(args) as client:
-        wait_for_model(client, args)
+    with common.ending_in_order(), _server(args) as client:
         model_id = client.model_info().model_id
         if "chat_template" not in client.capabilities().features:
             text = f"{model_id} has no chat template, so nothing tells how to talk to it; use ferrule generate"
@@ -71,6 +75,21 @@ def run(args: argparse.Namespace) -> int:
                 if not dialogue.take(line):
                     break
     return 0
+
+
+@contextlib.contextmanager
+def _server(args: argparse.Namespace) -> Iterator[Client]:
+    """Yield a client of the server to talk to, when its model is loaded."""
+    if args.model is None:
+        with connect(args) as client:
+            wait_for_model(client, args)
+            yield client
+        return
+    if args.target is not None:
+        raise common.misuse("--model is for a server of its own, not for --target", "USED_WRONGLY")
+    common.need_server()
+    with own_server(["--model", args.model, "--log-level", "info"]) as (args.target, client):
+        yield client
 
 
 class _Dialogue:
@@ -88,9 +107,7 @@ class _Dialogue:
         if self._is_live:
             self._note(f"{model_id} at {target}; /help lists the commands")
         if model_id == _BUNDLED and (self._is_live or sys.stderr.isatty()):
-            self._note(
-                "this model has seen no conversation and writes Python code; try ferrule serve --model Qwen/Qwen3-0.6B"
-            )
+            self._note("this model has seen no conversation and writes Python code; try ferrule chat --model smollm2")
 
     def take(self, line: str) -> bool:
         """Do what a line says; False: it says to leave."""

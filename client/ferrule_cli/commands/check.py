@@ -22,7 +22,7 @@ Exit codes: 0 it loads, 1 it does not (the output says why, and what to try inst
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     one = parser.add_mutually_exclusive_group(required=True)  # without a default it is not put in place of the option
-    one.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="demo, a folder, or org/name")
+    one.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="as of ferrule serve")
     one.add_argument("--model", metavar="MODEL", help="the same, as for ferrule serve")
     for flag in ("--dtype", "--max-context", "--weights"):
         parser.add_argument(flag, metavar="VALUE", help="as for ferrule serve")

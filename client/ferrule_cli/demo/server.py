@@ -1,23 +1,26 @@
-"""The demo's server: a process on a local socket of its own, which does not outlive the demo."""
+"""A server of a command's own: a process on a local socket, which does not outlive the command."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from ferrule_cli.common import CommandError
 from ferrule_cli.demo import guardian
+from ferrule_cli.waiting import Waiting
 from ferrule_client.errors import FerruleError
 from ferrule_client.sync.client import Client
 from ferrule_client.types import Status
 
-__all__ = ["ServerProcess"]
+__all__ = ["ServerProcess", "own_server"]
 
+_LOAD_S = 900.0
 _STOP_S = 15.0  # more than the guardian itself waits
 _MAX_PLACE_BYTES = 68  # the path of a socket has at most 103 bytes on macOS, 107 on Linux; the rest is ours
 _ACCESS = (
@@ -81,6 +84,20 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+
+@contextlib.contextmanager
+def own_server(arguments: Sequence[str]) -> Iterator[tuple[str, Client]]:
+    """Start a server, show how far it has loaded, and yield its address and a client of it; end it with the body."""
+    with ServerProcess(arguments) as server, Client(server.target, max_retries=0, timeout=600.0) as client:
+        with Waiting("a server that starts") as waiting:
+
+            def show(loading: Status | None) -> None:
+                if loading is not None:
+                    waiting.show(loading.load_stage or "a server that starts", loading.load_progress)
+
+            server.wait_until_ready(client, show, _LOAD_S)
+        yield server.target, client
 
 
 def _place() -> str | None:

@@ -157,7 +157,6 @@ TABLE: dict[str, Spoil] = {
     "divisors too many": _with_tensor("rope_freqs.weight", (1 << 16,)),
     "divisors in a matrix": _with_tensor("rope_freqs.weight", (8, 1)),
     "divisors in blocks": _with_tensor("rope_freqs.weight", (32,), Q8_0),
-    "an end that is a text": _with("tokenizer.ggml.eos_token_id", TEXT, text("</s>")),
     "a part alone": _with("split.count", UINT32, struct.pack("<I", 3)),
     "parts that are a text": _with("split.count", TEXT, text("3")),
     "parts of half a number": _with("split.count", FLOAT32, struct.pack("<f", 2.5)),

@@ -133,7 +133,8 @@ def test_every_field_of_a_network_is_covered() -> None:
     """A new field is switched off here, or is one of those that decide shapes."""
     shapes = {
         "architecture", "vocab_size", "hidden_size", "num_heads", "max_positions", "layers", "norm_eps", "is_tied",
-        "eos_ids", "names", "has_norm_before", "is_gated", "is_parallel", "activation", "has_norm_bias", "has_mlp_bias",
+        "eos_ids", "names", "blocks", "has_norm_before", "is_gated", "is_parallel", "activation", "has_norm_bias",
+        "has_mlp_bias",
     }  # fmt: skip
     by_tensor = {
         "qk_norm", "has_norm_after", "has_qkv_bias", "has_attention_out_bias", "has_layer_scale", "per_layer_input",

@@ -14,7 +14,7 @@ from numba import cfunc, types
 from ferrule_server.kernels.cpu.attention import attend
 from ferrule_server.kernels.cpu.dot import LINES_OF_TILES, dot_group
 from ferrule_server.kernels.cpu.kernel import kernel
-from ferrule_server.kernels.cpu.linear import linear
+from ferrule_server.kernels.cpu.multiply import multiply
 from ferrule_server.kernels.cpu.plan import Instructions, Plan, PlanType
 from ferrule_server.kernels.cpu.step import work
 
@@ -30,7 +30,7 @@ def product(  # noqa: PLR0917
 
 KERNELS: dict[str, tuple[Any, int]] = {
     "product": (product, 7),
-    "linear": (linear, 2),
+    "multiply": (multiply, 8),
     "attend": (attend, 2),
     "work": (work, 1),
 }

@@ -49,7 +49,7 @@ def test_amx() -> None:
 
 def test_avx512_bf16() -> None:
     """The loops of all row counts multiply pairs of bfloat16 in whole registers, and keep every sum in one."""
-    code = _assembly("sapphirerapids", AVX512, "avx512-bf16", "linear")["linear"]
+    code = _assembly("sapphirerapids", AVX512, "avx512-bf16", "multiply")["multiply"]
     blocks = _blocks(code, "vdpbf16ps")
     assert len(blocks) >= 12
     assert max(block.count("vdpbf16ps") for block in blocks) == 48  # 2 pairs, 12 rows, 2 of the 4 tiles
@@ -61,8 +61,8 @@ def test_avx512_bf16() -> None:
 
 def test_avx2() -> None:
     """No instruction beyond AVX2 and FMA."""
-    code = _assembly("haswell", AVX2, "fma", "linear", "attend")
-    assert len(_blocks(code["linear"], "vfmadd231ps")) >= 5
+    code = _assembly("haswell", AVX2, "fma", "multiply", "attend")
+    assert len(_blocks(code["multiply"], "vfmadd231ps")) >= 5
     assert _blocks(code["attend"], "vfmadd231ps")
     for text in code.values():
         assert "zmm" not in text

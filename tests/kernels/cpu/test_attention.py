@@ -17,6 +17,7 @@ from ferrule_server.executor.base import StepBatch
 from ferrule_server.executor.cpu.memory import StepMemory
 from ferrule_server.executor.cpu.tasks import TaskPlanner
 from ferrule_server.kernels import reference
+from ferrule_server.kernels.cpu.compiled import Wanted
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import LAYER, MODEL, STAGE, THREAD
 from ferrule_server.kernels.cpu.sync import SyncBlock, reset
@@ -40,7 +41,7 @@ def _reset(sync):  # type: ignore[no-untyped-def]
 @cache
 def stages_of(plan: Plan) -> list[Callable[..., int]]:
     """Return ``attend`` and ``merge`` as a server calls them; their machine code is shared with other tests."""
-    kernels = kernels_of(plan, frozenset())
+    kernels = kernels_of(plan, Wanted((), (), (), (plan.head_dim,)))
     return [_KERNEL(address) for address in kernels.attention[plan.head_dim]]
 
 

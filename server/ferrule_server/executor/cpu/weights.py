@@ -154,9 +154,9 @@ def _all_pieces(config: ModelConfig, plan: Plan) -> Iterator[tuple[TensorSpec, P
 
 
 def wanted_kernels(config: ModelConfig, plan: Plan) -> Wanted:
-    """Return which kernels a model needs, those of most matrices first."""
+    """Return which kernels a model needs."""
     pieces = list(_all_pieces(config, plan))
-    kinds = Counter(piece.kind for _, piece in pieces)
+    kinds = dict.fromkeys(piece.kind for _, piece in pieces)
     packed = dict.fromkeys(piece.kind for _, piece in pieces if not piece.block)
     looked_up = dict.fromkeys(piece.kind for spec, piece in pieces if spec.part.name == "embedding")
     head_dims = sorted({kind.head_dim for kind in config.layers})

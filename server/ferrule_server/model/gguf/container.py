@@ -65,7 +65,7 @@ def read_floats(tensor: StoredTensor, most: int) -> list[float]:
     """Return the values of a small vector.
 
     Raises:
-        ModelError: It is no vector of at most ``most`` values of the type F32, or it cannot be read.
+        ModelError: It is not a vector of at most ``most`` values of the type F32, or it cannot be read.
     """
     if tensor.dtype != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > most:
         what = f"{tensor.dtype} {list(tensor.shape)}"

@@ -58,7 +58,7 @@ class TokenList:
 
     @classmethod
     def read(cls, metadata: Mapping[str, Any]) -> TokenList:
-        """Return the tokens of a file; an empty one gets a name that is no word.
+        """Return the tokens of a file; an empty one gets a name that is not a word.
 
         Raises:
             ModelError: A list is absent, not of the usual size, or holds something else.

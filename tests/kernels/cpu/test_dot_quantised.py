@@ -16,6 +16,7 @@ from ferrule_server.kernels.cpu.dot import dot_group
 from ferrule_server.kernels.cpu.plan import Instructions, Plan
 from ferrule_server.kernels.matrix_kinds import INT8, MatrixKind
 from ferrule_server.model.gguf.blocks import BLOCKS
+from ferrule_server.model.packed import Codes
 from tests.executor.cpu.models import QUANTISED_SETS, kernel_set_name
 from tests.executor.cpu.unpacking import unpack_rows
 from tests.model.gguf.random_blocks import random_codes
@@ -79,6 +80,23 @@ def test_sums_are_exact(case: Case) -> None:
     plan = Plan(*kernels, is_bfloat16=True, head_dim=0, packed=kind, has_int8_inputs=has_int8_inputs)
     for num_tiles in (8, 16) if kind.super_tiles > 1 else (1, 3, 16):
         _check(plan, num_tiles)
+
+
+@pytest.mark.parametrize("kernels", sorted({*QUANTISED_SETS, ("avx512-vnni", True)}), ids=kernel_set_name)
+def test_every_exponent_is_a_power_of_two(kernels: tuple[Instructions, bool]) -> None:
+    """The lowest ones too, which float32 holds without a leading bit, and the highest."""
+    kind = KINDS["fp4/32"]
+    plan = Plan(*kernels, is_bfloat16=True, head_dim=0, packed=kind, has_int8_inputs=False)
+    rows = _aligned(plan.input_tile_bytes + SCALE_BYTES + SUMS_OFFSET + SUMS_BYTES)
+    rows.view(torch.int16)[5] = 1
+    for first in range(0, 256, 64):
+        exponents = np.arange(first, first + 64, dtype=np.uint8)[:, None]
+        packed, out = _aligned(kind.packed_bytes(64, 32)), torch.zeros(1, 80)
+        lay_out(Codes(kind, np.ones((64, 32), np.uint8), exponents), packed.numpy())
+        scale = rows.data_ptr() + plan.input_tile_bytes
+        rows[plan.input_tile_bytes :][:4] = torch.ones(1).view(torch.uint8)
+        _dot(plan, packed.data_ptr(), 1, 1, rows.data_ptr(), len(rows), scale, out.data_ptr(), 320)
+        np.testing.assert_array_equal(out[0, :64].double().numpy(), 2.0 ** (exponents[:, 0].astype(float) - 128))
 
 
 def _check(plan: Plan, num_tiles: int) -> None:

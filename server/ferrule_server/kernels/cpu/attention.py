@@ -17,25 +17,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from ferrule_server.kernels.cpu import lanes as simd
 from ferrule_server.kernels.cpu.activations import clear_values, copy_values, softcap, store_input
 from ferrule_server.kernels.cpu.attention_block import MOST_QUERIES, score_block, weigh_block
 from ferrule_server.kernels.cpu.kernel import Record, kernel
-from ferrule_server.kernels.cpu.lanes import (
-    LANES,
-    add,
-    divide,
-    exp,
-    fma,
-    load,
-    max_of,
-    maximum,
-    multiply,
-    select_within,
-    splat,
-    store,
-    subtract,
-    sum_of,
-)
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import layer_at, model_at, stage_at, step_at, thread_at
 from ferrule_server.kernels.cpu.scalars import read_float32, read_int32, read_int64, write_float32
@@ -217,21 +202,9 @@ def _gather_queries(
 
 @kernel
 def _score_tile(
-    plan: Plan,
-    model: Record,
-    layer: Record,
-    step: Record,
-    keys: int,
-    table: int,
-    row: int,
-    num_rows: int,
-    head: int,
-    tile: int,
-    first_block: int,
-    queries: int,
-    scores: int,
-    state: int,
-) -> int:
+    plan: Plan, model: Record, layer: Record, step: Record, keys: int, table: int, row: int, num_rows: int, head: int,
+    tile: int, first_block: int, queries: int, scores: int, state: int,
+) -> int:  # fmt: skip
     """Write the weights of a tile for each query, from a block on, with the largest score and the sum.
 
     Returns:
@@ -266,8 +239,8 @@ def _score_tile(
 
 @kernel
 def _cap(scores: int, begin: int, end: int, cap: np.float32) -> None:
-    for i in range(begin, end, LANES):
-        store(scores + 4 * i, softcap(load(scores + 4 * i), cap))
+    for i in range(begin, end, simd.LANES):
+        simd.store(scores + 4 * i, softcap(simd.load(scores + 4 * i), cap))
 
 
 @kernel
@@ -285,35 +258,27 @@ def _soften(scores: int, begin: int, end: int, hidden: int, visible: int, top_pl
     Those before ``hidden`` and from ``visible`` on get the weight 0.
     """
     count = visible - hidden
-    largest = splat(_LOWEST)
-    for i in range(begin, end, LANES):
-        largest = maximum(select_within(hidden - i, count, load(scores + 4 * i), splat(_LOWEST)), largest)
-    top = max(max_of(largest), _LEAST)
-    total = splat(np.float32(0))
-    for i in range(begin, end, LANES):
-        weights = exp(subtract(load(scores + 4 * i), splat(top)))
-        weights = select_within(hidden - i, count, weights, splat(np.float32(0)))
-        store(scores + 4 * i, weights)
-        total = add(total, weights)
+    largest = simd.splat(_LOWEST)
+    for i in range(begin, end, simd.LANES):
+        largest = simd.maximum(
+            simd.select_within(hidden - i, count, simd.load(scores + 4 * i), simd.splat(_LOWEST)), largest
+        )
+    top = max(simd.max_of(largest), _LEAST)
+    total = simd.splat(np.float32(0))
+    for i in range(begin, end, simd.LANES):
+        weights = simd.exp(simd.subtract(simd.load(scores + 4 * i), simd.splat(top)))
+        weights = simd.select_within(hidden - i, count, weights, simd.splat(np.float32(0)))
+        simd.store(scores + 4 * i, weights)
+        total = simd.add(total, weights)
     write_float32(top_place, top)
-    write_float32(sum_place, sum_of(total))
+    write_float32(sum_place, simd.sum_of(total))
 
 
 @kernel
 def _weigh(
-    plan: Plan,
-    layer: Record,
-    values: int,
-    table: int,
-    first_block: int,
-    num_tokens: int,
-    num_queries: int,
-    weights: int,
-    sums: int,
-    next_table: int,
-    num_next: int,
-    next_keys: int,
-) -> None:
+    plan: Plan, layer: Record, values: int, table: int, first_block: int, num_tokens: int, num_queries: int, weights:
+    int, sums: int, next_table: int, num_next: int, next_keys: int,
+) -> None:  # fmt: skip
     """Write the weighted sum of V of each query, from a block on; meanwhile prefetch the keys of the next tile."""
     clear_values(sums, num_queries * plan.head_dim)
     for first in range(first_block * _BLOCK, num_tokens, _BLOCK):
@@ -338,13 +303,16 @@ def _merge(plan: Plan, state: int, fresh: int, num_queries: int) -> None:
         if new_sum == 0:
             continue
         largest = max(read_float32(old), read_float32(new))
-        keep = exp(splat(read_float32(old) - largest))
-        gain = exp(splat(read_float32(new) - largest))
+        keep = simd.exp(simd.splat(read_float32(old) - largest))
+        gain = simd.exp(simd.splat(read_float32(new) - largest))
         write_float32(old, largest)
-        write_float32(old + 4 * num_queries, max_of(fma(splat(new_sum), gain, multiply(splat(old_sum), keep))))
-        for i in range(0, plan.head_dim, LANES):
+        write_float32(
+            old + 4 * num_queries,
+            simd.max_of(simd.fma(simd.splat(new_sum), gain, simd.multiply(simd.splat(old_sum), keep))),
+        )
+        for i in range(0, plan.head_dim, simd.LANES):
             at = 4 * (query * plan.head_dim + i)
-            store(state + at, fma(load(fresh + at), gain, multiply(load(state + at), keep)))
+            simd.store(state + at, simd.fma(simd.load(fresh + at), gain, simd.multiply(simd.load(state + at), keep)))
 
 
 @kernel
@@ -355,6 +323,6 @@ def _write_rows(plan: Plan, layer: Record, step: Record, row: int, num_rows: int
     for query in range(num_queries):
         out = step.attended + (row + query // group) * step.attended_bytes
         column = (head * group + query % group) * plan.head_dim
-        total = splat(read_float32(state + 4 * (num_queries * plan.head_dim + num_queries + query)))
-        for i in range(0, plan.head_dim, LANES):
-            store_input(plan, out, column + i, divide(load(state + 4 * (query * plan.head_dim + i)), total))
+        total = simd.splat(read_float32(state + 4 * (num_queries * plan.head_dim + num_queries + query)))
+        for i in range(0, plan.head_dim, simd.LANES):
+            store_input(plan, out, column + i, simd.divide(simd.load(state + 4 * (query * plan.head_dim + i)), total))

@@ -13,27 +13,9 @@ from typing import Final
 from llvmlite import ir
 from numba import types
 
+from ferrule_server.kernels.cpu import lanes as simd
 from ferrule_server.kernels.cpu.kernel import operation
-from ferrule_server.kernels.cpu.lanes import (
-    F32,
-    F32X16,
-    I16X16,
-    I32,
-    I64,
-    LANES,
-    Builder,
-    Value,
-    advance,
-    constant,
-    fma,
-    offset,
-    prefetch,
-    read,
-    spread,
-    sum_all,
-    widen,
-    write,
-)
+from ferrule_server.kernels.cpu.lanes import Builder, Value
 from ferrule_server.kernels.cpu.loops import LINE, for_each_count, loop
 from ferrule_server.kernels.cpu.plan import Plan, PlanType
 
@@ -49,16 +31,16 @@ def _element_bytes(plan: Plan) -> int:
 
 def _elements(builder: Builder, plan: Plan, address: Value) -> Value:
     if plan.is_bfloat16:
-        return widen(builder, read(builder, address, I16X16, 32))
-    return read(builder, address, F32X16, 64)
+        return simd.widen(builder, simd.read(builder, address, simd.I16X16, 32))
+    return simd.read(builder, address, simd.F32X16, 64)
 
 
 def _emit_prefetches(builder: Builder, ahead: Value, place: Value, num_bytes: int) -> None:
     """Write the code that prefetches memory from an offset after an address, unless the address is 0."""
-    with builder.if_then(builder.icmp_signed("!=", ahead, ir.Constant(I64, 0)), likely=True):
+    with builder.if_then(builder.icmp_signed("!=", ahead, ir.Constant(simd.I64, 0)), likely=True):
         here = builder.add(ahead, place)
         for line in range(0, num_bytes, LINE):
-            prefetch.emit(builder, offset(builder, here, line))
+            simd.prefetch.emit(builder, simd.offset(builder, here, line))
 
 
 def _products(
@@ -69,19 +51,19 @@ def _products(
     All keys are taken together if there are registers for all parts, else one after the other. ``prefetch_piece`` is
     called with 0, 1, ... as often as a head has 16 dimensions.
     """
-    parts = [constant(0.0)] * (count * len(keys))
-    columns = range(0, plan.head_dim, LANES)
+    parts = [simd.constant(0.0)] * (count * len(keys))
+    columns = range(0, plan.head_dim, simd.LANES)
     order = [(i, k) for i in columns for k in range(len(keys))]
     if not plan.has_many_registers:
         order.sort(key=lambda each: each[1])
     for number, (i, k) in enumerate(order):
         if number % len(keys) == 0:
             prefetch_piece(number // len(keys))
-        key = _elements(builder, plan, offset(builder, keys[k], i * _element_bytes(plan)))
+        key = _elements(builder, plan, simd.offset(builder, keys[k], i * _element_bytes(plan)))
         for query in range(count):
-            value = read(builder, offset(builder, queries, 4 * (query * plan.head_dim + i)), F32X16, 64)
+            value = simd.read(builder, simd.offset(builder, queries, 4 * (query * plan.head_dim + i)), simd.F32X16, 64)
             place = query * len(keys) + k
-            parts[place] = fma.emit(builder, key, value, parts[place])
+            parts[place] = simd.fma.emit(builder, key, value, parts[place])
     return parts
 
 
@@ -114,41 +96,34 @@ def score_block(
         tokens = _BLOCK // room
 
         def some(number: Value, _: list[Value]) -> list[Value]:
-            first = advance(builder, keys, number, tokens * key_bytes)
-            at = [offset(builder, first, token * key_bytes) for token in range(tokens)]
-            piece = tokens * key_bytes // (plan.head_dim // LANES)
-            begin = builder.mul(number, ir.Constant(I64, tokens * key_bytes))
+            first = simd.advance(builder, keys, number, tokens * key_bytes)
+            at = [simd.offset(builder, first, token * key_bytes) for token in range(tokens)]
+            piece = tokens * key_bytes // (plan.head_dim // simd.LANES)
+            begin = builder.mul(number, ir.Constant(simd.I64, tokens * key_bytes))
 
             def prefetch_piece(column: int) -> None:
-                _emit_prefetches(builder, ahead, offset(builder, begin, column * piece), piece)
+                _emit_prefetches(builder, ahead, simd.offset(builder, begin, column * piece), piece)
 
             products = _products(builder, plan, queries, count, at, prefetch_piece)
-            products += [constant(0.0)] * (_BLOCK - len(products))
-            sums = sum_all(builder, products)
-            place = advance(builder, scores, number, 4 * tokens)
+            products += [simd.constant(0.0)] * (_BLOCK - len(products))
+            sums = simd.sum_all(builder, products)
+            place = simd.advance(builder, scores, number, 4 * tokens)
             for query in range(count):
-                to = advance(builder, place, score_bytes, query)
-                lanes = ir.Constant(ir.VectorType(I32, tokens), [query * tokens + i for i in range(tokens)])
-                write(builder, builder.shuffle_vector(sums, sums, lanes), to, 4)
+                to = simd.advance(builder, place, score_bytes, query)
+                lanes = ir.Constant(ir.VectorType(simd.I32, tokens), [query * tokens + i for i in range(tokens)])
+                simd.write(builder, builder.shuffle_vector(sums, sums, lanes), to, 4)
             return []
 
-        loop(builder, ir.Constant(I64, room), [], some)
+        loop(builder, ir.Constant(simd.I64, room), [], some)
 
     for_each_count(builder, num_queries, MOST_QUERIES, write_code)
 
 
 @operation(types.void, PlanType, *[types.int64] * 7)
 def weigh_block(
-    builder: Builder,
-    plan: Plan,
-    weights: Value,
-    weight_bytes: Value,
-    num_queries: Value,
-    values: Value,
-    num_tokens: Value,
-    out: Value,
-    ahead: Value,
-) -> None:
+    builder: Builder, plan: Plan, weights: Value, weight_bytes: Value, num_queries: Value, values: Value, num_tokens:
+    Value, out: Value, ahead: Value,
+) -> None:  # fmt: skip
     """Add the values of the first tokens of a block, each times its weight, to the outputs of some queries.
 
     Args:
@@ -165,30 +140,30 @@ def weigh_block(
 
     def write_code(count: int) -> None:
         at_once = max(1, (16 if plan.has_many_registers else 4) // count)
-        rows = [advance(builder, weights, weight_bytes, q) for q in range(count)]
-        parts = list(range(0, plan.head_dim, LANES))
+        rows = [simd.advance(builder, weights, weight_bytes, q) for q in range(count)]
+        parts = list(range(0, plan.head_dim, simd.LANES))
         for first in range(0, len(parts), at_once):
             add_parts(count, rows, parts[first : first + at_once])
 
     def add_parts(count: int, rows: list[Value], parts: list[int]) -> None:
-        piece = len(parts) * LANES * element_bytes
-        places = [offset(builder, out, 4 * (q * plan.head_dim + i)) for q in range(count) for i in parts]
+        piece = len(parts) * simd.LANES * element_bytes
+        places = [simd.offset(builder, out, 4 * (q * plan.head_dim + i)) for q in range(count) for i in parts]
 
         def token(number: Value, sums: list[Value]) -> list[Value]:
-            value = advance(builder, values, number, plan.head_dim * element_bytes)
-            begin = builder.mul(number, ir.Constant(I64, piece))
-            _emit_prefetches(builder, ahead, offset(builder, begin, _BLOCK * parts[0] * element_bytes), piece)
-            loaded = [_elements(builder, plan, offset(builder, value, i * element_bytes)) for i in parts]
+            value = simd.advance(builder, values, number, plan.head_dim * element_bytes)
+            begin = builder.mul(number, ir.Constant(simd.I64, piece))
+            _emit_prefetches(builder, ahead, simd.offset(builder, begin, _BLOCK * parts[0] * element_bytes), piece)
+            loaded = [_elements(builder, plan, simd.offset(builder, value, i * element_bytes)) for i in parts]
             results = []
             for q in range(count):
-                at = advance(builder, rows[q], number, 4)
-                weight = spread(builder, read(builder, at, F32, 4), F32X16)
+                at = simd.advance(builder, rows[q], number, 4)
+                weight = simd.spread(builder, simd.read(builder, at, simd.F32, 4), simd.F32X16)
                 for i, part in enumerate(loaded):
-                    results.append(fma.emit(builder, weight, part, sums[q * len(parts) + i]))
+                    results.append(simd.fma.emit(builder, weight, part, sums[q * len(parts) + i]))
             return results
 
-        sums = loop(builder, num_tokens, [read(builder, place, F32X16, 64) for place in places], token)
+        sums = loop(builder, num_tokens, [simd.read(builder, place, simd.F32X16, 64) for place in places], token)
         for place, total in zip(places, sums, strict=True):
-            write(builder, total, place, 64)
+            simd.write(builder, total, place, 64)
 
     for_each_count(builder, num_queries, MOST_QUERIES, write_code)

@@ -21,27 +21,10 @@ from typing import Final
 from llvmlite import ir
 from numba import types
 
+from ferrule_server.kernels.cpu import lanes as simd
 from ferrule_server.kernels.cpu.dot_quantised import emit_quantised_product
 from ferrule_server.kernels.cpu.kernel import operation
-from ferrule_server.kernels.cpu.lanes import (
-    F32,
-    F32X16,
-    I32,
-    I32X16,
-    I64,
-    Builder,
-    Value,
-    advance,
-    call,
-    constant,
-    even_halves,
-    fma,
-    odd_halves,
-    offset,
-    read,
-    spread,
-    write,
-)
+from ferrule_server.kernels.cpu.lanes import Builder, Value
 from ferrule_server.kernels.cpu.loops import for_each_count, loop
 from ferrule_server.kernels.cpu.operands import Operands
 from ferrule_server.kernels.cpu.plan import Plan, PlanType
@@ -67,19 +50,9 @@ def _tiles_at_once(plan: Plan, num_rows: int) -> int:
 
 @operation(types.void, PlanType, *[types.int64] * 10)
 def dot_group(
-    builder: Builder,
-    plan: Plan,
-    weight: Value,
-    num_tiles: Value,
-    num_rows: Value,
-    inputs: Value,
-    row_bytes: Value,
-    scales: Value,
-    out: Value,
-    out_row_bytes: Value,
-    ahead: Value,
-    num_lines: Value,
-) -> None:
+    builder: Builder, plan: Plan, weight: Value, num_tiles: Value, num_rows: Value, inputs: Value, row_bytes: Value,
+    scales: Value, out: Value, out_row_bytes: Value, ahead: Value, num_lines: Value,
+) -> None:  # fmt: skip
     """Add the products of rows of inputs and some tiles of a group of 64 rows of a weight to sums.
 
     Args:
@@ -113,7 +86,7 @@ def dot_group(
 
 def _emit_with_tiles(builder: Builder, num_rows: Value, given: Operands) -> None:
     """Write the code for one or two tiles of rows, and the choice between them."""
-    is_one = builder.icmp_signed("<=", num_rows, ir.Constant(I64, TILE_ROWS))
+    is_one = builder.icmp_signed("<=", num_rows, ir.Constant(simd.I64, TILE_ROWS))
     with builder.if_else(is_one) as (one, two):
         for branch, rows in ((one, TILE_ROWS), (two, 2 * TILE_ROWS)):
             with branch:
@@ -137,20 +110,20 @@ class _Group:
         lines = sweep_of_lines(builder, given, self._tiles[0], len(self._tiles))
         rows = given.input_rows(builder, self._num_rows)
         places = [
-            offset(builder, advance(builder, given.out, given.out_row_bytes, m), 64 * t)
+            simd.offset(builder, simd.advance(builder, given.out, given.out_row_bytes, m), 64 * t)
             for m in range(self._num_rows)
             for t in self._tiles
         ]
 
         def tile(k: Value, sums: list[Value]) -> list[Value]:
-            start = advance(builder, given.weight, k, _PAIRS * self._pair_bytes)
-            columns = [advance(builder, row, k, self._input_bytes(TILE_INPUTS)) for row in rows]
+            start = simd.advance(builder, given.weight, k, _PAIRS * self._pair_bytes)
+            columns = [simd.advance(builder, row, k, self._input_bytes(TILE_INPUTS)) for row in rows]
             multiply = self._tile_sums if self._is_tile_sum else self._chain
             return multiply(start, columns, sums, lambda piece: lines(k, piece, _PAIRS // _PAIRS_AT_ONCE))
 
-        sums = loop(builder, given.num_tiles, [read(builder, place, F32X16, 4) for place in places], tile)
+        sums = loop(builder, given.num_tiles, [simd.read(builder, place, simd.F32X16, 4) for place in places], tile)
         for total, place in zip(sums, places, strict=True):
-            write(builder, total, place, 4)
+            simd.write(builder, total, place, 4)
 
     def _input_bytes(self, count: int) -> int:
         return count * (4 if self._plan.has_wide_inputs else 2)
@@ -162,30 +135,30 @@ class _Group:
         step = _PAIRS_AT_ONCE
 
         def pairs(i: Value, sums: list[Value]) -> list[Value]:
-            at = advance(self._builder, start, i, step * self._pair_bytes)
-            x = [advance(self._builder, row, i, self._input_bytes(2 * step)) for row in rows]
+            at = simd.advance(self._builder, start, i, step * self._pair_bytes)
+            x = [simd.advance(self._builder, row, i, self._input_bytes(2 * step)) for row in rows]
             prefetch(i)
             for u in range(step):
                 weights = [
-                    self._weights(offset(self._builder, at, _TILE_BYTES * t + u * self._pair_bytes))
+                    self._weights(simd.offset(self._builder, at, _TILE_BYTES * t + u * self._pair_bytes))
                     for t in self._tiles
                 ]
                 for m in range(self._num_rows):
-                    sums = self._add_pair(sums, m, weights, offset(self._builder, x[m], self._input_bytes(2 * u)))
+                    sums = self._add_pair(sums, m, weights, simd.offset(self._builder, x[m], self._input_bytes(2 * u)))
             return sums
 
-        return loop(self._builder, ir.Constant(I64, _PAIRS // step), sums, pairs)
+        return loop(self._builder, ir.Constant(simd.I64, _PAIRS // step), sums, pairs)
 
     def _weights(self, address: Value) -> tuple[Value, ...]:
         """Return what is multiplied with a pair of inputs: packed pairs for AVX512-BF16, else the odd and the even."""
         builder = self._builder
         if not self._plan.is_bfloat16:
-            odd = offset(builder, address, self._pair_bytes // 2)
-            return read(builder, odd, F32X16, 64), read(builder, address, F32X16, 64)
-        pairs = read(builder, address, I32X16, 64)
+            odd = simd.offset(builder, address, self._pair_bytes // 2)
+            return simd.read(builder, odd, simd.F32X16, 64), simd.read(builder, address, simd.F32X16, 64)
+        pairs = simd.read(builder, address, simd.I32X16, 64)
         if self._has_dot:
             return (pairs,)
-        return odd_halves(builder, pairs), even_halves(builder, pairs)
+        return simd.odd_halves(builder, pairs), simd.even_halves(builder, pairs)
 
     @property
     def _has_dot(self) -> bool:
@@ -195,12 +168,12 @@ class _Group:
         """Return a pair of inputs in all lanes, in the form of :meth:`_weights`."""
         builder = self._builder
         if self._plan.has_wide_inputs:
-            places = (offset(builder, address, 4), address)
-            return tuple(spread(builder, read(builder, place, F32, 4), F32X16) for place in places)
-        pairs = spread(builder, read(builder, address, I32, 4), I32X16)
+            places = (simd.offset(builder, address, 4), address)
+            return tuple(simd.spread(builder, simd.read(builder, place, simd.F32, 4), simd.F32X16) for place in places)
+        pairs = simd.spread(builder, simd.read(builder, address, simd.I32, 4), simd.I32X16)
         if self._has_dot:
             return (pairs,)
-        return odd_halves(builder, pairs), even_halves(builder, pairs)
+        return simd.odd_halves(builder, pairs), simd.even_halves(builder, pairs)
 
     def _add_pair(self, sums: list[Value], m: int, weights: list[tuple[Value, ...]], address: Value) -> list[Value]:
         inputs = self._inputs(address)
@@ -214,7 +187,7 @@ class _Group:
     def _multiply_add(self, weight: Value, value: Value, total: Value) -> Value:
         if self._has_dot:
             return emit_bfloat16_dot(self._builder, total, weight, value)
-        return fma.emit(self._builder, weight, value, total)
+        return simd.fma.emit(self._builder, weight, value, total)
 
     def _tile_sums(
         self, start: Value, rows: list[Value], sums: list[Value], prefetch: Callable[[Value], None]
@@ -224,20 +197,20 @@ class _Group:
         count = len(sums)
 
         def pair(p: Value, parts: list[Value]) -> list[Value]:
-            prefetch(builder.udiv(p, ir.Constant(I64, _PAIRS_AT_ONCE)))
-            at = advance(builder, start, p, self._pair_bytes)
-            weights = [self._weights(offset(builder, at, _TILE_BYTES * t)) for t in self._tiles]
-            x = [advance(builder, row, p, self._input_bytes(2)) for row in rows]
+            prefetch(builder.udiv(p, ir.Constant(simd.I64, _PAIRS_AT_ONCE)))
+            at = simd.advance(builder, start, p, self._pair_bytes)
+            weights = [self._weights(simd.offset(builder, at, _TILE_BYTES * t)) for t in self._tiles]
+            x = [simd.advance(builder, row, p, self._input_bytes(2)) for row in rows]
             parts = list(parts)
             for m in range(self._num_rows):
                 odd, even = self._inputs(x[m])
                 for i, (odd_weights, even_weights) in enumerate(weights):
                     place = m * len(weights) + i
-                    parts[place] = fma.emit(builder, even_weights, even, parts[place])
-                    parts[count + place] = fma.emit(builder, odd_weights, odd, parts[count + place])
+                    parts[place] = simd.fma.emit(builder, even_weights, even, parts[place])
+                    parts[count + place] = simd.fma.emit(builder, odd_weights, odd, parts[count + place])
             return parts
 
-        parts = loop(builder, ir.Constant(I64, _PAIRS), [constant(0.0)] * (2 * count), pair)
+        parts = loop(builder, ir.Constant(simd.I64, _PAIRS), [simd.constant(0.0)] * (2 * count), pair)
         return [builder.fadd(total, builder.fadd(parts[i], parts[count + i])) for i, total in enumerate(sums)]
 
 
@@ -262,4 +235,4 @@ def emit_bfloat16_dot(builder: Builder, total: Value, x: Value, y: Value) -> Val
     """Return ``vdpbf16ps``: float32 sums plus the products of pairs of bfloat16, in int32 vectors, odd ones first."""
     kind = ir.VectorType(_BFloat(), 32)
     args = [total, builder.bitcast(x, kind), builder.bitcast(y, kind)]
-    return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", F32X16, args)
+    return simd.call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", simd.F32X16, args)

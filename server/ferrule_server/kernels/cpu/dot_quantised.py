@@ -26,27 +26,9 @@ from typing import Final
 
 from llvmlite import ir
 
+from ferrule_server.kernels.cpu import lanes as simd
 from ferrule_server.kernels.cpu.activations import SUMS_BYTES, SUMS_OFFSET
-from ferrule_server.kernels.cpu.lanes import (
-    F32,
-    F32X16,
-    I8,
-    I16X32,
-    I32,
-    I32X16,
-    I64,
-    Builder,
-    Value,
-    advance,
-    call,
-    constant,
-    fma,
-    integers,
-    offset,
-    read,
-    spread,
-    write,
-)
+from ferrule_server.kernels.cpu.lanes import Builder, Value
 from ferrule_server.kernels.cpu.loops import LINE, loop, prefetch_lines
 from ferrule_server.kernels.cpu.operands import Operands
 from ferrule_server.kernels.cpu.plan import Plan
@@ -57,8 +39,8 @@ _TILES: Final = 4
 """Times 16 outputs in a group."""
 _READ_BYTES: Final = 256
 """Weights of 4 inputs in 8 bits, of 8 in 4 bits."""
-_BYTES: Final = ir.VectorType(I8, 64)
-_HALF_BYTES: Final = ir.VectorType(I8, 32)
+_BYTES: Final = ir.VectorType(simd.I8, 64)
+_HALF_BYTES: Final = ir.VectorType(simd.I8, 32)
 _HALVES: Final = ir.VectorType(ir.HalfType(), 16)
 
 
@@ -67,18 +49,18 @@ def emit_quantised_product(builder: Builder, plan: Plan, num_rows: int, given: O
     at_once = _tiles_at_once(plan, num_rows)
     sweeps = _TILES // at_once
     num_lines = _ceil(builder, given.num_lines, sweeps)
-    swept_bytes = builder.mul(builder.mul(num_lines, given.num_tiles), ir.Constant(I64, LINE))
+    swept_bytes = builder.mul(builder.mul(num_lines, given.num_tiles), ir.Constant(simd.I64, LINE))
     product = _Product(builder, plan, given, num_rows, at_once)
     begins = product.begins()
 
     def sweep(number: Value, _: list[Value]) -> list[Value]:
-        column = builder.mul(number, ir.Constant(I64, 64 * at_once))
+        column = builder.mul(number, ir.Constant(simd.I64, 64 * at_once))
         here = builder.add(given.ahead, builder.mul(swept_bytes, number))
         sums = product.emit(column, begins, here, num_lines)
         product.add_to(sums, builder.add(given.out, column))
         return []
 
-    loop(builder, ir.Constant(I64, sweeps), [], sweep)
+    loop(builder, ir.Constant(simd.I64, sweeps), [], sweep)
 
 
 def _tiles_at_once(plan: Plan, num_rows: int) -> int:
@@ -89,7 +71,7 @@ def _tiles_at_once(plan: Plan, num_rows: int) -> int:
 
 
 def _ceil(builder: Builder, value: Value, divisor: int) -> Value:
-    return builder.udiv(offset(builder, value, divisor - 1), ir.Constant(I64, divisor))
+    return builder.udiv(simd.offset(builder, value, divisor - 1), ir.Constant(simd.I64, divisor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,70 +110,76 @@ class _Product:
         input_bytes = self._plan.input_tile_bytes
 
         def whole_tile(k: Value, sums: list[Value]) -> list[Value]:
-            at = builder.add(advance(builder, given.weight, k, kind.own_bytes), column)
-            columns = [advance(builder, row, k, input_bytes) for row in rows]
-            here = advance(builder, ahead, builder.mul(k, num_lines), LINE)
+            at = builder.add(simd.advance(builder, given.weight, k, kind.own_bytes), column)
+            columns = [simd.advance(builder, row, k, input_bytes) for row in rows]
+            here = simd.advance(builder, ahead, builder.mul(k, num_lines), LINE)
             return self._add_pieces(at, columns, here, lines, sums, range(self._pieces))
 
         def super_tile(number: Value, sums: list[Value]) -> list[Value]:
-            begin = advance(builder, given.weight, number, kind.super_tiles * kind.tile_bytes)
-            shared = self._shared(offset(builder, begin, kind.super_tiles * kind.own_bytes), column)
+            begin = simd.advance(builder, given.weight, number, kind.super_tiles * kind.tile_bytes)
+            shared = self._shared(simd.offset(builder, begin, kind.super_tiles * kind.own_bytes), column)
 
             def tile(i: Value, sums: list[Value]) -> list[Value]:
-                k = builder.add(builder.mul(number, ir.Constant(I64, kind.super_tiles)), i)
-                here = advance(builder, ahead, builder.mul(k, num_lines), LINE)
-                start = advance(builder, begin, i, kind.own_bytes)
+                k = builder.add(builder.mul(number, ir.Constant(simd.I64, kind.super_tiles)), i)
+                here = simd.advance(builder, ahead, builder.mul(k, num_lines), LINE)
+                start = simd.advance(builder, begin, i, kind.own_bytes)
                 return self._add_tile(_Tile(start, column, k, here, lines), shared, sums)
 
-            return loop(builder, ir.Constant(I64, kind.super_tiles), sums, tile)
+            return loop(builder, ir.Constant(simd.I64, kind.super_tiles), sums, tile)
 
         if not kind.is_grouped:
             start = [begin for begin in begins for _ in self._tiles]
             totals = loop(builder, given.num_tiles, start, whole_tile)
-            return [builder.sitofp(total, F32X16) for total in totals]
-        count = builder.udiv(given.num_tiles, ir.Constant(I64, kind.super_tiles))
-        return loop(builder, count, [constant(0.0)] * (self._num_rows * len(self._tiles)), super_tile)
+            return [builder.sitofp(total, simd.F32X16) for total in totals]
+        count = builder.udiv(given.num_tiles, ir.Constant(simd.I64, kind.super_tiles))
+        return loop(builder, count, [simd.constant(0.0)] * (self._num_rows * len(self._tiles)), super_tile)
 
     def begins(self) -> list[Value]:
         """Return what the sums of each row begin with: int32 in all lanes."""
         if not self._plan.has_int8_inputs:
-            return [integers(0)] * self._num_rows
+            return [simd.integers(0)] * self._num_rows
         builder, given = self._builder, self._given
-        rows = [advance(builder, given.scales, given.row_bytes, m) for m in range(self._num_rows)]
-        return [spread(builder, read(builder, offset(builder, row, 4), I32, 4), I32X16) for row in rows]
+        rows = [simd.advance(builder, given.scales, given.row_bytes, m) for m in range(self._num_rows)]
+        return [
+            simd.spread(builder, simd.read(builder, simd.offset(builder, row, 4), simd.I32, 4), simd.I32X16)
+            for row in rows
+        ]
 
     def add_to(self, sums: list[Value], out: Value) -> None:
         """Write the code that adds products, times the scales of the inputs, to sums in memory."""
         builder, given = self._builder, self._given
         for m in range(self._num_rows):
-            place = advance(builder, given.scales, given.row_bytes, m)
-            scale = spread(builder, read(builder, place, F32, 4), F32X16)
-            row = advance(builder, out, given.out_row_bytes, m)
+            place = simd.advance(builder, given.scales, given.row_bytes, m)
+            scale = simd.spread(builder, simd.read(builder, place, simd.F32, 4), simd.F32X16)
+            row = simd.advance(builder, out, given.out_row_bytes, m)
             for i, t in enumerate(self._tiles):
-                at = offset(builder, row, 64 * t)
-                total = read(builder, at, F32X16, 4)
-                write(builder, fma.emit(builder, sums[m * len(self._tiles) + i], scale, total), at, 4)
+                at = simd.offset(builder, row, 64 * t)
+                total = simd.read(builder, at, simd.F32X16, 4)
+                simd.write(builder, simd.fma.emit(builder, sums[m * len(self._tiles) + i], scale, total), at, 4)
 
     def _add_tile(self, tile: _Tile, shared: list[list[Value]], sums: list[Value]) -> list[Value]:
         """Add the products of a tile whose groups have scales to sums of floats."""
         builder, given, kind = self._builder, self._given, self._kind
-        columns = [advance(builder, row, tile.number, self._plan.input_tile_bytes) for row in self._rows]
-        first_sums = advance(builder, offset(builder, given.scales, SUMS_OFFSET), tile.number, SUMS_BYTES)
-        group_sums = [advance(builder, first_sums, given.row_bytes, m) for m in range(self._num_rows)]
+        columns = [simd.advance(builder, row, tile.number, self._plan.input_tile_bytes) for row in self._rows]
+        first_sums = simd.advance(builder, simd.offset(builder, given.scales, SUMS_OFFSET), tile.number, SUMS_BYTES)
+        group_sums = [simd.advance(builder, first_sums, given.row_bytes, m) for m in range(self._num_rows)]
         at = builder.add(tile.start, tile.column)
         num_groups = TILE_INPUTS // kind.group
         pieces = self._pieces // num_groups
         for group in range(num_groups):
             place = 4 * group if num_groups > 1 else 8
-            inputs = [spread(builder, read(builder, offset(builder, x, place), F32, 4), F32X16) for x in group_sums]
-            parts = [integers(0)] * len(sums)
+            inputs = [
+                simd.spread(builder, simd.read(builder, simd.offset(builder, x, place), simd.F32, 4), simd.F32X16)
+                for x in group_sums
+            ]
+            parts = [simd.integers(0)] * len(sums)
             if self._plan.has_int8_inputs:
-                begins = [builder.fptosi(builder.fmul(x, constant(-128.0)), I32X16) for x in inputs]
+                begins = [builder.fptosi(builder.fmul(x, simd.constant(-128.0)), simd.I32X16) for x in inputs]
                 parts = [begin for begin in begins for _ in self._tiles]
             parts = self._add_pieces(
                 at, columns, tile.ahead, tile.lines, parts, range(group * pieces, (group + 1) * pieces)
             )
-            factors = [builder.sitofp(part, F32X16) for part in parts]
+            factors = [builder.sitofp(part, simd.F32X16) for part in parts]
             sums = self._add_scaled(self._scales(tile, group, shared[0]), factors, sums)
             if kind.has_offset:
                 factors = [x for x in inputs for _ in self._tiles]
@@ -208,58 +196,64 @@ class _Product:
         words_at_once = words * _READ_BYTES // piece_bytes
 
         def piece(number: Value, sums: list[Value]) -> list[Value]:
-            i = offset(builder, number, pieces.start)
-            upcoming = advance(builder, ahead, builder.mul(i, lines), LINE)
+            i = simd.offset(builder, number, pieces.start)
+            upcoming = simd.advance(builder, ahead, builder.mul(i, lines), LINE)
             prefetch_lines(builder, upcoming, lines)
-            at = advance(builder, start, i, piece_bytes)
-            columns = [advance(builder, row, i, 4 * words) for row in rows]
+            at = simd.advance(builder, start, i, piece_bytes)
+            columns = [simd.advance(builder, row, i, 4 * words) for row in rows]
             sums = list(sums)
             for first in range(0, words, words_at_once):
-                here = offset(builder, at, first // words_at_once * _READ_BYTES)
-                weights = [self._weights(offset(builder, here, 64 * t), words_at_once) for t in self._tiles]
+                here = simd.offset(builder, at, first // words_at_once * _READ_BYTES)
+                weights = [self._weights(simd.offset(builder, here, 64 * t), words_at_once) for t in self._tiles]
                 for word in range(words_at_once):
                     for m, column in enumerate(columns):
-                        x = self._inputs(offset(builder, column, 4 * (first + word)))
+                        x = self._inputs(simd.offset(builder, column, 4 * (first + word)))
                         for t, values in enumerate(weights):
                             place = m * len(weights) + t
                             sums[place] = self._add_products(sums[place], values[word], x)
             return sums
 
-        return loop(builder, ir.Constant(I64, len(pieces)), sums, piece)
+        return loop(builder, ir.Constant(simd.I64, len(pieces)), sums, piece)
 
     def _shared(self, place: Value, column: Value) -> list[list[Value]]:
         """Return the numbers that multiply the scales of some tiles, and those of their offsets."""
         builder, kind = self._builder, self._kind
         if not kind.super_bytes:
             return [[], []]
-        here = builder.add(place, builder.udiv(column, ir.Constant(I64, 2)))
-        begins = [offset(builder, here, 128 * i) for i in range(1 + kind.has_offset)]
-        return [[self._halves(offset(builder, begin, 32 * t)) for t in self._tiles] for begin in begins]
+        here = builder.add(place, builder.udiv(column, ir.Constant(simd.I64, 2)))
+        begins = [simd.offset(builder, here, 128 * i) for i in range(1 + kind.has_offset)]
+        return [[self._halves(simd.offset(builder, begin, 32 * t)) for t in self._tiles] for begin in begins]
 
     def _halves(self, address: Value) -> Value:
         """Return 16 float16 numbers as float32."""
-        return self._builder.fpext(read(self._builder, address, _HALVES, 32), F32X16)
+        return self._builder.fpext(simd.read(self._builder, address, _HALVES, 32), simd.F32X16)
 
     def _scales(self, tile: _Tile, number: int, shared: list[Value]) -> list[Value]:
         """Return the scales of a group of the inputs of a tile, or the offsets, which follow them."""
         builder, kind = self._builder, self._kind
         size = kind.scale_bytes // 64
-        first = builder.add(tile.start, builder.udiv(tile.column, ir.Constant(I64, 4 // size)))
-        first = offset(builder, first, kind.code_bytes + number * kind.scale_bytes)
-        places = [offset(builder, first, 16 * size * t) for t in self._tiles]
+        first = builder.add(tile.start, builder.udiv(tile.column, ir.Constant(simd.I64, 4 // size)))
+        first = simd.offset(builder, first, kind.code_bytes + number * kind.scale_bytes)
+        places = [simd.offset(builder, first, 16 * size * t) for t in self._tiles]
         if kind.scale == "float16":
             return [self._halves(place) for place in places]
-        values = [read(builder, place, ir.VectorType(I8, 16), 16) for place in places]
+        values = [simd.read(builder, place, ir.VectorType(simd.I8, 16), 16) for place in places]
         if kind.scale == "exponent":
-            bits = [builder.shl(builder.zext(value, I32X16), integers(23)) for value in values]
-            return [builder.fmul(builder.bitcast(each, F32X16), constant(0.5)) for each in bits]
-        numbers = [builder.sitofp(builder.sext(value, I32X16), F32X16) for value in values]
+            wide = [builder.zext(value, simd.I32X16) for value in values]
+            return [self._power_of_two(builder.lshr(each, simd.integers(1)), each) for each in wide]
+        numbers = [builder.sitofp(builder.sext(value, simd.I32X16), simd.F32X16) for value in values]
         return [builder.fmul(*pair) for pair in zip(numbers, shared, strict=True)]
+
+    def _power_of_two(self, half: Value, exponent: Value) -> Value:
+        """Return 2 to the power of exponents less 128, as two factors, since the smallest have no bits of their own."""
+        builder = self._builder
+        parts = (builder.add(part, simd.integers(63)) for part in (half, builder.sub(exponent, half)))
+        return builder.fmul(*(builder.bitcast(builder.shl(part, simd.integers(23)), simd.F32X16) for part in parts))
 
     def _add_scaled(self, scales: list[Value], factors: list[Value], sums: list[Value]) -> list[Value]:
         """Add numbers of each row, times the scales of each tile, to sums."""
         return [
-            fma.emit(self._builder, factor, scales[i % len(scales)], total)
+            simd.fma.emit(self._builder, factor, scales[i % len(scales)], total)
             for i, (factor, total) in enumerate(zip(factors, sums, strict=True))
         ]
 
@@ -267,8 +261,8 @@ class _Product:
         """Return the weights of pairs of inputs and of 16 outputs, int16; or of 4, each 128 larger, as bytes."""
         builder = self._builder
         if self._plan.has_int8_inputs:
-            return [builder.xor(read(builder, address, I32X16, 64), integers(-0x7F7F7F80))]
-        packed = read(builder, address, I16X32, 64)
+            return [builder.xor(simd.read(builder, address, simd.I32X16, 64), simd.integers(-0x7F7F7F80))]
+        packed = simd.read(builder, address, simd.I16X32, 64)
         if self._kind.bits == 8:
             return [self._low_bytes(packed), builder.ashr(packed, _words(8))]
         if self._kind.code_mask:
@@ -293,20 +287,26 @@ class _Product:
         builder, levels = self._builder, [level & 255 for level in self._kind.levels]
         bytes_ = builder.bitcast(codes, _BYTES)
         if self._plan.instructions == "avx512-vnni" and not self._plan.is_emulated:
-            found = call(builder, "llvm.x86.avx512.pshuf.b.512", _BYTES, [ir.Constant(_BYTES, levels * 4), bytes_])
-            return builder.bitcast(found, I16X32)
+            found = simd.call(builder, "llvm.x86.avx512.pshuf.b.512", _BYTES, [ir.Constant(_BYTES, levels * 4), bytes_])
+            return builder.bitcast(found, simd.I16X32)
+        if self._plan.is_emulated or not target_features().get("avx2"):
+            found = ir.Constant(_BYTES, [levels[0]] * 64)
+            for code, level in enumerate(levels[1:], 1):
+                is_code = builder.icmp_unsigned("==", bytes_, ir.Constant(_BYTES, [code] * 64))
+                found = builder.select(is_code, ir.Constant(_BYTES, [level] * 64), found)
+            return builder.bitcast(found, simd.I16X32)
         halves = []
         for first in (0, 32):
             half = builder.shuffle_vector(bytes_, bytes_, _lanes(first, 32))
             halves.append(
-                call(builder, "llvm.x86.avx2.pshuf.b", _HALF_BYTES, [ir.Constant(_HALF_BYTES, levels * 2), half])
+                simd.call(builder, "llvm.x86.avx2.pshuf.b", _HALF_BYTES, [ir.Constant(_HALF_BYTES, levels * 2), half])
             )
-        return builder.bitcast(builder.shuffle_vector(*halves, _lanes(0, 64)), I16X32)
+        return builder.bitcast(builder.shuffle_vector(*halves, _lanes(0, 64)), simd.I16X32)
 
     def _inputs(self, address: Value) -> Value:
         """Return a pair of int16 inputs, or four of int8, in all lanes."""
-        words = spread(self._builder, read(self._builder, address, I32, 4), I32X16)
-        return words if self._plan.has_int8_inputs else self._builder.bitcast(words, I16X32)
+        words = simd.spread(self._builder, simd.read(self._builder, address, simd.I32, 4), simd.I32X16)
+        return words if self._plan.has_int8_inputs else self._builder.bitcast(words, simd.I16X32)
 
     def _add_products(self, total: Value, weights: Value, inputs: Value) -> Value:
         """Add the products of two pairs, or of four and four, to each 32-bit lane."""
@@ -314,23 +314,23 @@ class _Product:
         if self._plan.has_int8_inputs:
             return self._add_products_of_bytes(total, weights, inputs)
         if self._plan.instructions == "avx512-vnni" and not self._plan.is_emulated:
-            return call(builder, "llvm.x86.avx512.vpdpwssd.512", I32X16, [total, weights, inputs])
+            return simd.call(builder, "llvm.x86.avx512.vpdpwssd.512", simd.I32X16, [total, weights, inputs])
         if target_features().get("avx2") and not self._plan.is_emulated:
             return builder.add(total, self._multiply_halves(weights, inputs))
         products = []
         for first in (0, 1):
-            lanes = ir.Constant(I32X16, list(range(first, 32, 2)))
-            halves = [builder.sext(builder.shuffle_vector(x, x, lanes), I32X16) for x in (weights, inputs)]
+            lanes = ir.Constant(simd.I32X16, list(range(first, 32, 2)))
+            halves = [builder.sext(builder.shuffle_vector(x, x, lanes), simd.I32X16) for x in (weights, inputs)]
             products.append(builder.mul(*halves))
         return builder.add(total, builder.add(*products))
 
     def _add_products_of_bytes(self, total: Value, weights: Value, inputs: Value) -> Value:
         builder = self._builder
         if not self._plan.is_emulated:
-            return call(builder, "llvm.x86.avx512.vpdpbusd.512", I32X16, [total, weights, inputs])
+            return simd.call(builder, "llvm.x86.avx512.vpdpbusd.512", simd.I32X16, [total, weights, inputs])
         for i in range(4):
-            weight = builder.and_(builder.lshr(weights, integers(8 * i)), integers(255))
-            value = builder.ashr(builder.shl(inputs, integers(24 - 8 * i)), integers(24))
+            weight = builder.and_(builder.lshr(weights, simd.integers(8 * i)), simd.integers(255))
+            value = builder.ashr(builder.shl(inputs, simd.integers(24 - 8 * i)), simd.integers(24))
             total = builder.add(total, builder.mul(weight, value))
         return total
 
@@ -339,15 +339,15 @@ class _Product:
         builder = self._builder
         halves = []
         for first in (0, 16):
-            lanes = ir.Constant(ir.VectorType(I32, 16), list(range(first, first + 16)))
+            lanes = ir.Constant(ir.VectorType(simd.I32, 16), list(range(first, first + 16)))
             args = [builder.shuffle_vector(x, x, lanes) for x in (weights, inputs)]
-            halves.append(call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), args))
-        return builder.shuffle_vector(*halves, ir.Constant(I32X16, list(range(16))))
+            halves.append(simd.call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(simd.I32, 8), args))
+        return builder.shuffle_vector(*halves, ir.Constant(simd.I32X16, list(range(16))))
 
 
 def _lanes(first: int, count: int) -> Value:
-    return ir.Constant(ir.VectorType(I32, count), list(range(first, first + count)))
+    return ir.Constant(ir.VectorType(simd.I32, count), list(range(first, first + count)))
 
 
 def _words(value: int) -> Value:
-    return ir.Constant(I16X32, [value] * 32)
+    return ir.Constant(simd.I16X32, [value] * 32)

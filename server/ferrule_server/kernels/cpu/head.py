@@ -11,25 +11,10 @@ import math
 
 import numpy as np
 
+from ferrule_server.kernels.cpu import lanes as simd
 from ferrule_server.kernels.cpu.activations import softcap
 from ferrule_server.kernels.cpu.dot import GROUP
 from ferrule_server.kernels.cpu.kernel import Record, kernel
-from ferrule_server.kernels.cpu.lanes import (
-    LANES,
-    add,
-    exp,
-    fma,
-    load,
-    max_of,
-    maximum,
-    multiply,
-    select_below,
-    splat,
-    store,
-    store_past_caches,
-    subtract,
-    sum_of,
-)
 from ferrule_server.kernels.cpu.records import (
     BEST_BYTES,
     MOST_TOP,
@@ -70,14 +55,14 @@ def read_logits(here: Record, stage: Record, unit: int, row: int, num_rows: int)
         if model.logit_scale != 1 or model.logit_softcap != 0:
             _finish_logits(model, logits)
         if width < GROUP:
-            for j in range(0, GROUP, LANES):
-                store(logits + 4 * j, select_below(width - j, load(logits + 4 * j), splat(_LOWEST)))
+            for j in range(0, GROUP, simd.LANES):
+                simd.store(logits + 4 * j, simd.select_below(width - j, simd.load(logits + 4 * j), simd.splat(_LOWEST)))
         kept = thread * step.num_outputs + output
         best = step.best + kept * BEST_BYTES
         top = _keep_best(logits, first, width, best)
         if wants & WANTS_LOGITS:
-            for j in range(0, 4 * GROUP, 4 * LANES):
-                store_past_caches(step.logits + output * step.logit_bytes + 4 * first + j, load(logits + j))
+            for j in range(0, 4 * GROUP, 4 * simd.LANES):
+                simd.store_past_caches(step.logits + output * step.logit_bytes + 4 * first + j, simd.load(logits + j))
         if wants & WANTS_SUMS:
             num_units = (model.vocab_size + GROUP - 1) // GROUP
             _keep_sums(logits, width, top, step.sums + (output * num_units + unit) * 16)
@@ -93,22 +78,22 @@ def read_logits(here: Record, stage: Record, unit: int, row: int, num_rows: int)
 @kernel
 def _finish_logits(model: Record, logits: int) -> None:
     """Multiply 64 logits by ``logit_scale`` and cap them."""
-    for j in range(0, GROUP, LANES):
-        x = multiply(load(logits + 4 * j), splat(model.logit_scale))
-        store(logits + 4 * j, softcap(x, model.logit_softcap) if model.logit_softcap != 0 else x)
+    for j in range(0, GROUP, simd.LANES):
+        x = simd.multiply(simd.load(logits + 4 * j), simd.splat(model.logit_scale))
+        simd.store(logits + 4 * j, softcap(x, model.logit_softcap) if model.logit_softcap != 0 else x)
 
 
 @kernel
 def _keep_best(logits: int, first: int, width: int, best: int) -> float:
     """Return the largest of 64 logits; keep it if it is the largest so far, and whether any is NaN or infinite."""
-    top, zero = splat(_LOWEST), splat(np.float32(0))
-    invalid = splat(read_float32(best + 8))
-    for j in range(0, GROUP, LANES):
-        x = load(logits + 4 * j)
-        top = maximum(x, top)
-        invalid = fma(select_below(width - j, x, zero), zero, invalid)
-    largest = max_of(top)
-    write_float32(best + 8, sum_of(invalid))
+    top, zero = simd.splat(_LOWEST), simd.splat(np.float32(0))
+    invalid = simd.splat(read_float32(best + 8))
+    for j in range(0, GROUP, simd.LANES):
+        x = simd.load(logits + 4 * j)
+        top = simd.maximum(x, top)
+        invalid = simd.fma(simd.select_below(width - j, x, zero), zero, invalid)
+    largest = simd.max_of(top)
+    write_float32(best + 8, simd.sum_of(invalid))
     if largest > read_float32(best):
         write_float32(best, largest)
         for j in range(width):
@@ -121,15 +106,15 @@ def _keep_best(logits: int, first: int, width: int, best: int) -> float:
 @kernel
 def _keep_sums(logits: int, width: int, top: float, place: int) -> None:
     """Write the largest logit, the sum of exp(logit - largest), and of that times (logit - largest)."""
-    total, weighted, zero = splat(np.float32(0)), splat(np.float32(0)), splat(np.float32(0))
-    for j in range(0, width, LANES):
-        below = subtract(load(logits + 4 * j), splat(top))
-        weights = select_below(width - j, exp(below), zero)
-        total = add(total, weights)
-        weighted = fma(weights, select_below(width - j, below, zero), weighted)
+    total, weighted, zero = simd.splat(np.float32(0)), simd.splat(np.float32(0)), simd.splat(np.float32(0))
+    for j in range(0, width, simd.LANES):
+        below = simd.subtract(simd.load(logits + 4 * j), simd.splat(top))
+        weights = simd.select_below(width - j, simd.exp(below), zero)
+        total = simd.add(total, weights)
+        weighted = simd.fma(weights, simd.select_below(width - j, below, zero), weighted)
     write_float32(place, top)
-    write_float32(place + 4, sum_of(total))
-    write_float32(place + 8, sum_of(weighted))
+    write_float32(place + 4, simd.sum_of(total))
+    write_float32(place + 8, simd.sum_of(weighted))
 
 
 @kernel

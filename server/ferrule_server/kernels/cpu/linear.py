@@ -19,6 +19,7 @@ from typing import Final
 
 import numpy as np
 
+from ferrule_server.kernels.cpu import lanes as simd
 from ferrule_server.kernels.cpu.activations import clear_values, copy_values, store_input
 from ferrule_server.kernels.cpu.calls import call_multiply
 from ferrule_server.kernels.cpu.dot import GROUP
@@ -26,18 +27,6 @@ from ferrule_server.kernels.cpu.head import read_logits
 from ferrule_server.kernels.cpu.heads import project_heads
 from ferrule_server.kernels.cpu.kernel import Lanes, Record, kernel
 from ferrule_server.kernels.cpu.kinds import Kind
-from ferrule_server.kernels.cpu.lanes import (
-    LANES,
-    add,
-    divide,
-    exp,
-    fma,
-    load,
-    multiply,
-    splat,
-    store,
-    subtract,
-)
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import model_at, stage_at, step_at, sums_of, thread_at
 from ferrule_server.kernels.cpu.sync import claim
@@ -100,9 +89,9 @@ def linear(plan: Plan, thread: int, stage_address: int) -> int:
 @kernel
 def _add_bias(sums: int, sum_bytes: int, num_rows: int, bias: int) -> None:
     for row in range(num_rows):
-        for i in range(0, sum_bytes, 4 * LANES):
+        for i in range(0, sum_bytes, 4 * simd.LANES):
             place = sums + row * sum_bytes + i
-            store(place, add(load(place), load(bias + i)))
+            simd.store(place, simd.add(simd.load(place), simd.load(bias + i)))
 
 
 @kernel
@@ -130,12 +119,12 @@ def _add_residual(here: Record, stage: Record, unit: int, row: int, num_rows: in
     sums, sum_bytes = sums_of(here, stage)
     first = unit * GROUP
     width = min(GROUP, model.hidden_size - first)
-    factor = splat(stage.factor)
+    factor = simd.splat(stage.factor)
     for i in range(num_rows):
         out = step.hidden + 4 * ((row + i) * model.hidden_size + first)
-        for j in range(0, width, LANES):
-            x = load(sums + i * sum_bytes + 4 * j)
-            store(out + 4 * j, add(load(out + 4 * j), multiply(x, factor)))
+        for j in range(0, width, simd.LANES):
+            x = simd.load(sums + i * sum_bytes + 4 * j)
+            simd.store(out + 4 * j, simd.add(simd.load(out + 4 * j), simd.multiply(x, factor)))
 
 
 @kernel
@@ -150,11 +139,11 @@ def _activate(plan: Plan, here: Record, stage: Record, unit: int, row: int, num_
     width = GROUP // 2 if is_gated else GROUP
     for i in range(num_rows):
         out = step.activated + (row + i) * step.activated_bytes
-        for j in range(0, width, LANES):
-            x = load(sums + i * sum_bytes + 4 * j)
+        for j in range(0, width, simd.LANES):
+            x = simd.load(sums + i * sum_bytes + 4 * j)
             x = gelu(x) if is_gelu else _silu(x)
             if is_gated:
-                x = multiply(x, load(sums + i * sum_bytes + 4 * (width + j)))
+                x = simd.multiply(x, simd.load(sums + i * sum_bytes + 4 * (width + j)))
             store_input(plan, out, unit * width + j, x)
 
 
@@ -176,20 +165,20 @@ def _gate_kept(plan: Plan, here: Record, stage: Record, unit: int, row: int, num
     for i in range(num_rows):
         kept = stage.kept + (row + i) * stage.kept_bytes + 4 * unit * GROUP
         out = step.activated + (row + i) * step.activated_bytes
-        for j in range(0, width, LANES):
-            x = load(sums + i * sum_bytes + 4 * j)
+        for j in range(0, width, simd.LANES):
+            x = simd.load(sums + i * sum_bytes + 4 * j)
             x = gelu(x) if model.is_gelu else _silu(x)
-            store_input(plan, out, unit * GROUP + j, multiply(x, load(kept + 4 * j)))
+            store_input(plan, out, unit * GROUP + j, simd.multiply(x, simd.load(kept + 4 * j)))
 
 
 @kernel
 def _silu(x: Lanes) -> Lanes:
     """Return x / (1 + exp(-x)); where exp would overflow, x times the least that it can be."""
-    return divide(x, add(splat(np.float32(1)), exp(subtract(splat(np.float32(0)), x))))
+    return simd.divide(x, simd.add(simd.splat(np.float32(1)), simd.exp(simd.subtract(simd.splat(np.float32(0)), x))))
 
 
 @kernel
 def gelu(x: Lanes) -> Lanes:
     """Return x * (1 + tanh(y)) / 2, which is x / (1 + exp(-2 y)), for y = sqrt(2 / pi) * (x + 0.044715 x**3)."""
-    cubic = fma(multiply(x, x), splat(_GELU_CUBIC), splat(_GELU_LINEAR))
-    return divide(x, add(splat(np.float32(1)), exp(multiply(x, cubic))))
+    cubic = simd.fma(simd.multiply(x, x), simd.splat(_GELU_CUBIC), simd.splat(_GELU_LINEAR))
+    return simd.divide(x, simd.add(simd.splat(np.float32(1)), simd.exp(simd.multiply(x, cubic))))

@@ -12,24 +12,9 @@ from typing import Final
 
 import numpy as np
 
+from ferrule_server.kernels.cpu import lanes as simd
 from ferrule_server.kernels.cpu.activations import load_element
 from ferrule_server.kernels.cpu.kernel import Lanes, kernel
-from ferrule_server.kernels.cpu.lanes import (
-    LANES,
-    add,
-    divide,
-    fma,
-    load,
-    max_of,
-    maximum,
-    multiply,
-    rint,
-    splat,
-    store,
-    store_int8,
-    subtract,
-    sum_of,
-)
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.scalars import (
     read_bfloat16,
@@ -103,9 +88,9 @@ def _copy(plan: Plan, row: int, num_inputs: int, place: int) -> None:
 @kernel
 def _widen(plan: Plan, row: int, num_inputs: int, width: int, out: int) -> None:
     """Write a row as float32, with zeros at its end."""
-    whole = num_inputs // LANES * LANES
-    for k in range(0, whole, LANES):
-        store(out + 4 * k, load_element(plan, row, k))
+    whole = num_inputs // simd.LANES * simd.LANES
+    for k in range(0, whole, simd.LANES):
+        simd.store(out + 4 * k, load_element(plan, row, k))
     for k in range(whole, width):
         value = np.float32(0)
         if k < num_inputs:
@@ -115,40 +100,40 @@ def _widen(plan: Plan, row: int, num_inputs: int, width: int, out: int) -> None:
 
 @kernel
 def _pack_int8(plan: Plan, row: int, num_tiles: int, group: int, n: int) -> None:
-    width, zero = num_tiles * _TILE, splat(np.float32(0))
+    width, zero = num_tiles * _TILE, simd.splat(np.float32(0))
     top, invalid = zero, zero
-    for k in range(0, width, LANES):
-        x = load(row + 4 * k)
-        top = maximum(maximum(x, subtract(zero, x)), top)
-        invalid = fma(x, zero, invalid)
-    largest = max_of(top)
+    for k in range(0, width, simd.LANES):
+        x = simd.load(row + 4 * k)
+        top = simd.maximum(simd.maximum(x, simd.subtract(zero, x)), top)
+        invalid = simd.fma(x, zero, invalid)
+    largest = simd.max_of(top)
     scale = largest / np.float32(127) if largest >= _SMALLEST else np.float32(0)
-    divisor = splat(scale if scale > 0 else np.float32(np.inf))
+    divisor = simd.splat(scale if scale > 0 else np.float32(np.inf))
     integers = row + 4 * width
-    for k in range(0, width, LANES):
-        store_int8(integers + k, divide(load(row + 4 * k), divisor))
+    for k in range(0, width, simd.LANES):
+        simd.store_int8(integers + k, simd.divide(simd.load(row + 4 * k), divisor))
     for q in range(width // 4):
         word = read_int32(integers + 4 * q)
         difference = ((word >> 8) ^ word) & 0xFF00
         write_int32(group + q * _WORD_BYTES + 4 * n, word ^ difference ^ (difference << 8))
-    write_float32(group + num_tiles * plan.kind.tile_bytes + 4 * n, scale + sum_of(invalid))
+    write_float32(group + num_tiles * plan.kind.tile_bytes + 4 * n, scale + simd.sum_of(invalid))
 
 
 @kernel
 def _pack_codes(plan: Plan, row: int, num_tiles: int, group: int, n: int) -> None:
-    zero, codes = splat(np.float32(0)), row + 4 * num_tiles * _TILE
+    zero, codes = simd.splat(np.float32(0)), row + 4 * num_tiles * _TILE
     for tile in range(num_tiles):
         block, place = row + 4 * _TILE * tile, group + tile * plan.kind.tile_bytes
-        x, y = load(block), load(block + 4 * LANES)
+        x, y = simd.load(block), simd.load(block + 4 * simd.LANES)
         scale, begin = _fit(x, y)
-        store_int8(codes, _codes_of(x, scale, begin))
-        store_int8(codes + LANES, _codes_of(y, scale, begin))
+        simd.store_int8(codes, _codes_of(x, scale, begin))
+        simd.store_int8(codes + simd.LANES, _codes_of(y, scale, begin))
         for i in range(4):
             first, second = read_int32(codes + 8 * i), read_int32(codes + 8 * i + 4)
             first, second = first | first >> 12, second | second >> 12
             low = (first & 0xFF) | (second & 0xFF) << 8
             write_int32(place + i * _WORD_BYTES + 4 * n, low | (first & 0xFF00) << 8 | (second & 0xFF00) << 16)
-        invalid = sum_of(fma(x, zero, multiply(y, zero)))
+        invalid = simd.sum_of(simd.fma(x, zero, simd.multiply(y, zero)))
         scales = place + plan.kind.code_bytes + 2 * n
         write_float16(scales, scale + invalid)
         write_float16(scales + plan.kind.scale_bytes, begin)
@@ -157,21 +142,21 @@ def _pack_codes(plan: Plan, row: int, num_tiles: int, group: int, n: int) -> Non
 @kernel
 def _fit(x: Lanes, y: Lanes) -> tuple[np.float32, np.float32]:
     """Return the scale and the offset with which 32 numbers become codes of the smallest squared error."""
-    zero = splat(np.float32(0))
-    highest = max_of(maximum(x, y))
-    lowest = -max_of(maximum(subtract(zero, x), subtract(zero, y)))
+    zero = simd.splat(np.float32(0))
+    highest = simd.max_of(simd.maximum(x, y))
+    lowest = -simd.max_of(simd.maximum(simd.subtract(zero, x), simd.subtract(zero, y)))
     width = highest - lowest
     begin = round_to_float16(lowest)
     if not width >= _SMALLEST:
         return np.float32(0), begin
     scale, error = np.float32(0), np.float32(np.inf)
-    total = sum_of(add(x, y))
+    total = simd.sum_of(simd.add(x, y))
     for i in range(_NUM_FITS):
         steps = np.float32(15) + (np.float32(i) - np.float32(_NUM_FITS // 3)) * _FIT_STEP
         first, second = _codes_of(x, width / steps, lowest), _codes_of(y, width / steps, lowest)
-        sums = sum_of(add(first, second))
-        squares = sum_of(fma(first, first, multiply(second, second)))
-        products = sum_of(fma(first, x, multiply(second, y)))
+        sums = simd.sum_of(simd.add(first, second))
+        squares = simd.sum_of(simd.fma(first, first, simd.multiply(second, second)))
+        products = simd.sum_of(simd.fma(first, x, simd.multiply(second, y)))
         spread = np.float32(32) * squares - sums * sums
         if spread > 0:
             own = round_to_float16((np.float32(32) * products - sums * total) / spread)
@@ -185,17 +170,17 @@ def _fit(x: Lanes, y: Lanes) -> tuple[np.float32, np.float32]:
 @kernel
 def _error(x: Lanes, y: Lanes, scale: np.float32, begin: np.float32) -> np.float32:
     """Return the squared error of 32 numbers as codes."""
-    scales, begins = splat(scale), splat(begin)
-    first = subtract(fma(_codes_of(x, scale, begin), scales, begins), x)
-    second = subtract(fma(_codes_of(y, scale, begin), scales, begins), y)
-    return np.float32(sum_of(fma(first, first, multiply(second, second))))
+    scales, begins = simd.splat(scale), simd.splat(begin)
+    first = simd.subtract(simd.fma(_codes_of(x, scale, begin), scales, begins), x)
+    second = simd.subtract(simd.fma(_codes_of(y, scale, begin), scales, begins), y)
+    return np.float32(simd.sum_of(simd.fma(first, first, simd.multiply(second, second))))
 
 
 @kernel
 def _codes_of(x: Lanes, scale: np.float32, begin: np.float32) -> Lanes:
     """Return the codes of numbers, from 0 to 15."""
-    zero = splat(np.float32(0))
+    zero = simd.splat(np.float32(0))
     if scale == 0:
         return zero
-    codes = maximum(rint(divide(subtract(x, splat(begin)), splat(scale))), zero)
-    return subtract(zero, maximum(subtract(zero, codes), splat(np.float32(-15))))
+    codes = simd.maximum(simd.rint(simd.divide(simd.subtract(x, simd.splat(begin)), simd.splat(scale))), zero)
+    return simd.subtract(zero, simd.maximum(simd.subtract(zero, codes), simd.splat(np.float32(-15))))

@@ -66,12 +66,14 @@ def choose_instructions(dtype: str, packed: str = "") -> tuple[Instructions | No
         packed: How matrices are packed, for people; empty: they are floats.
 
     Returns:
-        None if the processor has no fused multiply-add: then the kernels cannot run.
+        None if the processor lacks an instruction that they need: then the kernels cannot run.
     """
     features = target_features()
     if platform.machine() != "aarch64" and not features.get("fma"):
         return None, "the processor has no fused multiply-add (FMA)"
     if packed:
+        if platform.machine() != "aarch64" and not features.get("f16c"):
+            return None, f"the weights are {packed}, and the processor has no float16 (F16C)"
         has_vnni = features.get("avx512vnni") and features.get("avx512bw")
         if not has_vnni:
             return "fma", f"the weights are {packed}, and the processor has no AVX512-VNNI"

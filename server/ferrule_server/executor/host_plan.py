@@ -92,7 +92,8 @@ class HostPlan:
         pool = f"lower --kv-memory to {left}MiB or less, " if self.kv_pool > self.loading and left > 0 else ""
         raise ConfigError(
             f"{gib(self.needed)} of memory are needed, and {gib(available)} are available:\n{self.table()}\n{pool}"
-            "take a smaller model or --weights int8 or int4, raise the limit, or end other programs"
+            "take a smaller model, or --weights int8 or int4 if its weights are floats, raise the limit, or end other"
+            " programs"
         )
 
 

@@ -10,6 +10,7 @@ import torch
 from ferrule_server.executor.base import BLOCK_SIZE
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.parts import specs
+from ferrule_server.model.stored import LAYOUTS
 from ferrule_server.model.tensors import on_meta
 
 if TYPE_CHECKING:
@@ -40,12 +41,16 @@ def weights_bytes(config: ModelConfig, dtype: torch.dtype, plan: Plan | None = N
 
 
 def largest_matrix_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the largest matrix that may be packed when all others are in memory.
+    """Return the bytes of the largest matrix that may be packed when all others are in memory, as it is in the file.
 
-    A head that is tied is not: it is the embedding, which files begin with.
+    A head that is tied is not, if it is floats: it is the embedding, which files begin with.
     """
-    linear = (spec for spec in specs(config) if spec.is_linear and spec.part.name != "embedding")
-    return max(prod(spec.shape) for spec in linear) * dtype.itemsize
+    found = []
+    for spec in specs(config):
+        num_values, num_bytes = LAYOUTS.get(config.blocks.get(spec.names[0], ""), (1, dtype.itemsize))
+        if spec.is_linear and (num_values > 1 or spec.part.name != "embedding"):
+            found.append(prod(spec.shape) // num_values * num_bytes)
+    return max(found)
 
 
 def kv_bytes(config: ModelConfig, dtype: torch.dtype, num_tokens: int) -> int:

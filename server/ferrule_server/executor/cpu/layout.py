@@ -50,7 +50,8 @@ def _bytes_in_order(codes: Array) -> Array:
 
 def _nibbles_in_order(codes: Array, kind: MatrixKind) -> Array:
     """Return words of 8 codes: 0, 2, 4, 6, 1, 3, 5, 7."""
-    quads: Array = np.ascontiguousarray(codes ^ np.uint8(kind.code_mask)).view(np.uint32)
-    quads = quads | quads >> 12
-    first, second = quads[:, ::2], quads[:, 1::2]
-    return first & 0xFF | second << 8 & 0xFF00 | first << 8 & 0xFF0000 | second << 16 & 0xFF000000
+    signed = codes ^ np.uint8(kind.code_mask) if kind.code_mask else np.ascontiguousarray(codes)
+    eights: Array = signed.view(np.uint64)
+    eights = eights | eights >> 12  # bytes 0, 1, 4 and 5 hold two codes each
+    eights = eights & 0xFF | eights >> 24 & 0xFF00 | eights << 8 & 0xFF0000 | eights >> 16 & 0xFF000000
+    return eights.astype(np.uint32)

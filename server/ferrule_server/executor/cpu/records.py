@@ -96,6 +96,7 @@ def _rotation_table(rope: Rope | None, head_dim: int, widest: int) -> Tensor:
 def _features(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the fields of a model's record that the network says."""
     inputs = config.per_layer_input
+    dtype = torch.float32 if config.blocks else dtype  # rows of packed embeddings are not rounded to it either
     return _fields_of(config, MODEL) | {
         "input_size": inputs.size if inputs is not None else 0,
         "is_gelu": config.activation == "gelu_tanh",

@@ -149,7 +149,8 @@ class _Stages:
         kept = self._memory.kept_in("ups", size=up.piece.num_rows)
         self._quantise(up, "normed")
         self._multiply(Kind.KEEP, up, bias and bias + 4 * gate.num_packed_rows, "normed", num_groups=1, **kept)
-        self._quantise(gate, "normed")
+        if not up.kind.is_quantised or self._is_int8(gate) != self._is_int8(up):
+            self._quantise(gate, "normed")
         self._multiply(Kind.GATE, gate, bias, "normed", num_groups=1, **kept)
 
     @staticmethod

@@ -6,8 +6,9 @@ What is packed in the file keeps its numbers (``layout``); floats are copied or 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -28,8 +29,8 @@ from ferrule_server.model.parts import TensorSpec, specs
 from ferrule_server.model.tensors import ModelWeights, StoredMatrix
 
 _ALIGNMENT: Final = 64
-_AT_ONCE: Final = 64
-"""Rows of blocks, so that what is between a file and its layout stays in the cache."""
+_AT_ONCE: Final = 1 << 18
+"""Numbers in blocks, or 64 rows if they are more, so that what is between a file and its layout stays in the cache."""
 _QUANTISED: Final[Mapping[WeightKind, MatrixKind]] = {"int8": INT8, "int4": CODES4_OFFSET}
 _IN_INT8: Final = frozenset({("qkv", 2), ("down", 0), ("head", 0), ("embedding", 0)})
 """Parts that keep 8 bits if others have codes of 4 bits: values, the last layer of a block and the head lose most."""
@@ -258,9 +259,16 @@ class Packer:
 
 
 def _lay_out(block: str, rows: Tensor, out: Tensor) -> None:
-    """Pack rows of blocks, uint8 [rows, row_bytes], some at a time."""
-    for place, some in zip(out.view(len(rows) // _AT_ONCE, -1), torch.split(rows, _AT_ONCE), strict=True):
-        lay_out(BLOCKS[block].codes(some.numpy()), place.numpy())
+    """Pack rows of blocks, uint8 [rows, row_bytes], some at a time with each thread."""
+
+    def pack(some: Tensor, place: Tensor) -> None:
+        lay_out(kind.codes(some.numpy()), place.view(-1).numpy())
+
+    kind = BLOCKS[block]
+    num_groups = max(1, _AT_ONCE // GROUP * kind.num_bytes // (rows.shape[1] * kind.num_values))
+    pieces = torch.split(rows, num_groups * GROUP), torch.split(out.view(len(rows) // GROUP, -1), num_groups)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        deque(pool.map(pack, *pieces), maxlen=0)
 
 
 def _name_of(config: ModelConfig, plan: Plan) -> str:

@@ -21,6 +21,7 @@ _Parts = tuple[Array, ...] | tuple[Array, Array, None, Array]
 
 _IQ4: Final = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4: Final = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_LOW_NIBBLES: Final = np.uint64(0x0F0F0F0F0F0F0F0F)
 _FLOAT_SCALES: Final = MatrixKind("codes8/32", 8, 32, "float16")
 _SIGNED_NIBBLES: Final = MatrixKind("codes4/32", 4, 32, "float16", levels=SIGNED_LEVELS)
 
@@ -63,8 +64,10 @@ def _halves(blocks: Bytes, begin: int) -> Array:
 
 
 def _nibbles(blocks: Bytes) -> Array:
-    """Return the low nibbles, then the high ones, along the last axis."""
-    return np.concatenate((blocks & 15, blocks >> 4), -1)
+    """Return the low nibbles, then the high ones, along the last axis, which has a multiple of 8 bytes."""
+    words = np.ascontiguousarray(blocks).view(np.uint64)
+    nibbles = np.stack((words & _LOW_NIBBLES, words >> 4 & _LOW_NIBBLES), -2)
+    return nibbles.reshape(*blocks.shape[:-1], -1).view(np.uint8)
 
 
 def _pairs(blocks: Bytes) -> Array:

@@ -79,8 +79,9 @@ class ServerConfig:
 
     model: str | None = _MODEL.setting("--model", _MODEL_KIND, DEMO_MODEL)
     """demo, the small bundled model; smollm2, SmolLM2-135M-Instruct, which is installed apart (without it the start
-    says how); a Hugging Face folder with safetensors; a GGUF file (the first, if it has parts); or a model on the
-    Hugging Face hub, whose configuration, tokenizer and safetensors are fetched once and kept in HF_HOME
+    says how); a Hugging Face folder with safetensors; a GGUF file (the first, if it has parts); a model on the Hugging
+    Face hub, whose configuration, tokenizer and safetensors are fetched once and kept in HF_HOME; or one GGUF file of
+    such a repository, ORG/NAME:Q4_K_M or ORG/NAME/FILE.gguf
     """
     ignored_config_keys: tuple[str, ...] = _MODEL.setting("--ignore-config-key", NAMES, "")
     """keys of the model's config.json, or of its GGUF file, that count as absent, at your word that the model computes
@@ -270,11 +271,9 @@ class ServerConfig:
             _require(self.device != "cpu", "--executor numba-cuda runs on a GPU; leave --device cpu out")
             _require(self.dtype != "float32", "--executor numba-cuda computes in bfloat16; leave --dtype float32 out")
         _require(self.activations == "int16" or self.weights != "int4", INT8_INPUTS)
-        if self.weights != "float":
-            _require(
-                self.executor in ("auto", "numba-cpu") and not self.device.startswith("cuda"),
-                f"--weights {self.weights} needs the kernels of the processor: --executor numba-cpu",
-            )
+        if needs := self.needs_kernels:
+            is_processor = self.executor in ("auto", "numba-cpu") and not self.device.startswith("cuda")
+            _require(is_processor, f"{needs} needs the kernels of the processor: --executor numba-cpu")
         if self.executor == "paged-reference":
             self._check_reference()
         if self.dtype == "float16":
@@ -291,7 +290,7 @@ class ServerConfig:
         """Refuse settings that need kernels, because only torch computes in float16."""
         runs = "--dtype float16 runs in torch only; leave"
         _require(self.executor in ("auto", "torch"), f"{runs} --executor {self.executor} out")
-        _require(self.weights == "float", f"{runs} --weights {self.weights} out")
+        _require(not self.needs_kernels, f"{runs} {self.needs_kernels} out")
         _require(not self.is_deterministic, f"{runs} --deterministic out")
 
     def _check_deterministic(self) -> None:
@@ -331,6 +330,12 @@ class ServerConfig:
             self.metrics_listen is not None or self.ui != "on",
             "--ui on needs an address to serve the page on: add --metrics-listen 127.0.0.1:9464",
         )
+
+    @property
+    def needs_kernels(self) -> str:
+        """The setting that only the kernels of the processor can follow; empty: there is none."""
+        weights = f"--weights {self.weights}" if self.weights != "float" else ""
+        return weights or ("--activations int8" if self.activations == "int8" else "")
 
     @property
     def has_ui(self) -> bool:

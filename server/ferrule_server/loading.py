@@ -79,6 +79,7 @@ class LoadPlan:
         device: The GPU, or the processor.
         choice: How the kernels of the processor run it; without a reason if a GPU does, or torch, as the settings say.
         dtype: Type of weights that are not quantised, activations and KV.
+        packed_types: Of the matrices that stay as they are in the file.
         memory: What the memory of the host will be for.
     """
 
@@ -86,6 +87,7 @@ class LoadPlan:
     device: Device
     choice: Choice
     dtype: DTypeName
+    packed_types: tuple[str, ...]
     memory: HostPlan
 
 
@@ -135,6 +137,7 @@ def plan_load(config: ServerConfig, network: ModelConfig, host: Host = _HOST) ->
     Raises:
         ConfigError: The settings require kernels that cannot run, or a GPU that is not there.
     """
+    from ferrule_server.executor.cpu.weights import block_types
     from ferrule_server.executor.sizes import largest_matrix_bytes, weights_bytes
     from ferrule_server.executor.torch import least_kv_bytes
     from ferrule_server.model.weights import TORCH_DTYPES
@@ -142,17 +145,18 @@ def plan_load(config: ServerConfig, network: ModelConfig, host: Host = _HOST) ->
     device = _device_of(config)
     choice = _cpu_choice(config, device, network)
     name = _dtype_of(config, device, choice, host)
-    dtype = TORCH_DTYPES[name]
+    dtype, form = TORCH_DTYPES[name], name if config.weights == "float" else config.weights
+    types = () if choice.plan is None else block_types(network)
     memory = HostPlan(
         limits=host.memory_limits(),
         weights=weights_bytes(network, dtype, choice.plan),
-        weights_source=f"--model {name_of(config.model)} as {name if config.weights == 'float' else config.weights}",
+        weights_source=f"--model {name_of(config.model)} as {', '.join((*types, form))}",
         loading=0 if choice.plan is None else largest_matrix_bytes(network, dtype),
     )
     if device.index is None:  # on the way to a GPU all weights are in the memory of the host, and no pool
         least_bytes = least_kv_bytes(network, dtype, BLOCK_SIZE)
         memory = memory.with_pool(config.kv_memory_bytes, DEFAULT_KV_BYTES, least_bytes)
-    return LoadPlan(network, device, choice, name, memory)
+    return LoadPlan(network, device, choice, name, types, memory)
 
 
 def _for_host(config: ServerConfig, plan: LoadPlan) -> ServerConfig:
@@ -253,8 +257,7 @@ def _device_of(config: ServerConfig) -> Device:
     """
     from ferrule_server.executor.devices import find_device
 
-    runs_on_processor = config.executor == "numba-cpu" or config.weights != "float"
-    device = find_device("cpu" if runs_on_processor else config.device)
+    device = find_device("cpu" if config.executor == "numba-cpu" or config.needs_kernels else config.device)
     if device.index is None and config.device.startswith("cuda"):
         raise ConfigError(f"--device {config.device}: {device.reason}; --device auto runs the model on the processor")
     if device.index is None and config.executor == "numba-cuda":
@@ -282,23 +285,15 @@ def _preparing(config: ServerConfig, plan: LoadPlan, on_progress: OnProgress) ->
 
     free_bytes, total_bytes = torch.cuda.mem_get_info(device.index)
     options = GpuOptions(
-        device=device.name,
-        free_bytes=free_bytes,
-        total_bytes=total_bytes,
-        dtype=getattr(torch, plan.dtype),
-        max_context=config.max_context or plan.network.max_positions,
-        max_step_rows=config.max_step_rows,
-        memory_fraction=config.gpu_memory_fraction,
-        kv_memory_bytes=config.kv_memory_bytes,
+        device=device.name, free_bytes=free_bytes, total_bytes=total_bytes, dtype=getattr(torch, plan.dtype),
+        max_context=config.max_context or plan.network.max_positions, max_step_rows=config.max_step_rows,
+        memory_fraction=config.gpu_memory_fraction, kv_memory_bytes=config.kv_memory_bytes,
         wants_kernels=config.executor in ("auto", "numba-cuda"),
         reason="" if config.has_cuda_runner else "the kernels are switched off by --disable-cuda-runner",
-        is_deterministic=config.is_deterministic,
-        kernel_cache=config.kernel_cache,
-        kernel_bundle=config.kernel_bundle,
+        is_deterministic=config.is_deterministic, kernel_cache=config.kernel_cache, kernel_bundle=config.kernel_bundle,
         build=partial(built_bundle, cache=config.kernel_cache, on_progress=on_kernel),
-        early_launch=config.early_launch,
-        has_graphs=config.has_cuda_graphs,
-    )
+        early_launch=config.early_launch, has_graphs=config.has_cuda_graphs,
+    )  # fmt: skip
     preparation = prepare(plan.network, options)
     try:
         yield preparation
@@ -317,14 +312,13 @@ def _cpu_choice(config: ServerConfig, device: Device, network: ModelConfig) -> C
 
     if device.index is not None or config.executor == "torch":
         return Choice(None, "")
-    if config.dtype == "float16":
-        return Choice(None, "the kernels of the processor compute in bfloat16 or float32, not in float16")
     weights: WeightKind = config.weights  # type: ignore[assignment]
     dtype = "float32" if config.dtype == "float32" else "bfloat16"
     choice = choose(network, dtype, weights, has_int8_inputs=config.activations == "int8")
-    needs_kernels = "--deterministic" if config.is_deterministic else f"--weights {weights}"
-    if choice.plan is None and (config.is_deterministic or weights != "float"):
-        raise ConfigError(f"{needs_kernels} needs kernels, not torch: {choice.reason}")
+    if config.dtype == "float16":
+        choice = Choice(None, "the kernels of the processor compute in bfloat16 or float32, not in float16")
+    if choice.plan is None and (needs := "--deterministic" if config.is_deterministic else config.needs_kernels):
+        raise ConfigError(f"{needs} needs kernels, not torch: {choice.reason}")
     return choice
 
 
@@ -409,11 +403,12 @@ def find_model(config: ServerConfig, on_progress: OnProgress) -> tuple[Path, str
             kind = "file" if is_file(folder) else "folder"
             raise ConfigError(f"--revision {config.revision}: --model {config.model} is a {kind} here, not on the hub")
         return folder, None, on_progress
-    from ferrule_server.model.hub import is_hub_name
+    from ferrule_server.model.hub_names import is_hub_name
 
     if not is_hub_name(config.model):
         raise ModelError(
-            f"--model {name_of(config.model)}: there is no such folder or file; a model of the hub is named org/name"
+            f"--model {name_of(config.model)}: there is no such folder or file; a model of the hub is named org/name,"
+            " org/name:Q4_K_M or org/name/FILE.gguf"
         )
     return _fetched(config, config.model, on_progress)
 
@@ -429,7 +424,7 @@ def as_folder(name: str) -> Path | None:
 
 def _fetched(config: ServerConfig, name: str, on_progress: OnProgress) -> tuple[Path, str, OnProgress]:
     """Return what :func:`_found` does for a model of the hub; fetch it if it is not in the cache."""
-    from ferrule_server.model.hub import fetch_model
+    from ferrule_server.model.hub import fetch_model, snapshot_of
 
     is_fetched = False
 
@@ -449,7 +444,7 @@ def _fetched(config: ServerConfig, name: str, on_progress: OnProgress) -> tuple[
         check=lambda folder: network_of(config, folder),
         on_share=on_share,
     )
-    return folder, folder.name, on_rest
+    return folder, snapshot_of(folder).name, on_rest
 
 
 def network_of(config: ServerConfig, folder: Path, note: Note = _log.debug) -> ModelConfig:

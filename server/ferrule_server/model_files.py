@@ -38,7 +38,7 @@ _MAX_LISTED: Final = 50
 _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
 _FLAGS: Final = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
 _FOLDER_FLAGS: Final = getattr(os, "O_PATH", 0) | os.O_DIRECTORY | _FLAGS
-_SNAPSHOT: Final = re.compile(r".*/models--[^/]+/snapshots", re.DOTALL)
+_SNAPSHOT: Final = re.compile(r"(.*/models--[^/]+)/snapshots/[^/]+(/.*)?", re.DOTALL)
 
 
 class FileMissing(ModelError):
@@ -204,8 +204,8 @@ def _resolve(folder: Path, path: Path) -> tuple[Path, Path]:
         OSError: There is no such file.
     """
     place, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path, strict=True))
-    if not real.is_relative_to(place) and _SNAPSHOT.fullmatch(str(place.parent)):
-        place = place.parents[1] / "blobs"
+    if not real.is_relative_to(place) and (snapshot := _SNAPSHOT.fullmatch(str(place))):
+        place = Path(snapshot[1]) / "blobs"
     if not real.is_relative_to(place):
         raise ModelError(
             f"{name_of(path)} cannot be read: it leads to {name_of(real)}, outside the model folder; copy or hard-link"

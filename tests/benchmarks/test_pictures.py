@@ -50,7 +50,7 @@ def test_a_film_shows_every_line_and_reveals_panels() -> None:
 def test_the_picture_at_the_top_counts_what_the_server_reports(shipped_target: str) -> None:
     """Blocks of the prompt are shared by all, and every block that is drawn as held is held by somebody."""
     with Client(shipped_target) as client:
-        picture = hero.gather(client)
+        picture = hero.gather(client, hero.NOTE)
     assert len(picture.branches) == hero.NUM_BRANCHES
     assert sum(picture.holders.values()) == picture.blocks_without_sharing > 3 * len(picture.holders)
     num_shared = picture.prompt_tokens // 16

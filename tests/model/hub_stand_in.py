@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_stand_in"
-_LARGE = (".safetensors", ".bin")
+_LARGE = (".safetensors", ".bin", ".gguf")
 
 
 @dataclass
@@ -216,18 +216,21 @@ class _Storage(_Handler):
     """Where large files lie."""
 
     def do_GET(self) -> None:
-        """Answer with the file from the offset on, or what goes wrong instead."""
+        """Answer with the bytes that are asked for, or what goes wrong instead."""
         self._note()
-        faults, offset = self.hub.faults, self.hub.seen[-1].offset if self.hub.faults.has_ranges else 0
+        faults = self.hub.faults
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")) if faults.has_ranges else None
+        begin, end = (0, "") if asked is None else (int(asked[1]), asked[2])
         match = re.fullmatch(r"/([^/]+/[^/]+)/resolve/[^/]+/(.+)", unquote(self.path))
         assert match is not None
         content = (self.hub.repositories[match[1]] / match[2]).read_bytes()
         if faults.is_damaged:
             content = bytes([content[0] ^ 1]) + content[1:]
-        self.send_response(206 if offset else 200)
-        self.send_header("Content-Length", str(len(content) - offset))
+        content = content[begin : int(end) + 1 if end else None]
+        self.send_response(200 if asked is None else 206)
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self._send(content[offset:])
+        self._send(content)
 
     def _send(self, content: bytes) -> None:
         faults, is_cut = self.hub.faults, self.hub.faults.num_cuts > 0

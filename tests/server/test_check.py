@@ -380,8 +380,9 @@ def test_folders_of_other_formats_are_refused_with_advice(
 
 def test_a_path_that_is_not_there_is_said_to_be_none() -> None:
     """Before anything is said about a hub, and nobody is asked."""
+    names = "a model of the hub is named org/name, org/name:Q4_K_M or org/name/FILE.gguf"
     for name in ("./models/nope", "/models/nope", "nope"):
-        assert refused(name).reason == "there is no such folder or file; a model of the hub is named org/name"
+        assert refused(name).reason == f"there is no such folder or file; {names}"
 
 
 def test_tensors_are_compared_before_anything_is_read(tmp_path: Path) -> None:
@@ -407,7 +408,7 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     kinds = {
         "model": str, "loads": bool, "reason": str, "instead": str, "architecture": str, "num_layers": int,
         "num_parameters": int, "max_context": int, "executor": str, "device": str, "dtype": str, "path_reason": str,
-        "processor_kernels": str, "gpu_kernels": str, "weights": str, "weights_bytes": int,
+        "processor_kernels": str, "gpu_kernels": str, "weights": str, "packed_types": list, "weights_bytes": int,
         "weights_bytes_by_type": dict, "kv_bytes_per_token": int, "kv_bytes": int, "left_out": list,
         "stored_bytes": int, "download_bytes": int, "memory": dict, "warnings": list,
     }  # fmt: skip
@@ -667,7 +668,7 @@ def test_frequencies_and_a_tied_head_in_an_index_are_no_fault(hub: Hub, reposito
 @pytest.mark.parametrize(
     ("files", "reason", "instead"),
     [
-        (["model-q4.gguf"], "the repository has no safetensors, only model-q4.gguf", "--model FILE.gguf"),
+        (["model-q4.gguf"], f"name one of its GGUF files: {NAME}/model-q4.gguf", f"--model {NAME}/model-q4.gguf"),
         (["pytorch_model.bin"], "the repository has no safetensors, only pytorch_model.bin", "with safetensors"),
         (["adapter_config.json", "adapter_model.safetensors"], "it holds a LoRA adapter", "merge"),
         (["README.md"], "the repository has no safetensors", ""),

@@ -18,4 +18,5 @@ memory.py           large tensors in huge pages
 gguf/               a GGUF file in the place of a model folder
 families/           what each family of models reads from config.json; begin there to add one
 hub.py              models by name, from the Hugging Face hub
+hub_names.py        what such names mean
 """

@@ -1,10 +1,12 @@
 """Models by name, ``org/name``: fetch what the server reads into the cache of the Hugging Face hub.
 
 Only files that the server reads are fetched: configuration, tokenizer, chat templates and safetensors, but never code,
-pickles or other formats of the same weights. The configuration is first, so that a model that cannot run is refused
-before its weights are fetched. The transfer is that of huggingface_hub, with its tokens, proxies, HF_ENDPOINT, HF_HOME,
-Xet, and locks in the cache. What we add are the refusals before it, and the digest of each file of weights after it.
-A file beside the blobs lists the weights that have been compared: a start that is killed leaves others.
+pickles or other formats of the same weights; or one GGUF file with its parts, ``org/name/path/file.gguf``, in short
+``org/name:Q4_K_M``. The configuration is first, so that a model that cannot run is refused before its weights are
+fetched; that of a GGUF file is its header. The transfer is that of huggingface_hub, with its tokens, proxies,
+HF_ENDPOINT, HF_HOME, Xet, and locks in the cache. What we add are the refusals before it, and the digest of each file
+of weights after it. A file beside the blobs lists the weights that have been compared: a start that is killed leaves
+others.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,9 +27,12 @@ from typing import Any, Final
 
 from ferrule_server.errors import ModelError
 from ferrule_server.model.checkpoint import INDEX_FILE, SINGLE_FILE, read_index
-from ferrule_server.model.families.others import no_model
-from ferrule_server.model.gguf.files import opened
-from ferrule_server.model_files import is_file
+from ferrule_server.model.families.others import NotSupported, no_model
+from ferrule_server.model.gguf.container import begins_with_header, part_names, read_gguf
+from ferrule_server.model.gguf.header import MAX_HEADER_BYTES
+from ferrule_server.model.gguf.network import DIVISORS
+from ferrule_server.model.hub_names import is_hub_name, named_parts, repository_of
+from ferrule_server.model_files import is_file, listed
 
 OnShare = Callable[[float], None]
 """Called with the share of the weights that has arrived, from 0 to 1; from any thread."""
@@ -40,13 +46,14 @@ TEXTS: Final = re.compile(
 """Matches the other files that are read besides the weights."""
 
 _LOG = logging.getLogger(__name__)
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _MARK: Final = "ferrule-compared"
-_MAX_NAME_LENGTH: Final = 96  # the hub's own limit
+_PARTIAL_CONTENT: Final = 206
 _NUM_CONNECTIONS: Final = 4
 _TIMEOUT_S: Final = 10.0
+_FIRST_BYTES: Final = 4 << 20
+"""How much of a GGUF file is fetched first to read its header, which has about 6 MB; then four times as much."""
 _LOOK_S: Final = 0.25
 """How often the progress of a download is read from the disk."""
 _MAX_TEXT_BYTES: Final = 256 << 20
@@ -60,7 +67,8 @@ class Outline:
     """What is known of a model before its weights are fetched or read.
 
     Attributes:
-        folder: Has the configuration, and the index of the weights if there is one.
+        folder: Has the configuration, and the index of the weights if there is one; or a GGUF file, of which there may
+            be the header alone.
         commit: Of a model of the hub; None for any other folder.
         stored_bytes: Size of the weights, whether they are in the folder or not.
         missing_bytes: How many of them are still to be fetched.
@@ -74,73 +82,90 @@ class Outline:
     tensors: frozenset[str] = frozenset()
 
 
-def is_hub_name(text: str) -> bool:
-    """Return whether a text looks like ``org/name``; a folder of that name may exist nevertheless."""
-    is_short = len(text) <= _MAX_NAME_LENGTH
-    return is_short and _NAME.fullmatch(text) is not None and ".." not in text and "--" not in text
-
-
 def fetch_model(
     name: str, revision: str | None, *, is_offline: bool, check: Callable[[Path], object], on_share: OnShare
 ) -> Path:
-    """Return the folder of a model of the hub, which is named by its commit; fetch the files that the cache lacks.
+    """Return the folder or the GGUF file of a model of the hub; fetch the files that the cache lacks.
 
     Args:
-        name: ``org/name``.
+        name: ``org/name``, ``org/name:TAG`` or ``org/name/FILE.gguf``.
         revision: Branch, tag or commit; None: the main branch.
         is_offline: Use the cache alone, as HF_HUB_OFFLINE=1 does.
-        check: Called with the folder as soon as it has the configuration; an exception ends the fetch.
+        check: Called with a folder or a GGUF file as soon as it has the configuration; an exception ends the fetch.
         on_share: Called with the progress of the weights.
 
     Raises:
-        ModelError: There is no such model or revision, access is refused, it has no safetensors, it does not fit on
-            the disk, the network fails, or the cache lacks files and requests are forbidden.
+        ModelError: There is no such model or revision, access is refused, it has no safetensors, or not one such GGUF
+            file, it does not fit on the disk, the network fails, or the cache lacks files and requests are forbidden.
     """
     found = _looked_up(name, revision, is_offline=is_offline)
-    if isinstance(found, Path):
-        links = {path: found / path for path in weights_of(found) if (found / path).is_symlink()}
-        _compare(name, found, {path: link.readlink().name for path, link in links.items()})  # blobs have their digests
-        return found
-    return found.fetch(check, on_share)
+    if isinstance(found, _Repository):
+        return found.fetch(check, on_share)
+    folder = snapshot_of(found)
+    links = {str(path.relative_to(folder)): path for path in weights_of(found) if path.is_symlink()}
+    _compare(name, folder, {path: link.readlink().name for path, link in links.items()})  # blobs have their digests
+    return found
 
 
-def outline_model(name: str, revision: str | None, *, is_offline: bool, check: Callable[[Path], object]) -> Outline:
+def outline_model(
+    name: str, revision: str | None, *, is_offline: bool, check: Callable[[Path], object], place: Path
+) -> Outline:
     """Return what is known of a model of the hub without its weights; fetch its configuration and index alone.
 
-    Args and errors are those of :func:`fetch_model`.
+    Args and errors are those of :func:`fetch_model`; the header of a GGUF file is written into the folder ``place``.
     """
     found = _looked_up(name, revision, is_offline=is_offline)
     if isinstance(found, Path):
-        return outline_folder(found, found.name)
-    weights, folder = found.configuration(check), found.folder
-    missing_bytes, tensors = found.size(found.missing(weights)), frozenset(_weight_map(folder))
-    return Outline(folder, folder.name, found.size(weights), missing_bytes, tensors)
+        return outline_folder(found, snapshot_of(found).name)
+    commit = found.folder.name
+    if found.gguf:
+        missing = found.missing(found.gguf)
+        model = found.outline(place) if missing else found.folder / found.gguf[0]
+        return Outline(model, commit, found.size(found.gguf), found.size(missing))
+    weights = found.configuration(check)
+    tensors = frozenset(_weight_map(found.folder))
+    return Outline(found.folder, commit, found.size(weights), found.size(found.missing(weights)), tensors)
 
 
 def outline_folder(folder: Path, commit: str | None = None) -> Outline:
     """Return what is known of a folder whose weights are those in it, or of a GGUF file."""
-    weights = opened(folder).parts if is_file(folder) else [folder / name for name in weights_of(folder)]
-    return Outline(folder, commit, sum(path.stat().st_size for path in weights if path.exists()))
+    return Outline(folder, commit, sum(path.stat().st_size for path in weights_of(folder) if path.exists()))
 
 
 def cached_models() -> list[tuple[str, Path | None, int]]:
-    """Return the models in the cache: the name, the folder of a complete commit, and the bytes of all commits."""
+    """Return the models in the cache: the name, the folder of a complete commit, and the bytes of all commits.
+
+    A GGUF file is a model of its own, whose size is that of all files of its repository.
+    """
     from huggingface_hub import constants
 
-    folders = sorted(path for path in Path(constants.HF_HUB_CACHE).glob("models--*") if path.is_dir())
-    named = [(folder.name.removeprefix("models--").replace("--", "/", 1), folder) for folder in folders]
-    return [(name, _newest(name, folder), _disk_bytes(folder)) for name, folder in named if is_hub_name(name)]
+    models = []
+    for cached in sorted(path for path in Path(constants.HF_HUB_CACHE).glob("models--*") if path.is_dir()):
+        repository = cached.name.removeprefix("models--").replace("--", "/", 1)
+        files = {path.relative_to(cached).parts[2:] for path in cached.glob("snapshots/*/**/*.gguf")}
+        heads = sorted(path for path in map("/".join, files) if part_names(path)[0] == path)
+        names = [f"{repository}/{path}" for path in heads] or [repository]
+        models += [(name, _newest(name, cached), _disk_bytes(cached)) for name in names if is_hub_name(name)]
+    return models
 
 
-def weights_of(folder: Path) -> list[str]:
-    """Return the names of the files with the weights of a folder: the single file, or those of a readable index."""
-    return [SINGLE_FILE] if is_file(folder / SINGLE_FILE) else sorted(set(_weight_map(folder).values()))
+def snapshot_of(model: Path) -> Path:
+    """Return the folder in the cache, named by its commit, that is or has a model."""
+    return next(path for path in (model, *model.parents) if path.parent.name == "snapshots")
 
 
-def has_weights(folder: Path) -> bool:
-    """Return whether a folder has all its files with weights, as a GGUF file has."""
-    weights = weights_of(folder)
-    return is_file(folder) or (bool(weights) and all(is_file(folder / name) for name in weights))
+def weights_of(model: Path) -> list[Path]:
+    """Return the files with the weights: the parts of a GGUF file, the single file, or those of a readable index."""
+    if is_file(model):
+        return [model.with_name(name) for name in part_names(model.name)]
+    names = [SINGLE_FILE] if is_file(model / SINGLE_FILE) else sorted(set(_weight_map(model).values()))
+    return [model / name for name in names]
+
+
+def has_weights(model: Path) -> bool:
+    """Return whether all files with weights are there."""
+    weights = weights_of(model)
+    return bool(weights) and all(map(is_file, weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,21 +181,25 @@ class _Repository:
     """The files of one commit of a model on the hub, and the folder in the cache where they belong.
 
     Attributes:
-        name: ``org/name``.
+        name: As it was asked for.
+        repository: ``org/name``.
         revision: Branch, tag or commit that was asked for.
         folder: Of the commit, ``.../models--org--name/snapshots/COMMIT``; need not exist.
         files: By path, those that the server may read.
         others: The paths of all other files.
+        gguf: The paths of a GGUF file and its other parts; empty if the model is the folder.
     """
 
     name: str
+    repository: str
     revision: str
     folder: Path
     files: dict[str, _File]
     others: tuple[str, ...]
+    gguf: tuple[str, ...]
 
     def fetch(self, check: Callable[[Path], object], on_share: OnShare) -> Path:
-        """Fetch the missing files: the configuration, the texts, then the weights. Return the folder."""
+        """Fetch the missing files: the configuration, the texts, then the weights. Return the model."""
         weights = self.configuration(check)
         self._download([path for path in self.files if TEXTS.fullmatch(path)])
         if missing := self.missing(weights):
@@ -181,10 +210,14 @@ class _Repository:
                 self._download(missing)
         _compare(self.name, self.folder, {path: self.files[path].etag for path in weights})
         self._remember()
-        return self.folder
+        return self.folder / self.gguf[0] if self.gguf else self.folder
 
     def configuration(self, check: Callable[[Path], object]) -> list[str]:
-        """Fetch the configuration and the index, and return the paths of the weights."""
+        """Fetch the configuration and the index, or a header, and return the paths of the weights."""
+        if self.gguf:
+            with tempfile.TemporaryDirectory(prefix="ferrule-") as place:
+                check(self.outline(Path(place)) if self.missing(self.gguf) else self.folder / self.gguf[0])
+            return list(self.gguf)
         has_weights = SINGLE_FILE in self.files or INDEX_FILE in self.files
         if "config.json" not in self.files or not has_weights:
             raise self._no_model(has_weights)
@@ -201,6 +234,45 @@ class _Repository:
             raise ModelError(f"--model {self.name}: {INDEX_FILE} names {lost[0]}, which the repository lacks")
         return weights
 
+    def outline(self, place: Path) -> Path:
+        """Write the GGUF file and its parts into a folder: headers and divisors of the rotation, all else is a hole."""
+        for path in self.gguf:
+            (place / path).parent.mkdir(parents=True, exist_ok=True)
+            num_bytes, wanted = self.files[path].num_bytes, _FIRST_BYTES
+            self._copy(path, place, 0, wanted)
+            while wanted < min(num_bytes, MAX_HEADER_BYTES) and not begins_with_header(place / path, wanted):
+                self._copy(path, place, wanted, 3 * wanted)
+                wanted *= 4
+            os.truncate(place / path, num_bytes)
+        model, paths = place / self.gguf[0], {Path(path).name: path for path in self.gguf}
+        for tensor in read_gguf(model).tensors.values():
+            if tensor.name in DIVISORS:
+                self._copy(paths[tensor.path.name], place, tensor.offset, min(tensor.num_bytes, _FIRST_BYTES))
+        return model
+
+    def _copy(self, path: str, place: Path, begin: int, num_bytes: int) -> None:
+        """Fetch some bytes of a file, fewer if it ends, to where they are in a file of that path in another folder."""
+        import huggingface_hub as hub
+
+        utils: Any = hub.utils  # whose names are not declared as exported
+        url = hub.hf_hub_url(self.repository, path, revision=self.folder.name)
+        headers = {"Range": f"bytes={begin}-{begin + num_bytes - 1}", "Accept-Encoding": "identity"}
+        headers |= utils.build_hf_headers(library_name="ferrule")
+        with (
+            (place / path).open("r+b" if begin else "wb") as file,
+            _failing(self.name),
+            hub.get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S) as answer,
+        ):
+            utils.hf_raise_for_status(answer)
+            if begin and answer.status_code != _PARTIAL_CONTENT:
+                raise ValueError("the hub gives no ranges of files")
+            file.seek(begin)
+            for chunk in answer.iter_bytes():
+                file.write(chunk[:num_bytes])
+                num_bytes -= len(chunk)
+                if num_bytes <= 0:
+                    break
+
     def missing(self, paths: Iterable[str]) -> list[str]:
         """Return the files that the folder lacks."""
         return [path for path in paths if not (self.folder / path).exists()]
@@ -211,30 +283,34 @@ class _Repository:
 
     def _no_model(self, has_weights: bool) -> ModelError:
         missing = "config.json" if has_weights else "safetensors"
-        pickles = [name for name in self.others if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".gguf"))]
-        instead = f", only {pickles[0]}, which is not read from the hub" if pickles and not has_weights else ""
+        found = [] if has_weights else [path for path in self.others if path.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+        instead = f", only {found[0]}, which is not read" if found else ""
         text = f"--model {self.name}: the repository has no {missing}{instead}"
+        if not has_weights and (files := [f"{self.name}/{path}" for path in self.others if path.endswith(".gguf")]):
+            return NotSupported(f"{text}; name one of its GGUF files: {listed(files)}", f"--model {files[0]}")
         return no_model(text, (*self.files, *self.others), is_explained=bool(instead))
 
     def _download(self, paths: Iterable[str]) -> None:
         """Fetch files over a few connections."""
         missing = self.missing(paths)
         for path in missing:
-            if not path.endswith(".safetensors") and self.files[path].num_bytes > _MAX_TEXT_BYTES:
+            if not path.endswith((".safetensors", ".gguf")) and self.files[path].num_bytes > _MAX_TEXT_BYTES:
                 raise ModelError(f"--model {self.name}: {path} has {_gib(self.files[path].num_bytes)}; is it a model?")
         if missing:
             import huggingface_hub
 
             with _failing(self.name):
                 huggingface_hub.snapshot_download(
-                    self.name, revision=self.folder.name, allow_patterns=missing, max_workers=_NUM_CONNECTIONS
+                    self.repository, revision=self.folder.name, allow_patterns=missing, max_workers=_NUM_CONNECTIONS
                 )
             if lost := self.missing(missing):
                 raise ModelError(f"--model {self.name}: {lost[0]} did not arrive; start again")
 
     def _check_room(self, paths: list[str]) -> None:
-        """Refuse what does not fit on the disk; the cache is there, since the configuration has been fetched."""
+        """Refuse what does not fit on the disk."""
         blobs, root = self.folder.parents[1] / "blobs", self.folder.parents[2]
+        with _failing(self.name):
+            root.mkdir(parents=True, exist_ok=True)
         num_bytes = self.size(path for path in paths if not (blobs / self.files[path].etag).exists())
         if num_bytes and num_bytes + _SPARE_BYTES > (free := shutil.disk_usage(root).free):
             raise ModelError(
@@ -288,8 +364,10 @@ def _looked_up(name: str, revision: str | None, *, is_offline: bool) -> Path | _
     wanted, root = revision or constants.DEFAULT_REVISION, Path(constants.HF_HUB_CACHE)
     here = _complete(name, wanted)
     is_forbidden = is_offline or bool(constants.HF_HUB_OFFLINE)
-    if here is not None and (is_forbidden or (here.name == wanted and is_file(here / "tokenizer.json"))):
-        return here
+    if here is not None:
+        is_whole = snapshot_of(here).name == wanted and (is_file(here) or is_file(here / "tokenizer.json"))
+        if is_forbidden or is_whole:
+            return here
     if is_forbidden:
         asked = f"--revision {revision}: " if revision else ""
         raise ModelError(
@@ -300,7 +378,8 @@ def _looked_up(name: str, revision: str | None, *, is_offline: bool) -> Path | _
         return _listed(name, wanted, root)
     except _Unlisted as problem:
         if here is not None:
-            _LOG.warning("event=hub_unused model=%s commit=%s reason=%r", name, here.name, str(problem))
+            commit = snapshot_of(here).name
+            _LOG.warning("event=hub_unused model=%s commit=%s reason=%r", name, commit, str(problem))
             return here
         first, also = "", ""
         if problem.is_outage:
@@ -324,25 +403,28 @@ def _listed(name: str, revision: str, root: Path) -> _Repository:
     """Ask the hub for the files of a repository.
 
     Raises:
-        ModelError: The repository has no such revision.
+        ModelError: The repository has no such revision, or not one such GGUF file.
         _Unlisted: The hub does not list the repository for any other reason.
     """
     from huggingface_hub import HfApi, constants, errors
 
+    repository = repository_of(name)
     try:
         api = HfApi(endpoint=constants.ENDPOINT, library_name="ferrule")
-        info = api.model_info(name, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
+        info = api.model_info(repository, revision=revision, files_metadata=True, timeout=_TIMEOUT_S)
     except errors.RevisionNotFoundError as error:
-        raise ModelError(f"--revision {revision}: {name} has no such branch, tag or commit") from error
+        raise ModelError(f"--revision {revision}: {repository} has no such branch, tag or commit") from error
     # A server that is not a hub may cause any of these.
     except (_http_failure(), OSError, ValueError, TypeError, KeyError) as error:
-        raise _Unlisted(_reason(error, name), is_outage=_is_outage(error)) from error
+        raise _Unlisted(_reason(error, repository), is_outage=_is_outage(error)) from error
     if not _COMMIT.fullmatch(str(info.sha)):
         raise _Unlisted(f"{constants.ENDPOINT} names no commit; is it a hub?", is_outage=True)
     found = {sibling.rfilename: sibling for sibling in info.siblings or ()}
-    files = {path: _file(sibling) for path, sibling in found.items() if _is_wanted(path)}
-    folder = root / f"models--{name.replace('/', '--')}" / "snapshots" / str(info.sha)
-    return _Repository(name, revision, folder, files, tuple(path for path in found if path not in files))
+    gguf = named_parts(name, found)
+    files = {path: _file(it) for path, it in found.items() if path in gguf or (not gguf and _is_wanted(path))}
+    folder = root / f"models--{repository.replace('/', '--')}" / "snapshots" / str(info.sha)
+    others = tuple(path for path in found if path not in files)
+    return _Repository(name, repository, revision, folder, files, others, gguf)
 
 
 def _file(sibling: Any) -> _File:  # its fields differ between versions of the library
@@ -359,15 +441,20 @@ def _is_wanted(path: str) -> bool:
 
 
 def _complete(name: str, revision: str) -> Path | None:
-    """Return the folder of the stored commit of a revision; None if it lacks its configuration or weights."""
+    """Return the model in the stored commit of a revision; None if it lacks its configuration or weights."""
     import huggingface_hub
 
     try:
-        found = huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[])
-    except (OSError, ValueError):
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                repository_of(name), revision=revision, local_files_only=True, allow_patterns=[]
+            )
+        )
+        gguf = named_parts(name, (str(path.relative_to(folder)) for path in folder.rglob("*.gguf")))
+    except (OSError, ValueError, ModelError):
         return None
-    folder = Path(found)
-    return folder if is_file(folder / "config.json") and has_weights(folder) else None
+    model = folder / gguf[0] if gguf else folder
+    return model if (gguf or is_file(folder / "config.json")) and has_weights(model) else None
 
 
 def _newest(name: str, folder: Path) -> Path | None:

@@ -96,7 +96,8 @@ def _text_of(report: Report) -> str:
 def _weights_text(details: Details) -> str:
     chosen = details.dtype if details.weights == "float" else details.weights
     others = ", ".join(f"{name} {size(num)}" for name, num in details.weights_bytes_by_type.items() if name != chosen)
-    return f"{size(details.weights_bytes)} as {chosen} ({others})"
+    types, bits = ", ".join((*details.packed_types, chosen)), 8 * details.weights_bytes / details.num_parameters
+    return f"{size(details.weights_bytes)} as {types}: {bits:.3g} bits per weight ({others})"
 
 
 def _models(*, is_json: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +24,8 @@ from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.families.others import NotSupported
 from ferrule_server.model.families.rotary import Note
-from ferrule_server.model.hub import Outline, cached_models, has_weights, is_hub_name, outline_folder, outline_model
+from ferrule_server.model.hub import Outline, cached_models, has_weights, outline_folder, outline_model
+from ferrule_server.model.hub_names import is_hub_name
 from ferrule_server.model.parts import HEAD
 from ferrule_server.model.stored import StoredTensor
 from ferrule_server.model.tensors import on_meta
@@ -51,6 +53,7 @@ class Details:
         processor_kernels: Why the kernels of the processor cannot run it; empty if they can.
         gpu_kernels: Why the kernels of a GPU cannot run it; empty if they can.
         weights: As ``--weights`` says.
+        packed_types: Of the matrices that stay as they are in the file, by the names of its format.
         weights_bytes: Of the weights in memory.
         weights_bytes_by_type: The same for each type that ``--dtype`` and ``--weights`` could name.
         kv_bytes_per_token: Of K and V.
@@ -74,6 +77,7 @@ class Details:
     processor_kernels: str
     gpu_kernels: str
     weights: str
+    packed_types: tuple[str, ...]
     weights_bytes: int
     weights_bytes_by_type: dict[str, int]
     kv_bytes_per_token: int
@@ -146,19 +150,19 @@ def check_model(config: ServerConfig) -> Report:
     def note(form: str, *values: object) -> None:
         warnings.append((form % values).removeprefix("event="))
 
-    try:
-        source = _located(config, name)
-        network = network_of(config, source.folder, note)
-        names = _checked_names(network, source, note)
-    except ModelError as error:
-        reason, instead = (error.reason, error.instead) if isinstance(error, NotSupported) else (str(error), "")
-        return Report(name, reason.removeprefix(f"--model {name}: "), instead)
-    try:
-        return Report(name, details=_details(config, network, source, names, warnings))
-    except ConfigError as error:
-        if config.weights == "float":
-            raise
-        return Report(name, str(error), f"--weights float in place of {config.weights}")
+    with tempfile.TemporaryDirectory(prefix="ferrule-") as place:
+        try:
+            source = _located(config, name, Path(place))
+            network = network_of(config, source.folder, note)
+            names = _checked_names(network, source, note)
+            return Report(name, details=_details(config, network, source, names, warnings))
+        except ModelError as error:
+            reason, instead = (error.reason, error.instead) if isinstance(error, NotSupported) else (str(error), "")
+            return Report(name, reason.removeprefix(f"--model {name}: "), instead)
+        except ConfigError as error:
+            if config.weights == "float" or "needs kernels" not in str(error):
+                raise
+            return Report(name, str(error), f"--weights float in place of {config.weights}")
 
 
 def list_cached() -> list[Cached]:
@@ -178,13 +182,16 @@ def _reason_of(folder: Path | None) -> str:
     return ""
 
 
-def _located(config: ServerConfig, name: str) -> Outline:
-    """Return what is known of a model before its weights are read; of one of the hub, fetch configuration and index."""
+def _located(config: ServerConfig, name: str, place: Path) -> Outline:
+    """Return what is known of a model before its weights are read; of one of the hub, fetch configuration and index.
+
+    The header of a GGUF file is written into the folder ``place``.
+    """
     if name in NAMED_MODELS or as_folder(name) is not None or not is_hub_name(name):
         folder, _, _ = find_model(config, lambda _stage, _share: None)
         return outline_folder(folder)
     check = functools.partial(network_of, config)
-    return outline_model(name, config.revision, is_offline=config.is_offline, check=check)
+    return outline_model(name, config.revision, is_offline=config.is_offline, check=check, place=place)
 
 
 def _checked_names(network: ModelConfig, source: Outline, note: Note) -> frozenset[str] | None:
@@ -223,28 +230,15 @@ def _details(
     dtype = TORCH_DTYPES[plan.dtype]
     max_context = config.max_context or network.max_positions
     return Details(
-        commit=source.commit,
-        architecture=network.architecture,
-        num_layers=network.num_layers,
-        num_parameters=num_parameters(network),
-        max_context=max_context,
-        executor=executor,
-        device=plan.device.name,
-        dtype=plan.dtype,
-        path_reason=path_reason,
-        processor_kernels=unsupported(network),
-        gpu_kernels=gpu_reason(network),
-        weights=config.weights,
-        weights_bytes=sizes[plan.dtype if config.weights == "float" else config.weights],
-        weights_bytes_by_type=sizes,
-        kv_bytes_per_token=network.kv_values * dtype.itemsize,
-        kv_bytes=kv_bytes(network, dtype, max_context),
-        left_out=network.names.parts_left_out(names),
-        stored_bytes=source.stored_bytes,
-        download_bytes=source.missing_bytes,
-        memory=plan.memory,
-        warnings=tuple(warnings),
-    )
+        commit=source.commit, architecture=network.architecture, num_layers=network.num_layers,
+        num_parameters=num_parameters(network), max_context=max_context, executor=executor, device=plan.device.name,
+        dtype=plan.dtype, path_reason=path_reason, processor_kernels=unsupported(network),
+        gpu_kernels=gpu_reason(network), weights=config.weights, packed_types=plan.packed_types,
+        weights_bytes=sizes[plan.dtype if config.weights == "float" else config.weights], weights_bytes_by_type=sizes,
+        kv_bytes_per_token=network.kv_values * dtype.itemsize, kv_bytes=kv_bytes(network, dtype, max_context),
+        left_out=network.names.parts_left_out(names), stored_bytes=source.stored_bytes,
+        download_bytes=source.missing_bytes, memory=plan.memory, warnings=tuple(warnings),
+    )  # fmt: skip
 
 
 def _executor_of(config: ServerConfig, plan: LoadPlan) -> tuple[str, str]:
@@ -265,7 +259,7 @@ def _bytes_by_type(config: ServerConfig, plan: LoadPlan) -> dict[str, int]:
     for name, dtype in TORCH_DTYPES.items():
         kernels = choose(network, name).plan if has_kernels and name != "float16" else None
         sizes[name] = weights_bytes(network, dtype, kernels)
-    for weights in _QUANTISED if has_kernels else ():
+    for weights in _QUANTISED if has_kernels and not network.blocks else ():
         has_int8_inputs = config.activations == "int8" and weights == "int8"
         kernels = choose(network, plan.dtype, weights, has_int8_inputs=has_int8_inputs).plan
         if kernels is not None:

@@ -116,6 +116,7 @@ TABLE: dict[str, Spoil] = {
     "a type that ggml lacks": _changed(0, kind=4711),
     "the type 2**32-1": _changed(0, kind=(1 << 32) - 1),
     "a tensor too many": _with_tensor("blk.1.attn_q.weight", (32, 32)),
+    "a tensor by its name in a folder too": _with_tensor("model.embed_tokens.weight", (32, 24)),
     "a tensor of another shape": _changed(3, sizes=(32, 16)),
     "a tensor of control characters": _with_tensor("a\x1b[2Jb\n", (8,)),
     "a tensor of a long name": _with_tensor("a" * 100_000, (8,)),

@@ -90,6 +90,9 @@ def test_windows(tmp_path: Path) -> None:
     assert found.architecture == "Olmo3ForCausalLM"
     assert [kind.window for kind in found.layers] == [64 * flag for flag in flags]
     assert network(tmp_path, "phi3", {"attention.sliding_window": 0}).layers[0].window == 0
+    for flag in (True, False):
+        found = network(tmp_path, "gemma3", {**window, "attention.sliding_window_pattern": [flag] * 8})
+        assert [kind.window for kind in found.layers] == [64 * flag] * 8
     with pytest.raises(ModelError, match="layer_types is"):
         network(tmp_path, "gemma3", {**window, "attention.sliding_window_pattern": [True]})
     with pytest.raises(ModelError, match=r"llama\.attention\.sliding_window is 64"):
@@ -129,7 +132,10 @@ def test_scalings(tmp_path: Path) -> None:
     assert isinstance(found, YarnScaling)
     assert (found.factor, found.original_max_positions) == (4.0, 1024)
     assert scaling(**yarn, rope__scaling__yarn_log_multiplier=1.0).magnitude == 1.0  # type: ignore[attr-defined]
-    for name, value in {"attn_factor": 1.5, "yarn_ext_factor": 0.5, "finetuned": False}.items():
+    for magnitude in (1.0, 1.1386294):  # of the factor, whose magnitude is always used
+        assert scaling(**yarn, rope__scaling__yarn_attn_factor=magnitude) == scaling(**yarn)
+    refused = {"attn_factor": 1.5, "yarn_ext_factor": 0.5, "yarn_attn_factor": 1.5, "finetuned": False}
+    for name, value in refused.items():
         with pytest.raises(ModelError, match=rf"llama\.rope\.scaling\.{name} is {value}"):
             scaling(**yarn, **{f"rope__scaling__{name}": value})
 
@@ -150,6 +156,20 @@ def test_divisors_are_read_from_the_tensor(tmp_path: Path) -> None:
     assert rope == read_config(path).for_context(8).layers[0].rope
     with pytest.raises(ModelError, match=r"llama\.rope\.scaling\.type is 'yarn'"):
         network(tmp_path, "llama", {"rope.scaling.type": "yarn"}, [divisors])
+
+
+def test_divisors_stand_alone_or_in_pairs(tmp_path: Path) -> None:
+    """Which would be meant is not known."""
+    names = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+    for chosen in (names, names[:2], names[1:2], names[2:]):
+        with pytest.raises(ModelError, match="stands alone, or both of the others together"):
+            network(tmp_path, "phi3", tensors=[RawTensor(name, (6,)) for name in chosen])
+
+
+def test_the_scores_of_granite_without_a_scale(tmp_path: Path) -> None:
+    """Its file says one if config.json did."""
+    assert network(tmp_path, "granite").layers[0].score_scale == 12**-0.5
+    assert network(tmp_path, "granite", {"attention.scale": 0.5}).layers[0].score_scale == 0.5
 
 
 def test_zeros_switch_off(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The tokenizers of GGUF files, with small vocabularies made here; pieces are those that llama.cpp makes."""
 
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import tokenizers
 
 from ferrule_server.errors import ModelError
 from ferrule_server.model.gguf.pre_tokenizers import RULES
+from ferrule_server.model.gguf.token_list import TokenList
 from ferrule_server.model.gguf.vocabulary import stop_ids, tokenizer_config, tokenizer_json
 from ferrule_server.text.tokenizer import Tokenizer
 from ferrule_server.text.tokenizer_config import _configured_templates
@@ -208,6 +210,22 @@ def test_empty_tokens_get_names() -> None:
     assert loaded(described).vocab_size == 259
 
 
+def test_a_token_that_is_not_in_the_vocabulary_is_none() -> None:
+    """Converters write such numbers for tokens that a model does not have."""
+    described = scored("a", padding_token_id=1 << 32, unknown_token_id=260)
+    assert tokenizer_config(described).keys() == {"bos_token", "eos_token"}
+    assert loaded(described).vocab_size == 260
+
+
+@pytest.mark.parametrize("token", ["<|" + "a" * 2_000_000 + ">", "<|" + "|" * 2_000_000 + ">", "<|" * 1_000_000])
+def test_a_long_token_is_read_in_no_time(token: str) -> None:
+    """Whether it is a sign is decided by one look at each character."""
+    described = byte_level(tokens=[token, "<|a|>", "<|b\uff5c>", "<\uff5cc\uff5c>"], token_type=[1] * 4)
+    begin = time.process_time()
+    assert TokenList.read(described).special_ids() == {1, 3}
+    assert time.process_time() - begin < 1
+
+
 def test_special_tokens_and_templates_are_named() -> None:
     """As tokenizer_config.json names them; one template is a text, several are a list."""
     described = scored("a", padding_token_id=np.uint32(2)) | {"tokenizer.chat_template": "{{ 1 }}"}
@@ -267,10 +285,11 @@ REFUSED: dict[str, tuple[Metadata, str]] = {
     "no merges": (byte_level(merges=None), "merges is not a list"),
     "merge of one": (byte_level(merges=["ab"]), "entry 'ab', which does not make a token"),
     "merge of strangers": (byte_level(merges=["a b"]), "entry 'a b', which does not make a token"),
-    "begin token": (byte_level(bos_token_id=257, add_bos_token=True), "bos_token_id is 257, which is not the id"),
-    "negative begin token": (byte_level(bos_token_id=-1, add_bos_token=True), "bos_token_id is -1"),
+    "begin token": (byte_level(bos_token_id=257, add_bos_token=True), "bos_token_id names no token, but this token is"),
+    "negative begin token": (byte_level(bos_token_id=-1, add_bos_token=True), "bos_token_id names no token"),
+    "begin token that is a text": (byte_level(bos_token_id="1", add_bos_token=True), "bos_token_id is '1'"),
     "begin token that is a truth": (byte_level(bos_token_id=True, add_bos_token=True), "bos_token_id is True"),
-    "no begin token": (byte_level(add_bos_token=True), "bos_token_id is absent, but this token is to be added"),
+    "no begin token": (byte_level(add_bos_token=True), "bos_token_id names no token, but this token is to be added"),
     "flag": (byte_level(add_bos_token="yes"), "add_bos_token is 'yes', which is neither"),
     "flag that is an array": (byte_level(add_bos_token=np.ones(257) / 3), "add_bos_token is array([0.33333333"),
     "no scores": (scored("a", scores=None), "has no scores"),
@@ -293,8 +312,7 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokenizer.ggml.eos_token_id": 1 << 32}, "eos_token_id is 4294967296, which is not the id of one of the 257"),
-        ({"tokenizer.ggml.padding_token_id": 257}, "padding_token_id is 257"),
+        ({"tokenizer.ggml.eos_token_id": "2"}, "eos_token_id is '2', which is not the id of a token"),
         ({"tokenizer.chat_template": 7}, "tokenizer.chat_template is not a text"),
         ({"tokenizer.chat_template.x": "x" * (5 << 20)}, "tokenizer.chat_template.x is not a text of at most"),
     ],

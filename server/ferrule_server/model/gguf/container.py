@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Final
-
-import numpy as np
 
 from ferrule_server.errors import ModelError
 from ferrule_server.model.gguf.header import MAX_HEADER_BYTES, BadFile, Header, Metadata
@@ -61,6 +61,22 @@ def read_gguf(path: Path) -> Gguf:
     return Gguf(metadata, found, tuple(parts))
 
 
+def begins_with_header(path: Path, num_bytes: int) -> bool:
+    """Return whether the first bytes of a file, of which there may be no more, have its whole header."""
+    with open_file(path.parent, path.name) as file, suppress(BadFile):
+        (header := Header(file, MAX_HEADER_BYTES)).parse(path)
+        return header.num_bytes <= num_bytes
+    return False
+
+
+def part_names(name: str) -> list[str]:
+    """Return the names, or paths, of all parts of the file that one of them is; only its own if it is whole."""
+    match = _PART.fullmatch(name)
+    if match is None or not 1 <= (count := int(match[3])) <= _MAX_PARTS:
+        return [name]
+    return [f"{match[1]}-{number:05d}-of-{match[3]}.gguf" for number in range(1, count + 1)]
+
+
 def read_floats(tensor: StoredTensor, most: int) -> list[float]:
     """Return the values of a small vector.
 
@@ -71,10 +87,12 @@ def read_floats(tensor: StoredTensor, most: int) -> list[float]:
         what = f"{tensor.dtype} {list(tensor.shape)}"
         where = f"file {name_of(tensor.path.name)}: tensor {name_of(tensor.name)}"
         raise ModelError(f"{where} is {what}; a vector of at most {most} F32 is expected")
-    with open_file(tensor.path.parent, tensor.path.name) as file:
-        file.seek(tensor.offset)
-        values: list[float] = np.frombuffer(read_up_to(file, tensor.num_bytes), "<f4").tolist()
-    return values
+    try:
+        with open_file(tensor.path.parent, tensor.path.name) as file:
+            file.seek(tensor.offset)
+            return [value for (value,) in struct.iter_unpack("<f", read_up_to(file, tensor.num_bytes))]
+    except (OSError, struct.error) as error:
+        raise ModelError(f"file {name_of(tensor.path.name)} cannot be read: {error}") from error
 
 
 def _others(path: Path, metadata: Metadata) -> Iterator[Path]:
@@ -86,14 +104,13 @@ def _others(path: Path, metadata: Metadata) -> Iterator[Path]:
     number, count = metadata.get("split.no", 0), metadata.get("split.count", 0)
     if count in (0, 1):
         return
-    name, match = name_of(path.name), _PART.fullmatch(path.name)
-    if match is None or type(count) is not int or match[3] != f"{count:05d}" or count > _MAX_PARTS:
+    name, names = name_of(path.name), part_names(path.name)
+    if type(count) is not int or len(names) != count:
         what = f"is one of {shown(count)} parts, at most {_MAX_PARTS} are read"
         raise ModelError(f"file {name} {what}; it must be named NAME-00001-of-NNNNN.gguf")
-    if number != 0 or match[2] != "00001":
-        raise ModelError(f"file {name} is not the first part; name {name_of(f'{match[1]}-00001-of-{match[3]}.gguf')}")
-    for index in range(2, count + 1):
-        yield path.with_name(f"{match[1]}-{index:05d}-of-{match[3]}.gguf")
+    if number != 0 or names[0] != path.name:
+        raise ModelError(f"file {name} is not the first part; name {name_of(names[0])}")
+    yield from map(path.with_name, names[1:])
 
 
 def _read_part(path: Path, shown_as: str, spare_bytes: int) -> tuple[Metadata, dict[str, StoredTensor], int]:

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from ferrule_server.errors import ModelError
 from ferrule_server.model.gguf.architectures import architecture_of
 from ferrule_server.model.gguf.blocks import BLOCKS
 from ferrule_server.model.gguf.container import Gguf
 from ferrule_server.model.gguf.network import DIVISORS
 from ferrule_server.model.parts import LAYER_PARTS, MODEL_PARTS
 from ferrule_server.model.stored import StoredTensor
+from ferrule_server.model_files import name_of
 
 _PARTS: Final = {
     "token_embd": ("embedding", 0), "output": ("head", 0), "output_norm": ("final_norm", 0),
@@ -29,12 +31,18 @@ def renamed(gguf: Gguf) -> dict[str, StoredTensor]:
     """Return the tensors by the names that they have in a folder; a tensor without such a name keeps its own.
 
     Those with divisors of rotary frequencies are left out, because config.json has them.
+
+    Raises:
+        ModelError: Two would have one name.
     """
     known = architecture_of(gguf)
     stored = {part.name: part.stored for part in (*LAYER_PARTS, *MODEL_PARTS)}
     stored |= {} if known is None else known.parts(gguf)
-    names = {name: _renamed(name, stored) for name in gguf.tensors if name not in DIVISORS}
-    return {new: replace(gguf.tensors[old], name=new) for old, new in names.items()}
+    found: dict[str, StoredTensor] = {}
+    for old, tensor in gguf.tensors.items():
+        if old not in DIVISORS and found.setdefault(new := _renamed(old, stored), tensor) is not tensor:
+            raise ModelError(f"tensors {name_of(found[new].name)} and {name_of(old)} are both {name_of(new)}")
+    return {new: replace(tensor, name=new) for new, tensor in found.items()}
 
 
 def blocks_of(gguf: Gguf) -> dict[str, str]:

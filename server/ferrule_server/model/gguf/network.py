@@ -7,6 +7,7 @@ such as ``general.*``, are for people and the tokenizer.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final
 
 from ferrule_server.errors import ModelError
@@ -37,15 +38,17 @@ _WIDTHS: Final = frozenset({
 """Keys that change nothing if they state the width of a head."""
 _HARMLESS: Final = {
     "attention.causal": True, "rope.scaling.finetuned": True, "rope.scaling.type": "none",
-    "rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0,
 }  # fmt: skip
 """Keys that change nothing if they have this value."""
 _YARN: Final = {
     "rope.scaling.factor": "factor", "rope.scaling.yarn_beta_fast": "beta_fast",
-    "rope.scaling.yarn_beta_slow": "beta_slow", "rope.scaling.yarn_attn_factor": "attention_factor",
-    "rope.scaling.yarn_log_multiplier": "mscale_all_dim", "attention.temperature_scale": "llama_4_scaling_beta",
+    "rope.scaling.yarn_beta_slow": "beta_slow", "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+    "attention.temperature_scale": "llama_4_scaling_beta",
 }  # fmt: skip
-_ORIGINAL: Final = "original_max_position_embeddings"
+_LENGTH: Final = "max_position_embeddings"
+_ORIGINAL: Final = f"original_{_LENGTH}"
+_PATTERN: Final = "attention.sliding_window_pattern"
 DIVISORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that divide rotary frequencies; they are settings in config.json."""
 
@@ -63,7 +66,8 @@ def settings_of(gguf: Gguf) -> dict[str, Any]:
             f"config.json: general.type is {shown(kind)}, general.architecture {shown(name)}; is it a model?"
         )
     known, prefix = architecture_of(gguf), f"{name}."
-    left = {key.removeprefix(prefix): _one(value) for key, value in gguf.metadata.items() if key.startswith(prefix)}
+    left = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
+    left = {key: value if key == _PATTERN else _one(value) for key, value in left.items()}
     raw: dict[str, Any] = {"architectures": [name if known is None else known.name]}
     raw |= {setting: left.pop(key) for key, setting in _SHARED.items() if key in left}
     if known is None:
@@ -71,11 +75,14 @@ def settings_of(gguf: Gguf) -> dict[str, Any]:
     raw |= {setting: left.pop(key) for key, setting in known.keys.items() if key in left}
     raw |= _shape(known, gguf, left, ConfigValues(raw, {}))
     rope = _rope(gguf, left, raw["head_dim"])
+    if "attention.scale" in known.keys:
+        raw.setdefault(known.keys["attention.scale"], raw["head_dim"] ** -0.5)
     if known.has_two_ropes:
         theta = left.pop("rope.freq_base_swa", known.sliding_theta or rope["rope_theta"])
         rope = {"full_attention": rope, "sliding_attention": {"rope_theta": theta}}
     raw["rope_parameters"] = rope
-    raw[_ORIGINAL] = left.pop("rope.scaling.original_context_length", None)
+    is_long = rope.get("rope_type") == "longrope"
+    raw[_ORIGINAL] = left.pop("rope.scaling.original_context_length", raw.get(_LENGTH) if is_long else None)
     return raw | {f"{prefix}{key}": value for key, value in left.items() if not _is_harmless(key, value, raw)}
 
 
@@ -131,6 +138,8 @@ def _rope(gguf: Gguf, left: dict[str, Any], head_dim: object) -> dict[str, Any]:
     kind, original = left.get("rope.scaling.type", "linear"), left.get("rope.scaling.original_context_length")
     divisors = [read_floats(gguf.tensors[name], width // 2) for name in DIVISORS if name in gguf.tensors]
     if divisors:
+        if len(divisors) != 2 - (DIVISORS[0] in gguf.tensors):
+            raise ModelError(f"config.json: {DIVISORS[0]} stands alone, or both of the others together")
         if kind in ("linear", "longrope"):
             left.pop("rope.scaling.type", None)
         rope |= {"rope_type": "longrope", "long_factor": divisors[0], "short_factor": divisors[-1]}
@@ -138,6 +147,10 @@ def _rope(gguf: Gguf, left: dict[str, Any], head_dim: object) -> dict[str, Any]:
         return rope | ({_ORIGINAL: 1} if len(divisors) == 1 else {})
     if kind == "yarn":
         left.pop("rope.scaling.type")
+        magnitude, factor = (left.get(f"rope.scaling.{key}") for key in ("yarn_attn_factor", "factor"))
+        usual = 0.1 * math.log(factor) + 1 if isinstance(factor, float) and factor > 0 else math.inf
+        if isinstance(magnitude, float) and math.isclose(magnitude, usual, rel_tol=1e-3):
+            del left["rope.scaling.yarn_attn_factor"]  # as it is without the key
         rope |= {"rope_type": "yarn"} | ({} if original is None else {_ORIGINAL: original})
         rope |= {setting: left.pop(key) for key, setting in _YARN.items() if key in left}
         return rope | ({"mscale": 1.0} if rope.get("mscale_all_dim") else {})

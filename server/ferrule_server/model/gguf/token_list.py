@@ -36,8 +36,8 @@ _FILL_IN: Final = frozenset((
     "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "\u2581<MID>", "<|code_middle|>", "<|middle|>",
     "<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>",
 ))  # fmt: skip
-_SIGN: Final = re.compile(r"<([|\uff5c])[^<>]*\w[^<>]*\1>")
-"""A control token by its form; some converters give such tokens the type of words."""
+_SIGN: Final = re.compile(r"<[|\uff5c][^<>\w]*\w[^<>]*[|\uff5c]>")
+"""A control token by its form, with two equal bars; some converters give such tokens the type of words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +77,19 @@ class TokenList:
         return cls(metadata, tokens, types.astype(int).tolist(), ids)
 
     def named(self, key: str) -> int | None:
-        """Return the id of the token that the metadata names, such as ``bos``; None: there is none.
+        """Return the id of the token that the metadata names, such as ``bos``; None: there is none in the vocabulary.
 
         Raises:
-            ModelError: It is not the id of a token.
+            ModelError: It is not a number.
         """
         defaults = {"bos": 1, "eos": 2, "unknown": 0} if self.metadata[f"{PREFIX}model"] == "llama" else {}
         name = f"{PREFIX}{key}_token_id"
         value = self.metadata.get(name, defaults.get(key))
         if value is None:
             return None
-        if not isinstance(value, int | np.integer) or isinstance(value, bool) or not 0 <= value < len(self.tokens):
-            raise ModelError(f"{name} is {shown(value)}, which is not the id of one of the {len(self.tokens)} tokens")
-        return int(value)
+        if not isinstance(value, int | np.integer) or isinstance(value, bool):
+            raise ModelError(f"{name} is {shown(value)}, which is not the id of a token")
+        return int(value) if 0 <= value < len(self.tokens) else None
 
     def flag(self, key: str, default: bool) -> bool:
         """Return a setting of the metadata.
@@ -106,7 +106,7 @@ class TokenList:
         """Return the control tokens, which are such by their type or by their text."""
         named = {self.ids[token] for token in STOPS | _FILL_IN if token in self.ids}
         typed = {i for i, kind in enumerate(self.types) if kind in (UNKNOWN, CONTROL)}
-        signs = (i for i, token in enumerate(self.tokens) if token.endswith(">") and _SIGN.fullmatch(token))
+        signs = (i for i, token in enumerate(self.tokens) if _SIGN.fullmatch(token) and token[1] == token[-2])
         return named | typed | {i for i in signs if self.types[i] == NORMAL}
 
 

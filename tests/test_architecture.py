@@ -236,7 +236,7 @@ MAX_RECORD_FIELDS = 77
 """Of all these together."""
 BUDGET: dict[str, int] = {
     "server": 34590,  # packed matrices and GGUF: 1 400
-    "client": 11794,
+    "client": 11796,
     "tools": 5520,  # the training of the bundled model came from the server with 650
 }
 """Code lines of each product (``python -m tools.code_lines``). A sum rises only by what an issue grants."""

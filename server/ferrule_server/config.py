@@ -33,7 +33,7 @@ from ferrule_server.settings import (
     parse_path,
 )
 
-INT8_INPUTS: Final = "--activations int8 goes with --weights int8 or packed codes of 8 bits only"
+INT8_INPUTS: Final = "--activations int8 goes with --weights int8, or Q8_0, Q6_K, Q5 or Q3_K in a GGUF file, only"
 DEFAULT_CONNECTIONS: Final = 1024
 CONNECTIONS_OF_STRANGERS: Final = 12
 DEFAULT_KV_MEMORY: Final = "1GiB"
@@ -125,7 +125,8 @@ class ServerConfig:
     """
     activations: str = _MODEL.setting("--activations", one_of("int16", "int8"), "int16")
     """how what is multiplied with quantised weights is rounded: int16 is finer than bfloat16; int8, for --weights int8
-    on processors with AVX512-VNNI, is faster with many sequences and for prompts, and costs accuracy
+    and the matrices of a GGUF file in Q8_0, Q6_K, Q5 or Q3_K, on processors with AVX512-VNNI, is faster with many
+    sequences and for prompts, and costs accuracy
     """
     num_threads: int | None = _MODEL.optional(
         "--threads",

@@ -42,6 +42,8 @@ def say_ready(
         "executor": info.name,
         "device": info.device,
         "dtype": info.model.dtype,
+        **({"weights": "+".join(info.model.packed_types)} if info.model.packed_types else {}),
+        **({"kernel_set": info.kernel_set} if info.kernel_set else {}),
         "blocks": info.num_blocks - 1,
         "block_size": info.block_size,
         "max_context": info.model.max_context,

@@ -474,7 +474,8 @@ def network_of(config: ServerConfig, folder: Path, note: Note = _log.debug) -> M
             f"--max-context {config.max_context} is beyond the {most} tokens that {config.model} supports{reason}"
         )
     if model_config.blocks and config.weights != "float":
-        raise ConfigError(f"--weights {config.weights}: {name_of(folder.name)} is packed already; leave --weights out")
+        what = f"{name_of(folder.name)} is quantised already, and stays as it is"
+        raise ConfigError(f"--weights {config.weights}: {what}; leave --weights out")
     has_bytes = config.weights == "int8" or any(BLOCKS[name].kind.bits == 8 for name in model_config.blocks.values())
     if config.activations == "int8" and not has_bytes:
         raise ConfigError(INT8_INPUTS)

@@ -417,6 +417,14 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert {does_not[key] for key in does_not.keys() - {"model", "loads", "reason", "instead"}} == {None}
 
 
+def test_what_would_run_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the flags of a server, which refuses the same."""
+    assert main(["--model=demo", "--executor=torch"]) == 0
+    assert re.search(r"runs on +torch on cpu .*the settings say so", capsys.readouterr().out)
+    assert main(["--model=demo", "--activations=int8"]) == 2
+    assert "--activations int8 goes with --weights int8, or Q8_0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

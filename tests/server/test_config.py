@@ -109,7 +109,7 @@ def test_other_addresses_need_insecure(text: str) -> None:
         (["--activations", "int8", "--executor", "torch"], "needs the kernels of the processor"),
         (["--activations", "int8", "--device", "cuda:0"], "needs the kernels of the processor"),
         (["--dtype", "float16", "--activations", "int8"], "in torch only; leave --activations int8 out"),
-        (["--weights", "int4", "--activations", "int8"], "--activations int8 goes with --weights int8 or"),
+        (["--weights", "int4", "--activations", "int8"], "--activations int8 goes with --weights int8, or"),
         (["--executor", "paged-reference", "--model", "demo"], "leave --model out"),
         (["--executor", "paged-reference", "--dtype", "bfloat16"], "leave --dtype out"),
         (["--metrics-listen", "9464"], r"HOST:PORT, such as 127.0.0.1:9464 or \[::1\]:9464$"),

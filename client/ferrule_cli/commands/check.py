@@ -14,6 +14,8 @@ examples:
   ferrule check demo
   ferrule check Qwen/Qwen3-0.6B --max-context 8192    fetches the configuration alone
   ferrule check ~/models/Qwen3-0.6B --weights int8 --json
+  ferrule check ~/models/Qwen3-0.6B-Q4_K_M.gguf --executor torch
+  ferrule check Qwen/Qwen3-0.6B-GGUF:Q8_0             fetches the header of that file alone
 
 Exit codes: 0 it loads, 1 it does not (the output says why, and what to try instead), 2 used wrongly.
 """
@@ -24,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     one = parser.add_mutually_exclusive_group(required=True)  # without a default it is not put in place of the option
     one.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help="as of ferrule serve")
     one.add_argument("--model", metavar="MODEL", help="the same, as for ferrule serve")
-    for flag in ("--dtype", "--max-context", "--weights"):
+    for flag in ("--activations", "--dtype", "--executor", "--max-context", "--weights"):
         parser.add_argument(flag, metavar="VALUE", help="as for ferrule serve")
     parser.add_argument("--ignore-config-key", metavar="NAME", action="append", help="as for ferrule serve")
     parser.add_argument("--json", action="store_true", help="print JSON for scripts")

@@ -19,7 +19,7 @@ from ferrule_server.model.families import WRAPPERS
 from ferrule_server.model_check.catalogue import KnownFamily, known_families
 from ferrule_server.model_check.report import Cached, Details, Report, check_model, list_cached
 
-_FLAGS: Final = ("--dtype", "--ignore-config-key", "--max-context", "--weights")
+_FLAGS: Final = ("--activations", "--dtype", "--executor", "--ignore-config-key", "--max-context", "--weights")
 _VARIABLES: Final = frozenset(
     f"FERRULE_{name}"
     for name in (
@@ -95,7 +95,10 @@ def _text_of(report: Report) -> str:
 
 def _weights_text(details: Details) -> str:
     chosen = details.dtype if details.weights == "float" else details.weights
-    others = ", ".join(f"{name} {size(num)}" for name, num in details.weights_bytes_by_type.items() if name != chosen)
+    sizes = details.weights_bytes_by_type
+    others = ", ".join(f"{name} {size(num)}" for name, num in sizes.items() if name != chosen)
+    if details.packed_types:  # the types of --dtype do not change them; torch unpacks them, to as many bits as float16
+        others = f"{size(sizes['float16'])} in torch"
     types, bits = ", ".join((*details.packed_types, chosen)), 8 * details.weights_bytes / details.num_parameters
     return f"{size(details.weights_bytes)} as {types}: {bits:.3g} bits per weight ({others})"
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from benchmarks.random_gguf import random_blocks
+from ferrule_server.addresses import ListenAddress
 from ferrule_server.config import ServerConfig
+from ferrule_server.console import say_ready
 from ferrule_server.errors import ConfigError
 from ferrule_server.executor.base import Float32Array
 from ferrule_server.executor.cpu.executor import NumbaCpuExecutor
@@ -138,10 +140,10 @@ def test_forks_and_queries(executor: NumbaCpuExecutor, tokens: list[int], alone:
 
 
 def test_the_description_names_what_is_in_the_file(path: Path, executor: NumbaCpuExecutor, tmp_path: Path) -> None:
-    """The most frequent type comes first and decides the dtype; the same numbers as floats are another model."""
+    """The most frequent type comes first, ``dtype`` is that of the rest; the same numbers in floats are another one."""
     model = executor.info.model
     assert set(model.packed_types) == set(BLOCKS)
-    assert (model.packed_types[0], model.dtype) == ("IQ4_NL", "int4")
+    assert (model.packed_types[0], model.dtype) == ("IQ4_NL", "float32")
     plain = load_model(path, dtype="float32")
     unpacked = load_model(write_packed(tmp_path / "f32.gguf", ALL_TYPES, is_unpacked=True), dtype="float32")
     pairs = zip(plain.take_weights().tensors(), unpacked.take_weights().tensors(), strict=True)
@@ -153,21 +155,26 @@ def test_the_description_names_what_is_in_the_file(path: Path, executor: NumbaCp
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 
-def test_int8_inputs_of_some_matrices(tmp_path: Path) -> None:
-    """Matrices with codes of 8 bits read int8, those with 4 bits beside them int16, and one of floats floats."""
+def test_int8_inputs_of_some_matrices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Matrices with codes of 8 bits read int8, those with 4 bits beside them int16, and one of floats floats.
+
+    The line ``ready`` says what the weights are and which kernels run.
+    """
     types = {"blk.0.attn_k": "Q8_0", "blk.1.ffn_up": "Q8_0", "blk.1.attn_v": "F16", "output": "Q8_0"}
     path = write_packed(tmp_path / "mixed.gguf", types, "Q4_0")
     expected = all_logits(torch_executor(path, "float32", is_plain=True), *PROMPTS)
     with running(path, "float32", QUANTISED_SETS[-1], has_int8_inputs=True) as executor:
         assert executor.info.kernel_set == "packed-a8-f32/1"
-        assert executor.info.model.packed_types == ("Q4_0", "Q8_0")
+        assert (executor.info.model.dtype, executor.info.model.packed_types) == ("float32", ("Q4_0", "Q8_0"))
+        say_ready({"listen": ListenAddress("::1", 7)}, executor.info, ServerConfig(), None)
+        assert " dtype=float32 weights=Q4_0+Q8_0 kernel_set=packed-a8-f32/1 " in capsys.readouterr().out
         found = all_logits(executor, *PROMPTS)
     assert 1e-4 < np.abs(found - expected).max() < 0.1 * expected.std()
 
 
 def test_a_packed_file_is_not_quantised_again(path: Path) -> None:
     """It is packed as it is."""
-    with pytest.raises(ConfigError, match=r"--weights int4: all\.gguf is packed already"):
+    with pytest.raises(ConfigError, match=r"--weights int4: all\.gguf is quantised already"):
         network_of(ServerConfig(model=str(path), weights="int4"), path)
 
 
@@ -175,7 +182,7 @@ def test_a_packed_file_is_not_quantised_again(path: Path) -> None:
 def test_int8_inputs_need_codes_of_8_bits(tmp_path: Path, kind: str) -> None:
     """Codes of 4 bits read int16, whatever the settings say, and floats no integers."""
     path = write_packed(tmp_path / "a.gguf", {}, kind)
-    with pytest.raises(ConfigError, match="--activations int8 goes with --weights int8 or packed codes of 8 bits only"):
+    with pytest.raises(ConfigError, match="--activations int8 goes with --weights int8, or Q8_0"):
         network_of(ServerConfig(model=str(path), activations="int8"), path)
 
 

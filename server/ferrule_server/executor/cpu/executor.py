@@ -247,6 +247,7 @@ def _describe(model: LoadedModel, options: CpuOptions) -> ExecutorInfo:
 
 
 def _packed(description: ModelDescription, plan: Plan) -> ModelDescription:
-    """Return the description of a model whose matrices are packed."""
-    dtype = "int8" if plan.kind.bits == 8 else "int4"
-    return replace(description, dtype=dtype, packed_types=block_types(description.config))
+    """Return the description of a model whose matrices are quantised, or packed as they are in the file."""
+    if types := block_types(description.config):
+        return replace(description, packed_types=types)
+    return replace(description, dtype="int8" if plan.kind.bits == 8 else "int4")

@@ -73,7 +73,7 @@ class Header:
             OSError: It cannot be read.
         """
         if self.file_bytes < 4 or self._bytes(4) != b"GGUF":
-            raise BadFile("is not a GGUF file")
+            raise BadFile("is not a GGUF file" if self.file_bytes else "is empty")
         if (version := self._number(_UINT32)) not in _VERSIONS:
             raise BadFile(f"has the GGUF version {version}; versions 2 and 3 are read, little-endian")
         num_tensors, num_keys = self._count(_MAX_TENSORS, "tensors"), self._count(_MAX_KEYS, "keys")

@@ -11,10 +11,10 @@ from ferrule_cli.waiting import Waiting
 
 EXAMPLES = """\
 examples:
-  ferrule check demo
+  ferrule check demo --executor torch
   ferrule check Qwen/Qwen3-0.6B --max-context 8192    fetches the configuration alone
   ferrule check ~/models/Qwen3-0.6B --weights int8 --json
-  ferrule check ~/models/Qwen3-0.6B-Q4_K_M.gguf --executor torch
+  ferrule check models/Qwen3-0.6B-Q4_K_M.gguf
   ferrule check Qwen/Qwen3-0.6B-GGUF:Q8_0             fetches the header of that file alone
 
 Exit codes: 0 it loads, 1 it does not (the output says why, and what to try instead), 2 used wrongly.

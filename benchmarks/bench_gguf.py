@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -37,6 +36,7 @@ sys.path[:0] = [str(ROOT)]
 from benchmarks.bench_cpu import CACHE, say, set_up_process, versions  # noqa: E402  (found by the line above)
 from benchmarks.cpu.cells import QUICK, Cell, Effort, num_pool_tokens  # noqa: E402
 from benchmarks.make_random_model import SHAPES  # noqa: E402
+from benchmarks.peers.environments import peer_variables  # noqa: E402
 from benchmarks.peers.worker import Task  # noqa: E402
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class Peer:
         effort = replace(self.effort, num_rounds=1)
         task = Task(self.folder, self.folder, "file", self.num_threads, (cell,), effort, {"side": PEER})
         command = [str(self.python), "-m", "benchmarks.peers.llama_cpp_peer", task.to_json()]
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(self.num_threads)}
+        variables = peer_variables(ROOT, self.num_threads)
         done = subprocess.run(
             command, env=variables, cwd=self.folder, check=False, capture_output=True, text=True, timeout=_LIMIT_S
         )

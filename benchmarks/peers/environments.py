@@ -78,9 +78,7 @@ class Environment:
             root: Of this repository: the modules of peers are found there, and none of the project's environment.
             num_threads: Threads of OpenMP; without the variable vLLM computes with one.
         """
-        made = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        made |= {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(num_threads)}
-        made |= self.spec.environment
+        made = peer_variables(root, num_threads) | self.spec.environment
         libraries = sorted(self.folder.glob(self.spec.preload)) if self.spec.preload else []
         return made | ({"LD_PRELOAD": str(libraries[0])} if libraries else {})
 
@@ -99,6 +97,18 @@ class Environment:
     @property
     def _wanted(self) -> str:
         return "\n".join([*self.spec.packages, *self.spec.constraints, *(f"not {name}" for name in self.spec.unwanted)])
+
+
+def peer_variables(root: Path, num_threads: int) -> dict[str, str]:
+    """Return the variables of a process of a peer: those of ours, but how our threads wait is not how its own should.
+
+    Args:
+        root: Of this repository.
+        num_threads: Threads of OpenMP.
+    """
+    ours = ("PYTHON", "OMP_", "KMP_", "GOMP_")
+    made = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return made | {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(num_threads)}
 
 
 def last_line(log: Path) -> str:

@@ -60,6 +60,7 @@ async def serve(config: ServerConfig, stopping: asyncio.Task[signal.Signals]) ->
         ConfigError: A setting or an address is unusable.
         ModelError: The model cannot be loaded.
     """
+    gc.disable()  # until it is ready: what is loaded stays, and collections looked at it for a second
     if config.durable is not None:
         check_directory(config.durable, config.instance)  # before anything is loaded; the lock is taken afterwards
     limits = ApiLimits(max_connections=config.connection_limit, max_ttl_s=config.max_ttl_s)
@@ -172,6 +173,7 @@ class _Run:
             await server.ready(serving_of(self.config, server.state, engine, loaded))
             gc.collect()
             gc.freeze()  # loaded objects stay for good: later collections skip them
+            gc.enable()
             console.say_ready(addresses, engine.info, self.config, loaded.commit)
             self.stopping.add_done_callback(lambda _: server.ask_to_stop(None))
             await server.asked_to_stop.wait()

@@ -31,8 +31,8 @@ test: $(VENV)/.ok ## all tests that need neither a GPU, a network nor much time
 	@status=0; export TEST_SKIPS=$$(mktemp); \
 	  echo "== what computes, in $(JOBS) processes: $(COMPUTING_TESTS)"; \
 	  $(PYTEST) --numprocesses=$(JOBS) --dist=worksteal $(COMPUTING_TESTS) || status=1; \
-	  echo "== all other tests, which often wait, in one process more"; \
-	  $(PYTEST) --numprocesses=$$(($(JOBS) + 1)) --dist=loadfile $(patsubst %,--ignore=%,$(COMPUTING_TESTS)) || status=1; \
+	  echo "== all other tests, which often wait, in two processes more"; \
+	  $(PYTEST) --numprocesses=$$(($(JOBS) + 2)) --dist=loadfile $(patsubst %,--ignore=%,$(COMPUTING_TESTS)) || status=1; \
 	  $(BIN)/python -m tests.skips $$TEST_SKIPS "$(MARKERS)"; rm -f $$TEST_SKIPS; \
 	  exit $$status
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import pytest
@@ -26,6 +26,7 @@ from ferrule_server.executor import devices
 from ferrule_server.executor.base import Executor, PipelinedExecutor
 from ferrule_server.executor.cpu.executor import NumbaCpuExecutor
 from ferrule_server.executor.cuda import bundle, compose
+from ferrule_server.executor.cuda.gpu import GpuError
 from ferrule_server.executor.cuda.options import GpuOptions
 from ferrule_server.executor.cuda.torch_gpu import TorchGpu
 from ferrule_server.executor.devices import Device
@@ -33,6 +34,7 @@ from ferrule_server.executor.fallback.executor import FallbackExecutor
 from ferrule_server.executor.host_plan import RESERVE_BYTES, HostPlan
 from ferrule_server.executor.torch import TorchExecutor
 from ferrule_server.host import Host
+from ferrule_server.kernel_builder import at_start
 from ferrule_server.kernel_builder.bundles import write_bundle
 from ferrule_server.loading import create_executor
 from ferrule_server.model import weights
@@ -138,6 +140,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "find_device", lambda wanted: Device(reason="" if wanted == "cpu" else "no GPU here"))
 
 
+def _no_compiler(*_: object, **__: object) -> NoReturn:
+    raise GpuError("no compiler here")
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """A machine with a GPU of 3 GiB, a third of it taken, whose memory is that of the host; there are no kernels."""
@@ -148,6 +154,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     monkeypatch.setattr(Device, "name", "cpu")
     monkeypatch.setattr(TorchGpu, "open", lambda *_, **__: fake)
     monkeypatch.setattr(bundle, "_places", list)
+    monkeypatch.setattr(at_start, "built_bundle", _no_compiler)
     monkeypatch.setattr(Host, "has_bfloat16", lambda _: False)
     num_threads = torch.get_num_threads()
     yield fake

@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ferrule_server.executor.cpu.executor import prepare
 from ferrule_server.kernels.cpu import compiled
 from ferrule_server.kernels.cpu.compiled import Wanted, compile_kernels, usable_cache
 from ferrule_server.kernels.cpu.plan import Instructions, Plan
 from ferrule_server.kernels.matrix_kinds import CODES4_OFFSET, FLOAT32, INT8, MatrixKind
-from ferrule_server.model.config_reader import read_config
-from tests.executor.cpu.models import DEMO
 
 PLAN = Plan("fma", is_emulated=False, is_bfloat16=False, head_dim=32)
 WANTED = Wanted([FLOAT32], [FLOAT32], [], [32])
@@ -34,16 +31,6 @@ def test_attention_writes_what_linear_layers_read(
 
 def _ignore(*_counts: int) -> None:
     """Progress nobody looks at."""
-
-
-def test_what_was_compiled_is_counted(tmp_path: Path) -> None:
-    """At a first start all kernels are; at the next one none is, and the stages do not speak of it."""
-    config = read_config(DEMO)
-    stages: list[str] = []
-    for _ in range(2):
-        prepare(config, PLAN, tmp_path, lambda stage, _share: stages.append(stage))
-    assert (stages[0], stages[8]) == ("kernels, 0 of 8", "kernels, 8 of 8, 8 compiled")
-    assert stages[9:] == [f"kernels, {num} of 8" for num in range(9)]
 
 
 def test_kernels_are_kept_for_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

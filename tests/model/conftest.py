@@ -67,6 +67,16 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "Qwen2", "vocab_size": 103, "hidden_size": 56, "intermediate_size": 76, "num_hidden_layers": 2,
         "num_attention_heads": 7, "num_key_value_heads": 1, "tie_word_embeddings": True, "max_window_layers": 1,
     },
+    "qwen2-moe-shared-gate": {
+        "family": "Qwen2Moe", "vocab_size": 103, "hidden_size": 48, "intermediate_size": 60, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 7, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1],
+    },
+    "qwen3-moe": {
+        "family": "Qwen3Moe", "vocab_size": 103, "hidden_size": 48, "intermediate_size": 60, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 9, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24, "norm_topk_prob": True, "decoder_sparse_step": 2, "tie_word_embeddings": True,
+    },
     "mistral-gqa-3to1-untied": {
         "family": "Mistral", "vocab_size": 107, "hidden_size": 48, "intermediate_size": 60, "num_hidden_layers": 2,
         "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": None,

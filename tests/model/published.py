@@ -64,6 +64,10 @@ _EXPERTS_OFF: Final = {
     "num_experts": 0, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
     "router_aux_loss_coef": 0.001, "output_router_logits": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
 }  # fmt: skip
+_EXPERTS: Final = {**_EXPERTS_OFF, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_QWEN3_MOE: Final = {
+    **_QWEN, **_EXPERTS, "head_dim": 32, "max_window_layers": 48, "sliding_window": None, "rope_scaling": None,
+}  # fmt: skip
 _FROM_GGUF: Final = {
     "_model_name_or_path": "model.gguf", "unk_token_id": 0, "internal_version": "1", "max_sequence_length": 4096,
     "badwordsids": None, "seq_length": 4096, "_flash_attn_2_enabled": True, "attn_implementation": "sdpa",
@@ -123,6 +127,19 @@ PUBLISHED: Final[Mapping[str, tuple[str, str, Mapping[str, Any]]]] = {
     "DeepSeek-R1-Distill-Qwen": ("Qwen2", "qwen2", {**_QWEN, "use_mrope": False}),
     "Qwen3": ("Qwen3", "qwen3", {**_QWEN, "head_dim": 32, "sliding_window": None, "rope_scaling": None}),
     "Qwen3 2507": ("Qwen3", "qwen3", {**_QWEN, "head_dim": 32, "sliding_window": None, "rope_theta": 5e6}),
+    "Qwen1.5-MoE": ("Qwen2Moe", "qwen2_moe", {
+        **_QWEN, **_EXPERTS, "num_experts": 6, "norm_topk_prob": False, "shared_expert_intermediate_size": 96,
+        "max_window_layers": 2,
+    }),
+    "Qwen2-57B-A14B": ("Qwen2Moe", "qwen2_moe", {
+        **_QWEN, **_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 96,
+    }),
+    "Qwen3-30B-A3B": ("Qwen3Moe", "qwen3_moe", _QWEN3_MOE),
+    "Qwen3-235B-A22B": ("Qwen3Moe", "qwen3_moe", _QWEN3_MOE),
+    "Qwen3-30B-A3B 2507": ("Qwen3Moe", "qwen3_moe", {**_QWEN3_MOE, "rope_theta": 1e7}),
+    "Qwen3-Coder": ("Qwen3Moe", "qwen3_moe", {
+        **_QWEN3_MOE, "qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0,
+    }),
     "Gemma 2": ("Gemma2", "gemma2", {
         **_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh",
     }),

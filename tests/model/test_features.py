@@ -39,7 +39,7 @@ WHOLE_MODEL: dict[str, Any] = {
 
 TENSORS = (
     "q_norm", "attention_out_norm", "mlp_out_norm", "qkv_bias", "attention_out_bias", "gate_up_bias", "down_bias",
-    "attention_norm_bias", "mlp_norm_bias", "input_norm", "scale", "sinks",
+    "attention_norm_bias", "mlp_norm_bias", "input_norm", "scale", "sinks", "shared_gate",
 )  # fmt: skip
 """Tensors of a layer that exist only for a feature, and without which it still runs."""
 
@@ -73,6 +73,10 @@ def _with_rope(change: Callable[[Rope], Rope]) -> Callable[[LayerKind], LayerKin
     return lambda kind: kind if kind.rope is None else replace(kind, rope=change(kind.rope))
 
 
+def _with_experts(**changes: Any) -> Callable[[LayerKind], LayerKind]:
+    return lambda kind: replace(kind, experts=kind.experts and replace(kind.experts, **changes))
+
+
 LAYERS: dict[str, Callable[[LayerKind], LayerKind]] = {
     "window": lambda kind: replace(kind, window=0),
     "chunk": lambda kind: replace(kind, chunk=0),
@@ -84,6 +88,11 @@ LAYERS: dict[str, Callable[[LayerKind], LayerKind]] = {
     "score scale": lambda kind: replace(kind, score_scale=kind.head_dim**-0.5),
     "partial": lambda kind: replace(
         kind, rope=kind.rope and replace(kind.rope, num_pairs=kind.head_dim // 2, width=kind.head_dim, scaling=None)
+    ),
+    "experts": _with_experts(used=1),
+    "weights of experts": _with_experts(gate="sigmoid"),
+    "sum of weights": lambda kind: replace(
+        kind, experts=kind.experts and replace(kind.experts, is_normalised=not kind.experts.is_normalised)
     ),
     "two ropes": lambda kind: replace(kind, rope=kind.rope and Rope(1e4, kind.head_dim // 2, kind.head_dim)),
 }
@@ -146,5 +155,5 @@ def test_every_field_of_a_layer_is_covered() -> None:
     """A new field is switched off by a function or as a tensor, or is one of those that decide shapes."""
     shapes = {"head_dim", "num_kv_heads", "intermediate_size", "kv_layer", "is_value_key"}
     by_tensor = {"has_sinks"}
-    switched = {"window", "chunk", "rope", "score_scale"}
+    switched = {"window", "chunk", "rope", "score_scale", "experts"}
     assert {field.name for field in fields(LayerKind)} == {*shapes, *by_tensor, *switched}

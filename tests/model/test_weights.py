@@ -89,9 +89,14 @@ def test_tensors_arrive_in_their_places(example: Example) -> None:
             qkv = torch.cat([rotated, qkv[num_rotated:]])
         assert torch.equal(layer["qkv"], qkv)
         assert torch.equal(layer["attention_out"], joined(attention, "o_proj.weight"))
-        gate_up = joined(mlp, *(f"{name}.weight" for name in ("gate_proj", "up_proj", "gate_up_proj", "c_fc")))
-        assert torch.equal(layer["gate_up"], gate_up)
-        assert torch.equal(layer["down"], joined(mlp, "down_proj.weight", "c_proj.weight"))
+        count = 0 if kind.experts is None else kind.experts.count
+        feed_forwards = {f".{number}": f"{mlp}experts.{number}." for number in range(count)} or {"": mlp}
+        feed_forwards |= {"": f"{mlp}shared_expert."} if count and kind.intermediate_size else {}
+        for number, prefix in feed_forwards.items():
+            gate_up = joined(prefix, *(f"{name}.weight" for name in ("gate_proj", "up_proj", "gate_up_proj", "c_fc")))
+            assert torch.equal(layer[f"expert_gate_up{number}" if number else "gate_up"], gate_up)
+            down = joined(prefix, "down_proj.weight", "c_proj.weight")
+            assert torch.equal(layer[f"expert_down{number}" if number else "down"], down)
         assert ("sinks" in layer) == kind.has_sinks
         assert not kind.has_sinks or torch.equal(layer["sinks"], stored[f"{attention}sinks"])
     assert model.num_parameters == sum(tensor.numel() for tensor in stored.values())

@@ -29,6 +29,7 @@ __all__ = [
     "qk_norm_rope",
     "rms_norm",
     "rope_angles",
+    "route",
     "softcap",
 ]
 
@@ -219,6 +220,31 @@ def clamped_swiglu(x: Tensor, limit: float, alpha: float) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+def route(scores: Tensor, used: int, gate: str, *, is_normalised: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Return which experts each row passes and what multiplies their outputs ("Switch Transformers", 2021).
+
+    Args:
+        scores: float32 [rows, experts].
+        used: Experts of a row: those of its highest scores, of equal ones the first.
+        gate: How scores become weights: ``softmax`` over all experts, ``softmax_of_used``, or ``sigmoid`` of each.
+        is_normalised: The weights of a row are divided by their sum.
+        scale: Multiplies the weights.
+
+    Returns:
+        Weights, float32, and numbers of experts, int64: both [rows, used], the highest scores first.
+    """
+    best, ids = (part[:, :used] for part in torch.sort(scores, dim=1, descending=True, stable=True))
+    if gate == "sigmoid":
+        weights = torch.sigmoid(best)
+    elif gate == "softmax":
+        weights = torch.exp(best - torch.logsumexp(scores, 1, keepdim=True))
+    else:
+        weights = torch.softmax(best, 1)
+    if is_normalised:
+        weights = weights / weights.sum(1, keepdim=True)
+    return weights * scale, ids
 
 
 def kv_append(pool: Tensor, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:

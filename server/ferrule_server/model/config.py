@@ -13,6 +13,33 @@ Activation = Literal["silu", "gelu_tanh"]
 """``gelu_tanh`` is the approximation of GELU by a tanh."""
 
 
+Gate = Literal["softmax", "softmax_of_used", "sigmoid"]
+"""How the scores of experts become weights: over all experts, over those that are used, or each by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture: each row passes the few feed-forward parts that score highest for it; of equal ones, the first.
+
+    Attributes:
+        count: How many there are.
+        used: How many of them a row passes.
+        width: Width inside each.
+        gate: How scores become weights.
+        is_normalised: The weights of a row are divided by their sum.
+        scale: Multiplies the weights.
+        has_shared_gate: What the feed-forward part beside them returns is multiplied by the sigmoid of a projection.
+    """
+
+    count: int
+    used: int
+    width: int
+    gate: Gate = "softmax"
+    is_normalised: bool = True
+    scale: float = 1.0
+    has_shared_gate: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKind:
     """What may differ between the layers of one network.
@@ -20,7 +47,8 @@ class LayerKind:
     Attributes:
         head_dim: Width of one head.
         num_kv_heads: Key and value heads; divides the query heads.
-        intermediate_size: Width inside the feed-forward part; 0: there is none.
+        intermediate_size: Width inside the feed-forward part that every row passes; 0: there is none.
+        experts: Others, of which each row passes some; their outputs are added. None: there are none.
         score_scale: Multiplies the products of queries and keys.
         rope: The rotation of queries and keys; None: there is none.
         window: How many tokens a row attends to, itself included; 0: all.
@@ -40,6 +68,7 @@ class LayerKind:
     has_sinks: bool = False
     kv_layer: int | None = None
     is_value_key: bool = False
+    experts: Experts | None = None
 
     @property
     def reach(self) -> int:
@@ -200,8 +229,13 @@ class ModelConfig:
 
     @property
     def intermediate_size(self) -> int:
-        """The largest width inside a feed-forward part; of all, if they are equal."""
+        """The largest width inside a feed-forward part that every row passes; of all, if they are equal."""
         return max((kind.intermediate_size for kind in self.layers), default=0)
+
+    @property
+    def experts(self) -> Experts | None:
+        """The mixtures of the network, which are equal; None: it has none."""
+        return next((kind.experts for kind in self.layers if kind.experts is not None), None)
 
     @property
     def kv_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -270,6 +304,7 @@ def unknown_features(config: ModelConfig, known: Set[str]) -> list[str]:
         (kind.chunk, f"attention to all tokens, not to chunks of {kind.chunk}"),
         (kind.has_sinks, "attention without sinks"),
         (kind.is_value_key, "a projection of values"),
+        (config.experts, "one feed-forward part for all rows, not experts"),
         (has_other_scale, f"scores divided by the root of head_dim, not times {kind.score_scale:g}"),
         (kind.rope is not None and kind.rope.magnitude != 1, "rotations that keep lengths"),
     ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ferrule_server.kernels import reference
 from ferrule_server.model.attention import Kv, LayerAttention
-from ferrule_server.model.config import LayerKind, ModelConfig
+from ferrule_server.model.config import Experts, LayerKind, ModelConfig
 from ferrule_server.model.linear import (
     AddLinear,
     Embed,
@@ -25,7 +25,7 @@ from ferrule_server.model.linear import (
     plain_linear,
     tied_ends,
 )
-from ferrule_server.model.parts import LAYER_PARTS
+from ferrule_server.model.parts import LAYER_PARTS, LINEAR
 from ferrule_server.model.rope import rotation_table
 from ferrule_server.model.tensors import LayerWeights, ModelWeights
 
@@ -39,7 +39,7 @@ _TILE_ROWS = 512
 _ROTATED_ROWS = 256
 _ALL_ROWS = 1 << 30
 _NORMS = {part.name for part in LAYER_PARTS if part.kind == "norm"} - {"q_norm", "k_norm"}
-_LINEARS = {part.name for part in LAYER_PARTS if part.kind == "linear"}
+_LINEARS = {part.name for part in LAYER_PARTS if part.kind in LINEAR and not part.is_of_experts}
 _ADDERS = {"attention_out": "attention_out_norm", "down": "mlp_out_norm"}
 """The linear layers that add to the residual stream, each with the norm after it."""
 
@@ -57,6 +57,7 @@ class _Layer:
         rotation: The number of its table.
         linears: By the names of their matrices; those that add to the residual stream are in ``adders``.
         adders: ``attention_out`` and ``down``, each with the norm after it.
+        experts: Of each expert, what becomes gate and up, and what follows them.
         norms: Of the residual stream, by name.
         head_norms: Of single heads: one weight [query and key heads, head_dim]; of rows: one for all query heads, and
             one for all key heads.
@@ -67,6 +68,7 @@ class _Layer:
     rotation: int
     linears: dict[str, Linear]
     adders: dict[str, AddLinear]
+    experts: list[tuple[Linear, Linear]]
     norms: dict[str, Norm]
     head_norms: tuple[Tensor, ...]
     rest: LayerWeights
@@ -229,7 +231,31 @@ class Decoder:
         layer.adders["attention_out"](hidden, attended)
         if normed is None:
             normed = norms.get("mlp_norm", _unchanged)(hidden)
-        layer.adders["down"](hidden, self._activate(layer.linears["gate_up"](normed)))
+        if layer.kind.experts is not None:
+            hidden += self._mixture(layer, layer.kind.experts, normed)
+        if "down" in layer.adders:
+            activated = self._activate(layer.linears["gate_up"](normed))
+            if "shared_gate" in layer.linears:
+                activated *= torch.sigmoid(layer.linears["shared_gate"](normed))
+            layer.adders["down"](hidden, activated)
+
+    def _mixture(self, layer: _Layer, experts: Experts, normed: Tensor) -> Tensor:
+        """Return what the experts of each row return, weighted and added: [rows, hidden_size]."""
+        scores = layer.linears["router"](normed).float()
+        weights, ids = reference.route(
+            scores, experts.used, experts.gate, is_normalised=experts.is_normalised, scale=experts.scale
+        )
+        by_expert = torch.sort(ids.flatten(), stable=True).indices
+        counts = torch.bincount(ids.flatten(), minlength=experts.count).tolist()
+        out = normed.new_empty((len(by_expert), normed.shape[1]))
+        begin = 0
+        for (gate_up, down), count in zip(layer.experts, counts, strict=True):
+            if count:
+                pairs = by_expert[begin : begin + count]
+                out[pairs] = down(self._activate(gate_up(normed[pairs // experts.used])))
+                begin += count
+        each = out.view(len(normed), experts.used, -1).float() * weights.unsqueeze(2)
+        return (each.sum(1) * self._config.residual_scale).to(normed.dtype)
 
     def _activate(self, projected: Tensor) -> Tensor:
         """Return what the feed-forward part computes between its projections."""
@@ -258,17 +284,20 @@ class Decoder:
         norms = {name: self._make_norm(weights[name], weights.get(f"{name}_bias")) for name in _NORMS & weights.keys()}
 
         def linear(name: str) -> Linear:
-            return self._make(weights.pop(name), weights.get(f"{name}_bias"))
+            part, dot, expert = name.partition(".")
+            return self._make(weights.pop(name), weights.get(f"{part}_bias{dot}{expert}"))
 
         def add(name: str, out_norm: Norm | None) -> AddLinear:
             if out_norm is None and self._is_fused and scale == 1:
                 return fused_adding(weights.pop(name), weights.get(f"{name}_bias"))
             return adding(linear(name), out_norm, scale)
 
-        adders = {name: add(name, norms.get(out_norm)) for name, out_norm in _ADDERS.items()}
+        adders = {name: add(name, norms.get(norm)) for name, norm in _ADDERS.items() if name in weights}
+        count = 0 if kind.experts is None else kind.experts.count
+        experts = [(linear(f"expert_gate_up.{i}"), linear(f"expert_down.{i}")) for i in range(count)]
         linears = {name: linear(name) for name in sorted(_LINEARS & weights.keys())}
         rest: LayerWeights = {name: weights[name] for name in ("scale", "sinks") if name in weights}
-        return _Layer(kind, rotation, linears, adders, norms, _head_norms(self._config, kind, weights), rest)
+        return _Layer(kind, rotation, linears, adders, experts, norms, _head_norms(self._config, kind, weights), rest)
 
 
 def _unchanged(hidden: Tensor) -> Tensor:

@@ -116,21 +116,23 @@ def allocate(
         config: The network.
         dtype: Of the weights.
         new: Makes a tensor of a shape and dtype.
-        kept: The tensors of matrices whose blocks are kept as they are. If there are any, all that is not a matrix has
-            float32.
+        kept: The tensors of matrices whose blocks are kept as they are. If there are any, routers and all that is not a
+            matrix have float32.
     """
     weights = ModelWeights(layers=[{} for _ in config.layers])
     places: dict[str, Place] = {}
     for spec in specs(config):
         is_matrix = spec.inputs is not None
-        is_exact = (spec.part.kind == "norm" and config.norm_offset) or (kept and not is_matrix)
+        is_exact = (spec.part.kind == "norm" and config.norm_offset) or (
+            kept and (not is_matrix or spec.part.kind == "router")
+        )
         own_dtype = torch.float32 if is_exact else dtype
         if is_matrix and not kept.isdisjoint(spec.names):
             parts = list(_stored_parts(config, spec, dtype, new, kept))
             weights.stored[spec] = StoredMatrix(tuple(parts))
         else:
             tensor = new(spec.shape, own_dtype)
-            weights.holder(spec.layer)[spec.part.name] = tensor
+            weights.holder(spec.layer)[spec.key] = tensor
             parts = list(torch.split(tensor, list(spec.rows)))
         places.update(zip(spec.names, _places(config, spec, parts), strict=True))
     return weights, places

@@ -29,7 +29,7 @@ from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.gguf.blocks import dequantise
 from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.parts import EMBEDDING, HEAD, TensorSpec, specs
-from ferrule_server.model.stored import LAYOUTS, StoredTensor
+from ferrule_server.model.stored import LAYOUTS, StoredTensor, without_stacks
 from ferrule_server.model.tensors import ModelWeights, Place, StoredMatrix, allocate, on_meta
 from ferrule_server.model_files import is_file, name_of, open_file, read_up_to
 
@@ -190,7 +190,8 @@ def of_text_model(config: ModelConfig, stored: dict[str, StoredTensor]) -> dict[
         ModelError: A tensor is stored under two of its names.
     """
     found: dict[str, StoredTensor] = {}
-    for name, entry in stored.items():
+    for entry in without_stacks(stored.values()):
+        name = entry.name
         if name.startswith(config.names.left_out):
             continue
         old, new = next((pair for pair in config.names.renamed if name.startswith(pair[0])), ("", ""))
@@ -276,7 +277,7 @@ def _encoder(
     def put(spec: TensorSpec) -> None:
         holder = weights.holder(spec.layer)
         stored = weights.stored.pop(spec, None)
-        holder[spec.part.name] = encoding.encode(spec, stored or holder[spec.part.name])
+        holder[spec.key] = encoding.encode(spec, stored or holder[spec.key])
 
     def note(name: str) -> None:
         nonlocal running
@@ -350,6 +351,9 @@ def _fingerprint(config: ModelConfig, digests: dict[str, bytes], dtype: DTypeNam
     """Return 32 bytes that are equal for equal networks, however their files are sharded."""
     network = asdict(replace(config, eos_ids=(), max_positions=1))
     del network["names"], network["blocks"]  # the digests are by name and type
+    for kind in network["layers"]:
+        if kind["experts"] is None:
+            del kind["experts"]  # as before there were any
     network |= {"has_whole_norms": True} if config.names.has_whole_norms else {}
     digest = hashlib.sha256(b"ferrule-model-1\0")
     types = {"dtype": (encoding.name if encoding else "") or dtype, "kv_dtype": dtype}

@@ -151,10 +151,10 @@ def test_a_key_can_be_ignored_by_its_name(tmp_path: Path) -> None:
 def test_check_says_what_another_architecture_is(tmp_path: Path) -> None:
     """And names a model that loads."""
     file, path = sound(), tmp_path / "a.gguf"
-    file.keys["general.architecture"] = key("general.architecture", TEXT, text("qwen3moe"))
+    file.keys["general.architecture"] = key("general.architecture", TEXT, text("qwen3next"))
     path.write_bytes(file.content())
     report = check_model(ServerConfig(model=str(path)))
-    assert report.reason.startswith("a.gguf: architectures is ['qwen3moe'], which is not supported")
+    assert report.reason.startswith("a.gguf: architectures is ['qwen3next'], which is not supported")
     assert report.instead == "Qwen/Qwen3-8B"
 
 

@@ -127,7 +127,7 @@ TABLE: dict[str, Spoil] = {
     "no architecture": _without("general.architecture"),
     "an architecture that is a number": _with("general.architecture", UINT32, bytes(4)),
     "an architecture that is a list": _with("general.architecture", ARRAY, items(TEXT, [text("llama")])),
-    "a mixture of experts": _with("general.architecture", TEXT, text("qwen3moe")),
+    "a mixture of experts": _with("general.architecture", TEXT, text("deepseek2")),
     "an architecture of transformers": _with("general.architecture", TEXT, text("Gemma3ForCausalLM")),
     "an architecture of control characters": _with("general.architecture", TEXT, text("\x1b[2J\n" * 1000)),
     "an adapter": _with("general.type", TEXT, text("adapter")),

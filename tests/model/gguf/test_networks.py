@@ -35,6 +35,17 @@ ARCHITECTURES: Final[dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]]
     "qwen3, tied": ("qwen3", "qwen3-gqa-4to1-tied", {}, {}),
     "qwen3, biases": ("qwen3", "qwen3-gqa-1to1-untied", {}, {}),
     "qwen3, yarn": ("qwen3", "qwen3-yarn-late-windows", {"use_sliding_window": False}, {}),
+    "qwen2moe": (
+        "qwen2moe", "qwen2-moe-shared-gate", {"mlp_only_layers": None},
+        {
+            "expert_count": 7, "expert_used_count": 3, "expert_feed_forward_length": 24,
+            "expert_shared_feed_forward_length": 40,
+        },
+    ),
+    "qwen3moe": (
+        "qwen3moe", "qwen3-moe", {"decoder_sparse_step": 1},
+        {"expert_count": 9, "expert_used_count": 2, "expert_feed_forward_length": 24},
+    ),
     "gemma2": (
         "gemma2", "gemma2-window-softcap", {"query_pre_attn_scalar": 14},
         {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 9.0, "attention.sliding_window": 12},

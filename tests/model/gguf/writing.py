@@ -35,7 +35,7 @@ def write_gguf(path: Path, arch: str, oracle: Any, more: Keys, *, dtype: str = "
     for key, value in (_keys(oracle.config) | dict(more)).items():
         add_key(writer, f"{arch}.{key}" if "tokenizer" not in key else key, value)
     for name, values in tensors_of(arch, oracle):
-        kind = gguf.GGMLQuantizationType[dtype if values.ndim == 2 else "F32"]
+        kind = gguf.GGMLQuantizationType[dtype if values.ndim > 1 else "F32"]
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     close(writer)
 
@@ -96,10 +96,22 @@ def tensors_of(arch: str, oracle: Any) -> Iterator[tuple[str, _Matrix]]:
             values = _neighbours(values, config.num_key_value_heads)
         if arch in WHOLE_NORMS and stored.endswith("norm.weight"):
             values = values + 1
-        name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
-        assert name is not None, stored
-        yield name, np.ascontiguousarray(values)
+        for part, matrix in _parts(stored, values):
+            name = names.get_name(part, try_suffixes=(".weight", ".bias"))
+            assert name is not None, stored
+            yield name, np.ascontiguousarray(matrix)
     yield from _divisors(config)
+
+
+def _parts(stored: str, values: _Matrix) -> Iterator[tuple[str, _Matrix]]:
+    """Yield a tensor, or its parts: gate and up of experts are stored apart, each with those of all experts."""
+    if ".experts." in stored:
+        stored += ".weight"
+    if not stored.endswith(".experts.gate_up_proj.weight"):
+        yield stored, values[0] if stored.endswith("shared_expert_gate.weight") else values
+        return
+    for name, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+        yield stored.replace("gate_up", name), half
 
 
 def _neighbours(values: _Matrix, num_heads: int) -> _Matrix:

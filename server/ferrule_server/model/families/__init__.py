@@ -1,6 +1,7 @@
 """Model families: one file for each, which states what the family reads from config.json and what it refuses.
 
 values.py      config.json, each value read with a check
+experts.py     reads the sizes of a mixture
 family.py      the frame: a family's names, its defaults, and the allow-list of its settings
 harmless.py    which other settings change no logits, by rule
 rotary.py      reads the settings of rotary positions
@@ -15,7 +16,7 @@ llama.py       Llama 2 and 3, and models of the same architecture
 mistral.py     Mistral, Ministral and Ministral 3
 olmo.py        OLMo 2 and OLMo 3
 phi3.py        Phi-3, Phi-3.5 and Phi-4
-qwen.py        Qwen2, Qwen2.5 and Qwen3
+qwen.py        Qwen2, Qwen2.5 and Qwen3, dense and with experts
 smollm3.py     SmolLM3
 starcoder2.py  StarCoder2
 
@@ -40,13 +41,13 @@ from ferrule_server.model.families.llama import LLAMA
 from ferrule_server.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from ferrule_server.model.families.olmo import OLMO2, OLMO3
 from ferrule_server.model.families.phi3 import PHI3
-from ferrule_server.model.families.qwen import QWEN2, QWEN3
+from ferrule_server.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from ferrule_server.model.families.smollm3 import SMOLLM3
 from ferrule_server.model.families.starcoder2 import STARCODER2
 
 FAMILIES: Final = (
-    LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, GEMMA4, PHI3, SMOLLM3, OLMO2, OLMO3, GLM,
-    GLM4, GRANITE, COHERE2, STARCODER2,
+    LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE, GEMMA2, GEMMA3, GEMMA4, PHI3, SMOLLM3,
+    OLMO2, OLMO3, GLM, GLM4, GRANITE, COHERE2, STARCODER2,
 )  # fmt: skip
 """Every family that can be loaded."""
 

@@ -5,16 +5,45 @@ never does. Each query and key head of Qwen3 passes its own RMSNorm before the r
 ``hidden_size``, and ``attention_bias`` adds a bias to all four projections of attention. Weights have the names of the
 table in ``tensors.py``, with ``q_norm`` and ``k_norm``.
 
-Not supported: partial rotation, activations other than SiLU, quantised checkpoints, and the variants MoE, Next and VL.
+The mixtures have experts in the layers that ``decoder_sparse_step`` and ``mlp_only_layers`` name; those of Qwen2 also a
+part that every row passes, multiplied by the sigmoid of a projection.
+
+Not supported: partial rotation, activations other than SiLU, quantised checkpoints, and the variants Next and VL.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
+from ferrule_server.errors import ModelError
+from ferrule_server.model.config import LayerKind, ModelConfig
+from ferrule_server.model.families.experts import read_experts
 from ferrule_server.model.families.family import Family
+from ferrule_server.model.families.values import ConfigValues
 from ferrule_server.model.families.windows import late_windows
+from ferrule_server.model_files import shown
+
+
+def _with_experts(config: ModelConfig, values: ConfigValues) -> ModelConfig:
+    """Return the network with experts in every layer but those that are said to be dense."""
+    width = values.count("shared_expert_intermediate_size", least=0, default=0)
+    experts = replace(
+        read_experts(values, width="moe_intermediate_size"),
+        is_normalised=values.flag("norm_topk_prob"),
+        has_shared_gate=width > 0,
+    )
+    step, dense = values.count("decoder_sparse_step"), values.get("mlp_only_layers") or ()
+    if not isinstance(dense, list | tuple) or any(type(index) is not int for index in dense):
+        raise ModelError(f"config.json: mlp_only_layers is {shown(dense)}, a list of layers is expected")
+
+    def kind(index: int, plain: LayerKind) -> LayerKind:
+        is_dense = index in dense or (index + 1) % step != 0
+        return plain if is_dense else replace(plain, intermediate_size=width, experts=experts)
+
+    layers = tuple(kind(index, plain) for index, plain in enumerate(config.layers))
+    return late_windows(replace(config, layers=layers), values)
+
 
 QWEN2: Final = Family(
     "Qwen2ForCausalLM",
@@ -43,4 +72,33 @@ QWEN3: Final = replace(
     models="Qwen3, dense, 0.6B to 32B, and their 2507 versions",
     differs="a norm of each query and key head",
     example="Qwen/Qwen3-8B",
+)
+_MIXTURE: Final[dict[str, Any]] = {
+    "num_experts_per_tok": 8, "num_experts": 128, "num_local_experts": 128, "moe_intermediate_size": 768,
+    "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+QWEN2_MOE: Final = replace(
+    QWEN2,
+    architecture="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    defaults={
+        **QWEN2.defaults, **_MIXTURE, "num_key_value_heads": 16, "num_experts_per_tok": 4,
+        "num_experts": 60, "num_local_experts": 60, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    refine=_with_experts,
+    only={"qkv_bias": True},
+    models="Qwen1.5-MoE, Qwen2-57B-A14B",
+    differs="experts, one for every row beside them, biases of queries, keys and values",
+    example="Qwen/Qwen1.5-MoE-A2.7B-Chat",
+)  # fmt: skip
+QWEN3_MOE: Final = replace(
+    QWEN3,
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    defaults={**QWEN3.defaults, **_MIXTURE, "num_key_value_heads": 4, "head_dim": None},
+    refine=_with_experts,
+    models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder, and their 2507 versions",
+    differs="experts, a norm of each query and key head",
+    example="Qwen/Qwen3-30B-A3B-Instruct-2507",
 )

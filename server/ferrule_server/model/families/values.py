@@ -19,6 +19,9 @@ _MOST: Final = {
     "num_attention_heads": 1024,
     "num_key_value_heads": 1024,
     "head_dim": 4096,
+    "num_experts": 4096,
+    "num_local_experts": 4096,
+    "num_experts_per_tok": 64,
     "max_position_embeddings": 1 << 27,
     "original_max_position_embeddings": 1 << 27,
     "max_window_layers": 1 << 27,
@@ -91,6 +94,10 @@ class ConfigValues:
     def has_default(self, key: str) -> bool:
         """Return whether the family has such a setting."""
         return key in self._defaults
+
+    def is_stated(self, key: str) -> bool:
+        """Return whether the file has a value."""
+        return self._raw.get(key) is not None
 
     def is_absent(self, key: str) -> bool:
         """Return whether neither the file nor the defaults have a value."""

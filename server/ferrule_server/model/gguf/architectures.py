@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.families import FAMILIES
@@ -31,6 +31,7 @@ class Architecture:
         window: The window if the file states none; 0: all layers attend to all tokens then.
         has_two_ropes: Layers with a window have a rotation of their own.
         sliding_theta: Base of its frequencies if the file states none; None: that of the other layers.
+        assumed: Settings that llama.cpp has in its code.
         shared_width: Layers of the one model whose scores are scaled by the share of a head in ``hidden_size`` and not
             by its width; None: the family states no scale.
     """
@@ -43,6 +44,7 @@ class Architecture:
     window: int = 0
     has_two_ropes: bool = False
     sliding_theta: float | None = None
+    assumed: Mapping[str, Any] = field(default_factory=dict)
     shared_width: int | None = None
 
     @property
@@ -63,6 +65,8 @@ _SCALES: Final = {
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
 _EPS: Final = "attention.layer_norm_epsilon"
+_EXPERTS: Final = {"expert_feed_forward_length": "moe_intermediate_size"}
+_SHARED: Final = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _WINDOWS: Final = {WINDOW: "sliding_window"}
 _GEMMA2: Final = Architecture("Gemma2ForCausalLM", _CAPS, has_whole_norms=True, every=2, window=4096, shared_width=46)
 _GEMMA3: Final = replace(
@@ -73,6 +77,8 @@ _ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "mistral3": Architecture("Ministral3ForCausalLM", _WINDOWS, has_neighbours=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", _EXPERTS | _SHARED),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _EXPERTS, assumed={"norm_topk_prob": True}),
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA3,
     "phi3": Architecture("Phi3ForCausalLM", _WINDOWS),

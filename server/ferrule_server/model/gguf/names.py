@@ -12,8 +12,8 @@ from ferrule_server.model.gguf.architectures import architecture_of
 from ferrule_server.model.gguf.blocks import BLOCKS
 from ferrule_server.model.gguf.container import Gguf
 from ferrule_server.model.gguf.network import DIVISORS
-from ferrule_server.model.parts import LAYER_PARTS, MODEL_PARTS
-from ferrule_server.model.stored import StoredTensor
+from ferrule_server.model.parts import BESIDE_EXPERTS, LAYER_PARTS, MODEL_PARTS
+from ferrule_server.model.stored import StoredTensor, without_stacks
 from ferrule_server.model_files import name_of
 
 _PARTS: Final = {
@@ -22,6 +22,10 @@ _PARTS: Final = {
     "attn_v": ("qkv", 2), "attn_q_norm": ("q_norm", 0), "attn_k_norm": ("k_norm", 0),
     "attn_output": ("attention_out", 0), "post_attention_norm": ("attention_out_norm", 0), "ffn_norm": ("mlp_norm", 0),
     "ffn_gate": ("gate_up", 0), "ffn_up": ("gate_up", 1), "ffn_down": ("down", 0), "post_ffw_norm": ("mlp_out_norm", 0),
+    "ffn_gate_inp": ("router", 0), "ffn_gate_exps": ("expert_gate_up", 0), "ffn_up_exps": ("expert_gate_up", 1),
+    "ffn_down_exps": ("expert_down", 0), "ffn_gate_inp_shexp": ("shared_gate", 0),
+    "ffn_gate_shexp": ("shared_gate_up", 0), "ffn_up_shexp": ("shared_gate_up", 1),
+    "ffn_down_shexp": ("shared_down", 0),
 }  # fmt: skip
 """For each name in llama.cpp, the part of a layer or of the model, and which of the tensors in it (``tensors.py``)."""
 _NAME: Final = re.compile(r"(?:blk\.([0-9]+)\.)?(\w+)\.(weight|bias)")
@@ -37,12 +41,19 @@ def renamed(gguf: Gguf) -> dict[str, StoredTensor]:
     """
     known = architecture_of(gguf)
     stored = {part.name: part.stored for part in (*LAYER_PARTS, *MODEL_PARTS)}
+    stored |= {f"shared_{part}": names for part, names in BESIDE_EXPERTS.items()}
     stored |= {} if known is None else known.parts(gguf)
     found: dict[str, StoredTensor] = {}
     for old, tensor in gguf.tensors.items():
         if old not in DIVISORS and found.setdefault(new := _renamed(old, stored), tensor) is not tensor:
             raise ModelError(f"tensors {name_of(found[new].name)} and {name_of(old)} are both {name_of(new)}")
-    return {new: replace(tensor, name=new) for new, tensor in found.items()}
+    tensors = (replace(tensor, name=new, shape=_as_matrix(new, tensor)) for new, tensor in found.items())
+    return {tensor.name: tensor for tensor in without_stacks(tensors)}
+
+
+def _as_matrix(name: str, tensor: StoredTensor) -> tuple[int, ...]:
+    """Return the shape of a tensor; the matrix of one row has lost it."""
+    return (1, *tensor.shape) if name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1 else tensor.shape
 
 
 def blocks_of(gguf: Gguf) -> dict[str, str]:
@@ -56,4 +67,5 @@ def _renamed(name: str, stored: Mapping[str, tuple[str, ...]]) -> str:
     names = stored.get(part, ())
     if match is None or not names:
         return name
-    return f"{f'model.layers.{match[1]}.' if match[1] else ''}{names[min(index, len(names) - 1)]}.{match[3]}"
+    own = names[min(index, len(names) - 1)].replace(".{}", "")  # one tensor holds those of all experts
+    return f"{f'model.layers.{match[1]}.' if match[1] else ''}{own}.{match[3]}"

@@ -69,6 +69,7 @@ def settings_of(gguf: Gguf) -> dict[str, Any]:
     left = {key.removeprefix(prefix): value for key, value in gguf.metadata.items() if key.startswith(prefix)}
     left = {key: value if key == _PATTERN else _one(value) for key, value in left.items()}
     raw: dict[str, Any] = {"architectures": [name if known is None else known.name]}
+    raw |= {} if known is None else known.assumed
     raw |= {setting: left.pop(key) for key, setting in _SHARED.items() if key in left}
     if known is None:
         raise refusal_of(raw)

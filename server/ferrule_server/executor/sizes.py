@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,9 @@ from ferrule_server.model.tensors import on_meta
 
 if TYPE_CHECKING:
     from ferrule_server.kernels.cpu.plan import Plan
+
+_PROBE_BYTES = 256 << 20
+"""Far more than caches hold."""
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -38,6 +42,34 @@ def weights_bytes(config: ModelConfig, dtype: torch.dtype, plan: Plan | None = N
 
     linear = [spec for spec in specs(config) if is_packed(config, spec)]
     return total + sum(packed_bytes(config, plan, spec) - prod(spec.shape) * dtype.itemsize for spec in linear)
+
+
+def active_bytes(config: ModelConfig, dtype: torch.dtype, plan: Plan | None = None) -> int:
+    """Return the bytes of weights that a step of one row reads: of experts those that it passes, of embeddings none.
+
+    The arguments are those of :func:`weights_bytes`.
+    """
+    from ferrule_server.executor.cpu.weights import is_packed, packed_bytes
+
+    total, experts = 0.0, config.experts
+    for spec in specs(config):
+        is_read = spec.is_linear or spec.part.kind != "embedding"
+        share = 1.0 if experts is None or spec.expert < 0 else experts.used / experts.count
+        is_kept = plan is not None and is_packed(config, spec)
+        num_bytes = packed_bytes(config, plan, spec) if plan and is_kept else prod(spec.shape) * dtype.itemsize
+        total += is_read * share * num_bytes
+    return round(total)
+
+
+def read_rate() -> float:
+    """Return how many bytes of memory a second all threads of torch read together; this takes a third of a second."""
+    values = torch.ones(_PROBE_BYTES // 8, dtype=torch.int64)
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        values.sum()
+        seconds.append(time.perf_counter() - begin)
+    return values.nbytes / min(seconds)
 
 
 def largest_matrix_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +28,12 @@ _SHAPES: Final = {
     "attn_q": (_HIDDEN, _HIDDEN), "attn_k": (_KV, _HIDDEN), "attn_v": (_KV, _HIDDEN), "attn_output": (_HIDDEN, _HIDDEN),
     "ffn_gate": (_INNER, _HIDDEN), "ffn_up": (_INNER, _HIDDEN), "ffn_down": (_HIDDEN, _INNER),
 }  # fmt: skip
+EXPERTS: Final = 10
+_EXPERT_SHAPES: Final = {
+    "ffn_gate_exps": (EXPERTS, 256, _HIDDEN), "ffn_up_exps": (EXPERTS, 256, _HIDDEN),
+    "ffn_down_exps": (EXPERTS, _HIDDEN, 256),
+}  # fmt: skip
+_EXPERT_KEYS: Final = {"expert_count": EXPERTS, "expert_used_count": 3, "expert_feed_forward_length": 256}
 _MODEL_SHAPES: Final = dict.fromkeys(("token_embd", "output"), (VOCAB, _HIDDEN))
 
 ALL_TYPES: Final = {
@@ -39,35 +46,58 @@ ALL_TYPES: Final = {
 """A matrix of every type, and one of float16: each of q, k and v is another one, and so are gate and up of a layer."""
 
 
-def write_packed(path: Path, types: Mapping[str, str], usual: str = "F16", *, is_unpacked: bool = False) -> Path:
-    """Write a Llama of two layers.
+MIXTURE: Final = {
+    "blk.0.ffn_gate_exps": "Q4_K", "blk.0.ffn_up_exps": "Q4_K", "blk.0.ffn_down_exps": "Q6_K",
+    "blk.1.ffn_gate_exps": "MXFP4", "blk.1.ffn_up_exps": "Q8_0", "blk.1.ffn_down_exps": "Q5_0",
+}  # fmt: skip
+"""Gate and up of a layer are packed alike, and differently in the other."""
+
+
+def write_packed(
+    path: Path, types: Mapping[str, str], usual: str = "F16", *, is_unpacked: bool = False, is_mixture: bool = False
+) -> Path:
+    """Write a Llama of two layers, or a Qwen3 with experts.
 
     Args:
         path: The file.
         types: Of matrices, by their names without ``.weight``.
         usual: That of all others.
         is_unpacked: Write the same numbers as F32.
+        is_mixture: Whether it has experts.
     """
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in _KEYS.items():
-        add_key(writer, f"llama.{key}", value)
-    layers = {f"blk.{i}.{name}": shape for i in range(_NUM_LAYERS) for name, shape in _SHAPES.items()}
+    arch = "qwen3moe" if is_mixture else "llama"
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in {**_KEYS, **(_EXPERT_KEYS if is_mixture else {})}.items():
+        add_key(writer, f"{arch}.{key}", value)
+    shapes: dict[str, tuple[int, ...]] = dict(_SHAPES)
+    if is_mixture:
+        shapes = {name: shape for name, shape in shapes.items() if "ffn" not in name} | _EXPERT_SHAPES
+    layers = {f"blk.{i}.{name}": shape for i in range(_NUM_LAYERS) for name, shape in shapes.items()}
     for seed, (name, shape) in enumerate((layers | _MODEL_SHAPES).items()):
         kind = types.get(name, usual)
         values = _matrix(kind, shape, seed)
         if is_unpacked:
-            kind, values = "F32", dequantise(kind, values) if kind in BLOCKS else values.astype(np.float32)
+            kind, values = "F32", _unpacked(kind, values) if kind in BLOCKS else values.astype(np.float32)
         writer.add_tensor(f"{name}.weight", values, raw_dtype=gguf.GGMLQuantizationType[kind])
     norms = [f"blk.{i}.{name}" for i in range(_NUM_LAYERS) for name in ("attn_norm", "ffn_norm")]
+    heads = [f"blk.{i}.attn_{name}_norm" for i in range(_NUM_LAYERS) for name in ("q", "k") if is_mixture]
     generator = np.random.default_rng(99)
-    for name in [*norms, "output_norm"]:
-        writer.add_tensor(f"{name}.weight", generator.normal(1, 0.1, _HIDDEN).astype(np.float32))
+    for name in [*norms, "output_norm", *heads]:
+        size = 64 if name in heads else _HIDDEN
+        writer.add_tensor(f"{name}.weight", generator.normal(1, 0.1, size).astype(np.float32))
+    for i in range(_NUM_LAYERS if is_mixture else 0):
+        router = generator.normal(0, _SIZE, (EXPERTS, _HIDDEN)).astype(np.float32)
+        writer.add_tensor(f"blk.{i}.ffn_gate_inp.weight", router)
     close(writer)
     return path
 
 
-def _matrix(kind: str, shape: tuple[int, int], seed: int) -> Array:
-    """Return a random matrix as its type stores it."""
+def _matrix(kind: str, shape: tuple[int, ...], seed: int) -> Array:
+    """Return a random matrix, or one of each expert, as its type stores it."""
     if kind in BLOCKS:
-        return random_matrix(kind, *shape, seed, _SIZE)
+        return random_matrix(kind, math.prod(shape[:-1]), shape[-1], seed, _SIZE).reshape(*shape[:-1], -1)
     return np.random.default_rng(seed).normal(0, _SIZE, shape).astype(np.float16)
+
+
+def _unpacked(kind: str, values: Array) -> Array:
+    return dequantise(kind, values.reshape(-1, values.shape[-1])).reshape(*values.shape[:-1], -1)

@@ -35,7 +35,7 @@ SIZES = {
 LONG_FACTORS = {"short_factor": [1.0, 1.2, 1.5, 2.0] * 2, "long_factor": [1.5, 2.5, 4.0, 6.0] * 2}
 QUANTISED = [
     "gemma2-window-softcap", "olmo3-windows", "cohere2-parallel", "starcoder2-layernorm",
-    "gemma4-shared-kv-second-embedding",
+    "gemma4-shared-kv-second-embedding", "qwen2-moe-shared-gate", "qwen3-moe",
 ]  # fmt: skip
 """Together they have every feature."""
 LENGTH = 330
@@ -49,6 +49,8 @@ def case_of(name: str) -> dict[str, Any]:
     case = {**CASES[name], **SIZES}
     if "head_dim" in case:
         case["head_dim"] = 32
+    if "moe_intermediate_size" in case:
+        case["moe_intermediate_size"] = 96
     if case["family"] == "Gemma4":
         case |= {"global_head_dim": 96, "hidden_size_per_layer_input": 4 * case["hidden_size_per_layer_input"]}
     if case.get("rope_parameters") == LONG_ROPE:

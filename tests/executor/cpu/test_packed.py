@@ -27,7 +27,7 @@ from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.gguf.blocks import BLOCKS
 from ferrule_server.model.weights import load_model
 from tests.executor.cpu.models import QUANTISED_SETS, kernels_of, running
-from tests.executor.cpu.packed_files import ALL_TYPES, VOCAB, write_packed
+from tests.executor.cpu.packed_files import ALL_TYPES, MIXTURE, VOCAB, write_packed
 from tests.executor.cpu.test_against_torch import all_logits, torch_executor
 from tests.executor.cpu.test_bits import check
 from tests.model.gguf.random_blocks import random_codes
@@ -69,9 +69,17 @@ def test_a_row_is_looked_up_as_it_is_in_the_file(name: str, look_up: Mapping[Mat
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with matrices of all types."""
     return write_packed(tmp_path_factory.mktemp("packed") / "all.gguf", ALL_TYPES)
+
+
+@pytest.fixture(scope="module", params=["dense", "experts"])
+def path(request: pytest.FixtureRequest, dense: Path) -> Path:
+    """That model, or one with experts."""
+    if request.param == "dense":
+        return dense
+    return write_packed(dense.with_name("experts.gguf"), MIXTURE, "Q8_0", is_mixture=True)
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +108,9 @@ def alone(executor: NumbaCpuExecutor, tokens: list[int]) -> Float32Array:
     return np.concatenate([stepper.logits(Piece(seq, [token])) for token in tokens])
 
 
-def test_the_file_has_every_type(path: Path) -> None:
+def test_the_file_has_every_type(dense: Path) -> None:
     """So that no type is left out below."""
-    types = read_config(path).blocks
+    types = read_config(dense).blocks
     assert set(types.values()) == set(BLOCKS)
     assert len(types) == len(ALL_TYPES) - 1  # one is F16
 
@@ -139,17 +147,18 @@ def test_forks_and_queries(executor: NumbaCpuExecutor, tokens: list[int], alone:
     check(stepper.logits(Piece(trunk, tokens[69:71], is_query=True, num_outputs=2)), alone[69:71])
 
 
-def test_the_description_names_what_is_in_the_file(path: Path, executor: NumbaCpuExecutor, tmp_path: Path) -> None:
+def test_the_description_names_what_is_in_the_file(dense: Path, tmp_path: Path) -> None:
     """The most frequent type comes first, ``dtype`` is that of the rest; the same numbers in floats are another one."""
-    model = executor.info.model
+    with running(dense, "float32") as executor:
+        model = executor.info.model
     assert set(model.packed_types) == set(BLOCKS)
     assert (model.packed_types[0], model.dtype) == ("IQ4_NL", "float32")
-    plain = load_model(path, dtype="float32")
+    plain = load_model(dense, dtype="float32")
     unpacked = load_model(write_packed(tmp_path / "f32.gguf", ALL_TYPES, is_unpacked=True), dtype="float32")
     pairs = zip(plain.take_weights().tensors(), unpacked.take_weights().tensors(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
     assert len({model.fingerprint, plain.fingerprint, unpacked.fingerprint}) == 3
-    assert not torch_executor(path, "float32").info.model.packed_types
+    assert not torch_executor(dense, "float32").info.model.packed_types
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -172,10 +181,10 @@ def test_int8_inputs_of_some_matrices(tmp_path: Path, capsys: pytest.CaptureFixt
     assert 1e-4 < np.abs(found - expected).max() < 0.1 * expected.std()
 
 
-def test_a_packed_file_is_not_quantised_again(path: Path) -> None:
+def test_a_packed_file_is_not_quantised_again(dense: Path) -> None:
     """It is packed as it is."""
     with pytest.raises(ConfigError, match=r"--weights int4: all\.gguf is quantised already"):
-        network_of(ServerConfig(model=str(path), weights="int4"), path)
+        network_of(ServerConfig(model=str(dense), weights="int4"), dense)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "MXFP4", "F16"])

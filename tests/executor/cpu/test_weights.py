@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -45,11 +47,14 @@ def test_packed_matrices_are_streams_of_64_outputs(tmp_path: Path) -> None:
     (matrix,) = prepared.packer.finish(model.take_weights()).layers[0]["down"]
     assert isinstance(matrix, PackedMatrix)
     assert matrix.kind.name == "bfloat16"
-    packed = matrix.data
-    blocks = packed.view(torch.bfloat16).view(-1, plain.shape[1] // 2, 64, 2)
+    blocks = matrix.data.view(torch.bfloat16).view(-1, plain.shape[1] // 2, 64, 2)
     assert blocks[1, 53, 39, 1] == plain[64 + 39, 106 + 1]
-    assert packed.data_ptr() % 64 == 0
-    assert prepared.packer._used == len(prepared.packer._arena)
+    assert matrix.data.data_ptr() % 64 == 0
+    packed = prepared.packer.finish(load_model(folder, dtype="bfloat16").take_weights())
+    matrices = [part for holder in (packed.parts, *packed.layers) for part in holder.values() if isinstance(part, list)]
+    places = sorted((piece.data.data_ptr(), piece.data.nbytes) for pieces in matrices for piece in pieces)
+    assert all(begin + size == following for (begin, size), (following, _) in pairwise(places))
+    assert sum(size for _, size in places) == len(prepared.packer._arena)
 
 
 def rounded_to_int8(weight: Tensor) -> Tensor:
@@ -128,9 +133,14 @@ def test_quantised_weights_have_another_fingerprint_and_are_smaller(tmp_path: Pa
     assert sizes == pytest.approx([2, 1, 0.8], rel=0.1)
 
 
-def test_a_failure_while_a_matrix_is_packed_ends_the_load(tmp_path: Path) -> None:
+def test_a_failure_while_a_matrix_is_packed_ends_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It happens in another thread, while the next matrix is read."""
     folder = write_tiny(tmp_path / "model")
     prepared, _ = load_packed(folder, "bfloat16")
-    with pytest.raises(AssertionError, match="the arena is full"):
-        load_model(folder, dtype="bfloat16", encoding=prepared.packer)  # the arena is full already
+
+    def fail(*_: object) -> NoReturn:
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(prepared.packer, "_copy", fail)
+    with pytest.raises(RuntimeError, match="no more"):
+        load_model(folder, dtype="bfloat16", encoding=prepared.packer)

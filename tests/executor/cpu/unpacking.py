@@ -74,7 +74,7 @@ def unpack_model(config: ModelConfig, packed: PackedModel, dtype: torch.dtype) -
     weights = ModelWeights(layers=[{} for _ in packed.layers])
     holders: list[Packed] = [*packed.layers, packed.parts]  # that of the model is the last, at -1
     for spec in specs(config):
-        name = spec.part.name
+        name = spec.key
         found = _unpack(config, spec, holders[spec.layer].pop(name))
         weights.holder(spec.layer)[name] = found.to(like.holder(spec.layer)[name].dtype)
     assert not any(holders)
@@ -105,7 +105,7 @@ def _heads(config: ModelConfig, spec: TensorSpec, values: Tensor) -> Tensor:
 
 
 def _rows(config: ModelConfig, spec: TensorSpec, values: Tensor, num_rows: int) -> Tensor:
-    if spec.part.name.removesuffix("_bias") == "gate_up" and config.is_gated and num_rows == spec.shape[0]:
+    if spec.part.name.removesuffix("_bias").endswith("gate_up") and config.is_gated and num_rows == spec.shape[0]:
         parts = values.view(-1, 2, _HALF, *values.shape[1:])
         return torch.cat([parts[:, i].flatten(0, 1)[: num_rows // 2] for i in range(2)])
     return values[:num_rows].clone()

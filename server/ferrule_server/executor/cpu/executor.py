@@ -31,6 +31,7 @@ from ferrule_server.executor.cpu.crowding import ThreadCount
 from ferrule_server.executor.cpu.memory import StepMemory
 from ferrule_server.executor.cpu.outputs import ask, read_outputs
 from ferrule_server.executor.cpu.records import ModelRecord, ThreadRecords
+from ferrule_server.executor.cpu.stages import keeps_ups
 from ferrule_server.executor.cpu.tasks import TaskPlanner
 from ferrule_server.executor.cpu.weights import Packer, block_types, wanted_kernels
 from ferrule_server.executor.cpu.workers import StepAborted, Workers
@@ -141,7 +142,7 @@ class NumbaCpuExecutor:
         """Allocate the memory of a step and start the threads."""
         self._memory = StepMemory(
             config, options.plan, max_rows=options.max_step_rows, max_context=options.max_context,
-            num_threads=options.num_threads, keeps_ups=any(len(layer["gate_up"]) == 2 for layer in self._packed.layers),
+            num_threads=options.num_threads, keeps_ups=keeps_ups(self._packed),
         )  # fmt: skip
         self._planner = TaskPlanner(
             config.num_kv_heads,

@@ -18,11 +18,12 @@ from ferrule_server.executor.cpu.tasks import Tasks
 from ferrule_server.executor.cpu.units import GROUP, HeadUnits
 from ferrule_server.kernels.cpu.activations import SCALE_BYTES
 from ferrule_server.kernels.cpu.attention import TILE_TOKENS, attention_scratch_bytes, partial_bytes
+from ferrule_server.kernels.cpu.experts import SEGMENT_BYTES
 from ferrule_server.kernels.cpu.linear import MOST_BLOCK_ROWS
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import BEST_BYTES, CHOICE, MOST_TOP, RESULT_FIELDS, STEP
 from ferrule_server.kernels.matrix_kinds import TILE_INPUTS
-from ferrule_server.model.config import ModelConfig
+from ferrule_server.model.config import Experts, ModelConfig
 from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.rope import Rope
 
@@ -47,6 +48,12 @@ def _row_size(size: int, dtype: torch.dtype) -> int:
     """
     piece = _PIECE_BYTES // dtype.itemsize
     return (-(-size // piece) | 1) * piece
+
+
+def _quantised(plan: Plan, size: int) -> int:
+    """Return the width of quantised rows, their scales and sums included, as int16."""
+    widest = _inputs(size)
+    return widest + SCALE_BYTES // 2 * -(-widest // (plan.tiles_at_once * TILE_INPUTS))
 
 
 def _groups(size: int) -> int:
@@ -93,7 +100,7 @@ class StepMemory:
         keeps_ups: bool = False,
     ) -> None:  # fmt: skip
         self._kept: list[Tensor] = []
-        self._kept_rows: dict[str, Tensor] = {}
+        self._made_rows: dict[str, Tensor] = {}
         self.kept: list[npt.NDArray[Any]] = []
         self.all_tokens = np.full(-(-config.vocab_size // 64) * 8, 255, np.uint8)
         self.inputs: dict[str, Tensor] = {}
@@ -133,15 +140,13 @@ class StepMemory:
         size = 0 if inputs is None else inputs.size
         widths = {"normed": config.hidden_size, "attended": query, "activated": max(config.intermediate_size, size)}
         for name, width in widths.items():
-            memory = self._new(name, (rows, _row_size(width, self._input_type)), self._input_type)
-            self._step[f"{name}_bytes"] = memory.stride(0) * memory.itemsize
-            self.inputs[name] = memory
+            self.inputs[name] = self._make_inputs(name, rows, width)
+        for name in ("normed", "attended"):
+            self._step[f"{name}_bytes"] = self.rows_of(name)["input_bytes"]
         if plan.is_quantised:
-            widest = _inputs(max(widths.values()))
-            num_scales = -(-widest // (plan.tiles_at_once * TILE_INPUTS))
-            width = widest + SCALE_BYTES // 2 * num_scales
-            memory = self._new("quantised", (rows, _row_size(width, torch.int16)), torch.int16)
-            self._step["quantised_bytes"] = memory.stride(0) * memory.itemsize
+            self._make_inputs("quantised", rows, _quantised(plan, max(widths.values())), torch.int16)
+        if config.experts is not None:
+            self._make_pairs(config, config.experts, plan, keeps_ups)
         self._new("hidden", (rows, config.hidden_size))
         if keeps_ups:
             self._keep("ups", (rows, _inputs(config.intermediate_size)))
@@ -153,6 +158,30 @@ class StepMemory:
             self._new("keys", (rows, max(kind.num_kv_heads * kind.head_dim for kind in config.layers)))
         if size:
             self._keep("inputs", (rows, config.num_layers * size))
+
+    def _make_inputs(self, name: str, rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self._input_type
+        memory = self._made_rows[name] = self._new(name, (rows, _row_size(width, dtype)), dtype)
+        return memory
+
+    def _make_pairs(self, config: ModelConfig, experts: Experts, plan: Plan, keeps_ups: bool) -> None:
+        """Allocate what is between the stages of a mixture; inputs are copied whole, with the stride of their rows."""
+        num_pairs, hidden = self._max_rows * experts.used, config.hidden_size
+        for name in ("expert_ids", "expert_weights", "places", "pair_rows"):
+            self._new(name, (num_pairs,), torch.int32)
+        self._new("counts", (experts.count,), torch.int32)
+        self._new("segments", (1 + experts.count + num_pairs // MOST_BLOCK_ROWS, SEGMENT_BYTES // 4), torch.int32)
+        rows = num_pairs + _PADDING_ROWS
+        self._make_inputs("pair_normed", rows, hidden)
+        self._make_inputs("pair_activated", rows, experts.width)
+        if plan.is_quantised:
+            own = max(_quantised(plan, width) for width in (hidden, experts.width))
+            width = self._made_rows["quantised"].shape[1]
+            self._make_inputs("pair_quantised", rows, max(own, width), torch.int16)
+        if keeps_ups:
+            self._keep("pair_ups", (rows, _inputs(experts.width)))
+        self._keep("pair_outs", (rows, hidden))
+        self._keep("scores", (self._max_rows + _PADDING_ROWS, _groups(experts.count) * GROUP))
 
     def _make_outputs(self, config: ModelConfig, num_threads: int) -> None:
         count = self.max_outputs
@@ -184,18 +213,24 @@ class StepMemory:
 
     def _keep(self, name: str, shape: tuple[int, int]) -> None:
         """Allocate rows for what linear layers keep."""
-        self._kept_rows[name] = self._new(name, shape)
+        self._made_rows[name] = self._new(name, shape)
 
     def kept_in(self, name: str, first: int = 0, size: int | None = None) -> dict[str, int]:
         """Return where outputs are kept, as fields of a stage: ``size`` values of a row, from one on."""
-        rows = self._kept_rows[name]
+        rows = self._made_rows[name]
         place = rows.data_ptr() + first * rows.itemsize
         size = rows.shape[1] if size is None else size
         return {"kept": place, "kept_bytes": rows.stride(0) * rows.itemsize, "size": size}
 
     def rows_of(self, name: str) -> dict[str, int]:
         """Return where the inputs of linear layers are, as fields of a stage: ``inputs`` and ``input_bytes``."""
-        return {"inputs": int(self._step[name][0]), "input_bytes": int(self._step[f"{name}_bytes"][0])}
+        rows = self._made_rows[name]
+        return {"inputs": rows.data_ptr(), "input_bytes": rows.stride(0) * rows.itemsize}
+
+    def written_in(self, name: str) -> dict[str, int]:
+        """Return the same for rows that are written: ``out`` and ``out_bytes``."""
+        rows = self._made_rows[name]
+        return {"out": rows.data_ptr(), "out_bytes": rows.stride(0) * rows.itemsize}
 
     def set_rows(self, batch: StepBatch, tasks: Tasks) -> None:
         """Write the rows of a step, at most ``max_rows``; the arrays stay in use until the next call."""

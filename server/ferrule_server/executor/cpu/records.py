@@ -20,7 +20,7 @@ from ferrule_server.kernels.cpu.compiled import Kernels
 from ferrule_server.kernels.cpu.records import LAYER, MODEL, THREAD
 from ferrule_server.kernels.cpu.sync import SyncBlock
 from ferrule_server.model.attention import attention_layers
-from ferrule_server.model.config import LayerKind, ModelConfig
+from ferrule_server.model.config import Experts, LayerKind, ModelConfig
 from ferrule_server.model.memory import new_tensor
 from ferrule_server.model.rope import Rope, rotation_table
 
@@ -100,8 +100,21 @@ def _features(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     return _fields_of(config, MODEL) | {
         "input_size": inputs.size if inputs is not None else 0,
         "is_gelu": config.activation == "gelu_tanh",
+        **_experts(config.experts),
         "embedding_scale": torch.tensor(config.embedding_scale, dtype=dtype).item(),
         "input_scale": 0.0 if inputs is None else torch.tensor(inputs.size**0.5, dtype=dtype).item(),
+    }
+
+
+def _experts(experts: Experts | None) -> dict[str, Any]:
+    if experts is None:
+        return dict.fromkeys(("num_experts", "num_used", "is_sigmoid", "is_normalised", "expert_scale"), 0)
+    return {
+        "num_experts": experts.count,
+        "num_used": experts.used,
+        "is_sigmoid": experts.gate == "sigmoid",
+        "is_normalised": experts.is_normalised or experts.gate == "softmax_of_used",
+        "expert_scale": experts.scale,
     }
 
 

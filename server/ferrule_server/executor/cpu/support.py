@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from ferrule_server.executor.cpu.units import GROUP
 from ferrule_server.executor.cpu.weights import forms_of, packed_kind
 from ferrule_server.kernels.cpu.plan import Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import choose_instructions
@@ -22,6 +23,7 @@ _KNOWN_FIELDS: Final = frozenset(
         "logit_scale", "logit_softcap", "has_layer_scale", "per_layer_input", "is_tied", "has_qkv_bias",
         "has_attention_out_bias", "has_mlp_bias", "eos_ids",
         "head_dim", "num_kv_heads", "intermediate_size", "score_scale", "rope", "window", "kv_layer", "is_value_key",
+        "experts",
     }
 )  # fmt: skip
 """The fields of a network and of its layers that the kernels compute; any other must have its default."""
@@ -102,6 +104,13 @@ def _unlike_layers(config: ModelConfig) -> Iterator[str]:
         yield f"heads of several widths that are together no multiple of {TILE_INPUTS}"
     if any(_heads(kind) != _heads(kinds[kind.kv_layer]) for kind in kinds if kind.kv_layer is not None):
         yield "K and V of another layer with other heads"
+    experts = [kind.experts for kind in kinds if kind.experts is not None]
+    if any(other != config.experts for other in experts):
+        yield "experts of several sorts"
+    if experts and (config.hidden_size % GROUP or experts[0].width % TILE_INPUTS):
+        yield f"experts of {experts[0].width} values between {config.hidden_size}"
+    if experts and (config.has_norm_after or config.is_parallel):
+        yield "norms after experts"
     if config.qk_norm == "row" and any(kind.kv_layer is not None or kind.is_value_key for kind in kinds):
         yield "norms of all heads of a row where K and V are shared"
 

@@ -20,6 +20,7 @@ from ferrule_server.model.parts import TensorSpec
 GROUP: Final = 64
 """Rows of a group."""
 _HALF: Final = GROUP // 2
+_GATE_UP: Final = ("gate_up", "expert_gate_up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def row_parts(config: ModelConfig, spec: TensorSpec) -> list[int]:
     if spec.part.name == "qkv":
         kind = config.layers[spec.layer]
         return _qkv_parts(config, kind, sum(spec.rows))
-    if spec.part.name == "gate_up" and config.is_gated:
+    if spec.part.name in _GATE_UP and config.is_gated:
         return [sum(spec.rows) // 2] * 2
     return [sum(spec.rows)]
 
@@ -64,7 +65,7 @@ def in_units(config: ModelConfig, spec: TensorSpec, values: Tensor) -> Tensor:
     """Return rows of a matrix, or the numbers of its bias, in whole units: all of them, or one of its parts."""
     if spec.part.name == "qkv":
         return _by_units(config.layers[spec.layer].head_dim, values)
-    is_paired = spec.part.name == "gate_up" and config.is_gated and len(values) == sum(spec.rows)
+    is_paired = spec.part.name in _GATE_UP and config.is_gated and len(values) == sum(spec.rows)
     return _interleaved(values) if is_paired else _padded(values, GROUP)
 
 

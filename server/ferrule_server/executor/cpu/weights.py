@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -21,7 +22,7 @@ from ferrule_server.kernels.cpu.compiled import Wanted
 from ferrule_server.kernels.cpu.pack import pack_scratch_bytes
 from ferrule_server.kernels.cpu.plan import Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import QUANTISERS
-from ferrule_server.kernels.matrix_kinds import CODES4_OFFSET, INT8, TILE_INPUTS, MatrixKind
+from ferrule_server.kernels.matrix_kinds import CODES4_OFFSET, FLOAT32, INT8, TILE_INPUTS, MatrixKind
 from ferrule_server.model.config import ModelConfig
 from ferrule_server.model.gguf.blocks import BLOCKS
 from ferrule_server.model.memory import new_tensor
@@ -32,7 +33,7 @@ _ALIGNMENT: Final = 64
 _AT_ONCE: Final = 1 << 18
 """Numbers in blocks, or 64 rows if they are more, so that what is between a file and its layout stays in the cache."""
 _QUANTISED: Final[Mapping[WeightKind, MatrixKind]] = {"int8": INT8, "int4": CODES4_OFFSET}
-_IN_INT8: Final = frozenset({("qkv", 2), ("down", 0), ("head", 0), ("embedding", 0)})
+_IN_INT8: Final = frozenset({("qkv", 2), ("down", 0), ("expert_down", 0), ("head", 0), ("embedding", 0)})
 """Parts that keep 8 bits if others have codes of 4 bits: values, the last layer of a block and the head lose most."""
 
 
@@ -94,7 +95,7 @@ class PackedModel:
 
     Attributes:
         parts: Those outside the layers; a tied embedding is the packed head.
-        layers: In order.
+        layers: In order; the matrices of experts follow each other in memory, and so do their biases.
     """
 
     parts: Packed
@@ -141,8 +142,9 @@ def pieces_of(config: ModelConfig, plan: Plan, spec: TensorSpec) -> list[Piece]:
 
 def _kind_of_floats(config: ModelConfig, plan: Plan, spec: TensorSpec, number: int) -> MatrixKind:
     """Return how a part of the rows is packed that are floats in the file: as the plan says, but beside others."""
-    if config.blocks:
-        return plan.plain_kind
+    is_router = spec.part.kind == "router"
+    if config.blocks or is_router:
+        return FLOAT32 if config.blocks and is_router else plan.plain_kind
     is_wider = plan.packed == CODES4_OFFSET and (spec.part.name, number) in _IN_INT8
     return INT8 if is_wider else plan.kind
 
@@ -193,11 +195,11 @@ class Packer:
 
     def __init__(self, config: ModelConfig, plan: Plan, pack: Mapping[MatrixKind, Callable[..., int]]) -> None:
         self._config, self._plan, self._pack = config, plan, pack
-        num_bytes = sum(_piece_bytes(config, spec, piece) for spec, piece in _all_pieces(config, plan))
-        self._arena = new_tensor((num_bytes,), torch.uint8)
-        self._used = 0
-        self.name = _name_of(config, plan)
         packed = [spec for spec in specs(config) if is_packed(config, spec)]
+        ends = list(accumulate((packed_bytes(config, plan, spec) for spec in packed), initial=0))
+        self._begins = {(spec.layer, spec.key): begin for spec, begin in zip(packed, ends, strict=False)}
+        self._arena = new_tensor((ends[-1],), torch.uint8)
+        self.name = _name_of(config, plan)
         self.kept: Set[str] = config.blocks.keys() & {name for spec in packed for name in spec.names}
 
     def takes(self, spec: TensorSpec) -> bool:
@@ -205,22 +207,15 @@ class Packer:
         return is_packed(self._config, spec)
 
     def encode(self, spec: TensorSpec, matrix: Tensor | StoredMatrix) -> Tensor:
-        """Return a matrix packed, uint8."""
-        begin = self._used
-        for piece in pieces_of(self._config, self._plan, spec):
-            out = self._new(_piece_bytes(self._config, spec, piece))
+        """Return a matrix packed, uint8; those of experts follow each other."""
+        for packed in self._split(spec):
+            piece = packed.piece
             rows = in_units(self._config, spec, matrix[piece.begin : piece.begin + piece.num_rows])
             if piece.block:
-                _lay_out(piece.block, rows, out)
+                _lay_out(piece.block, rows, packed.data)
             else:
-                self._copy(piece.kind, rows.contiguous(), out)
-        return self._arena[begin : self._used]
-
-    def _new(self, num_bytes: int) -> Tensor:
-        packed = self._arena[self._used : self._used + num_bytes]
-        assert len(packed) == num_bytes, "the arena is full"
-        self._used += num_bytes
-        return packed
+                self._copy(piece.kind, rows.contiguous(), packed.data)
+        return packed.data
 
     def _copy(self, kind: MatrixKind, rows: Tensor, out: Tensor) -> None:
         """Pack rows of floats, quantised if their kind is."""
@@ -235,27 +230,37 @@ class Packer:
         for spec in specs(self._config):
             matrix = spec if spec.inputs is not None else matrix  # a bias follows its matrix
             holder = model.parts if spec.layer < 0 else model.layers[spec.layer]
-            values = weights.holder(spec.layer)[spec.part.name]
+            values = weights.holder(spec.layer)[spec.key]
             if is_packed(self._config, spec):
-                holder[spec.part.name] = list(self._split(spec, values))
+                holder[spec.key] = list(self._split(spec))
             elif spec.part.kind == "bias" and matrix is not None:
-                holder[spec.part.name] = self._bias(matrix, values)
+                holder[spec.key] = self._bias(matrix, values)
             else:
                 holder[spec.part.name] = values if spec.part.kind == "embedding" else values.float().contiguous()
+        for layer, kind in zip(model.layers, self._config.layers, strict=True):
+            _join_biases(layer, 0 if kind.experts is None else kind.experts.count)
         return model
 
-    def _split(self, spec: TensorSpec, packed: Tensor) -> Iterator[PackedMatrix]:
-        begin = 0
+    def _split(self, spec: TensorSpec) -> Iterator[PackedMatrix]:
+        begin = self._begins[spec.layer, spec.key]
         assert spec.inputs is not None
         for piece in pieces_of(self._config, self._plan, spec):
             end = begin + _piece_bytes(self._config, spec, piece)
-            yield PackedMatrix(piece, spec.inputs, packed[begin:end])
+            yield PackedMatrix(piece, spec.inputs, self._arena[begin:end])
             begin = end
 
     def _bias(self, matrix: TensorSpec, values: Tensor) -> Tensor:
         pieces = pieces_of(self._config, self._plan, matrix)
         parts = [values[piece.begin : piece.begin + piece.num_rows] for piece in pieces]
         return torch.cat([in_units(self._config, matrix, part) for part in parts]).float()
+
+
+def _join_biases(layer: Packed, count: int) -> None:
+    """Have the biases of experts follow each other in memory."""
+    for name in ("expert_gate_up_bias", "expert_down_bias"):
+        keys = [f"{name}.{expert}" for expert in range(count)]
+        if biases := [bias for key in keys if isinstance(bias := layer.get(key), Tensor)]:
+            layer.update(zip(keys, torch.stack(biases), strict=True))
 
 
 def _lay_out(block: str, rows: Tensor, out: Tensor) -> None:

@@ -6,6 +6,7 @@ kinds.py            the kinds of stages
 rows.py             stages that are shared out by rows
 linear.py           linear layers, with what follows each of them
 multiply.py         the part of them that depends on the kind of the matrix
+experts.py          mixtures: which experts a row passes, its pairs with them
 heads.py            heads that have been projected: norm, rotation, and the pool
 dot.py              the product of a few rows and 64 outputs, for each set of instructions
 tiles.py            the same product with the tiles of AMX

@@ -9,6 +9,19 @@ from __future__ import annotations
 from enum import IntEnum
 
 
+class Rows(IntEnum):
+    """Of what the rows of a stage are."""
+
+    TOKENS = 0
+    """The rows of the step."""
+    OUTPUTS = 1
+    """Those of which the head computes logits."""
+    PAIRS = 2
+    """Pairs of a row and an expert that it passes, in the order of experts (``experts``)."""
+    ALL = 3
+    """There is one, which stands for the whole step."""
+
+
 class Kind(IntEnum):
     """What a stage does."""
 
@@ -35,6 +48,17 @@ class Kind(IntEnum):
     """No logits of an output have been seen yet."""
     MERGE_OUTPUT = 10
     """What the threads have kept of an output becomes its results."""
+
+    ROUTE = 11
+    """The scores of experts become those that a row passes, and their weights."""
+    GROUP_PAIRS = 12
+    """Pairs of rows and experts are sorted by experts."""
+    GATHER = 13
+    """The inputs of a pair are copied from its row."""
+    ADD_EXPERTS = 14
+    """What ``KEEP`` has kept of the pairs of a row is weighted and added to the residual stream."""
+    GATE_SHARED = 15
+    """The inputs of the last layer are multiplied by the sigmoid of what ``KEEP`` has kept."""
 
     # Linear layers, by what becomes of their outputs (``linear``).
     PROJECT = 20

@@ -23,19 +23,21 @@ from ferrule_server.kernels.cpu import lanes as simd
 from ferrule_server.kernels.cpu.activations import clear_values, copy_values, store_input
 from ferrule_server.kernels.cpu.calls import call_multiply
 from ferrule_server.kernels.cpu.dot import GROUP
+from ferrule_server.kernels.cpu.experts import MOST_PAIRS, expert_at, segment_at
 from ferrule_server.kernels.cpu.head import read_logits
 from ferrule_server.kernels.cpu.heads import project_heads
 from ferrule_server.kernels.cpu.kernel import Lanes, Record, kernel
-from ferrule_server.kernels.cpu.kinds import Kind
+from ferrule_server.kernels.cpu.kinds import Kind, Rows
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import model_at, stage_at, step_at, sums_of, thread_at
+from ferrule_server.kernels.cpu.scalars import read_int32
 from ferrule_server.kernels.cpu.sync import claim
 
 _CACHED_BYTES: Final = 256 << 10
 """Inputs of a block of rows, so that they stay in the L2 cache beside the weights of a unit."""
 _LEAST_BLOCK_ROWS: Final = 32
 """At least as many as are multiplied together with any instructions."""
-MOST_BLOCK_ROWS: Final = 128
+MOST_BLOCK_ROWS: Final = MOST_PAIRS
 """Rows of a block, however narrow they are, so that their sums stay there too."""
 
 _GELU_LINEAR: Final = np.float32(-2 * math.sqrt(2 / math.pi))
@@ -43,9 +45,10 @@ _GELU_CUBIC: Final = np.float32(-2 * math.sqrt(2 / math.pi) * 0.044715)
 
 
 @kernel
-def first_weights(stage: Record, thread: int) -> int:
+def first_weights(step: Record, stage: Record, thread: int) -> int:
     """Return the address of the weights that a thread multiplies first in a linear layer."""
-    return stage.weight + min(thread, stage.num_units - 1) * stage.unit_bytes
+    first = stage.weight + min(thread, stage.num_units - 1) * stage.unit_bytes
+    return first + expert_at(step, 0) * stage.expert_bytes if stage.expert_bytes else first
 
 
 @kernel
@@ -56,22 +59,27 @@ def linear(plan: Plan, thread: int, stage_address: int) -> int:
     """
     here, stage = thread_at(thread), stage_at(stage_address)
     step = step_at(here.step)
-    num_rows = step.num_outputs if stage.is_of_outputs else step.num_rows
-    ahead = first_weights(stage_at(stage.following), here.number)
+    num_rows = step.num_outputs if stage.rows == Rows.OUTPUTS else step.num_rows
+    ahead = first_weights(step, stage_at(stage.following), here.number)
     weight, num_units, unit_bytes = stage.weight, stage.num_units, stage.unit_bytes
-    inputs, input_bytes = stage.inputs, stage.input_bytes
+    inputs, input_bytes, expert_bytes = stage.inputs, stage.input_bytes, stage.expert_bytes
     group_bytes = unit_bytes // stage.groups_at_once
     sums, sum_bytes = sums_of(here, stage)
     block_rows = min(MOST_BLOCK_ROWS, max(_LEAST_BLOCK_ROWS, _CACHED_BYTES // input_bytes))
-    num_items = num_units * ((num_rows + block_rows - 1) // block_rows)
+    num_blocks = read_int32(step.segments) if expert_bytes else (num_rows + block_rows - 1) // block_rows
+    num_items = num_units * num_blocks
     item = here.number
     while item < num_items:
         following = claim(here.sync, stage.claim)
-        unit, row = item % num_units, item // num_units * block_rows
+        unit, row, expert = item % num_units, item // num_units * block_rows, 0
         count = min(block_rows, num_rows - row)
+        if expert_bytes:
+            expert, row, count = segment_at(step, item // num_units)
         clear_values(sums, count * sum_bytes // 4)
-        first = weight + unit * unit_bytes
+        first = weight + unit * unit_bytes + expert * expert_bytes
         upcoming = ahead if following >= num_items else weight + following % num_units * unit_bytes
+        if expert_bytes and following < num_items:
+            upcoming += expert_at(step, following // num_units) * expert_bytes
         for group in range(stage.groups_at_once):
             place = first + group * group_bytes
             call_multiply(
@@ -80,7 +88,7 @@ def linear(plan: Plan, thread: int, stage_address: int) -> int:
                 upcoming if group + 1 == stage.groups_at_once else place + group_bytes,
             )  # fmt: skip
         if stage.bias != 0:
-            _add_bias(sums, sum_bytes, count, stage.bias + unit * sum_bytes)
+            _add_bias(sums, sum_bytes, count, stage.bias + (expert * num_units + unit) * sum_bytes)
         _finish(plan, here, stage, unit, row, count)
         item = following
     return 0
@@ -133,12 +141,12 @@ def _activate(plan: Plan, here: Record, stage: Record, unit: int, row: int, num_
 
     Without a gate it holds 64 rows, and the activation of each is written.
     """
-    model, step = model_at(here.model), step_at(here.step)
+    model = model_at(here.model)
     sums, sum_bytes = sums_of(here, stage)
     is_gated, is_gelu = model.is_gated, model.is_gelu
     width = GROUP // 2 if is_gated else GROUP
     for i in range(num_rows):
-        out = step.activated + (row + i) * step.activated_bytes
+        out = stage.out + (row + i) * stage.out_bytes
         for j in range(0, width, simd.LANES):
             x = simd.load(sums + i * sum_bytes + 4 * j)
             x = gelu(x) if is_gelu else _silu(x)
@@ -159,12 +167,12 @@ def _keep(here: Record, stage: Record, unit: int, row: int, num_rows: int) -> No
 @kernel
 def _gate_kept(plan: Plan, here: Record, stage: Record, unit: int, row: int, num_rows: int) -> None:
     """Write activation(gate) * kept of 64 values."""
-    model, step = model_at(here.model), step_at(here.step)
+    model = model_at(here.model)
     sums, sum_bytes = sums_of(here, stage)
     width = min(GROUP, stage.size - unit * GROUP)
     for i in range(num_rows):
         kept = stage.kept + (row + i) * stage.kept_bytes + 4 * unit * GROUP
-        out = step.activated + (row + i) * step.activated_bytes
+        out = stage.out + (row + i) * stage.out_bytes
         for j in range(0, width, simd.LANES):
             x = simd.load(sums + i * sum_bytes + 4 * j)
             x = gelu(x) if model.is_gelu else _silu(x)

@@ -64,7 +64,9 @@ class Plan:
         """
         if kind.is_quantised:
             return replace(self, packed=kind, has_int8_inputs=self.has_int8_inputs and kind.bits == 8)
-        return replace(self, packed=None, has_int8_inputs=False, instructions="fma") if self.is_quantised else self
+        if not self.is_quantised:
+            return self
+        return replace(self, packed=None, has_int8_inputs=False, instructions="fma", is_bfloat16=kind == BFLOAT16)
 
     @property
     def input_tile_bytes(self) -> int:

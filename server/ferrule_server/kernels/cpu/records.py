@@ -47,9 +47,9 @@ token, and which thread it is.
 """
 
 STAGE: Final = _record(
-    "kernel multiply layer following weight bias inputs kept",
-    "kind is_of_outputs num_together claim num_units unit_bytes groups_at_once sum_bytes num_tiles input_bytes "
-    "kept_bytes size first_head end_head is_open is_int8",
+    "kernel multiply layer following weight bias inputs out kept",
+    "kind rows num_together claim num_units unit_bytes expert_bytes groups_at_once sum_bytes num_tiles input_bytes "
+    "out_bytes kept_bytes size first_head end_head is_open is_int8",
     "factor",
 )
 """One stage of a step, prepared when a model is loaded; which fields have a meaning depends on its kind (``kinds``).
@@ -60,13 +60,15 @@ STAGE: Final = _record(
     following        STAGE of the next linear layer, whose weights a thread prefetches when it has no work
     weight, bias     of a linear layer or a norm; 0: there is none. Biases are as long as the packed rows
     inputs           rows that are read, in steps of ``input_bytes``
-    is_of_outputs    its rows are the output rows of the step
+    rows             of what its rows are (``Rows``)
     num_together     stages from this one on between two barriers, all of the same rows; 0 after the first of them
     claim            number of the stage among those whose work is claimed
-    num_units        units of a linear layer, of ``unit_bytes``
+    num_units        units of a linear layer, or of one expert, of ``unit_bytes``
+    expert_bytes     from the weights of one expert to those of the next; 0: they are not those of experts
     groups_at_once   groups of 64 outputs of a unit, which are ``sum_bytes`` of each row
     num_tiles        tiles of 32 inputs
-    kept             float32 rows of ``size`` values, in steps of ``kept_bytes``: written by ``KEEP``, read by ``GATE``
+    out              rows that are written, in steps of ``out_bytes``: inputs of linear layers
+    kept             float32 rows of ``size`` values, in steps of ``kept_bytes``: written by ``KEEP``, read later
     first_head, end_head   which of the query, key and value heads it projects
     is_int8          inputs become int8, else int16
     is_open          the next stage does not depend on this one: there is no barrier between them
@@ -96,8 +98,8 @@ LAYER: Final = _record(
 MODEL: Final = _record(
     "stages embedding look_up input_embedding rotations",
     "num_stages first_of_head num_claims num_layers hidden_size num_heads head_dim num_rotations vocab_size input_size "
-    "has_v_norm is_gated is_gelu",
-    "norm_eps embedding_scale score_softcap logit_scale logit_softcap input_scale",
+    "has_v_norm is_gated is_gelu num_experts num_used is_sigmoid is_normalised",
+    "norm_eps embedding_scale score_softcap logit_scale logit_softcap input_scale expert_scale",
 )
 """Sizes of a model, its features, and memory that does not change between steps.
 
@@ -111,6 +113,9 @@ MODEL: Final = _record(
                              and sine of each pair; zeros after the pairs of narrower heads
     has_v_norm               each value head is normed, without a weight
     is_gated, is_gelu        activation(gate) * up, else activation(up); GELU by tanh, else SiLU
+    num_experts, num_used    experts of a layer, and how many of them a row passes; 0: there are none
+    is_sigmoid               scores become weights one by one, else by a softmax
+    is_normalised            the weights of a row are divided by their sum; ``expert_scale`` multiplies them
     *_softcap                scores and logits become cap * tanh(score / cap); 0: they do not
     input_scale              multiplies the second embedding
 """
@@ -118,9 +123,11 @@ MODEL: Final = _record(
 STEP: Final = _record(
     "token_ids positions slot_mapping begins ends ancestors block_tables output_rows "
     "tasks merges partials hidden added ups normed queries keys temperatures attended activated quantised rotations "
-    "inputs scratch wants targets top_counts choices logits best sums tops results top_results",
+    "inputs scores expert_ids expert_weights places pair_rows segments counts pair_normed pair_quantised "
+    "pair_activated pair_ups pair_outs scratch wants targets top_counts choices logits best sums tops results "
+    "top_results",
     "is_head_only num_rows table_width num_outputs num_choices num_tasks num_merges partial_bytes "
-    "normed_bytes attended_bytes activated_bytes quantised_bytes scratch_bytes logit_bytes num_threads",
+    "normed_bytes attended_bytes scratch_bytes logit_bytes num_threads",
 )
 """One step: inputs, and memory for what is between its stages.
 
@@ -135,8 +142,14 @@ STEP: Final = _record(
     hidden           float32 [num_rows, hidden_size], the residual stream
     added            float32 [num_rows, hidden_size], what is added to it once it is normed
     ups              float32 [num_rows, at least intermediate_size], the outputs of ``up``, for ``gate``
-    normed, attended, activated   inputs of linear layers, float32 or bfloat16, with their strides in bytes
+    normed, attended, activated   inputs of linear layers, float32 or bfloat16, with a stride in bytes each
     quantised        the same as integers, of one linear layer at a time (``quantise_row``)
+    scores           float32 [num_rows, whole 64 of num_experts]
+    expert_ids, expert_weights, places   [num_rows, num_used]: int32; float32; int32, the number of the pair
+    pair_rows        int32 [pairs], the row of each; pairs are sorted by expert, then by row
+    segments         int32 [1 + n, 4]: n; then expert, first pair and number of pairs that are multiplied together
+    counts           int32 [num_experts], scratch
+    pair_*           as above, a row for each pair; pair_outs: float32 [pairs, hidden_size]
     queries          float32 [num_rows, num_heads * head_dim of the layer], times ``score_scale``
     keys             float32 [num_rows, num_kv_heads * head_dim], before all of a row are normed together
     temperatures     float32 [num_rows], multiplies the queries of a row; 0: nothing does

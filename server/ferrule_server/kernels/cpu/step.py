@@ -23,7 +23,7 @@ from ferrule_server.kernels.cpu.kinds import Kind
 from ferrule_server.kernels.cpu.linear import first_weights
 from ferrule_server.kernels.cpu.plan import Plan
 from ferrule_server.kernels.cpu.records import STAGE, model_at, stage_at, step_at, thread_at
-from ferrule_server.kernels.cpu.rows import run_row
+from ferrule_server.kernels.cpu.rows import count_rows, run_row
 from ferrule_server.kernels.cpu.sync import barrier, begin_step, end_step, is_aborted, park, release, reset, share
 from ferrule_server.kernels.cpu.tiles import begin_tiles, end_tiles
 
@@ -81,7 +81,7 @@ def _run_stages(plan: Plan, thread: int) -> bool:
             call_stage(stage.kernel, thread, place)
             if stage.is_open:
                 continue
-        if not barrier(here.sync, step.num_threads, first_weights(stage_at(stage.following), here.number)):
+        if not barrier(here.sync, step.num_threads, first_weights(step, stage_at(stage.following), here.number)):
             return False
     return True
 
@@ -90,7 +90,7 @@ def _run_stages(plan: Plan, thread: int) -> bool:
 def _run_rows(plan: Plan, here: Record, first: int, num_stages: int) -> None:
     """Run some stages for this thread's rows, row after row."""
     step = step_at(here.step)
-    num_rows = step.num_outputs if stage_at(first).is_of_outputs else step.num_rows
+    num_rows = count_rows(model_at(here.model), step, stage_at(first).rows)
     begin, end = share(num_rows, step.num_threads, here.number)
     for row in range(begin, end):
         for i in range(num_stages):

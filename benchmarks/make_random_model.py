@@ -21,6 +21,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
         "rope_theta": 1_000_000.0,
     },
+    "qwen3-30b-a3b-12-layers": {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40960,
+        "rope_theta": 1_000_000.0, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    },
     "tiny": {
         "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048,
@@ -73,8 +78,8 @@ def write_model(folder: Path, shape: str, seed: int = 0) -> None:
 def config_of(shape: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of a shape."""
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": [f"Qwen3{'Moe' if 'num_experts' in shape else ''}ForCausalLM"],
+        "model_type": f"qwen3{'_moe' if 'num_experts' in shape else ''}",
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
@@ -90,7 +95,7 @@ def _make_tensors(shape: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
 
 
 def tensor_sizes(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the sizes of all tensors of a shape, by name."""
+    """Return the sizes of all tensors of a shape, by name; one tensor holds a matrix of every expert."""
     hidden, intermediate, head_dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     num_q, num_kv = shape["num_attention_heads"] * head_dim, shape["num_key_value_heads"] * head_dim
     sizes: dict[str, tuple[int, ...]] = {
@@ -104,8 +109,13 @@ def tensor_sizes(shape: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         sizes[f"{layer}.self_attn.q_proj.weight"] = (num_q, hidden)
         sizes[f"{layer}.self_attn.k_proj.weight"] = sizes[f"{layer}.self_attn.v_proj.weight"] = (num_kv, hidden)
         sizes[f"{layer}.self_attn.o_proj.weight"] = (hidden, num_q)
-        sizes[f"{layer}.mlp.gate_proj.weight"] = sizes[f"{layer}.mlp.up_proj.weight"] = (intermediate, hidden)
-        sizes[f"{layer}.mlp.down_proj.weight"] = (hidden, intermediate)
+        experts: tuple[int, ...] = ()
+        mlp, width = f"{layer}.mlp", intermediate
+        if "num_experts" in shape:
+            experts, mlp, width = (shape["num_experts"],), f"{layer}.mlp.experts", shape["moe_intermediate_size"]
+            sizes[f"{layer}.mlp.gate.weight"] = (*experts, hidden)
+        sizes[f"{mlp}.gate_proj.weight"] = sizes[f"{mlp}.up_proj.weight"] = (*experts, width, hidden)
+        sizes[f"{mlp}.down_proj.weight"] = (*experts, hidden, width)
     return sizes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -44,13 +45,24 @@ def random_matrix(name: str, num_rows: int, num_values: int, seed: int = 7, size
 
 
 def write_random_gguf(path: Path, shape: str, name: str) -> None:
-    """Write a Qwen3 whose matrices are random blocks of a type; norms are 1, and there is no vocabulary."""
+    """Write a Qwen3 whose matrices are random blocks of a type; norms are 1, and there is no vocabulary.
+
+    Routers of experts are float32, and the matrices of experts are those of the first layer in every layer.
+    """
+    made: dict[str, Bytes] = {}
     gguf: Any = import_module("gguf")  # a package that not every environment has, without types
     with gguf_writer(path, config_of(SHAPES[shape])) as writer:
         for seed, (tensor, size) in enumerate(tensor_sizes(SHAPES[shape]).items()):
             if len(size) == 1:
                 writer.add_tensor(gguf_name(tensor), np.ones(size, np.float32))
-            else:
-                num_rows, num_values = size
-                values = random_matrix(name, num_rows, num_values, seed)
-                writer.add_tensor(gguf_name(tensor), values, raw_dtype=gguf.GGMLQuantizationType[name])
+                continue
+            if tensor.endswith(".mlp.gate.weight"):
+                writer.add_tensor(
+                    gguf_name(tensor), np.random.default_rng(seed).normal(0, 0.02, size).astype(np.float32)
+                )
+                continue
+            kind = tensor.rpartition(".mlp.experts.")[2] if len(size) == 3 else tensor
+            if kind not in made:
+                made[kind] = random_matrix(name, math.prod(size[:-1]), size[-1], seed).reshape(*size[:-1], -1)
+            values = made[kind] if len(size) == 3 else made.pop(kind)
+            writer.add_tensor(gguf_name(tensor), values, raw_dtype=gguf.GGMLQuantizationType[name])

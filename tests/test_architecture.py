@@ -235,7 +235,7 @@ RECORDS = (
 MAX_RECORD_FIELDS = 77
 """Of all these together."""
 BUDGET: dict[str, int] = {
-    "server": 34590,  # packed matrices and GGUF: 1 400
+    "server": 35790,  # packed matrices and GGUF: 1 400; mixtures of experts: 1 200
     "client": 11796,
     "tools": 5520,  # the training of the bundled model came from the server with 650
 }

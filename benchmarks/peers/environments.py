@@ -78,7 +78,7 @@ class Environment:
             root: Of this repository: the modules of peers are found there, and none of the project's environment.
             num_threads: Threads of OpenMP; without the variable vLLM computes with one.
         """
-        made = peer_variables(root, num_threads) | self.spec.environment
+        made = {**peer_variables(root, num_threads), **self.spec.environment}
         libraries = sorted(self.folder.glob(self.spec.preload)) if self.spec.preload else []
         return made | ({"LD_PRELOAD": str(libraries[0])} if libraries else {})
 

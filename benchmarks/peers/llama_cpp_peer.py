@@ -30,6 +30,10 @@ _LAYER_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -132,7 +136,11 @@ def _write_gguf(folder: Path, out: Path, variant: str) -> None:
 def gguf_writer(out: Path, config: Mapping[str, Any]) -> Iterator[Any]:
     """Yield a writer to add the tensors of a Qwen3 to, without a vocabulary; the file is written afterwards."""
     gguf: Any = import_module("gguf")  # as above
-    writer = gguf.GGUFWriter(str(out), "qwen3")
+    writer = gguf.GGUFWriter(str(out), "qwen3moe" if "num_experts" in config else "qwen3")
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])

@@ -83,6 +83,7 @@ def _text_of(report: Report) -> str:
         "processor": details.processor_kernels or "its kernels can run this model",
         "GPU": details.gpu_kernels or "its kernels can run this model",
         "weights": _weights_text(details),
+        "each token": _active_text(details),
         "KV": f"{per_token} per token, {longest} for {details.max_context} tokens",
         "left out": ", ".join(details.left_out),
         "download": size(details.download_bytes) if details.download_bytes else "",
@@ -101,6 +102,14 @@ def _weights_text(details: Details) -> str:
         others = f"{size(sizes['float16'])} in torch"
     types, bits = ", ".join((*details.packed_types, chosen)), 8 * details.weights_bytes / details.num_parameters
     return f"{size(details.weights_bytes)} as {types}: {bits:.3g} bits per weight ({others})"
+
+
+def _active_text(details: Details) -> str:
+    if details.most_tokens_per_s is None:
+        return ""
+    rate = details.active_bytes * details.most_tokens_per_s / 1e9
+    most = f"at most {details.most_tokens_per_s:.3g} tokens/s of one sequence at {rate:.3g} GB/s, measured now"
+    return f"reads {size(details.active_bytes)} of them: {most}"
 
 
 def _models(*, is_json: bool) -> int:

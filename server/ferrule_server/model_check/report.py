@@ -16,7 +16,7 @@ from ferrule_server.executor.base import BLOCK_SIZE
 from ferrule_server.executor.cpu.support import choose, unsupported
 from ferrule_server.executor.cuda.kernel_choice import unsupported_reason
 from ferrule_server.executor.host_plan import HostPlan
-from ferrule_server.executor.sizes import kv_bytes, num_parameters, weights_bytes
+from ferrule_server.executor.sizes import active_bytes, kv_bytes, num_parameters, read_rate, weights_bytes
 from ferrule_server.kernels.cpu.plan import WeightKind
 from ferrule_server.loading import LoadPlan, as_folder, find_model, load_texts, network_of, note_no_tokenizer, plan_load
 from ferrule_server.model.checkpoint import list_tensors
@@ -55,6 +55,8 @@ class Details:
         weights: As ``--weights`` says.
         packed_types: Of the matrices that stay as they are in the file, by the names of its format.
         weights_bytes: Of the weights in memory.
+        active_bytes: Of them, those that a token reads: of experts the few that it passes.
+        most_tokens_per_s: Of one sequence, if only reading them takes time; for mixtures on a processor, else None.
         weights_bytes_by_type: The same for each type that ``--dtype`` and ``--weights`` could name.
         kv_bytes_per_token: Of K and V.
         kv_bytes: Of K and V of one sequence of ``max_context`` tokens.
@@ -79,6 +81,8 @@ class Details:
     weights: str
     packed_types: tuple[str, ...]
     weights_bytes: int
+    active_bytes: int
+    most_tokens_per_s: float | None
     weights_bytes_by_type: dict[str, int]
     kv_bytes_per_token: int
     kv_bytes: int
@@ -214,7 +218,8 @@ def _checked_names(network: ModelConfig, source: Outline, note: Note) -> frozens
 
 def _check_index(network: ModelConfig, names: frozenset[str]) -> None:
     """Compare the names in an index with those that a network needs; shapes are known after the download only."""
-    unread = {name: StoredTensor(name, "F32", (), Path(), 0, 0) for name in names}
+    shape = () if network.experts is None else (network.experts.count, 2, 1)  # one may hold those of all experts
+    unread = {name: StoredTensor(name, "F32", shape, Path(), 0, 0) for name in names}
     found = {name for name in of_text_model(network, unread) if not is_ignorable(name)}
     needed = on_meta(network)[1].keys()
     for verb, tensors in (("lacks", needed - found), ("has unexpected", found - needed - {HEAD})):
@@ -229,12 +234,15 @@ def _details(
     (executor, path_reason), sizes = _executor_of(config, plan), _bytes_by_type(config, plan)
     dtype = TORCH_DTYPES[plan.dtype]
     max_context = config.max_context or network.max_positions
+    active = active_bytes(network, dtype, plan.choice.plan)
+    is_probed = network.experts is not None and plan.device.index is None
     return Details(
         commit=source.commit, architecture=network.architecture, num_layers=network.num_layers,
         num_parameters=num_parameters(network), max_context=max_context, executor=executor, device=plan.device.name,
         dtype=plan.dtype, path_reason=path_reason, processor_kernels=unsupported(network),
         gpu_kernels=gpu_reason(network), weights=config.weights, packed_types=plan.packed_types,
         weights_bytes=sizes[plan.dtype if config.weights == "float" else config.weights], weights_bytes_by_type=sizes,
+        active_bytes=active, most_tokens_per_s=read_rate() / active if is_probed else None,
         kv_bytes_per_token=network.kv_values * dtype.itemsize, kv_bytes=kv_bytes(network, dtype, max_context),
         left_out=network.names.parts_left_out(names), stored_bytes=source.stored_bytes,
         download_bytes=source.missing_bytes, memory=plan.memory, warnings=tuple(warnings),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from ferrule_server.config import DEFAULT_KV_BYTES, INT8_INPUTS, ServerConfig
 from ferrule_server.errors import ConfigError, ModelError
 from ferrule_server.executor.base import BLOCK_SIZE, Executor
-from ferrule_server.executor.host_plan import HostPlan, gib
+from ferrule_server.executor.host_plan import RESERVE_BYTES, HostPlan, gib
 from ferrule_server.executor.reference import PagedReferenceExecutor
 from ferrule_server.host import Host
 from ferrule_server.model.config_reader import read_config
@@ -138,7 +138,7 @@ def plan_load(config: ServerConfig, network: ModelConfig, host: Host = _HOST) ->
         ConfigError: The settings require kernels that cannot run, or a GPU that is not there.
     """
     from ferrule_server.executor.cpu.weights import block_types
-    from ferrule_server.executor.sizes import largest_matrix_bytes, weights_bytes
+    from ferrule_server.executor.sizes import largest_matrix_bytes, pair_bytes, weights_bytes
     from ferrule_server.executor.torch import least_kv_bytes
     from ferrule_server.model.weights import TORCH_DTYPES
 
@@ -152,6 +152,7 @@ def plan_load(config: ServerConfig, network: ModelConfig, host: Host = _HOST) ->
         weights=weights_bytes(network, dtype, choice.plan),
         weights_source=f"--model {name_of(config.model)} as {', '.join((*types, form))}",
         loading=0 if choice.plan is None else largest_matrix_bytes(network, dtype),
+        reserve=RESERVE_BYTES + (0 if choice.plan is None else pair_bytes(network, config.max_step_rows)),
     )
     if device.index is None:  # on the way to a GPU all weights are in the memory of the host, and no pool
         least_bytes = least_kv_bytes(network, dtype, BLOCK_SIZE)

@@ -139,6 +139,9 @@ def test_many_stacks_cost_bounded_memory() -> None:
         ({"n_group": 4}, "n_group is 4"),
         ({"q_lora_rank": 64}, "q_lora_rank is 64"),
         ({"norm_topk_prob": 1}, "norm_topk_prob is 1, true or false"),
+        ({"num_experts": 4096, "num_hidden_layers": 1024}, "4096 experts a layer are more than 65536 in all"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types is"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(changes: dict[str, Any], text: str) -> None:

@@ -23,7 +23,7 @@ from ferrule_server.errors import ConfigError
 from ferrule_server.executor.cpu import weights as packing
 from ferrule_server.executor.cpu.support import choose
 from ferrule_server.executor.devices import Device
-from ferrule_server.executor.sizes import num_parameters
+from ferrule_server.executor.sizes import active_bytes, num_parameters
 from ferrule_server.loading import create_executor
 from ferrule_server.model.config_reader import read_config
 from ferrule_server.model.families import FAMILIES, WRAPPERS
@@ -225,8 +225,6 @@ MISTRAL, GEMMA2, GEMMA3 = "mistralai/Mistral-7B-Instruct-v0.3", "google/gemma-2-
 GRANITE, OLMO2 = "ibm-granite/granite-3.3-2b-instruct", "allenai/OLMo-2-1124-7B-Instruct"
 PHI, GLM4 = "microsoft/Phi-4-mini-instruct", "zai-org/GLM-4-9B-0414"
 OTHERS = {
-    ((EXPERTS,), QWEN2): "Qwen2MoeForCausalLM",
-    ((EXPERTS,), QWEN3): "Qwen3MoeForCausalLM",
     ((EXPERTS,), MISTRAL): "MixtralForCausalLM",
     ((EXPERTS,), LLAMA): "DeepseekV2ForCausalLM DeepseekV3ForCausalLM Llama4ForCausalLM",
     ((EXPERTS,), OLMO2): "OlmoeForCausalLM",
@@ -409,12 +407,28 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "model": str, "loads": bool, "reason": str, "instead": str, "architecture": str, "num_layers": int,
         "num_parameters": int, "max_context": int, "executor": str, "device": str, "dtype": str, "path_reason": str,
         "processor_kernels": str, "gpu_kernels": str, "weights": str, "packed_types": list, "weights_bytes": int,
-        "weights_bytes_by_type": dict, "kv_bytes_per_token": int, "kv_bytes": int, "left_out": list,
+        "active_bytes": int, "most_tokens_per_s": type(None), "weights_bytes_by_type": dict,
+        "kv_bytes_per_token": int, "kv_bytes": int, "left_out": list,
         "stored_bytes": int, "download_bytes": int, "memory": dict, "warnings": list,
     }  # fmt: skip
     assert loads.keys() - {"commit"} == kinds.keys()
     assert {key: type(loads[key]) for key in kinds} == kinds
     assert {does_not[key] for key in does_not.keys() - {"model", "loads", "reason", "instead"}} == {None}
+
+
+def test_a_mixture_says_what_a_token_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the experts those that it passes, of the embedding nothing; and about how many tokens that permits."""
+    case = {**CASES["qwen3-moe"], "hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32}
+    folder = make_example(case | {"decoder_sparse_step": 1, "tie_word_embeddings": False}, tmp_path / "moe").folder
+    config = read_config(folder)
+    unread = config.vocab_size * 64 + 4 * (9 - 2) * 3 * 32 * 64
+    assert active_bytes(config, torch.float32) == 4 * (num_parameters(config) - unread)
+    assert main([f"--model={folder}", "--dtype=float32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["active_bytes"] < found["weights_bytes"]
+    assert found["most_tokens_per_s"] > 1
+    assert main([f"--model={folder}"]) == 0
+    assert re.search(r"each token +reads \S+ \w+ of them: at most about \S+ tokens/s of one", capsys.readouterr().out)
 
 
 def test_what_would_run_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,8 @@ from ferrule_server.model.tensors import on_meta
 if TYPE_CHECKING:
     from ferrule_server.kernels.cpu.plan import Plan
 
+_PAIR_BYTES = 11
+"""Of each value of a row: as an input, as an integer, and as an output."""
 _PROBE_BYTES = 256 << 20
 """Far more than caches hold."""
 
@@ -59,6 +61,14 @@ def active_bytes(config: ModelConfig, dtype: torch.dtype, plan: Plan | None = No
         num_bytes = packed_bytes(config, plan, spec) if plan and is_kept else prod(spec.shape) * dtype.itemsize
         total += is_read * share * num_bytes
     return round(total)
+
+
+def pair_bytes(config: ModelConfig, num_rows: int) -> int:
+    """Return about how many bytes are between the stages of a mixture, on a processor, for the rows of a step."""
+    experts = config.experts
+    if experts is None:
+        return 0
+    return num_rows * experts.used * (_PAIR_BYTES * config.hidden_size + 4 * experts.width)
 
 
 def read_rate() -> float:

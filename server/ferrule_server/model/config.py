@@ -304,7 +304,7 @@ def unknown_features(config: ModelConfig, known: Set[str]) -> list[str]:
         (kind.chunk, f"attention to all tokens, not to chunks of {kind.chunk}"),
         (kind.has_sinks, "attention without sinks"),
         (kind.is_value_key, "a projection of values"),
-        (config.experts, "one feed-forward part for all rows, not experts"),
+        (config.experts is not None, "one feed-forward part for all rows, not experts"),
         (has_other_scale, f"scores divided by the root of head_dim, not times {kind.score_scale:g}"),
         (kind.rope is not None and kind.rope.magnitude != 1, "rotations that keep lengths"),
     ]

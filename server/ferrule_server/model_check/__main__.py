@@ -108,7 +108,7 @@ def _active_text(details: Details) -> str:
     if details.most_tokens_per_s is None:
         return ""
     rate = details.active_bytes * details.most_tokens_per_s / 1e9
-    most = f"at most {details.most_tokens_per_s:.3g} tokens/s of one sequence at {rate:.3g} GB/s, measured now"
+    most = f"at most about {details.most_tokens_per_s:.3g} tokens/s of one sequence at {rate:.3g} GB/s, measured now"
     return f"reads {size(details.active_bytes)} of them: {most}"
 
 

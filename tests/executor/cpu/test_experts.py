@@ -5,15 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.random_gguf import random_matrix
+from ferrule_server.errors import ModelError
+from ferrule_server.executor.cpu.support import choose, unsupported
+from ferrule_server.model.config_reader import read_config
 from tests.executor.cpu.models import KERNEL_SETS, kernel_set_name, running
+from tests.executor.cpu.packed_files import EXPERTS, MIXTURE, write_packed
 from tests.executor.cpu.test_against_torch import all_logits, torch_executor
 from tests.executor.cpu.test_families import case_of
 from tests.model.conftest import make_example
+from tests.model.gguf.writing import add_key, close
 from tests.model.stepping import Piece, PooledSequence, Stepper
 
 PROMPT = [(7 * i + i // 5) % 103 for i in range(400)]
@@ -78,3 +85,50 @@ def test_a_score_that_is_no_number_makes_no_number(tmp_path: Path) -> None:
     assert broken.logits is None
     found = np.stack([row.logits for row in others if row.logits is not None])
     np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+
+
+def test_a_router_that_is_broken_makes_no_number(tmp_path: Path) -> None:
+    """Also where other experts have the highest scores: torch says so too."""
+    folder = make_example(case_of("qwen3-moe"), tmp_path / "moe").folder
+    edited(folder, lambda router: router[4].fill_(torch.nan))
+    with running(folder, "float32") as executor:
+        (row,) = Stepper(executor).run(Piece(PooledSequence(), PROMPT[:3]))
+    assert row.logits is None
+
+
+def _apart(path: Path, types: list[str]) -> Path:
+    """Write a file that has a tensor for each expert of a layer, by their names in a folder."""
+    write_packed(path, MIXTURE, "Q8_0", is_mixture=True)
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(path.with_name("apart.gguf"), "qwen3moe")
+    for name, field in reader.fields.items():
+        if name.startswith("qwen3moe."):
+            add_key(writer, name, field.contents())
+    for tensor in reader.tensors:
+        if tensor.name != "blk.0.ffn_down_exps.weight":
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    for expert in range(EXPERTS):
+        kind = types[expert % len(types)]
+        writer.add_tensor(
+            f"model.layers.0.mlp.experts.{expert}.down_proj.weight", random_matrix(kind, 256, 256, expert),
+            raw_dtype=gguf.GGMLQuantizationType[kind],
+        )  # fmt: skip
+    close(writer)
+    return path.with_name("apart.gguf")
+
+
+def test_experts_of_other_types_are_left_to_torch(tmp_path: Path) -> None:
+    """The kernels go from one expert to the next by its size."""
+    assert unsupported(read_config(_apart(tmp_path / "a.gguf", ["Q4_K"]))) == ""
+    config = read_config(_apart(tmp_path / "a.gguf", ["Q2_K", "Q8_0"]))
+    assert "experts of one layer in different types" in unsupported(config)
+    assert choose(config, "bfloat16").plan is None
+
+
+def test_a_matrix_of_an_expert_is_not_stored_twice(tmp_path: Path) -> None:
+    """Once alone and once among those of all."""
+    path = _apart(tmp_path / "a.gguf", ["Q4_K"])
+    content, name = path.read_bytes(), b".mlp.experts.3.down_proj.weight"
+    path.write_bytes(content.replace(b"model.layers.0" + name, b"model.layers.1" + name))
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.experts\.3\.down_proj\.weight is stored twice"):
+        read_config(path)

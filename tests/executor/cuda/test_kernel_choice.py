@@ -32,7 +32,7 @@ from ferrule_server.kernels.cuda import attention
 from ferrule_server.kernels.cuda.catalog import kernels_of
 from ferrule_server.kernels.cuda.logit_rows import num_slices
 from ferrule_server.kernels.cuda.spec import MODEL_SHAPES, SHARED_LIMITS, KernelSpec, ModelShape
-from ferrule_server.model.config import LayerKind, ModelConfig
+from ferrule_server.model.config import Experts, LayerKind, ModelConfig
 from ferrule_server.model.rope import LinearScaling, Rope, YarnScaling
 from tests.configs import with_layers
 from tests.executor.cuda.fake_gpu import CUBIN, FakeGpu, FakeLaunch
@@ -119,6 +119,7 @@ def test_every_other_field_of_a_model_is_refused_by_name() -> None:
         (with_layers(tiny_config(), chunk=64), "attention to all tokens, not to chunks of 64"),
         (with_layers(tiny_config(), has_sinks=True), "attention without sinks"),
         (with_layers(tiny_config(), is_value_key=True), "a projection of values"),
+        (with_layers(tiny_config(), experts=Experts(8, 2, 32)), "one feed-forward part for all rows, not experts"),
         (with_layers(tiny_config(), score_scale=0.25), "scores divided by the root of head_dim, not times 0.25"),
         (
             with_layers(tiny_config(), rope=Rope(1e4, 32, 64, YarnScaling(4.0, 64, magnitude=1.5))),
@@ -138,7 +139,7 @@ def test_layers_the_kernels_cannot_run_are_named(config: ModelConfig, words: str
 def test_every_field_of_a_layer_is_computed_or_refused() -> None:
     """A new one needs a rule in ``unknown_features`` first, and then a case above or an entry here."""
     computed = {"head_dim", "num_kv_heads", "intermediate_size", "rope"}
-    refused = {"score_scale", "window", "chunk", "has_sinks", "is_value_key"}
+    refused = {"score_scale", "window", "chunk", "has_sinks", "is_value_key", "experts"}
     of_other_layers = {"kv_layer"}
     assert {each.name for each in fields(LayerKind)} == computed | refused | of_other_layers
 

@@ -44,7 +44,10 @@ ARCHITECTURES: Final[dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]]]
     ),
     "qwen3moe": (
         "qwen3moe", "qwen3-moe", {"decoder_sparse_step": 1},
-        {"expert_count": 9, "expert_used_count": 2, "expert_feed_forward_length": 24},
+        {
+            "expert_count": 9, "expert_used_count": 2, "expert_feed_forward_length": 24,
+            "expert_shared_feed_forward_length": 0,
+        },
     ),
     "gemma2": (
         "gemma2", "gemma2-window-softcap", {"query_pre_attn_scalar": 14},

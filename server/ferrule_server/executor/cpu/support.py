@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -12,6 +13,7 @@ from ferrule_server.kernels.cpu.plan import Plan, WeightKind
 from ferrule_server.kernels.cpu.processor import choose_instructions
 from ferrule_server.kernels.matrix_kinds import TILE_INPUTS
 from ferrule_server.model.config import LayerKind, ModelConfig, other_fields
+from ferrule_server.model.parts import specs
 
 _HEAD_STEP: Final = 16
 _HIDDEN_STEP: Final = 16
@@ -108,11 +110,23 @@ def _unlike_layers(config: ModelConfig) -> Iterator[str]:
     if any(other != config.experts for other in experts):
         yield "experts of several sorts"
     if experts and (config.hidden_size % GROUP or experts[0].width % TILE_INPUTS):
-        yield f"experts of {experts[0].width} values between {config.hidden_size}"
+        sizes = f"{experts[0].width} values between rows of {config.hidden_size}"
+        yield f"experts of {sizes}, which are not multiples of {TILE_INPUTS} and {GROUP}"
     if experts and (config.has_norm_after or config.is_parallel):
-        yield "norms after experts"
+        yield "experts with norms after them, or beside attention"
+    if experts and not _are_alike(config):
+        yield "experts of one layer in different types"
     if config.qk_norm == "row" and any(kind.kv_layer is not None or kind.is_value_key for kind in kinds):
         yield "norms of all heads of a row where K and V are shared"
+
+
+def _are_alike(config: ModelConfig) -> bool:
+    """Return whether the experts of each layer are packed alike: the kernels go from one to the next by its size."""
+    types: dict[tuple[int, str], set[tuple[str | None, ...]]] = defaultdict(set)
+    for spec in specs(config):
+        if spec.expert >= 0 and spec.inputs is not None:
+            types[spec.layer, spec.part.name].add(tuple(config.blocks.get(name) for name in spec.names))
+    return all(len(found) == 1 and (len(set(*found)) == 1 or not config.has_mlp_bias) for found in types.values())
 
 
 def _heads(kind: LayerKind) -> tuple[int, int]:

@@ -199,6 +199,7 @@ class Packer:
         ends = list(accumulate((packed_bytes(config, plan, spec) for spec in packed), initial=0))
         self._begins = {(spec.layer, spec.key): begin for spec, begin in zip(packed, ends, strict=False)}
         self._arena = new_tensor((ends[-1],), torch.uint8)
+        self._pool = ThreadPoolExecutor(torch.get_num_threads(), "pack")
         self.name = _name_of(config, plan)
         self.kept: Set[str] = config.blocks.keys() & {name for spec in packed for name in spec.names}
 
@@ -212,10 +213,22 @@ class Packer:
             piece = packed.piece
             rows = in_units(self._config, spec, matrix[piece.begin : piece.begin + piece.num_rows])
             if piece.block:
-                _lay_out(piece.block, rows, packed.data)
+                self._lay_out(piece.block, rows, packed.data)
             else:
                 self._copy(piece.kind, rows.contiguous(), packed.data)
-        return packed.data
+        begin = self._begins[spec.layer, spec.key]
+        return self._arena[begin : begin + packed_bytes(self._config, self._plan, spec)]
+
+    def _lay_out(self, block: str, rows: Tensor, out: Tensor) -> None:
+        """Pack rows of blocks, uint8 [rows, row_bytes], some at a time with each thread."""
+
+        def pack(some: Tensor, place: Tensor) -> None:
+            lay_out(kind.codes(some.numpy()), place.view(-1).numpy())
+
+        kind = BLOCKS[block]
+        num_groups = max(1, _AT_ONCE // GROUP * kind.num_bytes // (rows.shape[1] * kind.num_values))
+        pieces = torch.split(rows, num_groups * GROUP), torch.split(out.view(len(rows) // GROUP, -1), num_groups)
+        deque(self._pool.map(pack, *pieces), maxlen=0)
 
     def _copy(self, kind: MatrixKind, rows: Tensor, out: Tensor) -> None:
         """Pack rows of floats, quantised if their kind is."""
@@ -225,6 +238,7 @@ class Packer:
 
     def finish(self, weights: ModelWeights) -> PackedModel:
         """Return the model, when all matrices have been packed."""
+        self._pool.shutdown()
         model = PackedModel({}, [{} for _ in weights.layers])
         matrix = None
         for spec in specs(self._config):
@@ -261,19 +275,6 @@ def _join_biases(layer: Packed, count: int) -> None:
         keys = [f"{name}.{expert}" for expert in range(count)]
         if biases := [bias for key in keys if isinstance(bias := layer.get(key), Tensor)]:
             layer.update(zip(keys, torch.stack(biases), strict=True))
-
-
-def _lay_out(block: str, rows: Tensor, out: Tensor) -> None:
-    """Pack rows of blocks, uint8 [rows, row_bytes], some at a time with each thread."""
-
-    def pack(some: Tensor, place: Tensor) -> None:
-        lay_out(kind.codes(some.numpy()), place.view(-1).numpy())
-
-    kind = BLOCKS[block]
-    num_groups = max(1, _AT_ONCE // GROUP * kind.num_bytes // (rows.shape[1] * kind.num_values))
-    pieces = torch.split(rows, num_groups * GROUP), torch.split(out.view(len(rows) // GROUP, -1), num_groups)
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        deque(pool.map(pack, *pieces), maxlen=0)
 
 
 def _name_of(config: ModelConfig, plan: Plan) -> str:

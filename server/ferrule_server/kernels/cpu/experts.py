@@ -35,7 +35,7 @@ def route(model: Record, step: Record, stage: Record, row: int) -> None:
     ids, weights = step.expert_ids + 4 * row * model.num_used, step.expert_weights + 4 * row * model.num_used
     top = _top(scores, model.num_experts)
     total = np.float32(0) if model.is_normalised or model.is_sigmoid else _sum_of_exp(scores, model.num_experts, top)
-    chosen = np.float32(0)
+    chosen, invalid = np.float32(0), _invalid(scores, model.num_experts)
     for slot in range(model.num_used):
         best = 0
         for expert in range(1, model.num_experts):
@@ -48,6 +48,7 @@ def route(model: Record, step: Record, stage: Record, row: int) -> None:
         write_float32(scores + 4 * best, _LEAST)
         chosen += weight
     divisor = chosen if model.is_normalised else np.float32(1) if model.is_sigmoid else total
+    divisor += invalid
     for slot in range(model.num_used):
         write_float32(weights + 4 * slot, read_float32(weights + 4 * slot) / divisor * model.expert_scale)
 
@@ -59,6 +60,16 @@ def _top(scores: int, count: int) -> np.float32:
     for i in range(0, count, simd.LANES):
         top = simd.maximum(simd.select_below(count - i, simd.load(scores + 4 * i), simd.splat(_LEAST)), top)
     return simd.max_of(top)
+
+
+@kernel
+def _invalid(scores: int, count: int) -> np.float32:
+    """Return NaN if a score is not finite, else 0."""
+    zero = simd.splat(np.float32(0))
+    total = zero
+    for i in range(0, count, simd.LANES):
+        total = simd.fma(simd.select_below(count - i, simd.load(scores + 4 * i), zero), zero, total)
+    return simd.sum_of(total)
 
 
 @kernel

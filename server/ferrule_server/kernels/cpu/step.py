@@ -8,6 +8,9 @@ A step is a list of stages, which ``executor.cpu.stages`` writes when a model is
     norm, activate          rows; units: gate and up, activation(gate) * up
     add                     units: the last layer, added to the residual stream
 
+A mixture has others in the place of the last two (``experts``): router, the experts of each row, the pairs of rows and
+experts in the order of experts, and their inputs; gate and up and the last layer of all pairs; the sum of each row.
+
 In a stage of rows every thread has its share of the rows. Stages of the same rows that follow each other are run row
 after row, without a barrier between them. In all others threads claim units; the first of a thread is fixed, so that it
 can prefetch its weights while it waits at the barrier. The results do not depend on which thread computes them.

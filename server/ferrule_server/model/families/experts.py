@@ -8,6 +8,8 @@ from ferrule_server.model.families.values import ConfigValues
 
 _COUNTS = ("num_experts", "num_local_experts")
 """Two names of one setting: older and newer versions of transformers write one each."""
+_MOST = 1 << 16
+"""In all layers: each is a few tensors, which cost time and memory before a weight is read."""
 
 
 def read_experts(values: ConfigValues, *, width: str) -> Experts:
@@ -25,6 +27,8 @@ def read_experts(values: ConfigValues, *, width: str) -> Experts:
     if len(counts) > 1:
         raise ModelError(f"config.json: the number of experts is {found}, one number is expected")
     experts = Experts(counts.pop(), values.count("num_experts_per_tok"), values.count(width))
+    if experts.count * values.count("num_hidden_layers") > _MOST:
+        raise ModelError(f"config.json: {experts.count} experts a layer are more than {_MOST} in all, the most")
     if experts.used > experts.count:
         raise ModelError(f"config.json: num_experts_per_tok is {experts.used} of {experts.count} experts")
     return experts

@@ -33,16 +33,16 @@ def _with_experts(config: ModelConfig, values: ConfigValues) -> ModelConfig:
         is_normalised=values.flag("norm_topk_prob"),
         has_shared_gate=width > 0,
     )
-    step, dense = values.count("decoder_sparse_step"), values.get("mlp_only_layers") or ()
-    if not isinstance(dense, list | tuple) or any(type(index) is not int for index in dense):
-        raise ModelError(f"config.json: mlp_only_layers is {shown(dense)}, a list of layers is expected")
+    step, listed = values.count("decoder_sparse_step"), values.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or any(type(index) is not int for index in listed):
+        raise ModelError(f"config.json: mlp_only_layers is {shown(listed)}, a list of layers is expected")
+    dense = set(listed)
 
     def kind(index: int, plain: LayerKind) -> LayerKind:
         is_dense = index in dense or (index + 1) % step != 0
         return plain if is_dense else replace(plain, intermediate_size=width, experts=experts)
 
-    layers = tuple(kind(index, plain) for index, plain in enumerate(config.layers))
-    return late_windows(replace(config, layers=layers), values)
+    return replace(config, layers=tuple(kind(index, plain) for index, plain in enumerate(config.layers)))
 
 
 QWEN2: Final = Family(
@@ -75,14 +75,15 @@ QWEN3: Final = replace(
 )
 _MIXTURE: Final[dict[str, Any]] = {
     "num_experts_per_tok": 8, "num_experts": 128, "num_local_experts": 128, "moe_intermediate_size": 768,
-    "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6,
 }  # fmt: skip
+"""Without windows: transformers has other rules for them than in dense models, and no published mixture uses any."""
 QWEN2_MOE: Final = replace(
     QWEN2,
     architecture="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
     defaults={
-        **QWEN2.defaults, **_MIXTURE, "num_key_value_heads": 16, "num_experts_per_tok": 4,
+        **_MIXTURE, "num_key_value_heads": 16, "num_experts_per_tok": 4,
         "num_experts": 60, "num_local_experts": 60, "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     },
@@ -96,7 +97,7 @@ QWEN3_MOE: Final = replace(
     QWEN3,
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    defaults={**QWEN3.defaults, **_MIXTURE, "num_key_value_heads": 4, "head_dim": None},
+    defaults={**_MIXTURE, "attention_bias": False, "num_key_value_heads": 4},
     refine=_with_experts,
     models="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder, and their 2507 versions",
     differs="experts, a norm of each query and key head",

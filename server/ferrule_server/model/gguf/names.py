@@ -45,10 +45,11 @@ def renamed(gguf: Gguf) -> dict[str, StoredTensor]:
     stored |= {} if known is None else known.parts(gguf)
     found: dict[str, StoredTensor] = {}
     for old, tensor in gguf.tensors.items():
-        if old not in DIVISORS and found.setdefault(new := _renamed(old, stored), tensor) is not tensor:
-            raise ModelError(f"tensors {name_of(found[new].name)} and {name_of(old)} are both {name_of(new)}")
-    tensors = (replace(tensor, name=new, shape=_as_matrix(new, tensor)) for new, tensor in found.items())
-    return {tensor.name: tensor for tensor in without_stacks(tensors)}
+        new = _renamed(old, stored)
+        for part in without_stacks([replace(tensor, name=new, shape=_as_matrix(new, tensor))]):
+            if old not in DIVISORS and found.setdefault(part.name, part) is not part:
+                raise ModelError(f"tensor {name_of(part.name)} is stored twice, once in {name_of(old)}")
+    return found
 
 
 def _as_matrix(name: str, tensor: StoredTensor) -> tuple[int, ...]:

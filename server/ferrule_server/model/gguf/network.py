@@ -30,7 +30,7 @@ _BIASES: Final = {
 """Settings of biases, with tensors of which a model with biases has one."""
 _ZERO_IS_OFF: Final = frozenset({
     WINDOW, "attention.clamp_kqv", "attention.max_alibi_bias", "leading_dense_block_count", "nextn_predict_layers",
-    "pooling_type", "rope.scaling.factor", "rope.scale_linear",
+    "expert_shared_feed_forward_length", "pooling_type", "rope.scaling.factor", "rope.scale_linear",
 })  # fmt: skip
 _WIDTHS: Final = frozenset({
     "attention.value_length", "attention.key_length_swa", "attention.value_length_swa", "rope.dimension_count_swa",

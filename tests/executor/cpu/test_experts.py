@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.random_gguf import random_matrix
 from ferrule_server.errors import ModelError
+from ferrule_server.executor.cpu.memory import StepMemory
 from ferrule_server.executor.cpu.support import choose, unsupported
-from ferrule_server.model.config_reader import read_config
-from tests.executor.cpu.models import KERNEL_SETS, kernel_set_name, running
+from ferrule_server.executor.sizes import pair_bytes
+from ferrule_server.model.config_reader import parse_config, read_config
+from tests.executor.cpu.models import KERNEL_SETS, kernel_set_name, plan_of, running
 from tests.executor.cpu.packed_files import EXPERTS, MIXTURE, write_packed
 from tests.executor.cpu.test_against_torch import all_logits, torch_executor
 from tests.executor.cpu.test_families import case_of
@@ -132,3 +134,18 @@ def test_a_matrix_of_an_expert_is_not_stored_twice(tmp_path: Path) -> None:
     path.write_bytes(content.replace(b"model.layers.0" + name, b"model.layers.1" + name))
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.experts\.3\.down_proj\.weight is stored twice"):
         read_config(path)
+
+
+def test_the_plan_of_memory_counts_the_pairs() -> None:
+    """About as many bytes as there are, for a model of a usual size."""
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 1, "vocab_size": 64, "max_position_embeddings": 64}
+    names = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+    config = parse_config({**names, **sizes, "num_attention_heads": 32, "head_dim": 64, "intermediate_size": 6144}, {})
+    memory = StepMemory(config, plan_of(config, "bfloat16", weights="int8"), max_rows=64, max_context=64, num_threads=1)
+    found = sum(rows.nbytes for name, rows in memory._made_rows.items() if name.startswith("pair_"))
+    assert found == pytest.approx(pair_bytes(config, 64), rel=0.2)
